@@ -1,0 +1,65 @@
+# Every target does its own set-up: the first one to run makes .venv, once.
+#   PYTHON=python3.12 make test     another interpreter for a new .venv (3.11 or later)
+#   make test ARGS="-k paths -x"    more arguments for pytest
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+PYTEST := $(BIN)/python -m pytest
+SOURCES := $(wildcard statetree tests examples benchmarks)
+
+# Only for the checkpoint files (resemblyzer, lpips) and tensor subclasses (torchao) that they ship:
+# their dependencies would add gigabytes and are never imported.
+WITHOUT_DEPENDENCIES := resemblyzer lpips torchao
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check lint types doctest thorough bench format clean
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+venv: $(STAMP)  ## Make .venv with the package (editable) and all development tools
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=...")'
+	@echo "Installing into $(VENV): once, this takes a minute or more."
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) --upgrade pip  # the pip that comes with Python 3.11 does not know --group
+	@$(PIP) --editable . --group dev
+	@$(PIP) --no-deps $(WITHOUT_DEPENDENCIES)
+	@touch $@
+
+demo: $(STAMP)  ## Train, checkpoint, kill and resume a small transformer
+	@$(BIN)/python examples/train_resume.py
+
+# The profile is ci (200 examples, the same ones every time), so that a run here means what a run there means.
+test: $(STAMP)  ## Run the tests
+	@HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-ci}" $(PYTEST) $(ARGS)
+
+check: lint types doctest test  ## Check format, lint, types, doctests and tests
+
+lint: $(STAMP)
+	@$(BIN)/ruff format --check $(SOURCES)
+	@$(BIN)/ruff check $(SOURCES)
+
+types: $(STAMP)
+	@$(BIN)/mypy
+
+doctest: $(STAMP)
+	@$(PYTEST) --doctest-modules statetree
+
+thorough: $(STAMP)  ## Run the tests with 3,000 hypothesis examples each, on all cores
+	@HYPOTHESIS_PROFILE=thorough $(PYTEST) --numprocesses=auto --timeout=7200 $(ARGS)
+
+bench: $(STAMP)  ## Measure against the peers, side by side
+	@$(BIN)/python -m benchmarks
+
+format: $(STAMP)  ## Format, and mend what the linter can mend
+	@$(BIN)/ruff check --fix-only $(SOURCES)
+	@$(BIN)/ruff format $(SOURCES)
+
+clean:  ## Remove .venv, caches and builds
+	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

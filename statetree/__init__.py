@@ -1,0 +1,60 @@
+"""statetree: a PyTorch training state as a pytree, and pure, composable transforms over it."""
+
+from statetree.compose import chain, stream
+from statetree.containers import register_container
+from statetree.errors import (
+    CheckpointError,
+    CyclicTree,
+    Difference,
+    RankMismatch,
+    StagerBusy,
+    StagerClosed,
+    StateTreeError,
+    TreeMismatch,
+    TreeTooDeep,
+    UnsupportedLeaf,
+)
+from statetree.leaves import LeafType, register_leaf_type
+from statetree.paths import Path
+from statetree.stager import Stager
+from statetree.transforms.allocate_like import allocate_like
+from statetree.transforms.copy_into import copy_into
+from statetree.transforms.offload import offload
+from statetree.transforms.similarity import Similarity, similarity
+from statetree.tree import flatten, from_flat, map_leaves, map_with_path, paths, to_flat, unflatten
+from statetree.treespec import TreeSpec
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "CheckpointError",
+    "CyclicTree",
+    "Difference",
+    "LeafType",
+    "Path",
+    "RankMismatch",
+    "Similarity",
+    "Stager",
+    "StagerBusy",
+    "StagerClosed",
+    "StateTreeError",
+    "TreeMismatch",
+    "TreeSpec",
+    "TreeTooDeep",
+    "UnsupportedLeaf",
+    "allocate_like",
+    "chain",
+    "copy_into",
+    "flatten",
+    "from_flat",
+    "map_leaves",
+    "map_with_path",
+    "offload",
+    "paths",
+    "register_container",
+    "register_leaf_type",
+    "similarity",
+    "stream",
+    "to_flat",
+    "unflatten",
+]

@@ -1,0 +1,103 @@
+"""Atoms: plain values that can hold no tensor, are passed by identity and compared by value."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import enum
+import fractions
+import pathlib
+import re
+import types
+import uuid
+import weakref
+from typing import Any
+
+import torch
+
+_ATOMS: set[type] = {
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(...),
+    type(NotImplemented),
+    range,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.qscheme,
+    torch.Size,
+    torch.finfo,
+    torch.iinfo,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+    types.ClassMethodDescriptorType,
+    types.CodeType,
+    types.ModuleType,
+    types.GenericAlias,
+    types.UnionType,
+    property,
+    weakref.ref,
+    datetime.date,
+    datetime.datetime,
+    datetime.time,
+    datetime.timedelta,
+    datetime.timezone,
+    decimal.Decimal,
+    fractions.Fraction,
+    uuid.UUID,
+    re.Pattern,
+    pathlib.PurePosixPath,
+    pathlib.PureWindowsPath,
+    pathlib.PosixPath,
+    pathlib.WindowsPath,
+}
+
+
+def is_atom_type(cls: type) -> bool:
+    """Whether every instance of exactly this class is an atom.
+
+    Subclasses of the immutable builtins are not (an ``int`` with attributes may hold anything); enums and classes
+    themselves (instances of a metaclass) are.
+    """
+    return cls in _ATOMS or issubclass(cls, (enum.Enum, type))
+
+
+def add_atom_type(cls: type) -> None:
+    """Declare instances of exactly this class to be atoms."""
+    _ATOMS.add(cls)
+
+
+def same_value(a: object, b: object) -> bool:
+    """Whether two plain values are of one type and equal, all the way down.
+
+    ``1``, ``1.0`` and ``True`` differ, and so do ``0.0`` and ``-0.0``; NaN equals NaN. A comparison that raises or
+    answers with something that is no truth value is a no.
+    """
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    x: Any = a
+    y: Any = b
+    try:
+        if isinstance(x, float):
+            return bool(x.hex() == y.hex())
+        if isinstance(x, complex):
+            return same_value(x.real, y.real) and same_value(x.imag, y.imag)
+        if isinstance(x, (tuple, list)):
+            return len(x) == len(y) and all(map(same_value, x, y))
+        if isinstance(x, dict):
+            return x.keys() == y.keys() and all(same_value(value, y[key]) for key, value in x.items())
+        return bool(x == y)
+    except Exception:  # noqa: BLE001 - total: whatever a user's __eq__ does, there is an answer
+        return False

@@ -1,0 +1,262 @@
+"""Comparing two trees leaf by leaf: what ``similarity`` reports is what ``copy_into`` refuses.
+
+Leaves that are plain tensors on both sides are compared over columns, the others by the facts that their leaf types
+give. Nothing is written and no value's ``__eq__`` is trusted to work.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from statetree.atoms import same_value
+from statetree.columns import Columns
+from statetree.errors import Difference, StateTreeError
+from statetree.leaf_types.opaque import OPAQUE
+from statetree.leaves import QUANTIZED, Kept, Packed, Recipe, Unpacked, facts, leaf_type_of, located
+from statetree.matching import matched
+from statetree.torch_internals import WITHOUT_KERNELS
+from statetree.tree import flatten
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from statetree.paths import Path
+
+_BARE: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+class Pairing:
+    """The leaves of two trees, side by side.
+
+    Attributes:
+        spec: The structure of the left tree.
+        left: The left tree's leaves.
+        right: The right tree's leaves, in the order of the left ones.
+        differences: Differences of structure; if there are any, the leaves are not paired.
+        bare: The positions at which both sides hold ordinary strided tensors.
+        columns: The columns of these tensors, left and right; ``None`` if some turned out not to be ordinary.
+    """
+
+    def __init__(self, left: Any, right: Any) -> None:
+        self.left, self.spec = flatten(left)
+        right_leaves, right_spec = flatten(right)
+        order, self.differences = matched(self.spec, self.left, right_spec, right_leaves)
+        self.right = right_leaves if order is None or self.differences else [right_leaves[index] for index in order]
+        self.bare: Sequence[int] = ()
+        self.columns: tuple[Columns, Columns] | None = None
+        if not self.differences:
+            self._find_bare()
+
+    def _find_bare(self) -> None:
+        left, right = self.left, self.right
+        if _BARE.issuperset(map(type, left)) and _BARE.issuperset(map(type, right)):
+            self.bare, chosen = range(len(left)), (left, right)
+        else:
+            self.bare = [
+                index
+                for index, (a, b) in enumerate(zip(left, right, strict=True))
+                if type(a) in _BARE and type(b) in _BARE
+            ]
+            chosen = ([left[index] for index in self.bare], [right[index] for index in self.bare])
+        columns = (Columns(chosen[0]), Columns(chosen[1]))
+        if not all(map(_ordinary, columns)):
+            self.bare = ()
+        elif 0 in columns[0].pointers or 0 in columns[1].pointers:
+            self._leave_out([a != 0 and b != 0 for a, b in zip(columns[0].pointers, columns[1].pointers, strict=True)])
+        else:
+            self.columns = columns
+
+    def _leave_out(self, with_memory: Sequence[bool]) -> None:
+        """Leave empty, meta and freed tensors to the general comparison."""
+        self.bare = [index for index, flag in zip(self.bare, with_memory, strict=True) if flag]
+        self.columns = (
+            Columns([self.left[index] for index in self.bare]),
+            Columns([self.right[index] for index in self.bare]),
+        )
+
+    def others(self) -> Iterator[int]:
+        """Yield the positions that are not in ``bare``."""
+        if len(self.bare) == len(self.left):
+            return
+        bare = set(self.bare)
+        yield from (index for index in range(len(self.left)) if index not in bare)
+
+
+def _ordinary(columns: Columns) -> bool:
+    """Whether all tensors are views on storages: not sparse, nested or quantized."""
+    try:
+        return QUANTIZED.isdisjoint(columns.dtypes) and len(columns.shapes) == len(columns.storage_keys)
+    except (RuntimeError, NotImplementedError):  # sparse tensors have no storage, nested ones no size
+        return False
+
+
+def leaf_differences(
+    pairing: Pairing, paths: Callable[[], Sequence[Path]], *, plain: bool, dtypes: bool = True
+) -> list[Difference]:
+    """Return where paired leaves differ in leaf type, dtype, shape and layout.
+
+    Args:
+        pairing: Two trees of matching structure.
+        paths: Gives the left tree's paths.
+        plain: Whether plain and opaque values must agree in type, and what cannot be taken apart is a difference.
+        dtypes: Whether dtypes must agree.
+    """
+    found: list[tuple[int, str, Any, Any]] = []
+    if pairing.columns is not None:
+        left, right = pairing.columns
+        if (dtypes and left.dtypes != right.dtypes) or left.shapes != right.shapes:
+            rows = zip(pairing.bare, left.dtypes, right.dtypes, left.shapes, right.shapes, strict=True)
+            for index, dtype_a, dtype_b, shape_a, shape_b in rows:
+                if dtypes and dtype_a != dtype_b:
+                    found.append((index, "dtype", dtype_a, dtype_b))
+                if shape_a != shape_b:
+                    found.append((index, "shape", tuple(shape_a), tuple(shape_b)))
+    for index in pairing.others():
+        pair = pairing.left[index], pairing.right[index]
+        try:
+            facts_found = list(_leaf_difference(*pair, plain=plain, total=plain))
+        except StateTreeError as error:
+            raise located("copy_into", "take apart", error, paths, pairing.left, index) from error
+        found += [(index, kind, a, b) for kind, a, b in facts_found if dtypes or kind != "dtype"]
+    if not found:
+        return []
+    named = paths()
+    return [Difference(named[index], kind, a, b) for index, kind, a, b in sorted(found, key=lambda row: row[0])]
+
+
+def _leaf_difference(a: Any, b: Any, *, plain: bool, total: bool) -> Iterator[tuple[str, Any, Any]]:
+    if taken_over(a) and taken_over(b):
+        if plain and type(a) is not type(b):
+            yield ("type", type(a).__qualname__, type(b).__qualname__)
+        return
+    try:
+        left, right = facts(settled(a)), facts(settled(b))
+    except StateTreeError as error:  # similarity is total: what cannot be taken apart is like nothing
+        if not total:
+            raise
+        yield ("leaf type", f"{type(a).__qualname__} ({error})", type(b).__qualname__)
+        return
+    yield from fact_differences(left, right)
+
+
+def fact_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield ``(kind, left, right)`` for every fact that differs; only the leaf type if that does."""
+    if left["leaf type"] != right["leaf type"]:
+        yield ("leaf type", left["leaf type"], right["leaf type"])
+        return
+    for name in {**left, **right}:
+        a, b = left.get(name, "absent"), right.get(name, "absent")
+        if not safely_equal(a, b) or (name == "memory" and a == "freed"):  # nothing can be copied from or to that
+            yield (name, _shown(a), _shown(b))
+
+
+def _shown(fact: Any) -> Any:
+    return tuple(fact) if isinstance(fact, torch.Size) else fact
+
+
+def taken_over(leaf: Any) -> bool:
+    """Whether ``copy_into`` takes this leaf from its source: plain values and opaque objects."""
+    leaf_type = leaf_type_of(type(leaf))
+    return leaf_type is None or leaf_type is OPAQUE
+
+
+def settled(leaf: Any) -> Any:
+    """Return the tensor that a collective under way will have become; other leaves as they are."""
+    leaf_type = leaf_type_of(type(leaf))
+    if getattr(leaf_type, "name", None) == "AsyncCollectiveTensor" and leaf_type is not None:
+        return settled(leaf_type.unpack(leaf)[0][0])
+    return leaf
+
+
+def safely_equal(a: Any, b: Any) -> bool:
+    """Whether two values are of one type and equal, tensors bit by bit. Never raises."""
+    if isinstance(a, torch.Tensor) and type(a) is type(b):
+        try:
+            return a is b or bool(a.dtype == b.dtype and a.shape == b.shape and same_bytes(a, b))
+        except Exception:  # noqa: BLE001 - total: a subclass may refuse anything
+            return False
+    if isinstance(a, dict) and type(a) is type(b):
+        return a.keys() == b.keys() and all(safely_equal(value, b[key]) for key, value in a.items())
+    if isinstance(a, (tuple, list)) and type(a) is type(b):
+        return len(a) == len(b) and all(map(safely_equal, a, b))
+    return same_value(a, b)
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two plain tensors of one dtype and shape hold the same elements, bit by bit (NaNs and zeros' signs)."""
+    return _bits(a).equal(_bits(b))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements' bits as integers on the CPU, in the order of the elements."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if plain.dtype in WITHOUT_KERNELS:
+        plain = plain.view(_BY_SIZE[plain.dtype.itemsize])
+    plain = plain.cpu().contiguous().reshape(-1)
+    if plain.dtype in _INTEGERS:
+        return plain
+    if plain.dtype.itemsize in _BY_SIZE:
+        return plain.view(_BY_SIZE[plain.dtype.itemsize])
+    return plain.view(torch.int64)  # complex128
+
+
+_BY_SIZE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS: Final = frozenset(_BY_SIZE.values())
+
+
+def first_difference(a: torch.Tensor, b: torch.Tensor) -> tuple[str, str]:
+    """Return how two tensors read at the first index at which they differ, and how often they do."""
+    if a.is_meta or b.is_meta:
+        return ("no bytes" if a.is_meta else "bytes", "no bytes" if b.is_meta else "bytes")
+    bits_a, bits_b = _bits(a), _bits(b)
+    unequal = (bits_a != bits_b).reshape(max(a.numel(), 1), -1).any(1)
+    position = int(unequal.nonzero()[0])
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(position, device="cpu"), a.shape)) if a.dim() else ()
+    count = int(unequal.sum())
+    more = f" ({count} of {a.numel()} elements differ)"
+    return (f"{_element(a, index)} at index {index}{more}", f"{_element(b, index)} at index {index}")
+
+
+def _element(tensor: torch.Tensor, index: tuple[int, ...]) -> str:
+    element = tensor.detach()[index]
+    try:
+        return str(element.item())
+    except (RuntimeError, NotImplementedError):  # a dtype that has no Python number
+        return str(element)
+
+
+def essential(recipe: Recipe) -> Sequence[Recipe]:
+    """Return the recipes of what holds a leaf's elements: without the attributes and the identity of a tensor."""
+    if not isinstance(recipe, Packed):
+        return (recipe,)
+    trim = getattr(recipe.leaf_type, "essential", None)
+    inner: Sequence[Recipe] = recipe.inner if trim is None else trim(recipe.context, recipe.inner)
+    return inner
+
+
+def paired_parts(left: Unpacked, right: Unpacked) -> Iterator[tuple[int, int | None, int | None]]:
+    """Yield ``(leaf, part, part)``: which plain tensors of two unpacked lists of leaves face each other.
+
+    A ``None`` stands for the lack of one where the leaves are taken apart differently.
+    """
+    for leaf in range(len(left.leaves)):
+        a: Recipe = leaf if left.recipes is None else left.recipes[leaf]
+        b: Recipe = leaf if right.recipes is None else right.recipes[leaf]
+        for part_a, part_b in _paired(a, b):
+            yield leaf, part_a, part_b
+
+
+def _paired(a: Recipe, b: Recipe) -> Iterator[tuple[int | None, int | None]]:
+    if isinstance(a, int) and isinstance(b, int):
+        yield a, b
+        return
+    if isinstance(a, Kept) or isinstance(b, Kept):
+        return
+    inner_a, inner_b = list(essential(a)), list(essential(b))
+    if len(inner_a) != len(inner_b):
+        yield None, None
+        return
+    for x, y in zip(inner_a, inner_b, strict=True):
+        yield from _paired(x, y)

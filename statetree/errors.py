@@ -1,0 +1,104 @@
+"""Every exception that statetree raises by itself, and the record of one difference between trees."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from statetree.paths import Path
+
+#: How many differences a message spells out before it only counts them.
+SHOWN_DIFFERENCES = 20
+
+
+class Difference(NamedTuple):
+    """One place where two trees differ.
+
+    ``kind`` is one of ``missing``, ``structure``, ``length``, ``leaf type``, ``type``, ``dtype``, ``shape``,
+    ``layout``, ``ties``, ``overlap``, ``value`` and a few that a leaf type adds (``mesh``, ``placements``…).
+    ``left`` and ``right`` say what each side holds there.
+    """
+
+    path: Path
+    kind: str
+    left: Any
+    right: Any
+
+    def __str__(self) -> str:
+        return f"{self.kind} differs at {self.path or '<root>'}: {self.left} against {self.right}"
+
+
+def shown(lines: Sequence[str], total: int | None = None) -> str:
+    """Join lines of a message: the first twenty in full, and the rest as a count."""
+    count = len(lines) if total is None else total
+    head = list(lines[:SHOWN_DIFFERENCES])
+    if count > len(head):
+        head.append(f"… and {count - len(head)} more")
+    return "\n  ".join(head)
+
+
+class StateTreeError(Exception):
+    """Base of every error that statetree raises by itself."""
+
+
+class TreeMismatch(StateTreeError, ValueError):
+    """Two trees, or a tree and a list of leaves, do not fit together.
+
+    ``differences`` holds every place that was found (it is capped for very different trees).
+    """
+
+    def __init__(self, message: str, differences: Sequence[Difference] = ()) -> None:
+        super().__init__(message)
+        self.differences = tuple(differences)
+
+    @classmethod
+    def between(cls, verb: str, differences: Sequence[Difference], remedy: str) -> TreeMismatch:
+        """Return the error for a left tree (what was given) that does not fit a right one (what was expected)."""
+        lines = [
+            f"{found.kind} differs at {found.path or '<root>'}: expected {found.right}, got {found.left}."
+            for found in differences
+        ]
+        places = f"the trees differ in {len(lines)} places:\n  " if len(lines) > 1 else ""
+        return cls(f"{verb}: {places}{shown(lines)} {remedy}", differences)
+
+
+class CheckpointError(StateTreeError):
+    """A checkpoint could not be written or read."""
+
+
+class UnsupportedLeaf(StateTreeError, TypeError):
+    """A leaf cannot be taken apart and put together exactly. ``path`` says which."""
+
+    def __init__(self, message: str, path: Path | None = None) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class CyclicTree(StateTreeError, ValueError):
+    """A container holds itself. ``path`` leads to the place where it comes round again."""
+
+    def __init__(self, message: str, path: Path | None = None) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class TreeTooDeep(StateTreeError, RecursionError):
+    """Containers are nested deeper than statetree follows them. ``path`` leads down to the limit."""
+
+    def __init__(self, message: str, path: Path | None = None) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class RankMismatch(StateTreeError):
+    """The ranks of a collective do not hold trees, layouts or options that fit together."""
+
+
+class StagerBusy(StateTreeError, RuntimeError):
+    """Every snapshot that a stager may hold is still referred to."""
+
+
+class StagerClosed(StateTreeError, RuntimeError):
+    """A stager was used after ``close``."""

@@ -1,0 +1,47 @@
+"""``ShardedTensor``, which FSDP1 state dicts hold: any number of local shards."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+class ShardedTensorType:
+    """``ShardedTensor``: the tensors of its local shards, with metadata, sharding spec and process group kept."""
+
+    name = "ShardedTensor"
+
+    def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
+        shards = value.local_shards()
+        context = (
+            [shard.metadata for shard in shards],
+            value.metadata(),
+            value._process_group,
+            value._init_rrefs,
+            value.sharding_spec(),
+        )
+        return [shard.tensor for shard in shards], context
+
+    def pack(self, context: Any, parts: Sequence[Any]) -> Any:
+        metadata, whole, group, init_rrefs, sharding_spec = context
+        shards = [Shard(tensor, shard) for tensor, shard in zip(parts, metadata, strict=True)]
+        return ShardedTensor._init_from_local_shards_and_global_metadata(
+            shards, whole, process_group=group, init_rrefs=init_rrefs, sharding_spec=sharding_spec
+        )
+
+    def describe(self, value: Any) -> Mapping[str, Any]:
+        metadata = value.metadata()
+        return {
+            "dtype": metadata.tensor_properties.dtype,
+            "shape": metadata.size,
+            "shards": [(shard.shard_offsets, shard.shard_sizes) for shard in metadata.shards_metadata],
+            "local shards": [shard.metadata.shard_offsets for shard in value.local_shards()],
+        }
+
+
+SHARDED = ShardedTensorType()

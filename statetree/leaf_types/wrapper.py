@@ -1,0 +1,77 @@
+"""Traceable wrapper subclasses: tensors made of inner tensors by ``__tensor_flatten__`` and ``__tensor_unflatten__``.
+
+The protocol is the one that ``torch.compile`` relies on (``torch.utils._python_dispatch``), so every subclass that
+compiles is covered: torchao's quantized tensors, jagged nested tensors, users' own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from statetree.leaf_types.tensor import attributes_of, set_attributes
+from statetree.tree import flatten, unflatten
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+class WrapperType:
+    """Any class with ``__tensor_flatten__`` and ``__tensor_unflatten__``."""
+
+    def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
+        names, inner_context = value.__tensor_flatten__()
+        inner = [getattr(value, name) for name in names]
+        context = _Context(type(value), tuple(names), inner_context, value.shape, value.stride(), value.requires_grad)
+        carried = attributes_of(value)
+        if carried.keys() <= set(names):
+            return inner, (context, None)
+        # What the class does not set by itself was set by somebody else, and is carried over.
+        own = attributes_of(context.rebuild(inner))
+        leaves, spec = flatten({name: kept for name, kept in carried.items() if name not in own})
+        return [*inner, *leaves], (context, spec)
+
+    def pack(self, context: Any, parts: Sequence[Any]) -> torch.Tensor:
+        tensor, carried = context
+        count = len(tensor.names)
+        fresh: torch.Tensor = tensor.rebuild(parts[:count])
+        if carried is not None:
+            set_attributes(fresh, unflatten(carried, parts[count:]))
+        return fresh
+
+    def essential(self, context: Any, inner: Sequence[Any]) -> Sequence[Any]:
+        """Return what holds the elements, without the attributes."""
+        return inner[: len(context[0].names)]
+
+    def describe(self, value: Any) -> Mapping[str, Any]:
+        _, context = value.__tensor_flatten__()
+        facts = {"class": type(value), "dtype": value.dtype, "shape": _shape_of(value), "metadata": context}
+        if value.layout is torch.jagged:
+            facts["metadata"] = context["ragged_idx"]
+            facts["offsets"] = value.offsets().tolist()
+        return facts
+
+
+class _Context(NamedTuple):
+    cls: Any
+    names: tuple[str, ...]
+    context: Any
+    shape: torch.Size
+    stride: tuple[int, ...]
+    requires_grad: bool
+
+    def rebuild(self, inner: Sequence[Any]) -> torch.Tensor:
+        named = dict(zip(self.names, inner, strict=True))
+        fresh: torch.Tensor = self.cls.__tensor_unflatten__(named, self.context, self.shape, self.stride)
+        if fresh.requires_grad != self.requires_grad:
+            fresh = fresh.detach().requires_grad_(self.requires_grad)
+        return fresh
+
+
+def _shape_of(value: torch.Tensor) -> tuple[Any, ...]:
+    """Return a shape that can be compared: the ragged size of a jagged tensor is a symbol, equal to nothing else."""
+    return tuple(size if type(size) is int else "ragged" for size in value.shape)
+
+
+WRAPPER = WrapperType()

@@ -1,0 +1,370 @@
+"""Leaf types: how a value is unpacked into plain tensors and packed again. One registry, open to users.
+
+A *plain tensor* here is one that is nothing but a view on a storage: strided, and not a wrapper around other tensors.
+Everything below this module (spans, buffers) sees only plain tensors, the *parts*; everything above sees leaves.
+"""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast, runtime_checkable
+
+import torch
+
+from statetree.atoms import is_atom_type
+from statetree.columns import Columns
+from statetree.containers import declare_leaf_class
+from statetree.errors import StateTreeError, UnsupportedLeaf
+from statetree.notes import describe_leaf
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from statetree.paths import Path
+
+
+@runtime_checkable
+class LeafType(Protocol):
+    """How values of one class are unpacked and packed.
+
+    An implementation may also have ``describe(value) -> Mapping[str, object]``: the facts, by name, that must agree
+    for one value's bytes to be copied into another's. ``dtype`` and ``shape`` are the usual ones; what is left out
+    is not compared.
+    """
+
+    def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
+        """Return the tensors inside a value, and the context that ``pack`` needs beside them.
+
+        The tensors may be of any leaf type themselves. A tensor that *is* the value is taken as plain.
+        """
+        ...
+
+    def pack(self, context: Any, parts: Sequence[Any]) -> Any:
+        """Return a fresh value from the context and new tensors in place of those of ``unpack``."""
+        ...
+
+
+class Packed(NamedTuple):
+    """The recipe of a leaf that is more than one plain tensor.
+
+    ``inner`` holds, for each of its parts, another recipe: ``Packed``, ``Kept``, or the index of a plain tensor.
+    """
+
+    leaf_type: LeafType
+    context: Any
+    inner: tuple[Any, ...]
+    identity: int  # leaves that were one object become one object again
+
+
+class Kept(NamedTuple):
+    """The recipe of an atom: the value itself."""
+
+    value: Any
+
+
+Recipe = Packed | Kept | int
+
+#: Leaf types by class. ``None`` stands for atoms.
+_TYPES: dict[type, LeafType | None] = {}
+
+#: Leaf types of classes that are looked for by name, so that their modules are loaded only when they are met.
+_BY_NAME: Final[dict[str, tuple[str, str]]] = {
+    "torch.distributed.tensor._api.DTensor": ("statetree.leaf_types.dtensor", "DTENSOR"),
+    "torch.distributed.tensor.DTensor": ("statetree.leaf_types.dtensor", "DTENSOR"),
+    "torch.distributed._shard.sharded_tensor.api.ShardedTensor": (
+        "statetree.leaf_types.sharded_tensor",
+        "SHARDED",
+    ),
+    "torch.distributed._functional_collectives.AsyncCollectiveTensor": (
+        "statetree.leaf_types.dtensor",
+        "ASYNC_COLLECTIVE",
+    ),
+    "torch._subclasses.fake_tensor.FakeTensor": ("statetree.leaf_types.tensor", "FAKE"),
+}
+
+
+def register_leaf_type(cls: type, leaf_type: LeafType | type[LeafType] | None) -> None:
+    """Say how values of exactly this class are unpacked into tensors and packed again.
+
+    Args:
+        cls: The class. Its instances become leaves, also where it derives from a container. Subclasses are not
+            affected.
+        leaf_type: A ``LeafType`` (or its class, which is instantiated), or ``None`` to make the class an atom: its
+            instances hold no tensors and are passed by identity.
+
+    Raises:
+        TypeError: If ``cls`` is not a class, or ``leaf_type`` lacks ``unpack`` or ``pack``.
+
+    Example:
+        >>> import statetree as st, torch
+        >>> class Scaled:
+        ...     def __init__(self, values, scale):
+        ...         self.values, self.scale = values, scale
+        >>> class ScaledType:
+        ...     def unpack(self, value):
+        ...         return [value.values], value.scale
+        ...
+        ...     def pack(self, context, parts):
+        ...         return Scaled(parts[0], context)
+        >>> st.register_leaf_type(Scaled, ScaledType())
+        >>> st.offload({"x": Scaled(torch.ones(2), 0.5)})["x"].values
+        tensor([1., 1.])
+    """
+    if not inspect.isclass(cls):
+        msg = f"register_leaf_type: expected a class, got {cls!r}."
+        raise TypeError(msg)
+    instance: Any = leaf_type() if isinstance(leaf_type, type) else leaf_type
+    if instance is not None and not isinstance(instance, LeafType):
+        msg = f"register_leaf_type: the leaf type for {cls.__qualname__} lacks unpack or pack: got {instance!r}."
+        raise TypeError(msg)
+    declare_leaf_class(cls)
+    _TYPES[cls] = instance
+
+
+def leaf_type_of(cls: type) -> LeafType | None:
+    """Return the leaf type of a class, or ``None`` for atoms."""
+    try:
+        return _TYPES[cls]
+    except KeyError:
+        found = _TYPES[cls] = _recognise(cls)
+        return found
+
+
+def _recognise(cls: type) -> LeafType | None:
+    if is_atom_type(cls):
+        return None
+    for base in cls.__mro__:
+        name = f"{base.__module__}.{base.__qualname__}"
+        if name in _BY_NAME:
+            module, attribute = _BY_NAME[name]
+            return getattr(import_module(module), attribute)  # type: ignore[no-any-return]
+    from statetree.leaf_types import opaque, tensor, wrapper
+
+    if issubclass(cls, torch.Tensor):
+        if issubclass(cls, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
+            return tensor.UNINITIALIZED
+        wraps = hasattr(cls, "__tensor_flatten__") and hasattr(cls, "__tensor_unflatten__")
+        return wrapper.WRAPPER if wraps else tensor.TENSOR
+    if issubclass(cls, (torch.UntypedStorage, torch.storage.TypedStorage)):
+        return tensor.STORAGE
+    return opaque.OPAQUE
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is an atom, which no transform changes."""
+    return leaf_type_of(type(value)) is None
+
+
+class Unpacked:
+    """The leaves of a tree, taken apart into plain tensors.
+
+    Attributes:
+        leaves: The leaves, as they were given.
+        parts: The plain tensors inside them, each tensor object once.
+        columns: What torch knows about the parts.
+        owners: For each part, the index of the leaf that it was first found in.
+        recipes: For each leaf how it is packed again, or ``None`` where every leaf is one part, its own index.
+    """
+
+    __slots__ = ("_paths", "_verb", "columns", "leaves", "owners", "parts", "recipes")
+
+    def __init__(
+        self,
+        verb: str,
+        leaves: list[Any],
+        paths: Callable[[], Sequence[Path]],
+        columns: Columns,
+        owners: Sequence[int],
+        recipes: list[Recipe] | None,
+    ) -> None:
+        self._verb = verb
+        self._paths = paths
+        self.leaves = leaves
+        self.columns = columns
+        self.parts = columns.tensors
+        self.owners = owners
+        self.recipes = recipes
+
+    def parts_of(self, leaf: int) -> list[int]:
+        """Return the indices of all parts that a leaf consists of, those that it shares with others included."""
+        pending: list[Recipe] = [leaf if self.recipes is None else self.recipes[leaf]]
+        found = []
+        while pending:
+            recipe = pending.pop()
+            if isinstance(recipe, int):
+                found.append(recipe)
+            elif isinstance(recipe, Packed):
+                pending += recipe.inner
+        return found
+
+    def pack(self, parts: Sequence[torch.Tensor]) -> list[Any]:
+        """Return the leaves with other plain tensors in place of the parts.
+
+        Raises:
+            UnsupportedLeaf: If a leaf cannot be put together again, with its path.
+        """
+        if self.recipes is None:
+            return list(parts)
+        packer = _Packer(parts)
+        result: list[Any] = []
+        try:
+            for recipe in self.recipes:
+                result.append(parts[recipe] if type(recipe) is int else packer.pack(recipe))  # noqa: PERF401 - as below
+        except Exception as error:
+            raise located(self._verb, "put together", error, self._paths, self.leaves, len(result)) from error
+        return result
+
+
+def unpack(verb: str, leaves: list[Any], paths: Callable[[], Sequence[Path]]) -> Unpacked:
+    """Take leaves apart into plain tensors.
+
+    Args:
+        verb: The transform on whose behalf it is done, for messages.
+        leaves: Any leaves.
+        paths: Gives their paths, if one is needed for a message.
+
+    Raises:
+        UnsupportedLeaf: If a leaf cannot be taken apart, with its path.
+    """
+    bare, columns = _bare_tensors(leaves)
+    if len(bare) == len(leaves):
+        return Unpacked(verb, leaves, paths, columns, bare, None)
+    recipes: list[Recipe | None] = [None] * len(leaves)
+    for part, index in enumerate(bare):
+        recipes[index] = part
+    unpacker = _Unpacker(list(columns.tensors))
+    owners = list(bare)
+    for index, leaf in enumerate(leaves):
+        if recipes[index] is not None:
+            continue
+        try:  # which leaf failed must be known
+            recipes[index] = unpacker.unpack(leaf)
+        except Exception as error:
+            raise located(verb, "take apart", error, paths, leaves, index) from error
+        owners += [index] * (len(unpacker.parts) - len(owners))
+    if len(owners) > len(bare):
+        columns = Columns(unpacker.parts)
+    return Unpacked(verb, leaves, paths, columns, owners, cast("list[Recipe]", recipes))
+
+
+def located(
+    verb: str, doing: str, error: Exception, paths: Callable[[], Sequence[Path]], leaves: list[Any], index: int
+) -> Exception:
+    """Return the error to raise for one that came up while a leaf was taken apart or put together."""
+    if isinstance(error, StateTreeError) and getattr(error, "path", None) is not None:
+        return error
+    path = paths()[index]
+    if isinstance(error, UnsupportedLeaf):
+        message = str(error).replace("%PATH%", str(path) or "<root>")
+        return UnsupportedLeaf(f"{verb}: {message}", path)
+    msg = (
+        f"{verb}: cannot {doing} the leaf at {path or '<root>'} ({describe_leaf(leaves[index])}): "
+        f"{type(error).__name__}: {error}. Register its class with register_leaf_type."
+    )
+    return UnsupportedLeaf(msg, path)
+
+
+QUANTIZED: Final = frozenset(
+    getattr(torch, name) for name in ("quint8", "qint8", "qint32", "quint4x2", "quint2x4") if hasattr(torch, name)
+)
+_TENSOR_ONLY: Final = frozenset({torch.Tensor})
+
+
+def _bare_tensors(leaves: list[Any]) -> tuple[Sequence[int], Columns]:
+    """Return the positions of leaves that are distinct tensors and need no packing, and their columns.
+
+    It asks everything of all leaves at once. If any of the tensors is sparse, nested or quantized, none is bare.
+    """
+    positions: Sequence[int] = range(len(leaves))
+    columns = Columns(leaves)
+    if (
+        not _TENSOR_ONLY.issuperset(map(type, leaves))
+        or any(map(vars, leaves))
+        or any(columns.requires_grad)
+        or len(set(map(id, leaves))) != len(leaves)
+    ):
+        distinct = {
+            id(leaf): index
+            for index, leaf in enumerate(leaves)
+            if type(leaf) is torch.Tensor and not leaf.__dict__ and not leaf.requires_grad
+        }
+        positions = sorted(distinct.values())
+        columns = Columns([leaves[index] for index in positions])
+    try:
+        # Tensors of other layouts refuse one or the other: sparse ones have no storage, nested ones no size.
+        if QUANTIZED.isdisjoint(columns.dtypes) and len(columns.shapes) == len(columns.storage_keys):
+            return positions, columns
+    except (RuntimeError, NotImplementedError):
+        pass
+    return (), Columns([])
+
+
+class _Unpacker:
+    def __init__(self, parts: list[torch.Tensor]) -> None:
+        self.parts = parts
+        self._seen: dict[int, Recipe] = {id(part): index for index, part in enumerate(parts)}
+        self._open: set[int] = set()  # what is being unpacked
+        self._alive: list[Any] = []  # keeps the ids in _seen from being handed out again
+
+    def unpack(self, value: Any) -> Recipe:
+        """Unpack a leaf, or a tensor inside one."""
+        leaf_type = leaf_type_of(type(value))
+        if leaf_type is None:
+            return Kept(value)
+        identity = id(value)
+        seen = self._seen.get(identity)
+        if seen is not None:
+            return seen
+        if identity in self._open:
+            msg = (
+                f"the leaf at %PATH% ({describe_leaf(value)}) holds itself, in its attributes or its inner tensors: "
+                "expected no cycle. Remove the attribute."
+            )
+            raise UnsupportedLeaf(msg)
+        self._alive.append(value)
+        self._open.add(identity)
+        inner, context = leaf_type.unpack(value)
+        if context is None and len(inner) == 1 and inner[0] is value:
+            recipe: Recipe = self._plain(value)
+        else:
+            # Only the first part may be the value itself: that is its own memory. Anywhere else it is a cycle.
+            recipes = [
+                self._plain(part) if part is value and not position else self.unpack(part)
+                for position, part in enumerate(inner)
+            ]
+            recipe = Packed(leaf_type, context, tuple(recipes), identity)
+        self._open.discard(identity)
+        self._seen[identity] = recipe
+        return recipe
+
+    def _plain(self, value: torch.Tensor) -> int:
+        self.parts.append(value)
+        return len(self.parts) - 1
+
+
+class _Packer:
+    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
+        self._parts = parts
+        self._made: dict[int, Any] = {}
+
+    def pack(self, recipe: Recipe) -> Any:
+        if isinstance(recipe, int):
+            return self._parts[recipe]
+        if isinstance(recipe, Kept):
+            return recipe.value
+        if recipe.identity in self._made:
+            return self._made[recipe.identity]
+        inner = [self.pack(part) for part in recipe.inner]
+        value = self._made[recipe.identity] = recipe.leaf_type.pack(recipe.context, inner)
+        return value
+
+
+def facts(value: Any) -> Mapping[str, Any]:
+    """Return what must agree between two leaves for the bytes of one to be copied into the other."""
+    leaf_type = leaf_type_of(type(value))
+    if leaf_type is None:
+        return {"leaf type": "plain value"}
+    describe = getattr(leaf_type, "describe", None)
+    name = {"leaf type": getattr(leaf_type, "name", type(value).__qualname__)}
+    return name if describe is None else {**name, **describe(value)}

@@ -1,0 +1,147 @@
+"""Overlap between destinations: whether writing into tensors that share memory depends on the order of writing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from statetree.columns import Columns
+from statetree.comparing import same_bytes
+from statetree.spans import extents
+from statetree.torch_internals import STORAGE_BASE, copy_each, set_bits
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def overlaps_itself(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether two elements of a tensor lie in the same place (as in an expanded one)."""
+    covered = 0
+    dims = sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1)
+    if any(size == 0 for _, size in dims):
+        return False
+    for position, (step, size) in enumerate(dims):
+        if step == 0:
+            return True
+        if step <= covered:  # the dim may interleave with the smaller ones: count the places
+            reach = covered + sum((size - 1) * step for step, size in dims[position:]) + 1
+            places = torch.arange(reach, device="cpu").as_strided(shape, stride)
+            return bool(places.unique().numel() != places.numel())
+        covered += (size - 1) * step
+    return False
+
+
+def conflicts(targets: Columns, sources: Columns) -> list[tuple[int, int]]:
+    """Return pairs of targets that share elements but are to receive different values.
+
+    Targets that overlap exactly as their sources do, or whose sources agree wherever they overlap, do not conflict.
+
+    Args:
+        targets: Tensors that will be written to.
+        sources: For each target the tensor of the same shape whose elements it receives.
+    """
+    groups: dict[int, list[int]] = {}
+    keys = _memories(targets)
+    if len(set(keys)) == len(keys):
+        return []
+    for index, key in enumerate(keys):
+        groups.setdefault(key, []).append(index)
+    reach = extents(targets)
+    found: list[tuple[int, int]] = []
+    for members in groups.values():
+        for cluster in _clusters(targets, members, reach):
+            if not _tied_alike(targets, sources, cluster):
+                found += _conflicts_by_trial(targets, sources, cluster, reach)
+    return found
+
+
+def reads_of_written(targets: Columns, sources: Columns) -> list[int]:
+    """Return which sources lie in memory that some target lies in too, so that writing may change them."""
+    keys = _memories(Columns([*targets.tensors, *sources.tensors]))
+    written = set(keys[: len(targets.tensors)])
+    return [index for index, key in enumerate(keys[len(targets.tensors) :]) if key in written]
+
+
+def _memories(columns: Columns) -> list[int]:
+    """Return a number for the memory that each tensor lies in: its storage, or what several storages share.
+
+    Storages that torch did not allocate (made from NumPy arrays, say) may lie over each other.
+    """
+    keys = columns.storage_keys
+    if all(map(STORAGE_BASE.resizable, columns.storages)):
+        return keys
+    extent = {
+        key: (pointer, pointer + size)
+        for key, pointer, size in zip(keys, columns.storage_pointers, columns.storage_bytes, strict=True)
+    }
+    merged: dict[int, int] = {}
+    last_key, last_stop = 0, -1
+    for key, (start, stop) in sorted(extent.items(), key=lambda item: item[1]):
+        if start >= last_stop or not start:
+            last_key = key
+        merged[key] = last_key
+        last_stop = max(last_stop, stop)
+    return [merged[key] for key in keys]
+
+
+def _clusters(targets: Columns, members: list[int], reach: list[int]) -> list[list[int]]:
+    """Return groups of targets in one memory whose extents overlap."""
+    start = targets.pointers
+    clusters: list[list[int]] = []
+    stop = -1
+    for index in sorted((index for index in members if reach[index]), key=start.__getitem__):
+        if start[index] < stop:
+            clusters[-1].append(index)
+        else:
+            clusters.append([index])
+        stop = max(stop, start[index] + reach[index])
+    return [cluster for cluster in clusters if len(cluster) > 1]
+
+
+def _tied_alike(targets: Columns, sources: Columns, cluster: list[int]) -> bool:
+    """Whether the sources of overlapping targets overlap in the same way."""
+    first = cluster[0]
+    if any(sources.storage_keys[index] != sources.storage_keys[first] for index in cluster):
+        return False
+    shift = sources.pointers[first] - targets.pointers[first]
+    return all(
+        sources.pointers[index] - targets.pointers[index] == shift
+        and sources.strides[index] == targets.strides[index]
+        and sources.dtypes[index] == targets.dtypes[index] == targets.dtypes[first]
+        and sources.conj[index] == targets.conj[index]
+        and sources.neg[index] == targets.neg[index]
+        for index in cluster
+    )
+
+
+def _conflicts_by_trial(
+    targets: Columns, sources: Columns, cluster: list[int], reach: list[int]
+) -> list[tuple[int, int]]:
+    """Write to a scratch copy of the targets' memory, and look which values did not stay."""
+    start = targets.pointers
+    alignment = max(targets.dtypes[index].itemsize for index in cluster)
+    begin = start[cluster[0]] // alignment * alignment
+    if any((start[index] - begin) % targets.dtypes[index].itemsize for index in cluster):
+        return [(cluster[0], cluster[1])]  # foreign memory at odd addresses: not worth trying
+    scratch = torch.UntypedStorage(max(start[index] + reach[index] for index in cluster) - begin, device="cpu")
+    views, values = [], []
+    for index in cluster:
+        dtype = targets.dtypes[index]
+        view = torch.empty(0, dtype=dtype, device="cpu")
+        view.set_(scratch, (start[index] - begin) // dtype.itemsize, targets.shapes[index], targets.strides[index])
+        set_bits(view, conj=targets.conj[index], neg=targets.neg[index])
+        source = sources.tensors[index].detach()
+        views.append(view)
+        values.append(source if source.dtype == dtype else source.to(dtype=dtype))
+    copy_each(views, [value.to("cpu") for value in values])
+    lost = [index for index, view, value in zip(cluster, views, values, strict=True) if not same_bytes(view, value)]
+    return [(index, _overlapping_partner(cluster, index, start, reach)) for index in lost]
+
+
+def _overlapping_partner(cluster: list[int], index: int, start: list[int], reach: list[int]) -> int:
+    for other in reversed(cluster):
+        apart = start[other] >= start[index] + reach[index] or start[index] >= start[other] + reach[other]
+        if other != index and not apart:
+            return other
+    return cluster[-1]

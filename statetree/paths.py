@@ -1,0 +1,150 @@
+"""Key paths: where a leaf lies in a tree, typed, with one way of rendering them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+
+class Attr(str):
+    """The name of an instance attribute of a container, told apart from an equal mapping key."""
+
+    __slots__ = ()
+
+
+class Path(tuple[Any, ...]):
+    """The keys from a tree's root to a leaf: mapping keys, sequence indices, field names.
+
+    Two paths are equal only if their keys agree in type as well: ``Path((0,))``, ``Path(("0",))`` and
+    ``Path((False,))`` all differ. ``str(path)`` reads like ``model.layers.0.weight``.
+
+    Example:
+        >>> from statetree.paths import Path
+        >>> str(Path(("model", "layers", 0, "weight")))
+        'model.layers.0.weight'
+        >>> Path((0,)) == Path((False,))
+        False
+    """
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, tuple):
+            return NotImplemented
+        return len(self) == len(other) and all(map(same_key, self, other))
+
+    def __ne__(self, other: object) -> bool:
+        equal = self.__eq__(other)
+        return NotImplemented if equal is NotImplemented else not equal
+
+    def __hash__(self) -> int:
+        # Also equal to the hash of a plain tuple of the same keys, which a path may equal. (NaN hashes by identity.)
+        return hash(tuple("nan" if key != key else key for key in self))
+
+    def __str__(self) -> str:
+        return ".".join(map(render_key, self))
+
+    def __repr__(self) -> str:
+        return f"Path({tuple(self)!r})"
+
+    def __getnewargs__(self) -> tuple[tuple[Any, ...]]:
+        return (tuple(self),)
+
+    def child(self, key: Any) -> Path:
+        """Return the path one key further down."""
+        return Path((*self, key))
+
+    def sort_key(self) -> tuple[Any, ...]:
+        """Return a key for sorting paths in one total order that does not depend on the order of any dict."""
+        return tuple(map(_key_order, self))
+
+
+def key_identity(key: Any) -> Hashable:
+    """Return what a key is matched by: its value *and* type, all the way down."""
+    cls = type(key)
+    if cls is str:
+        return key  # type: ignore[no-any-return]  # the common case: stands for itself
+    if cls is int:
+        return (int, key)
+    if isinstance(key, float):
+        return (cls, key.hex())  # tells 0.0 from -0.0, and lets one NaN match another
+    if isinstance(key, tuple):
+        return (cls, tuple(map(key_identity, key)))
+    if isinstance(key, frozenset):
+        return (cls, frozenset(map(key_identity, key)))
+    if isinstance(key, torch.Tensor):
+        return (cls, id(key))  # as hash() has it; == would compare the elements
+    return (cls, key)
+
+
+def same_key(a: Any, b: Any) -> bool:
+    """Whether two keys agree in value and type (``1``, ``1.0`` and ``True`` do not; NaN agrees with NaN)."""
+    if a is b:
+        return True
+    try:
+        return bool(key_identity(a) == key_identity(b))
+    except Exception:  # noqa: BLE001 - a key whose __eq__ does not answer is not known to be the same
+        return False
+
+
+def render_key(key: Any) -> str:
+    """Render one key of a path as plain text."""
+    if type(key) is str:
+        return key
+    if type(key) is frozenset:  # its own order changes from process to process
+        return f"frozenset({{{', '.join(sorted(map(render_key, key)))}}})"
+    try:
+        return str(key)
+    except Exception:  # noqa: BLE001 - a hostile __str__ must not hide the error that names the key
+        return object.__repr__(key)
+
+
+def _render_exactly(path: tuple[Any, ...]) -> str:
+    parts = []
+    for key in path:
+        try:
+            parts.append(f".{key!s}" if type(key) is Attr else f"[{key!r}]")
+        except Exception:  # noqa: BLE001 - as above
+            parts.append(f"[{object.__repr__(key)}]")
+    return "".join(parts)
+
+
+def _key_order(key: Any) -> tuple[int, Any, str]:
+    cls = type(key)
+    if cls is frozenset:
+        return (2, "builtins.frozenset", render_key(key))
+    if cls is int:
+        return (0, key, "")
+    if cls is str:
+        return (1, key, "")
+    return (
+        2,
+        f"{cls.__module__}.{cls.__qualname__}",
+        render_key(key) if cls is Attr else _render_exactly((key,)),
+    )
+
+
+def unique_keys(plain: list[str], paths: Sequence[tuple[Any, ...]]) -> list[str]:
+    """Return one distinct string a path: the plain rendering wherever it is distinct already.
+
+    Paths whose plain renderings collide are rendered with the ``repr`` of each key in brackets, and numbered in
+    the rare case that even this is taken.
+    """
+    counts = Counter(plain)
+    taken = {key for key, count in counts.items() if count == 1}
+    result = []
+    for key, path in zip(plain, paths, strict=True):
+        if counts[key] > 1:
+            exact = key = _render_exactly(path)
+            number = 2
+            while key in taken or key in counts:
+                key = f"{exact}~{number}"
+                number += 1
+            taken.add(key)
+        result.append(key)
+    return result

@@ -1,0 +1,141 @@
+"""The private parts of torch that everything else stands on, each behind one function.
+
+Tried with torch 2.13.0. (``leaf_types`` touch what is private to their kinds of tensors themselves.)
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+#: The classes whose methods and getters work on tensors and storages without looking at subclasses' overrides.
+TENSOR_BASE: Final[Any] = torch._C.TensorBase
+STORAGE_BASE: Final[Any] = torch._C.StorageBase
+
+
+def quietly(function: Callable[P, R]) -> Callable[P, R]:
+    """Make a function's torch operations mean what they say (a decorator).
+
+    No autograd, no inference mode, no modes and no default device of the user; ``__torch_function__`` of subclasses is
+    not called. Only context managers written in C are used: one written in Python can be interrupted between doing its
+    work and being left, and would leave autograd switched off.
+    """
+
+    @wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch._C.DisableTorchFunction(), torch._C._InferenceMode(False):
+            torch._C._set_grad_enabled(False)  # leaving the block above restores this, too
+            if torch._C._len_torch_dispatch_stack():
+                from torch.utils._python_dispatch import _disable_current_modes
+
+                with _disable_current_modes():
+                    return function(*args, **kwargs)
+            return function(*args, **kwargs)
+
+    return wrapper
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return a number for a storage that no other storage has while this one is alive."""
+    key: int = storage._cdata
+    return key
+
+
+def count_references(storages: Sequence[torch.UntypedStorage], keys: Sequence[int]) -> int:
+    """Return how many references to storages there are in all: C++ ones (of tensors) and Python ones.
+
+    Both are needed. There is at most one Python object for a storage, and it counts as one reference in C++ however
+    many variables hold it.
+
+    Args:
+        storages: The storages' Python objects.
+        keys: Their ``storage_key``.
+    """
+    return sum(map(torch._C._storage_Use_Count, keys)) + sum(map(sys.getrefcount, storages))
+
+
+def set_bits(tensor: torch.Tensor, *, conj: bool, neg: bool) -> None:
+    """Make a tensor read as the conjugate or the negative of what its memory holds."""
+    torch._C._set_conj(tensor, conj)
+    torch._C._set_neg(tensor, neg)
+
+
+def as_class(tensor: torch.Tensor, cls: type, *, requires_grad: bool) -> torch.Tensor:
+    """Return a tensor of a subclass on the same memory, without running the subclass's constructor."""
+    return torch.Tensor._make_subclass(cls, tensor, requires_grad)
+
+
+#: Dtypes that torch can store but neither copy nor convert: they are moved as bytes.
+WITHOUT_KERNELS: Final = frozenset(
+    getattr(torch, name)
+    for name in (
+        *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
+        *("bits1x8", "bits2x4", "bits4x2", "bits8", "bits16"),
+    )
+    if hasattr(torch, name)
+)
+
+
+def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Do as ``copy_all``, for tensors of any kind and whatever their bits: the targets then read like the sources."""
+    pairs = []
+    for target, source in zip(targets, sources, strict=True):
+        to, of = target, source
+        if to.dtype in WITHOUT_KERNELS:
+            number = torch.uint8 if to.dtype.itemsize == 1 else torch.int16
+            to, of = to.view(number), of.view(number)
+        if to.dtype.is_complex and to.is_conj():
+            to, of = torch._conj(to), torch._conj(of)
+        if to.is_neg():
+            to, of = torch._neg_view(to), torch._neg_view(of)
+        pairs.append((to, of))
+    copy_all([to for to, _ in pairs], [of for _, of in pairs])
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, non_blocking: bool = False) -> None:
+    """Copy tensors into others of the same shapes, in one call, which no signal handler interrupts half-way."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources), non_blocking=non_blocking)
+
+
+def clone_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Clone tensors, in one call."""
+    return list(torch._foreach_clone(list(tensors))) if tensors else []
+
+
+def shared_storage(nbytes: int) -> torch.UntypedStorage:
+    """Return host memory that other processes can map."""
+    storage: torch.UntypedStorage = torch.UntypedStorage._new_shared(nbytes, device="cpu")
+    return storage
+
+
+def geometry_guards(tensors: Sequence[torch.Tensor], shapes: Sequence[Any], strides: Sequence[Any]) -> Any:
+    """Return an object whose ``check(*tensors)`` compares classes, dtypes, devices, bits, shapes and strides in C++.
+
+    It is what ``torch.compile`` guards its graphs with, at a third of the cost of asking each tensor. It holds no
+    reference to the tensors. A check may say no where nothing changed (a tensor given twice); it never says yes where
+    something did. ``None`` if this torch has no such thing.
+    """
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        return TensorGuards(
+            *tensors,
+            dynamic_dims_sizes=_as_lists(shapes),
+            dynamic_dims_strides=_as_lists(strides),
+        )
+    except Exception:  # noqa: BLE001 - anything at all: this is only a shortcut
+        return None
+
+
+def _as_lists(rows: Sequence[Any]) -> Any:
+    return [list(row) for row in rows]

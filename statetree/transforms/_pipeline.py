@@ -1,0 +1,24 @@
+"""What the single-process transforms have in common: take a tree apart, replicate its parts, put it together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from statetree.leaves import unpack
+from statetree.spans import check_memory, extents, replicate
+from statetree.torch_internals import quietly
+from statetree.tree import flatten, unflatten
+
+if TYPE_CHECKING:
+    from statetree.buffers import Memory
+
+
+@quietly
+def replicated(verb: str, tree: Any, memory: Memory, *, copy: bool) -> Any:
+    """Return a tree whose tensors are replicas in other memory, with or without the same elements."""
+    leaves, spec = flatten(tree)
+    unpacked = unpack(verb, leaves, spec.paths)
+    reach = extents(unpacked.columns)
+    if copy:
+        check_memory(verb, unpacked.columns, reach, lambda index: spec.paths()[unpacked.owners[index]])
+    return unflatten(spec, unpacked.pack(replicate(unpacked.columns, reach, memory, copy=copy)))

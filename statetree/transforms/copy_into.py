@@ -1,0 +1,241 @@
+"""``copy_into``: a state copied into the tensors of another, or not touched at all."""
+
+from __future__ import annotations
+
+from operator import ge
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from statetree.buffers import Memory
+from statetree.columns import Columns
+from statetree.comparing import Pairing, leaf_differences, paired_parts, settled, taken_over
+from statetree.errors import Difference, TreeMismatch
+from statetree.leaves import unpack
+from statetree.overlaps import conflicts, overlaps_itself, reads_of_written
+from statetree.spans import check_memory, extents, replicate
+from statetree.torch_internals import WITHOUT_KERNELS, copy_all, copy_each, quietly
+from statetree.tree import unflatten
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def copy_into(src: Any, dst: Any, *, cast: bool = False) -> Any:
+    """Copy a tree's tensors into those of another tree, all of them or none.
+
+    Everything is validated before the first byte is written. Mappings are matched by their keys, whatever their type
+    and order, so that a loaded ``dict`` fits a model's ``OrderedDict``. Devices may differ.
+
+    Args:
+        src: Where the elements, plain values and opaque objects come from.
+        dst: Where the elements go. Only the memory of its tensors changes.
+        cast: Allow dtypes to differ where the conversion is lossless (``int8`` to ``int16``) or between floating
+            point or complex types (``float32`` to ``bfloat16``).
+
+    Returns:
+        A tree with ``src``'s structure and plain values, and ``dst``'s tensors, in fresh containers.
+
+    Aliasing:
+        The result's tensors are those of ``dst``. Opaque objects are copies of ``src``'s.
+
+    Raises:
+        TreeMismatch: If structure, leaf types, shapes, dtypes, layouts, meshes or placements differ (it names every
+            place), if a tensor of ``dst`` cannot be written (it overlaps itself, is an inference tensor, or has no
+            memory), or if tensors of ``dst`` overlap where those of ``src`` hold different values. Nothing is
+            written then.
+        UnsupportedLeaf: If a leaf cannot be taken apart.
+        CyclicTree: If a container holds itself.
+
+    Example:
+        >>> import statetree as st, torch
+        >>> model = torch.nn.Linear(2, 2)
+        >>> before = st.offload(model.state_dict())
+        >>> _ = torch.nn.init.zeros_(model.weight)
+        >>> _ = st.copy_into(before, model.state_dict())
+        >>> bool(st.similarity(before, model.state_dict(), values=True))
+        True
+    """
+    return _copy_into(src, dst, cast=cast)
+
+
+@quietly
+def _copy_into(src: Any, dst: Any, *, cast: bool) -> Any:
+    pairing = Pairing(src, dst)
+    differences = pairing.differences or leaf_differences(pairing, pairing.spec.paths, plain=False, dtypes=not cast)
+    if differences:
+        raise _refusal(differences)
+    job = _Job(pairing)
+    differences = job.differences(cast=cast)
+    if differences:
+        raise _refusal(differences)
+    leaves = job.result()  # opaque objects are copied first: that may fail
+    job.write()
+    return unflatten(pairing.spec, leaves)
+
+
+def _refusal(differences: Sequence[Difference]) -> TreeMismatch:
+    kinds = {difference.kind for difference in differences}
+    if kinds <= {"dtype"}:
+        remedy = "Convert the source, or pass cast=True where no precision that matters is lost."
+    elif kinds & {"placements", "mesh"}:
+        remedy = "Nothing was written. Use reshard to change a layout."
+    else:
+        remedy = "Nothing was written."
+    return TreeMismatch.between("copy_into", differences, remedy)
+
+
+class _Job:
+    """The plain tensors of a validated pairing: which is copied into which."""
+
+    def __init__(self, pairing: Pairing) -> None:
+        self.pairing = pairing
+        self.leaves: list[int] = []  # the leaf that each pair of tensors belongs to
+        sources: list[torch.Tensor] = []
+        targets: list[torch.Tensor] = []
+        self.found: list[Difference] = []
+        if pairing.columns is not None:
+            self.leaves += pairing.bare
+            sources += pairing.columns[0].tensors
+            targets += pairing.columns[1].tensors
+        self.taken: list[int] = []
+        general: list[int] = []
+        for index in pairing.others():
+            # The source decides: what it holds in plain form is taken over whatever the destination holds.
+            (self.taken if taken_over(pairing.left[index]) else general).append(index)
+        if general:
+            self._add_parts(general, sources, targets)
+        complete = pairing.columns is not None and len(self.leaves) == len(pairing.bare)
+        self.sources = pairing.columns[0] if complete and pairing.columns else Columns(sources)
+        self.targets = pairing.columns[1] if complete and pairing.columns else Columns(targets)
+
+    def _path(self, index: int) -> Any:
+        return self.pairing.spec.paths()[index]
+
+    def _add_parts(self, general: list[int], sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+        left, right = (
+            unpack(
+                "copy_into",
+                [settled(leaves[index]) for index in general],
+                lambda: list(map(self._path, general)),
+            )
+            for leaves in (self.pairing.left, self.pairing.right)
+        )
+        for position, part_a, part_b in paired_parts(left, right):
+            index = general[position]
+            if part_a is None or part_b is None:
+                self._refuse(index, "parts", "taken apart differently", "taken apart differently")
+                continue
+            a, b = left.parts[part_a], right.parts[part_b]
+            if a.shape != b.shape:
+                self._refuse(index, "shape", tuple(a.shape), tuple(b.shape))
+            elif a.is_meta != b.is_meta:
+                self._refuse(index, "meta", a.device, b.device)
+            elif a.numel() and not a.is_meta:
+                self.leaves.append(index)
+                sources.append(a)
+                targets.append(b)
+
+    def _refuse(self, index: int, kind: str, left: Any, right: Any) -> None:
+        self.found.append(Difference(self._path(index), kind, left, right))
+
+    def differences(self, *, cast: bool) -> list[Difference]:
+        """Return why the tensors cannot be copied, as far as it does not show in the leaves' facts."""
+        self._check_dtypes(cast=cast)
+        self._check_memory(self.sources)
+        self._check_memory(self.targets)
+        for index, (inference, contiguous) in enumerate(
+            zip(self.targets.inference, self.targets.contiguous, strict=True)
+        ):
+            if inference:
+                self._refuse(self.leaves[index], "writability", "a tensor to copy", "an inference tensor")
+            if not contiguous and overlaps_itself(self.targets.shapes[index], self.targets.strides[index]):
+                self._refuse(self.leaves[index], "overlap", "a tensor to copy", "a tensor that overlaps itself")
+        if not self.found:
+            for first, second in conflicts(self.targets, self.sources):
+                partner = self._path(self.leaves[second])
+                self._refuse(
+                    self.leaves[first],
+                    "overlap",
+                    "values of its own",
+                    f"the values of {partner}, which it overlaps",
+                )
+        return self.found
+
+    def _check_dtypes(self, *, cast: bool) -> None:
+        if self.sources.dtypes == self.targets.dtypes:
+            return
+        for index, (a, b) in enumerate(zip(self.sources.dtypes, self.targets.dtypes, strict=True)):
+            if a != b and not (cast and castable(a, b)):
+                self._refuse(self.leaves[index], "dtype", a, b)
+
+    def _check_memory(self, columns: Columns) -> None:
+        whole = all(map(ge, columns.storage_bytes, columns.nbytes)) and not any(columns.offsets)
+        if whole and all(columns.contiguous):
+            return
+        check_memory("copy_into", columns, extents(columns), lambda index: self._path(self.leaves[index]))
+
+    def result(self) -> list[Any]:
+        """Return the leaves of the resulting tree."""
+        if not self.taken:
+            return self.pairing.right
+        result = list(self.pairing.right)
+        taken = [self.pairing.left[index] for index in self.taken]
+        unpacked = unpack("copy_into", taken, lambda: list(map(self._path, self.taken)))
+        fresh = unpacked.pack(_copies(unpacked.columns))
+        for index, leaf in zip(self.taken, fresh, strict=True):
+            result[index] = leaf
+        return result
+
+    def write(self) -> None:
+        """Copy all tensors, in one call."""
+        sources = list(self.sources.tensors)
+        moved = reads_of_written(self.targets, self.sources)
+        if moved:
+            copies = _copies(Columns([sources[index] for index in moved]))
+            for index, fresh in zip(moved, copies, strict=True):
+                sources[index] = fresh
+        plain = (
+            not any(self.targets.neg) and not any(self.targets.conj) and WITHOUT_KERNELS.isdisjoint(self.targets.dtypes)
+        )
+        (copy_all if plain else copy_each)(self.targets.tensors, sources)
+
+
+def _copies(columns: Columns) -> list[torch.Tensor]:
+    """Return independent copies of tensors, each on its own device."""
+    result: list[torch.Tensor] = list(columns.tensors)
+    reach = extents(columns)
+    for device in set(columns.devices):
+        chosen = [index for index, own in enumerate(columns.devices) if own == device]
+        part = Columns([columns.tensors[index] for index in chosen])
+        fresh = replicate(part, [reach[index] for index in chosen], Memory(device), copy=True)
+        for index, tensor in zip(chosen, fresh, strict=True):
+            result[index] = tensor
+    return result
+
+
+#: Dtypes that torch cannot convert, or only by throwing most of a value away (scales, which are powers of two).
+_UNCONVERTIBLE: Final = WITHOUT_KERNELS | {torch.float4_e2m1fn_x2, torch.float8_e8m0fnu}
+
+
+def castable(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether ``cast=True`` converts between two dtypes.
+
+    Losslessly, or between floating point types and between complex types. Never from complex to real, from floating
+    point to integer, or to an integer type that does not hold every value.
+    """
+    if not {source, target}.isdisjoint(_UNCONVERTIBLE):
+        return False
+    if source.is_complex:
+        return target.is_complex
+    if source.is_floating_point:
+        return target.is_floating_point or target.is_complex
+    if source is torch.bool:
+        return True
+    if target is torch.bool:
+        return False
+    low, high = torch.iinfo(source).min, torch.iinfo(source).max
+    if target.is_floating_point or target.is_complex:
+        whole = 2 / torch.finfo(target).eps  # every integer up to here is a value of the target
+        return -whole <= low and high <= min(whole, torch.finfo(target).max)
+    return torch.iinfo(target).min <= low and high <= torch.iinfo(target).max

@@ -1,0 +1,246 @@
+"""``similarity``: whether two states fit each other, and where they do not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from statetree.columns import Columns
+from statetree.comparing import (
+    Pairing,
+    first_difference,
+    leaf_differences,
+    paired_parts,
+    safely_equal,
+    same_bytes,
+    settled,
+)
+from statetree.errors import Difference, StateTreeError, shown
+from statetree.leaf_types.opaque import OPAQUE
+from statetree.leaves import Kept, Packed, Recipe, Unpacked, leaf_type_of, unpack
+from statetree.overlaps import conflicts, overlaps_itself
+from statetree.spans import holds_memory
+from statetree.torch_internals import quietly
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from statetree.paths import Path
+
+#: How many differences a ``Similarity`` keeps; it counts all of them.
+MAX_DIFFERENCES: Final = 1_000
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """The result of ``similarity``: true if nothing differs.
+
+    Attributes:
+        differences: Where the trees differ and how (the first thousand).
+        count: How many differences there are.
+    """
+
+    differences: tuple[Difference, ...]
+    count: int
+
+    def __bool__(self) -> bool:
+        return self.count == 0
+
+    def __str__(self) -> str:
+        if not self.count:
+            return "similar"
+        places = "1 difference" if self.count == 1 else f"{self.count} differences"
+        return f"{places}:\n  {shown([str(difference) for difference in self.differences], self.count)}"
+
+
+def similarity(a: Any, b: Any, *, values: bool = False) -> Similarity:
+    """Compare two trees: structure, leaf types, dtypes, shapes, layouts, and with ``values`` every byte.
+
+    Mappings are compared by their keys, whatever their type and order; lists, tuples and other containers must be of
+    the same kind. Devices, strides, instance attributes and ``requires_grad`` are not compared. Any two values can be
+    compared; neither is changed.
+
+    If the trees are similar, ``copy_into`` succeeds in either direction (on tensors that can be written at all). So
+    they are not if tied tensors of one correspond to tensors of the other that hold different values.
+
+    Args:
+        a: Any tree.
+        b: Any tree.
+        values: Whether the elements of tensors must agree bit by bit and plain values in value. Otherwise plain
+            values are compared by type (``1``, ``1.0`` and ``True`` differ).
+
+    Returns:
+        A ``Similarity``: true or false, with every difference, and a report as its ``str``.
+
+    Raises:
+        CyclicTree: If a container holds itself.
+
+    Example:
+        >>> import statetree as st, torch
+        >>> report = st.similarity({"w": torch.zeros(2, 3)}, {"w": torch.zeros(3, 2)})
+        >>> bool(report)
+        False
+        >>> print(report)
+        1 difference:
+          shape differs at w: (2, 3) against (3, 2)
+    """
+    return _similarity(a, b, values=values)
+
+
+@quietly
+def _similarity(a: Any, b: Any, *, values: bool) -> Similarity:
+    pairing = Pairing(a, b)
+    found = list(pairing.differences)
+    if not found:
+        found = leaf_differences(pairing, pairing.spec.paths, plain=True)
+    if not found:
+        found = _byte_differences(pairing, values=values)
+    return Similarity(tuple(found[:MAX_DIFFERENCES]), len(found))
+
+
+def _byte_differences(pairing: Pairing, *, values: bool) -> list[Difference]:
+    """Compare leaves that agree in everything but their elements."""
+    paths: Sequence[Path] | None = None
+    found: list[Difference] = []
+
+    def differ(index: int, kind: str, left: Any, right: Any) -> None:
+        nonlocal paths
+        paths = pairing.spec.paths() if paths is None else paths
+        found.append(Difference(paths[index], kind, left, right))
+
+    left, right = _Parts(), _Parts()
+    if pairing.columns is not None:
+        left.extend(pairing.columns[0].tensors, pairing.bare)
+        right.extend(pairing.columns[1].tensors, pairing.bare)
+    general = [index for index in pairing.others() if not (_is_plain(pairing, index) and not values)]
+    tensors = [index for index in general if not _is_plain(pairing, index)]
+    for index in general:
+        if _is_plain(pairing, index) and not safely_equal(pairing.left[index], pairing.right[index]):
+            differ(index, "value", _shown(pairing.left[index]), _shown(pairing.right[index]))
+    if tensors:
+        _unpack_both(pairing, tensors, left, right, differ, values=values)
+    for index, other, on_left, on_right in _tie_conflicts(pairing, left, right):
+        differ(index, "ties", on_left, f"{on_right} (with {pairing.spec.paths()[other]})")
+    if values:
+        for index, a, b in zip(left.leaves, left.tensors, right.tensors, strict=True):
+            if a is not b and not _same(a, b):
+                differ(index, "value", *_first_difference(a, b))
+    return found
+
+
+class _Parts:
+    """Plain tensors, and the leaves that they come from."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.leaves: list[int] = []
+
+    def extend(self, tensors: Sequence[torch.Tensor], leaves: Sequence[int]) -> None:
+        self.tensors.extend(tensors)
+        self.leaves.extend(leaves)
+
+
+def _is_plain(pairing: Pairing, index: int) -> bool:
+    return leaf_type_of(type(pairing.left[index])) is None
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - a hostile __repr__
+        text = object.__repr__(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _unpack_both(
+    pairing: Pairing, indices: list[int], left: _Parts, right: _Parts, differ: Any, *, values: bool
+) -> None:
+    """Take apart the leaves that are not ordinary tensors, and put their plain tensors beside each other."""
+    sides: list[Unpacked] = []
+    for leaves in (pairing.left, pairing.right):
+        chosen = [settled(leaves[index]) for index in indices]
+        try:
+            sides.append(unpack("similarity", chosen, lambda: [pairing.spec.paths()[index] for index in indices]))
+        except StateTreeError as error:  # similarity is total: what cannot be looked into is like nothing but itself
+            for index in indices:
+                if pairing.left[index] is not pairing.right[index]:
+                    differ(index, "leaf type", "cannot be taken apart", str(error))
+            return
+    for position, part_a, part_b in paired_parts(*sides):
+        index = indices[position]
+        if part_a is None or part_b is None:
+            differ(index, "parts", "taken apart differently", "taken apart differently")
+            continue
+        a, b = sides[0].parts[part_a], sides[1].parts[part_b]
+        opaque = leaf_type_of(type(pairing.left[index])) is OPAQUE
+        if a.dtype != b.dtype or a.shape != b.shape:
+            if values or not opaque:
+                differ(index, "parts", f"{a.dtype} {tuple(a.shape)}", f"{b.dtype} {tuple(b.shape)}")
+        elif a.numel() and (values or not opaque):
+            left.extend([a], [index])
+            right.extend([b], [index])
+    if values:
+        for position, index in enumerate(indices):
+            if not _same_contexts(_recipe(sides[0], position), _recipe(sides[1], position)):
+                differ(index, "value", _shown(pairing.left[index]), _shown(pairing.right[index]))
+
+
+def _recipe(side: Unpacked, position: int) -> Recipe:
+    return position if side.recipes is None else side.recipes[position]
+
+
+def _same_contexts(a: Recipe, b: Recipe) -> bool:
+    """Whether opaque objects agree in everything but the tensors inside, which are compared on their own."""
+    if isinstance(a, Kept) or isinstance(b, Kept):
+        return isinstance(a, Kept) and isinstance(b, Kept) and safely_equal(a.value, b.value)
+    if not isinstance(a, Packed) or not isinstance(b, Packed):
+        return True
+    same = getattr(a.leaf_type, "same_context", None)
+    if same is None:
+        return True
+    return bool(a.leaf_type is b.leaf_type and same(a.context, b.context))
+
+
+def _tie_conflicts(pairing: Pairing, left: _Parts, right: _Parts) -> list[tuple[int, int, str, str]]:
+    """Return leaves that are tied on one side and hold different values on the other."""
+    a = pairing.columns[0] if pairing.columns and len(pairing.bare) == len(left.tensors) else Columns(left.tensors)
+    b = pairing.columns[1] if pairing.columns and len(pairing.bare) == len(left.tensors) else Columns(right.tensors)
+    if a.own_storages and b.own_storages:
+        return []
+    readable = [
+        index
+        for index, (x, y) in enumerate(zip(a.tensors, b.tensors, strict=True))
+        if _can_be_written(x) and _can_be_written(y)
+    ]
+    a = Columns([a.tensors[index] for index in readable])
+    b = Columns([b.tensors[index] for index in readable])
+    found = [
+        (left.leaves[readable[first]], left.leaves[readable[second]], "different values", "tied")
+        for first, second in conflicts(b, a)
+    ]
+    found += [
+        (left.leaves[readable[first]], left.leaves[readable[second]], "tied", "different values")
+        for first, second in conflicts(a, b)
+    ]
+    return found
+
+
+def _can_be_written(tensor: torch.Tensor) -> bool:
+    return not tensor.is_meta and holds_memory(tensor) and not overlaps_itself(tensor.shape, tensor.stride())
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.is_meta or b.is_meta:
+        return a.is_meta and b.is_meta
+    if not holds_memory(a) or not holds_memory(b):
+        return not holds_memory(a) and not holds_memory(b)
+    return same_bytes(a, b)
+
+
+def _first_difference(a: torch.Tensor, b: torch.Tensor) -> tuple[str, str]:
+    readable = holds_memory(a), holds_memory(b)
+    if not all(readable):
+        return ("readable" if readable[0] else "freed", "readable" if readable[1] else "freed")
+    return first_difference(a, b)

@@ -1,0 +1,1 @@
+"""The test suite: unit, laws (hypothesis), contract (every transform), real (published files)."""

@@ -1,0 +1,1 @@
+"""Properties that hold for every tree, checked on trees that hypothesis makes."""

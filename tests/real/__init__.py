@@ -1,0 +1,1 @@
+"""Checkpoints that others published, taken through every transform and back."""

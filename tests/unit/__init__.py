@@ -1,0 +1,1 @@
+"""One file a module of the package, under the same name."""
