@@ -7,12 +7,12 @@ A Python loop that asks ten thousand tensors for their dtype, shape, strides and
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from statetree.torch_internals import STORAGE_BASE, TENSOR_BASE, storage_key
+from statetree.torch_internals import STORAGE_BASE, TENSOR_BASE, storage_key_of, version_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
@@ -22,6 +22,10 @@ class Columns:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = tensors
+
+    def adopt(self, columns: Mapping[str, Any]) -> None:
+        """Take over columns that are known to hold for these tensors."""
+        self.__dict__.update(columns)  # where cached_property looks
 
     @cached_property
     def dtypes(self) -> list[torch.dtype]:
@@ -45,8 +49,16 @@ class Columns:
         return list(map(TENSOR_BASE.device.__get__, self.tensors))
 
     @cached_property
+    def on_cpu(self) -> bool:
+        """Whether all tensors lie in host memory."""
+        return all(map(TENSOR_BASE.is_cpu.__get__, self.tensors))
+
+    @cached_property
     def nbytes(self) -> list[int]:
         """Bytes of the elements of each tensor, whatever its strides."""
+        if len(set(self.dtypes)) == 1:
+            itemsize = self.dtypes[0].itemsize
+            return [count * itemsize for count in map(TENSOR_BASE.numel, self.tensors)]
         return list(map(TENSOR_BASE.nbytes.__get__, self.tensors))
 
     @cached_property
@@ -54,16 +66,26 @@ class Columns:
         return list(map(TENSOR_BASE.requires_grad.__get__, self.tensors))
 
     @cached_property
+    def nested(self) -> list[bool]:
+        return list(map(TENSOR_BASE.is_nested.__get__, self.tensors))
+
+    @cached_property
     def contiguous(self) -> list[bool]:
         return list(map(TENSOR_BASE.is_contiguous, self.tensors))
 
     @cached_property
     def inference(self) -> list[bool]:
-        return list(map(TENSOR_BASE.is_inference, self.tensors))
+        try:
+            list(map(version_of, self.tensors))  # inference tensors refuse, and it is quicker to ask
+        except RuntimeError:
+            return list(map(TENSOR_BASE.is_inference, self.tensors))
+        return [False] * len(self.tensors)
 
     @cached_property
     def conj(self) -> list[bool]:
         """The conjugate bits; only complex tensors can have one."""
+        if not any(dtype.is_complex for dtype in set(self.dtypes)):
+            return [False] * len(self.tensors)
         return [dtype.is_complex and tensor.is_conj() for dtype, tensor in zip(self.dtypes, self.tensors, strict=True)]
 
     @cached_property
@@ -83,7 +105,7 @@ class Columns:
     @cached_property
     def storage_keys(self) -> list[int]:
         """A number for each tensor's storage: equal exactly for tensors on one storage, while all are alive."""
-        return list(map(storage_key, self.storages))
+        return list(map(storage_key_of, self.storages))
 
     @cached_property
     def storage_bytes(self) -> list[int]:
@@ -95,6 +117,21 @@ class Columns:
         return list(map(STORAGE_BASE.data_ptr, self.storages))
 
     @cached_property
+    def resizable(self) -> bool:
+        """Whether all storages are torch's own allocations, so that no two of them lie over each other."""
+        return all(map(STORAGE_BASE.resizable, self.storages))
+
+    @cached_property
+    def whole(self) -> bool:
+        """Whether every tensor is contiguous and covers its storage from the first byte to the last."""
+        return all(self.contiguous) and self.storage_bytes == self.nbytes and not any(self.offsets)
+
+    @cached_property
     def own_storages(self) -> bool:
         """Whether no two tensors share a storage."""
+        if "storage_keys" not in self.__dict__ and not any(self.offsets):
+            # Tensors that begin where their storages do, at different addresses, lie on different storages.
+            pointers = set(self.pointers)
+            if len(pointers) == len(self.tensors) and 0 not in pointers:
+                return True
         return len(set(self.storage_keys)) == len(self.tensors)

@@ -87,7 +87,7 @@ class Pairing:
 def _ordinary(columns: Columns) -> bool:
     """Whether all tensors are views on storages: not sparse, nested or quantized."""
     try:
-        return QUANTIZED.isdisjoint(columns.dtypes) and len(columns.shapes) == len(columns.storage_keys)
+        return QUANTIZED.isdisjoint(columns.dtypes) and len(columns.shapes) == len(columns.pointers)
     except (RuntimeError, NotImplementedError):  # sparse tensors have no storage, nested ones no size
         return False
 

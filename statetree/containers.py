@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import types
+import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, cast
@@ -173,7 +174,7 @@ class _Registered(Container):
 class Attributes(NamedTuple):
     """The instance attributes of a container: those without a tensor inside are kept here, the others are children.
 
-    ``frozen`` holds, for each name, the attribute's ``(leaves, spec)``, or ``None`` where it is a child.
+    ``frozen`` holds, for each name, the attribute as ``freeze`` gives it, or ``None`` where it is a child.
     """
 
     names: tuple[str, ...]
@@ -201,7 +202,10 @@ class _Instance(Container):
         self.slots = slots_of(cls)
 
     def attributes(self, container: Any) -> dict[str, Any]:
-        state = dict(getattr(container, "__dict__", None) or ())
+        try:
+            state = dict(object.__getattribute__(container, "__dict__"))
+        except AttributeError:
+            state = {}
         for name, slot in self.slots.items():
             try:
                 state[name] = slot.__get__(container)
@@ -231,7 +235,7 @@ class _Instance(Container):
         frozen: list[Any] = []
         for name, value in state.items():
             is_field = name in self.fields
-            kept = None if is_field else _freeze(value, plain + 1)
+            kept = None if is_field else freeze(value, plain + 1)
             frozen.append(kept)
             if kept is None:
                 if plain and not is_field:
@@ -270,7 +274,7 @@ class _Instance(Container):
     def _set_attributes(self, fresh: Any, attributes: Attributes, values: Sequence[Any]) -> None:
         remaining = iter(values)
         for name, kept in zip(attributes.names, attributes.frozen, strict=True):
-            value = next(remaining) if kept is None else _thaw(kept)
+            value = next(remaining) if kept is None else thaw(kept)
             slot = self.slots.get(name)
             if slot is not None:
                 slot.__set__(fresh, value)
@@ -278,24 +282,38 @@ class _Instance(Container):
                 fresh.__dict__[name] = value
 
 
+def _is_heap_type(cls: type) -> bool:
+    """Whether a class was made by a class statement, and not in C."""
+    return bool(cls.__flags__ & 1 << 9)  # Py_TPFLAGS_HEAPTYPE
+
+
 def slots_of(cls: type) -> dict[str, Any]:
-    """Return the descriptors of the ``__slots__`` of a class and its bases, without those of classes written in C."""
-    heap_type = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
-    return {
-        name: member
-        for base in reversed(cls.__mro__)
-        if base.__flags__ & heap_type
-        for name, member in vars(base).items()
-        if isinstance(member, types.MemberDescriptorType)
-    }
+    """Return the descriptors of the ``__slots__`` of a class and its bases, without those of classes written in C.
+
+    Where a class repeats a slot of its base, the base's is called ``Base.name``.
+    """
+    slots: dict[str, Any] = {}
+    for base in cls.__mro__:
+        if _is_heap_type(base):
+            for name, member in vars(base).items():
+                if isinstance(member, types.MemberDescriptorType):
+                    slots[f"{base.__qualname__}.{name}" if name in slots else name] = member
+    return slots
 
 
-def _freeze(value: Any, depth: int) -> Any:
-    """Return ``(leaves, spec)`` of an attribute that holds only atoms, or ``None``."""
-    from statetree import tree
+def freeze(value: Any, depth: int = 1) -> Any:
+    """Return what ``thaw`` makes fresh copies of a value from, or ``None`` if it holds anything but atoms.
 
-    if is_atom_type(type(value)):
-        return ((value,), None)
+    Args:
+        value: An attribute of a container, or metadata of a leaf.
+        depth: In how many attributes it lies.
+    """
+    from statetree import tree  # attributes are trees themselves
+
+    try:
+        return (_copy_plain(value, depth),)
+    except NotPlain:
+        pass
     if depth > MAX_ATTRIBUTE_DEPTH:
         return None
     try:
@@ -306,11 +324,25 @@ def _freeze(value: Any, depth: int) -> Any:
     return (tuple(leaves), spec)
 
 
-def _thaw(kept: Any) -> Any:
-    from statetree import tree
+def thaw(frozen: Any) -> Any:
+    """Return a fresh value from what ``freeze`` gave."""
+    from statetree import tree  # as above
 
-    leaves, spec = kept
-    return leaves[0] if spec is None else tree.unflatten(spec, leaves)
+    return _copy_plain(frozen[0], 0) if len(frozen) == 1 else tree.unflatten(frozen[1], frozen[0])
+
+
+def _copy_plain(value: Any, depth: int) -> Any:
+    """Copy builtin containers of atoms, the quick way for the usual metadata (``_metadata`` of a state dict)."""
+    cls = type(value)
+    if is_atom_type(cls):
+        return value
+    if depth > 2 * MAX_ATTRIBUTE_DEPTH:
+        raise NotPlain
+    if cls is dict or (cls is OrderedDict and not vars(value)):
+        return cls((key, _copy_plain(item, depth + 1)) for key, item in value.items())
+    if cls is list or cls is tuple:
+        return cls([_copy_plain(item, depth + 1) for item in value])
+    raise NotPlain
 
 
 _BUILTIN: dict[type, Container | None] = {
@@ -335,14 +367,23 @@ def container_of(cls: type) -> Container | None:
         return KINDS[cls]
     except KeyError:
         kind = _recognise(cls)
-        if kind is None:
+        if kind is not None:
+            return KINDS.setdefault(cls, kind)  # another thread may have been quicker
+        if is_atom_type(cls) or issubclass(cls, torch.Tensor):
             LEAF_CLASSES.add(cls)
-        KINDS[cls] = kind
-        return kind
+            KINDS[cls] = None
+        return None  # an unknown class may yet be registered with optree, so that it is asked about every time
 
 
 def declare_leaf_class(cls: type) -> None:
-    """Make instances of exactly this class leaves, whatever they derive from."""
+    """Make instances of exactly this class leaves, whatever they derive from.
+
+    Raises:
+        ValueError: If it is a builtin container.
+    """
+    if cls in _BUILTIN:
+        msg = f"register_leaf_type: {cls.__qualname__} is a builtin container: expected a class of your own."
+        raise ValueError(msg)
     LEAF_CLASSES.add(cls)
     KINDS[cls] = None
 
@@ -382,10 +423,13 @@ def register_container(
     if not inspect.isclass(cls):
         msg = f"register_container: expected a class, got {cls!r}."
         raise TypeError(msg)
-    if cls in _BUILTIN:
-        msg = f"register_container: {cls.__qualname__} is a builtin container and cannot be registered again."
+    if cls in _BUILTIN or is_atom_type(cls) or issubclass(cls, torch.Tensor):
+        what = "a builtin container" if cls in _BUILTIN else "a leaf"
+        msg = f"register_container: {cls.__qualname__} is {what}: expected a class of your own. Derive one from it."
         raise ValueError(msg)
-    optree.register_pytree_node(cast("Any", cls), flatten, cast("Any", unflatten), namespace=NAMESPACE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # optree has rules of its own for namedtuples: override them
+        optree.register_pytree_node(cast("Any", cls), flatten, cast("Any", unflatten), namespace=NAMESPACE)
     LEAF_CLASSES.discard(cls)
     KINDS[cls] = _Registered(cls, _registered_entry(cls))
 
@@ -402,17 +446,13 @@ def _recognise(cls: type) -> Container | None:
     entry = _registered_entry(cls)
     if entry is not None:
         return _Registered(cls, entry)
-    return _recognise_sequence(cls) or _recognise_instance(cls)
-
-
-def _recognise_sequence(cls: type) -> Container | None:
     if optree.is_structseq_class(cls):
         # Others, such as time.struct_time, have fields that the sequence does not show.
         complete = cls.n_fields == cls.n_sequence_fields  # type: ignore[attr-defined]
         return _StructSequence(cls) if complete else None
     if optree.is_namedtuple_class(cls):
         return _NamedTuple(cls)
-    return None
+    return _recognise_instance(cls)
 
 
 class _NamedTuple(_Instance):
@@ -438,16 +478,20 @@ def _recognise_instance(cls: type) -> Container | None:
     )
     for base, family in families:
         if issubclass(cls, base):
-            return _Instance(cls, family, base=base)
+            return _Instance(cls, family, base=base) if _is_python_above(cls, base) else None
     fields: tuple[str, ...] | None = None
     if dataclasses.is_dataclass(cls):
         fields = tuple(field.name for field in dataclasses.fields(cls))
     elif hasattr(cls, "__attrs_attrs__"):
         fields = tuple(attribute.name for attribute in cls.__attrs_attrs__)
-    if fields is None:
-        return None
-    try:
-        object.__new__(cls)
-    except TypeError:  # built on a class written in C that keeps state of its own, such as an exception
+    if fields is None or not _is_python_above(cls, object):
         return None
     return _Instance(cls, cls, base=object, fields=fields)
+
+
+def _is_python_above(cls: type, base: type) -> bool:
+    """Whether nothing between a class and its base is written in C, so that the base can make its instances.
+
+    Exceptions and ``time.struct_time`` keep state of their own, for example.
+    """
+    return all(_is_heap_type(ancestor) for ancestor in cls.__mro__ if ancestor not in base.__mro__)

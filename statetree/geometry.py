@@ -2,55 +2,58 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from statetree.spans import Layout, Span, extents, lay_out
-from statetree.torch_internals import geometry_guards
+from statetree.torch_internals import geometry_guard
 
 if TYPE_CHECKING:
     from statetree.columns import Columns
 
+#: The columns that make up the geometry of single tensors.
+_GEOMETRY: Final = ("dtypes", "shapes", "strides", "conj", "neg")
+#: Further columns that are known once those are (and the device, which the quick way looks at).
+_DERIVED: Final = ("devices", "contiguous", "nbytes", "on_cpu")
+
 
 class Geometry:
-    """Dtypes, shapes, strides, devices and bits of a list of tensors, and how they lie on storages.
+    """Dtypes, shapes, strides and bits of a list of tensors, and how they lie on storages.
 
     It holds no reference to the tensors.
     """
 
     def __init__(self, columns: Columns) -> None:
         self.layout: Layout = lay_out(columns, extents(columns))
+        self._count = len(columns.tensors)
+        self._facts = {name: getattr(columns, name) for name in (*_GEOMETRY, *_DERIVED)}
         self._own_storages = columns.own_storages
-        self._dtypes = columns.dtypes
-        self._shapes = columns.shapes
-        self._strides = columns.strides
-        self._conj = columns.conj
-        self._neg = columns.neg
         self._offsets = None if self._own_storages else columns.offsets
         self._partition = None if self._own_storages else _partition(columns)
-        self._guards = geometry_guards(columns.tensors, columns.shapes, columns.strides)
+        self._guard = geometry_guard(columns.tensors, columns.shapes, columns.strides)
+
+    def recognises(self, columns: Columns) -> bool:
+        """Whether tensors have this geometry one by one, lie on the same devices and need no gradient.
+
+        It may say no where they do. If it says yes, the columns need not be asked any more.
+        """
+        if self._guard is None or len(columns.tensors) != self._count or not self._guard(columns.tensors):
+            return False
+        columns.adopt(self._facts)
+        return True
 
     def fits(self, columns: Columns) -> bool:
         """Whether tensors have this geometry, so that copies of them lie exactly as those laid out here."""
-        if len(columns.tensors) != len(self._shapes) or columns.own_storages != self._own_storages:
+        if len(columns.tensors) != self._count or columns.own_storages != self._own_storages:
             return False
-        if not self._same_tensors(columns):
-            return False
+        for name in _GEOMETRY:
+            own, other = self._facts[name], getattr(columns, name)
+            if own is not other and own != other:
+                return False
         if self._own_storages:
             return True
         if _partition(columns) != self._partition:
             return False
         return columns.offsets == self._offsets or self._same_places(lay_out(columns, extents(columns)))
-
-    def _same_tensors(self, columns: Columns) -> bool:
-        if self._guards is not None and self._guards.check(*columns.tensors):
-            return True
-        return (
-            columns.dtypes == self._dtypes
-            and columns.shapes == self._shapes
-            and columns.strides == self._strides
-            and columns.conj == self._conj
-            and columns.neg == self._neg
-        )
 
     def _same_places(self, layout: Layout) -> bool:
         own = self.layout

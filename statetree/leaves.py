@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from importlib import import_module
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
@@ -216,18 +217,24 @@ class Unpacked:
         return result
 
 
-def unpack(verb: str, leaves: list[Any], paths: Callable[[], Sequence[Path]]) -> Unpacked:
+def unpack(
+    verb: str,
+    leaves: list[Any],
+    paths: Callable[[], Sequence[Path]],
+    recognise: Callable[[Columns], bool] | None = None,
+) -> Unpacked:
     """Take leaves apart into plain tensors.
 
     Args:
         verb: The transform on whose behalf it is done, for messages.
         leaves: Any leaves.
         paths: Gives their paths, if one is needed for a message.
+        recognise: Says of tensors whether they are known to be plain and without gradient, if it can tell quickly.
 
     Raises:
         UnsupportedLeaf: If a leaf cannot be taken apart, with its path.
     """
-    bare, columns = _bare_tensors(leaves)
+    bare, columns = _bare_tensors(leaves, recognise)
     if len(bare) == len(leaves):
         return Unpacked(verb, leaves, paths, columns, bare, None)
     recipes: list[Recipe | None] = [None] * len(leaves)
@@ -271,33 +278,46 @@ QUANTIZED: Final = frozenset(
 _TENSOR_ONLY: Final = frozenset({torch.Tensor})
 
 
-def _bare_tensors(leaves: list[Any]) -> tuple[Sequence[int], Columns]:
+_attributes_of: Final = attrgetter("__dict__")
+
+
+def _bare_tensors(leaves: list[Any], recognise: Callable[[Columns], bool] | None) -> tuple[Sequence[int], Columns]:
     """Return the positions of leaves that are distinct tensors and need no packing, and their columns.
 
     It asks everything of all leaves at once. If any of the tensors is sparse, nested or quantized, none is bare.
     """
     positions: Sequence[int] = range(len(leaves))
-    columns = Columns(leaves)
-    if (
-        not _TENSOR_ONLY.issuperset(map(type, leaves))
-        or any(map(vars, leaves))
-        or any(columns.requires_grad)
-        or len(set(map(id, leaves))) != len(leaves)
-    ):
-        distinct = {
-            id(leaf): index
-            for index, leaf in enumerate(leaves)
-            if type(leaf) is torch.Tensor and not leaf.__dict__ and not leaf.requires_grad
-        }
-        positions = sorted(distinct.values())
-        columns = Columns([leaves[index] for index in positions])
-    try:
-        # Tensors of other layouts refuse one or the other: sparse ones have no storage, nested ones no size.
-        if QUANTIZED.isdisjoint(columns.dtypes) and len(columns.shapes) == len(columns.storage_keys):
+    tensors = leaves
+    if not _TENSOR_ONLY.issuperset(map(type, leaves)):
+        positions = [index for index, leaf in enumerate(leaves) if type(leaf) is torch.Tensor]
+        tensors = [leaves[index] for index in positions]
+    columns = Columns(tensors)
+    distinct = len(set(map(id, tensors))) == len(tensors)
+    if distinct and not any(map(_attributes_of, tensors)):
+        if recognise is not None and recognise(columns):
             return positions, columns
+        if not any(columns.requires_grad):
+            return (positions, columns) if _are_views(columns) else ((), Columns([]))
+    first = {
+        id(tensor): index
+        for index, tensor in zip(reversed(positions), reversed(tensors), strict=True)
+        if not tensor.__dict__ and not tensor.requires_grad
+    }
+    positions = sorted(first.values())
+    columns = Columns([leaves[index] for index in positions])
+    return (positions, columns) if _are_views(columns) else ((), Columns([]))
+
+
+def _are_views(columns: Columns) -> bool:
+    """Whether tensors are strided views on storages: those of other layouts refuse to tell the one or the other."""
+    try:
+        return (
+            QUANTIZED.isdisjoint(columns.dtypes)
+            and len(columns.storage_keys) == len(columns.tensors)  # sparse tensors have no storage
+            and not any(columns.nested)
+        )
     except (RuntimeError, NotImplementedError):
-        pass
-    return (), Columns([])
+        return False
 
 
 class _Unpacker:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from statetree.errors import Difference
 from statetree.paths import Path, key_identity
@@ -36,16 +36,19 @@ def _same_place(a: Node, b: Node) -> bool:
     """Whether two nodes match with their children in the same order. May say no where they do match."""
     if a[3:] != b[3:] or a[0].family != b[0].family or not _equal_keys(a[1], b[1]):
         return False
-    if a[0].keyed and any(type(x) is not type(y) or type(x) is tuple for x, y in zip(a[1], b[1], strict=True)):
-        return False
     return not a[0].compares_aux or same_aux(a, b)
 
 
+#: Keys of these types are the same if the types are and ``==`` says so.
+_SIMPLE_KEYS: Final = frozenset({str, int, bool, bytes, type(None)})
+
+
 def _equal_keys(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    try:
-        return a == b
-    except Exception:  # noqa: BLE001 - keys that refuse to be compared are looked at one by one
-        return False
+    """Whether keys are the same one by one, if they are of the usual kinds."""
+    if a is b:
+        return True
+    types = list(map(type, a))
+    return _SIMPLE_KEYS.issuperset(types) and types == list(map(type, b)) and a == b
 
 
 class _Matching:

@@ -9,7 +9,7 @@ import torch
 from statetree.columns import Columns
 from statetree.comparing import same_bytes
 from statetree.spans import extents
-from statetree.torch_internals import STORAGE_BASE, copy_each, set_bits
+from statetree.torch_internals import copy_each, set_bits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,6 +41,8 @@ def conflicts(targets: Columns, sources: Columns) -> list[tuple[int, int]]:
         targets: Tensors that will be written to.
         sources: For each target the tensor of the same shape whose elements it receives.
     """
+    if targets.resizable and targets.own_storages:
+        return []
     groups: dict[int, list[int]] = {}
     keys = _memories(targets)
     if len(set(keys)) == len(keys):
@@ -58,6 +60,8 @@ def conflicts(targets: Columns, sources: Columns) -> list[tuple[int, int]]:
 
 def reads_of_written(targets: Columns, sources: Columns) -> list[int]:
     """Return which sources lie in memory that some target lies in too, so that writing may change them."""
+    if targets.resizable and sources.resizable and set(targets.storage_keys).isdisjoint(sources.storage_keys):
+        return []
     keys = _memories(Columns([*targets.tensors, *sources.tensors]))
     written = set(keys[: len(targets.tensors)])
     return [index for index, key in enumerate(keys[len(targets.tensors) :]) if key in written]
@@ -69,7 +73,7 @@ def _memories(columns: Columns) -> list[int]:
     Storages that torch did not allocate (made from NumPy arrays, say) may lie over each other.
     """
     keys = columns.storage_keys
-    if all(map(STORAGE_BASE.resizable, columns.storages)):
+    if columns.resizable:
         return keys
     extent = {
         key: (pointer, pointer + size)

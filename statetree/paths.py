@@ -43,8 +43,7 @@ class Path(tuple[Any, ...]):
         return NotImplemented if equal is NotImplemented else not equal
 
     def __hash__(self) -> int:
-        # Also equal to the hash of a plain tuple of the same keys, which a path may equal. (NaN hashes by identity.)
-        return hash(tuple("nan" if key != key else key for key in self))
+        return hash(tuple(map(_hashable, self)))  # as of a plain tuple of these keys, which the path equals
 
     def __str__(self) -> str:
         return ".".join(map(render_key, self))
@@ -79,6 +78,10 @@ def key_identity(key: Any) -> Hashable:
         return (cls, frozenset(map(key_identity, key)))
     if isinstance(key, torch.Tensor):
         return (cls, id(key))  # as hash() has it; == would compare the elements
+    try:
+        hash(key)
+    except Exception:  # noqa: BLE001 - keys that a registered flatten function made up, or hostile ones
+        return (cls, _exact(key))
     return (cls, key)
 
 
@@ -96,37 +99,49 @@ def render_key(key: Any) -> str:
     """Render one key of a path as plain text."""
     if type(key) is str:
         return key
-    if type(key) is frozenset:  # its own order changes from process to process
-        return f"frozenset({{{', '.join(sorted(map(render_key, key)))}}})"
+    if type(key) in (frozenset, tuple):
+        return _exact(key)
     try:
         return str(key)
     except Exception:  # noqa: BLE001 - a hostile __str__ must not hide the error that names the key
         return object.__repr__(key)
 
 
-def _render_exactly(path: tuple[Any, ...]) -> str:
-    parts = []
-    for key in path:
-        try:
-            parts.append(f".{key!s}" if type(key) is Attr else f"[{key!r}]")
-        except Exception:  # noqa: BLE001 - as above
-            parts.append(f"[{object.__repr__(key)}]")
-    return "".join(parts)
-
-
-def _key_order(key: Any) -> tuple[int, Any, str]:
+def _exact(key: Any) -> str:
+    """Render one key so that its type shows, the same in every process."""
     cls = type(key)
     if cls is frozenset:
-        return (2, "builtins.frozenset", render_key(key))
+        return f"frozenset({{{', '.join(sorted(map(_exact, key)))}}})"
+    if cls is tuple:
+        return f"({', '.join(map(_exact, key))}{',' if len(key) == 1 else ''})"
+    try:
+        return repr(key)
+    except Exception:  # noqa: BLE001 - a hostile __repr__
+        return object.__repr__(key)
+
+
+def _render_exactly(path: tuple[Any, ...]) -> str:
+    return "".join(f".{key!s}" if type(key) is Attr else f"[{_exact(key)}]" for key in path)
+
+
+def _hashable(key: Any) -> Hashable:
+    if isinstance(key, float) and key != key:
+        return "nan"
+    return tuple(map(_hashable, key)) if type(key) is tuple else key
+
+
+def _key_order(key: Any) -> tuple[int, Any, Any]:
+    cls = type(key)
     if cls is int:
         return (0, key, "")
     if cls is str:
         return (1, key, "")
-    return (
-        2,
-        f"{cls.__module__}.{cls.__qualname__}",
-        render_key(key) if cls is Attr else _render_exactly((key,)),
-    )
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    if cls is tuple:
+        return (2, name, tuple(map(_key_order, key)))
+    if cls is frozenset:
+        return (2, name, tuple(sorted(map(_key_order, key))))
+    return (2, name, _exact(key))
 
 
 def unique_keys(plain: list[str], paths: Sequence[tuple[Any, ...]]) -> list[str]:
@@ -136,15 +151,16 @@ def unique_keys(plain: list[str], paths: Sequence[tuple[Any, ...]]) -> list[str]
     the rare case that even this is taken.
     """
     counts = Counter(plain)
-    taken = {key for key, count in counts.items() if count == 1}
+    taken = set(counts)
+    numbers: Counter[str] = Counter()
     result = []
     for key, path in zip(plain, paths, strict=True):
+        unique = key
         if counts[key] > 1:
-            exact = key = _render_exactly(path)
-            number = 2
-            while key in taken or key in counts:
-                key = f"{exact}~{number}"
-                number += 1
-            taken.add(key)
-        result.append(key)
+            exact = unique = _render_exactly(path)
+            while unique in taken:
+                numbers[exact] += 1
+                unique = f"{exact}~{numbers[exact] + 1}"
+            taken.add(unique)
+        result.append(unique)
     return result

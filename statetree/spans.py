@@ -59,6 +59,8 @@ def extent_bytes(shape: Sequence[int], stride: Sequence[int], itemsize: int) -> 
 
 def extents(columns: Columns) -> list[int]:
     """Return ``extent_bytes`` of every tensor."""
+    if all(columns.contiguous):
+        return columns.nbytes
     return [
         nbytes if contiguous else extent_bytes(shape, stride, dtype.itemsize)
         for nbytes, contiguous, shape, stride, dtype in zip(
@@ -90,21 +92,22 @@ def holds_memory(tensor: torch.Tensor) -> bool:
     return not reach or tensor.storage_offset() * itemsize + reach <= tensor.untyped_storage().nbytes()
 
 
-def check_memory(verb: str, columns: Columns, reach: list[int], where: Callable[[int], Any]) -> None:
+def check_memory(verb: str, columns: Columns, where: Callable[[int], Any]) -> None:
     """Raise ``UnsupportedLeaf`` for the first tensor whose storage is freed or too small for it.
 
     Args:
         verb: For the message.
         columns: The tensors.
-        reach: Their ``extents``.
         where: Gives a tensor's path, by its index.
     """
-    for index, (need, have) in enumerate(zip(reach, columns.storage_bytes, strict=True)):
+    if columns.whole:
+        return
+    for index, (need, have) in enumerate(zip(extents(columns), columns.storage_bytes, strict=True)):
         if not need:
             continue
         begin = columns.tensors[index].storage_offset() * columns.dtypes[index].itemsize
         storage = columns.storages[index]
-        if begin + need > have or (storage.data_ptr() == 0 and storage.device.type not in {"meta"}):
+        if begin + need > have or (storage.data_ptr() == 0 and storage.device.type != "meta"):
             path = where(index)
             msg = (
                 f"{verb}: the storage of the leaf at {path or '<root>'} was freed or resized: expected at least "
@@ -241,14 +244,14 @@ def replicate(columns: Columns, reach: list[int], memory: Memory, *, copy: bool)
         memory: Where the new ones lie. Meta tensors stay meta when they are copied, and become real when they are not.
         copy: Whether the new tensors hold the same elements; otherwise their contents are undefined.
     """
-    if copy and memory.device.type != "meta":
+    if copy and memory.device.type != "meta" and not columns.on_cpu:
         meta = [device.type == "meta" for device in columns.devices]
         if any(meta):
             return _by_part(columns, reach, meta, Memory("meta"), memory, copy=copy)
     if memory.is_plain_host and columns.own_storages:
         clonable = _clonable(columns, reach)
         if all(clonable):
-            return clone_all(columns.tensors)
+            return clone_all(columns.tensors) if copy else list(map(torch.empty_like, columns.tensors))
         if any(clonable):
             return _by_part(columns, reach, clonable, memory, memory, copy=copy)
     layout = lay_out(columns, reach)
@@ -282,15 +285,15 @@ def _by_part(
 def _clonable(columns: Columns, reach: list[int]) -> list[bool]:
     """Return for which tensors with storages of their own ``clone`` gives exactly what a copied span would.
 
-    Small dense host tensors without conjugate or negative bit. (Large ones are better off on huge pages.)
+    Small contiguous host tensors of ordinary dtypes, without conjugate or negative bit. (Large ones are better off on
+    huge pages.)
     """
+    special = {dtype for dtype in set(columns.dtypes) if dtype.is_complex or dtype in WITHOUT_KERNELS}
+    ordinary = columns.on_cpu and not special and not any(columns.neg) and all(columns.contiguous)
+    if ordinary and max(reach, default=0) < LARGE_BYTES:
+        return [True] * len(reach)
     return [
-        length < LARGE_BYTES
-        and contiguous
-        and not negative
-        and not dtype.is_complex
-        and dtype not in WITHOUT_KERNELS
-        and device.type == "cpu"
+        length < LARGE_BYTES and contiguous and not negative and dtype not in special and device.type == "cpu"
         for length, contiguous, negative, dtype, device in zip(
             reach, columns.contiguous, columns.neg, columns.dtypes, columns.devices, strict=True
         )

@@ -177,13 +177,11 @@ class Stager:
     def _look_at(self, verb: str, tree: Any) -> tuple[Unpacked, TreeSpec, Columns, list[int]]:
         """Take a tree apart. Returns its parts, those among them that have memory, and the indices of the others."""
         leaves, spec = flatten_for_copy(tree)
-        unpacked = unpack(verb, leaves, spec.paths)
+        unpacked = unpack(verb, leaves, spec.paths, self._recognise)
         columns = unpacked.columns
-        meta = (
-            [index for index, storage in enumerate(columns.storages) if storage.device.type == "meta"]
-            if (0 in columns.storage_pointers)
-            else []
-        )
+        meta: list[int] = []
+        if not columns.on_cpu:
+            meta = [index for index, device in enumerate(columns.devices) if device.type == "meta"]
         if meta:
             without = set(meta)
             real = [index for index in range(len(columns.tensors)) if index not in without]
@@ -191,15 +189,12 @@ class Stager:
             owners: Sequence[int] = [unpacked.owners[index] for index in real]
         else:
             owners = unpacked.owners
-        self._check(verb, columns, owners, spec)
+        check_memory(verb, columns, lambda index: spec.paths()[owners[index]])
         return unpacked, spec, columns, meta
 
-    @staticmethod
-    def _check(verb: str, columns: Columns, owners: Sequence[int], spec: TreeSpec) -> None:
-        """Refuse tensors whose storage was freed or shrunk."""
-        if columns.storage_bytes == columns.nbytes and all(columns.contiguous) and not any(columns.offsets):
-            return
-        check_memory(verb, columns, extents(columns), lambda index: spec.paths()[owners[index]])
+    def _recognise(self, columns: Columns) -> bool:
+        """Whether tensors look like those of a snapshot."""
+        return any(snapshot.geometry.recognises(columns) for snapshot in self._snapshots)
 
     def _idle_snapshot(self, columns: Columns) -> _Snapshot:
         """Return a snapshot that fits and that nothing refers to, making one if there may be another."""
@@ -306,7 +301,7 @@ class _Snapshot:
                 span = spans[index]
                 targets.append(target)
                 sources.append(raw(columns.storages[span.source], span.start, span.stop))
-        on_devices = {device for device in set(columns.devices) if device.type != "cpu"}
+        on_devices = set() if columns.on_cpu else {device for device in set(columns.devices) if device.type != "cpu"}
         copy_all(targets, sources, non_blocking=bool(on_devices))
         for device in on_devices:
             torch.accelerator.current_stream(device).synchronize()

@@ -44,6 +44,11 @@ def quietly(function: Callable[P, R]) -> Callable[P, R]:
     return wrapper
 
 
+#: ``storage_key`` and a tensor's version counter, for asking many at once. Inference tensors have no counter and raise.
+storage_key_of: Final[Any] = STORAGE_BASE._cdata.__get__
+version_of: Final[Any] = TENSOR_BASE._version.__get__
+
+
 def storage_key(storage: torch.UntypedStorage) -> int:
     """Return a number for a storage that no other storage has while this one is alive."""
     key: int = storage._cdata
@@ -118,23 +123,37 @@ def shared_storage(nbytes: int) -> torch.UntypedStorage:
     return storage
 
 
-def geometry_guards(tensors: Sequence[torch.Tensor], shapes: Sequence[Any], strides: Sequence[Any]) -> Any:
-    """Return an object whose ``check(*tensors)`` compares classes, dtypes, devices, bits, shapes and strides in C++.
+def geometry_guard(
+    tensors: Sequence[torch.Tensor], shapes: Sequence[Any], strides: Sequence[Any]
+) -> Callable[[Sequence[torch.Tensor]], bool] | None:
+    """Return a function that tells quickly whether other tensors look the same.
 
-    It is what ``torch.compile`` guards its graphs with, at a third of the cost of asking each tensor. It holds no
-    reference to the tensors. A check may say no where nothing changed (a tensor given twice); it never says yes where
-    something did. ``None`` if this torch has no such thing.
+    It compares classes, dtypes, layouts, devices, bits, ``requires_grad``, shapes and strides in C++: it is what
+    ``torch.compile`` guards its graphs with, at a fifth of the cost of asking each tensor. It holds no reference to the
+    tensors. It may say no where nothing changed (a tensor given twice), but never yes where something did.
+
+    Returns:
+        The function, or ``None`` if this torch has no such thing.
     """
     try:
         from torch._C._dynamo.guards import TensorGuards
 
-        return TensorGuards(
-            *tensors,
-            dynamic_dims_sizes=_as_lists(shapes),
-            dynamic_dims_strides=_as_lists(strides),
-        )
+        # requires_grad is looked at only while gradients are recorded.
+        torch._C._set_grad_enabled(True)
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=_as_lists(shapes), dynamic_dims_strides=_as_lists(strides))
     except Exception:  # noqa: BLE001 - anything at all: this is only a shortcut
         return None
+    finally:
+        torch._C._set_grad_enabled(False)
+
+    def check(others: Sequence[torch.Tensor]) -> bool:
+        torch._C._set_grad_enabled(True)
+        try:
+            return bool(guards.check(*others))
+        finally:
+            torch._C._set_grad_enabled(False)
+
+    return check
 
 
 def _as_lists(rows: Sequence[Any]) -> Any:

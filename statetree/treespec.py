@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from statetree.atoms import same_value
 from statetree.containers import Container
 from statetree.paths import Path, key_identity, render_key, same_key, unique_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 #: One container, in the order in which containers are finished: how it is rebuilt, its keys, its auxiliary data, which
 #: children are containers, and how many leaves come between the previous node and the end of this one.
 Node = tuple[Container, tuple[Any, ...], Any, tuple[int, ...], int]
-
-P = TypeVar("P")
 
 
 class TreeSpec:
@@ -44,7 +42,10 @@ class TreeSpec:
         return (TreeSpec, (self.nodes, self.num_leaves))
 
     def __hash__(self) -> int:
-        return hash((self.num_leaves, tuple((node[0], tuple(map(key_identity, node[1]))) for node in self.nodes)))
+        try:
+            return hash((self.num_leaves, tuple((node[0], tuple(map(key_identity, node[1]))) for node in self.nodes)))
+        except TypeError:  # keys that a registered flatten function made up need not be hashable
+            return hash((self.num_leaves, tuple(node[0] for node in self.nodes)))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TreeSpec):
@@ -86,40 +87,49 @@ class TreeSpec:
         """Return what the whole tree is, in the form of ``links``."""
         return ~(len(self.nodes) - 1) if self.nodes else 0
 
-    def _rendered(self, start: P, down: Callable[[P, Any], P]) -> list[P]:
-        """Return what ``down`` makes of the keys from the root to each leaf."""
-        result: list[P] = [start] * self.num_leaves
-        links = self.links()
-        pending = [(self.root(), start)]
-        while pending:
-            ref, prefix = pending.pop()
-            if ref >= 0:
-                result[ref] = prefix
-                continue
-            for key, child in zip(self.nodes[~ref][1], links[~ref], strict=True):
-                if child >= 0:
-                    result[child] = down(prefix, key)
-                else:
-                    pending.append((child, down(prefix, key)))
-        return result
-
     def paths(self) -> list[Path]:
         """Return the path of every leaf."""
         return list(map(Path, self._key_tuples()))
 
     def _key_tuples(self) -> list[tuple[Any, ...]]:
+        result: list[tuple[Any, ...]] = [()] * self.num_leaves
+        links = self.links()
         start: tuple[Any, ...] = ()
-        return self._rendered(start, lambda prefix, key: (*prefix, key))
+        pending = [(self.root(), start)] if self.nodes else []
+        while pending:
+            ref, prefix = pending.pop()
+            for key, child in zip(self.nodes[~ref][1], links[~ref], strict=True):
+                if child >= 0:
+                    result[child] = (*prefix, key)
+                else:
+                    pending.append((child, (*prefix, key)))
+        return result
 
     def flat_keys(self) -> list[str]:
         """Return a distinct string for every leaf: its path, disambiguated where two would read the same."""
         if self._flat_keys is None:
-            # A dot is put before every key and the first one cut off, so that an empty key is not lost.
-            keys = [key[1:] for key in self._rendered("", lambda prefix, key: f"{prefix}.{render_key(key)}")]
-            if len(set(keys)) != len(keys):
-                keys = unique_keys(keys, self._key_tuples())
-            self._flat_keys = keys
-        return self._flat_keys
+            keys = self._plain_keys()
+            self._flat_keys = keys if len(set(keys)) == len(keys) else unique_keys(keys, self._key_tuples())
+        return self._flat_keys.copy()
+
+    def _plain_keys(self) -> list[str]:
+        result = [""] * self.num_leaves
+        links = self.links()
+        # The root has no prefix, its children have none that ends in a dot: an empty key is not lost.
+        pending = [(self.root(), "")] if self.nodes else []
+        while pending:
+            ref, prefix = pending.pop()
+            children = links[~ref]
+            rendered = [f"{prefix}{key if type(key) is str else render_key(key)}" for key in self.nodes[~ref][1]]
+            if type(children) is range:
+                result[children.start : children.stop] = rendered
+                continue
+            for key, child in zip(rendered, children, strict=True):
+                if child >= 0:
+                    result[child] = key
+                else:
+                    pending.append((child, f"{key}."))
+        return result
 
 
 def _same_node(a: Node, b: Node) -> bool:

@@ -172,6 +172,8 @@ class _StridedNested(_Layout):
 
     def pack(self, context: Any, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         buffer, *pieces = parts
+        if not pieces[0].numel():
+            return torch.nested.nested_tensor([], dtype=buffer.dtype, device=buffer.device)
         return torch._nested_view_from_buffer(buffer, *(piece.to("cpu") for piece in pieces))
 
     def describe(self, value: torch.Tensor) -> Mapping[str, Any]:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from statetree.atoms import is_atom_type, same_value
+from statetree.containers import freeze, thaw
 from statetree.leaf_types.tensor import attributes_of, set_attributes
 from statetree.tree import flatten, unflatten
 
@@ -21,23 +23,33 @@ class WrapperType:
     """Any class with ``__tensor_flatten__`` and ``__tensor_unflatten__``."""
 
     def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
+        before = set(vars(value))
         names, inner_context = value.__tensor_flatten__()
         inner = [getattr(value, name) for name in names]
-        context = _Context(type(value), tuple(names), inner_context, value.shape, value.stride(), value.requires_grad)
-        carried = attributes_of(value)
-        if carried.keys() <= set(names):
-            return inner, (context, None)
-        # What the class does not set by itself was set by somebody else, and is carried over.
-        own = attributes_of(context.rebuild(inner))
-        leaves, spec = flatten({name: kept for name, kept in carried.items() if name not in own})
+        context = _Context(
+            type(value),
+            tuple(names),
+            inner_context,
+            freeze(inner_context),
+            value.shape,
+            value.stride(),
+            value.requires_grad,
+        )
+        carried = {name: kept for name, kept in attributes_of(value).items() if _is_state(name, kept, names)}
+        if carried:
+            # What the class sets by itself comes back by itself; the rest was set by somebody else.
+            own = attributes_of(context.rebuild(inner))
+            carried = {name: kept for name, kept in carried.items() if name not in own or _is_changed(kept, own[name])}
+        for name in set(vars(value)) - before:  # torch caches the sizes of jagged tensors in them
+            del value.__dict__[name]
+        leaves, spec = flatten(carried)
         return [*inner, *leaves], (context, spec)
 
     def pack(self, context: Any, parts: Sequence[Any]) -> torch.Tensor:
         tensor, carried = context
         count = len(tensor.names)
         fresh: torch.Tensor = tensor.rebuild(parts[:count])
-        if carried is not None:
-            set_attributes(fresh, unflatten(carried, parts[count:]))
+        set_attributes(fresh, unflatten(carried, parts[count:]))
         return fresh
 
     def essential(self, context: Any, inner: Sequence[Any]) -> Sequence[Any]:
@@ -53,17 +65,29 @@ class WrapperType:
         return facts
 
 
+def _is_state(name: str, kept: Any, names: Sequence[str]) -> bool:
+    """Whether an attribute is neither an inner tensor nor something that torch caches there."""
+    return name not in names and type(kept).__name__ != "PyCapsule"
+
+
+def _is_changed(kept: Any, own: Any) -> bool:
+    """Whether a plain attribute that the class sets by itself was set to something else since."""
+    return is_atom_type(type(kept)) and not same_value(kept, own)
+
+
 class _Context(NamedTuple):
     cls: Any
     names: tuple[str, ...]
     context: Any
+    frozen: Any  # the context, if it is plain data, so that every copy gets one of its own
     shape: torch.Size
     stride: tuple[int, ...]
     requires_grad: bool
 
     def rebuild(self, inner: Sequence[Any]) -> torch.Tensor:
         named = dict(zip(self.names, inner, strict=True))
-        fresh: torch.Tensor = self.cls.__tensor_unflatten__(named, self.context, self.shape, self.stride)
+        context = self.context if self.frozen is None else thaw(self.frozen)
+        fresh: torch.Tensor = self.cls.__tensor_unflatten__(named, context, self.shape, self.stride)
         if fresh.requires_grad != self.requires_grad:
             fresh = fresh.detach().requires_grad_(self.requires_grad)
         return fresh

@@ -18,7 +18,7 @@ def replicated(verb: str, tree: Any, memory: Memory, *, copy: bool) -> Any:
     """Return a tree whose tensors are replicas in other memory, with or without the same elements."""
     leaves, spec = flatten(tree)
     unpacked = unpack(verb, leaves, spec.paths)
-    reach = extents(unpacked.columns)
+    columns = unpacked.columns
     if copy:
-        check_memory(verb, unpacked.columns, reach, lambda index: spec.paths()[unpacked.owners[index]])
-    return unflatten(spec, unpacked.pack(replicate(unpacked.columns, reach, memory, copy=copy)))
+        check_memory(verb, columns, lambda index: spec.paths()[unpacked.owners[index]])
+    return unflatten(spec, unpacked.pack(replicate(columns, extents(columns), memory, copy=copy)))

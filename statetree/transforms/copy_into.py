@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from operator import ge
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -144,13 +143,8 @@ class _Job:
         self._check_dtypes(cast=cast)
         self._check_memory(self.sources)
         self._check_memory(self.targets)
-        for index, (inference, contiguous) in enumerate(
-            zip(self.targets.inference, self.targets.contiguous, strict=True)
-        ):
-            if inference:
-                self._refuse(self.leaves[index], "writability", "a tensor to copy", "an inference tensor")
-            if not contiguous and overlaps_itself(self.targets.shapes[index], self.targets.strides[index]):
-                self._refuse(self.leaves[index], "overlap", "a tensor to copy", "a tensor that overlaps itself")
+        if any(self.targets.inference) or not all(self.targets.contiguous):
+            self._check_writability()
         if not self.found:
             for first, second in conflicts(self.targets, self.sources):
                 partner = self._path(self.leaves[second])
@@ -162,6 +156,14 @@ class _Job:
                 )
         return self.found
 
+    def _check_writability(self) -> None:
+        targets = self.targets
+        for index, (inference, contiguous) in enumerate(zip(targets.inference, targets.contiguous, strict=True)):
+            if inference:
+                self._refuse(self.leaves[index], "writability", "a tensor to copy", "an inference tensor")
+            if not contiguous and overlaps_itself(targets.shapes[index], targets.strides[index]):
+                self._refuse(self.leaves[index], "overlap", "a tensor to copy", "a tensor that overlaps itself")
+
     def _check_dtypes(self, *, cast: bool) -> None:
         if self.sources.dtypes == self.targets.dtypes:
             return
@@ -170,10 +172,7 @@ class _Job:
                 self._refuse(self.leaves[index], "dtype", a, b)
 
     def _check_memory(self, columns: Columns) -> None:
-        whole = all(map(ge, columns.storage_bytes, columns.nbytes)) and not any(columns.offsets)
-        if whole and all(columns.contiguous):
-            return
-        check_memory("copy_into", columns, extents(columns), lambda index: self._path(self.leaves[index]))
+        check_memory("copy_into", columns, lambda index: self._path(self.leaves[index]))
 
     def result(self) -> list[Any]:
         """Return the leaves of the resulting tree."""

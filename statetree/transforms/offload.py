@@ -73,7 +73,7 @@ def _move(tree: Any, memory: Memory) -> Any:
     moving = [leaf for leaf in range(len(leaves)) if not all(stays[part] for part in unpacked.parts_of(leaf))]
     part = unpack("offload", [leaves[index] for index in moving], lambda: [spec.paths()[index] for index in moving])
     reach = extents(part.columns)
-    check_memory("offload", part.columns, reach, lambda index: spec.paths()[moving[part.owners[index]]])
+    check_memory("offload", part.columns, lambda index: spec.paths()[moving[part.owners[index]]])
     for index, leaf in zip(moving, part.pack(replicate(part.columns, reach, memory, copy=True)), strict=True):
         leaves[index] = leaf
     return unflatten(spec, leaves)
