@@ -255,6 +255,17 @@ def unpack(
     return Unpacked(verb, leaves, paths, columns, owners, cast("list[Recipe]", recipes))
 
 
+def holds_tensor(key: Any) -> bool:
+    """Whether a key of a mapping is or holds a tensor."""
+    if isinstance(key, (tuple, frozenset)):
+        return any(map(holds_tensor, key))
+    leaf_type = leaf_type_of(type(key))
+    try:
+        return leaf_type is not None and bool(leaf_type.unpack(key)[0])
+    except StateTreeError:  # it cannot be looked into, and nothing says that there is a tensor
+        return False
+
+
 def located(
     verb: str, doing: str, error: Exception, paths: Callable[[], Sequence[Path]], leaves: list[Any], index: int
 ) -> Exception:

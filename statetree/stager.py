@@ -21,7 +21,7 @@ from statetree.buffers import Buffer, Memory
 from statetree.columns import Columns
 from statetree.errors import StagerBusy, StagerClosed
 from statetree.geometry import Geometry
-from statetree.leaves import Unpacked, unpack
+from statetree.leaves import Unpacked, holds_tensor, unpack
 from statetree.pool import Pool
 from statetree.spans import Layout, check_memory, extents, make_views, raw, replicate
 from statetree.torch_internals import copy_all, count_references, quietly, storage_key
@@ -176,7 +176,7 @@ class Stager:
 
     def _look_at(self, verb: str, tree: Any) -> tuple[Unpacked, TreeSpec, Columns, list[int]]:
         """Take a tree apart. Returns its parts, those among them that have memory, and the indices of the others."""
-        leaves, spec = flatten_for_copy(tree)
+        leaves, spec = flatten_for_copy(tree, holds_tensor, shared=True)
         unpacked = unpack(verb, leaves, spec.paths, self._recognise)
         columns = unpacked.columns
         meta: list[int] = []

@@ -1,6 +1,6 @@
 """The private parts of torch that everything else stands on, each behind one function.
 
-Tried with torch 2.13.0. (``leaf_types`` touch what is private to their kinds of tensors themselves.)
+Tried with torch 2.11.0 and 2.13.0. (``leaf_types`` touch what is private to their kinds of tensors themselves.)
 """
 
 from __future__ import annotations
@@ -113,8 +113,11 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *
 
 
 def clone_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Clone tensors, in one call."""
-    return list(torch._foreach_clone(list(tensors))) if tensors else []
+    """Clone tensors, in one call where there is one (not in torch 2.11)."""
+    if not tensors:
+        return []
+    clone = getattr(torch, "_foreach_clone", None)
+    return list(map(TENSOR_BASE.clone, tensors)) if clone is None else list(clone(list(tensors)))
 
 
 def shared_storage(nbytes: int) -> torch.UntypedStorage:

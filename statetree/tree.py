@@ -9,7 +9,7 @@ from statetree.containers import KINDS, LEAF_CLASSES, Container, NotPlain, conta
 from statetree.errors import CyclicTree, Difference, TreeMismatch, TreeTooDeep
 from statetree.matching import matched
 from statetree.notes import note_leaf
-from statetree.paths import Path, render_key
+from statetree.paths import Attr, Path, render_key
 from statetree.treespec import Node, TreeSpec
 
 if TYPE_CHECKING:
@@ -62,14 +62,23 @@ class Again(NamedTuple):
 add_atom_type(Again)
 
 
-def flatten_for_copy(tree: Any) -> tuple[list[Any], TreeSpec]:
-    """Do as ``flatten``, for copying a tree with everything that is shared in it.
+def flatten_for_copy(
+    tree: Any, holds_tensor: Callable[[Any], bool], *, shared: bool = False
+) -> tuple[list[Any], TreeSpec]:
+    """Do as ``flatten``, for copying a tree without leaving any of its tensors behind.
 
-    A container that appears again becomes a leaf, ``Again``, which ``unflatten_copy`` resolves. A tree with a cycle
-    becomes one opaque leaf.
+    Mappings with tensors in their keys become opaque leaves, in which keys are copied as well.
+
+    Args:
+        tree: Any tree.
+        holds_tensor: Says whether a key is or holds a tensor.
+        shared: Whether a container that appears again is to become a leaf, ``Again``, which ``unflatten_copy``
+            resolves, and a tree with a cycle to become one opaque leaf.
     """
+    if not shared:
+        return _flatten(tree, holds_tensor=holds_tensor)
     try:
-        return _flatten(tree, met={})
+        return _flatten(tree, holds_tensor=holds_tensor, met={})
     except CyclicTree:
         return [tree], TreeSpec((), 1)
 
@@ -82,6 +91,12 @@ def flatten_plain(tree: Any, depth: int) -> tuple[list[Any], TreeSpec]:
         depth: In how many attributes it lies.
     """
     return _flatten(tree, plain=depth)
+
+
+def _any_key(holds_tensor: Callable[[Any], bool], keys: tuple[Any, ...]) -> bool:
+    if _SIMPLE_KEYS.issuperset(map(type, keys)):
+        return False
+    return any(type(key) is not Attr and holds_tensor(key) for key in keys)
 
 
 def _only_atoms(leaves: Iterable[Any]) -> bool:
@@ -109,7 +124,17 @@ class _Frame:
         self.kids: list[int] = []
 
 
-def _flatten(tree: Any, *, plain: int = 0, met: dict[int, _Met] | None = None) -> tuple[list[Any], TreeSpec]:
+#: Keys of these types hold no tensors.
+_SIMPLE_KEYS: Final = frozenset({str, int, bool, float, bytes, type(None)})
+
+
+def _flatten(
+    tree: Any,
+    *,
+    plain: int = 0,
+    met: dict[int, _Met] | None = None,
+    holds_tensor: Callable[[Any], bool] | None = None,
+) -> tuple[list[Any], TreeSpec]:
     leaves: list[Any] = []
     nodes: list[Node] = []
     emitted = 0  # how many leaves there were when the last node was finished
@@ -131,7 +156,6 @@ def _flatten(tree: Any, *, plain: int = 0, met: dict[int, _Met] | None = None) -
             if met is not None and id(child) in met:
                 leaves.append(Again(met[id(child)].node))
                 continue
-            frame.kids.append(index)
             try:
                 children, keys, aux = kind.flatten(child, plain=plain)
             except NotPlain:
@@ -139,6 +163,10 @@ def _flatten(tree: Any, *, plain: int = 0, met: dict[int, _Met] | None = None) -
             except Exception as error:
                 note_leaf(error, _path_of([*frames, frame], index), child)
                 raise
+            if holds_tensor is not None and kind.keyed and _any_key(holds_tensor, keys):
+                leaves.append(child)
+                continue
+            frame.kids.append(index)
             if not plain and LEAF_CLASSES.issuperset(map(type, children)):
                 leaves += children
                 nodes.append((kind, keys, aux, (), len(leaves) - emitted))

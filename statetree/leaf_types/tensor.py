@@ -172,7 +172,7 @@ class _StridedNested(_Layout):
 
     def pack(self, context: Any, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         buffer, *pieces = parts
-        if not pieces[0].numel():
+        if pieces[0].dim() != 2:  # of no components at all
             return torch.nested.nested_tensor([], dtype=buffer.dtype, device=buffer.device)
         return torch._nested_view_from_buffer(buffer, *(piece.to("cpu") for piece in pieces))
 
@@ -334,7 +334,8 @@ class StorageType:
         return torch.storage.TypedStorage(wrap_storage=storage, dtype=context, _internal=True)
 
     def describe(self, value: Any) -> Mapping[str, Any]:
-        return {"bytes": value.nbytes(), "dtype": getattr(value, "dtype", None)}
+        typed = isinstance(value, torch.storage.TypedStorage)
+        return {"bytes": (value._untyped_storage if typed else value).nbytes(), "dtype": value.dtype if typed else None}
 
 
 TENSOR = TensorType()

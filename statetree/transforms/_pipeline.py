@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from statetree.leaves import unpack
+from statetree.leaves import holds_tensor, unpack
 from statetree.spans import check_memory, extents, replicate
 from statetree.torch_internals import quietly
-from statetree.tree import flatten, unflatten
+from statetree.tree import flatten_for_copy, unflatten
 
 if TYPE_CHECKING:
     from statetree.buffers import Memory
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @quietly
 def replicated(verb: str, tree: Any, memory: Memory, *, copy: bool) -> Any:
     """Return a tree whose tensors are replicas in other memory, with or without the same elements."""
-    leaves, spec = flatten(tree)
+    leaves, spec = flatten_for_copy(tree, holds_tensor)
     unpacked = unpack(verb, leaves, spec.paths)
     columns = unpacked.columns
     if copy:

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from statetree.buffers import Memory
 from statetree.compose import leafwise
-from statetree.leaves import unpack
+from statetree.leaves import holds_tensor, unpack
 from statetree.spans import check_memory, extents, replicate
 from statetree.torch_internals import quietly
 from statetree.transforms._pipeline import replicated
-from statetree.tree import flatten, unflatten
+from statetree.tree import flatten_for_copy, unflatten
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +67,7 @@ def offload(
 @quietly
 def _move(tree: Any, memory: Memory) -> Any:
     """Copy only what does not lie where it should."""
-    leaves, spec = flatten(tree)
+    leaves, spec = flatten_for_copy(tree, holds_tensor)
     unpacked = unpack("offload", leaves, spec.paths)
     stays = [_lies_in(part, memory) for part in unpacked.parts]
     moving = [leaf for leaf in range(len(leaves)) if not all(stays[part] for part in unpacked.parts_of(leaf))]
