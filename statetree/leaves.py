@@ -18,11 +18,10 @@ from statetree.columns import Columns
 from statetree.containers import declare_leaf_class
 from statetree.errors import StateTreeError, UnsupportedLeaf
 from statetree.notes import describe_leaf
+from statetree.paths import Path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    from statetree.paths import Path
 
 
 @runtime_checkable
@@ -199,6 +198,23 @@ class Unpacked:
                 pending += recipe.inner
         return found
 
+    def metadata_parts(self) -> list[int]:
+        """Return the indices of parts that hold more than a tensor's elements: indices, offsets, parts of objects.
+
+        Putting a leaf together may depend on what they contain.
+        """
+        pending = [recipe for recipe in self.recipes or () if isinstance(recipe, Packed)]
+        found = []
+        while pending:
+            recipe = pending.pop()
+            elements = _holds_elements_only(recipe)
+            for part in recipe.inner:
+                if isinstance(part, Packed):
+                    pending.append(part)
+                elif isinstance(part, int) and not elements:
+                    found.append(part)
+        return found
+
     def pack(self, parts: Sequence[torch.Tensor]) -> list[Any]:
         """Return the leaves with other plain tensors in place of the parts.
 
@@ -215,6 +231,11 @@ class Unpacked:
         except Exception as error:
             raise located(self._verb, "put together", error, self._paths, self.leaves, len(result)) from error
         return result
+
+
+def _holds_elements_only(recipe: Packed) -> bool:
+    known = getattr(recipe.leaf_type, "elements_only", False)
+    return bool(known(recipe.context) if callable(known) else known)
 
 
 def unpack(
@@ -270,9 +291,10 @@ def located(
     verb: str, doing: str, error: Exception, paths: Callable[[], Sequence[Path]], leaves: list[Any], index: int
 ) -> Exception:
     """Return the error to raise for one that came up while a leaf was taken apart or put together."""
-    if isinstance(error, StateTreeError) and getattr(error, "path", None) is not None:
-        return error
     path = paths()[index]
+    inner = getattr(error, "path", None)
+    if isinstance(error, StateTreeError) and inner is not None:  # in a leaf's attributes, or in an opaque object
+        return type(error)(f"{verb}: inside the leaf at {path or '<root>'}: {error}", Path((*path, *inner)))
     if isinstance(error, UnsupportedLeaf):
         message = str(error).replace("%PATH%", str(path) or "<root>")
         return UnsupportedLeaf(f"{verb}: {message}", path)

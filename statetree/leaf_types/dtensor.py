@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 class DTensorType(WrapperType):
     """``DTensor``: its local tensor, with the mesh and placements kept."""
 
+    elements_only = True
+
     def describe(self, value: Any) -> Mapping[str, Any]:
         return {
             "dtype": value.dtype,

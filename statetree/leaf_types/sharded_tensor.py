@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
 
+from statetree.leaf_types.tensor import attributes_of, set_attributes
+from statetree.tree import flatten, unflatten
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -15,6 +18,7 @@ class ShardedTensorType:
     """``ShardedTensor``: the tensors of its local shards, with metadata, sharding spec and process group kept."""
 
     name = "ShardedTensor"
+    elements_only = True
 
     def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
         shards = value.local_shards()
@@ -25,14 +29,24 @@ class ShardedTensorType:
             value._init_rrefs,
             value.sharding_spec(),
         )
-        return [shard.tensor for shard in shards], context
+        # What ShardedTensor keeps for itself begins with an underscore.
+        carried = {name: held for name, held in attributes_of(value).items() if not name.startswith("_")}
+        leaves, spec = flatten(carried)
+        return [*(shard.tensor for shard in shards), *leaves], (context, spec)
 
     def pack(self, context: Any, parts: Sequence[Any]) -> Any:
-        metadata, whole, group, init_rrefs, sharding_spec = context
-        shards = [Shard(tensor, shard) for tensor, shard in zip(parts, metadata, strict=True)]
-        return ShardedTensor._init_from_local_shards_and_global_metadata(
+        (metadata, whole, group, init_rrefs, sharding_spec), carried = context
+        count = len(metadata)
+        shards = [Shard(tensor, shard) for tensor, shard in zip(parts[:count], metadata, strict=True)]
+        fresh = ShardedTensor._init_from_local_shards_and_global_metadata(
             shards, whole, process_group=group, init_rrefs=init_rrefs, sharding_spec=sharding_spec
         )
+        set_attributes(fresh, unflatten(carried, parts[count:]))
+        return fresh
+
+    def essential(self, context: Any, inner: Sequence[Any]) -> Sequence[Any]:
+        """Return what holds the elements, without the attributes."""
+        return inner[: len(context[0][0])]
 
     def describe(self, value: Any) -> Mapping[str, Any]:
         metadata = value.metadata()

@@ -92,6 +92,10 @@ class TensorType:
         """Return what holds the elements, without the attributes."""
         return inner[: context[2]]
 
+    def elements_only(self, context: Any) -> bool:
+        """Whether the inner tensors hold nothing that putting them together depends on."""
+        return context[1] is None
+
     def describe(self, value: torch.Tensor) -> Mapping[str, Any]:
         layout = _special_layout(value)
         if layout is None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from statetree.atoms import is_atom_type, same_value
+from statetree.atoms import same_value
 from statetree.containers import freeze, thaw
 from statetree.leaf_types.tensor import attributes_of, set_attributes
 from statetree.tree import flatten, unflatten
@@ -24,26 +24,29 @@ class WrapperType:
 
     def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
         before = set(vars(value))
-        names, inner_context = value.__tensor_flatten__()
-        inner = [getattr(value, name) for name in names]
+        names, metadata = value.__tensor_flatten__()
+        inner = {name: getattr(value, name) for name in names}
+        tensors = {name: held for name, held in inner.items() if isinstance(held, torch.Tensor)}
+        kept = {name: held for name, held in inner.items() if name not in tensors}  # a DTensor's mesh, say
         context = _Context(
             type(value),
-            tuple(names),
-            inner_context,
-            freeze(inner_context),
+            tuple(tensors),
+            kept,
+            metadata,
+            freeze(metadata),
             value.shape,
             value.stride(),
             value.requires_grad,
         )
-        carried = {name: kept for name, kept in attributes_of(value).items() if _is_state(name, kept, names)}
+        carried = {name: held for name, held in attributes_of(value).items() if name not in inner and _is_state(name)}
         if carried:
             # What the class sets by itself comes back by itself; the rest was set by somebody else.
-            own = attributes_of(context.rebuild(inner))
-            carried = {name: kept for name, kept in carried.items() if name not in own or _is_changed(kept, own[name])}
+            own = attributes_of(context.rebuild(list(tensors.values())))
+            carried = {name: held for name, held in carried.items() if name not in own or _is_changed(held, own[name])}
         for name in set(vars(value)) - before:  # torch caches the sizes of jagged tensors in them
             del value.__dict__[name]
         leaves, spec = flatten(carried)
-        return [*inner, *leaves], (context, spec)
+        return [*tensors.values(), *leaves], (context, spec)
 
     def pack(self, context: Any, parts: Sequence[Any]) -> torch.Tensor:
         tensor, carried = context
@@ -65,29 +68,30 @@ class WrapperType:
         return facts
 
 
-def _is_state(name: str, kept: Any, names: Sequence[str]) -> bool:
-    """Whether an attribute is neither an inner tensor nor something that torch caches there."""
-    return name not in names and type(kept).__name__ != "PyCapsule"
+def _is_state(name: str) -> bool:
+    """Whether an attribute is not one of those in which torch caches the symbolic sizes of jagged tensors."""
+    return not name.startswith("_sym_")
 
 
-def _is_changed(kept: Any, own: Any) -> bool:
+def _is_changed(held: Any, own: Any) -> bool:
     """Whether a plain attribute that the class sets by itself was set to something else since."""
-    return is_atom_type(type(kept)) and not same_value(kept, own)
+    return freeze(held) is not None and not same_value(held, own)
 
 
 class _Context(NamedTuple):
     cls: Any
-    names: tuple[str, ...]
-    context: Any
-    frozen: Any  # the context, if it is plain data, so that every copy gets one of its own
+    names: tuple[str, ...]  # of the inner tensors
+    kept: dict[str, Any]  # inner values that are no tensors
+    metadata: Any
+    frozen: Any  # the metadata, if it is plain data, so that every copy gets its own
     shape: torch.Size
     stride: tuple[int, ...]
     requires_grad: bool
 
     def rebuild(self, inner: Sequence[Any]) -> torch.Tensor:
-        named = dict(zip(self.names, inner, strict=True))
-        context = self.context if self.frozen is None else thaw(self.frozen)
-        fresh: torch.Tensor = self.cls.__tensor_unflatten__(named, context, self.shape, self.stride)
+        named = {**self.kept, **dict(zip(self.names, inner, strict=True))}
+        metadata = self.metadata if self.frozen is None else thaw(self.frozen)
+        fresh: torch.Tensor = self.cls.__tensor_unflatten__(named, metadata, self.shape, self.stride)
         if fresh.requires_grad != self.requires_grad:
             fresh = fresh.detach().requires_grad_(self.requires_grad)
         return fresh

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from statetree.leaves import holds_tensor, unpack
 from statetree.spans import check_memory, extents, replicate
-from statetree.torch_internals import quietly
+from statetree.torch_internals import copy_each, quietly
 from statetree.tree import flatten_for_copy, unflatten
 
 if TYPE_CHECKING:
@@ -21,4 +21,8 @@ def replicated(verb: str, tree: Any, memory: Memory, *, copy: bool) -> Any:
     columns = unpacked.columns
     if copy:
         check_memory(verb, columns, lambda index: spec.paths()[unpacked.owners[index]])
-    return unflatten(spec, unpacked.pack(replicate(columns, extents(columns), memory, copy=copy)))
+    parts = replicate(columns, extents(columns), memory, copy=copy)
+    if not copy:
+        described = [index for index in unpacked.metadata_parts() if not columns.tensors[index].is_meta]
+        copy_each([parts[index] for index in described], [columns.tensors[index] for index in described])
+    return unflatten(spec, unpacked.pack(parts))
