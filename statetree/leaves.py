@@ -346,7 +346,7 @@ def _are_views(columns: Columns) -> bool:
     try:
         return (
             QUANTIZED.isdisjoint(columns.dtypes)
-            and len(columns.storage_keys) == len(columns.tensors)  # sparse tensors have no storage
+            and len(columns.storage_bytes) == len(columns.tensors)  # sparse tensors have no storage
             and not any(columns.nested)
         )
     except (RuntimeError, NotImplementedError):

@@ -93,10 +93,11 @@ class Stager:
         """
         self._refuse_nested("stage")
         with self._lock:
-            self._begin("stage")
-            staged = self._stage(tree)
-            self._end()
-            return staged
+            try:
+                self._begin("stage")
+                return self._stage(tree)
+            finally:
+                self._end()
 
     @quietly
     def _stage(self, tree: Any) -> Any:
@@ -119,9 +120,11 @@ class Stager:
         """
         self._refuse_nested("prewarm")
         with self._lock:
-            self._begin("prewarm")
-            self._prewarm(tree)
-            self._end()
+            try:
+                self._begin("prewarm")
+                self._prewarm(tree)
+            finally:
+                self._end()
 
     @quietly
     def _prewarm(self, tree: Any) -> None:

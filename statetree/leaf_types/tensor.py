@@ -10,7 +10,7 @@ from statetree.containers import slots_of
 from statetree.errors import UnsupportedLeaf
 from statetree.leaves import QUANTIZED
 from statetree.spans import holds_memory
-from statetree.torch_internals import as_class, storage_key
+from statetree.torch_internals import as_class
 from statetree.tree import flatten, unflatten
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class TensorType:
         identity, attributes = identity_of(value)
         layout = _special_layout(value)
         if layout is None:
-            storage_key(value.untyped_storage())  # raises where there is none, as for the tensors inside a vmap
+            value.untyped_storage().nbytes()  # raises where there is none, as for the tensors inside a vmap
             return [value, *attributes], (None if identity is None else (identity, None, 1))
         inner, context = layout.unpack(value)
         return [*inner, *attributes], (identity, (layout, context), len(inner))
