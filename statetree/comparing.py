@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from statetree.appearance import recognise
 from statetree.atoms import same_value
 from statetree.columns import Columns
-from statetree.errors import Difference, StateTreeError
+from statetree.errors import Difference
 from statetree.leaf_types.opaque import OPAQUE
-from statetree.leaves import QUANTIZED, Kept, Packed, Recipe, Unpacked, facts, leaf_type_of, located
+from statetree.leaves import Kept, Packed, Recipe, Unpacked, are_views, facts, leaf_type_of, located
 from statetree.matching import matched
 from statetree.torch_internals import WITHOUT_KERNELS
 from statetree.tree import flatten
@@ -85,11 +86,7 @@ class Pairing:
 
 
 def _ordinary(columns: Columns) -> bool:
-    """Whether all tensors are views on storages: not sparse, nested or quantized."""
-    try:
-        return QUANTIZED.isdisjoint(columns.dtypes) and len(columns.shapes) == len(columns.pointers)
-    except (RuntimeError, NotImplementedError):  # sparse tensors have no storage, nested ones no size
-        return False
+    return recognise(columns) or are_views(columns)
 
 
 def leaf_differences(
@@ -117,7 +114,7 @@ def leaf_differences(
         pair = pairing.left[index], pairing.right[index]
         try:
             facts_found = list(_leaf_difference(*pair, plain=plain, total=plain))
-        except StateTreeError as error:
+        except Exception as error:
             raise located("copy_into", "take apart", error, paths, pairing.left, index) from error
         found += [(index, kind, a, b) for kind, a, b in facts_found if dtypes or kind != "dtype"]
     if not found:
@@ -133,10 +130,12 @@ def _leaf_difference(a: Any, b: Any, *, plain: bool, total: bool) -> Iterator[tu
         return
     try:
         left, right = facts(settled(a)), facts(settled(b))
-    except StateTreeError as error:  # similarity is total: what cannot be taken apart is like nothing
+    except Exception as error:
         if not total:
             raise
-        yield ("leaf type", f"{type(a).__qualname__} ({error})", type(b).__qualname__)
+        # similarity is total: what cannot be taken apart is like nothing
+        reason = str(error).replace("the leaf at %PATH%", "it")
+        yield ("leaf type", f"{type(a).__qualname__} ({reason})", type(b).__qualname__)
         return
     yield from fact_differences(left, right)
 

@@ -1,19 +1,16 @@
-"""Geometry: what decides where tensors lie in a snapshot, and a quick way to see that it has not changed."""
+"""Geometry: what decides where tensors lie in a snapshot."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
 from statetree.spans import Layout, Span, extents, lay_out
-from statetree.torch_internals import geometry_guard
 
 if TYPE_CHECKING:
     from statetree.columns import Columns
 
 #: The columns that make up the geometry of single tensors.
 _GEOMETRY: Final = ("dtypes", "shapes", "strides", "conj", "neg")
-#: Further columns that are known once those are (and the device, which the quick way looks at).
-_DERIVED: Final = ("devices", "contiguous", "nbytes", "on_cpu")
 
 
 class Geometry:
@@ -25,21 +22,10 @@ class Geometry:
     def __init__(self, columns: Columns) -> None:
         self.layout: Layout = lay_out(columns, extents(columns))
         self._count = len(columns.tensors)
-        self._facts = {name: getattr(columns, name) for name in (*_GEOMETRY, *_DERIVED)}
+        self._facts = {name: getattr(columns, name) for name in _GEOMETRY}
         self._own_storages = columns.own_storages
         self._offsets = None if self._own_storages else columns.offsets
         self._partition = None if self._own_storages else _partition(columns)
-        self._guard = geometry_guard(columns.tensors, columns.shapes, columns.strides)
-
-    def recognises(self, columns: Columns) -> bool:
-        """Whether tensors have this geometry one by one, lie on the same devices and need no gradient.
-
-        It may say no where they do. If it says yes, the columns need not be asked any more.
-        """
-        if self._guard is None or len(columns.tensors) != self._count or not self._guard(columns.tensors):
-            return False
-        columns.adopt(self._facts)
-        return True
 
     def fits(self, columns: Columns) -> bool:
         """Whether tensors have this geometry, so that copies of them lie exactly as those laid out here."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast, runtim
 
 import torch
 
+from statetree.appearance import recognise, remember
 from statetree.atoms import is_atom_type
 from statetree.columns import Columns
 from statetree.containers import declare_leaf_class
@@ -238,24 +239,18 @@ def _holds_elements_only(recipe: Packed) -> bool:
     return bool(known(recipe.context) if callable(known) else known)
 
 
-def unpack(
-    verb: str,
-    leaves: list[Any],
-    paths: Callable[[], Sequence[Path]],
-    recognise: Callable[[Columns], bool] | None = None,
-) -> Unpacked:
+def unpack(verb: str, leaves: list[Any], paths: Callable[[], Sequence[Path]]) -> Unpacked:
     """Take leaves apart into plain tensors.
 
     Args:
         verb: The transform on whose behalf it is done, for messages.
         leaves: Any leaves.
         paths: Gives their paths, if one is needed for a message.
-        recognise: Says of tensors whether they are known to be plain and without gradient, if it can tell quickly.
 
     Raises:
         UnsupportedLeaf: If a leaf cannot be taken apart, with its path.
     """
-    bare, columns = _bare_tensors(leaves, recognise)
+    bare, columns = _bare_tensors(leaves)
     if len(bare) == len(leaves):
         return Unpacked(verb, leaves, paths, columns, bare, None)
     recipes: list[Recipe | None] = [None] * len(leaves)
@@ -314,7 +309,7 @@ _TENSOR_ONLY: Final = frozenset({torch.Tensor})
 _attributes_of: Final = attrgetter("__dict__")
 
 
-def _bare_tensors(leaves: list[Any], recognise: Callable[[Columns], bool] | None) -> tuple[Sequence[int], Columns]:
+def _bare_tensors(leaves: list[Any]) -> tuple[Sequence[int], Columns]:
     """Return the positions of leaves that are distinct tensors and need no packing, and their columns.
 
     It asks everything of all leaves at once. If any of the tensors is sparse, nested or quantized, none is bare.
@@ -327,10 +322,9 @@ def _bare_tensors(leaves: list[Any], recognise: Callable[[Columns], bool] | None
     columns = Columns(tensors)
     distinct = len(set(map(id, tensors))) == len(tensors)
     if distinct and not any(map(_attributes_of, tensors)):
-        if recognise is not None and recognise(columns):
-            return positions, columns
+        known = recognise(columns)
         if not any(columns.requires_grad):
-            return (positions, columns) if _are_views(columns) else ((), Columns([]))
+            return (positions, columns) if known or are_views(columns) else ((), Columns([]))
     first = {
         id(tensor): index
         for index, tensor in zip(reversed(positions), reversed(tensors), strict=True)
@@ -338,19 +332,22 @@ def _bare_tensors(leaves: list[Any], recognise: Callable[[Columns], bool] | None
     }
     positions = sorted(first.values())
     columns = Columns([leaves[index] for index in positions])
-    return (positions, columns) if _are_views(columns) else ((), Columns([]))
+    return (positions, columns) if are_views(columns) else ((), Columns([]))
 
 
-def _are_views(columns: Columns) -> bool:
-    """Whether tensors are strided views on storages: those of other layouts refuse to tell the one or the other."""
+def are_views(columns: Columns) -> bool:
+    """Whether tensors are strided views on storages, and not sparse, nested or quantized. If so, it remembers them."""
     try:
-        return (
+        plain = (
             QUANTIZED.isdisjoint(columns.dtypes)
-            and len(columns.storage_bytes) == len(columns.tensors)  # sparse tensors have no storage
+            and len(columns.pointers) == len(columns.tensors)  # sparse tensors have no storage and refuse
             and not any(columns.nested)
         )
     except (RuntimeError, NotImplementedError):
         return False
+    if plain:
+        remember(columns)
+    return plain
 
 
 class _Unpacker:

@@ -82,7 +82,27 @@ def key_identity(key: Any) -> Hashable:
         hash(key)
     except Exception:  # noqa: BLE001 - keys that a registered flatten function made up, or hostile ones
         return (cls, _exact(key))
-    return (cls, key)
+    return (cls, _Guarded(key))
+
+
+class _Guarded:
+    """A key of a user's class, whose ``__eq__`` may do anything but is taken for a no unless it says yes."""
+
+    __slots__ = ("key",)
+
+    def __init__(self, key: Any) -> None:
+        self.key = key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Guarded):
+            return NotImplemented
+        try:
+            return self.key is other.key or bool(self.key == other.key)
+        except Exception:  # noqa: BLE001 - hostile or not made for comparing
+            return False
 
 
 def same_key(a: Any, b: Any) -> bool:

@@ -180,7 +180,7 @@ class Stager:
     def _look_at(self, verb: str, tree: Any) -> tuple[Unpacked, TreeSpec, Columns, list[int]]:
         """Take a tree apart. Returns its parts, those among them that have memory, and the indices of the others."""
         leaves, spec = flatten_for_copy(tree, holds_tensor, shared=True)
-        unpacked = unpack(verb, leaves, spec.paths, self._recognise)
+        unpacked = unpack(verb, leaves, spec.paths)
         columns = unpacked.columns
         meta: list[int] = []
         if not columns.on_cpu:
@@ -194,10 +194,6 @@ class Stager:
             owners = unpacked.owners
         check_memory(verb, columns, lambda index: spec.paths()[owners[index]])
         return unpacked, spec, columns, meta
-
-    def _recognise(self, columns: Columns) -> bool:
-        """Whether tensors look like those of a snapshot."""
-        return any(snapshot.geometry.recognises(columns) for snapshot in self._snapshots)
 
     def _idle_snapshot(self, columns: Columns) -> _Snapshot:
         """Return a snapshot that fits and that nothing refers to, making one if there may be another."""

@@ -176,6 +176,10 @@ class _StridedNested(_Layout):
 
     def pack(self, context: Any, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         buffer, *pieces = parts
+        if buffer.storage_offset():  # nested tensors begin where their storage does: give it one that begins here
+            start = buffer.storage_offset() * buffer.itemsize
+            piece: Any = buffer.untyped_storage()[start : start + buffer.nbytes]
+            buffer = torch.empty(0, dtype=buffer.dtype, device=buffer.device).set_(piece, 0, buffer.shape, (1,))
         if pieces[0].dim() != 2:  # of no components at all
             return torch.nested.nested_tensor([], dtype=buffer.dtype, device=buffer.device)
         return torch._nested_view_from_buffer(buffer, *(piece.to("cpu") for piece in pieces))
