@@ -27,6 +27,7 @@ _KNOWN: Final = (
     "nbytes",
     "requires_grad",
     "nested",
+    "inference",
 )
 #: Fewer tensors are asked as quickly as they are recognised; more would take too much memory to remember.
 _FEWEST: Final = 64

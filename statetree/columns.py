@@ -7,6 +7,7 @@ A Python loop that asks ten thousand tensors for their dtype, shape, strides and
 from __future__ import annotations
 
 from functools import cached_property
+from operator import add, le
 from typing import TYPE_CHECKING, Any
 
 from statetree.torch_internals import STORAGE_BASE, TENSOR_BASE, storage_key_of, version_of
@@ -109,7 +110,10 @@ class Columns:
 
     @cached_property
     def storage_bytes(self) -> list[int]:
-        return list(map(STORAGE_BASE.nbytes, self.storages))
+        if "storages" in self.__dict__:
+            return list(map(STORAGE_BASE.nbytes, self.storages))
+        # One pass: what was just reached is still in the processor's cache.
+        return list(map(STORAGE_BASE.nbytes, map(TENSOR_BASE.untyped_storage, self.tensors)))
 
     @cached_property
     def storage_pointers(self) -> list[int]:
@@ -125,6 +129,18 @@ class Columns:
     def whole(self) -> bool:
         """Whether every tensor is contiguous and covers its storage from the first byte to the last."""
         return all(self.contiguous) and self.storage_bytes == self.nbytes and not any(self.offsets)
+
+    @cached_property
+    def apart(self) -> bool:
+        """Whether no two tensors lie over each other, by their addresses. It may say no where none do."""
+        if not all(self.contiguous):
+            return False
+        size = dict(zip(self.pointers, self.nbytes, strict=True))
+        if len(size) != len(self.tensors):
+            return False
+        order = sorted(size)
+        ends = map(add, order, map(size.__getitem__, order))
+        return all(map(le, ends, order[1:]))
 
     @cached_property
     def own_storages(self) -> bool:

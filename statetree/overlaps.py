@@ -41,7 +41,7 @@ def conflicts(targets: Columns, sources: Columns) -> list[tuple[int, int]]:
         targets: Tensors that will be written to.
         sources: For each target the tensor of the same shape whose elements it receives.
     """
-    if targets.resizable and targets.own_storages:
+    if targets.apart:
         return []
     groups: dict[int, list[int]] = {}
     keys = _memories(targets)
@@ -58,10 +58,16 @@ def conflicts(targets: Columns, sources: Columns) -> list[tuple[int, int]]:
     return found
 
 
+def all_apart(targets: Columns, sources: Columns) -> bool:
+    """Whether no two of all these tensors lie over each other, judged by their addresses alone."""
+    both = Columns([*targets.tensors, *sources.tensors])
+    known = ("pointers", "nbytes", "contiguous")
+    both.adopt({name: getattr(targets, name) + getattr(sources, name) for name in known})
+    return both.apart
+
+
 def reads_of_written(targets: Columns, sources: Columns) -> list[int]:
     """Return which sources lie in memory that some target lies in too, so that writing may change them."""
-    if targets.resizable and sources.resizable and set(targets.storage_keys).isdisjoint(sources.storage_keys):
-        return []
     keys = _memories(Columns([*targets.tensors, *sources.tensors]))
     written = set(keys[: len(targets.tensors)])
     return [index for index, key in enumerate(keys[len(targets.tensors) :]) if key in written]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -11,7 +12,7 @@ from statetree.columns import Columns
 from statetree.comparing import Pairing, leaf_differences, paired_parts, settled, taken_over
 from statetree.errors import Difference, TreeMismatch
 from statetree.leaves import unpack
-from statetree.overlaps import conflicts, overlaps_itself, reads_of_written
+from statetree.overlaps import all_apart, conflicts, overlaps_itself, reads_of_written
 from statetree.spans import check_memory, extents, replicate
 from statetree.torch_internals import WITHOUT_KERNELS, copy_all, copy_each, quietly
 from statetree.tree import unflatten
@@ -108,6 +109,11 @@ class _Job:
         self.sources = pairing.columns[0] if complete and pairing.columns else Columns(sources)
         self.targets = pairing.columns[1] if complete and pairing.columns else Columns(targets)
 
+    @cached_property
+    def apart(self) -> bool:
+        """Whether no two of all tensors lie over each other (the usual case, in which nothing more need be asked)."""
+        return all_apart(self.targets, self.sources)
+
     def _path(self, index: int) -> Any:
         return self.pairing.spec.paths()[index]
 
@@ -145,7 +151,7 @@ class _Job:
         self._check_memory(self.targets)
         if any(self.targets.inference) or not all(self.targets.contiguous):
             self._check_writability()
-        if not self.found:
+        if not self.found and not self.apart:
             for first, second in conflicts(self.targets, self.sources):
                 partner = self._path(self.leaves[second])
                 self._refuse(
@@ -189,7 +195,7 @@ class _Job:
     def write(self) -> None:
         """Copy all tensors, in one call."""
         sources = list(self.sources.tensors)
-        moved = reads_of_written(self.targets, self.sources)
+        moved = [] if self.apart else reads_of_written(self.targets, self.sources)
         if moved:
             copies = _copies(Columns([sources[index] for index in moved]))
             for index, fresh in zip(moved, copies, strict=True):

@@ -211,7 +211,7 @@ def _tie_conflicts(pairing: Pairing, left: _Parts, right: _Parts) -> list[tuple[
     """Return leaves that are tied on one side and hold different values on the other."""
     a = pairing.columns[0] if pairing.columns and len(pairing.bare) == len(left.tensors) else Columns(left.tensors)
     b = pairing.columns[1] if pairing.columns and len(pairing.bare) == len(left.tensors) else Columns(right.tensors)
-    if a.own_storages and b.own_storages:
+    if a.apart and b.apart:
         return []
     readable = [
         index
