@@ -92,6 +92,8 @@ def same_value(a: object, b: object) -> bool:
     try:
         if isinstance(x, float):
             return bool(x.hex() == y.hex())
+        if isinstance(x, decimal.Decimal):
+            return bool(x.as_tuple() == y.as_tuple())
         if isinstance(x, complex):
             return same_value(x.real, y.real) and same_value(x.imag, y.imag)
         if isinstance(x, (tuple, list)):

@@ -6,6 +6,7 @@ compiles is covered: torchao's quantized tensors, jagged nested tensors, users' 
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,14 +17,17 @@ from statetree.leaf_types.tensor import attributes_of, set_attributes
 from statetree.tree import flatten, unflatten
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 
 class WrapperType:
     """Any class with ``__tensor_flatten__`` and ``__tensor_unflatten__``."""
 
     def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
-        before = set(vars(value))
+        with _caches_dropped(value):
+            return self._unpack(value)
+
+    def _unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
         names, metadata = value.__tensor_flatten__()
         inner = {name: getattr(value, name) for name in names}
         tensors = {name: held for name, held in inner.items() if isinstance(held, torch.Tensor)}
@@ -43,8 +47,6 @@ class WrapperType:
             # What the class sets by itself comes back by itself; the rest was set by somebody else.
             own = attributes_of(context.rebuild(list(tensors.values())))
             carried = {name: held for name, held in carried.items() if name not in own or _is_changed(held, own[name])}
-        for name in set(vars(value)) - before:  # torch caches the sizes of jagged tensors in them
-            del value.__dict__[name]
         leaves, spec = flatten(carried)
         return [*tensors.values(), *leaves], (context, spec)
 
@@ -60,6 +62,10 @@ class WrapperType:
         return inner[: len(context[0].names)]
 
     def describe(self, value: Any) -> Mapping[str, Any]:
+        with _caches_dropped(value):
+            return self._describe(value)
+
+    def _describe(self, value: Any) -> Mapping[str, Any]:
         _, context = value.__tensor_flatten__()
         facts = {"class": type(value), "dtype": value.dtype, "shape": _shape_of(value), "metadata": context}
         if value.layout is torch.jagged:
@@ -95,6 +101,17 @@ class _Context(NamedTuple):
         if fresh.requires_grad != self.requires_grad:
             fresh = fresh.detach().requires_grad_(self.requires_grad)
         return fresh
+
+
+@contextmanager
+def _caches_dropped(value: Any) -> Iterator[None]:
+    """Take away what looking at a tensor leaves in its attributes: torch caches the sizes of jagged ones there."""
+    before = set(vars(value))
+    try:
+        yield
+    finally:
+        for name in set(vars(value)) - before:
+            del value.__dict__[name]
 
 
 def _shape_of(value: torch.Tensor) -> tuple[Any, ...]:

@@ -164,10 +164,13 @@ def _unpack_both(
         chosen = [settled(leaves[index]) for index in indices]
         try:
             sides.append(unpack("similarity", chosen, lambda: [pairing.spec.paths()[index] for index in indices]))
-        except StateTreeError as error:  # similarity is total: what cannot be looked into is like nothing but itself
-            for index in indices:
-                if pairing.left[index] is not pairing.right[index]:
-                    differ(index, "leaf type", "cannot be taken apart", str(error))
+        except StateTreeError as error:
+            # similarity is total: what cannot be taken apart is like nothing, not even itself. The rest goes on.
+            if len(indices) == 1:
+                differ(indices[0], "leaf type", "cannot be taken apart", str(error))
+            else:
+                for index in indices:
+                    _unpack_both(pairing, [index], left, right, differ, values=values)
             return
     for position, part_a, part_b in paired_parts(*sides):
         index = indices[position]
