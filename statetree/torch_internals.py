@@ -138,23 +138,24 @@ def geometry_guard(
     Returns:
         The function, or ``None`` if this torch has no such thing.
     """
+    recording = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(True)  # requires_grad is looked at only while gradients are recorded
     try:
         from torch._C._dynamo.guards import TensorGuards
 
-        # requires_grad is looked at only while gradients are recorded.
-        torch._C._set_grad_enabled(True)
         guards = TensorGuards(*tensors, dynamic_dims_sizes=_as_lists(shapes), dynamic_dims_strides=_as_lists(strides))
     except Exception:  # noqa: BLE001 - anything at all: this is only a shortcut
         return None
     finally:
-        torch._C._set_grad_enabled(False)
+        torch._C._set_grad_enabled(recording)
 
     def check(others: Sequence[torch.Tensor]) -> bool:
+        recording = torch.is_grad_enabled()
         torch._C._set_grad_enabled(True)
         try:
             return bool(guards.check(*others))
         finally:
-            torch._C._set_grad_enabled(False)
+            torch._C._set_grad_enabled(recording)
 
     return check
 
