@@ -17,7 +17,7 @@ from statetree.errors import Difference
 from statetree.leaf_types.opaque import OPAQUE
 from statetree.leaves import Kept, Packed, Recipe, Unpacked, are_views, facts, leaf_type_of, located
 from statetree.matching import matched
-from statetree.torch_internals import WITHOUT_KERNELS
+from statetree.torch_internals import WITHOUT_KERNELS, without_common_bits
 from statetree.tree import flatten
 
 if TYPE_CHECKING:
@@ -185,6 +185,7 @@ def safely_equal(a: Any, b: Any) -> bool:
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two plain tensors of one dtype and shape hold the same elements, bit by bit (NaNs and zeros' signs)."""
+    a, b = without_common_bits(a, b)
     return _bits(a).equal(_bits(b))
 
 
@@ -193,7 +194,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach().resolve_conj().resolve_neg()
     if plain.dtype in WITHOUT_KERNELS:
         plain = plain.view(_BY_SIZE[plain.dtype.itemsize])
-    plain = plain.cpu().contiguous().reshape(-1)
+    plain = plain.cpu().contiguous()
+    plain = plain.as_strided((plain.numel(),), (1,))  # one element may have any stride
     if plain.dtype in _INTEGERS:
         return plain
     if plain.dtype.itemsize in _BY_SIZE:
@@ -209,7 +211,7 @@ def first_difference(a: torch.Tensor, b: torch.Tensor) -> tuple[str, str]:
     """Return how two tensors read at the first index at which they differ, and how often they do."""
     if a.is_meta or b.is_meta:
         return ("no bytes" if a.is_meta else "bytes", "no bytes" if b.is_meta else "bytes")
-    bits_a, bits_b = _bits(a), _bits(b)
+    bits_a, bits_b = map(_bits, without_common_bits(a, b))
     unequal = (bits_a != bits_b).reshape(max(a.numel(), 1), -1).any(1)
     position = int(unequal.nonzero()[0])
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(position, device="cpu"), a.shape)) if a.dim() else ()

@@ -13,9 +13,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from statetree.errors import StateTreeError, TreeMismatch
-from statetree.leaves import unpack
+from statetree.leaves import holds_tensor, unpack
 from statetree.torch_internals import quietly
-from statetree.tree import flatten, unflatten
+from statetree.tree import flatten_for_copy, unflatten
 
 if TYPE_CHECKING:
     from statetree.paths import Path
@@ -122,14 +122,14 @@ def stream(tree: Any, step: Step) -> Iterator[tuple[Path, Any]]:
         a.w tensor([1., 1.])
         b tensor([0.])
     """
-    leaves, spec = flatten(tree)
+    leaves, spec = flatten_for_copy(tree, holds_tensor)
     paths = spec.paths()
     for index, leaf in _stream(leaves, spec, step):
         yield paths[index], leaf
 
 
 def _apply_by_bucket(tree: Any, steps: Sequence[Step]) -> Any:
-    leaves, spec = flatten(tree)
+    leaves, spec = flatten_for_copy(tree, holds_tensor)
     results: list[Any] = [None] * len(leaves)
 
     def in_turn(bucket: Any) -> Any:

@@ -235,6 +235,17 @@ def copy_spans(
     copy_all(targets, sources, non_blocking=non_blocking)
 
 
+def copy_bytes(sources: Columns, targets: Columns) -> None:
+    """Copy the bytes from each tensor's first to its last one into tensors of the same geometry elsewhere."""
+    into: list[torch.Tensor] = []
+    of: list[torch.Tensor] = []
+    for columns, pieces in ((targets, into), (sources, of)):
+        for index, length in enumerate(extents(columns)):
+            start = columns.offsets[index] * columns.dtypes[index].itemsize
+            pieces.append(raw(columns.storages[index], start, start + length))
+    copy_all(into, of)
+
+
 def replicate(columns: Columns, reach: list[int], memory: Memory, *, copy: bool) -> list[torch.Tensor]:
     """Return tensors of the same dtypes, geometry and overlap in other memory.
 

@@ -90,6 +90,16 @@ WITHOUT_KERNELS: Final = frozenset(
 )
 
 
+def without_common_bits(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Drop conjugate and negative bits that both have: they cost a pass, and some dtypes have no kernel for it."""
+    a, b = a.detach(), b.detach()
+    if a.is_neg() and b.is_neg():
+        a, b = torch._neg_view(a), torch._neg_view(b)
+    if a.is_conj() and b.is_conj():
+        a, b = a.conj(), b.conj()
+    return a, b
+
+
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Do as ``copy_all``, for tensors of any kind and whatever their bits: the targets then read like the sources."""
     pairs = []

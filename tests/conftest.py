@@ -4,7 +4,10 @@
 """
 
 import os
+import re
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # How long an example takes says more about the machine than about the code: speed is benchmarks/' concern.
@@ -20,3 +23,22 @@ settings.register_profile("dev", UNTIMED, max_examples=100)
 settings.register_profile("ci", UNTIMED, max_examples=200, derandomize=True, database=None)
 settings.register_profile("thorough", UNTIMED, max_examples=3000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
+
+
+@pytest.fixture(scope="session")
+def one_rank_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A default process group of this process alone."""
+    import torch.distributed as dist
+
+    store = dist.FileStore(str(tmp_path_factory.mktemp("one_rank") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Name a parameter by its representation, without addresses: every process must find the same names."""
+    if val is None or isinstance(val, bool | int | float | str | type):
+        return None
+    shown = re.sub(r" at 0x[0-9a-f]+", "", repr(val))
+    return shown if len(shown) <= 60 and shown.isprintable() else None

@@ -176,7 +176,7 @@ class _StridedNested(_Layout):
 
     def pack(self, context: Any, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         buffer, *pieces = parts
-        if buffer.storage_offset():  # nested tensors begin where their storage does: give it one that begins here
+        if buffer.untyped_storage().nbytes() != buffer.nbytes:  # nested tensors take all of their storage for theirs
             start = buffer.storage_offset() * buffer.itemsize
             piece: Any = buffer.untyped_storage()[start : start + buffer.nbytes]
             buffer = torch.empty(0, dtype=buffer.dtype, device=buffer.device).set_(piece, 0, buffer.shape, (1,))

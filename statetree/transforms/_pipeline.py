@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from statetree.columns import Columns
 from statetree.leaves import holds_tensor, unpack
-from statetree.spans import check_memory, extents, replicate
-from statetree.torch_internals import copy_each, quietly
+from statetree.spans import check_memory, copy_bytes, extents, replicate
+from statetree.torch_internals import quietly
 from statetree.tree import flatten_for_copy, unflatten
 
 if TYPE_CHECKING:
@@ -22,7 +23,9 @@ def replicated(verb: str, tree: Any, memory: Memory, *, copy: bool) -> Any:
     if copy:
         check_memory(verb, columns, lambda index: spec.paths()[unpacked.owners[index]])
     parts = replicate(columns, extents(columns), memory, copy=copy)
-    if not copy:
-        described = [index for index in unpacked.metadata_parts() if not columns.tensors[index].is_meta]
-        copy_each([parts[index] for index in described], [columns.tensors[index] for index in described])
+    described = [] if copy else [index for index in unpacked.metadata_parts() if not columns.tensors[index].is_meta]
+    if described:
+        chosen = Columns([columns.tensors[index] for index in described])
+        check_memory(verb, chosen, lambda index: spec.paths()[unpacked.owners[described[index]]])
+        copy_bytes(chosen, Columns([parts[index] for index in described]))
     return unflatten(spec, unpacked.pack(parts))

@@ -1,0 +1,1 @@
+"""statetree measured against its peers and against the floor, in one process: ``python -m benchmarks``."""

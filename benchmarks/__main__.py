@@ -1,0 +1,87 @@
+"""Runs the rows, prints the table, writes the JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from benchmarks import report, rows_copy, rows_similarity, rows_stage, rows_tree
+from benchmarks.machine import load, machine, versions
+from benchmarks.measure import Budget
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ROWS = (*rows_stage.ROWS, *rows_copy.ROWS, *rows_similarity.ROWS, *rows_tree.ROWS)
+GROUPS = tuple(dict.fromkeys(row.group for row in ROWS))
+
+FULL = Budget(rounds=11, most=61, seconds=6.0, attempts=3)
+QUICK = Budget(rounds=3, most=3, seconds=0.0)
+QUICK_SCALE = 0.1
+
+#: The results that are kept beside the code: those of a complete run.
+LATEST = Path(__file__).parent / "results" / "latest.json"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the benchmarks that the command line asks for."""
+    options = _parser().parse_args(arguments)
+    complete = not (options.only or options.quick or options.scale or options.threads)
+    scale = options.scale or (QUICK_SCALE if options.quick else 1.0)
+    budget = QUICK if options.quick else FULL
+    budget = replace(budget, attempts=options.attempts or budget.attempts)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    path = options.json or (LATEST if complete else None)
+
+    about = {
+        "format": report.FORMAT,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": versions(),
+        "machine": machine(),
+        "load_before": load(),
+        "scale": scale,
+        "quick": options.quick,
+    }
+    print(report.heading(about["machine"], about["versions"], about["load_before"]))
+    results = []
+    for row in ROWS:
+        if not options.only or row.group in options.only:
+            results.append(row.measure(scale, budget))
+            print(f"\n{report.block(results[-1])}", flush=True)
+    print(f"\n{report.summary(results, scale)}")
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        about |= {"load_after": load(), "rows": report.as_json(results)}
+        path.write_text(json.dumps(about, indent=1, ensure_ascii=False) + "\n")
+        print(f"Written to {path}.")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="Measure statetree against its peers, side by side."
+    )
+    parser.add_argument("--only", nargs="+", choices=GROUPS, metavar="GROUP", help=f"only these: {', '.join(GROUPS)}")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="PATH",
+        help="where the JSON goes. A complete run writes benchmarks/results/latest.json, others none",
+    )
+    parser.add_argument("--quick", action="store_true", help="a tenth of the size, three runs each")
+    parser.add_argument(
+        "--attempts", type=int, metavar="N", help="measure a row that other processes disturb again, up to N times"
+    )
+    parser.add_argument("--threads", type=int, metavar="N", help="how many threads torch uses. By default it decides")
+    parser.add_argument("--scale", type=float, help=argparse.SUPPRESS)  # for the tests
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Staging: a state copied into host memory, again and for the first time."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import mmap
+import sys
+from typing import TypeVar
+
+import torch
+
+import statetree as st
+from benchmarks.checks import is_copy_of
+from benchmarks.measure import Contender, floor, ours, peer
+from benchmarks.peers import StateDictStager, foreach_copy_
+from benchmarks.rows import Row, at_most, faster, share
+from benchmarks.states import State, few_large, many_medium, many_small, optimizer_state, training_state
+
+T = TypeVar("T")
+
+
+def again(state: State) -> list[Contender]:
+    """Stage a state that was staged before, the last staged tree being let go of."""
+    copied = is_copy_of(state)
+    stager, their_stager = st.Stager(), StateDictStager()
+    return [
+        ours(lambda: stager.stage(state.tree), copied),
+        peer("StateDictStager", lambda: their_stager.stage(state.tree), copied),
+    ]
+
+
+def again_small(state: State) -> list[Contender]:
+    """Stage again, against one call that copies all tensors."""
+    sources = state.tensors
+    targets = [torch.empty_like(tensor) for tensor in sources]
+
+    def copy_all() -> list[torch.Tensor]:
+        foreach_copy_(targets, sources)
+        return targets
+
+    return [
+        *again(state),
+        peer("copy.deepcopy", lambda: copy.deepcopy(state.tree), is_copy_of(state)),
+        floor("_foreach_copy_", copy_all, is_copy_of(State("", sources))),
+    ]
+
+
+def again_large(state: State) -> list[Contender]:
+    """Stage again, against a ``copy_`` of each tensor."""
+    sources = state.tensors
+    targets = [torch.zeros_like(tensor) for tensor in sources]
+
+    def copy_each() -> list[torch.Tensor]:
+        return [target.copy_(source) for target, source in zip(targets, sources, strict=True)]
+
+    return [*again(state), floor("copy_", copy_each, is_copy_of(State("", sources)))]
+
+
+def for_the_first_time(state: State) -> list[Contender]:
+    """Stage with a new stager each time, so that its memory is new as well."""
+    copied = is_copy_of(state)
+    sources = state.tensors
+
+    def copy_to_huge_pages(_: None) -> list[torch.Tensor]:
+        return _copy_to_huge_pages(sources)
+
+    return [
+        ours(lambda stager: stager.stage(state.tree), copied, fresh=lambda: _with_fresh_heap(st.Stager())),
+        peer(
+            "StateDictStager",
+            lambda stager: stager.stage(state.tree),
+            copied,
+            fresh=lambda: _with_fresh_heap(StateDictStager()),
+        ),
+        peer(
+            "copy.deepcopy",
+            lambda _: copy.deepcopy(state.tree),
+            copied,
+            fresh=lambda: _with_fresh_heap(None),
+        ),
+        floor(
+            "copy_ to huge pages",
+            copy_to_huge_pages,
+            is_copy_of(State("", sources)),
+            fresh=lambda: _with_fresh_heap(None),
+        ),
+    ]
+
+
+def _with_fresh_heap(subject: T) -> T:
+    """Give freed memory back to the system first: a first stage faults in its pages."""
+    if sys.platform.startswith("linux"):
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
+        if trim is not None:
+            trim(0)
+    return subject
+
+
+def _copy_to_huge_pages(sources: list[torch.Tensor]) -> list[torch.Tensor]:
+    nbytes = sum(tensor.nbytes for tensor in sources)
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        memory = mmap.mmap(-1, nbytes)
+    else:  # shared memory, which is the default, is on small pages
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    pieces = torch.frombuffer(memory, dtype=torch.float32).split([tensor.numel() for tensor in sources])
+    targets = [piece.view_as(source) for piece, source in zip(pieces, sources, strict=True)]
+    foreach_copy_(targets, sources)
+    return targets
+
+
+ROWS = (
+    Row(
+        "stage",
+        "stage again",
+        many_small,
+        again_small,
+        (faster("StateDictStager", 8), faster("StateDictStager", 12), at_most(2)),
+    ),
+    Row("stage", "stage again", few_large, again_large, (share(0.95, "copy_"),)),
+    Row("stage", "stage again", optimizer_state, again_small),
+    Row("stage", "stage again", training_state, again_small),
+    Row("first", "first stage", few_large, for_the_first_time, (faster("StateDictStager", 2),)),
+    Row("first", "first stage", many_medium, for_the_first_time),
+    Row("first", "first stage", many_small, for_the_first_time),
+)

@@ -1,0 +1,116 @@
+"""The transforms, in the variants that every promise of DESIGN 3.2 is checked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+import statetree as st
+from statetree import compose
+from statetree.leaves import holds_tensor
+from statetree.tree import flatten_for_copy
+from tests.watching import raw_bytes, storage_of
+
+
+class Verb(NamedTuple):
+    """A transform as a function of one tree.
+
+    Attributes:
+        name: For the test ids.
+        apply: The transform. It takes the tree, and what ``prepare`` made of it.
+        fresh: Whether the result shares no memory with the tree.
+        copies: Whether the result holds the same elements; with ``fresh`` alone they are undefined.
+        looks: Whether leaves are looked into, so that what cannot be copied exactly is refused.
+        slabs: Whether several small storages may become pieces of one.
+        deep: Whether containers that occur twice do so again in the result.
+        prepare: Makes what else the transform needs.
+    """
+
+    name: str
+    apply: Callable[..., Any]
+    fresh: bool = True
+    copies: bool = True
+    looks: bool = True
+    slabs: bool = False
+    deep: bool = False
+    prepare: Callable[[Any], Any] | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    def ready(self, tree: Any) -> Callable[[], Any]:
+        """Return the call of the transform, with everything prepared."""
+        return partial(self.apply, tree) if self.prepare is None else partial(self.apply, tree, self.prepare(tree))
+
+
+def identity(value: Any) -> Any:
+    return value
+
+
+def target_for(tree: Any) -> Any:
+    """Make a tree like another one, with other elements where these mean nothing to the geometry."""
+    target = st.offload(tree)
+    leaves = [leaf for leaf in st.flatten(target)[0] if isinstance(leaf, torch.Tensor)]
+    if all(map(_is_ordinary, leaves)):
+        for storage in {leaf.untyped_storage()._cdata: leaf.untyped_storage() for leaf in leaves}.values():
+            raw_bytes(storage).bitwise_not_()
+    return target
+
+
+def _is_ordinary(leaf: torch.Tensor) -> bool:
+    if leaf.is_quantized:  # its scales may be leaves, too
+        return False
+    return type(leaf) in (torch.Tensor, torch.nn.Parameter) and storage_of(leaf) is not None
+
+
+def in_small_buckets(tree: Any) -> Any:
+    with mock.patch.object(compose, "BUCKET_BYTES", 1):
+        return st.chain(st.offload, st.offload)(tree)
+
+
+def streamed(tree: Any) -> Any:
+    leaves, spec = flatten_for_copy(tree, holds_tensor)
+    paths = spec.paths()
+    order = sorted(range(len(leaves)), key=lambda index: paths[index].sort_key())
+    results = [None] * len(leaves)
+    with mock.patch.object(compose, "BUCKET_BYTES", 100):
+        for index, (path, leaf) in zip(order, st.stream(tree, st.offload), strict=True):
+            assert path == paths[index]
+            results[index] = leaf
+    return st.unflatten(spec, results)
+
+
+def staged(tree: Any, **options: Any) -> Any:
+    with st.Stager(**options) as stager:
+        return stager.stage(tree)
+
+
+def staged_again(tree: Any) -> Any:
+    """Stage a tree for the third time, into memory that was used before."""
+    with st.Stager(max_snapshots=1) as stager:
+        stager.stage(tree)
+        stager.stage(tree)
+        return stager.stage(tree)
+
+
+VERBS = [
+    Verb("offload", st.offload),
+    Verb("offload to shared memory", partial(st.offload, share_memory=True), slabs=True),
+    Verb("allocate_like", st.allocate_like, copies=False),
+    Verb("allocate_like in shared memory", partial(st.allocate_like, share_memory=True), copies=False, slabs=True),
+    Verb("copy_into", st.copy_into, prepare=target_for),
+    Verb("chain", st.chain(st.offload, partial(st.offload, copy=False), st.offload)),
+    Verb("chain in small buckets", in_small_buckets),
+    Verb("stream", streamed),
+    Verb("stage", staged, deep=True),
+    Verb("stage into shared memory", partial(staged, share_memory=True), slabs=True, deep=True),
+    Verb("stage again", staged_again, deep=True),
+    Verb("offload without copy", partial(st.offload, copy=False), fresh=False),
+    Verb("map_leaves", partial(st.map_leaves, identity), fresh=False, looks=False),
+    Verb("flatten and unflatten", lambda tree: st.unflatten(*reversed(st.flatten(tree))), fresh=False, looks=False),
+    Verb("to_flat and from_flat", lambda tree: st.from_flat(*st.to_flat(tree)), fresh=False, looks=False),
+]

@@ -1,0 +1,113 @@
+"""The law of ``copy_into``: it does everything or nothing, and it does it wherever the result is beyond doubt."""
+
+from itertools import permutations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as hyp
+
+import statetree as st
+from tests.oracle import assert_same
+from tests.strategies import made, tied_plans, tree_plans
+from tests.watching import Watch
+
+plans = hyp.one_of(tree_plans(max_leaves=8), tied_plans(max_leaves=8))
+CELLS = 8
+
+
+@given(one=plans, other=plans, cast=hyp.booleans())
+def test_any_two_trees(one, other, cast):
+    source, target = made(one), made(other)
+    watch = Watch(target)
+    try:
+        result = st.copy_into(source, target, cast=cast)
+    except st.TreeMismatch as error:
+        assert error.differences
+        watch.check()
+    else:
+        assert st.similarity(source, result, values=not cast)
+
+
+@given(plan=plans)
+def test_two_trees_of_one_plan(plan):
+    source, target = made(plan), made(plan)
+    watch = Watch(target)
+    try:
+        result = st.copy_into(source, target)
+    except st.TreeMismatch as error:
+        assert {difference.kind for difference in error.differences} == {"overlap"}
+        watch.check()
+    else:
+        assert_same(result, source, ties=False)
+
+
+@given(plan=plans)
+def test_what_was_allocated_can_be_filled(plan):
+    tree = made(plan)
+    target = st.offload(tree) if _has_meta(tree) else st.allocate_like(tree)
+    try:
+        result = st.copy_into(tree, target)
+    except st.TreeMismatch as error:
+        assert "overlaps itself" in str(error)
+    else:
+        assert st.similarity(result, tree, values=True)  # not the attributes of tensors, which are the target's
+
+
+def _has_meta(tree):
+    return any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in st.flatten(tree)[0])
+
+
+views = hyp.tuples(hyp.integers(0, CELLS - 1), hyp.integers(1, 4), hyp.integers(1, 3))
+
+
+def view_of(base, view):
+    start, count, step = view
+    return base[start::step][:count]
+
+
+@given(
+    targets=hyp.lists(views, min_size=1, max_size=4),
+    contents=hyp.lists(hyp.lists(hyp.integers(0, 2), min_size=4, max_size=4), min_size=4, max_size=4),
+)
+def test_overlapping_targets_are_written_exactly_if_their_order_does_not_matter(targets, contents):
+    def fresh():
+        base = torch.arange(10.0, 10.0 + CELLS)
+        return base, [view_of(base, view) for view in targets]
+
+    sources = [torch.tensor(row[: len(target)]).float() for row, target in zip(contents, fresh()[1], strict=False)]
+    orders_agree = True
+    for order in permutations(range(len(targets))):
+        _, trial = fresh()
+        for index in order:
+            trial[index].copy_(sources[index])
+        orders_agree &= all(torch.equal(trial[index], sources[index]) for index in range(len(targets)))
+    base, writable = fresh()
+    try:
+        st.copy_into(sources, writable)
+    except st.TreeMismatch:
+        assert not orders_agree
+        assert torch.equal(base, fresh()[0])
+    else:
+        assert orders_agree
+        assert all(map(torch.equal, writable, sources))
+
+
+@given(pairs=hyp.lists(hyp.tuples(views, views), min_size=1, max_size=3), numpy=hyp.booleans())
+def test_sources_and_targets_on_one_memory_are_read_before_anything_is_written(pairs, numpy):
+    base = torch.arange(float(CELLS))
+    other = torch.from_numpy(base.numpy()) if numpy else base
+    sources, targets = [], []
+    for a, b in pairs:
+        source, target = view_of(base, a), view_of(other, b)
+        count = min(len(source), len(target))
+        sources.append(source[:count])
+        targets.append(target[:count])
+    expected = [source.clone() for source in sources]
+    before = base.clone()
+    try:
+        st.copy_into(sources, targets)
+    except st.TreeMismatch as error:
+        assert {difference.kind for difference in error.differences} == {"overlap"}
+        assert torch.equal(base, before)
+    else:
+        assert all(map(torch.equal, targets, expected))

@@ -1,0 +1,95 @@
+"""The laws of composition: ``chain`` is associative, has an identity, and equals applying its steps in turn."""
+
+from functools import partial
+from unittest import mock
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as hyp
+
+import statetree as st
+from statetree import compose
+from tests.oracle import assert_same
+from tests.strategies import made, tied_plans, tree_plans
+from tests.watching import Watch
+
+
+def double(leaf):
+    plain = isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and not leaf.is_meta
+    return leaf * 2 if plain and leaf.dtype.itemsize > 1 else leaf
+
+
+def in_a_list(tree):
+    return [tree, {"n": 1}]
+
+
+STEPS = {
+    "offload": st.offload,
+    "shared": partial(st.offload, share_memory=True),
+    "in place": partial(st.offload, copy=False),
+    "double": partial(st.map_leaves, double),
+    "list": in_a_list,
+    "chain": st.chain(st.offload, st.offload),
+}
+steps = hyp.lists(hyp.sampled_from(sorted(STEPS)), max_size=4).map(lambda names: [STEPS[name] for name in names])
+plans = hyp.one_of(tree_plans(max_leaves=8), tied_plans(max_leaves=8))
+buckets = hyp.sampled_from([1, 50, 64 << 20])
+
+
+def in_turn(tree, chosen):
+    for step in chosen:
+        tree = step(tree)
+    return tree
+
+
+@given(plan=plans, chosen=steps, bucket_bytes=buckets)
+def test_a_chain_is_its_steps_in_turn(plan, chosen, bucket_bytes):
+    tree = made(plan)
+    watch = Watch(tree)
+    with mock.patch.object(compose, "BUCKET_BYTES", bucket_bytes):
+        result = st.chain(*chosen)(tree)
+    watch.check()
+    assert_same(result, in_turn(made(plan), chosen), storages=STEPS["shared"] not in chosen)
+
+
+@given(plan=plans, first=steps, second=steps, third=steps, bucket_bytes=buckets)
+def test_associative(plan, first, second, third, bucket_bytes):
+    tree = made(plan)
+    with mock.patch.object(compose, "BUCKET_BYTES", bucket_bytes):
+        flat = st.chain(*first, *second, *third)(tree)
+        left = st.chain(st.chain(*first, *second), *third)(tree)
+        right = st.chain(*first, st.chain(*second, *third))(tree)
+    storages = STEPS["shared"] not in first + second + third
+    assert_same(flat, left, storages=storages)
+    assert_same(flat, right, storages=storages)
+
+
+@given(plan=plans)
+def test_the_empty_chain_is_the_identity(plan):
+    tree = made(plan)
+    assert st.chain()(tree) is tree
+    assert_same(st.chain(st.chain(), st.offload, st.chain())(tree), tree)
+
+
+@given(plan=plans, bucket_bytes=buckets)
+def test_a_stream_yields_every_leaf_once_in_the_order_of_the_paths(plan, bucket_bytes):
+    tree = made(plan)
+    leaves, spec = st.flatten(tree)
+    with mock.patch.object(compose, "BUCKET_BYTES", bucket_bytes):
+        streamed = list(st.stream(tree, st.offload))
+    found = [path for path, _ in streamed]
+    assert sorted(map(id, spec.paths())) is not None
+    assert found == sorted(spec.paths(), key=lambda path: path.sort_key())
+    order = sorted(range(len(leaves)), key=lambda index: spec.paths()[index].sort_key())
+    assert_same([leaf for _, leaf in streamed], [leaves[index] for index in order])
+
+
+@given(plan=plans, random=hyp.randoms(use_true_random=False))
+def test_the_order_of_a_stream_does_not_depend_on_that_of_dicts(plan, random):
+    tree = made(plan)
+    flat = dict(st.to_flat(tree)[0])
+    items = list(flat.items())
+    random.shuffle(items)
+    one = [path for path, _ in st.stream(flat, st.offload)]
+    other = [path for path, _ in st.stream(dict(items), st.offload)]
+    assert one == other

@@ -1,0 +1,71 @@
+"""The laws of ``similarity``: total, symmetric, reflexive, and if it is true then ``copy_into`` succeeds."""
+
+from hypothesis import given
+from hypothesis import strategies as hyp
+
+import statetree as st
+from tests.oracle import differences
+from tests.strategies import made, tied_plans, tree_plans
+
+plans = hyp.one_of(tree_plans(max_leaves=8), tied_plans(max_leaves=8))
+
+
+@given(one=plans, other=plans, values=hyp.booleans())
+def test_symmetric(one, other, values):
+    a, b = made(one), made(other)
+    there, back = st.similarity(a, b, values=values), st.similarity(b, a, values=values)
+    assert bool(there) == bool(back)
+    assert there.count == back.count
+    assert {(d.path, d.kind) for d in there.differences} == {(d.path, d.kind) for d in back.differences}
+
+
+@given(plan=plans)
+def test_reflexive(plan):
+    tree = made(plan)
+    assert st.similarity(tree, tree, values=True)
+    assert st.similarity(tree, made(plan), values=True)
+
+
+@given(plan=plans)
+def test_copies_are_similar(plan):
+    tree = made(plan)
+    assert st.similarity(tree, st.offload(tree), values=True)
+    assert st.similarity(st.offload(tree), tree)
+
+
+@given(one=plans, other=plans)
+def test_what_is_similar_in_values_is_similar(one, other):
+    a, b = made(one), made(other)
+    if st.similarity(a, b, values=True):
+        assert st.similarity(a, b)
+
+
+@given(one=plans, other=plans)
+def test_where_it_is_true_copy_into_succeeds(one, other):
+    a, b = made(one), made(other)
+    for source, target in ((a, b), (a, made(one)), (b, made(other))):
+        if not st.similarity(source, target):
+            continue
+        try:
+            st.copy_into(source, target)
+        except st.TreeMismatch as error:
+            assert "overlaps itself" in str(error)
+
+
+@given(one=plans, other=plans)
+def test_where_copy_into_succeeds_types_aside_it_was_true(one, other):
+    a, b = made(one), made(other)
+    similar = st.similarity(a, b)
+    try:
+        st.copy_into(a, b)
+    except st.TreeMismatch:
+        return
+    # copy_into takes plain values from the source, whatever the destination has, and one side's ties do it no harm.
+    assert {difference.kind for difference in similar.differences} <= {"type", "ties"}
+
+
+@given(one=plans, other=plans)
+def test_trees_that_a_strict_judge_calls_the_same_are_similar(one, other):
+    a, b = made(one), made(other)
+    if not differences(a, b):
+        assert st.similarity(a, b, values=True)

@@ -1,0 +1,55 @@
+"""The law of ties: leaves of a result share storage exactly if those of the source did, with the same overlap."""
+
+from unittest import mock
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as hyp
+
+import statetree as st
+from statetree import compose
+from tests.contract.verbs import VERBS
+from tests.oracle import assert_same, differences
+from tests.strategies import made, tied_plans
+
+fresh = hyp.sampled_from([verb for verb in VERBS if verb.fresh and verb.prepare is None])
+
+
+@given(plan=tied_plans(), verb=fresh)
+def test_ties_are_kept(plan, verb):
+    tree = made(plan)
+    found = differences(verb.apply(tree), tree, storages=not verb.slabs)
+    assert [line for line in found if verb.copies or not line.startswith("elements differ")] == []
+
+
+@given(plan=tied_plans(), bucket_bytes=hyp.integers(1, 300))
+def test_ties_are_kept_whatever_the_size_of_buckets(plan, bucket_bytes):
+    tree = made(plan)
+    with mock.patch.object(compose, "BUCKET_BYTES", bucket_bytes):
+        assert_same(st.chain(st.offload, st.offload)(tree), tree)
+
+
+@given(
+    cuts=hyp.lists(hyp.tuples(hyp.integers(0, 39), hyp.integers(0, 12), hyp.sampled_from([1, 2, 4, 8])), max_size=6),
+    gap=hyp.integers(0, 40),
+)
+def test_where_a_storage_is_cut_views_that_overlap_stay_together(cuts, gap):
+    base = torch.arange(64, dtype=torch.uint8)
+    sized = {1: torch.uint8, 2: torch.int16, 4: torch.float32, 8: torch.complex64}
+    tree = [base[8 * (start // 8) :][: 8 * length].view(sized[size]) for start, length, size in cuts]
+    with mock.patch("statetree.spans.MIN_GAP_BYTES", gap):
+        result = st.offload(tree)
+    assert_same(result, tree, storages=False)
+
+
+@given(plan=tied_plans())
+def test_a_write_through_one_view_is_seen_through_all(plan):
+    """What ties are for: both trees behave alike afterwards."""
+    tree, copy = made(plan), st.offload(made(plan))
+    for tensors in zip(*(st.flatten(side)[0] for side in (tree, copy)), strict=True):
+        if not isinstance(tensors[0], torch.Tensor) or tensors[0].is_meta or not tensors[0].numel():
+            continue
+        with torch.no_grad():
+            for tensor in tensors:
+                tensor.view(-1)[:1].zero_() if tensor.is_contiguous() else tensor[..., :1].zero_()
+    assert_same(copy, tree)

@@ -1,0 +1,606 @@
+"""The judge of all other tests, judged: it must accept what is the same, and notice every one of a list of faults."""
+
+import copy
+import dataclasses
+import functools
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
+
+import numpy as np
+import pytest
+import torch
+
+from tests.oracle import assert_independent, assert_same, differences
+from tests.trees import TREES, Ramp
+from tests.trees.classes import SlottedSubclass, TwoTensors, subclassed
+from tests.trees.containers import (
+    DictWithAttributes,
+    ListWithAttributes,
+    ListWithSlots,
+    Point,
+    TypedPoint,
+)
+from tests.trees.corpus import Color, Held
+from tests.trees.fields import Frozen, Slotted, State
+
+FAULTS = []
+
+
+def fault(make):
+    """Add a function that returns two trees which are not the same."""
+    FAULTS.append(pytest.param(make, id=make.__name__))
+    return make
+
+
+def values(*shape, dtype=torch.float32):
+    return Ramp()(*shape, dtype=dtype)
+
+
+@fault
+def key_order():
+    return {"a": 1, "b": 2}, {"b": 2, "a": 1}
+
+
+@fault
+def key_order_of_an_ordered_dict_alone():
+    left, right = OrderedDict(a=1, b=2), OrderedDict(a=1, b=2)
+    right.move_to_end("a")
+    return left, right
+
+
+@fault
+def key_missing():
+    return {"a": 1, "b": 2}, {"a": 1}
+
+
+@fault
+def key_type():
+    return {1: "x"}, {True: "x"}
+
+
+@fault
+def key_sign():
+    return {0.0: 1}, {-0.0: 1}
+
+
+@fault
+def type_inside_a_key():
+    return {(1, "a"): 2}, {(1.0, "a"): 2}
+
+
+@fault
+def container_type():
+    return OrderedDict(a=1), {"a": 1}
+
+
+@fault
+def subclass_lost():
+    return [ListWithAttributes([1])], [[1]]
+
+
+@fault
+def tuple_turned_into_list():
+    return {"a": (1, 2)}, {"a": [1, 2]}
+
+
+@fault
+def namedtuple_turned_into_another():
+    return Point(1, 2), TypedPoint(1, 2)
+
+
+@fault
+def item_lost():
+    return [1, 2, 3], [1, 2]
+
+
+@fault
+def items_swapped():
+    return deque([1, 2]), deque([2, 1])
+
+
+@fault
+def metadata_dropped():
+    left = OrderedDict(a=1)
+    left._metadata = {"": {"version": 1}}
+    return left, OrderedDict(a=1)
+
+
+@fault
+def metadata_changed():
+    left, right = OrderedDict(a=1), OrderedDict(a=1)
+    left._metadata, right._metadata = {"": {"version": 1}}, {"": {"version": True}}
+    return left, right
+
+
+@fault
+def default_factory():
+    return defaultdict(list), defaultdict(dict)
+
+
+@fault
+def maxlen():
+    return deque([1], 2), deque([1], 3)
+
+
+@fault
+def counter_turned_into_dict():
+    return Counter("ab"), {"a": 1, "b": 1}
+
+
+@fault
+def attribute_added():
+    right = DictWithAttributes(a=1)
+    right.extra = None
+    return DictWithAttributes(a=1), right
+
+
+@fault
+def slot_unset():
+    left, right = ListWithSlots([1]), ListWithSlots([1])
+    left.extra = 1
+    return left, right
+
+
+@fault
+def field_changed():
+    return Frozen(1, State(2, 3)), Frozen(1, State(2, 4))
+
+
+@fault
+def field_unset():
+    right = Slotted(1, 2)
+    del right.inner
+    return Slotted(1, 2), right
+
+
+@fault
+def none_vanished():
+    return [None, 1], [1]
+
+
+@fault
+def number_type():
+    return [1], [1.0]
+
+
+@fault
+def bool_for_int():
+    return [1], [True]
+
+
+@fault
+def sign_of_zero():
+    return [0.0], [-0.0]
+
+
+@fault
+def nan_lost():
+    return [float("nan")], [0.0]
+
+
+@fault
+def enum_for_its_value():
+    return [Color.RED], ["red"]
+
+
+@fault
+def function_copied():
+    code = differences.__code__
+    return [differences], [types.FunctionType(code, differences.__globals__, "differences")]
+
+
+@fault
+def one_byte_flipped():
+    right = values(4)
+    right.view(torch.uint8)[13] ^= 1
+    return [values(4)], [right]
+
+
+@fault
+def nan_payload():
+    left, right = (torch.tensor([0x7FC00000 + n], dtype=torch.int32).view(torch.float32) for n in (1, 2))
+    return [left], [right]
+
+
+@fault
+def zero_bit_pattern():
+    return [torch.tensor([0.0])], [torch.tensor([-0.0])]
+
+
+@fault
+def dtype_of_the_same_bytes():
+    return [values(4)], [values(4).view(torch.int32)]
+
+
+@fault
+def dtype_of_nothing():
+    return [torch.empty(0)], [torch.empty(0, dtype=torch.float64)]
+
+
+@fault
+def shape():
+    return [values(2, 3)], [values(6)]
+
+
+@fault
+def shape_of_nothing():
+    return [torch.empty(0, 2)], [torch.empty(0, 3)]
+
+
+@fault
+def scalar_turned_into_vector():
+    return [values()], [values(1)]
+
+
+@fault
+def stride_lost():
+    return [values(2, 3).t()], [values(2, 3).t().contiguous()]
+
+
+@fault
+def memory_format_lost():
+    left = values(1, 2, 3, 4).to(memory_format=torch.channels_last)
+    return [left], [left.contiguous()]
+
+
+@fault
+def expansion_lost():
+    return [values(1).expand(3)], [values(1).expand(3).contiguous()]
+
+
+@fault
+def stride_of_size_one():
+    return [values(4).as_strided((1, 4), (9, 1))], [values(4).as_strided((1, 4), (4, 1))]
+
+
+@fault
+def conj_bit_cleared():
+    left = values(3, dtype=torch.complex64)
+    return [left.conj()], [left.conj().resolve_conj()]
+
+
+@fault
+def conj_bit_cleared_and_bytes_kept():
+    left = values(3, dtype=torch.complex64)
+    return [left.conj()], [left.clone()]
+
+
+@fault
+def neg_bit_cleared():
+    return [torch._neg_view(values(3))], [-values(3)]
+
+
+@fault
+def requires_grad_lost():
+    return [values(3).requires_grad_()], [values(3)]
+
+
+@fault
+def parameter_turned_into_tensor():
+    return [torch.nn.Parameter(values(3), requires_grad=False)], [values(3)]
+
+
+@fault
+def tensor_subclass_lost():
+    return [subclassed(SlottedSubclass, values(3))], [values(3)]
+
+
+@fault
+def tensor_attribute_lost():
+    left = values(3)
+    left.note = "note"
+    return [left], [values(3)]
+
+
+@fault
+def tensor_in_a_slot_changed():
+    left, right = (subclassed(SlottedSubclass, values(3)) for _ in range(2))
+    left.note, right.note = values(2), values(2) + 1
+    return [left], [right]
+
+
+@fault
+def moved_to_meta():
+    return [values(3)], [values(3).to("meta")]
+
+
+@fault
+def tie_broken():
+    base = values(4)
+    return [base, base[1:]], [values(4), values(4)[1:]]
+
+
+@fault
+def tie_of_one_object_broken():
+    base = values(4)
+    return [base, base], [values(4), values(4)]
+
+
+@fault
+def one_object_turned_into_two_on_one_storage():
+    left, right = values(4), values(4)
+    return [left, left], [right, right.view(4)]
+
+
+@fault
+def tie_made():
+    return [torch.zeros(2), torch.zeros(2)], [torch.zeros(2)] * 2
+
+
+@fault
+def storage_shared_without_overlap():
+    base = values(6)
+    return [base[:2], base[3:]], [base[:2].clone(), base[3:].clone()]
+
+
+@fault
+def overlap_shifted():
+    left, right = torch.zeros(6), torch.zeros(6)
+    return [left[:4], left[2:]], [right[:4], right[1:5]]
+
+
+@fault
+def gap_closed():
+    left, right = torch.zeros(6), torch.zeros(6)
+    return [left[:2], left[4:]], [right[:2], right[2:4]]
+
+
+@fault
+def tie_of_meta_tensors_broken():
+    left, right = torch.empty(4, device="meta"), torch.empty(4, device="meta")
+    return [left, left[1:]], [right, torch.empty(3, device="meta")]
+
+
+@fault
+def tie_into_an_object_broken():
+    left, right = Held(), Held()
+    left.tensor, right.tensor = values(2), values(2)
+    return [left, left.tensor[1:]], [right, right.tensor[1:].clone()]
+
+
+@fault
+def tie_with_a_storage_broken():
+    left, right = values(2), values(2)
+    return [left, left.untyped_storage()], [right, right.untyped_storage().clone()]
+
+
+@fault
+def storage_bytes():
+    return [torch.UntypedStorage([1, 2])], [torch.UntypedStorage([1, 3])]
+
+
+def coo(numbers, *, coalesced=False):
+    return torch.sparse_coo_tensor(
+        torch.tensor([[0, 1]]), torch.tensor(numbers), (3,), is_coalesced=coalesced, check_invariants=False
+    )
+
+
+@fault
+def sparse_value():
+    return [coo([1.0, 2.0])], [coo([1.0, 3.0])]
+
+
+@fault
+def sparse_coalesced():
+    return [coo([1.0, 2.0])], [coo([1.0, 2.0], coalesced=True)]
+
+
+@fault
+def sparse_layout():
+    dense = torch.eye(3)
+    return [dense.to_sparse_csr()], [dense.to_sparse_csc()]
+
+
+@fault
+def sparse_explicit_zero():
+    return [coo([1.0, 0.0])], [torch.tensor([1.0, 0.0, 0.0]).to_sparse()]
+
+
+@fault
+def nested_sizes():
+    left = torch.nested.nested_tensor([values(2), values(1)])
+    return [left], [torch.nested.nested_tensor([values(1), torch.tensor([2.0, 1.0])])]
+
+
+@fault
+def jagged_offsets():
+    jagged = torch.nested.nested_tensor_from_jagged
+    return [jagged(values(4), torch.tensor([0, 1, 4]))], [jagged(values(4), torch.tensor([0, 2, 4]))]
+
+
+@fault
+def quantized_scale():
+    left, right = (torch._make_per_tensor_quantized_tensor(values(3).to(torch.int8), scale, 0) for scale in (0.5, 1.0))
+    return [left], [right]
+
+
+@fault
+def wrapper_inner():
+    return [TwoTensors(values(2), values(2))], [TwoTensors(values(2), values(2) + 1)]
+
+
+@fault
+def wrapper_context():
+    return [TwoTensors(values(2), values(2), [1])], [TwoTensors(values(2), values(2), [2])]
+
+
+@fault
+def wrapper_tie():
+    left, right = values(2), values(2)
+    return [TwoTensors(left, left)], [TwoTensors(right, right.clone())]
+
+
+@fault
+def array_element():
+    return [np.array([1.0, 2.0])], [np.array([1.0, 3.0])]
+
+
+@fault
+def array_dtype():
+    return [np.zeros(2, "i4")], [np.zeros(2, "f4")]
+
+
+@fault
+def set_element():
+    return [{1, 2}], [{1, 3}]
+
+
+@fault
+def set_element_type():
+    return [{1, 2}], [{True, 2}]
+
+
+@fault
+def object_attribute():
+    left, right = Held(), Held()
+    left.deep, right.deep = [{"a": 1}], [{"a": 2}]
+    return {"held": left}, {"held": right}
+
+
+@fault
+def object_in_a_circle():
+    left, right = Held(), Held()
+    left.me, left.number, right.me, right.number = left, 1, right, 2
+    return [left], [right]
+
+
+@fault
+def partial_argument():
+    return [functools.partial(len, values(2))], [functools.partial(len, values(2) + 1)]
+
+
+@fault
+def generator_state():
+    return [torch.Generator().manual_seed(1)], [torch.Generator().manual_seed(2)]
+
+
+@fault
+def module_weight():
+    left = torch.nn.Linear(2, 2)
+    right = copy.deepcopy(left)
+    right.weight.data[1, 1] += 1
+    return [left], [right]
+
+
+@fault
+def optimizer_state():
+    module = torch.nn.Linear(2, 2)
+    left = torch.optim.SGD(module.parameters(), lr=0.1)
+    right = copy.deepcopy(left)
+    right.param_groups[0]["lr"] = 0.2
+    return [left], [right]
+
+
+@pytest.mark.parametrize("make", FAULTS)
+def test_a_planted_fault_is_noticed(make):
+    left, right = make()
+    with pytest.raises(AssertionError, match="the trees differ in"):
+        assert_same(left, right)
+    with pytest.raises(AssertionError, match="the trees differ in"):
+        assert_same(right, left)
+
+
+def test_there_are_enough_faults():
+    assert len(FAULTS) >= 25
+
+
+@pytest.mark.parametrize("tree", TREES, ids=str)
+def test_a_tree_is_the_same_as_itself_and_as_one_made_alike(tree):
+    made = tree.make()
+    assert_same(made, made, containers=True)
+    assert_same(made, tree.make(), containers=True)
+
+
+def test_containers_are_compared_by_identity_only_if_asked_to():
+    shared = [1]
+    left, right = [shared, shared], [[1], [1]]
+    assert_same(left, right)
+    with pytest.raises(AssertionError, match=r"object of \[0\] and \[1\] is one on the left, two on the right"):
+        assert_same(left, right, containers=True)
+
+
+def test_ties_are_compared_only_if_asked_to():
+    base = values(4)
+    assert_same([base, base], [base.clone(), base.clone()], ties=False)
+
+
+def test_pieces_of_a_slab_are_accepted_only_if_asked_to():
+    slab = torch.cat([values(4), values(4)])
+    left, right = [values(4), values(4)], [slab[:4], slab[4:]]
+    assert_same(left, right, storages=False)
+    with pytest.raises(AssertionError, match="storage of"):
+        assert_same(left, right)
+
+
+def test_overlap_in_a_slab_is_noticed():
+    slab = torch.zeros(6)
+    with pytest.raises(AssertionError, match="overlap differs"):
+        assert_same([torch.zeros(4), torch.zeros(4)], [slab[:4], slab[2:]], storages=False)
+
+
+def test_devices_are_compared_unless_asked_not_to():
+    left, right = [torch.empty(2, device="meta")], [torch.empty(2, device="meta")]
+    assert_same(left, right, device=False)
+
+
+def test_circles_and_depth_end():
+    def nested():
+        result = [1]
+        result.append(result)
+        for _ in range(5000):
+            result = [result]
+        return result
+
+    assert_same(nested(), nested(), containers=True)
+
+
+def test_a_report_names_the_places_and_counts_the_rest():
+    with pytest.raises(AssertionError, match=r"differ in 30 places:\n  value differs at \['k0'\]: 0 against 1"):
+        assert_same({f"k{i}": i for i in range(30)}, {f"k{i}": i + 1 for i in range(30)})
+    with pytest.raises(AssertionError, match=r"and 10 more"):
+        assert_same({f"k{i}": i for i in range(30)}, {f"k{i}": i + 1 for i in range(30)})
+
+
+def test_the_first_differing_element_is_named():
+    right = values(2, 3)
+    right[1, 2] = 0
+    assert differences([values(2, 3)], [right]) == ["elements differ, first in byte [1, 2, 2] at [0]"]
+
+
+def test_independence():
+    base, listed = values(4), [1]
+    held = Held()
+    held.inner = listed
+    array = np.arange(3.0)
+    assert_independent([base], [base.clone()])
+    for one, other in (([base], [base[2:]]), ([base[:2]], [base[2:]]), ([base], [base.untyped_storage()])):
+        with pytest.raises(AssertionError, match="lies on the storage of"):
+            assert_independent(one, other)
+    with pytest.raises(AssertionError, match="lies in the memory of"):
+        assert_independent([base], [torch.from_numpy(base.numpy())])
+    with pytest.raises(AssertionError, match="is the container at"):
+        assert_independent([held], {"a": listed})
+    with pytest.raises(AssertionError, match="shares the memory of the array"):
+        assert_independent([array], [array[1:]])
+
+
+def test_what_raises_gains_a_note():
+    class Odd:
+        def __reduce_ex__(self, protocol):
+            return 1, 2, 3, 4, 5
+
+    with pytest.raises(TypeError, match="not iterable") as caught:
+        assert_same([Odd()], [Odd()])
+    assert caught.value.__notes__ == ["oracle: at [0]"]
+
+
+def test_dataclasses_are_judged_without_their_equality():
+    @dataclasses.dataclass
+    class Vague:
+        weight: object
+
+        def __eq__(self, other):
+            return True
+
+    with pytest.raises(AssertionError, match=r"value differs at \.weight"):
+        assert_same(Vague(1), Vague(2))

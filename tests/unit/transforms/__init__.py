@@ -1,0 +1,1 @@
+"""The transforms, one file a verb."""

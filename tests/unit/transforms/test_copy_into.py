@@ -1,0 +1,780 @@
+"""``copy_into``: everything or nothing, and only where the result is beyond doubt."""
+
+import contextlib
+import re
+from collections import OrderedDict, defaultdict, namedtuple
+
+import numpy as np
+import pytest
+import torch
+
+import statetree as st
+from statetree.transforms.copy_into import castable
+from tests.faults import fail_each
+from tests.oracle import assert_same
+from tests.watching import Watch, raw_bytes, shares_memory
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+Point = namedtuple("Point", "x y")
+Other = namedtuple("Other", "x y")
+
+
+class Box:
+    """An opaque object."""
+
+    def __init__(self, **content):
+        self.__dict__.update(content)
+
+
+def ramp(*shape, dtype=torch.float32, start=0):
+    count = int(np.prod(shape))
+    return torch.arange(start, start + count).to(dtype).reshape(shape)
+
+
+def refused(src, dst, match, **options):
+    """See a copy refused, with nothing changed on either side."""
+    watches = Watch(src), Watch(dst)
+    with pytest.raises(st.TreeMismatch, match=match) as caught:
+        st.copy_into(src, dst, **options)
+    for watch in watches:
+        watch.check()
+    assert str(caught.value).startswith("copy_into: ")
+    return caught.value
+
+
+# What comes out
+
+
+def test_the_result_holds_the_destinations_tensors_and_the_sources_values():
+    src = {"w": ramp(3), "deep": [ramp(2, start=9), {"step": 7}], "name": "new", "none": None}
+    dst = {"w": ramp(3, start=50), "deep": [ramp(2, start=60), {"step": 1}], "name": "old", "none": 3}
+    result = st.copy_into(src, dst)
+    assert result["w"] is dst["w"]
+    assert result["deep"][0] is dst["deep"][0]
+    assert_same(result, src)
+    assert result is not src
+    assert result is not dst
+    assert result["deep"] is not dst["deep"]
+    assert result["deep"] is not src["deep"]
+    assert dst["deep"][1] == {"step": 1}
+    assert dst["name"] == "old"
+
+
+def test_only_the_destinations_tensors_change():
+    src = {"w": ramp(3), "v": ramp(4)[::2]}
+    dst = {"w": ramp(3, start=50), "v": ramp(9, start=70)[2:4]}
+    watch = Watch(src)
+    order = list(dst)
+    around = raw_bytes(dst["v"].untyped_storage()).clone()
+    st.copy_into(src, dst)
+    watch.check()
+    assert list(dst) == order
+    after = raw_bytes(dst["v"].untyped_storage())
+    assert torch.equal(after[:8], around[:8])
+    assert torch.equal(after[16:], around[16:])
+
+
+def test_parameters_are_written_under_their_optimizer():
+    model = torch.nn.Linear(3, 2)
+    saved = {name: ramp(*tensor.shape, start=5) for name, tensor in model.state_dict().items()}
+    st.copy_into(saved, model.state_dict())
+    assert torch.equal(model.weight, saved["weight"])
+    assert model.weight.requires_grad
+    assert model.weight.is_leaf
+    model(torch.ones(1, 3)).sum().backward()
+
+
+def test_what_a_graph_saved_is_known_to_have_changed():
+    weight = torch.nn.Parameter(ramp(3))
+    loss = (weight * weight).sum()
+    st.copy_into({"w": ramp(3, start=4)}, {"w": weight})
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_versions_of_written_tensors_grow():
+    dst = {"w": ramp(3), "v": ramp(4)[::2]}
+    before = [tensor._version for tensor in dst.values()]
+    st.copy_into({"w": ramp(3, start=5), "v": ramp(2)}, dst)
+    assert all(tensor._version > version for tensor, version in zip(dst.values(), before, strict=True))
+
+
+@pytest.mark.parametrize("make", [dict, OrderedDict, lambda pairs: defaultdict(list, pairs)], ids=["dict", "od", "dd"])
+def test_mappings_match_by_key_whatever_their_kind_and_order(make):
+    src = make([("b", ramp(2)), ("a", ramp(3)), (0, ramp(4))])
+    dst = OrderedDict([(0, ramp(4, start=90)), ("a", ramp(3, start=80)), ("b", ramp(2, start=70))])
+    result = st.copy_into(src, dst)
+    assert type(result) is type(src)
+    assert list(result) == ["b", "a", 0]
+    assert torch.equal(dst["a"], ramp(3))
+    assert torch.equal(dst[0], ramp(4))
+    assert result["b"] is dst["b"]
+
+
+@pytest.mark.parametrize(
+    "src",
+    [
+        ramp(4, 3).t(),
+        ramp(3, 8)[:, ::2],
+        ramp(1, 4).expand(3, 4),
+        ramp(1, 1).expand(3, 4),
+        ramp(3, 4, start=9).requires_grad_(),
+        torch.nn.Parameter(ramp(3, 4)),
+        ramp(5, 4)[1:4],
+    ],
+    ids=["transposed", "strided", "expanded", "filled", "requires_grad", "parameter", "view"],
+)
+@pytest.mark.parametrize(
+    "dst",
+    [
+        lambda: torch.zeros(3, 4),
+        lambda: torch.zeros(4, 3).t(),
+        lambda: torch.zeros(6, 8)[::2, ::2],
+        lambda: torch.nn.Parameter(torch.zeros(3, 4)),
+        lambda: torch.zeros(1, 3, 4)[0],
+    ],
+    ids=["dense", "transposed", "strided", "parameter", "view"],
+)
+def test_strides_need_not_agree(src, dst):
+    target = dst()
+    st.copy_into([src], [target])
+    assert torch.equal(target, src)
+
+
+def conj_of(tensor):
+    return tensor.conj()
+
+
+@pytest.mark.parametrize("src_conj", [False, True])
+@pytest.mark.parametrize("dst_conj", [False, True])
+def test_conjugated_views(src_conj, dst_conj):
+    values = torch.complex(ramp(4), ramp(4, start=10))
+    src = values.conj() if src_conj else values
+    below = torch.zeros(4, dtype=torch.complex64)
+    dst = below.conj() if dst_conj else below
+    st.copy_into({"a": ramp(2), "z": src}, {"a": torch.zeros(2), "z": dst})
+    assert torch.equal(dst, src)
+    assert dst.is_conj() == dst_conj
+    assert torch.equal(below, src.conj() if dst_conj else src)
+
+
+@pytest.mark.parametrize("src_neg", [False, True])
+@pytest.mark.parametrize("dst_neg", [False, True])
+def test_negated_views(src_neg, dst_neg):
+    values = torch.complex(ramp(4), ramp(4, start=10))
+    src = values.conj().imag if src_neg else values.imag
+    below = torch.complex(ramp(4, start=50), ramp(4, start=60))
+    dst = below.conj().imag if dst_neg else below.imag
+    assert dst.is_neg() == dst_neg
+    st.copy_into([src], [dst])
+    assert torch.equal(dst, src)
+
+
+def test_opaque_values_come_from_the_source_and_are_never_aliased():
+    inner = ramp(3)
+    src = {"box": Box(w=inner, items=[1, {"k": inner}]), "w": ramp(2)}
+    dst = {"box": Box(other=ramp(9)), "w": torch.zeros(2)}
+    before = Watch(dst["box"])
+    result = st.copy_into(src, dst)
+    before.check()
+    assert result["box"] is not src["box"]
+    assert result["box"].items is not src["box"].items
+    assert_same(result["box"], src["box"])
+    assert not shares_memory(result["box"], src)
+    assert not shares_memory(result["box"], dst)
+
+
+def test_an_opaque_value_that_cannot_be_copied_leaves_everything_untouched():
+    src = {"a": ramp(3), "box": Box(lines=(n for n in ())), "z": ramp(2)}
+    dst = {"a": torch.zeros(3), "box": Box(), "z": torch.zeros(2)}
+    watch = Watch(dst)
+    with pytest.raises(st.UnsupportedLeaf, match=r"copy_into: .*at box .*generator") as caught:
+        st.copy_into(src, dst)
+    assert str(caught.value.path) == "box"
+    watch.check()
+
+
+class Broken:
+    def __init__(self):
+        self.w = ramp(2)
+
+    def __setstate__(self, state):
+        raise ZeroDivisionError("this cannot be put together")
+
+
+def test_an_opaque_value_that_cannot_be_put_together_leaves_everything_untouched():
+    dst = {"a": torch.zeros(3), "m": {"broken": Broken()}, "z": torch.zeros(2)}
+    watch = Watch(dst)
+    with pytest.raises((st.UnsupportedLeaf, ZeroDivisionError), match="cannot be put together") as caught:
+        st.copy_into({"a": ramp(3), "m": {"broken": Broken()}, "z": ramp(2)}, dst)
+    watch.check()
+    assert "m.broken" in str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
+
+
+@pytest.mark.parametrize("src", [1, None, "x", [], {}, {"a": 1}, (1, (2,))])
+def test_trees_without_tensors(src):
+    assert_same(st.copy_into(src, src), src)
+
+
+def test_a_tensor_is_a_tree():
+    dst = torch.zeros(3)
+    assert st.copy_into(ramp(3), dst) is dst
+    assert torch.equal(dst, ramp(3))
+
+
+def test_empty_and_meta_tensors_have_nothing_to_copy():
+    dst = [torch.empty(0, 3), torch.empty(2, device="meta"), torch.zeros(2)]
+    result = st.copy_into([torch.empty(0, 3), torch.empty(2, device="meta"), ramp(2)], dst)
+    assert result[1] is dst[1]
+    assert torch.equal(dst[2], ramp(2))
+
+
+def test_all_dtypes_are_copied_bit_by_bit():
+    dtypes = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+    plain = [d for d in dtypes if not str(d).removeprefix("torch.").startswith(("q", "quint", "qint"))]
+    assert len(plain) > 30
+
+    def bits(dtype, start):
+        raw = torch.arange(start, start + 6 * dtype.itemsize).to(torch.uint8)
+        raw = raw % 2 if dtype is torch.bool else raw
+        return torch.empty(0, dtype=dtype).set_(raw.untyped_storage(), 0, (6,), (1,))
+
+    for dtype in plain:
+        for cut in (slice(None), slice(1, None, 2)):
+            src, dst = bits(dtype, 1)[cut], bits(dtype, 101)[cut]
+            st.copy_into({"a": ramp(2), "x": src}, {"a": torch.zeros(2), "x": dst})
+            assert_same(dst.detach(), src)
+
+
+# Refused: nothing is written
+
+
+def test_ten_differences_are_all_reported():
+    src = {str(n): ramp(2 + n % 3, start=n) for n in range(10)}
+    dst = {str(n): torch.zeros(7, dtype=torch.float64) for n in range(10)}
+    error = refused(src, dst, "the trees differ in 20 places")
+    assert len(error.differences) == 20
+    assert {str(difference.path) for difference in error.differences} == set(src)
+    assert {difference.kind for difference in error.differences} == {"dtype", "shape"}
+    for name in src:
+        assert f"shape differs at {name}: expected (7,), got ({len(src[name])},)" in str(error)
+
+
+def test_ten_differences_of_ten_kinds_leave_one_good_leaf_untouched():
+    src = {
+        "good": ramp(3),
+        "shape": ramp(3),
+        "dtype": ramp(3),
+        "none": ramp(3),
+        "tensor": None,
+        "number": 3.0,
+        "leaf": ramp(3),
+        "sparse": ramp(3),
+        "meta": ramp(3),
+        "overlaps": ramp(3),
+        "inference": ramp(3),
+    }
+    with torch.inference_mode():
+        inference = torch.zeros(3)
+    dst = {
+        "good": torch.zeros(3),
+        "shape": torch.zeros(1, 3),
+        "dtype": torch.zeros(3, dtype=torch.float16),
+        "none": None,
+        "tensor": torch.zeros(3),
+        "number": torch.zeros(3),
+        "leaf": Box(),
+        "sparse": torch.zeros(3).to_sparse(),
+        "meta": torch.zeros(3, device="meta"),
+        "overlaps": torch.zeros(1).expand(3),
+        "inference": inference,
+    }
+    error = refused(src, dst, "the trees differ in")
+    reported = {str(difference.path) for difference in error.differences}
+    assert reported >= set(src) - {"good", "overlaps", "inference"}
+    assert "good" not in reported
+    for name in ("overlaps", "inference"):
+        refused({"a": ramp(3), name: src[name]}, {"a": torch.zeros(3), name: dst[name]}, name)
+
+
+def test_more_differences_than_anyone_reads_are_counted():
+    error = refused([ramp(2)] * 50, [torch.zeros(3)] * 50, re.escape("… and 30 more"))
+    assert len(error.differences) == 50
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "message"),
+    [
+        (ramp(1), torch.zeros(4), r"shape differs at w: expected \(4,\), got \(1,\)"),
+        (ramp(4), torch.zeros(1), r"shape differs at w: expected \(1,\), got \(4,\)"),
+        (torch.tensor(3.0), torch.zeros(4), r"shape differs at w: expected \(4,\), got \(\)"),
+        (ramp(3, 4), torch.zeros(4, 3), r"shape differs at w: expected \(4, 3\), got \(3, 4\)"),
+        (ramp(12), torch.zeros(3, 4), r"shape differs at w: expected \(3, 4\), got \(12,\)"),
+        (torch.empty(0), torch.empty(0, 3), r"shape differs at w: expected \(0, 3\), got \(0,\)"),
+        (ramp(4), torch.zeros(4, dtype=torch.int64), r"dtype differs at w: expected torch.int64, got torch.float32"),
+        (ramp(4), None, "leaf type differs at w: expected plain value, got Tensor"),
+        (None, torch.zeros(4), "leaf type differs at w: expected Tensor, got plain value"),
+        (1.0, torch.tensor(0.0), "leaf type differs at w: expected Tensor, got plain value"),
+        (torch.tensor(1.0), 0.0, "leaf type differs at w: expected plain value, got Tensor"),
+        (Box(), torch.zeros(4), "leaf type differs at w: expected Tensor, got .*Box"),
+        (ramp(4), Box(), "leaf type differs at w: expected .*Box, got Tensor"),
+        (ramp(4), torch.zeros(4).to_sparse(), "layout differs at w"),
+        (ramp(4).to_sparse(), torch.zeros(4), "layout differs at w"),
+        (ramp(4), torch.zeros(4, device="meta"), "memory differs at w"),
+        (torch.zeros(4, device="meta"), torch.zeros(4), "memory differs at w"),
+        ([ramp(1)], (torch.zeros(1),), "structure differs at w: expected tuple of 1, got list of 1"),
+        ([ramp(1)], torch.zeros(1), r"structure differs at w: expected a leaf \(Tensor\), got list of 1"),
+        (ramp(1), [torch.zeros(1)], r"structure differs at w: expected list of 1, got a leaf \(Tensor\)"),
+        ([ramp(1)], [torch.zeros(1)] * 2, "length differs at w: expected list of 2, got list of 1"),
+        ({"a": ramp(1)}, {"b": torch.zeros(1)}, r"missing differs at w\.a.*\n.*missing differs at w\.b"),
+        ({0: ramp(1)}, {"0": torch.zeros(1)}, r"the trees differ in 2 places"),
+        ({1: ramp(1)}, {True: torch.zeros(1)}, r"the trees differ in 2 places"),
+        (Point(ramp(1), 1), Other(torch.zeros(1), 1), "structure differs at w: expected Other of 2, got Point of 2"),
+        (ramp(4).to(torch.complex64), torch.zeros(4), "dtype differs at w"),
+    ],
+    ids=lambda value: "" if not isinstance(value, str) else value[:30],
+)
+def test_what_does_not_fit_is_refused(src, dst, message):
+    refused(
+        {"first": ramp(3), "w": src, "last": ramp(2)},
+        {"first": torch.zeros(3), "w": dst, "last": torch.zeros(2)},
+        message,
+    )
+
+
+@pytest.mark.parametrize("missing", ["src", "dst"])
+def test_missing_leaves_are_named(missing):
+    full, part = {"a": ramp(2), "m": {"b": ramp(2), "c": 1}}, {"a": ramp(2), "m": {}}
+    error = refused(*((part, full) if missing == "src" else (full, part)), r"2 places")
+    assert {str(difference.path) for difference in error.differences} == {"m.b", "m.c"}
+    assert {difference.kind for difference in error.differences} == {"missing"}
+
+
+def test_a_destination_that_overlaps_itself():
+    for dst in (
+        torch.zeros(1).expand(4),
+        torch.zeros(4, 1).expand(4, 3),
+        torch.zeros(5).as_strided((2, 3), (1, 1)),
+        torch.zeros(20).as_strided((3, 3), (2, 4)),
+    ):
+        src = ramp(*dst.shape)
+        refused([ramp(2), src], [torch.zeros(2), dst], r"overlap differs at 1: .*overlaps itself")
+
+
+def test_dims_that_interleave_without_overlap_are_fine():
+    dst = torch.zeros(20).as_strided((2, 3), (3, 2))  # 0 2 4, 3 5 7
+    st.copy_into([ramp(2, 3)], [dst])
+    assert torch.equal(dst, ramp(2, 3))
+    one = torch.zeros(1).expand(1)
+    st.copy_into([ramp(1, start=5)], [one])
+    assert one.item() == 5
+
+
+def test_an_inference_tensor_cannot_be_written():
+    with torch.inference_mode():
+        dst = torch.zeros(3)
+        refused([ramp(2), ramp(3)], [torch.zeros(2), dst], r"writability differs at 1: .*inference tensor")
+    refused([ramp(3)], [dst], "inference tensor")
+    normal = torch.zeros(3)
+    st.copy_into([dst], [normal])  # it can be read
+
+
+@pytest.mark.parametrize("which", ["src", "dst"])
+@pytest.mark.parametrize("nbytes", [0, 8])
+def test_freed_and_shrunk_storages(which, nbytes):
+    src, dst = [ramp(2), ramp(4), ramp(3)[1:]], [torch.zeros(2), torch.zeros(4), torch.zeros(2)]
+    (src if which == "src" else dst)[1].untyped_storage().resize_(nbytes)
+    watches = Watch(src), Watch(dst)
+    with pytest.raises((st.TreeMismatch, st.UnsupportedLeaf), match=r"copy_into: .* 1.*(freed|no memory|got)"):
+        st.copy_into(src, dst)
+    for watch in watches:
+        watch.check()
+
+
+def test_a_freed_view_at_an_offset():
+    src = [ramp(10)[6:]]
+    src[0].untyped_storage().resize_(20)
+    dst = [torch.zeros(4)]
+    with pytest.raises((st.TreeMismatch, st.UnsupportedLeaf), match="copy_into: "):
+        st.copy_into(src, dst)
+    assert torch.equal(dst[0], torch.zeros(4))
+
+
+def test_cycles_are_refused_on_both_sides():
+    cyclic = {"w": torch.zeros(2)}
+    cyclic["again"] = cyclic
+    plain = {"w": ramp(2), "again": 1}
+    for pair in ((cyclic, plain), (plain, cyclic), (cyclic, cyclic)):
+        with pytest.raises(st.CyclicTree, match="again"):
+            st.copy_into(*pair)
+    assert torch.equal(cyclic["w"], torch.zeros(2))
+
+
+# Overlap between destinations
+
+
+def overlapping(kind, start=0):
+    base = ramp(10, start=start)
+    return {
+        "same object": lambda: [base, base],
+        "same place": lambda: [base, base[:]],
+        "shifted": lambda: [base[:6], base[4:]],
+        "inside": lambda: [base, base[3:5]],
+        "interleaved": lambda: [base[::2], base[1::2]],
+        "reinterpreted": lambda: [base, base.view(torch.int32)],
+        "smaller items": lambda: [base[:2], base.view(torch.uint8)[4:8]],
+        "transposed": lambda: [base[:9].view(3, 3), base[:9].view(3, 3).t()],
+    }[kind]()
+
+
+OVERLAPS = [
+    "same object",
+    "same place",
+    "shifted",
+    "inside",
+    "interleaved",
+    "reinterpreted",
+    "smaller items",
+    "transposed",
+]
+
+
+@pytest.mark.parametrize("kind", OVERLAPS)
+def test_destinations_that_overlap_like_their_sources(kind):
+    src, dst = overlapping(kind, start=100), overlapping(kind)
+    result = st.copy_into(src, dst)
+    assert_same(result, src)
+
+
+@pytest.mark.parametrize("kind", OVERLAPS)
+def test_destinations_that_overlap_where_the_sources_agree(kind):
+    src = [tensor.clone() for tensor in overlapping(kind, start=100)]
+    dst = overlapping(kind)
+    st.copy_into(src, dst)
+    for a, b in zip(src, dst, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in OVERLAPS if kind != "interleaved"])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_destinations_that_overlap_where_the_sources_differ(kind, reverse):
+    src = [tensor.clone() for tensor in overlapping(kind, start=100)]
+    src[1] = src[1].flip(0) if kind != "smaller items" else src[1] + 1
+    if kind == "transposed":
+        src[1] = src[1] + 1
+    dst = overlapping(kind)
+    src, dst = [ramp(2), *src], [torch.zeros(2), *dst]
+    if reverse:
+        src.reverse()
+        dst.reverse()
+    refused(src, dst, "overlap differs at")
+
+
+def test_interleaved_destinations_do_not_overlap():
+    base = torch.zeros(10)
+    st.copy_into([ramp(5), ramp(5, start=50)], [base[::2], base[1::2]])
+    assert base[:4].tolist() == [0, 50, 1, 51]
+
+
+def test_overlap_of_conjugated_views():
+    base = torch.complex(ramp(3), ramp(3, start=5))
+    new = torch.complex(ramp(3, start=20), ramp(3, start=30))
+    refused([new, new], [base, base.conj()], "overlap differs at")
+    refused([new.conj(), new.conj()], [base, base.conj()], "overlap differs at")
+    dst = [base, base.conj()]
+    st.copy_into([new, new.conj()], dst)
+    assert torch.equal(dst[0], new)
+    assert torch.equal(dst[1], new.conj())
+    dst = [base, base.conj()]
+    st.copy_into([new.clone(), new.conj().resolve_conj()], dst)
+    assert torch.equal(dst[1], new.conj())
+
+
+def test_overlap_of_negated_views():
+    base = torch.complex(ramp(3), ramp(3, start=5))
+    dst = [base.imag, base.conj().imag]
+    refused([ramp(3, start=9), ramp(3, start=9)], dst, "overlap differs at")
+    shared = ramp(3, start=9)
+    refused([shared, shared], dst, "overlap differs at")
+    st.copy_into([shared, -shared], dst)
+    assert torch.equal(dst[0], shared)
+
+
+def test_overlap_after_a_cast_is_judged_by_what_is_written():
+    base = torch.zeros(4, dtype=torch.bfloat16)
+    close = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    st.copy_into([close, close + 1e-4], [base, base[:]], cast=True)
+    assert torch.equal(base.float(), close)
+    refused([close, close + 1], [base, base[:]], "overlap differs at", cast=True)
+
+
+def test_nan_and_zero_signs_decide_too():
+    base = torch.zeros(2)
+    refused([torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0])], [base, base[:]], "overlap differs")
+    nan = torch.tensor([float("nan"), 1.0])
+    st.copy_into([nan, nan.clone()], [base, base[:]])
+
+
+def test_numpy_arrays_tie_tensors_too():
+    """Two tensors on one array have storages of their own, on the same memory."""
+    array = np.zeros(10, dtype=np.float32)
+    first, second = torch.from_numpy(array), torch.from_numpy(array)
+    refused([ramp(10), ramp(10, start=50)], [first, second], "overlap differs at")
+    refused([ramp(9), ramp(9, start=50)], [first[1:], second[:-1]], "overlap differs at")
+    st.copy_into([ramp(10), ramp(10)], [first, second])
+    assert array.tolist() == list(range(10))
+
+
+# Source and destination share memory
+
+
+@pytest.mark.parametrize("shift", [-300, -1, 0, 1, 300])
+@pytest.mark.parametrize("step", [1, 2])
+def test_shifted_views_of_one_storage(shift, step):
+    base = ramp(2000)
+    src, dst = base[500:1500:step], base[500 + shift : 1500 + shift : step]
+    expected = src.clone()
+    st.copy_into([src], [dst])
+    assert torch.equal(dst, expected)
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_shifted_views_of_one_numpy_array(shift):
+    array = np.arange(300_000, dtype=np.float32)
+    src = torch.from_numpy(array)[10:-10]
+    dst = torch.from_numpy(array)[10 + shift : len(array) - 10 + shift]
+    expected = src.clone()
+    st.copy_into([src], [dst])
+    assert torch.equal(dst, expected)
+
+
+def test_an_exchange():
+    a, b = ramp(5), ramp(5, start=50)
+    st.copy_into([a, b], [b, a])
+    assert torch.equal(a, ramp(5, start=50))
+    assert torch.equal(b, ramp(5))
+    base = ramp(8)
+    st.copy_into([base[:4], base[4:]], [base[4:], base[:4]])
+    assert base.tolist() == [4, 5, 6, 7, 0, 1, 2, 3]
+
+
+def test_a_transposition_in_place():
+    square = ramp(40, 40)
+    expected = square.t().clone()
+    st.copy_into([square.t()], [square])
+    assert torch.equal(square, expected)
+
+
+def test_a_reinterpretation_in_place():
+    base = ramp(8)
+    expected = base.clone().view(torch.int32)[2:].clone()
+    st.copy_into([base.view(torch.int32)[2:]], [base.view(torch.int32)[:-2]])
+    assert torch.equal(base.view(torch.int32)[:-2], expected)
+
+
+def test_a_tree_into_itself():
+    tree = {"a": ramp(4), "b": [ramp(3)[::2]], "z": torch.complex(ramp(2), ramp(2)).conj(), "n": 3}
+    expected = {"a": ramp(4), "b": [ramp(3)[::2]], "z": torch.complex(ramp(2), ramp(2)).conj(), "n": 3}
+    assert_same(st.copy_into(tree, tree), expected, storages=False)
+
+
+# Views that autograd watches over
+
+
+def test_pieces_of_one_leaf():
+    weight = ramp(2, 3).requires_grad_()
+    pieces = list(weight.unbind())
+    with torch.no_grad():
+        halves = list(weight.split(1))
+    for dst in (pieces, halves):
+        try:
+            st.copy_into([ramp(*piece.shape, start=n) for n, piece in enumerate(dst)], dst)
+        except st.StateTreeError:
+            assert torch.equal(weight.detach(), ramp(2, 3))
+        else:
+            assert torch.equal(dst[1].detach().reshape(-1), ramp(3, start=1))
+        with torch.no_grad():
+            weight.copy_(ramp(2, 3))
+
+
+# cast=True
+
+
+LOSSLESS = [
+    (torch.int8, torch.int16),
+    (torch.int8, torch.int64),
+    (torch.uint8, torch.int16),
+    (torch.int16, torch.float32),
+    (torch.int8, torch.float16),
+    (torch.uint8, torch.bfloat16),
+    (torch.int32, torch.float64),
+    (torch.bool, torch.int8),
+    (torch.bool, torch.float16),
+    (torch.float16, torch.float32),
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.float64),
+    (torch.float32, torch.complex64),
+    (torch.complex64, torch.complex128),
+    (torch.uint16, torch.int32),
+]
+LOSSY_FLOATS = [
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
+    (torch.float64, torch.float32),
+    (torch.bfloat16, torch.float16),
+    (torch.float32, torch.float8_e4m3fn),
+    (torch.complex128, torch.complex64),
+    (torch.float64, torch.complex64),
+]
+NEVER = [
+    (torch.float32, torch.int8),
+    (torch.float32, torch.int64),
+    (torch.float64, torch.bool),
+    (torch.complex64, torch.float32),
+    (torch.complex64, torch.float64),
+    (torch.complex64, torch.int64),
+    (torch.int64, torch.int32),
+    (torch.int64, torch.float32),
+    (torch.int64, torch.float64),
+    (torch.int32, torch.float32),
+    (torch.int16, torch.float16),
+    (torch.int16, torch.bfloat16),
+    (torch.int8, torch.uint8),
+    (torch.uint8, torch.int8),
+    (torch.int8, torch.bool),
+    (torch.uint16, torch.int16),
+    (torch.uint64, torch.int64),
+]
+
+
+@pytest.mark.parametrize(("source", "target"), LOSSLESS + LOSSY_FLOATS, ids=str)
+def test_casts_that_are_allowed(source, target):
+    src = ramp(5).to(source)
+    dst = torch.zeros(5, dtype=target)
+    refused([src], [dst], f"dtype differs at 0: expected {target}, got {source}")
+    result = st.copy_into([src], [dst], cast=True)
+    assert result[0] is dst
+    assert dst.dtype == target
+    assert_same(dst, src.to(target))
+
+
+@pytest.mark.parametrize(("source", "target"), NEVER, ids=str)
+def test_casts_that_are_never_allowed(source, target):
+    src = [ramp(2), ramp(5).to(source)]
+    refused(
+        src,
+        [torch.zeros(2), torch.zeros(5, dtype=target)],
+        f"dtype differs at 1: expected {target}, got {source}",
+        cast=True,
+    )
+
+
+def test_three_hundred_does_not_fit_into_a_byte():
+    dst = torch.zeros(1, dtype=torch.int8)
+    refused([torch.tensor([300.0])], [dst], "dtype differs at 0: expected torch.int8, got torch.float32", cast=True)
+    refused([torch.tensor([300])], [dst], "dtype differs at 0: expected torch.int8, got torch.int64", cast=True)
+
+
+def test_shapes_are_not_broadcast_by_a_cast():
+    refused(
+        [ramp(1)], [torch.zeros(4, dtype=torch.float64)], r"shape differs at 0: expected \(4,\), got \(1,\)", cast=True
+    )
+
+
+def every_dtype():
+    names = sorted(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))
+    return sorted({getattr(torch, name) for name in names}, key=str)
+
+
+def raw_tensor(dtype, count=6):
+    bits = torch.arange(1, 1 + count * dtype.itemsize).to(torch.uint8)
+    bits = bits % 2 if dtype is torch.bool else bits
+    return torch.empty(0, dtype=dtype).set_(bits.untyped_storage(), 0, (count,), (1,))
+
+
+def test_the_whole_matrix_of_casts_is_all_or_nothing():
+    """Whatever cast=True says yes to is then done; whatever it says no to leaves everything as it was."""
+    allowed = 0
+    dtypes = [dtype for dtype in every_dtype() if not str(dtype).startswith(("torch.q", "torch.quint"))]
+    assert len(dtypes) > 35
+    for source in dtypes:
+        for target in dtypes:
+            first, dst = torch.zeros(2), raw_tensor(target)
+            src = raw_tensor(source)
+            before = raw_bytes(dst.untyped_storage()).clone()
+            if castable(source, target) or source == target:
+                st.copy_into([ramp(2), src], [first, dst], cast=True)
+                assert torch.equal(first, ramp(2)), (source, target)
+                allowed += 1
+                continue
+            with pytest.raises(st.TreeMismatch, match="dtype differs at 1"):
+                st.copy_into([ramp(2), src], [first, dst], cast=True)
+            assert torch.equal(first, torch.zeros(2)), (source, target)
+            assert torch.equal(raw_bytes(dst.untyped_storage()), before), (source, target)
+    assert allowed > 100
+
+
+@pytest.mark.parametrize("source", [torch.int8, torch.uint8, torch.int16, torch.uint16, torch.bool], ids=str)
+def test_integer_casts_lose_nothing(source):
+    low, high = (0, 1) if source is torch.bool else (torch.iinfo(source).min, torch.iinfo(source).max)
+    values = torch.arange(low, high + 1, max(1, (high - low) // 5000)).to(source)
+    values[-1] = high
+    for target in every_dtype():
+        if source == target or str(target).startswith(("torch.q", "torch.quint")) or not castable(source, target):
+            continue
+        dst = torch.zeros(len(values), dtype=target)
+        st.copy_into([values], [dst], cast=True)
+        back = dst.real if target.is_complex else dst
+        assert torch.equal(back.to(torch.float64).to(torch.int64), values.to(torch.int64)), target
+
+
+# Faults
+
+
+def test_whatever_fails_before_the_writing_nothing_is_written():
+    base = ramp(10, start=100)
+    src = {
+        "a": ramp(4),
+        "tied": [base[:6], base[4:]],
+        "box": Box(w=ramp(2)),
+        "p": torch.nn.Parameter(ramp(3)),
+        "sparse": ramp(3).to_sparse(),
+    }
+    dst = {
+        "a": torch.zeros(4),
+        "tied": [torch.zeros(6), torch.zeros(6)],
+        "box": Box(),
+        "p": torch.nn.Parameter(torch.zeros(3)),
+        "sparse": torch.full((3,), 9.0).to_sparse(),
+    }
+    src["sparse"] = (ramp(3) + 1).to_sparse()
+    watch = Watch(dst)
+    writing = []
+    real = torch._foreach_copy_
+
+    def after(where):
+        assert torch.is_grad_enabled()
+        watch.check()
+
+    def action():
+        st.copy_into(src, dst)
+
+    def stop(*args, **keywords):
+        writing.append(1)
+        raise InterruptedError
+
+    torch._foreach_copy_ = stop
+    try:
+        fail_each(lambda: _until_writing(action), after, step="call", error=MemoryError)
+        fail_each(lambda: _until_writing(action), after, step="signal", error=KeyboardInterrupt, stride=7)
+    finally:
+        torch._foreach_copy_ = real
+    assert writing
+    watch.check()
+    assert_same(st.copy_into(src, dst), src, ties=False)
+
+
+def _until_writing(action):
+    with contextlib.suppress(InterruptedError):
+        action()

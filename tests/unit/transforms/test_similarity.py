@@ -1,0 +1,453 @@
+"""``similarity``: total, symmetric, read-only, and if it is true ``copy_into`` succeeds."""
+
+import datetime
+import decimal
+import enum
+import math
+import re
+from collections import OrderedDict, namedtuple
+
+import numpy as np
+import pytest
+import torch
+
+import statetree as st
+from statetree import Path
+from tests.oracle import assert_same
+from tests.trees import TREES
+from tests.watching import Watch
+
+Point = namedtuple("Point", "x y")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+    pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state"),
+]
+
+
+class Box:
+    """An opaque object."""
+
+    def __init__(self, **content):
+        self.__dict__.update(content)
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+def ramp(*shape, dtype=torch.float32, start=0):
+    count = int(np.prod(shape))
+    return torch.arange(start, start + count).to(dtype).reshape(shape)
+
+
+def both(a, b, **options):
+    """Compare in both directions: the answers mirror each other, and nothing changes."""
+    watches = Watch(a), Watch(b)
+    there, back = st.similarity(a, b, **options), st.similarity(b, a, **options)
+    for watch in watches:
+        watch.check()
+    assert bool(there) == bool(back)
+    assert there.count == back.count
+    assert sorted((str(d.path), d.kind) for d in there.differences) == sorted(
+        (str(d.path), d.kind) for d in back.differences
+    )
+    return there
+
+
+def differs(a, b, kind, path="", **options):
+    report = both(a, b, **options)
+    assert not report
+    assert [(difference.kind, str(difference.path)) for difference in report.differences] == [(kind, path)]
+    return report
+
+
+# True
+
+
+@pytest.mark.parametrize("tree", [tree for tree in TREES if not tree.keyed_by_identity], ids=str)
+@pytest.mark.parametrize("values", [False, True])
+def test_equal_trees_are_similar(tree, values):
+    if tree.refused and values:
+        pytest.skip("its bytes cannot be read")
+    a, b = tree.make(), tree.make()
+    report = both(a, b, values=values)
+    if not tree.refused:
+        assert report, report
+
+
+@pytest.mark.parametrize("tree", TREES, ids=str)
+def test_a_tree_is_similar_to_itself(tree):
+    made = tree.make()
+    # What cannot be copied is like nothing, not even itself: else copy_into would have to succeed (which leaves
+    # attributes of tensors alone).
+    expected = not tree.refused or tree.name == "tensor_that_is_its_own_attribute"
+    found = bool(both(made, made)), bool(both(made, made, values=True))
+    assert found == (expected, expected)
+
+
+@pytest.mark.parametrize("tree", [tree for tree in TREES if not tree.keyed_by_identity], ids=str)
+def test_where_it_is_true_copy_into_succeeds(tree):
+    a, b = tree.make(), tree.make()
+    if not st.similarity(a, b):
+        return
+    try:
+        result = st.copy_into(a, b)
+    except st.TreeMismatch as error:
+        # Only what cannot be written at all is left out of the promise.
+        assert {difference.kind for difference in error.differences} <= {"writability", "overlap"}, error
+        assert "overlaps itself" in str(error) or "inference" in str(error)
+        return
+    assert st.similarity(a, result, values=True)
+
+
+def test_what_is_not_compared():
+    a = {"w": ramp(3, 4), "v": ramp(4, start=9)}
+    b = {"v": torch.nn.Parameter(ramp(8, start=50)[::2]), "w": ramp(4, 3, start=99).t().requires_grad_()}
+    a["w"].note = "seen"
+    assert both(a, b)
+    assert both(OrderedDict(a), b)
+    assert not both(a, b, values=True)
+
+
+def test_plain_values_are_compared_by_type_only():
+    assert both({"n": 1, "s": "a", "t": (1.0, None)}, {"n": 2, "s": "b", "t": (2.5, None)})
+    for one, other in [(1, 1.0), (1, True), (1.0, None), ("a", b"a"), (Color.RED, 1)]:
+        differs({"n": one}, {"n": other}, "type", "n")
+        differs({"n": one}, {"n": other}, "type", "n", values=True)
+
+
+def test_values_are_compared_by_value_where_asked():
+    for one, other in [(1, 2), (1.0, 1.5), ("a", "b"), (True, False), (Color.RED, Color.BLUE), (b"a", b"b")]:
+        assert both({"n": one}, {"n": other})
+        differs({"n": one}, {"n": other}, "value", "n", values=True)
+        assert both({"n": one}, {"n": one}, values=True)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: float("nan"),
+        lambda: complex(float("nan"), 1),
+        lambda: complex(1, float("nan")),
+        lambda: decimal.Decimal("NaN"),
+        lambda: (float("nan"), [float("nan")]),
+        lambda: {0, 8, 16, 24},
+        lambda: frozenset({"a", "b"}),
+        lambda: datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC),
+        lambda: 10**400,
+        lambda: -0.0,
+        lambda: np.arange(3),
+        lambda: np.float32(1.5),
+        lambda: slice(1, 2),
+        lambda: Box(w=1, nan=float("nan")),
+        lambda: Box(w=ramp(3), inner=Box(v=ramp(2))),
+        lambda: math.inf,
+    ],
+    ids=lambda make: type(make()).__name__,
+)
+def test_equal_values_are_equal(make):
+    assert both([make()], [make()], values=True)
+
+
+def test_sets_have_no_order():
+    assert both([{0, 8}], [{8, 0}], values=True)
+    assert not both([{0, 8}], [{8, 1}], values=True)
+
+
+# Bytes
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.tensor([0.0]), torch.tensor([-0.0])),
+        (
+            torch.tensor([0x7FC00000]).to(torch.int32).view(torch.float32),
+            torch.tensor([0x7FC00001]).to(torch.int32).view(torch.float32),
+        ),
+        (torch.tensor([1, 2]), torch.tensor([1, 3])),
+        (torch.tensor([True]), torch.tensor([False])),
+        (torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([1.0078125], dtype=torch.bfloat16)),
+        (torch.tensor([1 + 2j]), torch.tensor([1 - 2j])),
+    ],
+    ids=["zero sign", "nan payload", "int", "bool", "bf16", "complex"],
+)
+def test_one_bit_is_enough(one, other):
+    assert both({"w": one}, {"w": other})
+    report = differs({"w": one}, {"w": other}, "value", "w", values=True)
+    assert "elements differ" in str(report)
+    assert both({"w": one}, {"w": one.clone()}, values=True)
+
+
+def test_nan_is_nan():
+    assert both([torch.tensor([float("nan"), 1.0])], [torch.tensor([float("nan"), 1.0])], values=True)
+
+
+def test_the_first_differing_element_is_shown():
+    a, b = ramp(3, 4), ramp(3, 4)
+    b[1, 2] = 77
+    b[2, 3] = 78
+    report = differs([a], [b.t().contiguous().t()], "value", "0", values=True)
+    assert re.search(r"6\.0 at index \(1, 2\).*2 of 12 elements.*77\.0", str(report))
+
+
+def test_bits_are_what_they_stand_for():
+    z = torch.complex(ramp(3), ramp(3, start=1))
+    assert both([z.conj()], [z.conj().resolve_conj()], values=True)
+    assert both([z.conj().imag], [-z.imag], values=True)
+    assert not both([z.conj()], [z], values=True)
+
+
+# Every difference
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "kind", "path"),
+    [
+        (ramp(3), ramp(4), "shape", ""),
+        (ramp(1), torch.tensor(0.0), "shape", ""),
+        (ramp(3), ramp(3).double(), "dtype", ""),
+        (ramp(3), 3, "leaf type", ""),
+        (ramp(3), None, "leaf type", ""),
+        (ramp(3), Box(), "leaf type", ""),
+        (ramp(3), torch.empty(3, device="meta"), "memory", ""),
+        ([1], (1,), "structure", ""),
+        ([1], [1, 2], "length", ""),
+        ([1], {"a": 1}, "structure", ""),
+        ([1], 1, "structure", ""),
+        ({"a": {"b": 1}}, {"a": {}}, "missing", "a.b"),
+        ({"a": [ramp(2)]}, {"a": [ramp(3)]}, "shape", "a.0"),
+        (Point(1, 2), (1, 2), "structure", ""),
+        (Box(), Point, "type", ""),
+        (Box(), 1, "type", ""),
+        (int, 1, "type", ""),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_one_difference(a, b, kind, path):
+    differs(a, b, kind, path)
+    differs(a, b, kind, path, values=True)
+
+
+def test_layouts():
+    report = both({"w": ramp(3)}, {"w": ramp(3).to_sparse()})
+    assert "layout" in {difference.kind for difference in report.differences}
+    assert {str(difference.path) for difference in report.differences} == {"w"}
+
+
+def test_every_difference_is_reported():
+    a = {f"k{n}": ramp(n + 1) for n in range(10)}
+    b = {f"k{n}": ramp(n + 2) for n in range(10)}
+    report = both(a, b)
+    assert report.count == 10
+    assert str(report).startswith("10 differences:")
+    assert all(f"shape differs at k{n}: ({n + 1},) against ({n + 2},)" in str(report) for n in range(10))
+    assert report.differences[0].path == Path(("k0",))
+    assert report.differences[0].left == (1,)
+    assert report.differences[0].right == (2,)
+
+
+def test_differences_are_capped_and_counted():
+    report = both([ramp(1)] * 5000, [ramp(2)] * 5000)
+    assert report.count == 5000
+    assert len(report.differences) == 1000
+    assert "… and 4980 more" in str(report)
+    assert len(str(report).splitlines()) < 30
+
+
+def test_similar_says_so():
+    assert str(st.similarity([1], [2])) == "similar"
+
+
+def test_differences_in_structure_and_bytes_of_many_kinds():
+    a = {"x": ramp(2), "y": 1, "z": [ramp(3), "a"], "o": Box(w=ramp(2))}
+    b = {"x": ramp(2, start=5), "y": 2, "z": [ramp(3, start=1), "b"], "o": Box(w=ramp(2, start=3))}
+    assert both(a, b)
+    report = both(a, b, values=True)
+    assert {str(d.path) for d in report.differences} == {"x", "y", "z.0", "z.1", "o"}
+
+
+# Ties
+
+
+def test_ties_matter_where_values_differ():
+    base = ramp(4)
+    tied = {"a": base, "b": base}
+    apart = {"a": ramp(4), "b": ramp(4, start=50)}
+    assert not both(tied, apart)
+    assert both(tied, {"a": ramp(4, start=7), "b": ramp(4, start=7)})
+    report = st.similarity(tied, apart)
+    assert {difference.kind for difference in report.differences} == {"ties"}
+    with pytest.raises(st.TreeMismatch, match="overlap differs"):
+        st.copy_into(apart, tied)
+    st.copy_into(tied, apart)
+
+
+def test_similar_and_freed():
+    freed, whole = ramp(4), ramp(4)
+    freed.untyped_storage().resize_(0)
+    report = both({"w": freed}, {"w": whole})
+    assert not report
+    both({"w": freed}, {"w": whole}, values=True)
+    other = ramp(4)
+    other.untyped_storage().resize_(0)
+    both({"w": freed}, {"w": other})
+    both({"w": freed}, {"w": other}, values=True)
+
+
+# Total
+
+
+class Hostile:
+    """Has an opinion about everything, and it is always an exception."""
+
+    def _refuse(self, *args, **kwargs):
+        raise RuntimeError("leave me alone")
+
+    __eq__ = __ne__ = __repr__ = __str__ = __bool__ = __len__ = __lt__ = __iter__ = __getattr__ = _refuse
+    __hash__ = _refuse
+
+
+class HostileKey:
+    def __init__(self, number):
+        self.number = number
+
+    def __hash__(self):
+        return 1
+
+    def __eq__(self, other):
+        raise RuntimeError("I am like nobody")
+
+    __repr__ = __str__ = __eq__
+
+
+class AmbiguousKey:
+    def __init__(self):
+        self.w = torch.ones(2)
+
+    def __eq__(self, other):
+        return self.w == self.w  # has no truth value
+
+    def __hash__(self):
+        return 7
+
+
+class Moody(type):
+    def __eq__(cls, other):
+        raise RuntimeError("classes have feelings")
+
+    def __hash__(cls):
+        return 3
+
+
+class OfMoodyClass(metaclass=Moody):
+    pass
+
+
+class NoPickle:
+    def __reduce_ex__(self, protocol):
+        raise RuntimeError("not me")
+
+
+class LiesAboutItself:
+    @property
+    def __class__(self):
+        return torch.Tensor
+
+
+class BadWrapper(torch.Tensor):
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        raise RuntimeError("do not look inside")
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, context, shape, stride):
+        return cls(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise RuntimeError("do not compute")
+
+
+ODD = {
+    "hostile": Hostile,
+    "hostile key": lambda: {HostileKey(1): 1},
+    "ambiguous key": lambda: {AmbiguousKey(): ramp(2)},
+    "moody class": OfMoodyClass,
+    "unpicklable": NoPickle,
+    "liar": LiesAboutItself,
+    "bad wrapper": lambda: BadWrapper(ramp(2)),
+    "generator": lambda: (n for n in ()),
+    "module": lambda: math,
+    "class": lambda: Box,
+    "lambda": lambda: lambda: 1,
+    "mkldnn": lambda: ramp(2, 2).to_mkldnn(),
+    "zero tensor": lambda: torch._efficientzerotensor(3),
+    "quint4x2": lambda: torch.quantize_per_channel(ramp(2, 2), torch.ones(2), torch.zeros(2), 0, torch.quint4x2),
+    "vague": lambda: Box(h=Hostile()),
+    "weird list": lambda: [Hostile(), HostileKey(3)],
+    "not a number key": lambda: {float("nan"): 1},
+    "uninitialized": lambda: torch.nn.UninitializedParameter(),
+    "freed": lambda: _freed(),
+    "tensor": lambda: ramp(2),
+    "none": lambda: None,
+}
+
+
+def _freed():
+    tensor = ramp(4)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("values", [False, True])
+@pytest.mark.parametrize("one", ODD.values(), ids=ODD)
+def test_any_two_values_can_be_compared(one, values):
+    a = one()
+    for other in ODD.values():
+        b = other()
+        for left, right in ((a, b), ({"k": a}, {"k": b}), ([1, a, ramp(2)], [1, b, ramp(2)])):
+            there = st.similarity(left, right, values=values)
+            back = st.similarity(right, left, values=values)
+            assert bool(there) == bool(back)
+            assert "%PATH%" not in str(there)
+            assert (there.count == 0) == bool(there)
+
+
+def test_interrupts_are_not_swallowed():
+    class Impatient:
+        def __reduce__(self):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        st.similarity([Impatient()], [Impatient()])
+
+
+def test_cycles_are_named():
+    cyclic = {"w": 1}
+    cyclic["again"] = cyclic
+    with pytest.raises(st.CyclicTree, match="again"):
+        st.similarity(cyclic, {"w": 1, "again": 2})
+
+
+def test_keys_are_matched_by_type():
+    assert both({1: "a", True + 1: "b"}, {2: "b", 1: "a"})
+    assert not both({1: "a"}, {True: "a"})
+    assert not both({1: "a"}, {1.0: "a"})
+    assert not both({"1": "a"}, {1: "a"})
+    assert both({float("nan"): 1}, {float("nan"): 2})
+
+
+def test_the_result_can_be_kept():
+    report = st.similarity([ramp(2)], [ramp(3)])
+    assert hash(report) == hash(st.similarity([ramp(2)], [ramp(3)]))
+    assert report == st.similarity([ramp(2)], [ramp(3)])
+    assert_same(report.count, 1)
