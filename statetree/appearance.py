@@ -1,17 +1,22 @@
-"""Appearance: tensors that look like ones seen before need not be asked again.
+"""Appearance and place: tensors that look and lie like ones seen before need not be asked again.
 
 The same states come back: staged every hundred steps, compared, copied into. What tensors look like (all but their
 memory) is remembered for a few lists of tensors, and compared in one call in C++ at a tenth of the cost of asking for
-each attribute. Nothing of the tensors themselves is kept.
+each attribute. What follows from their addresses is remembered for a few lists of addresses. Nothing of the tensors
+themselves is kept.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, Final
 
+from statetree.columns import addresses
 from statetree.torch_internals import geometry_guard
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from statetree.columns import Columns
 
 #: The columns that are known of tensors that look the same.
@@ -32,26 +37,80 @@ _KNOWN: Final = (
 #: Fewer tensors are asked as quickly as they are recognised; more would take too much memory to remember.
 _FEWEST: Final = 64
 _MOST: Final = 200_000
-#: How many appearances are remembered.
+#: How many appearances are remembered, and how many places for each.
 _REMEMBERED: Final = 8
+_PLACES: Final = 4
+#: How many tensors are asked everything at a time.
+_PIECE: Final = 500
+
+
+class Place:
+    """Where tensors of one appearance lie, and what follows from that.
+
+    Their memory was found whole once. A storage that is resized moves, so that it still is where they lie at the same
+    addresses.
+    """
+
+    __slots__ = ("__weakref__", "_apart", "_partner", "pointers")
+
+    def __init__(self, columns: Columns) -> None:
+        self.pointers = columns.pointers
+        self._apart: bool | None = None
+        self._partner: tuple[weakref.ref[Place], bool] | None = None
+
+    def apart(self, columns: Columns) -> bool:
+        """Whether no two of these tensors lie over each other (see ``Columns.apart``)."""
+        if self._apart is None:
+            self._apart = columns.lie_apart()
+        return self._apart
+
+    def apart_from(self, other: Place, judge: Callable[[], bool]) -> bool:
+        """Return what ``judge`` says about the tensors here and those at another place. The last answer is kept."""
+        known = self._partner
+        if known is None or known[0]() is not other:
+            known = self._partner = (weakref.ref(other), judge())
+        return known[1]
 
 
 class Appearance:
     """What a list of plain tensors looks like."""
 
-    __slots__ = ("_count", "_facts", "_guard")
+    __slots__ = ("_count", "_facts", "_guards", "_places")
 
     def __init__(self, columns: Columns) -> None:
         self._count = len(columns.tensors)
         self._facts: dict[str, Any] = {name: getattr(columns, name) for name in _KNOWN}
-        self._guard = geometry_guard(columns.tensors, columns.shapes, columns.strides)
+        self._guards = [
+            geometry_guard(columns.tensors[piece], columns.shapes[piece], columns.strides[piece])
+            for piece in _pieces(self._count)
+        ]
+        self._places: tuple[Place, ...] = ()
 
     def is_of(self, columns: Columns) -> bool:
         """Whether tensors look like these; then their columns are known. It may say no where they do."""
-        if self._guard is None or len(columns.tensors) != self._count or not self._guard(columns.tensors):
+        if len(columns.tensors) != self._count:
             return False
+        pointers: list[int] = []
+        for piece, guard in zip(_pieces(self._count), self._guards, strict=True):
+            tensors = columns.tensors[piece]
+            if guard is None or not guard(tensors):
+                return False
+            pointers += addresses(tensors)
         columns.adopt(self._facts)
+        columns.adopt({"pointers": pointers})
+        columns.appearance = self
+        columns.place = next((place for place in self._places if place.pointers == pointers), None)
         return True
+
+    def remember_place(self, columns: Columns) -> None:
+        """Remember where tensors lie whose memory was found whole."""
+        columns.place = Place(columns)
+        self._places = (columns.place, *self._places[: _PLACES - 1])
+
+
+def _pieces(count: int) -> list[slice]:
+    """Cut a list: what was just looked at is still in the processor's cache for the next question."""
+    return [slice(start, start + _PIECE) for start in range(0, count, _PIECE)]
 
 
 _remembered: tuple[Appearance, ...] = ()

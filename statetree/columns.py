@@ -17,12 +17,22 @@ if TYPE_CHECKING:
 
     import torch
 
+    from statetree.appearance import Appearance, Place
+
+
+def addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the addresses of the first elements; 0 for tensors without memory (empty, meta, freed)."""
+    return list(map(TENSOR_BASE.data_ptr, tensors))
+
 
 class Columns:
     """The attributes of a list of plain tensors, each as a list in the same order."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = tensors
+        #: What these tensors look like and where they lie, if both were seen before.
+        self.appearance: Appearance | None = None
+        self.place: Place | None = None
 
     def adopt(self, columns: Mapping[str, Any]) -> None:
         """Take over columns that are known to hold for these tensors."""
@@ -100,8 +110,7 @@ class Columns:
 
     @cached_property
     def pointers(self) -> list[int]:
-        """The addresses of the first elements; 0 for tensors without memory (empty, meta, freed)."""
-        return list(map(TENSOR_BASE.data_ptr, self.tensors))
+        return addresses(self.tensors)
 
     @cached_property
     def storage_keys(self) -> list[int]:
@@ -133,6 +142,10 @@ class Columns:
     @cached_property
     def apart(self) -> bool:
         """Whether no two tensors lie over each other, by their addresses. It may say no where none do."""
+        return self.lie_apart() if self.place is None else self.place.apart(self)
+
+    def lie_apart(self) -> bool:
+        """Work out ``apart``."""
         if not all(self.contiguous):
             return False
         size = dict(zip(self.pointers, self.nbytes, strict=True))

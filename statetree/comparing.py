@@ -36,8 +36,10 @@ class Pairing:
         left: The left tree's leaves.
         right: The right tree's leaves, in the order of the left ones.
         differences: Differences of structure; if there are any, the leaves are not paired.
-        bare: The positions at which both sides hold ordinary strided tensors.
-        columns: The columns of these tensors, left and right; ``None`` if some turned out not to be ordinary.
+        bare: The positions at which both sides hold ordinary strided tensors with memory.
+        atoms: The positions at which both sides hold atoms.
+        others: All other positions.
+        columns: The columns of the ordinary tensors, left and right.
     """
 
     def __init__(self, left: Any, right: Any) -> None:
@@ -46,43 +48,48 @@ class Pairing:
         order, self.differences = matched(self.spec, self.left, right_spec, right_leaves)
         self.right = right_leaves if order is None or self.differences else [right_leaves[index] for index in order]
         self.bare: Sequence[int] = ()
-        self.columns: tuple[Columns, Columns] | None = None
+        self.atoms: Sequence[int] = ()
+        self.others: Sequence[int] = ()
+        self.columns = (Columns([]), Columns([]))
         if not self.differences:
             self._find_bare()
 
     def _find_bare(self) -> None:
         left, right = self.left, self.right
-        if _BARE.issuperset(map(type, left)) and _BARE.issuperset(map(type, right)):
-            self.bare, chosen = range(len(left)), (left, right)
+        columns = (Columns(left), Columns(right))
+        if all(map(recognise, columns)):
+            self.bare = range(len(left))
         else:
-            self.bare = [
-                index
-                for index, (a, b) in enumerate(zip(left, right, strict=True))
-                if type(a) in _BARE and type(b) in _BARE
-            ]
-            chosen = ([left[index] for index in self.bare], [right[index] for index in self.bare])
-        columns = (Columns(chosen[0]), Columns(chosen[1]))
-        if not all(map(_ordinary, columns)):
-            self.bare = ()
-        elif 0 in columns[0].pointers or 0 in columns[1].pointers:
+            classes = list(zip(map(type, left), map(type, right), strict=True))
+            kinds = {pair: _kind(*pair) for pair in set(classes)}
+            named = list(map(kinds.__getitem__, classes))
+            self.bare, self.atoms, self.others = (
+                [index for index, kind in enumerate(named) if kind == wanted] for wanted in ("bare", "atoms", "others")
+            )
+            columns = (Columns([left[index] for index in self.bare]), Columns([right[index] for index in self.bare]))
+            if not all(map(_ordinary, columns)):
+                self._leave_out([False] * len(self.bare))
+                return
+        if 0 in columns[0].pointers or 0 in columns[1].pointers:  # empty, meta and freed tensors
             self._leave_out([a != 0 and b != 0 for a, b in zip(columns[0].pointers, columns[1].pointers, strict=True)])
         else:
             self.columns = columns
 
-    def _leave_out(self, with_memory: Sequence[bool]) -> None:
-        """Leave empty, meta and freed tensors to the general comparison."""
-        self.bare = [index for index, flag in zip(self.bare, with_memory, strict=True) if flag]
+    def _leave_out(self, ordinary: Sequence[bool]) -> None:
+        """Leave all but ordinary tensors to the general comparison."""
+        rest = [index for index, flag in zip(self.bare, ordinary, strict=True) if not flag]
+        self.others = sorted([*self.others, *rest])
+        self.bare = [index for index, flag in zip(self.bare, ordinary, strict=True) if flag]
         self.columns = (
             Columns([self.left[index] for index in self.bare]),
             Columns([self.right[index] for index in self.bare]),
         )
 
-    def others(self) -> Iterator[int]:
-        """Yield the positions that are not in ``bare``."""
-        if len(self.bare) == len(self.left):
-            return
-        bare = set(self.bare)
-        yield from (index for index in range(len(self.left)) if index not in bare)
+
+def _kind(left: type, right: type) -> str:
+    if left in _BARE and right in _BARE:
+        return "bare"
+    return "atoms" if leaf_type_of(left) is None and leaf_type_of(right) is None else "others"
 
 
 def _ordinary(columns: Columns) -> bool:
@@ -101,16 +108,18 @@ def leaf_differences(
         dtypes: Whether dtypes must agree.
     """
     found: list[tuple[int, str, Any, Any]] = []
-    if pairing.columns is not None:
-        left, right = pairing.columns
-        if (dtypes and left.dtypes != right.dtypes) or left.shapes != right.shapes:
-            rows = zip(pairing.bare, left.dtypes, right.dtypes, left.shapes, right.shapes, strict=True)
-            for index, dtype_a, dtype_b, shape_a, shape_b in rows:
-                if dtypes and dtype_a != dtype_b:
-                    found.append((index, "dtype", dtype_a, dtype_b))
-                if shape_a != shape_b:
-                    found.append((index, "shape", tuple(shape_a), tuple(shape_b)))
-    for index in pairing.others():
+    left, right = pairing.columns
+    if (dtypes and left.dtypes != right.dtypes) or left.shapes != right.shapes:
+        rows = zip(pairing.bare, left.dtypes, right.dtypes, left.shapes, right.shapes, strict=True)
+        for index, dtype_a, dtype_b, shape_a, shape_b in rows:
+            if dtypes and dtype_a != dtype_b:
+                found.append((index, "dtype", dtype_a, dtype_b))
+            if shape_a != shape_b:
+                found.append((index, "shape", tuple(shape_a), tuple(shape_b)))
+    if plain:
+        atoms = ((index, type(pairing.left[index]), type(pairing.right[index])) for index in pairing.atoms)
+        found += [(index, "type", a.__qualname__, b.__qualname__) for index, a, b in atoms if a is not b]
+    for index in pairing.others:
         pair = pairing.left[index], pairing.right[index]
         try:
             facts_found = list(_leaf_difference(*pair, plain=plain, total=plain))
@@ -243,9 +252,7 @@ def paired_parts(left: Unpacked, right: Unpacked) -> Iterator[tuple[int, int | N
     A ``None`` stands for the lack of one where the leaves are taken apart differently.
     """
     for leaf in range(len(left.leaves)):
-        a: Recipe = leaf if left.recipes is None else left.recipes[leaf]
-        b: Recipe = leaf if right.recipes is None else right.recipes[leaf]
-        for part_a, part_b in _paired(a, b):
+        for part_a, part_b in _paired(left.recipe(leaf), right.recipe(leaf)):
             yield leaf, part_a, part_b
 
 

@@ -18,6 +18,7 @@ import types
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import chain
 from typing import Any, Final, NamedTuple, cast
 
 import optree
@@ -339,7 +340,13 @@ def _copy_plain(value: Any, depth: int) -> Any:
     if depth > 2 * MAX_ATTRIBUTE_DEPTH:
         raise NotPlain
     if cls is dict or (cls is OrderedDict and not vars(value)):
-        return cls((key, _copy_plain(item, depth + 1)) for key, item in value.items())
+        items = list(value.values())
+        classes = set(map(type, items))
+        if all(map(is_atom_type, classes)):
+            return cls(value)
+        if classes == {dict} and all(map(is_atom_type, set(map(type, chain.from_iterable(map(dict.values, items)))))):
+            return cls(zip(value, map(dict.copy, items), strict=True))  # such as the metadata of modules
+        return cls(zip(value, [_copy_plain(item, depth + 1) for item in items], strict=True))
     if cls is list or cls is tuple:
         return cls([_copy_plain(item, depth + 1) for item in value])
     raise NotPlain

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from importlib import import_module
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -165,10 +165,11 @@ class Unpacked:
         parts: The plain tensors inside them, each tensor object once.
         columns: What torch knows about the parts.
         owners: For each part, the index of the leaf that it was first found in.
-        recipes: For each leaf how it is packed again, or ``None`` where every leaf is one part, its own index.
+        bare: The indices of the leaves that are plain tensors as they stand. They are the first parts, in this order.
+        recipes: How the other leaves are packed again, by their indices. Those in neither are atoms, and are kept.
     """
 
-    __slots__ = ("_paths", "_verb", "columns", "leaves", "owners", "parts", "recipes")
+    __slots__ = ("_part_of", "_paths", "_verb", "bare", "columns", "leaves", "owners", "parts", "recipes")
 
     def __init__(
         self,
@@ -177,7 +178,8 @@ class Unpacked:
         paths: Callable[[], Sequence[Path]],
         columns: Columns,
         owners: Sequence[int],
-        recipes: list[Recipe] | None,
+        bare: Sequence[int],
+        recipes: Mapping[int, Recipe],
     ) -> None:
         self._verb = verb
         self._paths = paths
@@ -185,11 +187,20 @@ class Unpacked:
         self.columns = columns
         self.parts = columns.tensors
         self.owners = owners
+        self.bare = bare
         self.recipes = recipes
+        self._part_of: dict[int, int] | None = None
+
+    def recipe(self, leaf: int) -> Recipe:
+        """Return how a leaf is packed again."""
+        if self._part_of is None:
+            self._part_of = {index: part for part, index in enumerate(self.bare)}
+        part = self._part_of.get(leaf)
+        return self.recipes.get(leaf, Kept(self.leaves[leaf])) if part is None else part
 
     def parts_of(self, leaf: int) -> list[int]:
         """Return the indices of all parts that a leaf consists of, those that it shares with others included."""
-        pending: list[Recipe] = [leaf if self.recipes is None else self.recipes[leaf]]
+        pending = [self.recipe(leaf)]
         found = []
         while pending:
             recipe = pending.pop()
@@ -204,7 +215,7 @@ class Unpacked:
 
         Putting a leaf together may depend on what they contain.
         """
-        pending = [recipe for recipe in self.recipes or () if isinstance(recipe, Packed)]
+        pending = [recipe for recipe in self.recipes.values() if isinstance(recipe, Packed)]
         found = []
         while pending:
             recipe = pending.pop()
@@ -222,15 +233,17 @@ class Unpacked:
         Raises:
             UnsupportedLeaf: If a leaf cannot be put together again, with its path.
         """
-        if self.recipes is None:
+        if len(self.bare) == len(self.leaves):
             return list(parts)
+        result = list(self.leaves)
+        for index, part in zip(self.bare, parts, strict=False):  # bare leaves come first
+            result[index] = part
         packer = _Packer(parts)
-        result: list[Any] = []
-        try:
-            for recipe in self.recipes:
-                result.append(parts[recipe] if type(recipe) is int else packer.pack(recipe))  # noqa: PERF401 - as below
-        except Exception as error:
-            raise located(self._verb, "put together", error, self._paths, self.leaves, len(result)) from error
+        for index, recipe in self.recipes.items():
+            try:
+                result[index] = packer.pack(recipe)
+            except Exception as error:
+                raise located(self._verb, "put together", error, self._paths, self.leaves, index) from error
         return result
 
 
@@ -250,25 +263,21 @@ def unpack(verb: str, leaves: list[Any], paths: Callable[[], Sequence[Path]]) ->
     Raises:
         UnsupportedLeaf: If a leaf cannot be taken apart, with its path.
     """
-    bare, columns = _bare_tensors(leaves)
-    if len(bare) == len(leaves):
-        return Unpacked(verb, leaves, paths, columns, bare, None)
-    recipes: list[Recipe | None] = [None] * len(leaves)
-    for part, index in enumerate(bare):
-        recipes[index] = part
-    unpacker = _Unpacker(list(columns.tensors))
-    owners = list(bare)
-    for index, leaf in enumerate(leaves):
-        if recipes[index] is not None:
-            continue
-        try:  # which leaf failed must be known
-            recipes[index] = unpacker.unpack(leaf)
-        except Exception as error:
-            raise located(verb, "take apart", error, paths, leaves, index) from error
-        owners += [index] * (len(unpacker.parts) - len(owners))
-    if len(owners) > len(bare):
-        columns = Columns(unpacker.parts)
-    return Unpacked(verb, leaves, paths, columns, owners, cast("list[Recipe]", recipes))
+    bare, rest, columns = _bare_tensors(leaves)
+    owners: Sequence[int] = bare
+    recipes: dict[int, Recipe] = {}
+    if rest:
+        unpacker = _Unpacker(list(columns.tensors))
+        owners = list(bare)
+        for index in rest:
+            try:
+                recipes[index] = unpacker.unpack(leaves[index])
+            except Exception as error:
+                raise located(verb, "take apart", error, paths, leaves, index) from error
+            owners += [index] * (len(unpacker.parts) - len(owners))
+        if len(owners) > len(bare):
+            columns = Columns(unpacker.parts)
+    return Unpacked(verb, leaves, paths, columns, owners, bare, recipes)
 
 
 def holds_tensor(key: Any) -> bool:
@@ -303,36 +312,48 @@ def located(
 QUANTIZED: Final = frozenset(
     getattr(torch, name) for name in ("quint8", "qint8", "qint32", "quint4x2", "quint2x4") if hasattr(torch, name)
 )
-_TENSOR_ONLY: Final = frozenset({torch.Tensor})
-
-
 _attributes_of: Final = attrgetter("__dict__")
 
 
-def _bare_tensors(leaves: list[Any]) -> tuple[Sequence[int], Columns]:
-    """Return the positions of leaves that are distinct tensors and need no packing, and their columns.
+def _bare_tensors(leaves: list[Any]) -> tuple[Sequence[int], list[int], Columns]:
+    """Tell the leaves apart.
 
     It asks everything of all leaves at once. If any of the tensors is sparse, nested or quantized, none is bare.
+
+    Returns:
+        The positions of leaves that are distinct tensors and need no packing; those of all others but atoms; and the
+        columns of the former.
     """
-    positions: Sequence[int] = range(len(leaves))
-    tensors = leaves
-    if not _TENSOR_ONLY.issuperset(map(type, leaves)):
-        positions = [index for index, leaf in enumerate(leaves) if type(leaf) is torch.Tensor]
-        tensors = [leaves[index] for index in positions]
+    columns = Columns(leaves)
+    if _need_no_packing(columns, recognise(columns)):
+        return range(len(leaves)), [], columns
+    classes = list(map(type, leaves))
+    atoms = {cls for cls in set(classes) if leaf_type_of(cls) is None}
+    positions = [index for index, cls in enumerate(classes) if cls is torch.Tensor]
+    rest = [index for index, cls in enumerate(classes) if cls is not torch.Tensor and cls not in atoms]
+    tensors = [leaves[index] for index in positions]
     columns = Columns(tensors)
-    distinct = len(set(map(id, tensors))) == len(tensors)
-    if distinct and not any(map(_attributes_of, tensors)):
-        known = recognise(columns)
-        if not any(columns.requires_grad):
-            return (positions, columns) if known or are_views(columns) else ((), Columns([]))
-    first = {
-        id(tensor): index
-        for index, tensor in zip(reversed(positions), reversed(tensors), strict=True)
-        if not tensor.__dict__ and not tensor.requires_grad
-    }
-    positions = sorted(first.values())
-    columns = Columns([leaves[index] for index in positions])
-    return (positions, columns) if are_views(columns) else ((), Columns([]))
+    known = recognise(columns)
+    distinct = known or len(set(map(id, tensors))) == len(tensors)
+    if not (distinct and _need_no_packing(columns, known or are_views(columns))):
+        first = {
+            id(tensor): index
+            for index, tensor in zip(reversed(positions), reversed(tensors), strict=True)
+            if not tensor.__dict__ and not tensor.requires_grad
+        }
+        bare = sorted(first.values())
+        columns = Columns([leaves[index] for index in bare])
+        if not are_views(columns):
+            bare, columns = [], Columns([])
+        chosen = set(bare)
+        rest = sorted([*rest, *(index for index in positions if index not in chosen)])
+        positions = bare
+    return positions, rest, columns
+
+
+def _need_no_packing(columns: Columns, plain: bool) -> bool:  # noqa: FBT001
+    """Whether tensors are plain ones without attributes and gradients."""
+    return plain and not any(map(_attributes_of, columns.tensors)) and not any(columns.requires_grad)
 
 
 def are_views(columns: Columns) -> bool:

@@ -60,6 +60,12 @@ def conflicts(targets: Columns, sources: Columns) -> list[tuple[int, int]]:
 
 def all_apart(targets: Columns, sources: Columns) -> bool:
     """Whether no two of all these tensors lie over each other, judged by their addresses alone."""
+    if targets.place is not None and sources.place is not None:
+        return targets.place.apart_from(sources.place, lambda: _all_apart(targets, sources))
+    return _all_apart(targets, sources)
+
+
+def _all_apart(targets: Columns, sources: Columns) -> bool:
     both = Columns([*targets.tensors, *sources.tensors])
     known = ("pointers", "nbytes", "contiguous")
     both.adopt({name: getattr(targets, name) + getattr(sources, name) for name in known})

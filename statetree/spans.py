@@ -100,7 +100,11 @@ def check_memory(verb: str, columns: Columns, where: Callable[[int], Any]) -> No
         columns: The tensors.
         where: Gives a tensor's path, by its index.
     """
+    if columns.place is not None:  # where it was found whole before
+        return
     if columns.whole:
+        if columns.appearance is not None:
+            columns.appearance.remember_place(columns)
         return
     for index, (need, have) in enumerate(zip(extents(columns), columns.storage_bytes, strict=True)):
         if not need:

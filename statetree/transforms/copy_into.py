@@ -90,24 +90,16 @@ class _Job:
 
     def __init__(self, pairing: Pairing) -> None:
         self.pairing = pairing
-        self.leaves: list[int] = []  # the leaf that each pair of tensors belongs to
-        sources: list[torch.Tensor] = []
-        targets: list[torch.Tensor] = []
+        self.leaves = list(pairing.bare)  # the leaf that each pair of tensors belongs to
+        self.sources, self.targets = pairing.columns
         self.found: list[Difference] = []
-        if pairing.columns is not None:
-            self.leaves += pairing.bare
-            sources += pairing.columns[0].tensors
-            targets += pairing.columns[1].tensors
-        self.taken: list[int] = []
-        general: list[int] = []
-        for index in pairing.others():
-            # The source decides: what it holds in plain form is taken over whatever the destination holds.
-            (self.taken if taken_over(pairing.left[index]) else general).append(index)
+        # The source decides: what it holds in plain form is taken over whatever the destination holds.
+        self.taken = [*pairing.atoms, *(index for index in pairing.others if taken_over(pairing.left[index]))]
+        general = [index for index in pairing.others if not taken_over(pairing.left[index])]
         if general:
+            sources, targets = list(self.sources.tensors), list(self.targets.tensors)
             self._add_parts(general, sources, targets)
-        complete = pairing.columns is not None and len(self.leaves) == len(pairing.bare)
-        self.sources = pairing.columns[0] if complete and pairing.columns else Columns(sources)
-        self.targets = pairing.columns[1] if complete and pairing.columns else Columns(targets)
+            self.sources, self.targets = Columns(sources), Columns(targets)
 
     @cached_property
     def apart(self) -> bool:

@@ -112,16 +112,13 @@ def _byte_differences(pairing: Pairing, *, values: bool) -> list[Difference]:
         found.append(Difference(paths[index], kind, left, right))
 
     left, right = _Parts(), _Parts()
-    if pairing.columns is not None:
-        left.extend(pairing.columns[0].tensors, pairing.bare)
-        right.extend(pairing.columns[1].tensors, pairing.bare)
-    general = [index for index in pairing.others() if not (_is_plain(pairing, index) and not values)]
-    tensors = [index for index in general if not _is_plain(pairing, index)]
-    for index in general:
-        if _is_plain(pairing, index) and not safely_equal(pairing.left[index], pairing.right[index]):
+    left.extend(pairing.columns[0].tensors, pairing.bare)
+    right.extend(pairing.columns[1].tensors, pairing.bare)
+    for index in pairing.atoms if values else ():
+        if not safely_equal(pairing.left[index], pairing.right[index]):
             differ(index, "value", _shown(pairing.left[index]), _shown(pairing.right[index]))
-    if tensors:
-        _unpack_both(pairing, tensors, left, right, differ, values=values)
+    if pairing.others:
+        _unpack_both(pairing, pairing.others, left, right, differ, values=values)
     for index, other, on_left, on_right in _tie_conflicts(pairing, left, right):
         differ(index, "ties", on_left, f"{on_right} (with {pairing.spec.paths()[other]})")
     if values:
@@ -143,10 +140,6 @@ class _Parts:
         self.leaves.extend(leaves)
 
 
-def _is_plain(pairing: Pairing, index: int) -> bool:
-    return leaf_type_of(type(pairing.left[index])) is None
-
-
 def _shown(value: Any) -> str:
     try:
         text = repr(value)
@@ -156,7 +149,7 @@ def _shown(value: Any) -> str:
 
 
 def _unpack_both(
-    pairing: Pairing, indices: list[int], left: _Parts, right: _Parts, differ: Any, *, values: bool
+    pairing: Pairing, indices: Sequence[int], left: _Parts, right: _Parts, differ: Any, *, values: bool
 ) -> None:
     """Take apart the leaves that are not ordinary tensors, and put their plain tensors beside each other."""
     sides: list[Unpacked] = []
@@ -188,14 +181,10 @@ def _unpack_both(
     if values:
         for position, index in enumerate(indices):
             a, b = pairing.left[index], pairing.right[index]
-            same = _same_contexts(_recipe(sides[0], position), _recipe(sides[1], position))
+            same = _same_contexts(sides[0].recipe(position), sides[1].recipe(position))
             # Equal sets may have been filled in different orders, and then look different when taken apart.
             if not same and (sides[0].parts_of(position) or not same_value(a, b)):
                 differ(index, "value", _shown(pairing.left[index]), _shown(pairing.right[index]))
-
-
-def _recipe(side: Unpacked, position: int) -> Recipe:
-    return position if side.recipes is None else side.recipes[position]
 
 
 def _same_contexts(a: Recipe, b: Recipe) -> bool:
@@ -212,8 +201,9 @@ def _same_contexts(a: Recipe, b: Recipe) -> bool:
 
 def _tie_conflicts(pairing: Pairing, left: _Parts, right: _Parts) -> list[tuple[int, int, str, str]]:
     """Return leaves that are tied on one side and hold different values on the other."""
-    a = pairing.columns[0] if pairing.columns and len(pairing.bare) == len(left.tensors) else Columns(left.tensors)
-    b = pairing.columns[1] if pairing.columns and len(pairing.bare) == len(left.tensors) else Columns(right.tensors)
+    a, b = pairing.columns
+    if len(left.tensors) > len(pairing.bare):
+        a, b = Columns(left.tensors), Columns(right.tensors)
     if a.apart and b.apart:
         return []
     readable = [
