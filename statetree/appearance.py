@@ -47,21 +47,23 @@ _PIECE: Final = 500
 class Place:
     """Where tensors of one appearance lie, and what follows from that.
 
-    Their memory was found whole once. A storage that is resized moves, so that it still is where they lie at the same
-    addresses.
+    Attributes:
+        whole: Whether their storages were found to reach as far as they do. A storage that is resized moves, so that
+            they still do where tensors lie at the same addresses.
     """
 
-    __slots__ = ("__weakref__", "_apart", "_partner", "pointers")
+    __slots__ = ("__weakref__", "_apart", "_partner", "pointers", "whole")
 
     def __init__(self, columns: Columns) -> None:
         self.pointers = columns.pointers
+        self.whole = False
         self._apart: bool | None = None
         self._partner: tuple[weakref.ref[Place], bool] | None = None
 
     def apart(self, columns: Columns) -> bool:
         """Whether no two of these tensors lie over each other (see ``Columns.apart``)."""
         if self._apart is None:
-            self._apart = columns.lie_apart()
+            self._apart = columns.apart
         return self._apart
 
     def apart_from(self, other: Place, judge: Callable[[], bool]) -> bool:
@@ -102,10 +104,18 @@ class Appearance:
         columns.place = next((place for place in self._places if place.pointers == pointers), None)
         return True
 
-    def remember_place(self, columns: Columns) -> None:
-        """Remember where tensors lie whose memory was found whole."""
-        columns.place = Place(columns)
-        self._places = (columns.place, *self._places[: _PLACES - 1])
+    def remember_place(self, columns: Columns) -> Place:
+        """Remember where tensors lie that were recognised."""
+        place = columns.place = Place(columns)
+        self._places = (place, *self._places[: _PLACES - 1])
+        return place
+
+
+def place_of(columns: Columns) -> Place | None:
+    """Return where tensors lie, or ``None`` if they were not recognised."""
+    if columns.place is None and columns.appearance is not None:
+        return columns.appearance.remember_place(columns)
+    return columns.place
 
 
 def _pieces(count: int) -> list[slice]:

@@ -142,10 +142,6 @@ class Columns:
     @cached_property
     def apart(self) -> bool:
         """Whether no two tensors lie over each other, by their addresses. It may say no where none do."""
-        return self.lie_apart() if self.place is None else self.place.apart(self)
-
-    def lie_apart(self) -> bool:
-        """Work out ``apart``."""
         if not all(self.contiguous):
             return False
         size = dict(zip(self.pointers, self.nbytes, strict=True))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from statetree.appearance import place_of
 from statetree.columns import Columns
 from statetree.comparing import same_bytes
 from statetree.spans import extents
@@ -41,7 +42,7 @@ def conflicts(targets: Columns, sources: Columns) -> list[tuple[int, int]]:
         targets: Tensors that will be written to.
         sources: For each target the tensor of the same shape whose elements it receives.
     """
-    if targets.apart:
+    if lie_apart(targets):
         return []
     groups: dict[int, list[int]] = {}
     keys = _memories(targets)
@@ -58,10 +59,17 @@ def conflicts(targets: Columns, sources: Columns) -> list[tuple[int, int]]:
     return found
 
 
+def lie_apart(columns: Columns) -> bool:
+    """Do as ``Columns.apart``, and remember it where the tensors were recognised."""
+    place = place_of(columns)
+    return columns.apart if place is None else place.apart(columns)
+
+
 def all_apart(targets: Columns, sources: Columns) -> bool:
     """Whether no two of all these tensors lie over each other, judged by their addresses alone."""
-    if targets.place is not None and sources.place is not None:
-        return targets.place.apart_from(sources.place, lambda: _all_apart(targets, sources))
+    ours, theirs = place_of(targets), place_of(sources)
+    if ours is not None and theirs is not None:
+        return ours.apart_from(theirs, lambda: _all_apart(targets, sources))
     return _all_apart(targets, sources)
 
 

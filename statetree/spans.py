@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
+from statetree.appearance import place_of
 from statetree.buffers import LARGE_BYTES, Buffer, Memory
 from statetree.columns import Columns
 from statetree.errors import UnsupportedLeaf
@@ -100,11 +101,12 @@ def check_memory(verb: str, columns: Columns, where: Callable[[int], Any]) -> No
         columns: The tensors.
         where: Gives a tensor's path, by its index.
     """
-    if columns.place is not None:  # where it was found whole before
+    place = place_of(columns)
+    if place is not None and place.whole:
         return
     if columns.whole:
-        if columns.appearance is not None:
-            columns.appearance.remember_place(columns)
+        if place is not None:
+            place.whole = True
         return
     for index, (need, have) in enumerate(zip(extents(columns), columns.storage_bytes, strict=True)):
         if not need:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.atoms import same_value
 from statetree.columns import Columns
@@ -19,7 +19,7 @@ from statetree.comparing import (
 from statetree.errors import Difference, StateTreeError, shown
 from statetree.leaf_types.opaque import OPAQUE
 from statetree.leaves import Kept, Packed, Recipe, Unpacked, leaf_type_of, unpack
-from statetree.overlaps import conflicts, overlaps_itself
+from statetree.overlaps import conflicts, lie_apart, overlaps_itself
 from statetree.spans import holds_memory
 from statetree.torch_internals import quietly
 
@@ -111,13 +111,12 @@ def _byte_differences(pairing: Pairing, *, values: bool) -> list[Difference]:
         paths = pairing.spec.paths() if paths is None else paths
         found.append(Difference(paths[index], kind, left, right))
 
-    left, right = _Parts(), _Parts()
-    left.extend(pairing.columns[0].tensors, pairing.bare)
-    right.extend(pairing.columns[1].tensors, pairing.bare)
+    left, right = (_Parts(columns.tensors, pairing.bare) for columns in pairing.columns)
     for index in pairing.atoms if values else ():
         if not safely_equal(pairing.left[index], pairing.right[index]):
             differ(index, "value", _shown(pairing.left[index]), _shown(pairing.right[index]))
     if pairing.others:
+        left, right = _Parts(list(left.tensors), list(left.leaves)), _Parts(list(right.tensors), list(right.leaves))
         _unpack_both(pairing, pairing.others, left, right, differ, values=values)
     for index, other, on_left, on_right in _tie_conflicts(pairing, left, right):
         differ(index, "ties", on_left, f"{on_right} (with {pairing.spec.paths()[other]})")
@@ -128,16 +127,11 @@ def _byte_differences(pairing: Pairing, *, values: bool) -> list[Difference]:
     return found
 
 
-class _Parts:
+class _Parts(NamedTuple):
     """Plain tensors, and the leaves that they come from."""
 
-    def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self.leaves: list[int] = []
-
-    def extend(self, tensors: Sequence[torch.Tensor], leaves: Sequence[int]) -> None:
-        self.tensors.extend(tensors)
-        self.leaves.extend(leaves)
+    tensors: Any
+    leaves: Any
 
 
 def _shown(value: Any) -> str:
@@ -176,8 +170,9 @@ def _unpack_both(
         if a.dtype != b.dtype or a.shape != b.shape:
             differ(index, "parts", f"{a.dtype} {tuple(a.shape)}", f"{b.dtype} {tuple(b.shape)}")
         elif a.numel():
-            left.extend([a], [index])
-            right.extend([b], [index])
+            for parts, tensor in ((left, a), (right, b)):
+                parts.tensors.append(tensor)
+                parts.leaves.append(index)
     if values:
         for position, index in enumerate(indices):
             a, b = pairing.left[index], pairing.right[index]
@@ -204,7 +199,7 @@ def _tie_conflicts(pairing: Pairing, left: _Parts, right: _Parts) -> list[tuple[
     a, b = pairing.columns
     if len(left.tensors) > len(pairing.bare):
         a, b = Columns(left.tensors), Columns(right.tensors)
-    if a.apart and b.apart:
+    if lie_apart(a) and lie_apart(b):
         return []
     readable = [
         index
