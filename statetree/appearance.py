@@ -9,9 +9,10 @@ themselves is kept.
 from __future__ import annotations
 
 import weakref
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
-from statetree.columns import addresses
+from statetree.columns import addresses, storage_sizes
 from statetree.torch_internals import geometry_guard
 
 if TYPE_CHECKING:
@@ -33,11 +34,13 @@ _KNOWN: Final = (
     "requires_grad",
     "nested",
     "inference",
+    "bare",
 )
-#: Fewer tensors are asked as quickly as they are recognised; more would take too much memory to remember.
+#: Fewer tensors are asked as quickly as they are recognised. More than this, in all lists together, would take too much
+#: memory to remember (about half a kilobyte each).
 _FEWEST: Final = 64
 _MOST: Final = 200_000
-#: How many appearances are remembered, and how many places for each.
+#: How many appearances are remembered at most, and how many places for each.
 _REMEMBERED: Final = 8
 _PLACES: Final = 4
 #: How many tensors are asked everything at a time.
@@ -48,15 +51,17 @@ class Place:
     """Where tensors of one appearance lie, and what follows from that.
 
     Attributes:
-        whole: Whether their storages were found to reach as far as they do. A storage that is resized moves, so that
-            they still do where tensors lie at the same addresses.
+        distinct: Whether the addresses tell that no tensor is given twice.
+        storage_bytes: How large their storages were when they were found to reach as far as the tensors do; ``None``
+            before.
     """
 
-    __slots__ = ("__weakref__", "_apart", "_partner", "pointers", "whole")
+    __slots__ = ("__weakref__", "_apart", "_partner", "distinct", "pointers", "storage_bytes")
 
     def __init__(self, columns: Columns) -> None:
         self.pointers = columns.pointers
-        self.whole = False
+        self.distinct = 0 not in self.pointers and len(set(self.pointers)) == len(self.pointers)
+        self.storage_bytes: list[int] | None = None
         self._apart: bool | None = None
         self._partner: tuple[weakref.ref[Place], bool] | None = None
 
@@ -77,29 +82,32 @@ class Place:
 class Appearance:
     """What a list of plain tensors looks like."""
 
-    __slots__ = ("_count", "_facts", "_guards", "_places")
+    __slots__ = ("_facts", "_guards", "_places", "count")
 
     def __init__(self, columns: Columns) -> None:
-        self._count = len(columns.tensors)
+        self.count = len(columns.tensors)
         self._facts: dict[str, Any] = {name: getattr(columns, name) for name in _KNOWN}
         self._guards = [
             geometry_guard(columns.tensors[piece], columns.shapes[piece], columns.strides[piece])
-            for piece in _pieces(self._count)
+            for piece in _pieces(self.count)
         ]
         self._places: tuple[Place, ...] = ()
 
-    def is_of(self, columns: Columns) -> bool:
+    def is_of(self, columns: Columns, *, memory: bool) -> bool:
         """Whether tensors look like these; then their columns are known. It may say no where they do."""
-        if len(columns.tensors) != self._count:
+        if len(columns.tensors) != self.count:
             return False
         pointers: list[int] = []
-        for piece, guard in zip(_pieces(self._count), self._guards, strict=True):
+        sizes: list[int] = []
+        for piece, guard in zip(_pieces(self.count), self._guards, strict=True):
             tensors = columns.tensors[piece]
             if guard is None or not guard(tensors):
                 return False
             pointers += addresses(tensors)
+            if memory:
+                sizes += storage_sizes(tensors)
         columns.adopt(self._facts)
-        columns.adopt({"pointers": pointers})
+        columns.adopt({"pointers": pointers, "storage_bytes": sizes} if memory else {"pointers": pointers})
         columns.appearance = self
         columns.place = next((place for place in self._places if place.pointers == pointers), None)
         return True
@@ -127,11 +135,16 @@ _remembered: tuple[Appearance, ...] = ()
 _glimpsed: dict[int, Any] = {}  # by the number of tensors, what a few of them looked like
 
 
-def recognise(columns: Columns) -> bool:
-    """Whether tensors look like a list seen before, all of whose tensors were plain. Then their columns are known."""
+def recognise(columns: Columns, *, memory: bool) -> bool:
+    """Whether tensors look like a list seen before, all of whose tensors were plain. Then their columns are known.
+
+    Args:
+        columns: The tensors.
+        memory: Whether to ask for the sizes of their storages as well, which is cheapest here.
+    """
     if not _FEWEST <= len(columns.tensors) <= _MOST:
         return False
-    return any(appearance.is_of(columns) for appearance in _remembered)
+    return any(appearance.is_of(columns, memory=memory) for appearance in _remembered)
 
 
 def remember(columns: Columns) -> None:
@@ -146,8 +159,10 @@ def remember(columns: Columns) -> None:
             _glimpsed.clear()
         _glimpsed[count] = sample
         return
-    del _glimpsed[count]
-    _remembered = (Appearance(columns), *_remembered[: _REMEMBERED - 1])
+    _glimpsed.pop(count, None)  # another thread may have been quicker
+    latest = (Appearance(columns), *_remembered[: _REMEMBERED - 1])
+    totals = accumulate(appearance.count for appearance in latest)
+    _remembered = tuple(appearance for appearance, total in zip(latest, totals, strict=True) if total <= _MOST)
 
 
 def forget() -> None:

@@ -35,7 +35,6 @@ _ATOMS: set[type] = {
     torch.finfo,
     torch.iinfo,
     types.FunctionType,
-    types.BuiltinFunctionType,
     types.MethodDescriptorType,
     types.WrapperDescriptorType,
     types.GetSetDescriptorType,
@@ -63,13 +62,19 @@ _ATOMS: set[type] = {
 }
 
 
+#: What processes have in common, by name, so that nothing is loaded for them.
+_BY_NAME = frozenset(
+    {"torch.distributed.device_mesh.DeviceMesh", "torch._C._distributed_c10d.ProcessGroup", "torch.ProcessGroup"}
+)
+
+
 def is_atom_type(cls: type) -> bool:
     """Whether every instance of exactly this class is an atom.
 
     Subclasses of the immutable builtins are not (an ``int`` with attributes may hold anything); enums and classes
     themselves (instances of a metaclass) are.
     """
-    return cls in _ATOMS or issubclass(cls, (enum.Enum, type))
+    return cls in _ATOMS or issubclass(cls, (enum.Enum, type)) or f"{cls.__module__}.{cls.__qualname__}" in _BY_NAME
 
 
 def add_atom_type(cls: type) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from statetree.torch_internals import shared_storage
+from statetree.torch_internals import quietly, shared_storage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -118,6 +118,14 @@ class Memory:
         return storage
 
 
+@quietly
+def memory_of(
+    device: torch.device | str | int = "cpu", *, pin_memory: bool = False, share_memory: bool = False
+) -> Memory:
+    """Return a kind of memory, whatever modes of the user are active."""
+    return Memory(device, pin_memory=pin_memory, share_memory=share_memory)
+
+
 @cache
 def _can_pin() -> bool:
     if torch.cuda.is_available():
@@ -125,7 +133,7 @@ def _can_pin() -> bool:
     warnings.warn(
         "pin_memory=True needs an accelerator and there is none: ordinary memory is used instead.",
         UserWarning,
-        stacklevel=4,
+        stacklevel=6,
     )
     return False
 

@@ -8,21 +8,29 @@ from __future__ import annotations
 
 from functools import cached_property
 from operator import add, le
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
 
 from statetree.torch_internals import STORAGE_BASE, TENSOR_BASE, storage_key_of, version_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import torch
-
     from statetree.appearance import Appearance, Place
+
+
+_TENSOR_ONLY: Final = frozenset({torch.Tensor})
 
 
 def addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return the addresses of the first elements; 0 for tensors without memory (empty, meta, freed)."""
     return list(map(TENSOR_BASE.data_ptr, tensors))
+
+
+def storage_sizes(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return how many bytes the tensors' storages hold."""
+    return list(map(STORAGE_BASE.nbytes, map(TENSOR_BASE.untyped_storage, tensors)))
 
 
 class Columns:
@@ -41,6 +49,11 @@ class Columns:
     @cached_property
     def dtypes(self) -> list[torch.dtype]:
         return list(map(TENSOR_BASE.dtype.__get__, self.tensors))
+
+    @cached_property
+    def bare(self) -> bool:
+        """Whether all are of class ``torch.Tensor``, and none of a subclass."""
+        return _TENSOR_ONLY.issuperset(map(type, self.tensors))
 
     @cached_property
     def shapes(self) -> list[torch.Size]:
@@ -121,8 +134,7 @@ class Columns:
     def storage_bytes(self) -> list[int]:
         if "storages" in self.__dict__:
             return list(map(STORAGE_BASE.nbytes, self.storages))
-        # One pass: what was just reached is still in the processor's cache.
-        return list(map(STORAGE_BASE.nbytes, map(TENSOR_BASE.untyped_storage, self.tensors)))
+        return storage_sizes(self.tensors)
 
     @cached_property
     def storage_pointers(self) -> list[int]:

@@ -6,6 +6,7 @@ give. Nothing is written and no value's ``__eq__`` is trusted to work.
 
 from __future__ import annotations
 
+from operator import and_
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -17,6 +18,7 @@ from statetree.errors import Difference
 from statetree.leaf_types.opaque import OPAQUE
 from statetree.leaves import Kept, Packed, Recipe, Unpacked, are_views, facts, leaf_type_of, located
 from statetree.matching import matched
+from statetree.spans import holds_memory, is_whole
 from statetree.torch_internals import WITHOUT_KERNELS, without_common_bits
 from statetree.tree import flatten
 
@@ -57,7 +59,7 @@ class Pairing:
     def _find_bare(self) -> None:
         left, right = self.left, self.right
         columns = (Columns(left), Columns(right))
-        if all(map(recognise, columns)):
+        if recognise(columns[0], memory=True) and recognise(columns[1], memory=True):
             self.bare = range(len(left))
         else:
             classes = list(zip(map(type, left), map(type, right), strict=True))
@@ -67,13 +69,13 @@ class Pairing:
                 [index for index, kind in enumerate(named) if kind == wanted] for wanted in ("bare", "atoms", "others")
             )
             columns = (Columns([left[index] for index in self.bare]), Columns([right[index] for index in self.bare]))
-            if not all(map(_ordinary, columns)):
+            if not all([recognise(side, memory=True) or are_views(side) for side in columns]):  # noqa: C419 - interrupts
                 self._leave_out([False] * len(self.bare))
                 return
-        if 0 in columns[0].pointers or 0 in columns[1].pointers:  # empty, meta and freed tensors
-            self._leave_out([a != 0 and b != 0 for a, b in zip(columns[0].pointers, columns[1].pointers, strict=True)])
-        else:
+        if _have_memory(columns[0]) and _have_memory(columns[1]):
             self.columns = columns
+        else:
+            self._leave_out(list(map(and_, *(map(_has_memory, side.tensors) for side in columns))))
 
     def _leave_out(self, ordinary: Sequence[bool]) -> None:
         """Leave all but ordinary tensors to the general comparison."""
@@ -86,14 +88,20 @@ class Pairing:
         )
 
 
+def _have_memory(columns: Columns) -> bool:
+    """Whether all tensors have elements, in memory that is there. It may say no where they do."""
+    on_meta = not columns.on_cpu and any(device.type == "meta" for device in set(columns.devices))
+    return not on_meta and 0 not in columns.pointers and is_whole(columns)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return not tensor.is_meta and tensor.data_ptr() != 0 and holds_memory(tensor)
+
+
 def _kind(left: type, right: type) -> str:
     if left in _BARE and right in _BARE:
         return "bare"
     return "atoms" if leaf_type_of(left) is None and leaf_type_of(right) is None else "others"
-
-
-def _ordinary(columns: Columns) -> bool:
-    return recognise(columns) or are_views(columns)
 
 
 def leaf_differences(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from statetree.errors import StateTreeError, TreeMismatch
 from statetree.leaves import holds_tensor, unpack
+from statetree.ties import tied_leaves
 from statetree.torch_internals import quietly
 from statetree.tree import flatten_for_copy, unflatten
 
@@ -26,6 +27,7 @@ BUCKET_BYTES: Final = 64 << 20
 
 Step = Callable[[Any], Any]
 F = TypeVar("F", bound=Callable[..., Any])
+L = TypeVar("L")
 
 _LEAFWISE: Final[set[Callable[..., Any]]] = set()
 
@@ -123,9 +125,7 @@ def stream(tree: Any, step: Step) -> Iterator[tuple[Path, Any]]:
         b tensor([0.])
     """
     leaves, spec = flatten_for_copy(tree, holds_tensor)
-    paths = spec.paths()
-    for index, leaf in _stream(leaves, spec, step):
-        yield paths[index], leaf
+    yield from _stream(leaves, spec, step, spec.paths())
 
 
 def _apply_by_bucket(tree: Any, steps: Sequence[Step]) -> Any:
@@ -137,13 +137,13 @@ def _apply_by_bucket(tree: Any, steps: Sequence[Step]) -> Any:
             bucket = step(bucket)
         return bucket
 
-    for index, leaf in _stream(leaves, spec, in_turn):
+    for index, leaf in _stream(leaves, spec, in_turn, range(len(leaves))):
         results[index] = leaf
     return unflatten(spec, results)
 
 
-def _stream(leaves: list[Any], spec: TreeSpec, step: Step) -> Iterator[tuple[int, Any]]:
-    """Yield ``(index, result)`` of every leaf, in the order of the paths."""
+def _stream(leaves: list[Any], spec: TreeSpec, step: Step, labels: Sequence[L]) -> Iterator[tuple[L, Any]]:
+    """Yield ``(label, result)`` of every leaf, in the order of the paths."""
     paths, keys = spec.paths(), spec.flat_keys()
     order = sorted(range(len(leaves)), key=lambda index: paths[index].sort_key())
     size, companions = _sizes_and_ties(leaves, spec)
@@ -155,7 +155,7 @@ def _stream(leaves: list[Any], spec: TreeSpec, step: Step) -> Iterator[tuple[int
             result = _call(step, given, {keys[member]: paths[member] for member in bucket})
             ready.update((member, result[keys[member]]) for member in bucket)
             del given, result  # or the bucket would outlive the consumer's interest in it
-        yield index, ready.pop(index)
+        yield labels[index], ready.pop(index)
 
 
 def _fill_bucket(
@@ -195,31 +195,7 @@ def _call(step: Step, bucket: dict[str, Any], paths: dict[str, Path]) -> Any:
 
 @quietly
 def _sizes_and_ties(leaves: list[Any], spec: TreeSpec) -> tuple[list[int], list[Sequence[int]]]:
-    """Return the bytes of every leaf, and for every leaf those that share memory with it, itself included."""
+    """Return the bytes of every leaf, and for every leaf those that it is tied to, itself included."""
     unpacked = unpack("stream", leaves, spec.paths)
-    columns = unpacked.columns
-    size = [0] * len(leaves)
-    parent = list(range(len(leaves)))
-    first_on: dict[int, int] = {}
-    for leaf, value in enumerate(leaves):
-        _join(parent, leaf, first_on.setdefault(id(value), leaf))
-    first_on.clear()
-    for leaf in range(len(leaves)):
-        for part in unpacked.parts_of(leaf):
-            size[leaf] += columns.nbytes[part]
-            _join(parent, leaf, first_on.setdefault(columns.storage_keys[part], leaf))
-    groups: dict[int, list[int]] = {}
-    for index in range(len(leaves)):
-        groups.setdefault(_find(parent, index), []).append(index)
-    return size, [groups[_find(parent, index)] for index in range(len(leaves))]
-
-
-def _find(parent: list[int], index: int) -> int:
-    while parent[index] != index:
-        parent[index] = parent[parent[index]]
-        index = parent[index]
-    return index
-
-
-def _join(parent: list[int], a: int, b: int) -> None:
-    parent[_find(parent, a)] = _find(parent, b)
+    nbytes = unpacked.columns.nbytes
+    return [sum(nbytes[part] for part in unpacked.parts_of(leaf)) for leaf in range(len(leaves))], tied_leaves(unpacked)

@@ -454,8 +454,8 @@ def _recognise(cls: type) -> Container | None:
     if entry is not None:
         return _Registered(cls, entry)
     if optree.is_structseq_class(cls):
-        # Others, such as time.struct_time, have fields that the sequence does not show.
-        complete = cls.n_fields == cls.n_sequence_fields  # type: ignore[attr-defined]
+        # Others, such as time.struct_time, have fields that the sequence does not show, or cannot be made at all.
+        complete = cls.n_fields == cls.n_sequence_fields and "__new__" in vars(cls)  # type: ignore[attr-defined]
         return _StructSequence(cls) if complete else None
     if optree.is_namedtuple_class(cls):
         return _NamedTuple(cls)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, runtime_chec
 
 import torch
 
-from statetree.appearance import recognise, remember
+from statetree.appearance import place_of, recognise, remember
 from statetree.atoms import is_atom_type
 from statetree.columns import Columns
 from statetree.containers import declare_leaf_class
@@ -64,7 +64,14 @@ class Kept(NamedTuple):
     value: Any
 
 
-Recipe = Packed | Kept | int
+class Member(NamedTuple):
+    """The recipe of one of several opaque leaves that are taken apart together, so that they go on sharing objects."""
+
+    whole: Packed
+    position: int
+
+
+Recipe = Packed | Kept | Member | int
 
 #: Leaf types by class. ``None`` stands for atoms.
 _TYPES: dict[type, LeafType | None] = {}
@@ -145,8 +152,10 @@ def _recognise(cls: type) -> LeafType | None:
     if issubclass(cls, torch.Tensor):
         if issubclass(cls, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
             return tensor.UNINITIALIZED
-        wraps = hasattr(cls, "__tensor_flatten__") and hasattr(cls, "__tensor_unflatten__")
-        return wrapper.WRAPPER if wraps else tensor.TENSOR
+        if hasattr(cls, "__tensor_flatten__") and hasattr(cls, "__tensor_unflatten__"):
+            return wrapper.WRAPPER
+        dispatches = cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        return wrapper.UNTRACEABLE if dispatches else tensor.TENSOR
     if issubclass(cls, (torch.UntypedStorage, torch.storage.TypedStorage)):
         return tensor.STORAGE
     return opaque.OPAQUE
@@ -206,6 +215,8 @@ class Unpacked:
             recipe = pending.pop()
             if isinstance(recipe, int):
                 found.append(recipe)
+            elif isinstance(recipe, Member):
+                pending.append(recipe.whole)
             elif isinstance(recipe, Packed):
                 pending += recipe.inner
         return found
@@ -215,7 +226,8 @@ class Unpacked:
 
         Putting a leaf together may depend on what they contain.
         """
-        pending = [recipe for recipe in self.recipes.values() if isinstance(recipe, Packed)]
+        recipes = (recipe.whole if isinstance(recipe, Member) else recipe for recipe in self.recipes.values())
+        pending = list({recipe.identity: recipe for recipe in recipes if isinstance(recipe, Packed)}.values())
         found = []
         while pending:
             recipe = pending.pop()
@@ -252,24 +264,38 @@ def _holds_elements_only(recipe: Packed) -> bool:
     return bool(known(recipe.context) if callable(known) else known)
 
 
-def unpack(verb: str, leaves: list[Any], paths: Callable[[], Sequence[Path]]) -> Unpacked:
+def unpack(
+    verb: str,
+    leaves: list[Any],
+    paths: Callable[[], Sequence[Path]],
+    *,
+    memory: bool = True,
+    together: bool = False,
+) -> Unpacked:
     """Take leaves apart into plain tensors.
 
     Args:
         verb: The transform on whose behalf it is done, for messages.
         leaves: Any leaves.
         paths: Gives their paths, if one is needed for a message.
+        memory: Whether their memory will be read or written.
+        together: Whether objects that several opaque leaves hold are to be one again when they are packed.
 
     Raises:
         UnsupportedLeaf: If a leaf cannot be taken apart, with its path.
     """
-    bare, rest, columns = _bare_tensors(leaves)
+    bare, rest, columns = _bare_tensors(leaves, memory=memory)
     owners: Sequence[int] = bare
     recipes: dict[int, Recipe] = {}
     if rest:
         unpacker = _Unpacker(list(columns.tensors))
         owners = list(bare)
+        if together:
+            unpacker, recipes, more = _unpack_together(leaves, rest, unpacker)
+            owners += more
         for index in rest:
+            if index in recipes:
+                continue
             try:
                 recipes[index] = unpacker.unpack(leaves[index])
             except Exception as error:
@@ -278,6 +304,33 @@ def unpack(verb: str, leaves: list[Any], paths: Callable[[], Sequence[Path]]) ->
         if len(owners) > len(bare):
             columns = Columns(unpacker.parts)
     return Unpacked(verb, leaves, paths, columns, owners, bare, recipes)
+
+
+def _unpack_together(
+    leaves: list[Any], rest: Sequence[int], unpacker: _Unpacker
+) -> tuple[_Unpacker, dict[int, Recipe], list[int]]:
+    """Unpack all opaque leaves as one. None at all if that fails: then each must be tried by itself, to name it.
+
+    Returns:
+        The unpacker to go on with, the recipes by leaf, and the owners of the parts.
+    """
+    from statetree.leaf_types.opaque import OPAQUE
+
+    chosen = [index for index in rest if leaf_type_of(type(leaves[index])) is OPAQUE]
+    if len(chosen) < 2:
+        return unpacker, {}, []
+    attempt = _Unpacker(list(unpacker.parts))
+    owners: list[int] = []
+    try:
+        tensors, context, owner_of = OPAQUE.unpack_all([leaves[index] for index in chosen])
+        inner = []
+        for tensor, owner in zip(tensors, owner_of, strict=True):
+            inner.append(attempt.unpack(tensor))
+            owners += [chosen[owner]] * (len(attempt.parts) - len(unpacker.parts) - len(owners))
+    except Exception:  # noqa: BLE001 - user code raises it, and will do so again
+        return unpacker, {}, []
+    whole = Packed(OPAQUE, context, tuple(inner), -1)
+    return attempt, {index: Member(whole, position) for position, index in enumerate(chosen)}, owners
 
 
 def holds_tensor(key: Any) -> bool:
@@ -315,7 +368,7 @@ QUANTIZED: Final = frozenset(
 _attributes_of: Final = attrgetter("__dict__")
 
 
-def _bare_tensors(leaves: list[Any]) -> tuple[Sequence[int], list[int], Columns]:
+def _bare_tensors(leaves: list[Any], *, memory: bool) -> tuple[Sequence[int], list[int], Columns]:
     """Tell the leaves apart.
 
     It asks everything of all leaves at once. If any of the tensors is sparse, nested or quantized, none is bare.
@@ -325,7 +378,7 @@ def _bare_tensors(leaves: list[Any]) -> tuple[Sequence[int], list[int], Columns]
         columns of the former.
     """
     columns = Columns(leaves)
-    if _need_no_packing(columns, recognise(columns)):
+    if recognise(columns, memory=memory) and _need_no_packing(columns):
         return range(len(leaves)), [], columns
     classes = list(map(type, leaves))
     atoms = {cls for cls in set(classes) if leaf_type_of(cls) is None}
@@ -333,9 +386,7 @@ def _bare_tensors(leaves: list[Any]) -> tuple[Sequence[int], list[int], Columns]
     rest = [index for index, cls in enumerate(classes) if cls is not torch.Tensor and cls not in atoms]
     tensors = [leaves[index] for index in positions]
     columns = Columns(tensors)
-    known = recognise(columns)
-    distinct = known or len(set(map(id, tensors))) == len(tensors)
-    if not (distinct and _need_no_packing(columns, known or are_views(columns))):
+    if not ((recognise(columns, memory=memory) or are_views(columns)) and _need_no_packing(columns)):
         first = {
             id(tensor): index
             for index, tensor in zip(reversed(positions), reversed(tensors), strict=True)
@@ -351,9 +402,14 @@ def _bare_tensors(leaves: list[Any]) -> tuple[Sequence[int], list[int], Columns]
     return positions, rest, columns
 
 
-def _need_no_packing(columns: Columns, plain: bool) -> bool:  # noqa: FBT001
-    """Whether tensors are plain ones without attributes and gradients."""
-    return plain and not any(map(_attributes_of, columns.tensors)) and not any(columns.requires_grad)
+def _need_no_packing(columns: Columns) -> bool:
+    """Whether strided tensors are distinct, of no subclass, and without attributes and gradients."""
+    if not columns.bare or any(columns.requires_grad) or any(map(_attributes_of, columns.tensors)):
+        return False
+    place = place_of(columns)
+    if place is not None and place.distinct:
+        return True
+    return len(set(map(id, columns.tensors))) == len(columns.tensors)
 
 
 def are_views(columns: Columns) -> bool:
@@ -424,6 +480,8 @@ class _Packer:
             return self._parts[recipe]
         if isinstance(recipe, Kept):
             return recipe.value
+        if isinstance(recipe, Member):
+            return self.pack(recipe.whole)[recipe.position]
         if recipe.identity in self._made:
             return self._made[recipe.identity]
         inner = [self.pack(part) for part in recipe.inner]

@@ -20,11 +20,17 @@ class Pool:
     """Blocks that no snapshot uses.
 
     Blocks are kept as ``uint8`` tensors that cover them.
+
+    Attributes:
+        allocations: How many blocks were taken from the system so far: so many pinnings, so many descriptors.
+        allocated_bytes: How many bytes they hold together.
     """
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._blocks: list[torch.Tensor] = []
+        self.allocations = 0
+        self.allocated_bytes = 0
 
     @property
     def nbytes(self) -> int:
@@ -85,5 +91,7 @@ class Pool:
             best = min(fitting, key=lambda block: block.nbytes)
             self._blocks = [block for block in self._blocks if block is not best]
             return best
+        self.allocations += 1
+        self.allocated_bytes += size
         (buffer,) = self._memory.carve([size], slabs=False)
         return raw(buffer.storage, 0, size)

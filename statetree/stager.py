@@ -12,36 +12,69 @@ from __future__ import annotations
 
 import gc
 import threading
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, Self
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-import torch
-
-from statetree.buffers import Buffer, Memory
+from statetree.buffers import Memory, memory_of
 from statetree.columns import Columns
 from statetree.errors import StagerBusy, StagerClosed
 from statetree.geometry import Geometry
 from statetree.leaves import Unpacked, holds_tensor, unpack
 from statetree.pool import Pool
-from statetree.spans import Layout, check_memory, extents, make_views, raw, replicate
-from statetree.torch_internals import copy_all, count_references, quietly, storage_key
+from statetree.snapshots import Snapshot
+from statetree.spans import check_memory, extents, replicate
+from statetree.streams import Moment, SideStreams, devices_of
+from statetree.torch_internals import quietly
 from statetree.tree import flatten_for_copy, unflatten_copy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
+    import torch
+
     from statetree.treespec import TreeSpec
 
-_fresh: Final = attrgetter("data")  # a new tensor on the same memory, with a version counter of its own
+
+class StagerStats(NamedTuple):
+    """What a stager has done so far.
+
+    Attributes:
+        stages: Trees staged.
+        allocations: Blocks of memory taken from the system: so many pinnings, and in shared memory descriptors.
+        allocated_bytes: Bytes in them, freed ones included.
+    """
+
+    stages: int
+    allocations: int
+    allocated_bytes: int
+
+
+class _Look(NamedTuple):
+    """A tree taken apart: everything about it but the elements of its tensors.
+
+    Attributes:
+        spec: Its structure.
+        unpacked: Its leaves.
+        columns: Those of its plain tensors that have memory.
+        meta: The indices of the others among all plain tensors.
+        moment: What the elements wait for, where they lie on an accelerator.
+    """
+
+    spec: TreeSpec
+    unpacked: Unpacked
+    columns: Columns
+    meta: list[int]
+    moment: Moment
 
 
 class Stager:
     """Copies trees into cached host memory: a ``deepcopy`` whose tensors land there.
 
     What ``stage`` returns never changes: no later ``stage``, no change of the source and no failure writes to its
-    memory for as long as anything refers to one of its tensors. Memory is reused once nothing does. Containers that
-    appear several times in a tree, and cycles, come out as they were.
+    memory for as long as anything in this process refers to one of its tensors. Memory is reused once nothing does,
+    unless it was sent to another process. Containers that appear several times in a tree, and cycles, come out as
+    they were. (What containers and opaque objects have in common becomes separate.)
 
     Args:
         pin_memory: Take page-locked memory. Without an accelerator this warns once and is ignored.
@@ -61,17 +94,24 @@ class Stager:
         {'w': tensor([0., 0., 0.]), 'step': 1}
     """
 
+    #: Whether other processes that staged trees were sent to are done with them once nothing here refers to them.
+    _receivers_are_done = False
+
     def __init__(self, *, pin_memory: bool = False, share_memory: bool = False, max_snapshots: int = 2) -> None:
         if max_snapshots < 1:
             msg = f"Stager: max_snapshots must be at least 1: expected a positive number, got {max_snapshots}."
             raise ValueError(msg)
         self.max_snapshots = max_snapshots
-        self._memory = quietly(Memory)(pin_memory=pin_memory, share_memory=share_memory)
+        self._memory = memory_of(pin_memory=pin_memory, share_memory=share_memory)
         self._pool = Pool(self._memory)
-        self._snapshots: list[_Snapshot] = []
+        self._snapshots: list[Snapshot] = []
         self._lock = threading.Lock()
         self._owner = 0
         self._closed = False
+        self._stages = 0
+        self._worker = ThreadPoolExecutor(1, "statetree-stager")  # starts its thread when there is work
+        self._under_way: set[Future[Any]] = set()
+        self._side_streams = SideStreams()
 
     def stage(self, tree: Any) -> Any:
         """Return a copy of a tree whose tensors lie in the stager's host memory.
@@ -95,19 +135,77 @@ class Stager:
         with self._lock:
             try:
                 self._begin("stage")
-                return self._stage(tree)
+                return self._copy(self._look_at("stage", tree))
+            finally:
+                self._end()
+
+    def stage_async(self, tree: Any) -> Future[Any]:
+        """Stage a tree in the background.
+
+        The tree's structure, its plain values and its opaque objects are those at the time of the call. The elements
+        of its tensors are read later: they must not change before the future is done (or ``synchronize`` returns).
+        To overlap staging with a training step, call this after ``optimizer.step()``, run the next forward and
+        backward pass, which change no parameter and no optimizer state, and wait before the next
+        ``optimizer.step()``. Tensors on an accelerator are copied on a side stream, after all that the calling thread
+        has queued on its current streams.
+
+        Args:
+            tree: Any tree.
+
+        Returns:
+            A future of what ``stage`` returns, or of the very exception that it raises. It holds the staged tree, and
+            with that its memory, for as long as it is referred to.
+
+        Raises:
+            StagerClosed: After ``close``. (Stages not yet begun when the stager is closed get it in their futures.)
+
+        Example:
+            >>> import statetree as st, torch
+            >>> with st.Stager() as stager:
+            ...     future = stager.stage_async({"w": torch.ones(2)})
+            ...     future.result()
+            {'w': tensor([1., 1.])}
+        """
+        self._refuse_nested("stage_async")
+        self._refuse_closed("stage_async")
+        try:
+            look = self._look_at("stage_async", tree)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it belongs into the future
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            return failed
+        try:
+            future = self._worker.submit(self._finish, look)
+        except RuntimeError:
+            self._refuse_closed("stage_async")  # another thread closed it meanwhile
+            raise
+        self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)
+        return future
+
+    def synchronize(self) -> None:
+        """Wait until no stage under way reads its tree any more. Errors stay in their futures."""
+        wait(tuple(self._under_way))
+
+    def _finish(self, look: _Look) -> Any:
+        with self._lock:
+            try:
+                self._begin("stage_async")
+                with self._side_streams.after(look.moment):
+                    return self._copy(look)
             finally:
                 self._end()
 
     @quietly
-    def _stage(self, tree: Any) -> Any:
-        unpacked, spec, columns, meta = self._look_at("stage", tree)
+    def _copy(self, look: _Look) -> Any:
         staged: list[torch.Tensor] = []
-        if columns.tensors:
-            snapshot = self._idle_snapshot(columns)
-            staged = snapshot.fill(columns)
+        if look.columns.tensors:
+            snapshot = self._idle_snapshot(look.columns)
+            staged = snapshot.fill(look.columns)
             self._trim(snapshot)
-        return unflatten_copy(spec, unpacked.pack(_with_meta(unpacked.columns, staged, meta)))
+        result = unflatten_copy(look.spec, look.unpacked.pack(_with_meta(look.unpacked.columns, staged, look.meta)))
+        self._stages += 1
+        return result
 
     def prewarm(self, tree: Any) -> None:
         """Allocate, pin and fault in the memory that staging a tree like this one takes.
@@ -128,11 +226,16 @@ class Stager:
 
     @quietly
     def _prewarm(self, tree: Any) -> None:
-        _, _, columns, _ = self._look_at("prewarm", tree)
+        columns = self._look_at("prewarm", tree).columns
         if columns.tensors:
             snapshot = self._idle_snapshot(columns)
             snapshot.touch()
             self._trim(snapshot)
+
+    @property
+    def stats(self) -> StagerStats:
+        """What the stager has done so far. Staging a tree like the last ones allocates nothing."""
+        return StagerStats(self._stages, self._pool.allocations, self._pool.allocated_bytes)
 
     @property
     def nbytes(self) -> int:
@@ -140,8 +243,12 @@ class Stager:
         return self._pool.nbytes + sum(snapshot.nbytes for snapshot in list(self._snapshots))
 
     def close(self) -> None:
-        """Release all memory. Staged trees stay valid. Closing again does nothing."""
+        """Release all memory. Staged trees stay valid. Closing again does nothing.
+
+        A stage under way in the background is completed; those not yet begun fail with ``StagerClosed``.
+        """
         self._closed = True
+        self._worker.shutdown(wait=False)
         if self._in_own_call():
             return  # from inside an object that is being staged: the memory goes when that is over
         with self._lock:
@@ -167,6 +274,9 @@ class Stager:
     # The lock is held in plain with statements, and only flags that no interrupt can leave wrong are kept beside it.
     def _begin(self, verb: str) -> None:
         self._owner = threading.get_ident()
+        self._refuse_closed(verb)
+
+    def _refuse_closed(self, verb: str) -> None:
         if self._closed:
             msg = f"{verb}: the stager is closed: expected an open one. Make a new Stager."
             raise StagerClosed(msg)
@@ -177,10 +287,11 @@ class Stager:
             self._snapshots.clear()
             self._pool.clear()
 
-    def _look_at(self, verb: str, tree: Any) -> tuple[Unpacked, TreeSpec, Columns, list[int]]:
-        """Take a tree apart. Returns its parts, those among them that have memory, and the indices of the others."""
+    @quietly
+    def _look_at(self, verb: str, tree: Any) -> _Look:
+        """Take a tree apart."""
         leaves, spec = flatten_for_copy(tree, holds_tensor, shared=True)
-        unpacked = unpack(verb, leaves, spec.paths)
+        unpacked = unpack(verb, leaves, spec.paths, together=True)
         columns = unpacked.columns
         meta: list[int] = []
         if not columns.on_cpu:
@@ -193,13 +304,18 @@ class Stager:
         else:
             owners = unpacked.owners
         check_memory(verb, columns, lambda index: spec.paths()[owners[index]])
-        return unpacked, spec, columns, meta
+        moment = Moment(() if columns.on_cpu else devices_of(columns.devices))
+        return _Look(spec, unpacked, columns, meta, moment)
 
-    def _idle_snapshot(self, columns: Columns) -> _Snapshot:
+    def _idle_snapshot(self, columns: Columns) -> Snapshot:
         """Return a snapshot that fits and that nothing refers to, making one if there may be another."""
         geometry: Geometry | None = None
         for attempt in ("first", "after collecting garbage"):
             idle = [snapshot for snapshot in self._snapshots if not snapshot.is_leased()]
+            if not self._receivers_are_done:
+                for snapshot in filter(Snapshot.was_sent, idle):
+                    self._snapshots.remove(snapshot)
+                idle = [snapshot for snapshot in idle if snapshot in self._snapshots]
             for snapshot in idle:
                 if snapshot.geometry.fits(columns):
                     return snapshot
@@ -208,7 +324,7 @@ class Stager:
                 for snapshot in idle:  # what they hold may serve the new one
                     self._snapshots.remove(snapshot)
                     self._pool.give(snapshot.dissolve())
-                snapshot = _Snapshot(geometry, columns, self._pool)
+                snapshot = Snapshot(geometry, columns, self._pool)
                 self._snapshots.append(snapshot)
                 return snapshot
             if attempt == "first":
@@ -220,7 +336,7 @@ class Stager:
         )
         raise StagerBusy(msg)
 
-    def _trim(self, latest: _Snapshot) -> None:
+    def _trim(self, latest: Snapshot) -> None:
         """Keep at most one idle snapshot beside the live ones."""
         self._pool.clear()
         idle = [snapshot for snapshot in self._snapshots if snapshot is not latest and not snapshot.is_leased()]
@@ -236,72 +352,3 @@ def _with_meta(columns: Columns, staged: list[torch.Tensor], meta: list[int]) ->
     replicas = iter(replicate(part, extents(part), Memory("meta"), copy=False))
     rest, places = iter(staged), set(meta)
     return [next(replicas) if index in places else next(rest) for index in range(len(columns.tensors))]
-
-
-class _Snapshot:
-    """Buffers laid out for one geometry, and the templates on them."""
-
-    def __init__(self, geometry: Geometry, columns: Columns, pool: Pool) -> None:
-        self.geometry = geometry
-        layout = geometry.layout
-        buffers, self._blocks = pool.take([span.stop - span.start for span in layout.spans])
-        self.templates = make_views(columns, layout, buffers, torch.device("cpu"))
-        self._plan_copies(layout, buffers)
-        storages = {storage_key(buffer.storage): buffer.storage for buffer in buffers}
-        self._storage_keys, self._storages = list(storages), list(storages.values())
-        del buffers, storages
-        self._unleased = self._count_references()
-
-    def _plan_copies(self, layout: Layout, buffers: Sequence[Buffer]) -> None:
-        self._dense: list[int] = []
-        self._dense_targets: list[torch.Tensor] = []
-        self._rough: list[tuple[torch.Tensor, int]] = []  # spans copied as bytes: the target, and which span
-        for index, (span, buffer, dense) in enumerate(zip(layout.spans, buffers, layout.dense, strict=True)):
-            if span.start == span.stop:
-                continue
-            if dense:
-                self._dense.append(span.source)
-                self._dense_targets.append(self.templates[span.source])
-            else:
-                target = raw(buffer.storage, buffer.start, buffer.start + span.stop - span.start)
-                self._rough.append((target, index))
-        self._all_dense = self._dense == list(range(len(self.templates)))
-
-    @property
-    def nbytes(self) -> int:
-        return sum(block.nbytes for block in self._blocks)
-
-    def _count_references(self) -> int:
-        return count_references(self._storages, self._storage_keys)
-
-    def is_leased(self) -> bool:
-        """Whether anything refers to the memory but the snapshot itself."""
-        return self._count_references() != self._unleased
-
-    def touch(self) -> None:
-        """Make the system provide the memory now, page by page."""
-        for block in self._blocks:
-            block.zero_()
-
-    def dissolve(self) -> list[torch.Tensor]:
-        """Give up the templates, and return the blocks of memory below them."""
-        blocks = self._blocks
-        self.templates, self._dense_targets, self._rough, self._blocks, self._storages = [], [], [], [], []
-        return blocks
-
-    def fill(self, columns: Columns) -> list[torch.Tensor]:
-        """Copy tensors of this geometry in, and return fresh tensors on the copies."""
-        tensors = columns.tensors
-        sources = list(tensors) if self._all_dense else [tensors[index] for index in self._dense]
-        targets = list(self._dense_targets)
-        if self._rough:
-            spans = self.geometry.spans_of(columns)
-            for target, index in self._rough:
-                span = spans[index]
-                targets.append(target)
-                sources.append(raw(columns.storages[span.source], span.start, span.stop))
-        on_devices = set() if columns.on_cpu else {device for device in set(columns.devices) if device.type != "cpu"}
-        copy_all(targets, sources, non_blocking=bool(on_devices))
-        for device in on_devices:
-            torch.accelerator.current_stream(device).synchronize()
-        return list(map(_fresh, self.templates))

@@ -41,8 +41,12 @@ def quietly(function: Callable[P, R]) -> Callable[P, R]:
                     return function(*args, **kwargs)
             return function(*args, **kwargs)
 
+    wrapper._torchdynamo_disable = True  # type: ignore[attr-defined]  # as torch.compiler.disable, without importing it
     return wrapper
 
+
+#: A context in which ``__torch_function__`` is called again, for code that is not ours.
+torch_function_enabled: Final[Any] = torch._C._EnableTorchFunction
 
 #: ``storage_key`` and a tensor's version counter, for asking many at once. Inference tensors have no counter and raise.
 storage_key_of: Final[Any] = STORAGE_BASE._cdata.__get__
@@ -66,6 +70,15 @@ def count_references(storages: Sequence[torch.UntypedStorage], keys: Sequence[in
         keys: Their ``storage_key``.
     """
     return sum(map(torch._C._storage_Use_Count, keys)) + sum(map(sys.getrefcount, storages))
+
+
+def storages_sent() -> set[int]:
+    """Return the ``storage_key`` of every storage alive that was sent to another process (or came from one)."""
+    from torch.multiprocessing import reductions
+
+    with reductions.shared_cache.lock:
+        references = list(reductions.shared_cache.values())
+    return {reference.cdata for reference in references if not reference.expired()}
 
 
 def set_bits(tensor: torch.Tensor, *, conj: bool, neg: bool) -> None:

@@ -240,6 +240,9 @@ def unflatten(spec: TreeSpec, leaves: Iterable[Any]) -> Any:
     if isinstance(leaves, TreeSpec):
         msg = "unflatten: the arguments are swapped: expected (spec, leaves), got (leaves, spec)."
         raise TypeError(msg)
+    if not isinstance(cast("Any", spec), TreeSpec):
+        msg = f"unflatten: expected the TreeSpec that flatten returned, got {type(spec).__qualname__}."
+        raise TypeError(msg)
     values = list(leaves)
     if len(values) != spec.num_leaves:
         msg = (

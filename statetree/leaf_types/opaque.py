@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import io
 import pickle
+from types import BuiltinFunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from statetree.atoms import same_value
 from statetree.errors import StateTreeError, UnsupportedLeaf
 from statetree.leaves import leaf_type_of
+from statetree.torch_internals import torch_function_enabled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,7 +44,9 @@ class _TakeApart(pickle.Pickler):
         if leaf_type is None:
             return self._keep(id(obj), obj)
         if leaf_type is OPAQUE:
-            return None
+            # Functions written in C pass by identity, as others do, but bound ones hold what they are bound to.
+            unbound = cls is BuiltinFunctionType and isinstance(obj.__self__, (ModuleType, type(None)))
+            return self._keep(id(obj), obj) if unbound else None
         index = self._tensor_index.setdefault(id(obj), len(self.tensors))
         if index == len(self.tensors):
             self.tensors.append(obj)
@@ -52,6 +57,24 @@ class _TakeApart(pickle.Pickler):
         if index == len(self.kept):
             self.kept.append(obj)
         return -1 - index
+
+
+class _TakeAllApart(_TakeApart):
+    """Notes for every tensor which of several objects it was found in."""
+
+    def __init__(self, file: io.BytesIO, values: Sequence[Any]) -> None:
+        super().__init__(file)
+        self._values = values
+        self._current = -1
+        self.owners: list[int] = []
+
+    def persistent_id(self, obj: Any) -> int | None:
+        following = self._current + 1
+        if following < len(self._values) and obj is self._values[following]:
+            self._current = following
+        result = super().persistent_id(obj)
+        self.owners += [max(self._current, 0)] * (len(self.tensors) - len(self.owners))
+        return result
 
 
 class _PutTogether(pickle.Unpickler):
@@ -71,7 +94,8 @@ class OpaqueType:
         file = io.BytesIO()
         pickler = _TakeApart(file)
         try:
-            pickler.dump(value)
+            with torch_function_enabled():
+                pickler.dump(value)
         except StateTreeError:
             raise
         except Exception as error:
@@ -84,16 +108,25 @@ class OpaqueType:
             raise UnsupportedLeaf(msg) from error
         return pickler.tensors, (file.getvalue(), tuple(pickler.kept))
 
+    def unpack_all(self, values: Sequence[Any]) -> tuple[Sequence[Any], Any, Sequence[int]]:
+        """Take several objects apart as one: also return, for each part, which of them it lies in."""
+        file = io.BytesIO()
+        pickler = _TakeAllApart(file, values)
+        with torch_function_enabled():
+            pickler.dump(list(values))
+        return pickler.tensors, (file.getvalue(), tuple(pickler.kept)), pickler.owners
+
     def pack(self, context: Any, parts: Sequence[Any]) -> Any:
         skeleton, kept = context
-        return _PutTogether(skeleton, parts, kept).load()
+        with torch_function_enabled():
+            return _PutTogether(skeleton, parts, kept).load()
 
     def describe(self, value: Any) -> Mapping[str, Any]:
         return {"class": type(value)}
 
     def same_context(self, a: Any, b: Any) -> bool:
         """Whether two objects agree in everything but the tensors inside them."""
-        return bool(a[0] == b[0] and a[1] == b[1])
+        return bool(a[0] == b[0]) and same_value(a[1], b[1])
 
 
 OPAQUE = OpaqueType()

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from statetree.atoms import same_value
+from statetree.comparing import safely_equal
 from statetree.containers import freeze, thaw
+from statetree.errors import UnsupportedLeaf
 from statetree.leaf_types.tensor import attributes_of, set_attributes
 from statetree.tree import flatten, unflatten
 
@@ -48,11 +50,12 @@ class WrapperType:
             own = attributes_of(context.rebuild(list(tensors.values())))
             carried = {name: held for name, held in carried.items() if name not in own or _is_changed(held, own[name])}
         leaves, spec = flatten(carried)
-        return [*tensors.values(), *leaves], (context, spec)
+        held, context = context.without_tensors()
+        return [*tensors.values(), *held, *leaves], (context, spec)
 
     def pack(self, context: Any, parts: Sequence[Any]) -> torch.Tensor:
         tensor, carried = context
-        count = len(tensor.names)
+        count = len(tensor.names) + len(tensor.places)
         fresh: torch.Tensor = tensor.rebuild(parts[:count])
         set_attributes(fresh, unflatten(carried, parts[count:]))
         return fresh
@@ -80,8 +83,13 @@ def _is_state(name: str) -> bool:
 
 
 def _is_changed(held: Any, own: Any) -> bool:
-    """Whether a plain attribute that the class sets by itself was set to something else since."""
-    return freeze(held) is not None and not same_value(held, own)
+    """Whether an attribute that the class sets by itself was set to something else since.
+
+    Objects that are neither plain data nor hold tensors in the open are the class's own affair.
+    """
+    if freeze(held) is not None:
+        return not same_value(held, own)
+    return any(isinstance(leaf, torch.Tensor) for leaf in flatten(held)[0]) and not safely_equal(held, own)
 
 
 class _Context(NamedTuple):
@@ -93,10 +101,28 @@ class _Context(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     requires_grad: bool
+    places: tuple[int, ...] = ()  # of tensors among the leaves of the metadata
+
+    def without_tensors(self) -> tuple[list[torch.Tensor], _Context]:
+        """Return the tensors in the metadata, and a context that waits for others in their places."""
+        if self.frozen is not None:
+            return [], self
+        leaves, spec = flatten(self.metadata)
+        places = tuple(index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+        if not places:
+            return [], self
+        tensors = [leaves[index] for index in places]
+        leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        return tensors, self._replace(metadata=(leaves, spec), places=places)
 
     def rebuild(self, inner: Sequence[Any]) -> torch.Tensor:
-        named = {**self.kept, **dict(zip(self.names, inner, strict=True))}
+        named = {**self.kept, **dict(zip(self.names, inner, strict=False))}
         metadata = self.metadata if self.frozen is None else thaw(self.frozen)
+        if self.places:
+            leaves, spec = list(metadata[0]), metadata[1]
+            for index, tensor in zip(self.places, inner[len(self.names) :], strict=True):
+                leaves[index] = tensor
+            metadata = unflatten(spec, leaves)
         fresh: torch.Tensor = self.cls.__tensor_unflatten__(named, metadata, self.shape, self.stride)
         if fresh.requires_grad != self.requires_grad:
             fresh = fresh.detach().requires_grad_(self.requires_grad)
@@ -119,4 +145,24 @@ def _shape_of(value: torch.Tensor) -> tuple[Any, ...]:
     return tuple(size if type(size) is int else "ragged" for size in value.shape)
 
 
+class UntraceableType:
+    """Wrapper subclasses that do not say what they are made of."""
+
+    def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
+        cls = type(value).__qualname__
+        msg = (
+            f"the leaf at %PATH% ({cls}) cannot be taken apart: expected __tensor_flatten__ and __tensor_unflatten__ "
+            f"beside __torch_dispatch__, got neither. Define them, or use register_leaf_type({cls}, ...)."
+        )
+        raise UnsupportedLeaf(msg)
+
+    def pack(self, context: Any, parts: Sequence[Any]) -> Any:
+        raise NotImplementedError
+
+    def describe(self, value: Any) -> Mapping[str, Any]:
+        self.unpack(value)
+        return {}
+
+
 WRAPPER = WrapperType()
+UNTRACEABLE = UntraceableType()

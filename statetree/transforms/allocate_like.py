@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from statetree.buffers import Memory
+from statetree.buffers import memory_of
 from statetree.compose import leafwise
-from statetree.torch_internals import quietly
 from statetree.transforms._pipeline import replicated
 
 if TYPE_CHECKING:
@@ -48,5 +47,5 @@ def allocate_like(
         >>> fresh["head"].shape, fresh["head"].data_ptr() == fresh["embed"].data_ptr()
         (torch.Size([3, 2]), True)
     """
-    memory = quietly(Memory)(device, pin_memory=pin_memory, share_memory=share_memory)
+    memory = memory_of(device, pin_memory=pin_memory, share_memory=share_memory)
     return replicated("allocate_like", tree, memory, copy=False)

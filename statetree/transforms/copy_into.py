@@ -69,9 +69,9 @@ def _copy_into(src: Any, dst: Any, *, cast: bool) -> Any:
     differences = job.differences(cast=cast)
     if differences:
         raise _refusal(differences)
-    leaves = job.result()  # opaque objects are copied first: that may fail
+    result = unflatten(pairing.spec, job.result())  # both may fail, in code that is not ours
     job.write()
-    return unflatten(pairing.spec, leaves)
+    return result
 
 
 def _refusal(differences: Sequence[Difference]) -> TreeMismatch:

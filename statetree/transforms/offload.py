@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from statetree.buffers import Memory
+from statetree.buffers import Memory, memory_of
 from statetree.compose import leafwise
 from statetree.leaves import holds_tensor, unpack
 from statetree.spans import check_memory, extents, replicate
+from statetree.ties import tied_leaves
 from statetree.torch_internals import quietly
 from statetree.transforms._pipeline import replicated
 from statetree.tree import flatten_for_copy, unflatten
@@ -58,7 +59,7 @@ def offload(
         >>> snapshot
         {'w': tensor([1., 1.]), 'step': 3}
     """
-    memory = quietly(Memory)(device, pin_memory=pin_memory, share_memory=share_memory)
+    memory = memory_of(device, pin_memory=pin_memory, share_memory=share_memory)
     if copy:
         return replicated("offload", tree, memory, copy=True)
     return _move(tree, memory)
@@ -71,7 +72,12 @@ def _move(tree: Any, memory: Memory) -> Any:
     unpacked = unpack("offload", leaves, spec.paths)
     stays = [_lies_in(part, memory) for part in unpacked.parts]
     moving = [leaf for leaf in range(len(leaves)) if not all(stays[part] for part in unpacked.parts_of(leaf))]
-    part = unpack("offload", [leaves[index] for index in moving], lambda: [spec.paths()[index] for index in moving])
+    if moving:  # and what is tied to it
+        tied = tied_leaves(unpacked)
+        moving = sorted({companion for leaf in moving for companion in tied[leaf]})
+    part = unpack(
+        "offload", [leaves[index] for index in moving], lambda: [spec.paths()[index] for index in moving], together=True
+    )
     reach = extents(part.columns)
     check_memory("offload", part.columns, lambda index: spec.paths()[moving[part.owners[index]]])
     for index, leaf in zip(moving, part.pack(replicate(part.columns, reach, memory, copy=True)), strict=True):
@@ -87,4 +93,4 @@ def _lies_in(part: torch.Tensor, memory: Memory) -> bool:
     if memory.share_memory and not part.is_shared():
         return False
     wanted = memory.device
-    return part.device.type == wanted.type and wanted.index in (None, part.device.index)
+    return part.device.type == wanted.type and (wanted.type == "cpu" or wanted.index in (None, part.device.index))

@@ -385,3 +385,52 @@ def test_the_skeleton_cannot_be_loaded_by_pickle_alone():
     skeleton = OPAQUE.unpack(holding(tensor=torch.ones(1)))[1][0]
     with pytest.raises(pickle.UnpicklingError, match="persistent"):
         pickle.loads(skeleton)
+
+
+class Holder:
+    def __init__(self, **held):
+        vars(self).update(held)
+
+
+@pytest.mark.parametrize("verb", [st.offload, st.allocate_like, lambda tree: st.Stager().stage(tree)])
+def test_what_several_objects_hold_stays_one(verb):
+    inner = Holder(w=torch.ones(2))
+    state = {"o": inner, "s": Holder(optimizer=inner), "again": inner}
+    copied = verb(state)
+    assert copied["s"].optimizer is copied["o"] is copied["again"]
+    assert copied["o"] is not inner
+    assert copied["o"].w is not inner.w
+
+
+def test_a_scheduler_goes_on_driving_its_optimizer():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    copied = st.offload({"m": model, "o": optimizer, "s": scheduler})
+    assert copied["s"].optimizer is copied["o"]
+    assert copied["o"].param_groups[0]["params"][0] is copied["m"].weight
+
+
+def test_errors_name_the_object_among_several():
+    freed = torch.ones(3)
+    state = {"a": Holder(w=torch.ones(1)), "b": Holder(w=freed), "c": Holder(lock=1)}
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(st.UnsupportedLeaf, match="the leaf at b was freed"):
+        st.offload(state)
+    state["b"], state["c"].lock = Holder(), threading.Lock()
+    with pytest.raises(st.UnsupportedLeaf, match=r"the leaf at c \(Holder\) cannot be taken apart"):
+        st.offload(state)
+
+
+def test_bound_methods_of_c_classes_do_not_leak_what_they_are_bound_to():
+    tensor = torch.ones(2)
+    bound, builtin, same = st.offload([tensor.add_, len, tensor])
+    assert bound.__self__ is same
+    assert bound.__self__ is not tensor
+    assert builtin is len
+
+
+def test_user_code_sees_torch_as_it_is():
+    traced = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
+    (copied,) = st.offload([traced])
+    assert torch.equal(copied(torch.ones(1, 2)), traced(torch.ones(1, 2)))

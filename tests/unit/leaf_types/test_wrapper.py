@@ -171,3 +171,40 @@ def test_taking_apart_does_not_change_the_wrapper():
     before = set(vars(jagged))
     alone(jagged)
     assert set(vars(jagged)) == before
+
+
+def test_tensors_in_the_metadata_are_copied():
+    scale = torch.ones(1)
+    source = TwoTensors(torch.ones(2), torch.zeros(2), {"scale": scale, "by identity": Counting})
+    copied, tied = st.offload([source, scale])
+    scale.fill_(5)
+    assert torch.equal(copied.note["scale"], torch.ones(1))
+    assert copied.note["scale"] is tied
+    assert copied.note["by identity"] is Counting
+
+
+def test_an_attribute_that_the_class_sets_and_the_user_changed_to_a_tensor_is_kept():
+    source = counting()
+    source.calls = torch.full((2,), 3.0)
+    source.log = [torch.ones(1)]
+    copied = alone(source)
+    assert torch.equal(copied.calls, source.calls)
+    assert torch.equal(copied.log[0], source.log[0])
+    assert copied.calls is not source.calls
+
+
+class Untraceable(torch.Tensor):
+    """Wraps every result of an operation, and does not say what it is made of."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result.as_subclass(cls) if type(result) is torch.Tensor else result
+
+
+def test_a_wrapper_that_does_not_say_what_it_is_made_of_is_refused():
+    state = [torch.ones(3), torch.ones(3).as_subclass(Untraceable)]
+    for verb in (st.offload, st.allocate_like, st.Stager().stage, lambda tree: st.copy_into(tree, tree)):
+        with pytest.raises(st.UnsupportedLeaf, match=r"at 1 \(Untraceable\).*__tensor_flatten__"):
+            verb(state)
+    assert not st.similarity(state, state)

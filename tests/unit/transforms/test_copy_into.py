@@ -778,3 +778,22 @@ def test_whatever_fails_before_the_writing_nothing_is_written():
 def _until_writing(action):
     with contextlib.suppress(InterruptedError):
         action()
+
+
+class Unmade:
+    """Its unflatten function fails."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+def _cannot(metadata, children):
+    raise ValueError("not to be made")
+
+
+def test_a_result_that_cannot_be_made_leaves_the_destination_alone():
+    st.register_container(Unmade, lambda container: ((container.value,), None), _cannot)
+    target = torch.zeros(2)
+    with pytest.raises(ValueError, match="not to be made"):
+        st.copy_into(Unmade(torch.ones(2)), Unmade(target))
+    assert torch.equal(target, torch.zeros(2))

@@ -1,0 +1,60 @@
+"""``comparing``: tensors without memory are seen, wherever they begin and however many there are."""
+
+import pytest
+import torch
+
+import statetree as st
+from statetree import appearance
+from tests.oracle import assert_same
+
+
+def ramp(count, start=0):
+    return torch.arange(start, start + count, dtype=torch.float32)
+
+
+def shrunk(nbytes, part):
+    tensor = ramp(10)[part]
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
+# Made by functions: a failing test would print the tensors, which torch does not survive.
+WITHOUT_MEMORY = {
+    "meta": (lambda: torch.empty(7, device="meta"), "meta"),
+    "meta view": (lambda: torch.empty(10, device="meta")[3:], "meta"),  # its address is 12
+    "freed": (lambda: shrunk(0, slice(7)), "freed"),
+    "freed view": (lambda: shrunk(0, slice(3, None)), "freed"),
+    "shrunk": (lambda: shrunk(27, slice(7)), "freed"),
+    "shrunk view": (lambda: shrunk(39, slice(3, None)), "freed"),
+}
+
+
+@pytest.mark.parametrize("count", [1, 70], ids=["few", "many"])
+@pytest.mark.parametrize("name", WITHOUT_MEMORY)
+def test_tensors_without_memory_are_unlike_tensors_with_it(name, count):
+    make, shown = WITHOUT_MEMORY[name]
+    appearance.forget()
+    for _ in range(4):  # the last times, those with memory are recognised
+        here = [ramp(2), *(ramp(7, start=number) for number in range(count)), make()]
+        there = [torch.zeros(2), *(torch.zeros(7) for _ in range(count)), torch.zeros(7)]
+        expected = [tensor.clone() for tensor in there]
+        for values in (False, True):
+            (difference,) = st.similarity(here, there, values=values).differences
+            assert difference[1:] == ("memory", shown, "present")
+            assert tuple(difference[0]) == (count + 1,)
+            assert not st.similarity(there, here, values=values)
+        with pytest.raises(st.TreeMismatch, match=f"memory differs at {count + 1}: expected present, got {shown}"):
+            st.copy_into(here, there)
+        assert_same(there, expected)
+        with pytest.raises(st.TreeMismatch, match=f"memory differs at {count + 1}: expected {shown}, got present"):
+            st.copy_into(there, here)
+
+
+def test_meta_tensors_are_like_each_other_wherever_they_begin():
+    first, second = torch.empty(10, device="meta"), torch.empty(20, device="meta")
+    here, there = [first[3:5], first[3:], ramp(3)], [second[3:5], second[7:14], torch.zeros(3)]
+    assert st.similarity(here, there)
+    assert [difference.kind for difference in st.similarity(here, there, values=True).differences] == ["value"]
+    result = st.copy_into(here, there)
+    assert result[0] is there[0]
+    assert torch.equal(there[2], ramp(3))
