@@ -191,6 +191,23 @@ def test_tied_targets_may_receive_tied_sources_of_any_values():
     assert found([base[:6], base[4:]], [source[:6], source[3:9]]) == [(0, 1)]
 
 
+def test_tensors_that_begin_alike_but_have_other_strides_are_not_tied_alike():
+    base, source = torch.zeros(10), ramp(10)
+    assert found([base[:4], base[1:3]], [source[:8:2], source[1:3]]) == [(0, 1)]
+
+
+def test_one_within_another_does_not_end_what_overlaps():
+    base = torch.zeros(10)
+    assert found([base, base[1:2], base[5:6]], [ramp(10), ramp(1, start=1), ramp(1, start=70)]) == [(0, 2)]
+
+
+def test_foreign_storages_within_another():
+    array = np.zeros(10, dtype=np.float32)
+    whole, first, last = (torch.from_numpy(array[part]) for part in (slice(None), slice(1, 2), slice(5, 6)))
+    assert found([whole, first, last], [ramp(10), ramp(1, start=1), ramp(1, start=70)]) == [(0, 2)]
+    assert reads_of_written(Columns([whole]), Columns([first, last])) == [0, 1]
+
+
 def test_the_conflicting_pair_is_named():
     base = torch.zeros(20)
     targets = [base[15:], base[:5], base[8:12], base[11:14]]
