@@ -18,8 +18,13 @@ from statetree.leaves import LeafType, register_leaf_type
 from statetree.paths import Path
 from statetree.stager import Stager
 from statetree.transforms.allocate_like import allocate_like
+from statetree.transforms.broadcast import broadcast
 from statetree.transforms.copy_into import copy_into
+from statetree.transforms.distribute import distribute
+from statetree.transforms.gather import gather
 from statetree.transforms.offload import offload
+from statetree.transforms.partition_replicas import partition_replicas
+from statetree.transforms.reshard import reshard
 from statetree.transforms.similarity import Similarity, similarity
 from statetree.tree import flatten, from_flat, map_leaves, map_with_path, paths, to_flat, unflatten
 from statetree.treespec import TreeSpec
@@ -43,16 +48,21 @@ __all__ = [
     "TreeTooDeep",
     "UnsupportedLeaf",
     "allocate_like",
+    "broadcast",
     "chain",
     "copy_into",
+    "distribute",
     "flatten",
     "from_flat",
+    "gather",
     "map_leaves",
     "map_with_path",
     "offload",
+    "partition_replicas",
     "paths",
     "register_container",
     "register_leaf_type",
+    "reshard",
     "similarity",
     "stream",
     "to_flat",

@@ -12,8 +12,10 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
+from statetree.agreement import Entry, Statement, agree, tell_failure
 from statetree.errors import StateTreeError, TreeMismatch
-from statetree.leaves import holds_tensor, unpack
+from statetree.groups import group_of
+from statetree.leaves import global_bytes, holds_tensor, is_distributed, unpack
 from statetree.ties import tied_leaves
 from statetree.torch_internals import quietly
 from statetree.tree import flatten_for_copy, unflatten
@@ -30,6 +32,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 L = TypeVar("L")
 
 _LEAFWISE: Final[set[Callable[..., Any]]] = set()
+_COLLECTIVE: Final[set[Callable[..., Any]]] = set()
 
 
 def leafwise(transform: F) -> F:
@@ -38,10 +41,18 @@ def leafwise(transform: F) -> F:
     return transform
 
 
+def collective(transform: F) -> F:
+    """Declare that every rank of a group has to call a leafwise transform, with the same buckets (a decorator).
+
+    It takes ``group`` and ``timeout`` by keyword.
+    """
+    _COLLECTIVE.add(transform)
+    return leafwise(transform)
+
+
 def is_leafwise(step: Step) -> bool:
     """Whether a step is a leafwise transform, a partial of one, or a chain of such steps."""
-    while isinstance(step, partial):
-        step = step.func
+    step = getattr(step, "func", step) if isinstance(step, partial) else step  # partials of partials are flat
     if isinstance(step, Chain):
         return all(map(is_leafwise, step.steps))
     try:
@@ -71,15 +82,18 @@ class Chain:
 def chain(*steps: Step) -> Chain:
     """Compose transforms: ``chain(f, g)(tree)`` is ``g(f(tree))``.
 
-    Consecutive leafwise transforms (``offload``, ``allocate_like`` and partials of them) are applied bucket by
-    bucket, so that only one bucket of intermediate results exists at a time. Other steps, any function from tree to
-    tree, get the whole tree.
+    Consecutive leafwise transforms (``offload``, ``allocate_like``, ``gather`` and partials of them) are applied
+    bucket by bucket, so that only one bucket of intermediate results exists at a time. Other steps, any function from
+    tree to tree, get the whole tree.
 
     Args:
         steps: Transforms, partials of them, or any functions of one tree. None at all is the identity.
 
     Returns:
         A transform.
+
+    Collective:
+        Applied to a tree, if one of the steps is. If one rank fails in between, all ranks raise.
 
     Raises:
         TypeError: If a step cannot be called.
@@ -113,8 +127,13 @@ def stream(tree: Any, step: Step) -> Iterator[tuple[Path, Any]]:
         ``(path, leaf)``, in the order of the paths. Results that were yielded are not kept; at most a bucket of
         64 MiB is in flight, or one group of tied leaves if that is larger.
 
+    Collective:
+        If the step is. Then every rank of the group takes all results, and has the same buckets: they hold whole
+        tensors, however these are distributed.
+
     Raises:
         TreeMismatch: If the step returns other keys than it was given.
+        RankMismatch: If the step is a collective and the ranks have different trees, or one of them failed.
         CyclicTree: If a container holds itself.
 
     Example:
@@ -125,59 +144,114 @@ def stream(tree: Any, step: Step) -> Iterator[tuple[Path, Any]]:
         b tensor([0.])
     """
     leaves, spec = flatten_for_copy(tree, holds_tensor)
-    yield from _stream(leaves, spec, step, spec.paths())
+    yield from _stream(leaves, spec, chain(step).steps, spec.paths())
 
 
 def _apply_by_bucket(tree: Any, steps: Sequence[Step]) -> Any:
     leaves, spec = flatten_for_copy(tree, holds_tensor)
     results: list[Any] = [None] * len(leaves)
-
-    def in_turn(bucket: Any) -> Any:
-        for step in steps:
-            bucket = step(bucket)
-        return bucket
-
-    for index, leaf in _stream(leaves, spec, in_turn, range(len(leaves))):
+    for index, leaf in _stream(leaves, spec, steps, range(len(leaves))):
         results[index] = leaf
     return unflatten(spec, results)
 
 
-def _stream(leaves: list[Any], spec: TreeSpec, step: Step, labels: Sequence[L]) -> Iterator[tuple[L, Any]]:
+def _stream(leaves: list[Any], spec: TreeSpec, steps: Sequence[Step], labels: Sequence[L]) -> Iterator[tuple[L, Any]]:
     """Yield ``(label, result)`` of every leaf, in the order of the paths."""
     paths, keys = spec.paths(), spec.flat_keys()
     order = sorted(range(len(leaves)), key=lambda index: paths[index].sort_key())
-    size, companions = _sizes_and_ties(leaves, spec)
+    together = _together(steps)
+    buckets = together.agreed_buckets(lambda: _buckets(leaves, spec, order), keys)
     ready: dict[int, Any] = {}  # results whose turn has not come: companions of leaves before them
-    for position, index in enumerate(order):
-        if index not in ready:
-            bucket = _fill_bucket(order[position:], size, companions, ready)
+    waiting = iter(buckets)
+    for index in order:
+        while index not in ready:
+            bucket = next(waiting)
             given = {keys[member]: leaves[member] for member in sorted(bucket)}
-            result = _call(step, given, {keys[member]: paths[member] for member in bucket})
+            result = _call(together, steps, given, {keys[member]: paths[member] for member in bucket})
             ready.update((member, result[keys[member]]) for member in bucket)
             del given, result  # or the bucket would outlive the consumer's interest in it
         yield labels[index], ready.pop(index)
+    together.finish()
 
 
-def _fill_bucket(
-    rest: Sequence[int], size: Sequence[int], companions: Sequence[Sequence[int]], ready: dict[int, Any]
-) -> list[int]:
-    bucket: dict[int, None] = {}
-    filled = 0
-    for index in rest:
-        if index in ready or index in bucket:
+def _buckets(leaves: list[Any], spec: TreeSpec, order: Sequence[int]) -> list[list[int]]:
+    """Cut the leaves into buckets, in the order of the paths; tied ones lie in one bucket."""
+    size, companions = _sizes_and_ties(leaves, spec)
+    buckets: list[list[int]] = []
+    room = 0
+    taken: set[int] = set()
+    for index in order:
+        if index in taken:
             continue
         group = companions[index]
         needed = sum(size[member] for member in group)
-        if bucket and filled + needed > BUCKET_BYTES:
-            break
-        bucket.update(dict.fromkeys(group))
-        filled += needed
-    return list(bucket)
+        if not buckets or needed > room:
+            buckets.append([])
+            room = BUCKET_BYTES
+        buckets[-1] += group
+        taken.update(group)
+        room -= needed
+    return buckets
 
 
-def _call(step: Step, bucket: dict[str, Any], paths: dict[str, Path]) -> Any:
+class _Alone:
+    """Steps that no other rank takes part in."""
+
+    def agreed_buckets(self, cut: Callable[[], list[list[int]]], _keys: Sequence[str], /) -> list[list[int]]:
+        return cut()
+
+    def take(self, step: Step, bucket: Any) -> Any:
+        return step(bucket)
+
+    def finish(self) -> None:
+        pass
+
+
+class _Together(_Alone):
+    """Steps of which some are collectives: the ranks agree on the buckets, and hear of it if one of them fails."""
+
+    def __init__(self, collectives: Sequence[Any]) -> None:
+        options = getattr(collectives[0], "keywords", {})
+        self._group = group_of("stream", options.get("group"), options.get("timeout"))
+        self._collectives = collectives
+
+    def agreed_buckets(self, cut: Callable[[], list[list[int]]], keys: Sequence[str], /) -> list[list[int]]:
+        def prepare() -> tuple[Statement, list[list[int]]]:
+            buckets = cut()
+            entries = [
+                Entry(keys[index], f"in bucket {number}") for number, bucket in enumerate(buckets) for index in bucket
+            ]
+            return Statement("stream", entries), buckets
+
+        return agree("stream", self._group, prepare)[1]
+
+    def take(self, step: Step, bucket: Any) -> Any:
+        if step in self._collectives:
+            return step(bucket)
+        try:
+            return step(bucket)
+        except BaseException as error:
+            self._tell(error)
+            raise
+
+    def _tell(self, error: BaseException) -> None:
+        """Take part in the other ranks' next agreement, which fails."""
+        tell_failure(self._group, error)
+
+    def finish(self) -> None:
+        agree("stream", self._group, lambda: (Statement("stream", [Entry("", "")]), None))
+
+
+def _together(steps: Sequence[Step]) -> _Alone:
+    collectives = [step for step in steps if getattr(step, "func", step) in _COLLECTIVE]
+    return _Together(collectives) if collectives else _Alone()
+
+
+def _call(together: _Alone, steps: Sequence[Step], bucket: dict[str, Any], paths: dict[str, Path]) -> Any:
+    result: Any = bucket
     try:
-        result = step(bucket)
+        for step in steps:
+            result = together.take(step, result)
     except StateTreeError as error:
         path = getattr(error, "path", None)
         if isinstance(path, tuple) and len(path) == 1 and path[0] in paths:
@@ -198,4 +272,8 @@ def _sizes_and_ties(leaves: list[Any], spec: TreeSpec) -> tuple[list[int], list[
     """Return the bytes of every leaf, and for every leaf those that it is tied to, itself included."""
     unpacked = unpack("stream", leaves, spec.paths)
     nbytes = unpacked.columns.nbytes
-    return [sum(nbytes[part] for part in unpacked.parts_of(leaf)) for leaf in range(len(leaves))], tied_leaves(unpacked)
+    sizes = [
+        global_bytes(leaf) if is_distributed(leaf) else sum(nbytes[part] for part in unpacked.parts_of(index))
+        for index, leaf in enumerate(leaves)
+    ]
+    return sizes, tied_leaves(unpacked)

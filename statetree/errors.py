@@ -92,8 +92,8 @@ class TreeTooDeep(StateTreeError, RecursionError):
         self.path = path
 
 
-class RankMismatch(StateTreeError):
-    """The ranks of a collective do not hold trees, layouts or options that fit together."""
+class RankMismatch(StateTreeError, ValueError):
+    """The ranks of a collective do not fit together: their trees, layouts or options, or one of them failed or died."""
 
 
 class StagerBusy(StateTreeError, RuntimeError):

@@ -166,6 +166,18 @@ def is_plain(value: Any) -> bool:
     return leaf_type_of(type(value)) is None
 
 
+def is_distributed(leaf: Any) -> bool:
+    """Whether the ranks of a group hold different parts of a leaf."""
+    leaf_type = leaf_type_of(type(leaf))
+    return hasattr(leaf_type, "holding") or hasattr(leaf_type, "chunks") or hasattr(type(leaf), "__create_chunk_list__")
+
+
+def global_bytes(leaf: Any) -> int:
+    """Return how many bytes the elements of a distributed leaf have on all ranks together."""
+    size = leaf.size() if callable(getattr(leaf, "size", None)) else leaf.shape
+    return int(torch.Size(size).numel()) * int(leaf.dtype.itemsize)
+
+
 class Unpacked:
     """The leaves of a tree, taken apart into plain tensors.
 

@@ -81,7 +81,7 @@ def key_identity(key: Any) -> Hashable:
     try:
         hash(key)
     except Exception:  # noqa: BLE001 - keys that a registered flatten function made up, or hostile ones
-        return (cls, _exact(key))
+        return (cls, exactly(key))
     return (cls, _Guarded(key))
 
 
@@ -120,20 +120,20 @@ def render_key(key: Any) -> str:
     if type(key) is str:
         return key
     if type(key) in (frozenset, tuple):
-        return _exact(key)
+        return exactly(key)
     try:
         return str(key)
     except Exception:  # noqa: BLE001 - a hostile __str__ must not hide the error that names the key
         return object.__repr__(key)
 
 
-def _exact(key: Any) -> str:
+def exactly(key: Any) -> str:
     """Render one key so that its type shows, the same in every process."""
     cls = type(key)
     if cls is frozenset:
-        return f"frozenset({{{', '.join(sorted(map(_exact, key)))}}})"
+        return f"frozenset({{{', '.join(sorted(map(exactly, key)))}}})"
     if cls is tuple:
-        return f"({', '.join(map(_exact, key))}{',' if len(key) == 1 else ''})"
+        return f"({', '.join(map(exactly, key))}{',' if len(key) == 1 else ''})"
     try:
         return repr(key)
     except Exception:  # noqa: BLE001 - a hostile __repr__
@@ -141,7 +141,7 @@ def _exact(key: Any) -> str:
 
 
 def _render_exactly(path: tuple[Any, ...]) -> str:
-    return "".join(f".{key!s}" if type(key) is Attr else f"[{_exact(key)}]" for key in path)
+    return "".join(f".{key!s}" if type(key) is Attr else f"[{exactly(key)}]" for key in path)
 
 
 def _hashable(key: Any) -> Hashable:
@@ -161,7 +161,7 @@ def _key_order(key: Any) -> tuple[int, Any, Any]:
         return (2, name, tuple(map(_key_order, key)))
     if cls is frozenset:
         return (2, name, tuple(sorted(map(_key_order, key))))
-    return (2, name, _exact(key))
+    return (2, name, exactly(key))
 
 
 def unique_keys(plain: list[str], paths: Sequence[tuple[Any, ...]]) -> list[str]:

@@ -13,6 +13,7 @@ import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from datetime import timedelta
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -143,9 +144,17 @@ def clone_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return list(map(TENSOR_BASE.clone, tensors)) if clone is None else list(clone(list(tensors)))
 
 
-def shared_storage(nbytes: int) -> torch.UntypedStorage:
-    """Return host memory that other processes can map."""
-    storage: torch.UntypedStorage = torch.UntypedStorage._new_shared(nbytes, device="cpu")
+def shared_storage(nbytes: int, descriptor: int | None = None) -> torch.UntypedStorage:
+    """Return host memory that other processes can map.
+
+    Args:
+        nbytes: How many bytes.
+        descriptor: An open file of this size, whose memory it is to be. It may be closed afterwards.
+    """
+    cls: Any = torch.UntypedStorage  # with methods that its type does not know
+    storage: torch.UntypedStorage = (
+        cls._new_shared(nbytes, device="cpu") if descriptor is None else cls._new_shared_fd_cpu(descriptor, nbytes)
+    )
     return storage
 
 
@@ -185,3 +194,41 @@ def geometry_guard(
 
 def _as_lists(rows: Sequence[Any]) -> Any:
     return [list(row) for row in rows]
+
+
+def device_types(group: Any) -> Sequence[torch.device]:
+    """Return the types of the devices that a process group communicates from."""
+    found: Sequence[torch.device] = group._device_types
+    return found
+
+
+def start_all_gather(group: Any, received: torch.Tensor, sent: torch.Tensor, timeout: timedelta | None) -> Any:
+    """Start an all-gather, and return the work to wait for. The public function takes no timeout."""
+    options = torch._C._distributed_c10d.AllgatherOptions()
+    if timeout is not None:
+        options.timeout = timeout
+    return group._allgather_base(received, sent, options)
+
+
+def start_broadcast(group: Any, data: torch.Tensor, source: int, timeout: timedelta | None) -> Any:
+    """Start sending what one rank of a group holds to all, and return the work to wait for."""
+    options = torch._C._distributed_c10d.BroadcastOptions()
+    options.rootRank = source
+    if timeout is not None:
+        options.timeout = timeout
+    return group.broadcast([data], options)
+
+
+def start_all_to_all(
+    group: Any,
+    received: torch.Tensor,
+    sent: torch.Tensor,
+    received_splits: Sequence[int],
+    sent_splits: Sequence[int],
+    timeout: timedelta | None,
+) -> Any:
+    """Start an all-to-all of uneven stretches, and return the work to wait for."""
+    options = torch._C._distributed_c10d.AllToAllOptions()
+    if timeout is not None:
+        options.timeout = timeout
+    return group.alltoall_base(received, sent, list(received_splits), list(sent_splits), options)

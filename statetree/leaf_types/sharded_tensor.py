@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
 
+from statetree.chunks import Box, Holding, layout_of
 from statetree.leaf_types.tensor import attributes_of, set_attributes
+from statetree.torch_internals import storage_key
 from statetree.tree import flatten, unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from statetree.groups import Group
 
 
 class ShardedTensorType:
@@ -56,6 +60,37 @@ class ShardedTensorType:
             "shards": [(shard.shard_offsets, shard.shard_sizes) for shard in metadata.shards_metadata],
             "local shards": [shard.metadata.shard_offsets for shard in value.local_shards()],
         }
+
+    def holding(self, value: Any, group: Group) -> Holding:
+        """Return which chunks of a ``ShardedTensor`` this rank of a group holds, and where the others are."""
+        metadata = value.metadata()
+        shape, dtype = tuple(metadata.size), metadata.tensor_properties.dtype
+        held: dict[int, list[Box]] = {}
+        for shard in metadata.shards_metadata:
+            rank = group.index.get(shard.placement.rank(), -1)
+            if rank >= 0 and all(shard.shard_sizes):
+                held.setdefault(rank, []).append(_box(shard))
+        local = [shard for shard in value.local_shards() if all(shard.metadata.shard_sizes)]
+        pieces = [shard.tensor.detach() for shard in local]
+        kinds = sorted({shard.placement.device().type for shard in metadata.shards_metadata})
+        return Holding(
+            f"a ShardedTensor {dtype} {shape} in {len(metadata.shards_metadata)} shards",
+            str([(shard.shard_offsets, shard.shard_sizes, str(shard.placement)) for shard in metadata.shards_metadata]),
+            shape,
+            dtype,
+            layout_of(shape, held),
+            [_box(shard.metadata) for shard in local],
+            pieces,
+            (*((storage_key(piece.untyped_storage()), piece.storage_offset()) for piece in pieces), shape)
+            if pieces
+            else id(value),
+            kinds[0] if kinds else "cpu",
+        )
+
+
+def _box(shard: Any) -> Box:
+    start = tuple(shard.shard_offsets)
+    return Box(start, tuple(first + size for first, size in zip(start, shard.shard_sizes, strict=True)))
 
 
 SHARDED = ShardedTensorType()

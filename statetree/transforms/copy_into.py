@@ -18,7 +18,7 @@ from statetree.torch_internals import WITHOUT_KERNELS, copy_all, copy_each, quie
 from statetree.tree import unflatten
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 def copy_into(src: Any, dst: Any, *, cast: bool = False) -> Any:
@@ -61,20 +61,29 @@ def copy_into(src: Any, dst: Any, *, cast: bool = False) -> Any:
 
 @quietly
 def _copy_into(src: Any, dst: Any, *, cast: bool) -> Any:
-    pairing = Pairing(src, dst)
-    differences = pairing.differences or leaf_differences(pairing, pairing.spec.paths, plain=False, dtypes=not cast)
-    if differences:
-        raise _refusal(differences)
-    job = _Job(pairing)
-    differences = job.differences(cast=cast)
-    if differences:
-        raise _refusal(differences)
-    result = unflatten(pairing.spec, job.result())  # both may fail, in code that is not ours
-    job.write()
+    result, write = prepared_copy("copy_into", src, dst, cast=cast)
+    write()
     return result
 
 
-def _refusal(differences: Sequence[Difference]) -> TreeMismatch:
+def prepared_copy(verb: str, src: Any, dst: Any, *, cast: bool = False) -> tuple[Any, Callable[[], None]]:
+    """Do all of ``copy_into`` but the writing: return what it returns, and the function that writes.
+
+    Raises:
+        TreeMismatch, UnsupportedLeaf, CyclicTree: What ``copy_into`` raises. The function does not raise any more.
+    """
+    pairing = Pairing(src, dst)
+    differences = pairing.differences or leaf_differences(pairing, pairing.spec.paths, plain=False, dtypes=not cast)
+    if differences:
+        raise _refusal(verb, differences)
+    job = _Job(pairing)
+    differences = job.differences(cast=cast)
+    if differences:
+        raise _refusal(verb, differences)
+    return unflatten(pairing.spec, job.result()), job.write  # both may fail, in code that is not ours
+
+
+def _refusal(verb: str, differences: Sequence[Difference]) -> TreeMismatch:
     kinds = {difference.kind for difference in differences}
     if kinds <= {"dtype"}:
         remedy = "Convert the source, or pass cast=True where no precision that matters is lost."
@@ -82,7 +91,7 @@ def _refusal(differences: Sequence[Difference]) -> TreeMismatch:
         remedy = "Nothing was written. Use reshard to change a layout."
     else:
         remedy = "Nothing was written."
-    return TreeMismatch.between("copy_into", differences, remedy)
+    return TreeMismatch.between(verb, differences, remedy)
 
 
 class _Job:

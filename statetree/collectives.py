@@ -1,0 +1,372 @@
+"""What all collectives have in common: they survey their trees, agree on them, and exchange what is distributed."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+
+from statetree.agreement import CONTAINER, Agreed, Entry, digest
+from statetree.buffers import Memory
+from statetree.chunks import Box, Holding, Layout, layout_of
+from statetree.comparing import settled
+from statetree.errors import RankMismatch, UnsupportedLeaf
+from statetree.exchange import Exchange, Pieces
+from statetree.leaves import Kept, Member, Packed, facts, leaf_type_of, located, unpack
+from statetree.paths import Path, exactly
+from statetree.plans import Move
+from statetree.summands import Source, reduce_summands
+from statetree.torch_internals import WITHOUT_KERNELS
+from statetree.transforms._pipeline import replicated
+from statetree.tree import flatten
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from statetree.containers import Container
+    from statetree.groups import Group
+    from statetree.treespec import TreeSpec
+
+
+class Survey:
+    """A tree, as a collective sees it.
+
+    Attributes:
+        leaves: Its leaves, collectives under way waited for.
+        spec: Its structure.
+        order: The indices of the leaves, in the order of their paths: the same on every rank.
+        holdings: What this rank holds of each distributed leaf, by its index.
+        leaders: For every distributed leaf the first one (in the order of the paths) that lies in the same memory.
+    """
+
+    def __init__(self, verb: str, tree: Any, group: Group) -> None:
+        leaves, self.spec = flatten(tree)
+        self.leaves = list(map(settled, leaves))
+        self.verb = verb
+
+        outline = _outline_of(self.spec)
+        self.order = outline.order
+        self._keys = outline.keys
+        self._structure = outline.structure
+        self.holdings: dict[int, Holding] = {}
+        self.leaders: dict[int, int] = {}
+        first: dict[Any, int] = {}
+        for index in self.order:
+            holding = self._holding(index, group)
+            if holding is not None:
+                self.holdings[index] = holding
+                self.leaders[index] = first.setdefault((holding.text, holding.tie), index)
+
+    def _holding(self, index: int, group: Group) -> Holding | None:
+        leaf = self.leaves[index]
+        try:
+            return holding_of(leaf, group)
+        except Exception as error:
+            raise located(self.verb, "tell the chunks of", error, self.spec.paths, self.leaves, index) from error
+
+    def entries(self) -> list[Entry]:
+        """Return what must be the same on all ranks."""
+        texts = [self._text(index) for index in self.order]
+        return [*map(Entry, self._keys, texts), *self._structure]
+
+    def _text(self, index: int) -> str:
+        holding = self.holdings.get(index)
+        return _text_of(self.leaves[index]) if holding is None else holding.text
+
+    def details(self) -> list[str]:
+        """Return what usually is the same on all ranks: which of them hold what, and ties."""
+        return [*(holding.detail for holding in self.holdings.values()), str(self.ties())]
+
+    def ties(self) -> list[int]:
+        """Return, for every distributed leaf, the number of the one that leads it."""
+        number = {index: number for number, index in enumerate(self.holdings)}
+        return [number[leader] for leader in self.leaders.values()]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the layouts of all leaves are known without asking the other ranks."""
+        return all(holding.layout is not None for holding in self.holdings.values())
+
+    def leading(self) -> list[int]:
+        """Return the distributed leaves to move: one of those that lie in the same memory, and none without memory."""
+        return [
+            index for index, leader in self.leaders.items() if index == leader and self.holdings[index].device != "meta"
+        ]
+
+    def path(self, index: int) -> Path:
+        """Return the path of a leaf."""
+        return self.spec.paths()[index]
+
+
+class _Outline(NamedTuple):
+    """What depends on a tree's structure alone: the leaves by their paths, their keys in that order, and containers."""
+
+    order: list[int]
+    keys: list[str]
+    structure: list[Entry]
+
+
+def path_order(spec: TreeSpec) -> list[int]:
+    """Return the indices of the leaves in the order of their paths."""
+    return _outline_of(spec).order
+
+
+@lru_cache(maxsize=32)
+def _outline_of(spec: TreeSpec) -> _Outline:
+    paths, keys = spec.paths(), spec.flat_keys()
+    order = sorted(range(spec.num_leaves), key=lambda index: paths[index].sort_key())
+    containers: list[tuple[Any, Entry]] = []
+    links = spec.links()
+    pending: list[tuple[int, tuple[Any, ...]]] = [(spec.root(), ())] if spec.nodes else []
+    while pending:
+        ref, path = pending.pop()
+        kind, names = spec.nodes[~ref][:2]
+        entry = Entry(f"{Path(path) or '<root>'}{CONTAINER}", _container_text(kind, names))
+        containers.append((Path(path).sort_key(), entry))
+        pending += [(child, (*path, name)) for name, child in zip(names, links[~ref], strict=True) if child < 0]
+    return _Outline(order, [keys[index] for index in order], [entry for _, entry in sorted(containers, key=_first)])
+
+
+def _first(pair: tuple[Any, Entry]) -> Any:
+    return pair[0]
+
+
+def _container_text(kind: Container, names: tuple[Any, ...]) -> str:
+    family = kind.family if isinstance(kind.family, str) else getattr(kind.family, "__qualname__", str(kind.family))
+    if not kind.keyed or all(type(name) is str for name in names):
+        return f"a {family} of {len(names)}"
+    return f"a {family} with the keys {', '.join(sorted(map(exactly, names)))}"
+
+
+def holding_of(leaf: Any, group: Group) -> Holding | None:
+    """Return what this rank of a group holds of a distributed leaf; ``None`` if a leaf is not distributed.
+
+    Raises:
+        UnsupportedLeaf: If it is, but its chunks cannot be told. ``%PATH%`` in the message stands for the path.
+    """
+    leaf_type = leaf_type_of(type(leaf))
+    if leaf_type is None or type(leaf) in (torch.Tensor, torch.nn.Parameter):
+        return None
+    holding = getattr(leaf_type, "holding", None)
+    if holding is not None:
+        found: Holding = holding(leaf, group)
+        return found
+    chunks = getattr(leaf_type, "chunks", None)
+    if chunks is not None:
+        from statetree.leaf_types.dtensor import known_here
+
+        shape, dtype, listed = chunks(leaf)
+        boxes = [Box(tuple(o), tuple(a + b for a, b in zip(o, t.shape, strict=True))) for o, t in listed]
+        return known_here(leaf, tuple(shape), dtype, boxes, [tensor.detach() for _, tensor in listed])
+    if hasattr(type(leaf), "__create_chunk_list__"):
+        from statetree.leaf_types.dtensor import listed_chunks
+
+        return listed_chunks(leaf)
+    if _hides_chunks(leaf):
+        msg = (
+            f"the leaf at %PATH% (a {type(leaf).__qualname__}) holds a distributed tensor inside: expected it as a "
+            "leaf of its own. Register the class as a container, or give its leaf type a chunks method."
+        )
+        raise UnsupportedLeaf(msg)
+    return None
+
+
+def _hides_chunks(leaf: Any) -> bool:
+    """Whether there is a distributed tensor inside a leaf that is none."""
+    unpacked = unpack("", [leaf], lambda: [Path()], memory=False)
+    pending = [recipe.whole if isinstance(recipe, Member) else recipe for recipe in unpacked.recipes.values()]
+    while pending:
+        recipe = pending.pop()
+        if isinstance(recipe, Packed):
+            if hasattr(recipe.leaf_type, "holding"):
+                return True
+            pending += recipe.inner
+        elif isinstance(recipe, Kept):
+            continue
+    return False
+
+
+def _text_of(leaf: Any) -> str:
+    """Say what a leaf that is not distributed must have in common on all ranks."""
+    cls = type(leaf)
+    if cls is torch.Tensor or cls is torch.nn.Parameter:
+        return f"a tensor {leaf.dtype} {tuple(leaf.shape)}"
+    if leaf_type_of(cls) is None:
+        return "a plain value"
+    known = facts(leaf)
+    named = [str(known[name]) for name in ("dtype", "shape") if name in known]
+    return " ".join([f"a {known['leaf type']}", *named])
+
+
+def settle(group: Group, survey: Survey, agreed: Agreed, *, complete: bool = True) -> tuple[dict[int, Layout], bytes]:
+    """Return the layouts of the distributed leaves, and a digest of what the ranks had to tell each other for that.
+
+    Where the ranks know only their own boxes, or see meshes or ties differently, they tell each other.
+
+    Args:
+        group: The ranks.
+        survey: The tree.
+        agreed: What the ranks agreed on.
+        complete: Whether the ranks must hold every leaf completely.
+
+    Raises:
+        UnsupportedLeaf: If they do not. On every rank.
+    """
+    layouts: dict[int, Layout] = {}
+    seen = b""
+    if agreed.details_agree and survey.is_known:
+        layouts = {
+            index: layout for index, holding in survey.holdings.items() if (layout := holding.layout) is not None
+        }
+    else:
+        told = json.dumps([survey.ties(), [holding.boxes for holding in survey.holdings.values()]])
+        rows = [json.loads(text) for text in group.all_gather_bytes(told.encode())]
+        seen = digest([json.dumps(rows)])
+        _refine_ties(survey, [ties for ties, _ in rows])
+        for number, (index, holding) in enumerate(survey.holdings.items()):
+            boxes = {rank: [Box(*map(tuple, box)) for box in held[number]] for rank, (_, held) in enumerate(rows)}
+            layouts[index] = layout_of(holding.shape, boxes)
+    for index, layout in layouts.items() if complete else ():
+        if not layout.is_complete:
+            path = survey.path(index)
+            msg = (
+                f"{survey.verb}: the ranks of the group hold only a part of the leaf at {path or '<root>'}: expected "
+                f"all of {survey.holdings[index].text[2:]}. Pass the group of all ranks that hold it."
+            )
+            raise UnsupportedLeaf(msg, path)
+    return layouts, seen
+
+
+def _refine_ties(survey: Survey, by_rank: Sequence[Sequence[int]]) -> None:
+    """Keep only those ties that all ranks see: a rank that holds nothing of two leaves may take them for one."""
+    first: dict[tuple[int, ...], int] = {}
+    for number, index in enumerate(survey.holdings):
+        seen = tuple(row[number] for row in by_rank)
+        survey.leaders[index] = first.setdefault(seen, index)
+
+
+class Receipt(NamedTuple):
+    """Where the elements of a tensor go: the layout, and this rank's pieces in the order of its rows."""
+
+    layout: Layout
+    pieces: Sequence[torch.Tensor]
+
+
+def pieces_of(holding: Holding, layout: Layout, rank: int) -> list[torch.Tensor]:
+    """Return this rank's pieces in the order of a layout's rows, as tensors that can be copied."""
+    if len(holding.boxes) == 1:
+        return [movable(holding.pieces[0])]
+    by_box = dict(zip(holding.boxes, holding.pieces, strict=True))
+    return [movable(by_box[box]) for box in layout.boxes_of(rank)]
+
+
+def movable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as one that torch can copy: without gradient, and as numbers if it has no kernels."""
+    tensor = tensor.detach()
+    return tensor if tensor.dtype not in WITHOUT_KERNELS else tensor.view(moved_dtype(tensor.dtype))
+
+
+def moved_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype as which elements are moved."""
+    if dtype not in WITHOUT_KERNELS:
+        return dtype
+    return torch.uint8 if dtype.itemsize == 1 else torch.int16
+
+
+def sources_of(
+    survey: Survey, layouts: dict[int, Layout], moving: Sequence[int], group: Group, bucket_bytes: int
+) -> dict[int, Source]:
+    """Return where the elements of distributed leaves come from. Summands are reduced."""
+    holdings = survey.holdings
+    found = {index: Source(layouts[index], pieces_of(holdings[index], layouts[index], group.rank)) for index in moving}
+    summed = [index for index in moving if holdings[index].summands is not None]
+    if summed:
+        device = communicating_device(group, [holdings[index].device for index in summed])
+        reduced = reduce_summands(
+            [found[index] for index in summed],
+            [moved_dtype(holdings[index].dtype) for index in summed],
+            [summands for index in summed if (summands := holdings[index].summands) is not None],
+            group,
+            device,
+            bucket_bytes,
+        )
+        found.update(zip(summed, reduced, strict=True))
+    return found
+
+
+#: Exchanges that were planned, by what the ranks agreed on: the last ones used.
+_PLANNED: Final[OrderedDict[Any, Exchange]] = OrderedDict()
+_MAX_PLANNED: Final = 16
+
+
+def exchange(
+    key: Any,
+    items: Sequence[tuple[Source, Receipt, torch.dtype]],
+    group: Group,
+    device: torch.device,
+    bucket_bytes: int,
+    *,
+    source: int | None = None,
+    silent: bool = False,
+) -> Exchange:
+    """Move elements from where they come from to where they go.
+
+    Args:
+        key: What the ranks agreed on. For a key that was seen before, the plan is known.
+        items: For each tensor, its source, its receipt and its dtype.
+        group: The ranks.
+        device: The memory that is sent from and received into.
+        bucket_bytes: As for ``Exchange``.
+        source: As for ``Exchange``.
+        silent: As for ``Exchange``.
+    """
+    key = (key, group.rank, group.global_ranks, bucket_bytes)
+    planned = _PLANNED.pop(key, None)
+    if planned is None:
+        moves = [Move(sent.layout, received.layout, moved_dtype(dtype)) for sent, received, dtype in items]
+        planned = Exchange(moves, group, bucket_bytes, source=source, silent=silent)
+    _PLANNED[key] = planned
+    while len(_PLANNED) > _MAX_PLANNED:
+        _PLANNED.popitem(last=False)
+    planned.run([Pieces(sent.pieces, received.pieces) for sent, received, _ in items], group, device)
+    return planned
+
+
+def communicating_device(group: Group, kinds: Sequence[str]) -> torch.device:
+    """Return the memory to send from and receive into, for tensors on devices of certain types."""
+    supported = group.devices
+    wanted = [kind for kind in sorted(set(kinds) - {"cpu", "meta", ""}) if kind in supported]
+    return group.device(wanted[0] if wanted else supported[0])
+
+
+def check_rank(verb: str, name: str, rank: Any, group: Group) -> None:
+    """Raise ``RankMismatch`` unless an argument is a rank of the group."""
+    if not isinstance(rank, int) or not 0 <= rank < group.size:
+        msg = f"{verb}: {name} must be a rank of the group: expected one of 0 to {group.size - 1}, got {rank!r}."
+        raise RankMismatch(msg)
+
+
+def check_bucket(verb: str, bucket_bytes: Any) -> None:
+    """Raise ``ValueError`` unless a bucket holds something."""
+    if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+        msg = f"{verb}: bucket_bytes must be a positive number of bytes, got {bucket_bytes!r}."
+        raise ValueError(msg)
+
+
+def as_leaf(fresh: torch.Tensor, leaf: Any) -> torch.Tensor:
+    """Return a fresh plain tensor as what a distributed leaf is beside its elements: a parameter, with attributes."""
+    requires_grad = bool(getattr(leaf, "requires_grad", False))
+    if isinstance(leaf, torch.nn.Parameter):
+        fresh = torch.nn.Parameter(fresh, requires_grad=requires_grad)
+    elif isinstance(leaf, torch.nn.Buffer):
+        fresh = torch.nn.Buffer(fresh, persistent=leaf.persistent)
+    elif requires_grad:
+        fresh.requires_grad_()
+    # What torch's classes keep for themselves begins with an underscore.
+    carried = {name: held for name, held in getattr(leaf, "__dict__", {}).items() if not name.startswith("_")}
+    if carried and isinstance(leaf, torch.Tensor):
+        vars(fresh).update(replicated("gather", carried, Memory(), copy=True))
+    return fresh

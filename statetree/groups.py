@@ -1,0 +1,183 @@
+"""Groups: the ranks that take part in a collective, and the few collectives that everything else is made of."""
+
+from __future__ import annotations
+
+import ctypes
+from datetime import timedelta
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from statetree.errors import RankMismatch
+from statetree.torch_internals import device_types, start_all_gather, start_all_to_all, start_broadcast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+#: A timeout as users give it: seconds, or a ``timedelta``, or ``None`` for the group's own.
+Timeout = float | timedelta | None
+
+
+class Group:
+    """The ranks of a process group; a single rank where there is no process group.
+
+    Attributes:
+        rank: This process's rank within the group.
+        size: How many ranks there are.
+        global_ranks: The ranks of the group, as the default group counts them.
+        timeout: How long a collective may take; ``None`` for as long as the group allows.
+    """
+
+    def __init__(self, process_group: ProcessGroup | None, rank: int, global_ranks: Sequence[int], verb: str) -> None:
+        self._process_group = process_group
+        self._verb = verb
+        self.rank = rank
+        self.global_ranks = tuple(global_ranks)
+        self.size = len(self.global_ranks)
+        self.timeout: timedelta | None = None
+        #: What leaf types want to keep for the time of a call.
+        self.memo: dict[Any, Any] = {}
+
+    @cached_property
+    def index(self) -> dict[int, int]:
+        """The group's rank for each global one."""
+        return {rank: index for index, rank in enumerate(self.global_ranks)}
+
+    def positions(self, mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Return the shape of a mesh, its global ranks, and their ranks within the group (-1 for those outside of it).
+
+        Ranks are listed in row-major order.
+        """
+        grid = mesh.mesh
+        ranks = tuple(grid.flatten().tolist())
+        return tuple(grid.shape), ranks, tuple(self.index.get(rank, -1) for rank in ranks)
+
+    @cached_property
+    def devices(self) -> list[str]:
+        """The types of the devices that the group's backends communicate from, host memory first."""
+        found = (
+            {"cpu"} if self._process_group is None else {device.type for device in device_types(self._process_group)}
+        )
+        return sorted(found, key=lambda name: (name != "cpu", name))
+
+    def device(self, kind: str) -> torch.device:
+        """Return the device of a type that this rank communicates from."""
+        if kind == "cpu":
+            return torch.device("cpu")
+        return torch.device(kind, torch.get_device_module(kind).current_device())
+
+    def all_gather(self, sent: torch.Tensor) -> torch.Tensor:
+        """Return what every rank sends, as rows.
+
+        Args:
+            sent: ``uint8``, of one dimension, on the CPU, of the same length on every rank.
+        """
+        if self.size == 1:
+            return sent.unsqueeze(0)
+        device = self.device(self.devices[0])
+        own = sent.to(device)
+        received = torch.empty(self.size * sent.numel(), dtype=torch.uint8, device=device)
+        self._wait(start_all_gather(self._process_group, received, own, self.timeout))
+        return received.to("cpu").view(self.size, -1)
+
+    def all_gather_bytes(self, sent: bytes) -> list[bytes]:
+        """Return what every rank sends, of any length."""
+        lengths = self.all_gather(torch.tensor([len(sent)], dtype=torch.int64).view(torch.uint8)).view(torch.int64)
+        counts = [int(length) for length in lengths.flatten()]
+        padded = torch.zeros(max(*counts, 1), dtype=torch.uint8)
+        if sent:
+            padded[: len(sent)] = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
+        rows = self.all_gather(padded)
+        return [ctypes.string_at(row.data_ptr(), count) for row, count in zip(rows, counts, strict=True)]
+
+    def broadcast_bytes(self, sent: bytes, nbytes: int, source: int) -> bytes:
+        """Return what one rank sends, of a length that all know."""
+        if self.size == 1 or not nbytes:
+            return sent
+        device = self.device(self.devices[0])
+        if self.rank == source:
+            data = torch.frombuffer(bytearray(sent), dtype=torch.uint8).to(device)
+        else:
+            data = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._wait(start_broadcast(self._process_group, data, source, self.timeout))
+        received = data.to("cpu")
+        return ctypes.string_at(received.data_ptr(), nbytes)
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_splits: Sequence[int],
+        sent_splits: Sequence[int],
+    ) -> Callable[[], None]:
+        """Start sending a stretch of bytes to every rank, and receiving one from each.
+
+        Args:
+            received: ``uint8``, where the stretches that come in are put, one after the other by rank.
+            sent: ``uint8``, the stretches to send.
+            received_splits: The length of each rank's stretch in ``received``.
+            sent_splits: The length of the stretch for each rank in ``sent``.
+
+        Returns:
+            A function that waits until it is done.
+        """
+        work = start_all_to_all(self._process_group, received, sent, received_splits, sent_splits, self.timeout)
+        return partial(self._wait, work)
+
+    def _wait(self, work: Any) -> None:
+        try:
+            if self.timeout is None:
+                work.wait()
+            else:
+                work.wait(self.timeout)
+        except RuntimeError as error:
+            limit = "" if self.timeout is None else f" within {self.timeout.total_seconds():g} s"
+            msg = (
+                f"{self._verb}: a rank of the group did not answer{limit}: expected all {self.size} ranks to call "
+                f"{self._verb}, got: {str(error).splitlines()[0]}. The group cannot be used any more."
+            )
+            raise RankMismatch(msg) from error
+
+
+def group_of(verb: str, process_group: ProcessGroup | None, timeout: Timeout) -> Group:
+    """Return the group that a collective runs on.
+
+    Args:
+        verb: The collective, for messages.
+        process_group: What its caller gave; ``None`` for all ranks.
+        timeout: How long each of its collectives may take.
+
+    Raises:
+        RankMismatch: If this process is not in the group.
+        ValueError: If the timeout is not positive.
+    """
+    limit = _timeout(verb, timeout)
+    if not (dist.is_available() and dist.is_initialized()):
+        return Group(None, 0, [0], verb)
+    given: Any = process_group
+    rank = -1 if given is dist.GroupMember.NON_GROUP_MEMBER else dist.get_rank(given)
+    if rank < 0:
+        msg = (
+            f"{verb}: this process (global rank {dist.get_rank()}) is not in the group: expected a call from the "
+            "group's ranks only. Leave the call out on other ranks."
+        )
+        raise RankMismatch(msg)
+    known: Any = dist.group.WORLD if given is None else given
+    group = Group(known, rank, dist.get_process_group_ranks(known), verb)
+    group.timeout = limit
+    return group
+
+
+def _timeout(verb: str, timeout: Timeout) -> timedelta | None:
+    if timeout is None:
+        return None
+    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    if limit <= timedelta(0):
+        msg = f"{verb}: the timeout must be positive: expected seconds, got {timeout!r}."
+        raise ValueError(msg)
+    return limit

@@ -1,0 +1,358 @@
+"""Relayout: a tree's leaves matched with those whose layout they are to take, and moved there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from statetree.agreement import Agreed, Entry
+from statetree.chunks import Holding, Layout, layout_of, whole_on
+from statetree.collectives import (
+    Receipt,
+    Survey,
+    communicating_device,
+    exchange,
+    holding_of,
+    movable,
+    moved_dtype,
+    pieces_of,
+    settle,
+    sources_of,
+)
+from statetree.comparing import same_bytes
+from statetree.errors import Difference, TreeMismatch
+from statetree.exchange import BUCKET_BYTES, Exchange, Pieces
+from statetree.leaf_types.tensor import TENSOR
+from statetree.leaves import QUANTIZED, leaf_type_of
+from statetree.matching import matched
+from statetree.overlaps import overlaps_itself
+from statetree.plans import Move
+from statetree.spans import holds_memory
+from statetree.summands import Source
+from statetree.torch_internals import storage_key
+from statetree.transforms.allocate_like import allocate_like
+from statetree.transforms.copy_into import prepared_copy
+from statetree.tree import unflatten
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from statetree.groups import Group
+    from statetree.treespec import TreeSpec
+
+_REMEDY = "Nothing was written. Pass a tree of the same structure, global shapes and dtypes."
+
+
+class Target:
+    """A tree whose leaves take the layouts of another one.
+
+    Args:
+        spec: Its structure.
+        wanted: The tree that gives the layouts.
+        partners: For each leaf the one of ``wanted`` whose layout it takes.
+        group: The ranks.
+        in_place: Whether the leaves are those of ``wanted`` themselves.
+
+    Attributes:
+        leaves: The leaves, fresh ones unless ``in_place``.
+    """
+
+    def __init__(
+        self, spec: TreeSpec, wanted: Survey, partners: Sequence[int], group: Group, *, in_place: bool
+    ) -> None:
+        self._spec = spec
+        self._wanted = wanted
+        self._partners = partners
+        self._leaf_of = {partner: index for index, partner in enumerate(partners)}
+        self._group = group
+        leaves = [wanted.leaves[partner] for partner in partners]
+        self.leaves = leaves if in_place else allocated(leaves)
+
+    def is_distributed(self, index: int) -> bool:
+        """Whether the ranks hold different parts of a leaf."""
+        return self._partners[index] in self._wanted.holdings
+
+    def leader(self, index: int) -> int:
+        """Return the first of the leaves that lie in the same memory as this one."""
+        partner = self._partners[index]
+        return self._leaf_of[self._wanted.leaders.get(partner, partner)]
+
+    def receipt(self, index: int, layouts: dict[int, Layout]) -> Receipt:
+        """Return where elements are put.
+
+        Args:
+            index: The leaf.
+            layouts: Those of ``wanted``.
+        """
+        leaf, group = self.leaves[index], self._group
+        if not self.is_distributed(index):
+            return Receipt(whole_on(leaf.shape, range(group.size)), [bare(leaf)] if leaf.numel() else [])
+        layout = layouts[self._partners[index]]
+        return Receipt(layout, pieces_of(self._holding(index), layout, group.rank))
+
+    def check_writable(self, indices: Sequence[int]) -> None:
+        """Raise ``TreeMismatch`` if elements cannot be put into some of the leaves."""
+        named = self._spec.paths()
+        refuse(
+            self._wanted.verb,
+            [
+                Difference(named[index], "writability", "a tensor to move", why)
+                for index in indices
+                for piece in (self._holding(index).pieces if self.is_distributed(index) else [self.leaves[index]])
+                if (why := _why_unwritable(piece))
+            ],
+        )
+
+    def prepare_copy(self, indices: Sequence[int], sources: Sequence[Any]) -> Callable[[], None]:
+        """Prepare copying leaves that this rank has into those of the tree; return the function that does it."""
+        keys, named = self._spec.flat_keys(), self._spec.paths()
+        verb = self._wanted.verb
+        left = {keys[index]: leaf for index, leaf in zip(indices, sources, strict=True)}
+        try:
+            result, write = prepared_copy(verb, left, {keys[index]: self.leaves[index] for index in indices})
+        except TreeMismatch as error:
+            path_of = dict(zip(keys, named, strict=True))
+            refuse(verb, [found._replace(path=path_of[found.path[0]]) for found in error.differences])
+            raise
+        for index in indices:
+            self.leaves[index] = result[keys[index]]
+        return write
+
+    def _holding(self, index: int) -> Holding:
+        holding = holding_of(self.leaves[index], self._group)
+        assert holding is not None
+        return holding
+
+
+def _why_unwritable(piece: torch.Tensor) -> str:
+    if piece.is_inference():
+        return "an inference tensor"
+    if not piece.is_contiguous() and overlaps_itself(piece.shape, piece.stride()):
+        return "a tensor that overlaps itself"
+    if piece.is_meta or not holds_memory(piece):
+        return "a tensor without memory"
+    return ""
+
+
+def refuse(verb: str, differences: Sequence[Difference]) -> None:
+    """Raise ``TreeMismatch`` if there are differences."""
+    if differences:
+        raise TreeMismatch.between(verb, differences, _REMEDY)
+
+
+def partners_of(verb: str, spec: TreeSpec, leaves: Sequence[Any], wanted: Survey) -> list[int]:
+    """Return, for each leaf of a tree, the one of ``wanted`` in the same place.
+
+    Raises:
+        TreeMismatch: If the structures do not match.
+    """
+    order, differences = matched(spec, leaves, wanted.spec, wanted.leaves)
+    refuse(verb, differences)
+    return list(range(spec.num_leaves)) if order is None else order
+
+
+class Relayout:
+    """What ``reshard`` does, prepared as far as it can be without the other ranks.
+
+    Args:
+        source: The tree whose elements are moved.
+        like: The tree whose layouts they take.
+        group: The ranks.
+        in_place: Whether to write into ``like``'s tensors.
+
+    Raises:
+        TreeMismatch: If the trees do not fit, or a tensor cannot be written.
+    """
+
+    def __init__(self, source: Survey, like: Any, group: Group, *, in_place: bool) -> None:
+        self._group = group
+        self._source = source
+        self._wanted = wanted = Survey(source.verb, like, group)
+        partners = partners_of(source.verb, source.spec, source.leaves, wanted)
+        self._moving = [i for i in source.order if i in source.holdings or partners[i] in wanted.holdings]
+        refuse(source.verb, unfit(source, wanted, partners, self._moving))
+        self._target = Target(source.spec, wanted, partners, group, in_place=in_place)
+        self._target.check_writable(self._moving)
+        moving = set(self._moving)
+        local = [index for index in range(len(partners)) if index not in moving]
+        self._write = self._target.prepare_copy(local, [source.leaves[index] for index in local])
+
+    def entries(self) -> list[Entry]:
+        """Return what must be the same on all ranks."""
+        return [*self._source.entries(), *(Entry(f"{path} (like)", text) for path, text in self._wanted.entries())]
+
+    def details(self) -> list[str]:
+        """Return what usually is the same on all ranks."""
+        return [*self._source.details(), *self._wanted.details()]
+
+    def run(self, agreed: Agreed, bucket_bytes: int) -> Any:
+        """Move the elements, and return the resulting tree.
+
+        Args:
+            agreed: What the ranks agreed on.
+            bucket_bytes: As for ``Exchange``.
+        """
+        group, source = self._group, self._source
+        layouts, seen = settle(group, source, agreed)
+        places, also_seen = settle(group, self._wanted, agreed, complete=False)
+        leading = [i for i in self._moving if i in layouts and source.leaders[i] == i]
+        sources = sources_of(source, layouts, leading, group, bucket_bytes)
+        items = self._items(sources, places, range(group.size))
+        kinds = [holding.device for survey in (source, self._wanted) for holding in survey.holdings.values()]
+        exchange((agreed.key, seen, also_seen), items, group, communicating_device(group, kinds), bucket_bytes)
+        return self._finished()
+
+    def run_alone(self) -> Any:
+        """Do as ``run`` where the source has no distributed leaves: this rank has all that it needs."""
+        group = self._group
+        places = {index: _own_part(holding, group.rank) for index, holding in self._wanted.holdings.items()}
+        moves, pieces = [], []
+        for sent, received, dtype in self._items({}, places, [group.rank]):
+            moves.append(Move(sent.layout, received.layout, moved_dtype(dtype)))
+            pieces.append(Pieces(sent.pieces, received.pieces))
+        Exchange(moves, group, BUCKET_BYTES, silent=True).run(pieces, group, torch.device("cpu"))
+        return self._finished()
+
+    def _items(
+        self, sources: dict[int, Source], places: dict[int, Layout], everywhere: Sequence[int]
+    ) -> list[tuple[Source, Receipt, torch.dtype]]:
+        source, target = self._source, self._target
+        items: list[tuple[Source, Receipt, torch.dtype]] = []
+        for index in self._moving:
+            if target.leader(index) == index:
+                leaf, leader = source.leaves[index], source.leaders.get(index, index)
+                if leader not in sources:
+                    pieces = [bare(leaf)] if leaf.numel() else []
+                    sources[leader] = Source(whole_on(leaf.shape, everywhere), pieces)
+                receipt = target.receipt(index, places)
+                items.append((_apart(sources[leader], receipt), receipt, leaf.dtype))
+        return items
+
+    def _finished(self) -> Any:
+        self._write()
+        return unflatten(self._source.spec, self._target.leaves)
+
+
+def _own_part(holding: Holding, rank: int) -> Layout:
+    """Return the layout of a tensor as if the other ranks had nothing of it."""
+    return layout_of(holding.shape, {rank: holding.boxes})
+
+
+def allocated(leaves: Sequence[Any]) -> list[Any]:
+    """Return fresh tensors like those of leaves, on the same devices; real ones for those on ``meta``."""
+    result = list(leaves)
+    by_device: dict[torch.device, list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            by_device.setdefault(_device_of(leaf), []).append(index)
+        elif hasattr(leaf_type_of(type(leaf)), "holding"):
+            shards = leaf.local_shards()
+            by_device.setdefault(shards[0].tensor.device if shards else torch.device("cpu"), []).append(index)
+    for device, indices in by_device.items():
+        fresh = allocate_like([leaves[index] for index in indices], device=device)
+        for index, leaf in zip(indices, fresh, strict=True):
+            result[index] = leaf
+    return result
+
+
+def _device_of(leaf: torch.Tensor) -> torch.device:
+    if not leaf.is_meta:
+        return leaf.device
+    mesh = getattr(leaf, "device_mesh", None)
+    kind = "cpu" if mesh is None or mesh.device_type == "meta" else mesh.device_type
+    return torch.device(kind)
+
+
+def bare(leaf: torch.Tensor) -> torch.Tensor:
+    """Return a plain tensor leaf without class and gradient, as it is moved."""
+    return movable(leaf.detach().as_subclass(torch.Tensor))
+
+
+def is_bare(leaf: Any) -> bool:
+    """Whether a leaf is a strided tensor that can be cut into boxes."""
+    return (
+        isinstance(leaf, torch.Tensor)
+        and leaf_type_of(type(leaf)) is TENSOR
+        and leaf.layout is torch.strided
+        and not leaf.is_nested
+        and leaf.dtype not in QUANTIZED
+    )
+
+
+def unfit(source: Survey, wanted: Survey, partners: Sequence[int], moving: Sequence[int]) -> list[Difference]:
+    """Return why leaves cannot take the layouts of others.
+
+    Args:
+        source: The leaves to move.
+        wanted: Those that give the layouts.
+        partners: For each leaf of ``source`` its partner in ``wanted``.
+        moving: The leaves of which one side is distributed.
+    """
+    found = [difference for index in moving for difference in _unfit(source, index, wanted, partners[index])]
+    if found:
+        return found
+    first: dict[int, int] = {}
+    for index in moving:
+        partner = partners[index]
+        leader = first.setdefault(wanted.leaders.get(partner, partner), index)
+        if leader != index and not _tied_alike(source, index, leader):
+            tied = f"a tensor that is tied to {source.path(leader)}"
+            found.append(Difference(source.path(index), "ties", "values of its own", tied))
+    return found
+
+
+def _unfit(source: Survey, index: int, wanted: Survey, partner: int) -> list[Difference]:
+    leaf = source.leaves[index]
+    ours, theirs = _facts(source, index), _facts(wanted, partner)
+    found: list[tuple[str, Any, Any]] = []
+    if isinstance(ours, str) or isinstance(theirs, str):
+        found.append(("leaf type", _shown(ours), _shown(theirs)))
+    else:
+        found += [(kind, a, b) for kind, a, b in zip(("dtype", "shape"), ours, theirs, strict=True) if a != b]
+    target = wanted.holdings.get(partner)
+    if target is not None and target.summands is not None:
+        found.append(("placements", "elements", f"{target.text}, which cannot be a target"))
+    if index not in source.holdings and is_bare(leaf) and (leaf.is_meta or not holds_memory(leaf)):
+        found.append(("memory", "a tensor without elements", "elements"))
+    return [Difference(source.path(index), *difference) for difference in found]
+
+
+def _facts(survey: Survey, index: int) -> tuple[torch.dtype, tuple[int, ...]] | str:
+    """Return the dtype and global shape of a leaf that can be cut into boxes; of others, what they are."""
+    leaf, holding = survey.leaves[index], survey.holdings.get(index)
+    if holding is not None:
+        return holding.dtype, holding.shape
+    return (leaf.dtype, tuple(leaf.shape)) if is_bare(leaf) else f"a {type(leaf).__qualname__}"
+
+
+def _shown(found: tuple[torch.dtype, tuple[int, ...]] | str) -> str:
+    return found if isinstance(found, str) else f"a tensor {found[0]} {found[1]}"
+
+
+def _tied_alike(source: Survey, index: int, leader: int) -> bool:
+    """Whether two leaves of the source may go to one memory: they are tied as well, or hold the same elements."""
+    if index in source.leaders and source.leaders[index] == source.leaders.get(leader):
+        return True
+    ours, theirs = source.holdings.get(index), source.holdings.get(leader)
+    if ours is None and theirs is None:
+        return same_elements(source.leaves[index], source.leaves[leader])
+    if ours is None or theirs is None or (ours.text, ours.detail) != (theirs.text, theirs.detail):
+        return False
+    return all(map(same_bytes, ours.pieces, theirs.pieces))
+
+
+def same_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two plain tensors of one dtype and shape are in the same place, or hold the same elements."""
+    a, b = bare(a), bare(b)
+    if a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.is_conj() == b.is_conj():
+        return a.is_neg() == b.is_neg() or same_bytes(a, b)
+    return same_bytes(a, b)
+
+
+def _apart(source: Source, receipt: Receipt) -> Source:
+    """Return a source that writing into the receipt does not change."""
+    written = {storage_key(piece.untyped_storage()) for piece in receipt.pieces}
+    return source._replace(
+        pieces=[piece.clone() if storage_key(piece.untyped_storage()) in written else piece for piece in source.pieces]
+    )

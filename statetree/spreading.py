@@ -1,0 +1,168 @@
+"""Spreading: one rank's tree is described to all, made by each of them, and filled with the source's elements."""
+
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from statetree.agreement import Entry, Statement, agree
+from statetree.blueprint import Blueprint, draw, pickled
+from statetree.chunks import Layout, whole_on
+from statetree.collectives import Receipt, Survey, communicating_device, exchange, settle
+from statetree.errors import RankMismatch, StateTreeError
+from statetree.summands import Source
+from statetree.tree import flatten, unflatten
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from statetree.groups import Group
+    from statetree.paths import Path
+    from statetree.treespec import TreeSpec
+
+#: A tensor to move: where it comes from, where it goes, and its dtype.
+Item = tuple[Source, Receipt, torch.dtype]
+
+
+class Parcel(NamedTuple):
+    """What the source says of its tree.
+
+    Attributes:
+        spec: The structure.
+        described: The indices of the leaves that the blueprint describes.
+        blueprint: These leaves. Each rank makes them anew.
+        shapes: For every other leaf, which each rank has in its own layout, dtype and global shape.
+    """
+
+    spec: TreeSpec
+    described: list[int]
+    blueprint: Blueprint
+    shapes: dict[int, tuple[torch.dtype, tuple[int, ...]]]
+
+
+class Sent(NamedTuple):
+    """A parcel as bytes, and the bytes on the source that its blueprint describes."""
+
+    message: bytes = b""
+    spans: Sequence[torch.Tensor] = ()
+
+
+class Made(NamedTuple):
+    """What a rank makes of a parcel: the tree's leaves, what moves into others, and what is left to do at the end."""
+
+    leaves: list[Any]
+    items: Sequence[Item]
+    copies: Callable[[], Callable[[], None]] | None = None
+
+
+def packed(verb: str, tree: Any, distributed: Callable[[list[Any], TreeSpec], Collection[int]]) -> Sent:
+    """Describe a tree. What is wrong with it is described as well, so that all ranks raise the same.
+
+    Args:
+        verb: The collective.
+        tree: The source's tree.
+        distributed: Given leaves and structure, says which leaves each rank has in a layout of its own.
+    """
+    try:
+        leaves, spec = flatten(tree)
+        elsewhere = set(distributed(leaves, spec))
+        described = [index for index in range(len(leaves)) if index not in elsewhere]
+
+        def paths() -> Sequence[Path]:
+            named = spec.paths()
+            return [named[index] for index in described]
+
+        chosen = [leaves[index] for index in described]
+        blueprint, spans = draw(verb, chosen, paths)
+        shapes = {index: (leaves[index].dtype, tuple(leaves[index].shape)) for index in elsewhere}
+        parcel = Parcel(spec, described, blueprint, shapes)
+        return Sent(pickled(verb, parcel, chosen, paths), spans)
+    except StateTreeError as error:
+        return Sent(pickle.dumps(error))
+
+
+def spread(
+    verb: str,
+    src: int,
+    group: Group,
+    bucket_bytes: int,
+    prepare: Callable[[], tuple[Statement, tuple[Survey | None, Sent]]],
+    make: Callable[[Parcel, Survey | None, dict[int, Layout], list[Any]], Made],
+) -> Any:
+    """Give every rank one rank's tree.
+
+    Args:
+        verb: The collective.
+        src: The source.
+        group: The ranks.
+        bucket_bytes: As for ``Exchange``.
+        prepare: Returns what this rank holds already (``None`` if nothing), and on the source the parcel.
+        make: Given the parcel, what this rank holds, the layouts of that, and the leaves that the blueprint describes
+            (others are ``None``), makes everything that elements are moved into.
+    """
+    agreed, (survey, sent) = agree(verb, group, prepare)
+    layouts, seen = ({}, b"") if survey is None else settle(group, survey, agreed, complete=False)
+    message = group.broadcast_bytes(sent.message, agreed.nbytes[src], src)
+
+    def receive() -> tuple[Statement, tuple[Parcel, list[torch.Tensor], Made]]:
+        parcel = _opened(verb, message)
+        described, places = parcel.blueprint.make()
+        leaves: list[Any] = [None] * parcel.spec.num_leaves
+        for index, leaf in zip(parcel.described, described, strict=True):
+            leaves[index] = leaf
+        return _ready(verb), (parcel, places, make(parcel, survey, layouts, leaves))
+
+    _, (parcel, places, made) = agree(verb, group, receive)
+    key = (agreed.key, seen)
+    _fill(key, src, group, bucket_bytes, sent.spans, places)
+    finish = None
+    if made.copies is not None:
+        copies = made.copies
+        _, finish = agree(verb, group, lambda: (_ready(verb), copies()))
+    if made.items:
+        kinds = [] if survey is None else [holding.device for holding in survey.holdings.values()]
+        exchange(key, made.items, group, communicating_device(group, kinds), bucket_bytes, source=src)
+    if finish is not None:
+        finish()
+    return unflatten(parcel.spec, made.leaves)
+
+
+def _ready(verb: str) -> Statement:
+    return Statement(verb, [Entry("", "")])
+
+
+def _opened(verb: str, message: bytes) -> Parcel:
+    try:
+        parcel = pickle.loads(message)
+    except Exception as error:
+        msg = (
+            f"{verb}: cannot read what the source sent: {type(error).__name__}: {error}. Import what its classes need "
+            "on every rank."
+        )
+        raise RankMismatch(msg) from error
+    if isinstance(parcel, StateTreeError):
+        raise parcel
+    assert isinstance(parcel, Parcel)
+    return parcel
+
+
+def _fill(
+    key: Any,
+    src: int,
+    group: Group,
+    bucket_bytes: int,
+    spans: Sequence[torch.Tensor],
+    places: Sequence[torch.Tensor],
+) -> None:
+    """Move the source's bytes to the places that every rank has for them."""
+    items: list[Item] = []
+    for number, place in enumerate(places):
+        if place.numel():
+            source = Source(whole_on(place.shape, [src]), spans[number : number + 1])
+            items.append((source, Receipt(whole_on(place.shape, range(group.size)), [place]), place.dtype))
+    if items:
+        sizes = tuple(place.numel() for place in places)
+        device = communicating_device(group, [place.device.type for place in places])
+        exchange((key, sizes), items, group, device, bucket_bytes, source=src)
