@@ -10,10 +10,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import statetree as st
+from statetree.testing import Watch, assert_trees_equal, tree_differences
+from statetree.testing.memory import covered_bytes, plain_tensors, scribble, shares_memory, storage_of, storages
+from statetree.testing.walk import walk
 from tests.contract.verbs import VERBS
-from tests.oracle import assert_same, differences
 from tests.trees import TREES
-from tests.watching import Watch, covered_bytes, plain_tensors, scribble, shares_memory, storage_of, storages, walk
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
@@ -78,9 +79,9 @@ def test_the_result_is_the_source_again(verb, tree):
         # What copy_into takes from the source, its opaque objects, is tied to nothing of the destination's.
         # Frozen attributes are copied each for itself (test_stager.py has the xfail).
         deep = verb.deep and tree.name != "attributes_of_attributes"
-        assert_same(result, source, ties=verb.prepare is None, storages=whole, containers=deep)
+        assert_trees_equal(result, source, ties=verb.prepare is None, storages=whole, containers=deep)
     else:
-        found = differences(result, source, storages=not verb.slabs and tree.name != "tied_far_apart")
+        found = tree_differences(result, source, storages=not verb.slabs and tree.name != "tied_far_apart")
         assert [line for line in found if not line.startswith(("elements differ", "element differs"))] == []
     if not verb.fresh:
         return
@@ -208,7 +209,7 @@ def test_surroundings_have_no_say(verb, surrounding):
             result = call()
         watch.check()
         whole = not verb.slabs and tree.name != "tied_far_apart"
-        found = differences(result, source, storages=whole, ties=verb.prepare is None)
+        found = tree_differences(result, source, storages=whole, ties=verb.prepare is None)
         ours = [line for line in found if verb.copies or not line.startswith("elements differ")]
         assert ours == [], tree.name
         if verb.fresh:
@@ -278,7 +279,7 @@ def test_views_that_overlap_are_never_cut(verb):
     assert result["b"].data_ptr() - result["a"].data_ptr() == 3 * MIB - 1
     assert result["thin"].data_ptr() == result["a"].data_ptr()
     if verb.copies:
-        assert_same(result, tree, storages=not verb.slabs)
+        assert_trees_equal(result, tree, storages=not verb.slabs)
 
 
 def test_the_corpus_is_not_empty():

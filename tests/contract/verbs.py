@@ -12,8 +12,8 @@ import torch
 import statetree as st
 from statetree import compose
 from statetree.leaves import holds_tensor
+from statetree.testing.memory import raw_bytes, storage_of
 from statetree.tree import flatten_for_copy
-from tests.watching import raw_bytes, storage_of
 
 
 class Verb(NamedTuple):

@@ -7,9 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from tests.oracle import assert_same
-from tests.strategies import made, tied_plans, tree_plans
-from tests.watching import Watch
+from statetree.testing import Watch, assert_trees_equal, build, tied_plans, tree_plans
 
 plans = hyp.one_of(tree_plans(max_leaves=8), tied_plans(max_leaves=8))
 CELLS = 8
@@ -17,7 +15,7 @@ CELLS = 8
 
 @given(one=plans, other=plans, cast=hyp.booleans())
 def test_any_two_trees(one, other, cast):
-    source, target = made(one), made(other)
+    source, target = build(one), build(other)
     watch = Watch(target)
     try:
         result = st.copy_into(source, target, cast=cast)
@@ -30,7 +28,7 @@ def test_any_two_trees(one, other, cast):
 
 @given(plan=plans)
 def test_two_trees_of_one_plan(plan):
-    source, target = made(plan), made(plan)
+    source, target = build(plan), build(plan)
     watch = Watch(target)
     try:
         result = st.copy_into(source, target)
@@ -38,12 +36,12 @@ def test_two_trees_of_one_plan(plan):
         assert {difference.kind for difference in error.differences} == {"overlap"}
         watch.check()
     else:
-        assert_same(result, source, ties=False)
+        assert_trees_equal(result, source, ties=False)
 
 
 @given(plan=plans)
 def test_what_was_allocated_can_be_filled(plan):
-    tree = made(plan)
+    tree = build(plan)
     target = st.offload(tree) if _has_meta(tree) else st.allocate_like(tree)
     try:
         result = st.copy_into(tree, target)

@@ -9,9 +9,7 @@ from hypothesis import strategies as hyp
 
 import statetree as st
 from statetree import compose
-from tests.oracle import assert_same
-from tests.strategies import made, tied_plans, tree_plans
-from tests.watching import Watch
+from statetree.testing import Watch, assert_trees_equal, build, tied_plans, tree_plans
 
 
 def double(leaf):
@@ -44,36 +42,36 @@ def in_turn(tree, chosen):
 
 @given(plan=plans, chosen=steps, bucket_bytes=buckets)
 def test_a_chain_is_its_steps_in_turn(plan, chosen, bucket_bytes):
-    tree = made(plan)
+    tree = build(plan)
     watch = Watch(tree)
     with mock.patch.object(compose, "BUCKET_BYTES", bucket_bytes):
         result = st.chain(*chosen)(tree)
     watch.check()
-    assert_same(result, in_turn(made(plan), chosen), storages=STEPS["shared"] not in chosen)
+    assert_trees_equal(result, in_turn(build(plan), chosen), storages=STEPS["shared"] not in chosen)
 
 
 @given(plan=plans, first=steps, second=steps, third=steps, bucket_bytes=buckets)
 def test_associative(plan, first, second, third, bucket_bytes):
-    tree = made(plan)
+    tree = build(plan)
     with mock.patch.object(compose, "BUCKET_BYTES", bucket_bytes):
         flat = st.chain(*first, *second, *third)(tree)
         left = st.chain(st.chain(*first, *second), *third)(tree)
         right = st.chain(*first, st.chain(*second, *third))(tree)
     storages = STEPS["shared"] not in first + second + third
-    assert_same(flat, left, storages=storages)
-    assert_same(flat, right, storages=storages)
+    assert_trees_equal(flat, left, storages=storages)
+    assert_trees_equal(flat, right, storages=storages)
 
 
 @given(plan=plans)
 def test_the_empty_chain_is_the_identity(plan):
-    tree = made(plan)
+    tree = build(plan)
     assert st.chain()(tree) is tree
-    assert_same(st.chain(st.chain(), st.offload, st.chain())(tree), tree)
+    assert_trees_equal(st.chain(st.chain(), st.offload, st.chain())(tree), tree)
 
 
 @given(plan=plans, bucket_bytes=buckets)
 def test_a_stream_yields_every_leaf_once_in_the_order_of_the_paths(plan, bucket_bytes):
-    tree = made(plan)
+    tree = build(plan)
     leaves, spec = st.flatten(tree)
     with mock.patch.object(compose, "BUCKET_BYTES", bucket_bytes):
         streamed = list(st.stream(tree, st.offload))
@@ -81,12 +79,12 @@ def test_a_stream_yields_every_leaf_once_in_the_order_of_the_paths(plan, bucket_
     assert sorted(map(id, spec.paths())) is not None
     assert found == sorted(spec.paths(), key=lambda path: path.sort_key())
     order = sorted(range(len(leaves)), key=lambda index: spec.paths()[index].sort_key())
-    assert_same([leaf for _, leaf in streamed], [leaves[index] for index in order])
+    assert_trees_equal([leaf for _, leaf in streamed], [leaves[index] for index in order])
 
 
 @given(plan=plans, random=hyp.randoms(use_true_random=False))
 def test_the_order_of_a_stream_does_not_depend_on_that_of_dicts(plan, random):
-    tree = made(plan)
+    tree = build(plan)
     flat = dict(st.to_flat(tree)[0])
     items = list(flat.items())
     random.shuffle(items)

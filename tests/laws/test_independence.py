@@ -3,10 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as hyp
 
+from statetree.testing import assert_trees_equal, build, tied_plans, tree_plans
+from statetree.testing.memory import scribble, shares_memory
 from tests.contract.verbs import VERBS
-from tests.oracle import assert_same
-from tests.strategies import made, tied_plans, tree_plans
-from tests.watching import scribble, shares_memory
 
 copies = hyp.sampled_from([verb for verb in VERBS if verb.fresh and verb.copies and verb.prepare is None])
 fresh = hyp.sampled_from([verb for verb in VERBS if verb.fresh and verb.prepare is None])
@@ -15,29 +14,29 @@ plans = hyp.one_of(tree_plans(), tied_plans())
 
 @given(plan=plans, verb=fresh)
 def test_nothing_is_shared(plan, verb):
-    tree = made(plan)
+    tree = build(plan)
     assert not shares_memory(tree, verb.apply(tree))
 
 
 @given(plan=plans, verb=copies)
 def test_a_result_survives_its_source(plan, verb):
-    tree = made(plan)
+    tree = build(plan)
     result = verb.apply(tree)
     scribble(tree)
-    assert_same(result, made(plan), storages=not verb.slabs)
+    assert_trees_equal(result, build(plan), storages=not verb.slabs)
 
 
 @given(plan=plans, verb=fresh)
 def test_a_source_survives_its_result(plan, verb):
-    tree = made(plan)
+    tree = build(plan)
     scribble(verb.apply(tree))
-    assert_same(tree, made(plan))
+    assert_trees_equal(tree, build(plan))
 
 
 @given(plan=plans, first=copies, second=copies)
 def test_results_are_independent_of_each_other(plan, first, second):
-    tree = made(plan)
+    tree = build(plan)
     one, other = first.apply(tree), second.apply(tree)
     assert not shares_memory(one, other)
     scribble(one)
-    assert_same(other, tree, storages=not second.slabs)
+    assert_trees_equal(other, tree, storages=not second.slabs)

@@ -6,14 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as hyp
 
 import statetree as st
+from statetree.testing import Watch, build, tied_plans, tree_plans
 from tests.contract.verbs import VERBS
-from tests.strategies import made, tied_plans, tree_plans
-from tests.watching import Watch
 
 
 @given(plan=hyp.one_of(tree_plans(), tied_plans()), verb=hyp.sampled_from(VERBS))
 def test_no_transform_changes_its_input(plan, verb):
-    tree = made(plan)
+    tree = build(plan)
     watch = Watch(tree)
     try:
         verb.ready(tree)()
@@ -25,7 +24,7 @@ def test_no_transform_changes_its_input(plan, verb):
 
 @given(one=tree_plans(max_leaves=6), other=tree_plans(max_leaves=6), values=hyp.booleans())
 def test_a_comparison_changes_neither_side(one, other, values):
-    a, b = made(one), made(other)
+    a, b = build(one), build(other)
     watches = Watch(a), Watch(b)
     st.similarity(a, b, values=values)
     for watch in watches:
@@ -34,7 +33,7 @@ def test_a_comparison_changes_neither_side(one, other, values):
 
 @given(plan=tied_plans())
 def test_copying_changes_nothing_of_the_source(plan):
-    source, target = made(plan), made(plan)
+    source, target = build(plan), build(plan)
     watch = Watch(source)
     with contextlib.suppress(st.TreeMismatch):
         st.copy_into(source, target)

@@ -4,15 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from tests.oracle import differences
-from tests.strategies import made, tied_plans, tree_plans
+from statetree.testing import build, tied_plans, tree_differences, tree_plans
 
 plans = hyp.one_of(tree_plans(max_leaves=8), tied_plans(max_leaves=8))
 
 
 @given(one=plans, other=plans, values=hyp.booleans())
 def test_symmetric(one, other, values):
-    a, b = made(one), made(other)
+    a, b = build(one), build(other)
     there, back = st.similarity(a, b, values=values), st.similarity(b, a, values=values)
     assert bool(there) == bool(back)
     assert there.count == back.count
@@ -21,29 +20,29 @@ def test_symmetric(one, other, values):
 
 @given(plan=plans)
 def test_reflexive(plan):
-    tree = made(plan)
+    tree = build(plan)
     assert st.similarity(tree, tree, values=True)
-    assert st.similarity(tree, made(plan), values=True)
+    assert st.similarity(tree, build(plan), values=True)
 
 
 @given(plan=plans)
 def test_copies_are_similar(plan):
-    tree = made(plan)
+    tree = build(plan)
     assert st.similarity(tree, st.offload(tree), values=True)
     assert st.similarity(st.offload(tree), tree)
 
 
 @given(one=plans, other=plans)
 def test_what_is_similar_in_values_is_similar(one, other):
-    a, b = made(one), made(other)
+    a, b = build(one), build(other)
     if st.similarity(a, b, values=True):
         assert st.similarity(a, b)
 
 
 @given(one=plans, other=plans)
 def test_where_it_is_true_copy_into_succeeds(one, other):
-    a, b = made(one), made(other)
-    for source, target in ((a, b), (a, made(one)), (b, made(other))):
+    a, b = build(one), build(other)
+    for source, target in ((a, b), (a, build(one)), (b, build(other))):
         if not st.similarity(source, target):
             continue
         try:
@@ -54,7 +53,7 @@ def test_where_it_is_true_copy_into_succeeds(one, other):
 
 @given(one=plans, other=plans)
 def test_where_copy_into_succeeds_types_aside_it_was_true(one, other):
-    a, b = made(one), made(other)
+    a, b = build(one), build(other)
     similar = st.similarity(a, b)
     try:
         st.copy_into(a, b)
@@ -66,6 +65,6 @@ def test_where_copy_into_succeeds_types_aside_it_was_true(one, other):
 
 @given(one=plans, other=plans)
 def test_trees_that_a_strict_judge_calls_the_same_are_similar(one, other):
-    a, b = made(one), made(other)
-    if not differences(a, b):
+    a, b = build(one), build(other)
+    if not tree_differences(a, b):
         assert st.similarity(a, b, values=True)

@@ -8,25 +8,24 @@ from hypothesis import strategies as hyp
 
 import statetree as st
 from statetree import compose
+from statetree.testing import assert_trees_equal, build, tied_plans, tree_differences
 from tests.contract.verbs import VERBS
-from tests.oracle import assert_same, differences
-from tests.strategies import made, tied_plans
 
 fresh = hyp.sampled_from([verb for verb in VERBS if verb.fresh and verb.prepare is None])
 
 
 @given(plan=tied_plans(), verb=fresh)
 def test_ties_are_kept(plan, verb):
-    tree = made(plan)
-    found = differences(verb.apply(tree), tree, storages=not verb.slabs)
+    tree = build(plan)
+    found = tree_differences(verb.apply(tree), tree, storages=not verb.slabs)
     assert [line for line in found if verb.copies or not line.startswith("elements differ")] == []
 
 
 @given(plan=tied_plans(), bucket_bytes=hyp.integers(1, 300))
 def test_ties_are_kept_whatever_the_size_of_buckets(plan, bucket_bytes):
-    tree = made(plan)
+    tree = build(plan)
     with mock.patch.object(compose, "BUCKET_BYTES", bucket_bytes):
-        assert_same(st.chain(st.offload, st.offload)(tree), tree)
+        assert_trees_equal(st.chain(st.offload, st.offload)(tree), tree)
 
 
 @given(
@@ -39,17 +38,17 @@ def test_where_a_storage_is_cut_views_that_overlap_stay_together(cuts, gap):
     tree = [base[8 * (start // 8) :][: 8 * length].view(sized[size]) for start, length, size in cuts]
     with mock.patch("statetree.spans.MIN_GAP_BYTES", gap):
         result = st.offload(tree)
-    assert_same(result, tree, storages=False)
+    assert_trees_equal(result, tree, storages=False)
 
 
 @given(plan=tied_plans())
 def test_a_write_through_one_view_is_seen_through_all(plan):
     """What ties are for: both trees behave alike afterwards."""
-    tree, copy = made(plan), st.offload(made(plan))
+    tree, copy = build(plan), st.offload(build(plan))
     for tensors in zip(*(st.flatten(side)[0] for side in (tree, copy)), strict=True):
         if not isinstance(tensors[0], torch.Tensor) or tensors[0].is_meta or not tensors[0].numel():
             continue
         with torch.no_grad():
             for tensor in tensors:
                 tensor.view(-1)[:1].zero_() if tensor.is_contiguous() else tensor[..., :1].zero_()
-    assert_same(copy, tree)
+    assert_trees_equal(copy, tree)

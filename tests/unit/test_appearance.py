@@ -14,8 +14,8 @@ import torch
 
 import statetree as st
 from statetree import appearance
-from tests.oracle import assert_same
-from tests.watching import raw_bytes, shares_memory, storages
+from statetree.testing import assert_trees_equal
+from statetree.testing.memory import raw_bytes, shares_memory, storages
 
 COUNT = 80
 LONG = 620  # more than one piece
@@ -138,10 +138,10 @@ def test_recognised_tensors_are_treated_as_unknown_ones(transform, world, recogn
     fast, again = outcome(transform, WORLDS[world], nothing, warm=True)
     assert any(one is other for seen in recognised for one, other in zip(seen, again, strict=False))
     storages_kept = transform != "shared"
-    assert_same(fast, slow, storages=storages_kept)
-    assert_same(again, tree)
+    assert_trees_equal(fast, slow, storages=storages_kept)
+    assert_trees_equal(again, tree)
     if transform in COPIES:
-        assert_same(fast, again, storages=storages_kept)
+        assert_trees_equal(fast, again, storages=storages_kept)
 
 
 # Tensors that change after they were seen
@@ -232,9 +232,9 @@ CHANGES = {
 def test_what_changes_after_it_was_seen_is_seen(transform, change):
     slow, _ = outcome(transform, simple, CHANGES[change], warm=False)
     fast, tree = outcome(transform, simple, CHANGES[change], warm=True)
-    assert_same(fast, slow, storages=transform != "shared")
+    assert_trees_equal(fast, slow, storages=transform != "shared")
     if transform in COPIES and not isinstance(slow, tuple):
-        assert_same(fast, tree)
+        assert_trees_equal(fast, tree)
 
 
 def test_all_tensors_turned_into_frozen_parameters():
@@ -247,9 +247,9 @@ def test_all_tensors_turned_into_frozen_parameters():
     for _ in range(3):
         assert st.similarity(tree, parameters())
     for transform in ("offload", "stage", "chain", "without copy"):
-        assert_same(TRANSFORMS[transform](tree, None), tree)
+        assert_trees_equal(TRANSFORMS[transform](tree, None), tree)
     tensors = simple()
-    assert_same(st.offload(tensors), tensors)
+    assert_trees_equal(st.offload(tensors), tensors)
 
 
 def test_a_tensor_given_twice_in_a_long_list():
@@ -260,7 +260,7 @@ def test_a_tensor_given_twice_in_a_long_list():
     for transform in ("offload", "stage", "chain"):
         result = TRANSFORMS[transform](tree, None)
         assert result[LONG - 1] is result[0]
-        assert_same(result, tree)
+        assert_trees_equal(result, tree)
 
 
 # Storages that are freed
@@ -292,7 +292,7 @@ def test_a_freed_storage_is_refused(verb, left, warm):
     assert isinstance(caught.value, st.UnsupportedLeaf | st.TreeMismatch)
     if isinstance(caught.value, st.UnsupportedLeaf):
         assert tuple(caught.value.path) == ("model", 70)
-    assert_same(target, expected)
+    assert_trees_equal(target, expected)
     tree["model"][70].untyped_storage().resize_(36)
     tree["model"][70].fill_(1)
     apply()
@@ -362,10 +362,10 @@ def test_ties_are_those_of_the_storages_at_hand(transform, first, then, recognis
         result = apply(tree)
         assert recognised  # the addresses are the same
         if transform != "copy_into from":
-            assert_same(result, tree)
+            assert_trees_equal(result, tree)
             assert len(storages(result)) == len(storages(tree))
             assert not shares_memory(result, tree)
-        assert_same(result, tree, ties=False)
+        assert_trees_equal(result, tree, ties=False)
     del before
 
 
@@ -404,7 +404,7 @@ def test_a_list_is_remembered_the_second_time(recognised):
 def test_short_lists_are_not_remembered(count):
     tree = simple(count)
     for _ in range(4):
-        assert_same(st.offload(tree), tree)
+        assert_trees_equal(st.offload(tree), tree)
     assert appearance._remembered == ()
     assert appearance._glimpsed == {}
 
@@ -471,7 +471,7 @@ def test_a_torch_without_guards_is_only_slower(monkeypatch, recognised):
     monkeypatch.setattr(appearance, "geometry_guard", lambda *_: None)
     tree = varied()
     for _ in range(5):
-        assert_same(st.offload(tree), tree)
+        assert_trees_equal(st.offload(tree), tree)
     assert not recognised
 
 
@@ -487,8 +487,8 @@ def test_modes_of_autograd_change_nothing(mode, recognised):
         result, other = st.offload(tree), st.offload(grown_up)
         assert torch.is_grad_enabled() is enabled
     assert recognised
-    assert_same(result, tree)
-    assert_same(other, grown_up)
+    assert_trees_equal(result, tree)
+    assert_trees_equal(other, grown_up)
     assert not any(tensor.is_inference() for tensor in (*result, *other))
 
 
@@ -505,7 +505,7 @@ def test_another_thread_that_remembers_the_same_first_does_no_harm(monkeypatch):
     monkeypatch.setattr(appearance, "_glimpsed", Contended())
     tree = simple()
     for _ in range(4):
-        assert_same(st.offload(tree), tree)
+        assert_trees_equal(st.offload(tree), tree)
 
 
 def test_threads_that_see_each_others_lists():

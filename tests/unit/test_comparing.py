@@ -5,7 +5,7 @@ import torch
 
 import statetree as st
 from statetree import appearance
-from tests.oracle import assert_same
+from statetree.testing import assert_trees_equal
 
 
 def ramp(count, start=0):
@@ -45,7 +45,7 @@ def test_tensors_without_memory_are_unlike_tensors_with_it(name, count):
             assert not st.similarity(there, here, values=values)
         with pytest.raises(st.TreeMismatch, match=f"memory differs at {count + 1}: expected present, got {shown}"):
             st.copy_into(here, there)
-        assert_same(there, expected)
+        assert_trees_equal(there, expected)
         with pytest.raises(st.TreeMismatch, match=f"memory differs at {count + 1}: expected {shown}, got present"):
             st.copy_into(there, here)
 

@@ -9,8 +9,7 @@ import torch
 import statetree as st
 from statetree import compose
 from statetree.compose import Chain, is_leafwise
-from tests.oracle import assert_same
-from tests.watching import Watch
+from statetree.testing import Watch, assert_trees_equal
 
 
 class Box:
@@ -156,7 +155,7 @@ def test_between_two_steps_lies_a_bucket(monkeypatch, bucket_bytes):
     monkeypatch.setattr(compose, "_LEAFWISE", {intermediate, st.offload})
     tree = {f"t{number}": ramp(50, start=number) for number in range(20)}
     result = st.chain(intermediate, st.offload)(tree)
-    assert_same(result, tree)
+    assert_trees_equal(result, tree)
     assert len(most) == 10
     assert max(most) == 400
 
@@ -168,7 +167,7 @@ def test_a_chain_keeps_containers_ties_and_purity(bucket_bytes):
     watch = Watch(tree)
     result = st.chain(st.offload, st.offload)(tree)
     watch.check()
-    assert_same(result, tree)
+    assert_trees_equal(result, tree)
     assert list(result) == list(tree)
 
 
@@ -181,7 +180,7 @@ def test_leaves_come_in_the_order_of_the_paths(bucket_bytes):
         bucket_bytes(limit)
         found = list(st.stream(tree, st.offload))
         assert [str(path) for path, _ in found] == ["a.x", "a.y", "b.0", "b.1", "c"]
-        assert_same([leaf for _, leaf in found], [tree["a"]["x"], tree["a"]["y"], *tree["b"], 1])
+        assert_trees_equal([leaf for _, leaf in found], [tree["a"]["x"], tree["a"]["y"], *tree["b"], 1])
 
 
 @pytest.mark.parametrize(
@@ -224,7 +223,7 @@ def test_tied_leaves_are_in_one_bucket(bucket_bytes):
     for group in ({"a", "c", "h"}, {"b", "d"}, {"e", "g"}):
         assert sum(not group.isdisjoint(bucket) for bucket in buckets) == 1
     assert {"e", "f", "g"} in buckets  # what takes no bytes goes with the next
-    assert_same({str(path): leaf for path, leaf in st.stream(tree, st.offload)}, tree)
+    assert_trees_equal({str(path): leaf for path, leaf in st.stream(tree, st.offload)}, tree)
 
 
 def test_ties_are_followed_through_leaves_that_hold_several_tensors(bucket_bytes):

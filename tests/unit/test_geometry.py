@@ -12,8 +12,8 @@ from statetree.buffers import Memory
 from statetree.columns import Columns
 from statetree.geometry import Geometry
 from statetree.spans import MIN_GAP_BYTES, copy_spans, extents, lay_out, make_views
+from statetree.testing import assert_trees_equal
 from statetree.torch_internals import quietly
-from tests.oracle import assert_same
 
 
 def ramp(count, start=0, dtype=torch.float32):
@@ -157,5 +157,5 @@ def test_what_fits_can_be_copied_into_what_was_laid_out_for_the_first(first, sec
         views = make_views(old, geometry.layout, buffers, torch.device("cpu"))
         layout = geometry.layout._replace(spans=geometry.spans_of(new))
         quietly(copy_spans)(new, layout, buffers, views)
-        assert_same(views, new.tensors, storages=False)
+        assert_trees_equal(views, new.tensors, storages=False)
         assert layout.span_of == lay_out(new, extents(new)).span_of

@@ -12,7 +12,7 @@ from statetree.leaf_types.opaque import OPAQUE
 from statetree.leaf_types.tensor import FAKE, STORAGE, TENSOR, UNINITIALIZED
 from statetree.leaf_types.wrapper import WRAPPER
 from statetree.leaves import facts, is_plain, leaf_type_of
-from tests.oracle import assert_independent, assert_same, differences
+from statetree.testing import assert_independent, assert_trees_equal, tree_differences
 from tests.repack import copies, repacked, unpacked
 from tests.trees import DISTRIBUTED_TREES, TREES
 from tests.trees.classes import PlainSubclass, SubclassOfParameter, TwoTensors
@@ -27,14 +27,14 @@ REFUSED = [tree for tree in TREES if tree.refused and tree.name != "freed"]  # w
 def test_every_leaf_comes_back_from_copies_of_its_parts(tree):
     made = tree.make()
     again = repacked(made)
-    assert_same(again, made)
+    assert_trees_equal(again, made)
     assert_independent(made, again, containers=False)
 
 
 @pytest.mark.parametrize("tree", COPIED, ids=str)
 def test_every_leaf_comes_back_from_copies_of_copies(tree):
     made = tree.make()
-    assert_same(repacked(repacked(made)), made)
+    assert_trees_equal(repacked(repacked(made)), made)
 
 
 @pytest.mark.parametrize("tree", [tree for tree in DISTRIBUTED_TREES if not tree.changes], ids=str)
@@ -42,7 +42,7 @@ def test_every_leaf_comes_back_from_copies_of_copies(tree):
 def test_every_distributed_leaf_comes_back_from_copies_of_its_parts(tree):
     made = tree.make()
     again = repacked(made)
-    assert_same(again, made)
+    assert_trees_equal(again, made)
     assert_independent(made, again, containers=False)
 
 
@@ -51,7 +51,7 @@ def test_taking_apart_changes_nothing(tree):
     made = tree.make()
     apart = unpacked(made)
     apart.pack(copies(apart.parts))
-    assert_same(made, tree.make())
+    assert_trees_equal(made, tree.make())
 
 
 @pytest.mark.parametrize("tree", COPIED, ids=str)
@@ -165,7 +165,7 @@ def test_a_registered_class_is_taken_apart_as_its_leaf_type_says():
     weight = torch.arange(6.0)
     tree = {"a": Scaled(weight, 0.5), "b": weight[2:]}
     again = repacked(tree)
-    assert_same(again, tree)
+    assert_trees_equal(again, tree)
     assert again["a"].values is not weight
     assert facts(tree["a"]) == {"leaf type": "Scaled", "scale": 0.5}
 
@@ -194,7 +194,7 @@ def test_a_class_met_before_can_be_registered_later():
 def test_a_registered_class_is_a_leaf_also_where_it_derives_from_a_container():
     value = DictOfLeafType(b=torch.ones(1), a=torch.zeros(2))
     assert st.flatten({"x": value})[0] == [value]
-    assert_same(repacked({"x": value}), {"x": value})
+    assert_trees_equal(repacked({"x": value}), {"x": value})
 
 
 def test_a_container_met_before_can_be_made_a_leaf():
@@ -231,7 +231,7 @@ def test_a_registered_atom_in_an_attribute_is_structure():
 
     tree = Listed([1])
     tree.atom = SENTINEL
-    assert_same(repacked(tree), tree)
+    assert_trees_equal(repacked(tree), tree)
     assert repacked(tree).atom is SENTINEL
 
 
@@ -297,7 +297,7 @@ def test_inner_values_may_be_of_any_leaf_type():
 
     st.register_leaf_type(cls, Mixed())
     parts = repacked([cls(1, 2)])[0]
-    assert_same(list(parts), [inner, held, 5, inner], containers=True)
+    assert_trees_equal(list(parts), [inner, held, 5, inner], containers=True)
 
 
 def test_a_leaf_type_that_gives_the_value_itself_as_a_part():
@@ -347,7 +347,7 @@ def test_deep_leaf_types_are_refused_or_copied():
     except st.UnsupportedLeaf as error:
         assert str(error.path) == "x"
     else:
-        assert_same(again, {"x": value})
+        assert_trees_equal(again, {"x": value})
 
 
 # Identity and ties
@@ -360,7 +360,7 @@ def test_leaves_that_were_one_object_become_one_again():
     again = repacked(tree)
     assert again[0] is again[1] is again[2]["a"] is again[3].parameter
     assert again[3] is again[5]
-    assert_same(again, tree, containers=True)
+    assert_trees_equal(again, tree, containers=True)
 
 
 def test_two_leaves_of_one_opaque_object_inside_others():
@@ -376,7 +376,7 @@ def test_a_bare_tensor_met_before_it_is_an_attribute():
     outer.inner = inner
     for tree in ([inner, outer], [outer, inner], [outer, [inner], inner]):
         again = repacked(tree)
-        assert_same(again, tree)
+        assert_trees_equal(again, tree)
 
 
 def test_plain_tensors_need_no_recipes():
@@ -407,7 +407,7 @@ def test_one_odd_leaf_among_plain_tensors(odd, place):
     base = torch.arange(8.0)
     tree = [base[:4], base[4:], base]
     tree.insert(place, odd)
-    assert_same(repacked(tree), tree)
+    assert_trees_equal(repacked(tree), tree)
 
 
 def test_nothing_is_kept_alive_behind_the_scenes():
@@ -430,7 +430,7 @@ def test_facts_of_any_leaf_are_told_and_are_the_same_for_a_copy(tree):
         told = facts(leaf)
         assert "leaf type" in told
         assert all(isinstance(name, str) for name in told)
-        assert not differences(dict(told), dict(facts(copied)), ties=False)
+        assert not tree_differences(dict(told), dict(facts(copied)), ties=False)
 
 
 def test_messages_name_the_remedy():

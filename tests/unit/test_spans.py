@@ -23,9 +23,9 @@ from statetree.spans import (
     lay_out,
     replicate,
 )
+from statetree.testing import Watch, assert_trees_equal
+from statetree.testing.memory import raw_bytes, shares_memory, storages
 from statetree.torch_internals import WITHOUT_KERNELS, quietly
-from tests.oracle import assert_same
-from tests.watching import Watch, raw_bytes, shares_memory, storages
 
 GAP = MIN_GAP_BYTES
 
@@ -269,9 +269,9 @@ def test_copies_are_exact(kind):
     watch = Watch(tensors)
     fresh = replicated(tensors, Memory(**KINDS[kind]))
     watch.check()
-    assert_same(fresh, tensors, storages=False)
+    assert_trees_equal(fresh, tensors, storages=False)
     if kind == "plain":  # but for what was cut apart, storages are shared as they were
-        assert_same(fresh[:FAR] + fresh[FAR + 1 :], tensors[:FAR] + tensors[FAR + 1 :])
+        assert_trees_equal(fresh[:FAR] + fresh[FAR + 1 :], tensors[:FAR] + tensors[FAR + 1 :])
     assert [tensor.stride() for tensor in fresh] == [tensor.stride() for tensor in tensors]
     assert not shares_memory(fresh, tensors)
 
@@ -325,9 +325,9 @@ def test_bits_are_kept_on_storages_of_their_own():
     number = torch.complex(ramp(3), ramp(3, start=4))
     tensors = [number.conj(), torch._neg_view(ramp(3, start=1)), torch._neg_view(number * 2).conj(), ramp(2), number]
     for chosen in ([0, 3], [1, 3], [2], [1], [3, 4]):
-        assert_same(replicated([tensors[index] for index in chosen]), [tensors[index] for index in chosen])
+        assert_trees_equal(replicated([tensors[index] for index in chosen]), [tensors[index] for index in chosen])
         rows = [ramp(2, 3).t(), *(tensors[index] for index in chosen)]  # one more, which no clone is made of
-        assert_same(replicated(rows), rows)
+        assert_trees_equal(replicated(rows), rows)
 
 
 def test_a_small_view_of_a_large_storage_costs_what_it_covers():

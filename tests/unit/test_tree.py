@@ -11,8 +11,8 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 import statetree as st
+from statetree.testing import assert_trees_equal, tree_differences
 from statetree.tree import MAX_DEPTH
-from tests.oracle import assert_same, differences
 from tests.trees import TREES, Ramp
 from tests.trees.containers import DictWithAttributes, ListWithAttributes, ListWithSlots, Point, TupleWithAttributes
 from tests.trees.corpus import Held
@@ -48,13 +48,13 @@ def containers_in(value):
 @every_tree
 def test_unflatten_gives_the_tree_again(tree):
     made = tree.make()
-    assert_same(st.unflatten(*reversed(st.flatten(made))), made)
+    assert_trees_equal(st.unflatten(*reversed(st.flatten(made))), made)
 
 
 @every_tree
 def test_from_flat_gives_the_tree_again(tree):
     made = tree.make()
-    assert_same(st.from_flat(*st.to_flat(made)), made)
+    assert_trees_equal(st.from_flat(*st.to_flat(made)), made)
 
 
 @every_tree
@@ -79,7 +79,7 @@ def test_two_rebuilt_trees_share_no_container(tree):
 def test_flattening_changes_nothing(tree):
     made = tree.make()
     st.flatten(made), st.to_flat(made), st.paths(made), st.map_leaves(lambda leaf: leaf, made)
-    assert_same(made, tree.make(), containers=True)
+    assert_trees_equal(made, tree.make(), containers=True)
 
 
 @every_tree
@@ -100,8 +100,8 @@ def test_paths_and_flat_keys_are_one_for_every_leaf(tree):
 @every_tree
 def test_map_leaves_keeps_the_structure(tree):
     made = tree.make()
-    assert_same(st.map_leaves(lambda leaf: leaf, made), made)
-    assert_same(st.map_with_path(lambda path, leaf: leaf, made), made)
+    assert_trees_equal(st.map_leaves(lambda leaf: leaf, made), made)
+    assert_trees_equal(st.map_with_path(lambda path, leaf: leaf, made), made)
 
 
 @pytest.mark.parametrize("tree", [tree for tree in TREES if not tree.keyed_by_identity], ids=str)
@@ -110,7 +110,7 @@ def test_a_tree_matches_one_made_alike(tree):
     pairs = []
     st.map_leaves(lambda a, b: pairs.append((a, b)), made, other)
     assert len(pairs) == len(st.paths(made))
-    assert [difference for a, b in pairs for difference in differences(a, b)] == []
+    assert [difference for a, b in pairs for difference in tree_differences(a, b)] == []
 
 
 def test_leaves_come_in_the_order_of_the_containers():
@@ -142,7 +142,7 @@ def test_an_attribute_is_rebuilt_afresh_every_time():
 def test_no_constructor_runs():
     tree = [Rebuilt(1), Rebuilt([2])]
     before = Rebuilt.made
-    assert_same(st.map_leaves(lambda leaf: leaf, tree), tree)
+    assert_trees_equal(st.map_leaves(lambda leaf: leaf, tree), tree)
     assert Rebuilt.made == before
 
 
@@ -191,9 +191,9 @@ def with_attribute(inner, value=0):
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 def test_depth_of_900_works(wrap):
     tree = nested(900, wrap, torch.zeros(1))
-    assert_same(st.unflatten(*reversed(st.flatten(tree))), tree)
-    assert_same(st.from_flat(*st.to_flat(tree)), tree)
-    assert_same(st.map_leaves(lambda a, b: a, tree, tree), tree)
+    assert_trees_equal(st.unflatten(*reversed(st.flatten(tree))), tree)
+    assert_trees_equal(st.from_flat(*st.to_flat(tree)), tree)
+    assert_trees_equal(st.map_leaves(lambda a, b: a, tree, tree), tree)
 
 
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
@@ -209,7 +209,7 @@ def test_the_limit_of_depth_is_a_typed_error(wrap):
 @pytest.mark.parametrize("inner", [1, torch.zeros(1)], ids=["plain", "tensor"])
 def test_attributes_of_attributes_of_attributes_are_taken_apart(inner):
     tree = nested(900, with_attribute, ListWithAttributes([inner]))
-    assert_same(st.unflatten(*reversed(st.flatten(tree))), tree)
+    assert_trees_equal(st.unflatten(*reversed(st.flatten(tree))), tree)
 
 
 def called_from(depth, function):
@@ -356,7 +356,7 @@ def test_an_attribute_and_a_key_of_one_name_have_two_keys():
     tree.tensor = torch.zeros(1)
     flat, spec = st.to_flat({"x": tree})
     assert len(flat) == 2
-    assert_same(st.from_flat(flat, spec), {"x": tree})
+    assert_trees_equal(st.from_flat(flat, spec), {"x": tree})
 
 
 def test_the_flat_key_of_a_lone_leaf_is_empty():
@@ -461,7 +461,7 @@ def test_flat_keys_are_those_of_distributed_checkpoint(make):
 @pytest.mark.parametrize("make", STATES.values(), ids=STATES)
 def test_flat_state_dicts_come_back(make):
     state = make()
-    assert_same(st.from_flat(*st.to_flat(state)), state)
+    assert_trees_equal(st.from_flat(*st.to_flat(state)), state)
 
 
 # Errors
@@ -622,10 +622,10 @@ def test_classes_known_to_optree_are_containers():
     leaves, spec = st.flatten({"a": KnownToOptree(1, [2])})
     assert leaves == [1, 2]
     assert list(map(str, spec.paths())) == ["a.0", "a.1.0"]
-    assert_same(st.unflatten(spec, leaves), {"a": KnownToOptree(1, [2])})
+    assert_trees_equal(st.unflatten(spec, leaves), {"a": KnownToOptree(1, [2])})
 
 
 def test_specs_can_be_carried_to_another_process():
     tree = {"a": [Frozen(torch.ones(2)), deque([1], 3)], "b": defaultdict(list, {1: 2})}
     leaves, spec = st.flatten(tree)
-    assert_same(st.unflatten(pickle.loads(pickle.dumps(spec)), leaves), tree)
+    assert_trees_equal(st.unflatten(pickle.loads(pickle.dumps(spec)), leaves), tree)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import statetree as st
-from tests.oracle import assert_same, differences
+from statetree.testing import assert_trees_equal, tree_differences
 from tests.trees import TREES
 from tests.trees.containers import (
     BarePoint,
@@ -153,7 +153,7 @@ def test_specs_are_equal_only_if_they_rebuild_the_same_tree():
     specs = [spec_of(tree) for tree in trees]
     rebuilt = [st.unflatten(spec, range(spec.num_leaves)) for spec in specs]
     for (one, first), (other, second) in itertools.combinations(zip(specs, rebuilt, strict=True), 2):
-        assert (one == other) == (not differences(first, second)), (one, other, first, second)
+        assert (one == other) == (not tree_differences(first, second)), (one, other, first, second)
         assert one != other or hash(one) == hash(other)
 
 
@@ -172,7 +172,7 @@ def test_a_pickled_spec_is_equal_and_rebuilds_the_same_tree(tree, protocol):
     assert loaded == spec
     assert hash(loaded) == hash(spec)
     assert loaded.paths() == spec.paths()
-    assert_same(st.unflatten(loaded, leaves), tree)
+    assert_trees_equal(st.unflatten(loaded, leaves), tree)
 
 
 @every_tree
@@ -182,7 +182,7 @@ def test_the_spec_of_any_tree_can_be_pickled(tree):
     leaves, spec = st.flatten(tree.make())
     loaded = pickle.loads(pickle.dumps(spec))
     assert loaded == spec
-    assert_same(st.unflatten(loaded, leaves), st.unflatten(spec, leaves))
+    assert_trees_equal(st.unflatten(loaded, leaves), st.unflatten(spec, leaves))
 
 
 @every_tree
@@ -232,7 +232,7 @@ def test_a_spec_is_not_changed_by_changes_of_the_tree():
     tree["b"]["d"] = 2
     tree["b"].note.append("y")
     tree["c"] = 4
-    assert_same(st.unflatten(spec, leaves), before)
+    assert_trees_equal(st.unflatten(spec, leaves), before)
 
 
 def test_links_lead_to_every_leaf_and_node_once():

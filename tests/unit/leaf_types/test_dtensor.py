@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import statetree as st
 from statetree.leaf_types.dtensor import ASYNC_COLLECTIVE, DTENSOR
 from statetree.leaves import leaf_type_of
-from tests.oracle import assert_independent, assert_same
+from statetree.testing import assert_independent, assert_trees_equal
 from tests.repack import repacked, unpacked
 from tests.trees import DISTRIBUTED_TREES
 
@@ -56,9 +56,9 @@ def test_verbs_take_distributed_tensors(tree, verb):
     again = verb(made)
     assert_independent(made, again, containers=False)
     if verb is not st.allocate_like and not tree.changes:
-        assert_same(again, made)
+        assert_trees_equal(again, made)
     if not tree.changes:
-        assert_same(made, tree.make())
+        assert_trees_equal(made, tree.make())
 
 
 def test_only_the_local_tensor_is_a_part(mesh):
@@ -71,7 +71,7 @@ def test_only_the_local_tensor_is_a_part(mesh):
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate(), Partial()], ids=str)
 def test_every_placement(mesh, placement):
     tensor = DTensor.from_local(torch.arange(6.0).view(2, 3).t(), mesh, [placement])
-    assert_same(alone(tensor), tensor)
+    assert_trees_equal(alone(tensor), tensor)
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -90,7 +90,7 @@ def test_copies_can_be_used(mesh):
 
 def test_uneven_global_shapes_are_kept(mesh):
     tensor = DTensor.from_local(torch.ones(3, 2), mesh, [Shard(0)], shape=torch.Size([3, 2]), stride=(2, 1))
-    assert_same(alone(tensor), tensor)
+    assert_trees_equal(alone(tensor), tensor)
 
 
 def test_facts_tell_layout_and_shape(mesh):
@@ -121,4 +121,4 @@ def test_a_collective_met_twice_is_one_tensor_again():
     waiting = collectives.all_reduce(torch.arange(3.0), "sum", dist.group.WORLD)
     again = repacked([waiting, waiting])
     assert again[0] is again[1]
-    assert_same(repacked(again), again)
+    assert_trees_equal(repacked(again), again)

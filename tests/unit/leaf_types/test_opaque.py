@@ -16,7 +16,7 @@ import torch
 
 import statetree as st
 from statetree.leaf_types.opaque import OPAQUE
-from tests.oracle import assert_independent, assert_same
+from statetree.testing import assert_independent, assert_trees_equal
 from tests.repack import repacked, unpacked
 from tests.trees import Ramp
 from tests.trees.classes import TwoTensors
@@ -90,7 +90,7 @@ def test_a_tensor_met_twice_is_one_part():
 def test_what_may_be_inside(inside):
     held = holding(inside=inside, nested=[inside, (inside, {"x": inside})])
     again = alone(held)
-    assert_same(again, held, containers=True)
+    assert_trees_equal(again, held, containers=True)
     assert_independent(held, again, containers=False)
 
 
@@ -109,7 +109,7 @@ def test_subclasses_of_containers_inside_objects(inside):
         # pickle calls what this class refuses
         assert (type(inside), str(error.path)) == (HostileDict, "0")
     else:
-        assert_same(again, held, containers=True)
+        assert_trees_equal(again, held, containers=True)
 
 
 def test_functions_classes_and_modules_pass_by_identity():
@@ -149,7 +149,7 @@ def test_circles_and_shared_references():
     assert again.other.other is again
     assert again.shared is again.other.shared
     assert again.me["a"] is again
-    assert_same(again, first, containers=True)
+    assert_trees_equal(again, first, containers=True)
 
 
 def test_its_own_deepcopy_is_not_asked():
@@ -210,7 +210,7 @@ def test_bound_methods_are_bound_to_the_copy():
 def test_a_module_works_afterwards():
     network = Network(Ramp())
     again = alone(network)
-    assert_same(again, network, containers=True)
+    assert_trees_equal(again, network, containers=True)
     assert again.first.weight is again.second.weight
     assert again.activation is network.activation
     inputs = torch.ones(1, 2)
@@ -358,7 +358,7 @@ def test_chains_of_objects():
     chain = None
     for number in range(100):
         chain = holding(next=chain, tensor=torch.full((1,), float(number)))
-    assert_same(alone(chain), chain, containers=True)
+    assert_trees_equal(alone(chain), chain, containers=True)
 
 
 def test_a_chain_that_is_too_long_is_a_typed_error():

@@ -9,7 +9,7 @@ from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 import statetree as st
 from statetree.leaf_types.sharded_tensor import SHARDED
 from statetree.leaves import leaf_type_of
-from tests.oracle import assert_same
+from statetree.testing import assert_trees_equal
 from tests.repack import repacked, unpacked
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")
@@ -31,7 +31,7 @@ def test_the_leaf_type_is_found_by_name():
 def test_shards_are_copied_and_metadata_is_kept():
     tensor = made((torch.arange(4.0).view(2, 2), [0, 0]), (torch.arange(4.0, 6.0).view(1, 2), [2, 0]), shape=(3, 2))
     again = alone(tensor)
-    assert_same(again, tensor)
+    assert_trees_equal(again, tensor)
     assert again.metadata() == tensor.metadata()
     again.local_shards()[0].tensor.fill_(9)
     assert torch.equal(tensor.local_shards()[0].tensor, torch.arange(4.0).view(2, 2))
@@ -42,13 +42,13 @@ def test_a_chunk_sharding_spec_is_kept():
     tensor = sharded_tensor.ones(spec, 4, 2)
     again = alone(tensor)
     assert again.sharding_spec() == tensor.sharding_spec()
-    assert_same(again, tensor)
+    assert_trees_equal(again, tensor)
 
 
 def test_shards_are_tied_with_other_leaves():
     base = torch.arange(4.0)
     tree = [base, made((base, [0]), shape=(4,)), base[2:]]
-    assert_same(repacked(tree), tree)
+    assert_trees_equal(repacked(tree), tree)
     assert len(unpacked(tree).parts) == 2
 
 

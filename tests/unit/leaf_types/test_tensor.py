@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import statetree as st
 from statetree.leaf_types.tensor import FAKE, STORAGE, TENSOR, UNINITIALIZED
-from tests.oracle import assert_same
+from statetree.testing import assert_trees_equal
 from tests.repack import repacked, unpacked
 from tests.trees import TREES, Ramp
 from tests.trees.classes import PlainSubclass, SlottedSubclass, subclassed
@@ -72,7 +72,7 @@ def test_modes_of_torch_change_nothing(tree, context):
     made = tree.make()
     with context():
         again = st.offload(made)
-    assert_same(again, made)
+    assert_trees_equal(again, made)
 
 
 def test_the_default_dtype_changes_nothing():
@@ -82,7 +82,7 @@ def test_the_default_dtype_changes_nothing():
         again = repacked(made)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert_same(again, made)
+    assert_trees_equal(again, made)
 
 
 def test_another_thread_may_put_leaves_together():
@@ -91,7 +91,7 @@ def test_another_thread_may_put_leaves_together():
     thread = threading.Thread(target=lambda: results.append(repacked(tree)))
     thread.start()
     thread.join(30)
-    assert_same(results[0], tree)
+    assert_trees_equal(results[0], tree)
 
 
 # What is beside the elements
@@ -100,7 +100,7 @@ def test_another_thread_may_put_leaves_together():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parameters_of_every_dtype(dtype):
     parameter = torch.nn.Parameter(of_bytes(dtype, (3, 2)), requires_grad=False)
-    assert_same(alone(parameter), parameter)
+    assert_trees_equal(alone(parameter), parameter)
 
 
 def test_results_are_leaves_of_autograd():
@@ -142,7 +142,7 @@ def test_the_constructor_of_a_subclass_does_not_run():
 
     tensor = subclassed(Strict, torch.arange(3.0))
     tensor.note = "note"
-    assert_same(alone(tensor), tensor)
+    assert_trees_equal(alone(tensor), tensor)
 
 
 def test_overridden_torch_functions_do_not_run():
@@ -159,7 +159,7 @@ def test_overridden_torch_functions_do_not_run():
     guarding = True
     again = st.offload({"x": [tensor]})["x"][0]
     guarding = False
-    assert_same(again, tensor)
+    assert_trees_equal(again, tensor)
 
 
 def test_overridden_attribute_setting_does_not_run():
@@ -170,7 +170,7 @@ def test_overridden_attribute_setting_does_not_run():
 
     tensor = subclassed(Locked, torch.arange(3.0))
     vars(tensor)["note"] = [1, torch.ones(1)]
-    assert_same(alone(tensor), tensor)
+    assert_trees_equal(alone(tensor), tensor)
 
 
 def test_attributes_are_fresh():
@@ -188,7 +188,7 @@ def test_one_attribute_object_of_two_tensors_is_one_again():
     shared.note = "shared"
     one.shared, other.shared, one.other = shared, shared[1:], other
     again = repacked([one, other])
-    assert_same(again, [one, other])
+    assert_trees_equal(again, [one, other])
     assert again[0].other is again[1]
 
 
@@ -198,7 +198,7 @@ def test_attributes_of_attributes():
         outer = torch.full((2,), float(number))
         outer.inner, outer.number = tensor, number
         tensor = outer
-    assert_same(alone(tensor), tensor)
+    assert_trees_equal(alone(tensor), tensor)
 
 
 @pytest.mark.parametrize("make", [lambda t: t, lambda t: [t], lambda t: {"a": (t,)}], ids=["itself", "list", "deeper"])
@@ -219,7 +219,7 @@ def test_a_tensor_that_holds_itself_through_an_object_is_refused_or_copied():
         except st.UnsupportedLeaf as error:
             assert (str(error.path), "%PATH%" in str(error)) == ("x", False)
         else:
-            assert_same(again, tree, containers=True)
+            assert_trees_equal(again, tree, containers=True)
 
 
 def test_a_cycle_in_the_attributes_of_a_tensor_names_the_path():
@@ -293,7 +293,7 @@ def test_sparse_tensors_of_many_dtypes(dtype):
         torch.sparse_coo_tensor(coordinates(), values, (2, 3), is_coalesced=True, check_invariants=False),
         torch.sparse_csr_tensor(torch.tensor([0, 1, 3]), torch.tensor([2, 0, 2]), values, (2, 3)),
     ]
-    assert_same(repacked(tree), tree)
+    assert_trees_equal(repacked(tree), tree)
 
 
 def test_an_uncoalesced_tensor_is_not_coalesced_by_being_copied():
@@ -306,13 +306,13 @@ def test_an_uncoalesced_tensor_is_not_coalesced_by_being_copied():
 
 def test_sparse_tensors_that_break_their_invariants_are_copied_as_they_are():
     tensor = torch.sparse_coo_tensor(torch.tensor([[7, -1]]), torch.tensor([1.0, 2.0]), (3,), check_invariants=False)
-    assert_same(alone(tensor), tensor)
+    assert_trees_equal(alone(tensor), tensor)
 
 
 def test_gradients_of_embeddings_are_sparse():
     embedding = torch.nn.Embedding(5, 2, sparse=True)
     embedding(torch.tensor([1, 1, 3])).sum().backward()
-    assert_same(alone(embedding.weight.grad), embedding.weight.grad)
+    assert_trees_equal(alone(embedding.weight.grad), embedding.weight.grad)
 
 
 def test_copies_of_sparse_tensors_can_be_used():
@@ -345,7 +345,7 @@ def test_a_jagged_tensor_whose_shape_was_asked_for():
     assert str(jagged.shape)
     assert jagged._max_seqlen >= 3
     tree = {"x": jagged}
-    assert_same(st.offload(st.offload(tree)), tree)
+    assert_trees_equal(st.offload(st.offload(tree)), tree)
 
 
 def test_copies_of_quantized_tensors_can_be_used():
@@ -392,7 +392,7 @@ def test_uninitialized_parameters_keep_attributes():
     parameter.note, parameter.extra = ["note"], torch.ones(1)
     again = alone(parameter)
     assert (type(again), again.dtype, again.note) == (torch.nn.UninitializedParameter, torch.float64, ["note"])
-    assert_same(again.extra, parameter.extra)
+    assert_trees_equal(again.extra, parameter.extra)
 
 
 def test_a_storage_and_a_tensor_on_it_are_tied():

@@ -5,7 +5,7 @@ import torch
 
 import statetree as st
 from statetree.leaf_types.wrapper import WRAPPER
-from tests.oracle import assert_same
+from statetree.testing import assert_trees_equal
 from tests.repack import repacked
 from tests.trees.classes import TwoTensors
 
@@ -67,7 +67,7 @@ def test_attributes_that_the_class_sets_are_kept_if_they_were_changed():
 def test_slots_are_kept():
     tensor = counting()
     tensor.slot = ["note", torch.ones(1)]
-    assert_same(alone(tensor), tensor)
+    assert_trees_equal(alone(tensor), tensor)
 
 
 def test_attributes_are_kept_through_every_verb():
@@ -107,7 +107,7 @@ def test_a_module_takes_the_copy_of_a_parameter():
 def test_ties_of_inner_tensors_are_kept():
     base = torch.arange(6.0)
     tree = [TwoTensors(base[:3], base[3:]), base, TwoTensors(base[1:4], base[1:4]), base[2]]
-    assert_same(repacked(tree), tree)
+    assert_trees_equal(repacked(tree), tree)
 
 
 def test_the_same_wrapper_twice_is_one_again():
@@ -120,7 +120,7 @@ def test_deeply_nested_wrappers():
     tensor = torch.arange(3.0)
     for _ in range(20):
         tensor = TwoTensors(tensor, tensor)
-    assert_same(alone(tensor), tensor)
+    assert_trees_equal(alone(tensor), tensor)
 
 
 def test_wrappers_of_every_other_layout():

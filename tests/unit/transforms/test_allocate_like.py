@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import statetree as st
-from tests.oracle import assert_independent, assert_same
-from tests.watching import Watch, raw_bytes, shares_memory, storages
+from statetree.testing import Watch, assert_independent, assert_trees_equal
+from statetree.testing.memory import raw_bytes, shares_memory, storages
 
 Point = namedtuple("Point", "x y")
 
@@ -71,7 +71,7 @@ def test_everything_but_the_contents_is_kept(options):
     assert_independent(fresh, tree)
     for own, other in zip(tensors_of(fresh), tensors_of(tree), strict=True):
         bytes_of(own).copy_(bytes_of(other))
-    assert_same(fresh, tree, storages="share_memory" not in options)
+    assert_trees_equal(fresh, tree, storages="share_memory" not in options)
     assert all(storage.is_shared() is ("share_memory" in options) for storage in storages(fresh))
 
 
@@ -214,7 +214,7 @@ def test_plain_values_are_taken_over_and_containers_are_new():
 
 @pytest.mark.parametrize("tree", [None, 5, {}, [], ()], ids=str)
 def test_trees_without_tensors(tree):
-    assert_same(st.allocate_like(tree), tree)
+    assert_trees_equal(st.allocate_like(tree), tree)
 
 
 def test_a_tensor_is_a_tree():

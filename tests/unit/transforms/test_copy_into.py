@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import statetree as st
+from statetree.testing import Watch, assert_trees_equal
+from statetree.testing.memory import raw_bytes, shares_memory
 from statetree.transforms.copy_into import castable
 from tests.faults import fail_each
-from tests.oracle import assert_same
-from tests.watching import Watch, raw_bytes, shares_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -52,7 +52,7 @@ def test_the_result_holds_the_destinations_tensors_and_the_sources_values():
     result = st.copy_into(src, dst)
     assert result["w"] is dst["w"]
     assert result["deep"][0] is dst["deep"][0]
-    assert_same(result, src)
+    assert_trees_equal(result, src)
     assert result is not src
     assert result is not dst
     assert result["deep"] is not dst["deep"]
@@ -180,7 +180,7 @@ def test_opaque_values_come_from_the_source_and_are_never_aliased():
     before.check()
     assert result["box"] is not src["box"]
     assert result["box"].items is not src["box"].items
-    assert_same(result["box"], src["box"])
+    assert_trees_equal(result["box"], src["box"])
     assert not shares_memory(result["box"], src)
     assert not shares_memory(result["box"], dst)
 
@@ -214,7 +214,7 @@ def test_an_opaque_value_that_cannot_be_put_together_leaves_everything_untouched
 
 @pytest.mark.parametrize("src", [1, None, "x", [], {}, {"a": 1}, (1, (2,))])
 def test_trees_without_tensors(src):
-    assert_same(st.copy_into(src, src), src)
+    assert_trees_equal(st.copy_into(src, src), src)
 
 
 def test_a_tensor_is_a_tree():
@@ -244,7 +244,7 @@ def test_all_dtypes_are_copied_bit_by_bit():
         for cut in (slice(None), slice(1, None, 2)):
             src, dst = bits(dtype, 1)[cut], bits(dtype, 101)[cut]
             st.copy_into({"a": ramp(2), "x": src}, {"a": torch.zeros(2), "x": dst})
-            assert_same(dst.detach(), src)
+            assert_trees_equal(dst.detach(), src)
 
 
 # Refused: nothing is written
@@ -444,7 +444,7 @@ OVERLAPS = [
 def test_destinations_that_overlap_like_their_sources(kind):
     src, dst = overlapping(kind, start=100), overlapping(kind)
     result = st.copy_into(src, dst)
-    assert_same(result, src)
+    assert_trees_equal(result, src)
 
 
 @pytest.mark.parametrize("kind", OVERLAPS)
@@ -576,7 +576,7 @@ def test_a_reinterpretation_in_place():
 def test_a_tree_into_itself():
     tree = {"a": ramp(4), "b": [ramp(3)[::2]], "z": torch.complex(ramp(2), ramp(2)).conj(), "n": 3}
     expected = {"a": ramp(4), "b": [ramp(3)[::2]], "z": torch.complex(ramp(2), ramp(2)).conj(), "n": 3}
-    assert_same(st.copy_into(tree, tree), expected, storages=False)
+    assert_trees_equal(st.copy_into(tree, tree), expected, storages=False)
 
 
 # Views that autograd watches over
@@ -656,7 +656,7 @@ def test_casts_that_are_allowed(source, target):
     result = st.copy_into([src], [dst], cast=True)
     assert result[0] is dst
     assert dst.dtype == target
-    assert_same(dst, src.to(target))
+    assert_trees_equal(dst, src.to(target))
 
 
 @pytest.mark.parametrize(("source", "target"), NEVER, ids=str)
@@ -772,7 +772,7 @@ def test_whatever_fails_before_the_writing_nothing_is_written():
         torch._foreach_copy_ = real
     assert writing
     watch.check()
-    assert_same(st.copy_into(src, dst), src, ties=False)
+    assert_trees_equal(st.copy_into(src, dst), src, ties=False)
 
 
 def _until_writing(action):

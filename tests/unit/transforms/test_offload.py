@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import statetree as st
-from tests.oracle import assert_independent, assert_same
-from tests.watching import Watch, scribble, shares_memory, storages
+from statetree.testing import Watch, assert_independent, assert_trees_equal
+from statetree.testing.memory import scribble, shares_memory, storages
 
 
 class Box:
@@ -57,11 +57,11 @@ def test_a_copy_is_exact_and_independent(options):
     watch = Watch(tree)
     copy = st.offload(tree, **options)
     watch.check()
-    assert_same(copy, tree, storages="share_memory" not in options)
+    assert_trees_equal(copy, tree, storages="share_memory" not in options)
     assert_independent(copy, tree)
     reference = st.offload(copy)
     scribble(tree)
-    assert_same(copy, reference, storages=False)
+    assert_trees_equal(copy, reference, storages=False)
 
 
 def test_options_are_given_by_name():
@@ -89,7 +89,7 @@ def test_shared_memory_is_shared(shared):
     copy = st.offload(make_state(), share_memory=shared)
     assert all(storage.is_shared() is shared for storage in storages(copy))
     twice = st.offload(copy, share_memory=shared)
-    assert_same(twice, copy, storages=False)
+    assert_trees_equal(twice, copy, storages=False)
     assert not shares_memory(twice, copy)
 
 
@@ -98,7 +98,7 @@ def test_small_tensors_share_one_shared_allocation():
     copy = st.offload(tree, share_memory=True)
     (slab,) = storages(copy)
     assert slab.nbytes() == 6400
-    assert_same(copy, tree, storages=False)
+    assert_trees_equal(copy, tree, storages=False)
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["plain", "shared"])
@@ -107,7 +107,7 @@ def test_no_more_is_copied_than_is_covered(shared):
     tree = {"head": base[100:200], "tail": base[-50:], "tensor": ramp(30)[5:8], "again": ramp(3)}
     copy = st.offload(tree, share_memory=shared)
     assert sum(storage.nbytes() for storage in storages(copy)) == (128 + 64 * 3 if shared else 174)
-    assert_same(copy, tree, storages=False)
+    assert_trees_equal(copy, tree, storages=False)
 
 
 def test_to_meta_and_meta_stays_meta():
@@ -150,7 +150,7 @@ def test_gradients_and_graphs_are_not_copied():
 @pytest.mark.parametrize("tree", [None, 5, {}, [], (), ramp(3)], ids=["none", "number", "dict", "list", "tuple", "one"])
 @pytest.mark.parametrize("copy", [True, False])
 def test_the_least_trees(tree, copy):
-    assert_same(st.offload(tree, copy=copy), tree)
+    assert_trees_equal(st.offload(tree, copy=copy), tree)
 
 
 def test_nothing_keeps_the_source_alive():
@@ -238,7 +238,7 @@ def test_only_what_lies_elsewhere_is_copied():
     assert result["meta"] is tree["meta"]
     assert result["p"].is_shared()
     assert not plain.is_shared()
-    assert_same(result, tree, storages=False)
+    assert_trees_equal(result, tree, storages=False)
     assert not shares_memory(result["p"], plain)
 
 
@@ -260,7 +260,7 @@ def test_a_leaf_that_moves_takes_those_with_it_that_it_is_tied_to():
     assert result["own"] is tree["own"]
     assert result["box"] is not box
     assert result["box"].held is result["t"]
-    assert_same(result, tree, storages=False)
+    assert_trees_equal(result, tree, storages=False)
     assert not shares_memory(result["box"], tree)
 
 
@@ -284,5 +284,5 @@ def test_a_freed_tensor_is_refused_only_if_it_moves():
 def test_pinning_without_an_accelerator_is_ignored():
     tree = make_state()
     assert st.offload(tree, pin_memory=True, copy=False)["base"] is tree["base"]
-    assert_same(st.offload(tree, pin_memory=True), tree)
+    assert_trees_equal(st.offload(tree, pin_memory=True), tree)
     assert storages(st.offload({"s": ramp(2)}, pin_memory=True, share_memory=True))[0].is_shared()

@@ -1,7 +1,6 @@
-"""The judge of all other tests, judged: it must accept what is the same, and notice every one of a list of faults."""
+"""The judge of all other tests, judged: it must notice every one of a list of planted faults."""
 
 import copy
-import dataclasses
 import functools
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -10,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.oracle import assert_independent, assert_same, differences
-from tests.trees import TREES, Ramp
+from statetree.testing import assert_trees_equal, tree_differences
+from tests.trees import Ramp
 from tests.trees.classes import SlottedSubclass, TwoTensors, subclassed
 from tests.trees.containers import (
     DictWithAttributes,
@@ -185,8 +184,8 @@ def enum_for_its_value():
 
 @fault
 def function_copied():
-    code = differences.__code__
-    return [differences], [types.FunctionType(code, differences.__globals__, "differences")]
+    code = tree_differences.__code__
+    return [tree_differences], [types.FunctionType(code, tree_differences.__globals__, "differences")]
 
 
 @fault
@@ -495,112 +494,10 @@ def optimizer_state():
 def test_a_planted_fault_is_noticed(make):
     left, right = make()
     with pytest.raises(AssertionError, match="the trees differ in"):
-        assert_same(left, right)
+        assert_trees_equal(left, right)
     with pytest.raises(AssertionError, match="the trees differ in"):
-        assert_same(right, left)
+        assert_trees_equal(right, left)
 
 
 def test_there_are_enough_faults():
     assert len(FAULTS) >= 25
-
-
-@pytest.mark.parametrize("tree", TREES, ids=str)
-def test_a_tree_is_the_same_as_itself_and_as_one_made_alike(tree):
-    made = tree.make()
-    assert_same(made, made, containers=True)
-    assert_same(made, tree.make(), containers=True)
-
-
-def test_containers_are_compared_by_identity_only_if_asked_to():
-    shared = [1]
-    left, right = [shared, shared], [[1], [1]]
-    assert_same(left, right)
-    with pytest.raises(AssertionError, match=r"object of \[0\] and \[1\] is one on the left, two on the right"):
-        assert_same(left, right, containers=True)
-
-
-def test_ties_are_compared_only_if_asked_to():
-    base = values(4)
-    assert_same([base, base], [base.clone(), base.clone()], ties=False)
-
-
-def test_pieces_of_a_slab_are_accepted_only_if_asked_to():
-    slab = torch.cat([values(4), values(4)])
-    left, right = [values(4), values(4)], [slab[:4], slab[4:]]
-    assert_same(left, right, storages=False)
-    with pytest.raises(AssertionError, match="storage of"):
-        assert_same(left, right)
-
-
-def test_overlap_in_a_slab_is_noticed():
-    slab = torch.zeros(6)
-    with pytest.raises(AssertionError, match="overlap differs"):
-        assert_same([torch.zeros(4), torch.zeros(4)], [slab[:4], slab[2:]], storages=False)
-
-
-def test_devices_are_compared_unless_asked_not_to():
-    left, right = [torch.empty(2, device="meta")], [torch.empty(2, device="meta")]
-    assert_same(left, right, device=False)
-
-
-def test_circles_and_depth_end():
-    def nested():
-        result = [1]
-        result.append(result)
-        for _ in range(5000):
-            result = [result]
-        return result
-
-    assert_same(nested(), nested(), containers=True)
-
-
-def test_a_report_names_the_places_and_counts_the_rest():
-    with pytest.raises(AssertionError, match=r"differ in 30 places:\n  value differs at \['k0'\]: 0 against 1"):
-        assert_same({f"k{i}": i for i in range(30)}, {f"k{i}": i + 1 for i in range(30)})
-    with pytest.raises(AssertionError, match=r"and 10 more"):
-        assert_same({f"k{i}": i for i in range(30)}, {f"k{i}": i + 1 for i in range(30)})
-
-
-def test_the_first_differing_element_is_named():
-    right = values(2, 3)
-    right[1, 2] = 0
-    assert differences([values(2, 3)], [right]) == ["elements differ, first in byte [1, 2, 2] at [0]"]
-
-
-def test_independence():
-    base, listed = values(4), [1]
-    held = Held()
-    held.inner = listed
-    array = np.arange(3.0)
-    assert_independent([base], [base.clone()])
-    for one, other in (([base], [base[2:]]), ([base[:2]], [base[2:]]), ([base], [base.untyped_storage()])):
-        with pytest.raises(AssertionError, match="lies on the storage of"):
-            assert_independent(one, other)
-    with pytest.raises(AssertionError, match="lies in the memory of"):
-        assert_independent([base], [torch.from_numpy(base.numpy())])
-    with pytest.raises(AssertionError, match="is the container at"):
-        assert_independent([held], {"a": listed})
-    with pytest.raises(AssertionError, match="shares the memory of the array"):
-        assert_independent([array], [array[1:]])
-
-
-def test_what_raises_gains_a_note():
-    class Odd:
-        def __reduce_ex__(self, protocol):
-            return 1, 2, 3, 4, 5
-
-    with pytest.raises(TypeError, match="not iterable") as caught:
-        assert_same([Odd()], [Odd()])
-    assert caught.value.__notes__ == ["oracle: at [0]"]
-
-
-def test_dataclasses_are_judged_without_their_equality():
-    @dataclasses.dataclass
-    class Vague:
-        weight: object
-
-        def __eq__(self, other):
-            return True
-
-    with pytest.raises(AssertionError, match=r"value differs at \.weight"):
-        assert_same(Vague(1), Vague(2))

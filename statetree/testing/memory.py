@@ -1,0 +1,85 @@
+"""The memory below a tree: storages, bytes, and who shares them. Nothing of statetree's engines is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from statetree.testing.regions import raw_bytes
+from statetree.testing.walk import inner_tensors, walk
+
+
+def storages(tree: Any) -> list[torch.UntypedStorage]:
+    """Return the storages with bytes of their own that a tree's tensors lie on, each once."""
+    found: dict[int, torch.UntypedStorage] = {}
+    for value in walk(tree):
+        storage = storage_of(value)
+        if storage is not None:
+            found[storage._cdata] = storage
+    return list(found.values())
+
+
+def storage_of(value: Any) -> torch.UntypedStorage | None:
+    """Return the host storage below a plain tensor or a storage, or ``None``."""
+    if isinstance(value, torch.UntypedStorage):
+        return value
+    if not isinstance(value, torch.Tensor) or "Fake" in type(value).__name__ or inner_tensors(value):
+        return None
+    if hasattr(type(value), "__tensor_flatten__"):
+        return None
+    try:
+        storage = value.untyped_storage()
+    except (RuntimeError, NotImplementedError, ValueError):
+        return None
+    return None if storage.device.type == "meta" else storage
+
+
+def scribble(tree: Any) -> int:
+    """Turn over every bit of every storage of a tree, in place. Returns how many bytes there were."""
+    count = 0
+    for storage in storages(tree):
+        view = raw_bytes(storage)
+        view.bitwise_not_()
+        count += view.numel()
+    return count
+
+
+def shares_memory(left: Any, right: Any) -> bool:
+    """Whether any storage of one tree overlaps one of the other, by address: whoever made it."""
+    mine, others = storages(left), storages(right)  # held: some are made on request, and none may take another's place
+    return any(
+        start < stop_b and start_b < stop
+        for start, stop in map(_range, mine)
+        for start_b, stop_b in map(_range, others)
+    )
+
+
+def _range(storage: torch.UntypedStorage) -> tuple[int, int]:
+    return (storage.data_ptr(), storage.data_ptr() + storage.nbytes()) if storage.nbytes() else (0, 0)
+
+
+def plain_tensors(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors of a tree that are views on host storages, each object once."""
+    return [value for value in walk(tree) if isinstance(value, torch.Tensor) and storage_of(value) is not None]
+
+
+def covered_bytes(tree: Any) -> int:
+    """Return how many bytes a tree's tensors need: for each storage those from the first that is viewed to the last."""
+    reach: dict[int, tuple[int, int]] = {}
+    for value in walk(tree):
+        storage = storage_of(value)
+        if storage is None:
+            continue
+        start, stop = 0, storage.nbytes()
+        if isinstance(value, torch.Tensor):
+            if not value.numel():
+                continue
+            size = value.element_size()
+            start = int(value.storage_offset()) * size
+            last = sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
+            stop = start + (last + 1) * size
+            start -= start % 16  # a span begins where every dtype may
+        known = reach.get(storage._cdata, (start, stop))
+        reach[storage._cdata] = (min(start, known[0]), max(stop, known[1]))
+    return sum(stop - start for start, stop in reach.values())

@@ -1,0 +1,154 @@
+"""Runs a function on every rank of a gloo group: fast enough for properties, and never for ever."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from statetree.testing.rank_pool import Outcome, RankPool, close_kept_pools, kept_pools
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["Outcome", "close_ranks", "rank_outcomes", "run_ranks"]
+
+R = TypeVar("R")
+
+#: How long the other ranks may go on once one has failed.
+GRACE_S = 5.0
+#: How long a collective waits for the other ranks before it raises.
+COLLECTIVE_TIMEOUT_S = 30.0
+
+_lock = threading.RLock()
+
+
+def run_ranks(
+    world_size: int,
+    fn: Callable[..., R],
+    *args: Any,
+    timeout: float = 60.0,
+    collective_timeout: float = COLLECTIVE_TIMEOUT_S,
+    fresh: bool = False,
+) -> list[R]:
+    """Run ``fn(*args)`` on every rank of a gloo group, and return what the ranks returned.
+
+    The ranks are processes that are kept for the next call, so that a property may call this for each of its examples.
+    They are replaced after any failure, and end with this process. The default process group is ``world_size`` ranks
+    on the CPU; ``torch.distributed.get_rank()`` tells which one it is. Each rank has one thread for torch's
+    operations. What ``fn`` leaves behind in a process (a default dtype, groups, meshes) is there in the next call:
+    cache groups rather than making them for each example.
+
+    Args:
+        world_size: How many ranks there are.
+        fn: A function that can be pickled: from the top level of a module, or a ``functools.partial`` of one.
+        args: What it is given, pickled as well.
+        timeout: Seconds until the ranks are killed.
+        collective_timeout: Seconds that a collective waits for the other ranks before it raises.
+        fresh: Whether to use new processes, and to end them afterwards.
+
+    Returns:
+        The results, pickled and unpickled, in the order of the ranks.
+
+    Raises:
+        AssertionError: If ``fn`` raised on any rank, did not end in time (the report then says where it hung), its
+            process died, or the ranks did not make the same collectives. It holds what every rank has to say.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from statetree.testing import run_ranks
+        >>> run_ranks(2, dist.get_rank)
+        [0, 1]
+    """
+    call = _pickled(fn, args)
+    with _pool(world_size, collective_timeout, fresh=fresh) as pool:
+        outcomes = pool.call(call, deadline=time.monotonic() + timeout, grace_s=GRACE_S)
+    failures = [outcome for outcome in outcomes if outcome.status != "returned"]
+    if failures:
+        name = getattr(fn, "__qualname__", None) or repr(fn)
+        lines = [f"run_ranks: {name} failed on {len(failures)} of {world_size} ranks.", *map(str, failures)]
+        raise AssertionError("\n".join(lines))
+    return [outcome.value for outcome in outcomes]
+
+
+def rank_outcomes(
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60.0,
+    collective_timeout: float = COLLECTIVE_TIMEOUT_S,
+    fresh: bool = True,
+) -> list[Outcome]:
+    """Run ``fn(*args)`` as ``run_ranks`` does, and return how it ended on each rank, whatever that was.
+
+    For tests in which ranks are meant to fail: to raise, to hang, or to be killed. Unlike there, a rank that failed
+    does not cut the others short.
+
+    Args:
+        world_size: As for ``run_ranks``.
+        fn: As for ``run_ranks``.
+        args: As for ``run_ranks``.
+        timeout: Seconds until the ranks that still run are killed.
+        collective_timeout: As for ``run_ranks``.
+        fresh: As for ``run_ranks``, but by default the processes are new.
+
+    Returns:
+        One outcome for each rank, in their order.
+
+    Example:
+        >>> import os
+        >>> from statetree.testing import rank_outcomes
+        >>> [outcome.status for outcome in rank_outcomes(2, os._exit, 3)]
+        ['died', 'died']
+    """
+    call = _pickled(fn, args)
+    with _pool(world_size, collective_timeout, fresh=fresh) as pool:
+        return pool.call(call, deadline=time.monotonic() + timeout, grace_s=timeout)
+
+
+def close_ranks() -> None:
+    """End the processes that ``run_ranks`` keeps. The next call starts others."""
+    with _lock:
+        close_kept_pools()
+
+
+def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    try:
+        call = pickle.dumps((fn, args))
+    except Exception as error:
+        error.add_note(
+            "run_ranks: the function and its arguments must be picklable: a function from the top level of a module, "
+            "or a functools.partial of one."
+        )
+        raise
+    # First the path, so that what the call names can be imported.
+    return pickle.dumps((sys.path, call))
+
+
+@contextlib.contextmanager
+def _pool(world_size: int, collective_timeout: float, *, fresh: bool) -> Iterator[RankPool]:
+    """Lend a pool; keep it afterwards only if it is known to be sound."""
+    if fresh:
+        pool = RankPool(world_size, collective_timeout)
+        try:
+            yield pool
+        finally:
+            pool.close()
+        return
+    with _lock:
+        pools = kept_pools()
+        # A forked child does not own its parent's processes.
+        key = (os.getpid(), world_size, collective_timeout)
+        if key not in pools:
+            pools[key] = RankPool(world_size, collective_timeout)
+        pool = pools[key]
+        try:
+            yield pool
+        finally:
+            if not pool.sound:
+                del pools[key]
+                pool.close()

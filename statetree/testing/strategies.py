@@ -1,0 +1,276 @@
+"""Hypothesis strategies for state trees: any containers, any tensors, ties of any kind, optimizers, layouts.
+
+Most come in two forms. ``tree_plans`` draws a *plan*, of which ``build`` makes the same tree as often as it is asked
+to; ``state_trees`` draws the trees themselves. When a test fails, a plan prints as code that can be pasted into it, and
+so does what made a tree, in a note. Elements of tensors are unique by position, over all tensors of a tree.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from hypothesis import note
+from hypothesis import strategies as st
+
+from statetree.testing.container_plan import MAPPINGS, PAIRS, SEQUENCES, WITH_ATTRIBUTES, Node, Value
+from statetree.testing.layout import LOCAL_GEOMETRIES, Layout, mesh_shape, meshes, over_later_dims
+from statetree.testing.optimizer_plan import OPTIMIZERS, OptimizerPlan
+from statetree.testing.plans import Plan, build
+from statetree.testing.samples import Color, NamedPair, Pair, a_factory
+from statetree.testing.tensor_plan import DTYPES, GEOMETRIES, VIEWS, WRAPS, TensorPlan, ViewPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+NAN = float("nan")
+AWKWARD_KEYS = (
+    *(True, False, None, 0.0, -0.0, 1.0, NAN, "0", "1", "True", "None", "", ".", "[0]", "['a']", "\ud800", b"a"),
+    *(Color.RED, (0,), ("0",), (False, "a"), (), frozenset({"a", "b"}), NamedPair(1, "a"), int),
+)
+
+
+def shapes(*, max_dims: int = 3, max_side: int = 3) -> st.SearchStrategy[tuple[int, ...]]:
+    """Shapes, with sides of 0 and 1 among them."""
+    return st.lists(st.integers(0, max_side), max_size=max_dims).map(tuple)
+
+
+def tensor_plans(
+    *,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    max_dims: int = 3,
+    max_side: int = 3,
+    geometries: Sequence[str] = tuple(GEOMETRIES),
+    wraps: Sequence[str] = tuple(WRAPS),
+) -> st.SearchStrategy[TensorPlan]:
+    """Plans of single tensors (see ``tensors``)."""
+    return st.builds(
+        TensorPlan,
+        shape=shapes(max_dims=max_dims, max_side=max_side),
+        dtype=st.sampled_from(dtypes),
+        geometry=st.sampled_from(geometries),
+        wrap=st.sampled_from(wraps),
+    )
+
+
+def tensors(
+    *,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    max_dims: int = 3,
+    max_side: int = 3,
+    geometries: Sequence[str] = tuple(GEOMETRIES),
+    wraps: Sequence[str] = tuple(WRAPS),
+) -> st.SearchStrategy[torch.Tensor]:
+    """Tensors whose elements are unique by position.
+
+    Args:
+        dtypes: Their dtypes.
+        max_dims: How many dims they have at most.
+        max_side: How long each dim is at most; 0 is always among the sizes.
+        geometries: How they lie in their storages: ``contiguous``, ``transposed``, ``gaps``, ``inside`` (of a larger
+            storage), ``expanded``, ``channels_last``, ``conjugated``, ``negated``, ``meta``. What a dtype cannot be is
+            contiguous.
+        wraps: What they are: ``tensor``, ``requires_grad``, ``parameter``, ``frozen`` (a parameter), ``buffer``,
+            ``subclass``, ``attribute`` (with an attribute that holds another tensor).
+    """
+    plans = tensor_plans(dtypes=dtypes, max_dims=max_dims, max_side=max_side, geometries=geometries, wraps=wraps)
+    return _built(plans)
+
+
+def view_plans(*, max_bases: int = 3) -> st.SearchStrategy[ViewPlan]:
+    """Plans of views that overlap in a few storages."""
+    return st.builds(
+        ViewPlan,
+        base=st.integers(0, max_bases - 1),
+        kind=st.sampled_from(list(VIEWS)),
+        start=st.integers(0, 24),
+        stop=st.integers(0, 24),
+    )
+
+
+def plain_values() -> st.SearchStrategy[Any]:
+    """Values that hold no tensor: numbers, strings, and what is passed by identity."""
+    return st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(),
+        st.complex_numbers(),
+        st.text(max_size=3),
+        st.binary(max_size=3),
+        st.sampled_from([Color.RED, a_factory, Pair, torch.float32, torch.device("cpu"), torch.Size([2, 1])]),
+    )
+
+
+def keys() -> st.SearchStrategy[Any]:
+    """Keys of mappings: those that ordinary states have, and those that are hard to tell apart."""
+    return st.one_of(st.text("ab.", max_size=3), st.integers(0, 3), st.sampled_from(AWKWARD_KEYS), st.text(max_size=2))
+
+
+def tree_plans(
+    leaves: st.SearchStrategy[Any] | None = None, *, max_leaves: int = 12, opaque: bool = True
+) -> st.SearchStrategy[Any]:
+    """Plans of trees (see ``state_trees``)."""
+    chosen = st.one_of(tensor_plans(), st.builds(Value, plain_values())) if leaves is None else leaves.map(_planned)
+    return st.recursive(chosen, lambda smaller: _nodes(smaller, opaque=opaque), max_leaves=max_leaves)
+
+
+def state_trees(
+    leaves: st.SearchStrategy[Any] | None = None, *, max_leaves: int = 12, opaque: bool = True
+) -> st.SearchStrategy[Any]:
+    """Trees of any containers and any leaves.
+
+    Containers of every kind that statetree knows, empty ones, and keys that are hard to tell apart; ``None`` and other
+    plain values; tensors of any kind, none of which share a storage (``tied_trees`` has those).
+
+    Args:
+        leaves: Leaves, or plans of leaves; by default tensors and plain values. (A tensor that is drawn here is put
+            into the tree as it is, so that a test which changes it changes what hypothesis shows: plans are safer.)
+        max_leaves: How many leaves a tree has at most, about. Its depth grows with the logarithm.
+        opaque: Whether there are objects of unknown classes.
+    """
+    return _built(tree_plans(leaves, max_leaves=max_leaves, opaque=opaque))
+
+
+def tied_plans(*, max_leaves: int = 12, opaque: bool = True) -> st.SearchStrategy[Any]:
+    """Plans of trees whose leaves share storages (see ``tied_trees``)."""
+    leaves = st.one_of(view_plans(), view_plans(), st.builds(TensorPlan), st.builds(Value, plain_values()))
+    return tree_plans(leaves, max_leaves=max_leaves, opaque=opaque)
+
+
+def tied_trees(*, max_leaves: int = 12, opaque: bool = True) -> st.SearchStrategy[Any]:
+    """Trees whose leaves are views that overlap in a few storages, among others.
+
+    Args:
+        max_leaves: As for ``state_trees``.
+        opaque: As for ``state_trees``.
+    """
+    return _built(tied_plans(max_leaves=max_leaves, opaque=opaque))
+
+
+@st.composite
+def optimizer_plans(draw: st.DrawFn, *, names: Sequence[str] = tuple(OPTIMIZERS)) -> OptimizerPlan:
+    """Plans of states of optimizers (see ``optimizer_states``)."""
+    name = draw(st.sampled_from(names))
+    least = 1 if name in {"Adafactor", "LBFGS"} else 0  # which look for means and maxima
+    sides = st.lists(st.integers(least, 3), max_size=2).map(tuple)
+    group = st.lists(sides, min_size=1, max_size=2).map(tuple)
+    return OptimizerPlan(
+        name=name,
+        variant=draw(st.integers(0, len(OPTIMIZERS[name]) - 1)),
+        shapes=tuple(draw(st.lists(group, min_size=1, max_size=2))),
+        steps=draw(st.integers(0, 2)),
+        dtype=draw(st.sampled_from([torch.float32, torch.float64])),
+    )
+
+
+def optimizer_states(*, names: Sequence[str] = tuple(OPTIMIZERS)) -> st.SearchStrategy[dict[str, Any]]:
+    """States of parameters and of an optimizer of ``torch.optim`` that has really stepped over them.
+
+    Args:
+        names: Which optimizers.
+    """
+    return _built(optimizer_plans(names=names))
+
+
+def layouts(
+    world_size: int,
+    *,
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.int64, torch.bfloat16, torch.complex64),
+    max_dims: int = 3,
+    max_side: int = 7,
+    partial: bool = False,
+    strided: bool = True,
+    subsets: bool = True,
+) -> st.SearchStrategy[Layout]:
+    """Descriptions of DTensors: a mesh, placements, and a global shape of any size, even or not.
+
+    They can be pickled; ``layout.build()`` makes the DTensor on each rank, and ``layout.full()`` what it stands for.
+
+    Args:
+        world_size: How many ranks there are.
+        dtypes: Dtypes of the tensors.
+        max_dims: How many dims they have at most.
+        max_side: How long each is at most.
+        partial: Whether there are ``Partial`` placements.
+        strided: Whether there are strided shards, as FSDP makes over tensor parallelism.
+        subsets: Whether meshes may leave ranks out.
+    """
+    shape = st.lists(st.integers(0, max_side), max_size=max_dims).map(tuple)
+    mesh = st.sampled_from(meshes(world_size, subsets=subsets))
+    return _layouts(world_size, shape, mesh, st.sampled_from(dtypes), partial=partial, strided=strided)
+
+
+@st.composite
+def _layouts(
+    draw: st.DrawFn,
+    world_size: int,
+    shapes: st.SearchStrategy[Any],
+    meshes: st.SearchStrategy[Any],
+    dtypes: st.SearchStrategy[torch.dtype],
+    *,
+    partial: bool,
+    strided: bool,
+) -> Layout:
+    shape, mesh = draw(shapes), draw(meshes)
+    if not shape and math.prod(mesh_shape(mesh)) < world_size:
+        shape = (1,)  # DTensor.from_local does not take the shape of a scalar outside the mesh
+    kinds = ["R", *(f"S{dim}" for dim in range(len(shape))), *(["P"] if partial else [])]
+    placements = draw(st.tuples(*[st.sampled_from(kinds) for _ in mesh_shape(mesh)]))
+    if strided and draw(st.booleans()):
+        placements = over_later_dims(placements, mesh)
+    geometry = draw(st.sampled_from(LOCAL_GEOMETRIES))
+    return Layout(shape, mesh, placements, draw(dtypes), geometry)
+
+
+def _built(plans: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    # Composite strategies stand for themselves in representations: those of strategies within strategies would grow.
+    @st.composite
+    def built(draw: st.DrawFn) -> Any:
+        plan = draw(plans)
+        tree = build(plan)
+        note(f"from build({plan!r})")
+        return tree
+
+    return built()
+
+
+def _planned(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, Plan) else Value(leaf)
+
+
+def _nodes(children: st.SearchStrategy[Any], *, opaque: bool) -> st.SearchStrategy[Any]:
+    @st.composite
+    def mappings(draw: st.DrawFn) -> Node:
+        kind = draw(st.sampled_from(list(MAPPINGS)))
+        items = draw(st.lists(st.tuples(keys(), children), max_size=4, unique_by=_key_of))
+        attributes = draw(_attributes(kind, children))
+        return Node(kind, tuple(child for _, child in items), tuple(key for key, _ in items), attributes)
+
+    @st.composite
+    def sequences(draw: st.DrawFn) -> Node:
+        kind = draw(st.sampled_from(list(SEQUENCES)))
+        items = draw(st.lists(children, max_size=4))
+        return Node(kind, tuple(items), attributes=draw(_attributes(kind, children)))
+
+    @st.composite
+    def pairs(draw: st.DrawFn) -> Node:
+        return Node(draw(st.sampled_from(list(PAIRS))), (draw(children), draw(children)))
+
+    @st.composite
+    def things(draw: st.DrawFn) -> Node:
+        return Node("Thing", tuple(draw(st.lists(children, max_size=3))))
+
+    return st.one_of(mappings(), sequences(), pairs(), *([things()] if opaque else []))
+
+
+def _key_of(item: tuple[Any, Any]) -> Any:
+    return item[0]
+
+
+def _attributes(kind: str, children: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[tuple[str, Any], ...]]:
+    if kind not in WITH_ATTRIBUTES:
+        return st.just(())
+    names = st.sampled_from(["_metadata", "extra", "a"])
+    return st.dictionaries(names, children, max_size=2).map(lambda named: tuple(named.items()))

@@ -1,0 +1,175 @@
+"""Whether two tensors, storages or arrays are the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from statetree.testing.objects import brief
+from statetree.testing.regions import Region, View, bits_of, raw_bytes, region_of
+from statetree.testing.report import Report
+
+#: Attributes that DTensors and jagged tensors keep for themselves; they are compared by what they mean.
+OWN_ATTRIBUTES = frozenset({"_spec", "_ragged_idx", "_size", "_strides", "_metadata_cache"})
+
+
+class TensorJudge(Report):
+    """Judges what holds elements."""
+
+    def judge_storage(self, path: str, a: Any, b: Any) -> None:
+        """Compare two storages, bytes included."""
+        if isinstance(a, torch.storage.TypedStorage):
+            self.expect(path, "dtype differs", a.dtype, b.dtype)
+            a, b = a._untyped_storage, b._untyped_storage
+        if self.expect(path, "bytes differ in number", a.nbytes(), b.nbytes()):
+            one, other = raw_bytes(a).cpu(), raw_bytes(b).cpu()
+            if not torch.equal(one, other):
+                self._differ_first(path, "byte", one != other, one, other)
+            self.views.append(View(path, *(Region(s._cdata, s.data_ptr(), 0, s.nbytes()) for s in (a, b))))
+
+    def judge_array(self, path: str, a: Any, b: Any) -> None:
+        """Compare two NumPy arrays."""
+        self.arrays.append((path, a))
+        if self.expect(path, "dtype differs", a.dtype, b.dtype) and self.expect(
+            path, "shape differs", a.shape, b.shape
+        ):
+            if a.dtype.hasobject:
+                self.later(f"{path}.tolist()", a.tolist(), b.tolist())
+            elif a.tobytes() != b.tobytes():
+                self.differ(path, "elements differ", a, b)
+
+    def judge_tensor(self, path: str, a: Any, b: Any) -> None:
+        """Compare two tensors of one class."""
+        kind = f"{type(a).__module__}.{type(a).__qualname__}"
+        if kind.endswith(".ShardedTensor"):  # refuses to be asked for most attributes
+            self._judge_sharded(path, a, b)
+            return
+        names = ["dtype", "layout", "requires_grad", "is_nested", "is_quantized", "is_meta"]
+        if self.strictness.device:
+            names.append("device")
+        agree = [self.expect(path, f"{name} differs", getattr(a, name), getattr(b, name)) for name in names]
+        if not all(agree):
+            return
+        if torch.nn.parameter.is_lazy(a):
+            self.judge_attributes(path, a, b)
+        elif kind.startswith("torch._subclasses.fake_tensor"):
+            self._judge_fake(path, a, b)
+        elif hasattr(type(a), "__tensor_flatten__") and hasattr(type(a), "__tensor_unflatten__"):
+            self._judge_wrapper(path, a, b)
+        else:
+            with torch.no_grad():
+                self._judge_elements(path, a, b)
+            self.judge_attributes(path, a, b)
+
+    def _expect_strides(self, path: str, a: torch.Tensor, b: torch.Tensor) -> bool:
+        return not self.strictness.strides or self.expect(path, "strides differ", a.stride(), b.stride())
+
+    def _judge_fake(self, path: str, a: Any, b: Any) -> None:
+        self.expect(path, "shape differs", a.shape, b.shape)
+        self._expect_strides(path, a, b)
+        if a.fake_mode is not b.fake_mode:
+            self.differ(path, "fake mode differs")
+
+    def _judge_sharded(self, path: str, a: Any, b: Any) -> None:
+        self.expect(path, "metadata differs", a.metadata(), b.metadata())
+        self.expect(path, "sharding spec differs", a.sharding_spec(), b.sharding_spec())
+        if a._process_group is not b._process_group:
+            self.differ(path, "process group differs")
+        self.later(f"{path}.local_shards()", a.local_shards(), b.local_shards())
+        self.judge_attributes(path, a, b, skip=frozenset(name for name in vars(a) if name.startswith("_")))
+
+    def _judge_wrapper(self, path: str, a: Any, b: Any) -> None:
+        (names, context), (others, other_context) = a.__tensor_flatten__(), b.__tensor_flatten__()
+        ragged = a.layout is torch.jagged
+        # The ragged size of a jagged tensor is a symbol, which equals nothing but itself.
+        shapes = [[size if type(size) is int else "ragged" for size in tensor.shape] for tensor in (a, b)]
+        self.expect(path, "shape differs", *shapes)
+        if not ragged:
+            self._expect_strides(path, a, b)
+        if hasattr(a, "placements") and hasattr(a, "device_mesh"):
+            self.expect(path, "placements differ", a.placements, b.placements)
+            if a.device_mesh != b.device_mesh:
+                self.differ(path, "mesh differs", a.device_mesh, b.device_mesh)
+        else:
+            self.later(f"{path}.__tensor_flatten__()", context, other_context)
+        if self.expect(path, "inner tensors differ", list(names), list(others)):
+            for name in names:
+                if name != "device_mesh":
+                    self.later(f"{path}.{name}", getattr(a, name), getattr(b, name))
+        caches = {name for tensor in (a, b) for name in vars(tensor) if name.startswith("_sym_")}
+        self.judge_attributes(path, a, b, skip=OWN_ATTRIBUTES | caches | set(names))
+
+    def _judge_elements(self, path: str, a: torch.Tensor, b: torch.Tensor) -> None:
+        if a.is_nested:
+            a, b = a.detach(), b.detach()
+            for part in ("_nested_tensor_size", "_nested_tensor_strides", "_nested_tensor_storage_offsets", "values"):
+                self._judge_elements(f"{path}.{part}()", getattr(a, part)(), getattr(b, part)())
+            return
+        if not self.expect(path, "shape differs", a.shape, b.shape):
+            return
+        if a.layout is torch.strided:
+            self._judge_strided(path, a, b)
+        elif a.layout is torch.sparse_coo:
+            self.expect(path, "coalesced differs", a.is_coalesced(), b.is_coalesced())
+            a, b = a.detach(), b.detach()
+            self._judge_strided(f"{path}.indices()", a._indices(), b._indices())
+            self._judge_strided(f"{path}.values()", a._values(), b._values())
+        elif a.layout in (torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc):
+            rows = a.layout in (torch.sparse_csr, torch.sparse_bsr)
+            a, b = a.detach(), b.detach()
+            for part in ("crow_indices", "col_indices") if rows else ("ccol_indices", "row_indices"):
+                self._judge_strided(f"{path}.{part}()", getattr(a, part)(), getattr(b, part)())
+            self._judge_strided(f"{path}.values()", a.values(), b.values())
+        else:
+            self._judge_strided(path, a.to_dense(), b.to_dense())
+
+    def _judge_strided(self, path: str, a: torch.Tensor, b: torch.Tensor) -> None:
+        facts = [
+            self.expect(path, "dtype differs", a.dtype, b.dtype),
+            self.expect(path, "shape differs", a.shape, b.shape),
+            self._expect_strides(path, a, b),
+            self.expect(path, "conj bit differs", a.is_conj(), b.is_conj()),
+            self.expect(path, "neg bit differs", a.is_neg(), b.is_neg()),
+            self.expect(path, "requires_grad differs", a.requires_grad, b.requires_grad),
+        ]
+        if a.is_quantized:
+            self._judge_scales(path, a, b)
+        if not all(facts):
+            return
+        if not a.is_meta:
+            self._judge_bits(path, a, b)
+        self.views.append(View(path, region_of(a), region_of(b)))
+
+    def _judge_scales(self, path: str, a: torch.Tensor, b: torch.Tensor) -> None:
+        if not self.expect(path, "quantization scheme differs", a.qscheme(), b.qscheme()):
+            return
+        if a.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+            self.expect(path, "scale differs", a.q_scale(), b.q_scale())
+            self.expect(path, "zero point differs", a.q_zero_point(), b.q_zero_point())
+            return
+        self.expect(path, "axis differs", a.q_per_channel_axis(), b.q_per_channel_axis())
+        self._judge_strided(f"{path}.scales", a.q_per_channel_scales(), b.q_per_channel_scales())
+        self._judge_strided(f"{path}.zero_points", a.q_per_channel_zero_points(), b.q_per_channel_zero_points())
+
+    def _judge_bits(self, path: str, a: torch.Tensor, b: torch.Tensor) -> None:
+        one, other = bits_of(a), bits_of(b)
+        if one is None or other is None:
+            if one is not other:
+                self.differ(path, "one storage is freed")
+        elif not torch.equal(one, other):
+            self._differ_first(path, "index", (one != other).any(-1), a, b)
+
+    def _differ_first(self, path: str, unit: str, places: torch.Tensor, a: Any, b: Any) -> None:
+        index = tuple(places.nonzero()[0].tolist())
+        count = f"{int(places.sum())} of {places.numel()}"
+        sides = " against ".join(_element(side, index) for side in (a, b))
+        shown = index if unit == "index" else index[0]
+        self.found.append(f"elements differ at {path or '<root>'}, {count}, the first at {unit} {shown}: {sides}")
+
+
+def _element(tensor: torch.Tensor, index: tuple[int, ...]) -> str:
+    try:
+        return brief(tensor[index].item())
+    except (RuntimeError, NotImplementedError):  # torch cannot say it for every dtype
+        return "?"

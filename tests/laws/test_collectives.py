@@ -1,0 +1,125 @@
+"""The laws of collectives, on real ranks: whatever the layouts, each rank ends up with exactly its elements."""
+
+import hypothesis
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import strategies as st
+
+import statetree
+from statetree.testing import Layout, layouts, run_ranks
+
+DTYPES = (
+    torch.float32,
+    torch.bool,
+    torch.uint8,
+    torch.int64,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.complex64,
+    torch.complex128,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+)
+BUCKETS = st.sampled_from([64 << 20, 1, 7, 48, 200])
+
+
+def bits(tensor):
+    return tensor.contiguous().flatten().view(torch.uint8) if tensor.numel() else tensor.numel()
+
+
+def same(a, b):
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return not a.numel() or torch.equal(bits(a.resolve_conj()), bits(b.resolve_conj()))
+
+
+def check_local(found, layout, full):
+    """Check that a DTensor is a whole tensor in a layout, as far as this rank sees it."""
+    assert found.placements == tuple(layout.torch_placements())
+    assert tuple(found.shape) == layout.shape
+    indices = layout.indices(dist.get_rank())
+    if indices is None:
+        assert not found._local_tensor.numel()
+    else:
+        expected = full.flatten()[indices]
+        assert same(found._local_tensor, expected), (found._local_tensor, expected)
+
+
+@st.composite
+def pairs(draw, world_size):
+    """Draw a layout, and another one for the same tensor."""
+    dtype = draw(st.sampled_from(DTYPES))
+    partial = dtype in (torch.float32, torch.float64, torch.int64, torch.complex64)
+    source = draw(layouts(world_size, dtypes=(dtype,), partial=partial))
+    candidates = layouts(world_size, dtypes=(source.dtype,), max_dims=len(source.shape)).filter(
+        lambda layout: len(layout.shape) == len(source.shape)
+    )
+    target = draw(candidates)
+    return source, Layout(source.shape, target.mesh, target.placements, source.dtype, target.geometry)
+
+
+def go_there_and_back(world_size, drawn, bucket_bytes, dst, src):
+    """Take tensors through every collective."""
+    full = {str(index): source.full() for index, (source, _) in enumerate(drawn)}
+    tree = {str(index): source.build() for index, (source, _) in enumerate(drawn)}
+    like = {str(index): target.build() for index, (_, target) in enumerate(drawn)}
+    tree["again"] = tree["0"]
+    full["again"] = full["0"]
+    like["again"] = like["0"]
+    before = {key: value._local_tensor.clone() for key, value in tree.items()}
+    rank = dist.get_rank()
+    options = {"bucket_bytes": bucket_bytes}
+
+    whole = statetree.gather(tree, **options)
+    assert whole["again"] is whole["0"]
+    for key, tensor in full.items():
+        assert type(whole[key]) is torch.Tensor
+        assert same(whole[key], tensor), (key, whole[key], tensor)
+    there = statetree.gather(tree, dst=dst, **options)
+    for key, tensor in full.items():
+        assert there[key].is_meta if rank not in dst else same(there[key], tensor)
+        assert there[key].shape == tensor.shape
+        assert there[key].dtype == tensor.dtype
+
+    moved = statetree.reshard(tree, like, **options)
+    assert moved["again"]._local_tensor.data_ptr() == moved["0"]._local_tensor.data_ptr()
+    for index, (_, target) in enumerate(drawn):
+        check_local(moved[str(index)], target, full[str(index)])
+    for given in (None, src):
+        spread = statetree.distribute(full if given in (None, rank) else None, like, src=given, **options)
+        for index, (_, target) in enumerate(drawn):
+            check_local(spread[str(index)], target, full[str(index)])
+    back = [index for index, (source, _) in enumerate(drawn) if "P" not in source.placements]
+    returned = statetree.reshard(
+        {str(index): moved[str(index)] for index in back}, {str(index): tree[str(index)] for index in back}, **options
+    )
+    for index in back:
+        check_local(returned[str(index)], drawn[index][0], full[str(index)])
+    for key, value in tree.items():
+        assert same(value._local_tensor, before[key])  # nothing was written
+    for value in like.values():
+        value._local_tensor.zero_()
+    filled = statetree.reshard(tree, like, in_place=True, **options)
+    for index, (_, target) in enumerate(drawn):
+        assert filled[str(index)] is like[str(index)]
+        check_local(filled[str(index)], target, full[str(index)])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_elements_arrive_where_they_belong(world_size):
+    @hypothesis.settings(deadline=None)
+    @hypothesis.given(
+        st.lists(pairs(world_size), min_size=1, max_size=3),
+        BUCKETS,
+        st.sets(st.integers(0, world_size - 1), min_size=1),
+        st.integers(0, world_size - 1),
+    )
+    def holds(drawn, bucket_bytes, dst, src):
+        run_ranks(world_size, go_there_and_back, world_size, drawn, bucket_bytes, sorted(dst), src)
+
+    holds()

@@ -1,0 +1,97 @@
+"""The law of order: what a transform does does not depend on the order in which mappings hold their items."""
+
+import copy
+
+from hypothesis import given
+from hypothesis import strategies as hyp
+
+import statetree as st
+from statetree.matching import matched
+from statetree.testing import Node, assert_trees_equal, build, tree_plans
+from statetree.testing.container_plan import MAPPINGS
+from tests.contract.verbs import VERBS
+
+plans = tree_plans(opaque=False)
+randoms = hyp.randoms(use_true_random=False)
+copying = hyp.sampled_from([verb for verb in VERBS if verb.copies and verb.prepare is None])
+
+
+def reordered(plan, random):
+    """Return a plan of the same tree with the items of its mappings in another order."""
+    if not isinstance(plan, Node):
+        return plan
+    children = [reordered(child, random) for child in plan.children]
+    keys = list(plan.keys)
+    if keys and plan.kind in MAPPINGS:
+        items = list(zip(keys, children, strict=True))
+        random.shuffle(items)
+        keys, children = [key for key, _ in items], [child for _, child in items]
+    attributes = tuple((name, reordered(child, random)) for name, child in plan.attributes)
+    return Node(plan.kind, tuple(children), tuple(keys), attributes)
+
+
+@given(plan=plans, random=randoms)
+def test_sorted_paths_do_not_depend_on_the_order_of_mappings(plan, random):
+    one, other = st.paths(build(plan)), st.paths(build(reordered(plan, random)))
+    assert sorted(map(st.Path.sort_key, one)) == sorted(map(st.Path.sort_key, other))
+    ordered = sorted(one, key=st.Path.sort_key)
+    assert ordered == sorted(other, key=st.Path.sort_key)
+
+
+@given(plan=plans, random=randoms)
+def test_trees_match_whatever_the_order_of_mappings(plan, random):
+    tree, other = build(plan), build(reordered(plan, random))
+    paths = st.map_with_path(lambda path, leaf: st.Path(path), tree)
+    assert paths is not None
+    (leaves, spec), (others, other_spec) = st.flatten(tree), st.flatten(other)
+    order, found = matched(spec, leaves, other_spec, others)
+    assert found == []
+    other_paths = other_spec.paths()
+    for index, path in zip(range(len(leaves)) if order is None else order, spec.paths(), strict=True):
+        assert other_paths[index] == path
+
+
+@given(plan=plans, verb=copying, random=randoms)
+def test_a_transform_of_a_reordered_tree_is_the_reordered_result(plan, verb, random):
+    """The tree itself is reordered: elements are counted while a plan is built, so another plan has others."""
+    tree = build(plan)
+    other = shuffled(tree, random)
+    one, two = verb.apply(tree), verb.apply(other)
+    assert st.similarity(one, two, values=True)
+    assert_trees_equal(two, other, ties=False)
+
+
+@given(plan=plans, random=randoms)
+def test_copy_into_finds_its_keys(plan, random):
+    source = build(plan)
+    target = st.offload(shuffled(source, random))
+    try:
+        result = st.copy_into(source, target)
+    except st.TreeMismatch as error:
+        assert {difference.kind for difference in error.differences} <= {"overlap"}
+    else:
+        assert st.similarity(result, source, values=True)
+
+
+@given(plan=plans, random=randoms)
+def test_streams_come_in_one_order(plan, random):
+    tree = build(plan)
+    one = [(path, leaf) for path, leaf in st.stream(tree, st.offload)]
+    other = [(path, leaf) for path, leaf in st.stream(shuffled(tree, random), st.offload)]
+    assert [path for path, _ in one] == [path for path, _ in other]
+    assert_trees_equal([leaf for _, leaf in one], [leaf for _, leaf in other], ties=False)
+
+
+def shuffled(tree, random):
+    """Return a tree of the same leaves with the items of its mappings in another order."""
+    if isinstance(tree, dict):
+        items = [(key, shuffled(tree[key], random)) for key in tree]
+        random.shuffle(items)
+        result = copy.copy(tree)  # its type, factory and attributes
+        result.clear()
+        for key, value in items:
+            result[key] = value
+        return result
+    if type(tree) in (list, tuple):
+        return type(tree)(shuffled(item, random) for item in tree)
+    return tree

@@ -1,0 +1,315 @@
+"""What the assertions accept, what they refuse, and how they say it."""
+
+import ast
+import dataclasses
+from collections import OrderedDict, defaultdict, deque
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import statetree as st
+from statetree.testing import (
+    assert_independent,
+    assert_pure,
+    assert_structure_preserved,
+    assert_trees_equal,
+    tree_differences,
+)
+from tests.trees import DISTRIBUTED_TREES, TREES, Ramp
+from tests.trees.corpus import Held
+from tests.trees.fields import Frozen, State
+
+PACKAGE = Path(st.__file__).parent / "testing"
+
+
+def values(*shape, dtype=torch.float32):
+    return Ramp()(*shape, dtype=dtype)
+
+
+@pytest.mark.parametrize("tree", TREES, ids=str)
+def test_a_tree_is_the_same_as_itself_and_as_one_made_alike(tree):
+    made = tree.make()
+    assert_trees_equal(made, made, containers=True)
+    assert_trees_equal(made, tree.make(), containers=True)
+
+
+def test_containers_are_compared_by_identity_only_if_asked_to():
+    shared = [1]
+    left, right = [shared, shared], [[1], [1]]
+    assert_trees_equal(left, right)
+    with pytest.raises(AssertionError, match=r"object of \[0\] and \[1\] is one on the left, two on the right"):
+        assert_trees_equal(left, right, containers=True)
+
+
+def test_ties_are_compared_only_if_asked_to():
+    base = values(4)
+    assert_trees_equal([base, base], [base.clone(), base.clone()], ties=False)
+
+
+def test_pieces_of_a_slab_are_accepted_only_if_asked_to():
+    slab = torch.cat([values(4), values(4)])
+    left, right = [values(4), values(4)], [slab[:4], slab[4:]]
+    assert_trees_equal(left, right, storages=False)
+    with pytest.raises(AssertionError, match="storage of"):
+        assert_trees_equal(left, right)
+
+
+def test_overlap_in_a_slab_is_noticed():
+    slab = torch.zeros(6)
+    with pytest.raises(AssertionError, match="overlap differs"):
+        assert_trees_equal([torch.zeros(4), torch.zeros(4)], [slab[:4], slab[2:]], storages=False)
+
+
+def test_circles_and_depth_end():
+    def nested():
+        result = [1]
+        result.append(result)
+        for _ in range(5000):
+            result = [result]
+        return result
+
+    assert_trees_equal(nested(), nested(), containers=True)
+
+
+def test_a_report_names_the_places_and_counts_the_rest():
+    with pytest.raises(AssertionError, match=r"differ in 30 places:\n  value differs at \['k0'\]: 0 against 1"):
+        assert_trees_equal({f"k{i}": i for i in range(30)}, {f"k{i}": i + 1 for i in range(30)})
+    with pytest.raises(AssertionError, match=r"and 10 more"):
+        assert_trees_equal({f"k{i}": i for i in range(30)}, {f"k{i}": i + 1 for i in range(30)})
+
+
+def test_the_first_differing_element_is_named():
+    right = values(2, 3)
+    right[1, 2] = 0
+    assert tree_differences([values(2, 3)], [right]) == [
+        "elements differ at [0], 1 of 6, the first at index (1, 2): 6.0 against 0.0"
+    ]
+    assert tree_differences({"s": torch.UntypedStorage([1, 2, 3])}, {"s": torch.UntypedStorage([1, 5, 6])}) == [
+        "elements differ at ['s'], 2 of 3, the first at byte 1: 2 against 5"
+    ]
+    conjugated = values(2, dtype=torch.complex64).conj()
+    other = values(2, dtype=torch.complex64)
+    other[1] = 5
+    assert tree_differences(conjugated, other.conj()) == [
+        "elements differ at <root>, 1 of 2, the first at index (1,): (2-2.5j) against (5-0j)"
+    ]
+
+
+def test_independence():
+    base, listed = values(4), [1]
+    held = Held()
+    held.inner = listed
+    array = np.arange(3.0)
+    assert_independent([base], [base.clone()])
+    for one, other in (([base], [base[2:]]), ([base[:2]], [base[2:]]), ([base], [base.untyped_storage()])):
+        with pytest.raises(AssertionError, match="lies on the storage of"):
+            assert_independent(one, other)
+    with pytest.raises(AssertionError, match="lies in the memory of"):
+        assert_independent([base], [torch.from_numpy(base.numpy())])
+    with pytest.raises(AssertionError, match="is the container at"):
+        assert_independent([held], {"a": listed})
+    with pytest.raises(AssertionError, match="shares the memory of the array"):
+        assert_independent([array], [array[1:]])
+
+
+def test_what_raises_gains_a_note():
+    class Odd:
+        def __reduce_ex__(self, protocol):
+            return 1, 2, 3, 4, 5
+
+    with pytest.raises(TypeError, match="not iterable") as caught:
+        assert_trees_equal([Odd()], [Odd()])
+    assert caught.value.__notes__ == ["statetree.testing: while comparing what is at [0]"]
+
+
+def test_dataclasses_are_judged_without_their_equality():
+    @dataclasses.dataclass
+    class Vague:
+        weight: object
+
+        def __eq__(self, other):
+            return True
+
+    with pytest.raises(AssertionError, match=r"value differs at \.weight"):
+        assert_trees_equal(Vague(1), Vague(2))
+
+
+# Options
+
+
+def test_strides_are_compared_unless_asked_not_to():
+    left, right = values(2, 3).t(), values(2, 3).t().contiguous()
+    assert_trees_equal([left, left[1:]], [right, right[1:]], strides=False)
+    with pytest.raises(AssertionError, match=r"strides differ at \[0\]: \(1, 3\) against \(2, 1\)"):
+        assert_trees_equal([left], [right])
+    other = right.clone()
+    other[2, 1] = 9
+    with pytest.raises(AssertionError, match=r"first at index \(2, 1\): 6.0 against 9.0"):
+        assert_trees_equal([left], [other], strides=False)
+
+
+def test_ties_are_compared_whatever_the_strides():
+    left, right = values(2, 3).t(), values(2, 3).t().contiguous()
+    with pytest.raises(AssertionError, match="is one on the left, two on the right"):
+        assert_trees_equal([left, left[1:]], [right, right[1:].clone()], strides=False)
+
+
+def test_devices_are_compared_if_asked_to():
+    with FakeTensorMode():  # the only devices that every machine has
+        left, right = torch.empty(2), torch.empty(2, device="cuda")
+    assert_trees_equal([left], [right])
+    with pytest.raises(AssertionError, match=r"device differs at \[0\]: device\(type='cpu'\) against"):
+        assert_trees_equal([left], [right], device=True)
+
+
+# Transforms
+
+
+def test_pure_transforms_pass_and_return():
+    tree = {"w": values(3), "n": [1, {"a": None}]}
+    result = assert_pure(st.offload, tree)
+    assert_trees_equal(result, tree)
+
+
+def add_in_place(tree):
+    tree["w"].add_(1)
+
+
+def set_and_reset(tree):
+    tree["w"].add_(1).sub_(1)
+
+
+def through_numpy(tree):
+    tree["w"].detach().numpy()[1] = 7
+
+
+def replace_item(tree):
+    tree["n"][0] = 2
+
+
+def reorder(tree):
+    tree["n"] = tree.pop("n")
+    tree["w"] = tree.pop("w")
+
+
+def swap_for_equal(tree):
+    tree["n"][1] = {"a": None}
+
+
+def add_attribute(tree):
+    tree["w"].note = 1
+
+
+def require_grad(tree):
+    tree["w"].requires_grad_()
+
+
+def resize(tree):
+    tree["w"].untyped_storage().resize_(64)
+
+
+def resize_view(tree):
+    tree["w"].resize_(2)
+
+
+def set_data(tree):
+    tree["w"].data = tree["w"].clone()
+
+
+def give_gradient(tree):
+    tree["w"].grad = torch.ones(3)
+
+
+def change_metadata(tree):
+    tree["o"]._metadata["version"] = 2
+
+
+def change_object(tree):
+    tree["held"].inner.append(1)
+
+
+def raise_after(tree):
+    tree["w"].add_(1)
+    raise ValueError("after the fact")
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (add_in_place, r"the tensor at \['w'\] changed: its version was 0 and is 1"),
+        (set_and_reset, r"the tensor at \['w'\] changed: its version was 0 and is 2"),
+        (through_numpy, r"bytes below \['w'\] changed"),
+        (replace_item, r"contents or attributes of the list at \['n'\] changed"),
+        (reorder, r"of the dict at <root> changed"),
+        (swap_for_equal, r"of the list at \['n'\] changed"),
+        (add_attribute, r"of the Tensor at \['w'\] changed"),
+        (require_grad, r"its requires_grad was False and is True"),
+        (resize, r"changed"),
+        (resize_view, r"its version was 0 and is 1|its shape was \('3',\) and is \('2',\)"),
+        (set_data, r"its pointer was"),
+        (give_gradient, r"its grad was"),
+        (change_metadata, r"of the dict at \['o'\]\._metadata changed"),
+        (change_object, r"of the list at \['held'\]\.inner changed"),
+        (raise_after, r"its version was 0 and is 1"),
+    ],
+)
+def test_impure_transforms_are_noticed(change, where):
+    tree = {"w": values(3), "n": [1, {"a": None}], "o": OrderedDict(), "held": Held()}
+    tree["o"]._metadata = {"version": 1}
+    tree["held"].inner = []
+    with pytest.raises(AssertionError, match=where):
+        assert_pure(change, tree)
+
+
+def test_what_a_pure_transform_raises_comes_through():
+    with pytest.raises(KeyError, match="missing"):
+        assert_pure(lambda tree: tree["missing"], {"w": values(3)})
+
+
+def test_structure_is_preserved_whatever_becomes_of_the_leaves():
+    tree = {"w": [values(3), None], 1: (Frozen(1, State(2, "x")), deque([values(2)], 4)), "s": torch.Size([1])}
+    result = assert_structure_preserved(partial(st.map_leaves, repr), tree)
+    assert result["w"][1] == "None"
+
+
+@pytest.mark.parametrize(
+    ("transform", "where"),
+    [
+        (lambda tree: [tree], "type differs at <root>"),
+        (lambda tree: {**tree, "more": 1}, "number of keys differs at <root>"),
+        (lambda tree: dict(reversed(tree.items())), "value differs at <key 0>"),
+        (lambda tree: {**tree, "n": tuple(tree["n"])}, r"type differs at \['n'\]"),
+        (lambda tree: {**tree, "n": tree["n"][:1]}, r"length differs at \['n'\]: 2 against 1"),
+        (lambda tree: {**tree, "n": 1}, r"type differs at \['n'\]"),
+        (lambda tree: {**tree, "w": [tree["w"]]}, r"type differs at \['w'\]"),
+        (lambda tree: {**tree, "f": State(1, 2)}, r"type differs at \['f'\]"),
+        (lambda tree: {**tree, "d": defaultdict(dict)}, r"value differs at \['d'\].default_factory"),
+        (lambda tree: {**tree, "o": OrderedDict()}, r"attributes differ at \['o'\]"),
+        (lambda tree: {(True if key == 1 else key): tree[key] for key in tree}, "value differs at <key 5>"),
+    ],
+)
+def test_changed_structures_are_noticed(transform, where):
+    tree = {"w": values(3), "n": [1, {"a": None}], "f": Frozen(1, 2), "d": defaultdict(list), "o": OrderedDict(), 1: 2}
+    tree["o"]._metadata = {}
+    with pytest.raises(AssertionError, match=f"(?s)^assert_structure_preserved: the structures differ .*{where}"):
+        assert_structure_preserved(transform, tree)
+
+
+@pytest.mark.usefixtures("one_rank_group")
+@pytest.mark.parametrize("tree", [tree for tree in DISTRIBUTED_TREES if not tree.changes], ids=str)
+def test_distributed_trees_are_the_same_as_themselves(tree):
+    made = tree.make()
+    assert_trees_equal(made, made, containers=True)
+
+
+@pytest.mark.parametrize("file", sorted(PACKAGE.glob("*.py")), ids=lambda file: file.stem)
+def test_what_judges_the_engines_does_not_use_them(file):
+    tree = ast.parse(file.read_text())
+    imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    imported |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+    ours = {name for name in imported if name.split(".")[0] == "statetree"}
+    assert {name for name in ours if not name.startswith("statetree.testing")} == set()

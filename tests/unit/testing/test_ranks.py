@@ -1,0 +1,295 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from statetree.testing import rank_outcomes, run_ranks
+from statetree.testing.ranks import close_ranks
+
+ROOT = Path(__file__).parents[3]
+CALLS = []
+
+
+def nothing():
+    pass
+
+
+def add_up(value):
+    total = torch.full((2,), value * 10.0 ** dist.get_rank())
+    dist.all_reduce(total)
+    return dist.get_rank(), total
+
+
+def pid():
+    return os.getpid()
+
+
+def count_a_call():
+    CALLS.append(1)
+    return len(CALLS)
+
+
+def raise_on(ranks, *, barrier=False):
+    if dist.get_rank() in ranks:
+        msg = f"it is rank {dist.get_rank()}"
+        raise ValueError(msg)
+    if barrier:
+        dist.barrier()
+
+
+def sleep_on(rank):
+    if dist.get_rank() == rank:
+        time.sleep(600)
+    return dist.get_rank()
+
+
+def signal_on(rank, number):
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), number)
+        time.sleep(600 if number == signal.SIGSTOP else 1)
+    return dist.get_rank()
+
+
+def barrier_on(rank):
+    if dist.get_rank() == rank:
+        dist.barrier(async_op=True)
+
+
+def wait_for_the_others():
+    dist.barrier()
+
+
+def settings():
+    return dist.get_world_size(), dist.get_backend(), torch.get_num_threads()
+
+
+def sub_group():
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = pairs[dist.get_rank() // 2]
+    total = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(total, group=mine)
+    return total.item()
+
+
+def new_groups(count):
+    for _ in range(count):
+        dist.new_group([0, 1])
+    return os.getpid()
+
+
+def leave_the_group():
+    dist.destroy_process_group()
+
+
+class Unpicklable(Exception):
+    def __init__(self, first, second):
+        super().__init__(f"{first} and {second}")
+
+
+def raise_unpicklable():
+    raise Unpicklable(1, 2)
+
+
+def return_unpicklable():
+    return lambda: None
+
+
+def leave(error):
+    raise error
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_results_come_in_the_order_of_the_ranks(world_size):
+    results = run_ranks(world_size, add_up, 3)
+    total = sum(3 * 10.0**rank for rank in range(world_size))
+    assert [rank for rank, _ in results] == list(range(world_size))
+    assert all(torch.equal(found, torch.full((2,), total)) for _, found in results)
+    assert run_ranks(world_size, settings) == [(world_size, "gloo", 1)] * world_size
+
+
+def test_partial_functions_and_keywords():
+    with pytest.raises(AssertionError, match="it is rank 1"):
+        run_ranks(2, partial(raise_on, [1], barrier=False))
+    assert run_ranks(2, partial(sleep_on, rank=7)) == [0, 1]
+
+
+def test_processes_are_kept():
+    first = run_ranks(2, pid)
+    assert run_ranks(2, pid) == first
+    assert os.getpid() not in first
+    counts = [run_ranks(2, count_a_call) for _ in range(20)]
+    assert counts == [[counts[0][0] + index] * 2 for index in range(20)]
+
+
+def test_fresh_processes_are_others_and_are_gone_afterwards():
+    kept = run_ranks(2, pid)
+    fresh = run_ranks(2, pid, fresh=True)
+    assert not set(kept) & set(fresh)
+    assert not any(map(alive, fresh))
+    assert run_ranks(2, pid) == kept
+
+
+def alive(process):
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_closing_ends_the_processes():
+    kept = run_ranks(2, pid)
+    close_ranks()
+    assert not any(map(alive, kept))
+    assert not set(run_ranks(2, pid)) & set(kept)
+
+
+def test_the_failure_holds_every_traceback():
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(4, raise_on, [1, 3])
+    text = str(caught.value)
+    assert text.startswith("run_ranks: raise_on failed on 2 of 4 ranks.\n")
+    assert "--- rank 1 raised" in text
+    assert "ValueError: it is rank 1" in text
+    assert "ValueError: it is rank 3" in text
+    assert "rank 0" not in text
+    assert text.count("test_ranks.py") == 2
+    assert "rank_worker" not in text
+
+
+def test_when_one_rank_raises_the_others_say_where_they_wait_for_it():
+    started = time.monotonic()
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(2, partial(raise_on, [1], barrier=True))
+    assert time.monotonic() - started < 20
+    text = str(caught.value)
+    assert "--- rank 0 hung\nIt did not end in time, and was killed." in text
+    assert "in barrier" in text
+    assert "in raise_on" in text
+    assert "ValueError: it is rank 1" in text
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: run_ranks(2, raise_on, [0, 1]), "it is rank 0"),
+        (lambda: run_ranks(2, sleep_on, 1, timeout=3), "in sleep_on"),
+        (lambda: run_ranks(2, os._exit, 7), "exit code 7"),
+        (lambda: run_ranks(2, signal_on, 0, signal.SIGKILL), "exit code -9"),
+        (lambda: run_ranks(2, signal_on, 0, signal.SIGSTOP, timeout=3), "It does not say where: it may be stopped"),
+        (lambda: run_ranks(2, barrier_on, 1), "strayed\n.*did not make the same collectives"),
+        (lambda: run_ranks(2, return_unpicklable), "Can't pickle|Can't get local object"),
+        (lambda: run_ranks(2, raise_unpicklable), "1 and 2"),
+        (lambda: run_ranks(2, leave, SystemExit(3)), "SystemExit: 3"),
+        (lambda: run_ranks(2, leave, KeyboardInterrupt()), "KeyboardInterrupt"),
+    ],
+    ids=["raised", "hung", "exited", "killed", "stopped", "strayed", "result", "exception", "exit", "interrupt"],
+)
+def test_after_a_failure_there_are_new_processes_in_step(make, reason):
+    before = run_ranks(2, pid)
+    with pytest.raises(AssertionError, match=f"(?s){reason}"):
+        make()
+    assert not any(map(alive, before))
+    assert not set(run_ranks(2, pid)) & set(before)
+    assert run_ranks(2, add_up, 1)[1][0] == 1
+
+
+def test_collectives_have_a_timeout_of_their_own():
+    with pytest.raises(AssertionError, match="Timed out waiting 500ms"):
+        run_ranks(2, partial(raise_on, [1], barrier=True), collective_timeout=0.5)
+
+
+def test_sub_groups():
+    assert run_ranks(4, sub_group) == [1, 1, 5, 5]
+    assert run_ranks(4, sub_group) == [1, 1, 5, 5]
+
+
+def test_processes_that_hold_many_groups_are_replaced():
+    first = run_ranks(2, new_groups, 100)
+    assert not set(run_ranks(2, new_groups, 1)) & set(first)
+
+
+def test_a_function_that_ends_the_group_ends_its_processes():
+    before = run_ranks(2, pid)
+    run_ranks(2, leave_the_group)
+    assert not set(run_ranks(2, pid)) & set(before)
+
+
+def test_what_cannot_be_pickled_is_refused_before_anything_is_sent():
+    before = run_ranks(2, pid)
+    with pytest.raises(Exception, match="pickle") as caught:
+        run_ranks(2, lambda: None)
+    assert "top level of a module" in caught.value.__notes__[0]
+    assert run_ranks(2, pid) == before
+
+
+def test_outcomes_of_ranks_that_are_meant_to_fail():
+    outcomes = rank_outcomes(4, partial(raise_on, [1, 2]))
+    assert [outcome.status for outcome in outcomes] == ["returned", "raised", "raised", "returned"]
+    assert [outcome.rank for outcome in outcomes] == [0, 1, 2, 3]
+    assert str(outcomes[1].value) == "it is rank 1"
+    assert isinstance(outcomes[1].value, ValueError)
+    assert "in raise_on" in outcomes[2].report
+
+
+def test_an_outcome_does_not_cut_the_others_short():
+    outcomes = rank_outcomes(2, partial(raise_on, [1], barrier=True), collective_timeout=7)
+    assert [outcome.status for outcome in outcomes] == ["raised", "raised"]
+    assert "Timed out waiting 7000ms" in outcomes[0].report
+
+
+def test_outcomes_of_killed_and_stopped_ranks():
+    killed = rank_outcomes(2, signal_on, 1, signal.SIGKILL)
+    assert [(outcome.status, outcome.value) for outcome in killed] == [("returned", 0), ("died", None)]
+    stopped = rank_outcomes(2, signal_on, 0, signal.SIGSTOP, timeout=8)
+    assert [outcome.status for outcome in stopped] == ["hung", "returned"]
+
+
+def test_an_exception_that_cannot_be_sent_is_told_all_the_same():
+    outcomes = rank_outcomes(1, raise_unpicklable)
+    assert outcomes[0].value is None
+    assert "Unpicklable: 1 and 2" in outcomes[0].report
+
+
+SCRIPT = """
+import os
+from statetree.testing import run_ranks
+if __name__ == "__main__":
+    print(*run_ranks(2, os.getpid), flush=True)
+    {end}
+"""
+
+
+@pytest.mark.parametrize("end", ["pass", "raise SystemExit(0)", "os.kill(os.getpid(), 9)"])
+def test_processes_end_with_the_one_that_started_them(end, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(end=end))
+    done = subprocess.run(
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    pids = list(map(int, done.stdout.split()))
+    assert len(pids) == 2, done.stderr
+    until = time.monotonic() + 10
+    while any(map(alive, pids)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(map(alive, pids))
+
+
+def test_threads_take_turns():
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(4) as threads:
+        results = list(threads.map(lambda value: run_ranks(2, add_up, value), range(8)))
+    assert [total[0].item() for [(_, total), _] in results] == [11.0 * value for value in range(8)]

@@ -1,0 +1,244 @@
+import itertools
+import pickle
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, find, given, settings
+from hypothesis import strategies as hyp
+
+import statetree as st
+import statetree.testing
+from statetree.testing import (
+    Node,
+    OptimizerPlan,
+    TensorPlan,
+    Value,
+    ViewPlan,
+    assert_trees_equal,
+    build,
+    optimizer_plans,
+    optimizer_states,
+    samples,
+    state_trees,
+    tensor_plans,
+    tensors,
+    tied_plans,
+    tied_trees,
+    tree_plans,
+)
+from statetree.testing.container_plan import MAPPINGS, NODES
+from statetree.testing.memory import storages
+from statetree.testing.optimizer_plan import OPTIMIZERS
+from statetree.testing.strategies import plain_values, view_plans
+from statetree.testing.tensor_plan import DTYPES, GEOMETRIES, VIEWS, WRAPS
+
+NAMES = {
+    **{name: getattr(samples, name) for name in samples.__all__},
+    **{plan.__name__: plan for plan in (Node, OptimizerPlan, TensorPlan, Value, ViewPlan)},
+    "torch": torch,
+}
+plans = hyp.one_of(tree_plans(), tied_plans(), optimizer_plans())
+
+
+def leaves_of(tree):
+    return [leaf for leaf in st.flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+
+
+# Plans
+
+
+@given(plan=plans)
+def test_a_plan_makes_the_same_tree_every_time(plan):
+    assert_trees_equal(build(plan), build(plan))
+
+
+@given(plan=plans)
+def test_a_plan_prints_as_the_code_that_makes_it(plan):
+    again = eval(repr(plan), dict(NAMES))
+    assert type(again) is type(plan)
+    assert repr(again) == repr(plan)
+    assert_trees_equal(build(again), build(plan))
+
+
+@given(plan=plans)
+def test_plans_can_be_pickled(plan):
+    assert_trees_equal(build(pickle.loads(pickle.dumps(plan))), build(plan))
+
+
+def test_plans_print_only_what_is_not_as_usual():
+    assert repr(TensorPlan()) == "TensorPlan()"
+    assert repr(TensorPlan((2, 3))) == "TensorPlan((2, 3))"
+    assert repr(TensorPlan(geometry="gaps")) == "TensorPlan(geometry='gaps')"
+    assert repr(Node("dict", (Value(float("nan")),), (True,))) == "Node('dict', (Value(float(\"nan\")),), (True,))"
+    assert repr(ViewPlan(kind="slice", start=3)) == "ViewPlan(kind='slice', start=3)"
+
+
+def test_what_is_no_plan_is_built_as_it_is():
+    value = [1]
+    assert build(value) is value
+
+
+# Trees
+
+
+@given(tree=state_trees())
+def test_tensors_of_trees_share_nothing(tree):
+    held = storages(tree)
+    ranges = sorted((storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in held)
+    assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(ranges))
+
+
+@given(tree=state_trees(tensor_plans(dtypes=[torch.float32], geometries=["contiguous"], wraps=["tensor"])))
+def test_elements_are_unique_by_position_over_a_tree(tree):
+    counted = Counter(element for leaf in leaves_of(tree) for element in leaf.flatten().tolist())
+    assert not counted or max(counted.values()) == 1
+
+
+@given(tree=tied_trees())
+def test_ties_lie_on_few_storages(tree):
+    leaves = [leaf for leaf in leaves_of(tree) if leaf.untyped_storage().nbytes() == 96]
+    assert len({leaf.untyped_storage()._cdata for leaf in leaves}) <= 3
+
+
+@given(tree=state_trees(max_leaves=3, opaque=False))
+def test_trees_are_bounded(tree):
+    leaves, spec = st.flatten(tree)
+    assert len(leaves) < 40
+    assert max((len(path) for path in spec.paths()), default=0) < 12
+
+
+@given(tree=state_trees(hyp.integers()))
+def test_leaves_of_ones_own(tree):
+    ours = (samples.Thing, str)  # a field of SlottedPair is a string
+    assert all(type(leaf) is int for leaf in st.flatten(tree)[0] if not isinstance(leaf, ours))
+
+
+@given(tensor=tensors(dtypes=[torch.int64], max_dims=2, max_side=2, geometries=["gaps"], wraps=["frozen"]))
+def test_options_of_tensors(tensor):
+    assert tensor.dtype is torch.int64
+    assert tensor.ndim <= 2
+    assert max(tensor.shape, default=0) <= 2
+    assert type(tensor) is torch.nn.Parameter
+    assert not tensor.requires_grad
+
+
+def drawn(strategy, chosen, wanted):
+    """Return which of some things are found, among those that hypothesis draws."""
+    found = set()
+
+    @settings(max_examples=600, phases=[Phase.generate], database=None, suppress_health_check=list(HealthCheck))
+    @given(strategy)
+    def look(value):
+        found.add(chosen(value))
+
+    look()
+    return set(wanted) - found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "chosen", "wanted"),
+    [
+        (tensor_plans(), lambda plan: plan.dtype, DTYPES),
+        (tensor_plans(), lambda plan: plan.geometry, GEOMETRIES),
+        (tensor_plans(), lambda plan: plan.wrap, WRAPS),
+        (tensor_plans(), lambda plan: len(plan.shape), range(4)),
+        (view_plans(), lambda plan: plan.kind, VIEWS),
+        (tree_plans(), lambda plan: getattr(plan, "kind", ""), NODES),
+        (optimizer_plans(), lambda plan: plan.name, OPTIMIZERS),
+        (plain_values(), type, [type(None), bool, int, float, complex, str, bytes]),
+    ],
+    ids=["dtypes", "geometries", "wraps", "dims", "views", "nodes", "optimizers", "values"],
+)
+def test_everything_comes_up(strategy, chosen, wanted):
+    assert drawn(strategy, chosen, wanted) == set()
+
+
+# Shrinking
+
+
+@pytest.mark.parametrize(
+    ("strategy", "holds", "smallest"),
+    [
+        (tree_plans(), lambda plan: isinstance(plan, TensorPlan), "TensorPlan(())"),
+        (tensor_plans(), lambda plan: plan.make(statetree.testing.plans.Numbers()).numel() > 2, "TensorPlan((3,))"),
+        (tree_plans(), lambda plan: getattr(plan, "kind", "") in MAPPINGS, "Node('dict')"),
+        (tree_plans(), lambda plan: getattr(plan, "kind", "") == "OrderedDict", "Node('OrderedDict')"),
+        (
+            optimizer_plans(),
+            lambda plan: plan.name == "Adam" and plan.steps > 0,
+            "OptimizerPlan('Adam', shapes=(((),),))",
+        ),
+    ],
+    ids=["tensor", "three elements", "mapping", "kind", "optimizer"],
+)
+def test_plans_shrink_to_small_ones(strategy, holds, smallest):
+    found = find(strategy, holds, settings=settings(max_examples=2000, database=None))
+    assert repr(found) == smallest
+
+
+def test_a_failure_shows_the_code_that_makes_its_tree():
+    @settings(max_examples=300, database=None, phases=[Phase.generate, Phase.shrink])
+    @given(tree=tensors())
+    def fails(tree):
+        assert tree.is_contiguous()
+
+    with pytest.raises(AssertionError) as caught:
+        fails()
+    assert any(line.startswith("from build(TensorPlan(") for line in caught.value.__notes__)
+
+
+# Optimizers
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_and_variant_steps(name):
+    for variant, _ in enumerate(OPTIMIZERS[name]):
+        plan = OptimizerPlan(name, variant, (((2, 3), (4,)), ((1,),)), steps=2)
+        state = build(plan)
+        assert len(state["model"]) == 3
+        kept = leaves_of(state["optimizer"])
+        assert kept or name in {"SGD"}
+        assert_trees_equal(state, build(plan))
+        before = build(OptimizerPlan(name, variant, (((2, 3), (4,)), ((1,),)), steps=0))
+        assert not torch.equal(state["model"]["p0"], before["model"]["p0"])
+
+
+@given(state=optimizer_states())
+def test_optimizer_states_have_groups(state):
+    assert state["optimizer"]["param_groups"]
+
+
+# Imports
+
+WITHOUT_HYPOTHESIS = """
+import sys
+sys.modules["hypothesis"] = None
+import torch
+from statetree import testing
+testing.assert_trees_equal({"a": torch.ones(2)}, {"a": torch.ones(2)})
+testing.build(testing.Node("dict", (testing.TensorPlan(),), ("a",)))
+testing.assert_pure(len, [1])
+for name in testing.__all__:
+    try:
+        getattr(testing, name)
+    except ModuleNotFoundError as error:
+        print(name, error)
+"""
+
+
+def test_all_but_strategies_work_without_hypothesis():
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_HYPOTHESIS], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    told = done.stdout.splitlines()
+    assert len(told) == len(statetree.testing._STRATEGIES)
+    assert all("needs hypothesis: pip install statetree[testing]" in line for line in told)
+
+
+def test_unknown_names():
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = statetree.testing.nothing
