@@ -10,9 +10,10 @@ from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-import _checkpoint
+import torch.distributed as dist
 
 import statetree as st
+from statetree.dcp import Checkpointer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,20 +32,26 @@ class Costs:
 
 
 def measure(state: Any, directory: Path, *, rounds: int = 9) -> Costs:
-    """Measure in turns, on one state, so that what slows the machine down for a while slows all of them down."""
+    """Measure in turns, on one state, so that what slows the machine down for a while slows all of them down.
+
+    Every rank calls it, and all of them do the same at the same time.
+    """
     saved = directory / "measured"
     times: dict[str, list[float]] = {"stage": [], "deepcopy": [], "save": []}
-    with st.Stager() as stager:
+    with st.Stager() as stager, Checkpointer(saved) as checkpointer:
         first = _seconds(partial(stager.stage, state))
         for number in range(rounds):
             times["stage"].append(_seconds(partial(stager.stage, state)))
             times["deepcopy"].append(_seconds(partial(copy.deepcopy, state)))
-            times["save"].append(_seconds(partial(_checkpoint.save, state, saved / str(number))))
-    shutil.rmtree(saved)
+            times["save"].append(_seconds(partial(checkpointer.save, number, state)))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(saved)
     return Costs(first, median(times["stage"]), median(times["deepcopy"]), median(times["save"]), rounds)
 
 
 def _seconds(work: Callable[[], Any]) -> float:
+    dist.barrier()
     start = time.perf_counter()
     result = work()
     elapsed = time.perf_counter() - start

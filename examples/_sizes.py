@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from _training import local_part
 
 import statetree as st
 
@@ -13,7 +14,8 @@ def size_table(state: Any) -> list[str]:
     """Return the lines of a table with dtype, shape, bytes and share of the total of everything in a state.
 
     Paths that differ in numbers alone (the blocks of a model, the parameters of an optimizer) share a line, on which
-    a ``*`` stands for the numbers, and so do the plain values of a part of the state. Bytes of tied tensors count once.
+    a ``*`` stands for the numbers, and so do the plain values of a part of the state. Shapes are those of whole
+    tensors, bytes are this rank's, and those of tied tensors count once.
     """
     groups: dict[str, list[tuple[str, Any]]] = {}
     for path, leaf in st.to_flat(state)[0].items():
@@ -48,13 +50,17 @@ def _describe(members: list[tuple[str, Any]], owners: dict[int, str]) -> tuple[s
         return what, "", ", ".join(kinds) if len(kinds) < 4 else f"{', '.join(kinds[:3])}, …", 0
     size = 0
     for own, leaf in members:
-        if owners.setdefault(leaf.untyped_storage().data_ptr(), own) == own:
-            size += leaf.nbytes
+        if owners.setdefault(_address(leaf), own) == own:
+            size += local_part(leaf).nbytes
     what = "1 tensor" if len(members) == 1 else f"{len(members)} tensors"
     dtypes = sorted({str(leaf.dtype).removeprefix("torch.") for _, leaf in members})
     shapes = {tuple(leaf.shape) for _, leaf in members}
     shape = str(shapes.pop()) if len(shapes) == 1 else "various"
-    owner = owners[first.untyped_storage().data_ptr()]
+    owner = owners[_address(first)]
     if owner != path:
         shape = f"tied to {owner}"
     return what, ", ".join(dtypes), shape, size
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return local_part(tensor).untyped_storage().data_ptr()

@@ -1,4 +1,4 @@
-"""A training run whose whole state is one tree."""
+"""A training run, sharded over ranks, whose whole state is one tree."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from _transformer import Transformer
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import statetree as st
 
-BATCH = 8
+BATCH = 4  # on each rank
 
 
 def read_text() -> torch.Tensor:
@@ -24,9 +28,10 @@ def read_text() -> torch.Tensor:
 
 
 class Trainer:
-    """A model, its optimizer and scheduler, and the random numbers that it draws.
+    """A model sharded by FSDP2, its optimizer and scheduler, and the random numbers that this rank draws.
 
-    Random numbers come from two generators: dropout uses torch's, the choice of batches Python's.
+    Random numbers come from two generators: dropout uses torch's, the choice of batches Python's. Every rank has its
+    own.
 
     Args:
         total_steps: The length of the whole run, over which the learning rate rises and falls.
@@ -36,10 +41,13 @@ class Trainer:
         torch.set_num_threads(1)
         torch.use_deterministic_algorithms(mode=True)
         torch.manual_seed(0)
-        random.seed(0)
         self.step = 0
         self.text = read_text()
         self.model = Transformer()
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for block in self.model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
         matrices = [parameter for parameter in self.model.parameters() if parameter.ndim > 1]
         vectors = [parameter for parameter in self.model.parameters() if parameter.ndim == 1]
         self.optimizer = torch.optim.AdamW(
@@ -49,9 +57,11 @@ class Trainer:
         self.scheduler = torch.optim.lr_scheduler.OneCycleLR(
             self.optimizer, max_lr=2e-3, total_steps=total_steps, cycle_momentum=False
         )
+        torch.manual_seed(1 + dist.get_rank())
+        random.seed(dist.get_rank())
 
     def advance(self) -> float:
-        """Take one step. Returns the loss, in nats a byte."""
+        """Take one step. Returns the loss over all ranks, in nats a byte."""
         context = self.model.context
         starts = [random.randrange(len(self.text) - context) for _ in range(BATCH)]
         batch = torch.stack([self.text[start : start + context + 1] for start in starts]).long()
@@ -63,20 +73,20 @@ class Trainer:
         self.optimizer.step()
         self.scheduler.step()
         self.step += 1
-        return loss.item()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return total.item() / dist.get_world_size()
 
     def state(self) -> dict[str, Any]:
-        """Return everything that decides how the run goes on. Its tensors are the run's own."""
-        version, words, gauss = random.getstate()
+        """Return everything that decides how the run goes on. Its tensors are the run's own.
+
+        Plain values are the same on all ranks, but for what lies under a rank's own key.
+        """
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
-            "rng": {
-                "torch": torch.get_rng_state(),
-                # One tensor, because 625 leaves would be 625 entries in a checkpoint.
-                "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
-            },
+            "random": {dist.get_rank(): {"torch": torch.get_rng_state(), "python": random.getstate()}},
             "step": self.step,
         }
 
@@ -95,35 +105,40 @@ class Trainer:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 
-    def restore(self, saved: dict[str, Any]) -> None:
-        """Go back, or on, to a saved state. Call ``prime_optimizer`` first in a run that took no step yet.
-
-        ``copy_into`` writes straight into the parameters and the optimizer's moments, after it has checked that the
-        whole tree fits; what is left to do is to hand over the plain values.
-        """
-        state = st.copy_into(saved, self.state())
+    def adopt(self, state: dict[str, Any]) -> None:
+        """Go on from a state whose tensors are the run's own already: hand over its plain values."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
-        torch.set_rng_state(state["rng"]["torch"])
-        python = state["rng"]["python"]
-        random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+        own = state["random"][dist.get_rank()]
+        torch.set_rng_state(own["torch"])
+        random.setstate(own["python"])
         self.step = state["step"]
 
 
 def digest(state: dict[str, Any]) -> str:
-    """Return the SHA-256 of a state: of every leaf's path, and of every bit of its value."""
+    """Return the SHA-256 of all ranks' states: of every leaf's path, and of every bit of its value.
+
+    Every rank calls it.
+    """
     total = hashlib.sha256()
     for path, leaf in sorted(st.to_flat(state)[0].items()):
         if isinstance(leaf, torch.Tensor):
-            total.update(f"{path} {leaf.dtype} {tuple(leaf.shape)}\n".encode())
-            dense = leaf.contiguous()
-            total.update(ctypes.string_at(dense.data_ptr(), dense.nbytes))
+            local = local_part(leaf).contiguous()
+            total.update(f"{path} {leaf.dtype} {tuple(leaf.shape)} {tuple(local.shape)}\n".encode())
+            total.update(ctypes.string_at(local.data_ptr(), local.nbytes))
         else:
             total.update(f"{path} {leaf!r}\n".encode())
-    return total.hexdigest()
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, total.hexdigest())
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def is_tied(state: dict[str, Any]) -> bool:
     """Return whether the token embedding and the output head of a state are one storage."""
-    embed, head = state["model"]["embed.weight"], state["model"]["head.weight"]
+    embed, head = (local_part(state["model"][f"{name}.weight"]) for name in ("embed", "head"))
     return embed.untyped_storage().data_ptr() == head.untyped_storage().data_ptr()
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor."""
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor

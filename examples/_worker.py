@@ -1,25 +1,34 @@
-"""A training run in a process of its own, which tells its parent in lines of JSON how far it has come."""
+"""A rank of a training run, in a process of its own. The first one tells the parent in lines of JSON how it goes."""
 
 from __future__ import annotations
 
 import json
-import warnings
+import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
-from _checkpoint import BackgroundSaver, complete, load
+import torch.distributed as dist
 from _measuring import measure
 from _sizes import size_table
 from _training import Trainer, digest, is_tied
 
 import statetree as st
+from statetree.dcp import Checkpointer
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-# DCP says at each save and load that there is one process only, which is what no_dist=True told it.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+def join(rank: int, ranks: int, store: Path) -> None:
+    """Become one of a run's ranks."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), ranks), rank=rank, world_size=ranks)
+
+
+def leave() -> None:
+    """Stop being one."""
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def train_uninterrupted(steps: int, directory: Path) -> None:
@@ -37,7 +46,8 @@ def train_uninterrupted(steps: int, directory: Path) -> None:
 
 def train_saving(steps: int, every: int, directory: Path) -> None:
     """Train from the beginning, and save every few steps."""
-    _train_saving(Trainer(steps), steps, every, directory)
+    with Checkpointer(directory, keep=2) as checkpointer:
+        _train_saving(Trainer(steps), steps, every, checkpointer)
 
 
 def train_resumed(steps: int, every: int, directory: Path, *, sabotage: bool = False) -> None:
@@ -47,21 +57,24 @@ def train_resumed(steps: int, every: int, directory: Path, *, sabotage: bool = F
     """
     trainer = Trainer(steps)
     trainer.prime_optimizer()
-    trainer.restore(load(complete(directory)[-1], trainer.state()))
-    _report("restored", restored=trainer.step, restored_tied=is_tied(trainer.state()))
-    if sabotage:
-        moment = trainer.state()["optimizer"]["state"][0]["exp_avg"]
-        moment.copy_(torch.nextafter(moment, torch.tensor(torch.inf)))
-    _train_saving(trainer, steps, every, directory)
+    with Checkpointer(directory, keep=2) as checkpointer:
+        trainer.adopt(checkpointer.restore(trainer.state()))
+        _report("restored", restored=trainer.step, restored_tied=is_tied(trainer.state()))
+        if sabotage:
+            moment = trainer.state()["optimizer"]["state"][0]["exp_avg"].to_local()
+            moment.copy_(torch.nextafter(moment, torch.tensor(torch.inf)))
+        _train_saving(trainer, steps, every, checkpointer)
 
 
-def _train_saving(trainer: Trainer, steps: int, every: int, directory: Path) -> None:
-    with BackgroundSaver(directory) as saver:
-        while trainer.step < steps:
-            _advance(trainer)
-            if trainer.step % every == 0:
-                saver.save(trainer.step, trainer.state())
-                _report("saving", step=trainer.step, staging_s=saver.last_staging_s, waits=saver.waits)
+def _train_saving(trainer: Trainer, steps: int, every: int, checkpointer: Checkpointer) -> None:
+    saving = None
+    while trainer.step < steps:
+        _advance(trainer)
+        if trainer.step % every == 0:
+            waits = saving is not None and not saving.done()
+            start = time.perf_counter()
+            saving = checkpointer.async_save(trainer.step, trainer.state())
+            _report("saving", step=trainer.step, stopped_s=time.perf_counter() - start, waited=waits)
     _report("done", digest=digest(trainer.state()))
 
 
@@ -71,4 +84,5 @@ def _advance(trainer: Trainer) -> None:
 
 
 def _report(event: str, **facts: Any) -> None:
-    print(json.dumps({"event": event, **facts}), flush=True)
+    if dist.get_rank() == 0:
+        print(json.dumps({"event": event, **facts}), flush=True)

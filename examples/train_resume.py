@@ -1,6 +1,7 @@
 """Train, checkpoint in the background, kill, resume: and end with the very bits of a run that was never stopped.
 
-A small transformer trains on the help texts that come with Python. Three processes do it in turn:
+A small transformer, sharded by FSDP2 over two ranks, trains on the help texts that come with Python. Three runs, each
+of a process a rank, do it in turn:
 
 1. one runs to the end undisturbed, and its losses and its final state are the reference;
 2. one saves its whole state every few steps, while training goes on, and is killed by SIGKILL as it writes;
@@ -18,14 +19,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from _progress import Progress
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+RANKS = 2
 UNINTERRUPTED, KILLED, RESUMED = ROLES = ("uninterrupted", "killed", "resumed")
 
 # How long the killed run may write its last checkpoint: well below what a save takes. Only which checkpoint is the
@@ -39,23 +44,23 @@ class DemoError(Exception):
 
 @dataclass
 class Run:
-    """What the process of a run has told about it.
+    """What the first rank of a run has told about it.
 
     Attributes:
         losses: The loss of each step, as an exact hexadecimal number.
-        staging_s: How long each staging took, in seconds.
-        waits: How many stagings had to wait for the save before.
+        stopped_s: How long training stood still for each save that did not wait for the one before, in seconds.
+        waits: How many saves did.
         facts: All else: ``digest``, ``costs``, ….
     """
 
     losses: dict[int, str] = field(default_factory=dict)
-    staging_s: list[float] = field(default_factory=list)
+    stopped_s: list[float] = field(default_factory=list)
     waits: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
 
 
 def main() -> int:
-    """Run the demo, or, with the option that it passes to its children, one of its training runs."""
+    """Run the demo, or, with the options that it passes to its children, a rank of one of its training runs."""
     options = parse_options()
     if options.role:
         work(options)
@@ -80,6 +85,8 @@ def parse_options() -> argparse.Namespace:
         help="after the restore, move one tensor by the last bit: the demo must fail then",
     )
     parser.add_argument("--role", choices=ROLES, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--store", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.every < 1 or options.steps <= 2 * options.every:
         parser.error("--steps must be more than twice --every: the run is killed after two saves or more")
@@ -92,16 +99,18 @@ def work(options: argparse.Namespace) -> None:
     """Be a child process: train."""
     import _worker  # with torch, which takes seconds and which the parent does without
 
+    _worker.join(options.rank, RANKS, options.store)
     if options.role == UNINTERRUPTED:
         _worker.train_uninterrupted(options.steps, options.keep)
     elif options.role == KILLED:
         _worker.train_saving(options.steps, options.every, options.keep)
     else:
         _worker.train_resumed(options.steps, options.every, options.keep, sabotage=options.sabotage)
+    _worker.leave()
 
 
 def demonstrate(options: argparse.Namespace) -> None:
-    """Run the three processes, compare them, and print what was found."""
+    """Do the three runs, compare them, and print what was found."""
     start = time.perf_counter()
     with ExitStack() as stack:
         directory = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="statetree-demo-")))
@@ -116,7 +125,7 @@ def demonstrate(options: argparse.Namespace) -> None:
     restored = resumed.facts["restored"]
     print(f"""
 The last step that the killed run reported was {max(killed.losses)}; it left behind {", ".join(left)}.
-Another process restored step {restored} and went on to step {options.steps}.
+Other processes restored step {restored} and went on to step {options.steps}.
 Losses, in nats a byte: {loss_at(whole, 1)} at step 1, {loss_at(whole, restored)} at step {restored}, \
 {loss_at(whole, options.steps)} at step {options.steps}.
 
@@ -126,45 +135,63 @@ Resumed and uninterrupted run agree bit for bit:
 Embedding and head are one storage in the staged state, and in the restored one.
 """)
     print_costs(whole.facts["costs"], killed, resumed)
-    print("\n".join(["", *whole.facts["sizes"]]))
+    print("\n".join(["\nThe state, with the bytes of the first of the two ranks:", *whole.facts["sizes"]]))
     print(f"\nOK: killed, resumed, and no bit differs ({time.perf_counter() - start:.0f} s in all).")
 
 
 def run(role: str, options: argparse.Namespace, directory: Path, *, kill_at: int | None = None) -> Run:
-    """Train in a new process.
+    """Train in new processes.
 
-    With ``kill_at``, it is killed once it has staged that step's state: training has gone on to the next step then,
-    and the checkpoint is being written.
+    With ``kill_at``, they are killed once that step's state is staged: training has gone on to the next step then, and
+    the checkpoint is being written.
     """
-    command = [sys.executable, __file__, "--role", role, "--keep", str(directory)]
-    command += ["--steps", str(options.steps), "--every", str(options.every)]
-    if options.sabotage:
-        command.append("--sabotage")
     result = Run()
-    with Progress(role, options.steps) as progress, subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        try:
-            for line in process.stdout or ():
-                facts = json.loads(line)
-                event = facts.pop("event")
-                if event == "step":
-                    result.losses[facts["step"]] = facts["loss"]
-                    progress.show(facts["step"], float.fromhex(facts["loss"]))
-                elif event == "saving":
-                    result.staging_s.append(facts["staging_s"])
-                    result.waits = facts["waits"]
-                    if facts["step"] == kill_at:
-                        time.sleep(MID_SAVE_S)
-                        process.send_signal(signal.SIGKILL)
+    with Progress(role, options.steps) as progress, started(role, options, directory) as processes:
+        for line in processes[0].stdout or ():
+            facts = json.loads(line)
+            event = facts.pop("event")
+            if event == "step":
+                result.losses[facts["step"]] = facts["loss"]
+                progress.show(facts["step"], float.fromhex(facts["loss"]))
+            elif event == "saving":
+                if facts["waited"]:
+                    result.waits += 1
                 else:
-                    result.facts |= facts
-        except BaseException:
-            process.kill()
-            raise
+                    result.stopped_s.append(facts["stopped_s"])
+                if facts["step"] == kill_at:
+                    time.sleep(MID_SAVE_S)
+                    for process in processes:
+                        process.kill()
+            else:
+                result.facts |= facts
     expected = 0 if kill_at is None else -signal.SIGKILL
-    if process.returncode != expected:
-        msg = f"the {role} run should have ended with status {expected}, but did with {process.returncode}"
+    statuses = [process.returncode for process in processes]
+    if statuses != [expected] * RANKS:
+        msg = f"the {role} run's processes should have ended with status {expected}, but did with {statuses}"
         raise DemoError(msg)
     return result
+
+
+@contextmanager
+def started(role: str, options: argparse.Namespace, directory: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Start the processes of a run, and wait for their end."""
+    with ExitStack() as stack:
+        store = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="statetree-demo-"))) / "store"
+        command = [sys.executable, __file__, "--role", role, "--keep", str(directory), "--store", str(store)]
+        command += ["--steps", str(options.steps), "--every", str(options.every)]
+        if options.sabotage:
+            command.append("--sabotage")
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(RANKS):
+                output = subprocess.PIPE if rank == 0 else None
+                process = subprocess.Popen([*command, "--rank", str(rank)], stdout=output)
+                processes.append(stack.enter_context(process))
+            yield processes
+        except BaseException:
+            for process in processes:
+                process.kill()
+            raise
 
 
 def check(whole: Run, killed: Run, resumed: Run) -> None:
@@ -205,14 +232,14 @@ def print_costs(costs: dict[str, float], *saving: Run) -> None:
     def line(name: str, seconds: float) -> str:
         return f"  {name:<22}{seconds * 1e3:8.1f} ms  {seconds / stage_s:6.1f} x"
 
-    print(f"How long a trainer stands still for its state (medians of {costs['rounds']}, in one process, in turns):")
+    print(f"How long a trainer stands still for its state (medians of {costs['rounds']}, on one rank, in turns):")
     print(line("Stager.stage", stage_s) + f"   (the first one: {costs['first_stage_s'] * 1e3:.1f} ms)")
     print(line("copy.deepcopy", costs["deepcopy_s"]))
-    print(line("save at once, by DCP", costs["save_s"]))
-    staging_s = [seconds for run in saving for seconds in run.staging_s]
+    print(line("Checkpointer.save", costs["save_s"]))
+    stopped_s = [seconds for run in saving for seconds in run.stopped_s]
     print(
-        f"While training: {median(staging_s) * 1e3:.1f} ms (median of {len(staging_s)} stagings, "
-        f"of which {sum(run.waits for run in saving)} had to wait for the save before)."
+        f"While training, Checkpointer.async_save took {median(stopped_s) * 1e3:.1f} ms (median of {len(stopped_s)}), "
+        f"and {sum(run.waits for run in saving)} times had to wait for the save before."
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 DEMO = Path(__file__).parents[2] / "examples" / "train_resume.py"
 SMALL = ("--steps", "16", "--every", "4")
-TIMEOUT_S = 150  # it takes about 12; the rest is for a busy machine
+TIMEOUT_S = 200  # it takes about 15; the rest is for a busy machine
 
 
 def run_demo(*arguments: str) -> subprocess.CompletedProcess:
@@ -39,13 +39,13 @@ def test_resumed_run_equals_the_uninterrupted_one(tmp_path):
     assert f"losses       {16 - restored} of {16 - restored} equal" in done.stdout
     assert re.search(r"final state  SHA-256 [0-9a-f]{64} for both", done.stdout)
     assert "Embedding and head are one storage in the staged state, and in the restored one." in done.stdout
-    for cost in ("Stager.stage", "copy.deepcopy", "save at once, by DCP"):
+    for cost in ("Stager.stage", "copy.deepcopy", "Checkpointer.save"):
         assert re.search(rf"{cost} +\d+\.\d ms +\d+\.\d x", done.stdout)
     for row in ("model.head.weight +1 tensor +float32 +tied to model.embed.weight", r"total +\d+ leaves"):
         assert re.search(f"^{row}", done.stdout, re.MULTILINE)
     assert "OK: killed, resumed, and no bit differs" in done.stdout
     assert "Warning" not in done.stderr
-    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["step-000012", "step-000016"]
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["step-00000012", "step-00000016"]
 
 
 def test_last_bit_of_one_restored_tensor_fails_the_demo():

@@ -1,0 +1,192 @@
+"""``async_save``: a state staged at once, and saved by a thread while training goes on.
+
+The thread communicates over a process group of its own, so that it never meets training's collectives.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from statetree.dcp.internals import is_distributed
+from statetree.dcp.saving import write
+from statetree.errors import CheckpointError
+from statetree.stager import Stager
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable
+
+    from torch.distributed import ProcessGroup
+
+
+def async_save(
+    state: Any,
+    *,
+    checkpoint_id: str | os.PathLike[str],
+    stager: Any = None,
+    process_group: ProcessGroup | None = None,
+) -> Future[None]:
+    """Stage a state, and save it in the background.
+
+    When this returns, the state may change. Saves run one after the other, in the order of the calls, each with its own
+    step's values. They communicate over a gloo group of their own, never over the one that training uses.
+
+    Args:
+        state: Any tree.
+        checkpoint_id: The directory, another one for every save.
+        stager: A ``Stager``, whose memory is used again for every save; it has to hold one snapshot for each save that
+            is in flight. Without it, memory is taken for this save alone.
+        process_group: The ranks that save; by default all.
+
+    Returns:
+        A future that is done when the checkpoint is complete. It has no result, or the exception that ``save`` would
+        have raised. It cannot be cancelled.
+
+    Collective:
+        Every rank of the group calls it, in the same order relative to other collectives: the first call for a group
+        makes another group of the same ranks. If staging fails on one rank, the futures of the others fail.
+
+    Raises:
+        StagerBusy, StagerClosed, UnsupportedLeaf: What staging raises on this rank.
+
+    Example:
+        >>> import tempfile, torch, statetree.dcp
+        >>> directory, weights = tempfile.mkdtemp(), torch.zeros(2)
+        >>> future = statetree.dcp.async_save({"w": weights}, checkpoint_id=directory)
+        >>> _ = weights.add_(1)
+        >>> future.result()
+        >>> statetree.dcp.load(checkpoint_id=directory)
+        {'w': tensor([0., 0.])}
+    """
+    background = background_of(process_group, "async_save")
+    future, error = start(background, state, stager, lambda staged: write(staged, checkpoint_id, background.group))
+    if error is not None:
+        raise error
+    return future
+
+
+class Background:
+    """One thread that runs jobs in order, and the gloo group that they communicate over (``None`` without ranks)."""
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self.group = group
+        self.executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="statetree-save")
+
+
+_LOCK: Final = threading.Lock()
+_BY_PARENT: Final[WeakKeyDictionary[Any, dict[str, Background]]] = WeakKeyDictionary()
+_WITHOUT_RANKS: Final[dict[str, Background]] = {}
+
+
+def background_of(parent: ProcessGroup | None, purpose: str) -> Background:
+    """Return the thread and the group for a purpose: made on the first call, and the same ones ever after.
+
+    Args:
+        parent: The group whose ranks take part; by default all.
+        purpose: Tells several for one parent apart.
+
+    Collective:
+        The first call for a parent and purpose: every rank of the parent makes it.
+    """
+    with _LOCK:
+        if not is_distributed():
+            found = _WITHOUT_RANKS
+        else:
+            parent = parent or dist.group.WORLD
+            found = _BY_PARENT.setdefault(parent, {})
+        if purpose not in found:
+            found[purpose] = Background(_group_like(parent) if is_distributed() else None)
+        return found[purpose]
+
+
+def _group_like(parent: ProcessGroup | None) -> Any:
+    ranks = dist.get_process_group_ranks(parent)
+    # With local synchronization, ranks outside of the parent need not take part.
+    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+
+
+class Started(NamedTuple):
+    """A save under way, and what staging raised on this rank. Then the save only tells the other ranks of it."""
+
+    future: Future[None]
+    error: BaseException | None
+
+
+def start(background: Background, state: Any, stager: Any, save: Callable[[Callable[[], Any]], None]) -> Started:
+    """Stage a state, and run a save of it on the background's thread.
+
+    Args:
+        background: The thread and the group.
+        state: Any tree.
+        stager: Stages it; ``None`` for one that is made for this.
+        save: Given a function that returns the staged state (or raises what staging it raised), saves it.
+    """
+    error: BaseException | None = None
+    try:
+        held = [_stage(state, stager)]
+    except BaseException as raised:  # noqa: BLE001 - the caller raises it
+        error = raised
+        held = [_Failed(f"save: staging failed on this rank: {type(raised).__name__}: {raised}")]
+    future: Future[None] = Future()
+    future.set_running_or_notify_cancel()  # a save that one rank cancels would leave the others waiting
+    background.executor.submit(_run, future, held, save)
+    return Started(future, error)
+
+
+def _stage(state: Any, stager: Any) -> Any:
+    if stager is not None:
+        return stager.stage(state)
+    with Stager() as own:
+        return own.stage(state)
+
+
+class _Failed:
+    """Stands for a state that could not be staged."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+
+def _run(future: Future[None], held: list[Any], save: Callable[[Callable[[], Any]], None]) -> None:
+    # The list is all that holds the staged state once the save has it: it is free again before the future is done.
+    try:
+        save(lambda: _taken(held))
+    except BaseException as error:  # noqa: BLE001 - it is the future's
+        held.clear()
+        _release(error)
+        future.set_exception(error)
+    else:
+        held.clear()
+        future.set_result(None)
+
+
+def _taken(held: list[Any]) -> Any:
+    tree = held.pop()
+    if isinstance(tree, _Failed):
+        raise CheckpointError(tree.reason)
+    return tree.result() if isinstance(tree, Future) else tree
+
+
+def _release(error: BaseException) -> None:
+    """Let go of what an error's tracebacks hold: the staged state is somewhere in there.
+
+    Where its causes were raised is kept as a note.
+    """
+    traceback.clear_frames(error.__traceback__)
+    pending = [error.__cause__, error.__context__]
+    seen: set[int] = set()
+    while pending:
+        found = pending.pop()
+        if found is not None and id(found) not in seen:
+            seen.add(id(found))
+            if found.__traceback__ is not None and found is error.__cause__:
+                error.add_note("statetree: raised at\n" + traceback.format_tb(found.__traceback__)[-1].rstrip())
+            # DCP's functions hold all there is in their closures, which clearing their frames leaves alone.
+            found.__traceback__ = None
+            pending += [found.__cause__, found.__context__]

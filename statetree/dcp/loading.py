@@ -1,0 +1,169 @@
+"""``load``: a whole state read by DCP, into a template or without one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from statetree.dcp import structure
+from statetree.dcp.directories import DirectoryReader, local_directory
+from statetree.dcp.failures import checkpoint_errors
+from statetree.dcp.internals import run_load
+from statetree.dcp.matching import Matching
+from statetree.dcp.outline import outline_of
+from statetree.dcp.planners import CarefulReader, LoadPlanner
+from statetree.dcp.structure import Structure, path_of, why_not_rebuilt
+from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY, VALUE_ENTRY, content_of
+from statetree.errors import CheckpointError, Difference, TreeMismatch, UnsupportedLeaf
+
+if TYPE_CHECKING:
+    import os
+
+    from torch.distributed import ProcessGroup
+    from torch.distributed.checkpoint.storage import StorageReader
+
+
+def load(
+    template: Any = None,
+    *,
+    checkpoint_id: str | os.PathLike[str],
+    process_group: ProcessGroup | None = None,
+    storage_reader: StorageReader | None = None,
+    weights_only: bool = True,
+) -> Any:
+    """Load a state that ``save``, or DCP's own ``save``, wrote.
+
+    With a template, its tensors are filled in place, sharded as they are, whatever the sharding was when they were
+    saved. Before anything is read, the template is compared with the whole checkpoint. A mapping may leave out keys
+    that the checkpoint has; it may not be empty where the checkpoint's is not, and sequences of tensors or containers
+    must have the saved length.
+
+    Args:
+        template: A tree like the saved one. Only the memory of its tensors changes. Without it, the state comes back as
+            it was saved, provided that all containers are ``dict``, ``list``, ``tuple`` or ``OrderedDict``.
+        checkpoint_id: The directory.
+        process_group: The ranks that load; by default all.
+        storage_reader: Reads from elsewhere than a directory, or a checkpoint that DCP transformed. What follows about
+            untrusted files does not hold for it.
+        weights_only: Whether plain values are read by the rules of ``torch.load(weights_only=True)``. With ``False``,
+            what the checkpoint holds may run any code.
+
+    Returns:
+        With a template: its containers, fresh, with its own tensors, and the checkpoint's plain values, in the types in
+        which they were saved. Without: everything fresh, and distributed tensors as whole tensors on the CPU.
+
+    Aliasing:
+        The tensors are the template's.
+
+    Collective:
+        Every rank of the group calls it.
+
+    Raises:
+        TreeMismatch: If the template does not fit, or is needed and missing. It names every place; nothing was read.
+        UnsupportedLeaf: If a leaf of the template has no elements (a meta tensor), or one of the checkpoint takes a
+            template.
+        CheckpointError: If the directory is missing, incomplete, damaged or hostile, or a plain value's class is not
+            admitted. Where data turns out to be damaged only while it is read, tensors may be filled in part.
+
+    Note:
+        Files are not trusted. Guarded against: code in DCP's ``.metadata`` (its pickle is read without being executed),
+        file names that lead out of the directory, pieces that lie outside of their file or tensor or need more memory
+        than the files have bytes, and, unless ``weights_only=False``, code in plain values and tensors. Not guarded
+        against: wrong values (DCP stores no checksums), pickles and compressed zip members made to take much memory,
+        faults of ``torch.load(weights_only=True)`` itself, and files that change while they are read.
+    """
+    inner = storage_reader
+    if inner is None:
+        inner = DirectoryReader(local_directory("load", checkpoint_id))
+    else:
+        inner.reset(checkpoint_id)
+    reader = CarefulReader(inner)
+    target = _Free() if template is None else _Template(template)
+    planner = LoadPlanner(reader, target.choose, weights_only=weights_only)
+    with checkpoint_errors("load", checkpoint_id):
+        run_load(reader, planner, process_group)
+        return target.result(planner.values)
+
+
+class _Template:
+    """Loads into the tensors of a template."""
+
+    def __init__(self, template: Any) -> None:
+        self._tree = template
+        self._results: list[Any] = []
+
+    def choose(self, text: str | None, metadata: Metadata) -> dict[str, Any]:
+        self._outline = outline_of(self._tree)
+        contents = [content_of("load", entry.value, entry.path) for entry in self._outline.entries]
+        saved = None if text is None else structure.read(text)
+        self._matches = Matching(self._outline, contents, saved, metadata).run()
+        flat: dict[str, Any] = {}
+        for match, content in zip(self._matches, contents, strict=True):
+            flat.update(
+                dict.fromkeys(match.keys)
+                if match.sort == VALUE_ENTRY
+                else zip(match.keys, content.tensors, strict=True)
+            )
+        return flat
+
+    def result(self, values: dict[str, Any]) -> Any:
+        found = [
+            values[match.keys[0]] if match.sort == VALUE_ENTRY else entry.value
+            for match, entry in zip(self._matches, self._outline.entries, strict=True)
+        ]
+        return self._outline.rebuild(found)
+
+
+class _Free:
+    """Loads without a template."""
+
+    def __init__(self) -> None:
+        self._structure = Structure((), ())
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def choose(self, text: str | None, metadata: Metadata) -> dict[str, Any]:
+        if text is None:
+            msg = (
+                "load: the checkpoint does not say how its entries were nested: expected one that statetree.dcp saved. "
+                "Pass a template."
+            )
+            raise TreeMismatch(msg)
+        self._structure = structure.read(text)
+        _check_builtin(self._structure)
+        flat: dict[str, Any] = {}
+        for entry in self._structure.entries:
+            (key,) = entry.keys
+            stored = metadata.state_dict_metadata.get(key)
+            if stored is None or isinstance(stored, TensorStorageMetadata) != (entry.sort == TENSOR_ENTRY):
+                msg = f"load: the checkpoint's structure names {key}, which it does not hold. Load another checkpoint."
+                raise CheckpointError(msg)
+            if isinstance(stored, TensorStorageMetadata):
+                flat[key] = self._tensors[key] = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
+            else:
+                flat[key] = None
+        return flat
+
+    def result(self, values: dict[str, Any]) -> Any:
+        found = {**values, **self._tensors}
+        return self._structure.rebuild([found[entry.keys[0]] for entry in self._structure.entries])
+
+
+def _check_builtin(saved: Structure) -> None:
+    """Raise unless a structure can be made without a template."""
+    differences = []
+    for texts, ref in saved.walk():
+        if ref < 0:
+            why = why_not_rebuilt(saved.nodes[~ref])
+            if why:
+                differences.append(Difference(path_of(texts), "structure", why, "dict, list, tuple or OrderedDict"))
+        elif saved.entries[ref].sort == PARTS_ENTRY:
+            path = path_of(texts)
+            msg = (
+                f"load: the leaf at {path or '<root>'} is a tensor of several parts ({saved.entries[ref].facts}): "
+                "expected a strided tensor or a plain value, or a template. Pass a template like the saved tree."
+            )
+            raise UnsupportedLeaf(msg, path)
+    if differences:
+        raise TreeMismatch.between("load", differences, "Pass a template like the saved tree.")

@@ -1,0 +1,256 @@
+"""DCP's metadata, read from a file that nobody vouches for.
+
+DCP pickles its metadata, and unpickling can run any code. Here the pickle is only read: classes that metadata consists
+of become inert records, any other name is refused, and DCP's own objects are made from what the records hold, once it
+was checked.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from statetree.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+#: What torch 2.11 to 2.13 pickle as metadata, beside dtypes, ``torch.Size`` and paths.
+_RECORDS: Final = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
+}
+_LARGEST: Final = 2**62
+
+
+class Stored(NamedTuple):
+    """Where an entry's bytes lie: a file's name in the checkpoint's directory, an offset and a length."""
+
+    name: str
+    offset: int
+    length: int
+
+
+class _Record:
+    """Stands for an object of one of DCP's classes: it keeps what the pickle says of it, and does nothing."""
+
+    args: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *args: Any) -> _Record:
+        record = super().__new__(cls)
+        record.args = args
+        record.state = {}
+        return record
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self._classes: dict[tuple[str, str], type[_Record]] = {}  # of this pickle alone: it may set their attributes
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch", "Size"):
+            return torch.Size
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if name in _RECORDS.get(module, ()):
+            return self._classes.setdefault((module, name), type(name, (_Record,), {}))
+        msg = f"it refers to {module}.{name}, which metadata does not consist of"
+        raise pickle.UnpicklingError(msg)
+
+
+def read_metadata(directory: Path, file_name: str = ".metadata") -> Metadata:
+    """Read a directory's metadata without running code that the file may contain.
+
+    Every name in it stays inside the directory, every piece lies inside its file, is as long as its tensor needs, and
+    lies inside the tensor that it is a piece of.
+
+    Returns:
+        Metadata whose ``storage_data`` holds ``Stored``, without planner data.
+
+    Raises:
+        CheckpointError: If the directory or the file is missing, damaged, or refers to anything else.
+    """
+    path = directory / file_name
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        _raise_unreadable(directory, file_name, error)
+    try:
+        return _Reading(directory, _Unpickler(data).load()).metadata()
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle may raise anything
+        msg = (
+            f"load: the metadata of the checkpoint {directory} cannot be read: {type(error).__name__}: {error}. It is "
+            f"damaged, hostile, or of an unknown version; {file_name} was not executed. Load another checkpoint."
+        )
+        raise CheckpointError(msg) from error
+
+
+def _raise_unreadable(directory: Path, file_name: str, error: OSError) -> None:
+    if not directory.exists():
+        what = "there is no such directory"
+    elif not directory.is_dir():
+        what = "it is not a directory"
+    elif isinstance(error, FileNotFoundError):
+        what = f"it has no {file_name} file: it is no checkpoint of torch.distributed.checkpoint, or an incomplete one"
+    else:
+        what = f"{file_name} cannot be opened: {error}"
+    msg = f"load: cannot read the checkpoint {directory}: {what}. Pass the directory of a complete checkpoint."
+    raise CheckpointError(msg) from error
+
+
+class _Reading:
+    """Makes DCP's objects from the records of one pickle."""
+
+    def __init__(self, directory: Path, record: Any) -> None:
+        self._directory = directory
+        self._record = record
+        self._file_sizes: dict[str, int] = {}
+
+    def metadata(self) -> Metadata:
+        state = self._state(self._record, "Metadata")
+        entries = {self._text(key): self._entry(key, entry) for key, entry in state["state_dict_metadata"].items()}
+        stored = {self._index(key): self._stored(info) for key, info in state["storage_data"].items()}
+        for key, entry in entries.items():
+            self._check_stored(key, entry, stored)
+        return Metadata(entries, storage_data=stored, storage_meta=StorageMeta())
+
+    def _state(self, record: Any, name: str) -> Any:
+        if type(record).__name__ != name or not isinstance(record, _Record):
+            self._damaged(f"expected a {name}, got a {type(record).__name__}")
+        return record.state
+
+    def _damaged(self, what: str) -> None:
+        msg = f"load: the metadata of the checkpoint {self._directory} is damaged: {what}. Load another checkpoint."
+        raise CheckpointError(msg)
+
+    def _text(self, value: Any) -> str:
+        if type(value) is not str:
+            self._damaged(f"expected the key of an entry, got a {type(value).__name__}")
+        return str(value)
+
+    def _number(self, value: Any, what: str) -> int:
+        if type(value) is not int or not 0 <= value <= _LARGEST:
+            self._damaged(f"expected {what}, got {str(value)[:40]}")
+        return int(value)
+
+    def _size(self, value: Any) -> torch.Size:
+        if type(value) is not torch.Size:
+            self._damaged(f"expected a size, got a {type(value).__name__}")
+        return torch.Size([self._number(part, "a size") for part in value])
+
+    def _entry(self, key: str, record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+        if type(record).__name__ == "BytesStorageMetadata":
+            return BytesStorageMetadata()
+        state = self._state(record, "TensorStorageMetadata")
+        dtype = self._state(state["properties"], "TensorProperties")[0]
+        if not isinstance(dtype, torch.dtype):
+            self._damaged(f"expected the dtype of {key}")
+        size = self._size(state["size"])
+        if math.prod(size) * dtype.itemsize > _LARGEST:
+            self._damaged(f"{key} has the impossible size {tuple(size)}")
+        chunks = [self._chunk(key, size, chunk) for chunk in state["chunks"]]
+        return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+
+    def _chunk(self, key: str, whole: torch.Size, record: Any) -> ChunkStorageMetadata:
+        state = self._state(record, "ChunkStorageMetadata")
+        offsets, sizes = self._size(state["offsets"]), self._size(state["sizes"])
+        inside = len(offsets) == len(sizes) == len(whole) and all(
+            offset + size <= limit for offset, size, limit in zip(offsets, sizes, whole, strict=True)
+        )
+        if not inside:
+            self._damaged(
+                f"a piece of {key} lies at {tuple(offsets)} with the size {tuple(sizes)}: not in {tuple(whole)}"
+            )
+        return ChunkStorageMetadata(offsets, sizes)
+
+    def _index(self, record: Any) -> MetadataIndex:
+        state = self._state(record, "MetadataIndex")
+        offset = state.get("offset")
+        return MetadataIndex(self._text(state["fqn"]), None if offset is None else self._size(offset))
+
+    def _stored(self, record: Any) -> Stored:
+        state = self._state(record, "_StorageInfo")
+        name = self._text(state["relative_path"])
+        if state.get("transform_descriptors"):
+            msg = (
+                f"load: the checkpoint {self._directory} is transformed by {state['transform_descriptors']!r}: "
+                "expected plain files. Pass storage_reader=FileSystemReader(...) if you trust its source."
+            )
+            raise CheckpointError(msg)
+        stored = Stored(name, self._number(state["offset"], "an offset"), self._number(state["length"], "a length"))
+        size = self._file_size(name)
+        if stored.offset + stored.length > size:
+            self._damaged(
+                f"{name} is truncated: expected {stored.offset + stored.length} bytes or more, got {size} bytes"
+            )
+        return stored
+
+    def _file_size(self, name: str) -> int:
+        if name not in self._file_sizes:
+            pure = PurePosixPath(name)
+            if pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name or not pure.parts:
+                self._damaged(f"the file name {name!r} leads out of the directory")
+            path = self._directory / name
+            try:
+                inside = path.resolve().is_relative_to(self._directory.resolve())
+                if not inside or not path.is_file():
+                    self._damaged(
+                        f"the file {name} is missing" if inside else f"the file name {name!r} leads out of it"
+                    )
+                self._file_sizes[name] = path.stat().st_size
+            except OSError as error:
+                self._damaged(f"the file {name} cannot be read: {error}")
+        return self._file_sizes[name]
+
+    def _check_stored(
+        self,
+        key: str,
+        entry: TensorStorageMetadata | BytesStorageMetadata,
+        stored: Mapping[MetadataIndex, Stored],
+    ) -> None:
+        if isinstance(entry, BytesStorageMetadata):
+            if MetadataIndex(key) not in stored:
+                self._damaged(f"it does not say where {key} is stored")
+            return
+        for chunk in entry.chunks:
+            place = stored.get(MetadataIndex(key, chunk.offsets))
+            if place is None:
+                self._damaged(f"it does not say where the piece of {key} at {tuple(chunk.offsets)} is stored")
+                return
+            need = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
+            if place.length < need:
+                self._damaged(f"a piece of {key} is stored in {place.length} bytes: expected {need} or more")

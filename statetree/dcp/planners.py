@@ -1,0 +1,242 @@
+"""How DCP plans a save or a load of ours: prepared inside its first step, in which it tells every rank what fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_local_load_plan,
+)
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
+
+from statetree.dcp.outline import STRUCTURE_KEY
+from statetree.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Pickled:
+    """A plain value, pickled."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+
+@dataclasses.dataclass
+class ToSave:
+    """What a rank has to save.
+
+    Attributes:
+        flat: Tensors, and ``Pickled`` values.
+        dcp_paths: Where they lie, as DCP has it.
+        inseparable: Keys of tensors that are of use together only, so that one rank has to write them all.
+    """
+
+    flat: dict[str, Any]
+    dcp_paths: dict[str, tuple[str | int, ...]]
+    inseparable: set[str]
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Plans a save.
+
+    Args:
+        prepare: Given whether this is the coordinating rank, returns what is to be saved. What it raises reaches every
+            rank.
+    """
+
+    def __init__(self, prepare: Callable[[bool], ToSave]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._prepare = prepare
+        self._inseparable: set[str] = set()
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],  # noqa: ARG002 - DCP's signature
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,  # noqa: FBT001, FBT002 - DCP's signature
+    ) -> None:
+        """Prepare the state."""
+        prepared = self._prepare(is_coordinator)
+        self._inseparable = prepared.inseparable
+        super().set_up_planner(prepared.flat, storage_meta, is_coordinator)
+        self.mappings = prepared.dcp_paths
+        self.flatten_state_dict = True  # that is: write the mappings, for tools that nest flat dicts again
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Let the first rank that has a value write it, and leave it to DCP who writes which tensor."""
+        taken: set[str] = set()
+        plans = []
+        for plan in all_plans:
+            together = [item for item in plan.items if self._is_written_by_one(item)]
+            skipped = {item.index for item in together if item.index.fqn in taken}
+            plans.append(dataclasses.replace(plan, items=[item for item in plan.items if item.index not in skipped]))
+            taken.update(item.index.fqn for item in together)
+        return super().create_global_plan(plans)
+
+    def _is_written_by_one(self, item: WriteItem) -> bool:
+        return item.type == WriteItemType.BYTE_IO or item.index.fqn in self._inseparable
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002, ARG002 - DCP's signature
+        """Return a value's bytes."""
+        return io.BytesIO(object.data) if isinstance(object, Pickled) else object
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Plans a load.
+
+    Args:
+        reader: Reads the structure while the load is planned.
+        choose: Given the structure's text (or ``None``) and the metadata, returns the tensors to fill, and ``None`` for
+            each plain value to read.
+        weights_only: Whether plain values are unpickled by the rules of ``torch.load(weights_only=True)``.
+
+    Attributes:
+        values: The plain values that were read.
+    """
+
+    def __init__(
+        self,
+        reader: CarefulReader,
+        choose: Callable[[str | None, Metadata], dict[str, Any]],
+        *,
+        weights_only: bool,
+    ) -> None:
+        super().__init__(flatten_state_dict=False)
+        self.values: dict[str, Any] = {}
+        self._reader = reader
+        self._choose = choose
+        self._weights_only = weights_only
+
+    def create_local_plan(self) -> LoadPlan:
+        """Read the structure, and choose what to load."""
+        if self._reader.failure is not None:
+            raise self._reader.failure
+        assert self.metadata is not None
+        text = None
+        if isinstance(self.metadata.state_dict_metadata.get(STRUCTURE_KEY), BytesStorageMetadata):
+            text = self._read_structure()
+        flat = self._choose(text, self.metadata)
+        super().set_up_planner(flat, self.metadata, self.is_coordinator)
+        plan = create_default_local_load_plan(self.state_dict, self.metadata)
+        self._check_coverage(plan)
+        return plan
+
+    def _read_structure(self) -> str:
+        index = MetadataIndex(STRUCTURE_KEY)
+        none = torch.Size([0])
+        item = ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none)
+        trusting, self._weights_only = self._weights_only, True
+        self._reader.inner.read_data(LoadPlan([item]), self).wait()
+        self._weights_only = trusting
+        return self.values.pop(STRUCTURE_KEY)  # type: ignore[no-any-return]
+
+    def _check_coverage(self, plan: LoadPlan) -> None:
+        """Raise if the pieces in the checkpoint do not make up the tensors: elements would keep what they were."""
+        covered: dict[str, int] = {}
+        for item in plan.items:
+            if item.type == LoadItemType.TENSOR:
+                key = item.dest_index.fqn
+                covered[key] = covered.get(key, 0) + math.prod(item.lengths)
+        for key, target in self.state_dict.items():
+            need = _local_elements(target)
+            if need != covered.get(key, 0):
+                msg = (
+                    f"load: the checkpoint holds {covered.get(key, 0)} of the {need} elements of {key} that this rank "
+                    "needs: expected all. It was saved without some of its ranks, or is damaged. Load another one."
+                )
+                raise CheckpointError(msg)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Unpickle a plain value."""
+        key = read_item.dest_index.fqn
+        try:
+            self.values[key] = torch.load(value, weights_only=self._weights_only)
+        except Exception as error:  # noqa: BLE001 - damaged or hostile bytes may raise anything
+            reason = f"{type(error).__name__}: {_gist(error)}"
+            remedy = (
+                "If you trust where the checkpoint comes from, pass weights_only=False, or name its classes with "
+                "torch.serialization.add_safe_globals."
+                if self._weights_only
+                else "Load another checkpoint."
+            )
+            msg = f"load: the plain value at {key} cannot be read: {reason}. {remedy}"
+            raise CheckpointError(msg) from None
+
+
+def _gist(error: Exception) -> str:
+    """Return what torch says that is of use here: its advice is for calls of torch.load."""
+    text = " ".join(str(error).split())
+    found = re.search(
+        r"WeightsUnpickler error: (.*?)(?:\. |$)|(Unsupported (?:global|class|operand).*?)(?:\. |$)", text
+    )
+    return next(filter(None, found.groups())) if found else text[:200]
+
+
+def _local_elements(target: Any) -> int:
+    if isinstance(target, ShardedTensor):
+        return sum(shard.tensor.numel() for shard in target.local_shards())
+    if isinstance(target, DTensor):
+        return target.to_local().numel() if target.device_mesh.get_coordinate() is not None else 0
+    return target.numel() if isinstance(target, torch.Tensor) else 0
+
+
+class CarefulReader(StorageReader):
+    """Passes everything on to a reader, but keeps what reading the metadata raises for the planner to raise.
+
+    DCP itself logs such errors, and goes on to look for files of another kind.
+    """
+
+    def __init__(self, inner: StorageReader) -> None:
+        self.inner = inner
+        self.failure: Exception | None = None
+
+    @property
+    def checkpoint_id(self) -> Any:
+        """The inner reader's."""
+        return getattr(self.inner, "checkpoint_id", None)
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Pass on."""
+        self.inner.reset(checkpoint_id)
+
+    def read_metadata(self, *_args: Any) -> Metadata:
+        """Read the metadata, or return an empty one."""
+        try:
+            return self.inner.read_metadata()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the planner raises it
+            self.failure = error
+            return Metadata({}, storage_data={})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_args: Any) -> None:  # noqa: FBT001 - DCP's
+        """Pass on."""
+        self.inner.set_up_storage_reader(metadata, is_coordinator)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Pass on."""
+        return self.inner.prepare_local_plan(plan)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Pass on."""
+        return self.inner.prepare_global_plan(plans)
+
+    def read_data(self, plan: LoadPlan, planner: Any) -> Any:
+        """Pass on."""
+        return self.inner.read_data(plan, planner)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Whether it may be an id: whatever it is, it is the inner reader's concern."""
+        return checkpoint_id is not None

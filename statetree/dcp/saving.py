@@ -1,0 +1,136 @@
+"""``save``: a whole state written by DCP."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from statetree.dcp import structure
+from statetree.dcp.directories import DirectoryWriter, local_directory
+from statetree.dcp.failures import checkpoint_errors
+from statetree.dcp.internals import run_save
+from statetree.dcp.outline import STRUCTURE_KEY, Outline, free_key, outline_of
+from statetree.dcp.planners import Pickled, SavePlanner, ToSave
+from statetree.dcp.structure import SavedEntry
+from statetree.dcp.tensors import PARTS_ENTRY, VALUE_ENTRY, Content, content_of, to_save
+from statetree.errors import UnsupportedLeaf
+from statetree.paths import Path
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable
+
+    from torch.distributed import ProcessGroup
+    from torch.distributed.checkpoint.storage import StorageWriter
+
+
+def save(
+    state: Any,
+    *,
+    checkpoint_id: str | os.PathLike[str],
+    process_group: ProcessGroup | None = None,
+    storage_writer: StorageWriter | None = None,
+) -> None:
+    """Save a whole state with ``torch.distributed.checkpoint``.
+
+    ``load`` gives it back: into a template, or, where all containers are ``dict``, ``list``, ``tuple`` or
+    ``OrderedDict``, without one. DCP's own ``load`` reads it, too: the keys are those of DCP's flattening wherever that
+    goes down to the leaf. Tensors are saved by value: ties, strides, ``requires_grad``, classes and Python attributes
+    are not. Sparse, nested and quantized tensors and wrapper subclasses are saved in parts. Objects of unknown classes
+    are pickled.
+
+    A checkpoint that is there already is overwritten, and is lost if this breaks off (a ``Checkpointer`` keeps it).
+
+    Args:
+        state: Any tree. ``DTensor`` and ``ShardedTensor`` are written by the ranks that hold them, once each piece.
+        checkpoint_id: The directory, the same one on every rank.
+        process_group: The ranks that save; by default all.
+        storage_writer: Writes elsewhere than to a directory.
+
+    Collective:
+        Every rank of the group calls it. Of what several ranks hold, the first one's plain values and structure are
+        kept; a tensor that is not distributed is taken to be the same on all of them, and written by any. What only
+        some ranks hold is kept, too (under keys with their ranks, say): it is loaded by a template that names it.
+
+    Raises:
+        CheckpointError: If it cannot be written, with every rank's error. All ranks raise.
+        UnsupportedLeaf: If a leaf has no elements (a meta tensor), or cannot be taken apart or pickled. Nothing is
+            written then.
+        CyclicTree: If a container holds itself.
+
+    Example:
+        >>> import tempfile, torch, statetree.dcp
+        >>> directory = tempfile.mkdtemp()
+        >>> statetree.dcp.save({"w": torch.ones(2), 7: ("a", None)}, checkpoint_id=directory)
+        >>> statetree.dcp.load(checkpoint_id=directory)
+        {'w': tensor([1., 1.]), 7: ('a', None)}
+    """
+    write(lambda: state, checkpoint_id, process_group, storage_writer)
+
+
+def write(
+    state: Callable[[], Any],
+    checkpoint_id: str | os.PathLike[str],
+    group: ProcessGroup | None,
+    writer: StorageWriter | None = None,
+) -> None:
+    """Save the state that a function returns. What it raises reaches every rank."""
+    if writer is None:
+        writer = DirectoryWriter(local_directory("save", checkpoint_id))
+    else:
+        writer.reset(checkpoint_id)
+    planner = SavePlanner(lambda is_coordinator: _prepared(state(), with_structure=is_coordinator))
+    with checkpoint_errors("save", checkpoint_id):
+        run_save(writer, planner, group)
+
+
+def _prepared(state: Any, *, with_structure: bool) -> ToSave:
+    """Take a state apart into what DCP saves."""
+    outline = outline_of(state)
+    prepared = ToSave({}, {}, set())
+    taken = {entry.key for entry in outline.entries}
+    saved = []
+    for entry in outline.entries:
+        content = content_of("save", entry.value, entry.path)
+        keys = _keys_of(entry.key, content, taken)
+        if content.sort == VALUE_ENTRY:
+            prepared.flat[entry.key] = _pickled(entry.value, entry.path)
+        else:
+            prepared.flat.update(zip(keys, map(to_save, content.tensors), strict=True))
+        prepared.dcp_paths.update({key: (key,) for key in keys} if len(keys) != 1 else {keys[0]: entry.dcp_path})
+        if content.sort == PARTS_ENTRY:
+            prepared.inseparable.update(keys)
+        saved.append(SavedEntry(content.sort, keys, content.facts))
+    if with_structure:
+        prepared.flat[STRUCTURE_KEY] = _structure(outline, saved)
+        prepared.dcp_paths[STRUCTURE_KEY] = (STRUCTURE_KEY,)
+    return prepared
+
+
+def _keys_of(key: str, content: Content, taken: set[str]) -> tuple[str, ...]:
+    if content.sort != PARTS_ENTRY:
+        return (key,)
+    keys = []
+    for number in range(len(content.tensors)):
+        keys.append(free_key(f"{key}.<part {number}>", taken))
+        taken.add(keys[-1])
+    return tuple(keys)
+
+
+def _structure(outline: Outline, saved: list[SavedEntry]) -> Pickled:
+    return _pickled(structure.written(outline.nodes, saved), Path())
+
+
+def _pickled(value: Any, path: Path) -> Pickled:
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+    except Exception as error:
+        msg = (
+            f"save: the leaf at {path or '<root>'} ({type(value).__qualname__}) cannot be pickled: "
+            f"{type(error).__name__}: {error}. Leave it out, or register its class as a container (register_container)."
+        )
+        raise UnsupportedLeaf(msg, path) from error
+    return Pickled(file.getvalue())

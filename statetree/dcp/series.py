@@ -1,0 +1,145 @@
+"""A directory of checkpoints, one a step: their names, and how they appear, are replaced and disappear as a whole.
+
+A checkpoint is written under a name that begins with a dot, and gets its own when all of it is on the disk. Replacing a
+step is done by a second revision, after which the first is removed: a directory cannot be renamed onto another one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import uuid
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from statetree.dcp.directories import sync_directory
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_NAME: Final = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_LEFTOVER: Final = re.compile(r"\.step-\d{8,}(\.\d+)?\.(partial|removed)-[0-9a-f]{32}")
+METADATA: Final = ".metadata"
+
+
+class Checkpoint(NamedTuple):
+    """A complete checkpoint in a series. Tuples of later ones are greater."""
+
+    step: int
+    revision: int
+
+    @property
+    def name(self) -> str:
+        """The name of its directory."""
+        return f"step-{self.step:08}" + (f".{self.revision}" if self.revision else "")
+
+
+class Series:
+    """The checkpoints in a directory. Only one rank uses it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def complete(self) -> list[Checkpoint]:
+        """Return the complete checkpoints, of each step the latest revision, in the order of steps."""
+        return sorted({found.step: found for found in sorted(self._all())}.values())
+
+    def _all(self) -> list[Checkpoint]:
+        found = []
+        with suppress(FileNotFoundError, NotADirectoryError):
+            for entry in os.scandir(self.directory):
+                match = _NAME.fullmatch(entry.name)
+                if match and entry.is_dir() and os.path.isfile(os.path.join(entry.path, METADATA)):
+                    checkpoint = Checkpoint(int(match[1]), int(match[2] or 0))
+                    if checkpoint.name == entry.name:
+                        found.append(checkpoint)
+        return found
+
+    def path(self, checkpoint: Checkpoint) -> Path:
+        """Return the directory of a checkpoint."""
+        return self.directory / checkpoint.name
+
+    def begin(self, step: int) -> Partial:
+        """Make a directory to write a checkpoint into, and remove what crashed saves left behind."""
+        if not self.directory.is_dir():
+            self.directory.mkdir(parents=True, exist_ok=True)
+            sync_directory(self.directory.parent)
+        self._clean()
+        path = self.directory / f".{Checkpoint(step, 0).name}.partial-{uuid.uuid4().hex}"
+        path.mkdir()
+        return Partial(path, step)
+
+    def publish(self, partial: Partial) -> Checkpoint:
+        """Give a checkpoint, which is on the disk, its name."""
+        revisions = [found.revision for found in self._all() if found.step == partial.step]
+        revision = max(revisions, default=-1) + 1
+        while True:
+            checkpoint = Checkpoint(partial.step, revision)
+            if not self.path(checkpoint).exists():  # something foreign may have the name
+                break
+            revision += 1
+        os.rename(partial.path, self.path(checkpoint))
+        sync_directory(self.directory)
+        partial.close()
+        return checkpoint
+
+    def prune(self, keep: int | None, latest: Checkpoint) -> None:
+        """Remove superseded revisions, and all but the newest steps; never the one just saved."""
+        complete = self.complete()
+        kept = set(complete if keep is None else complete[-keep:]) | {latest}
+        for checkpoint in self._all():
+            if checkpoint not in kept:
+                self._remove(self.path(checkpoint))
+
+    def _remove(self, path: Path) -> None:
+        """Remove a checkpoint: first its name, so that no half of it is ever seen."""
+        aside = path.with_name(f".{path.name}.removed-{uuid.uuid4().hex}")
+        with suppress(OSError):  # what stays is removed by a later save
+            os.rename(path, aside)
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def _clean(self) -> None:
+        for entry in list(os.scandir(self.directory)):
+            if _LEFTOVER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False) and not _is_in_use(entry.path):
+                shutil.rmtree(entry.path, ignore_errors=True)
+
+
+class Partial:
+    """A checkpoint that is being written. While it is open, or its process alive, nobody takes it for a leftover."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path = path
+        self.step = step
+        self._lock = os.open(path, os.O_RDONLY)
+        with suppress(OSError):  # a file system without locks: the name is as unique without
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def close(self) -> None:
+        """Give up the lock."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        self.close()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _is_in_use(path: str) -> bool:
+    """Whether some process is writing to a directory."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return False

@@ -1,0 +1,162 @@
+"""What a checkpoint holds of one leaf: a tensor, the parts of a tensor, or a plain value."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from statetree.comparing import settled
+from statetree.dcp.keys import without_addresses
+from statetree.errors import UnsupportedLeaf
+from statetree.leaf_types.dtensor import DTENSOR
+from statetree.leaf_types.sharded_tensor import SHARDED
+from statetree.leaf_types.tensor import TENSOR
+from statetree.leaves import QUANTIZED, Packed, Unpacked, facts, leaf_type_of, unpack
+from statetree.overlaps import overlaps_itself
+from statetree.spans import holds_memory
+from statetree.torch_internals import WITHOUT_KERNELS, quietly
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from statetree.paths import Path
+
+TENSOR_ENTRY: Final = "tensor"
+PARTS_ENTRY: Final = "parts"
+VALUE_ENTRY: Final = "value"
+
+#: These go to DCP as they are: it writes the chunks that each rank holds.
+DISTRIBUTED: Final = (DTensor, ShardedTensor)
+
+
+class Content(NamedTuple):
+    """What there is to save of a leaf, or to fill.
+
+    Attributes:
+        sort: ``TENSOR_ENTRY``, ``PARTS_ENTRY`` or ``VALUE_ENTRY``.
+        tensors: The tensor itself, or its parts. None for plain values.
+        facts: What must agree, besides, for the parts to be of use.
+    """
+
+    sort: str
+    tensors: Sequence[torch.Tensor]
+    facts: str = ""
+
+
+PLAIN: Final = Content(VALUE_ENTRY, ())
+
+
+def content_of(verb: str, leaf: Any, path: Path) -> Content:
+    """Say what there is to save, or to fill, of a leaf.
+
+    Args:
+        verb: On whose behalf, for messages.
+        leaf: Any leaf.
+        path: Where it lies.
+
+    Returns:
+        Plain tensors come without gradient and class, on the memory of the leaf.
+
+    Raises:
+        UnsupportedLeaf: If it has no elements in memory, or cannot be taken apart.
+    """
+    if not isinstance(leaf, (torch.Tensor, torch.UntypedStorage, torch.storage.TypedStorage)):
+        return PLAIN
+    leaf = settled(leaf)
+    if isinstance(leaf, DISTRIBUTED):
+        _check_distributed(verb, leaf, path)
+        return Content(TENSOR_ENTRY, (leaf,))
+    leaf_type = leaf_type_of(type(leaf))
+    if leaf_type is TENSOR and leaf.layout is torch.strided and not leaf.is_nested and leaf.dtype not in QUANTIZED:
+        tensor = _bare(leaf)
+        check_elements(verb, tensor, path)
+        if tensor.dtype not in WITHOUT_KERNELS:
+            return Content(TENSOR_ENTRY, (tensor,))
+        # DCP asks torch for the sizes of elements, which it does not know of these dtypes.
+        return Content(PARTS_ENTRY, (_as_numbers(tensor),), _facts(leaf))
+    if getattr(leaf_type, "name", "") in {"FakeTensor", "uninitialized"}:
+        _refuse(verb, path, f"a {type(leaf).__qualname__}, which has no elements", "Materialize it")
+    unpacked = unpack(verb, [leaf], lambda: [path])
+    if _holds_distributed(unpacked):
+        held = f"a {type(leaf).__qualname__} around a distributed tensor"
+        _refuse(verb, path, held, "Gather it")
+    parts = [_bare(unpacked.parts[index]) for index in dict.fromkeys(unpacked.parts_of(0))]
+    for part in parts:
+        check_elements(verb, part, path)
+    return Content(
+        PARTS_ENTRY, [_as_numbers(part) if part.dtype in WITHOUT_KERNELS else part for part in parts], _facts(leaf)
+    )
+
+
+@quietly
+def _bare(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().as_subclass(torch.Tensor)
+
+
+def _as_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8 if tensor.dtype.itemsize == 1 else torch.int16)
+
+
+def _facts(leaf: Any) -> str:
+    return without_addresses(dict(facts(leaf)))
+
+
+def _holds_distributed(unpacked: Unpacked) -> bool:
+    pending = list(unpacked.recipes.values())
+    while pending:
+        recipe = pending.pop()
+        if isinstance(recipe, Packed):
+            if recipe.leaf_type in (DTENSOR, SHARDED):
+                return True
+            pending += recipe.inner
+    return False
+
+
+def _check_distributed(verb: str, leaf: Any, path: Path) -> None:
+    if not isinstance(leaf, DTensor):
+        return
+    if any(placement.is_partial() for placement in leaf.placements):
+        # DCP would take each rank's summand for the sum.
+        _refuse(verb, path, f"a DTensor with the placements {leaf.placements}", "Redistribute or reduce it")
+    if leaf.is_meta:
+        _refuse(verb, path, "a meta DTensor, which has no elements", "Materialize it (to_empty)")
+    with torch.no_grad():
+        local = settled(leaf.to_local())
+    if leaf_type_of(type(local)) is not TENSOR or local.layout is not torch.strided:
+        # DCP would pickle it, class and all.
+        _refuse(verb, path, f"a DTensor of a {type(local).__qualname__}", "Gather it, or save its inner tensors")
+
+
+def check_elements(verb: str, tensor: torch.Tensor, path: Path) -> None:
+    """Raise ``UnsupportedLeaf`` if a tensor has no memory, or not enough for its elements."""
+    if tensor.is_meta:
+        _refuse(verb, path, "a meta tensor, which has no elements", "Materialize it (to_empty)")
+    if not holds_memory(tensor):
+        held = f"a tensor whose storage was freed or resized to {tensor.untyped_storage().nbytes()} bytes"
+        _refuse(verb, path, held, "Restore it (FSDP: unshard, or use its state_dict)")
+
+
+def _refuse(verb: str, path: Path, got: str, remedy: str) -> None:
+    where = path or "<root>"
+    msg = f"{verb}: cannot take the leaf at {where}: expected a tensor with elements, got {got}. {remedy} first."
+    raise UnsupportedLeaf(msg, path)
+
+
+@quietly
+def to_save(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose memory holds what the tensor reads as."""
+    return tensor if isinstance(tensor, DISTRIBUTED) else tensor.resolve_conj().resolve_neg()
+
+
+def why_not_writable(tensor: torch.Tensor) -> str:
+    """Say why elements cannot be loaded into a tensor; empty if they can."""
+    if isinstance(tensor, DISTRIBUTED):
+        return ""
+    if tensor.is_inference():
+        return "an inference tensor, which cannot be written"
+    if not tensor.is_contiguous() and overlaps_itself(tensor.shape, tensor.stride()):
+        return "a tensor that overlaps itself (an expanded one)"
+    return ""

@@ -1,0 +1,232 @@
+"""A series of checkpoints: complete or not there, pruned, replaced, restored."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import statetree
+from statetree.dcp import AsyncStager, Checkpointer, saving, series
+from statetree.testing import assert_trees_equal
+
+
+def state_of(step):
+    return {"w": torch.arange(4.0) + step, "step": step}
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_saves_are_listed_and_restored(tmp_path):
+    with Checkpointer(tmp_path / "new" / "run") as saved:
+        assert saved.steps() == []
+        for step in (3, 1, 20):
+            saved.save(step, state_of(step))
+        assert saved.steps() == [1, 3, 20]
+        assert_trees_equal(saved.restore(), state_of(20))
+        template = {"w": torch.zeros(4), "step": None}
+        restored = saved.restore(template, step=3)
+        assert restored["w"] is template["w"]
+        assert_trees_equal(restored, state_of(3))
+    assert_trees_equal(Checkpointer(tmp_path / "new" / "run").restore(), state_of(20))
+
+
+def test_old_ones_are_pruned(tmp_path):
+    with Checkpointer(tmp_path, keep=2) as saved:
+        for step in range(4):
+            saved.async_save(step, state_of(step))
+        saved.restore()
+        assert names(tmp_path) == ["step-00000002", "step-00000003"]
+        saved.save(1, state_of(1))  # the one just saved stays, though it is not among the highest
+        assert saved.steps() == [1, 2, 3]
+
+
+def test_a_step_is_replaced(tmp_path, monkeypatch):
+    seen = []
+    prune = series.Series.prune
+
+    def looking(self, keep, latest):
+        seen.append(Checkpointer(tmp_path).restore()["w"][0].item())
+        prune(self, keep, latest)
+
+    monkeypatch.setattr(series.Series, "prune", looking)
+    with Checkpointer(tmp_path) as saved:
+        for value in range(3):
+            saved.save(7, state_of(value))
+            assert_trees_equal(saved.restore(step=7), state_of(value))
+        assert saved.steps() == [7]
+    assert seen == [0.0, 1.0, 2.0]
+    assert names(tmp_path) == ["step-00000007.2"]
+
+
+def test_what_is_foreign_is_ignored_and_left_alone(tmp_path):
+    for name in ("step-1", "step-00000009", "step-00000008.0", "notes", ".step-00000001.partial-x"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-1" / ".metadata").touch()
+    (tmp_path / "step-00000008.0" / ".metadata").touch()
+    (tmp_path / "step-00000005").touch()
+    before = names(tmp_path)
+    with Checkpointer(tmp_path, keep=1) as saved:
+        assert saved.steps() == []
+        with pytest.raises(
+            statetree.CheckpointError, match=r"no complete checkpoint in .*: expected a checkpoint, got"
+        ):
+            saved.restore()
+        saved.save(5, state_of(5))
+        saved.save(6, state_of(6))
+        assert saved.steps() == [6]
+        with pytest.raises(statetree.CheckpointError, match=r"expected one of step 5, got steps: 6"):
+            saved.restore(step=5)
+    assert set(names(tmp_path)) - set(before) == {"step-00000006"}
+    assert set(before) <= set(names(tmp_path))
+
+
+def test_leftovers_are_removed_but_not_those_of_a_running_save(tmp_path):
+    old = tmp_path / f".step-00000001.partial-{'a' * 32}"
+    removed = tmp_path / f".step-00000001.2.removed-{'b' * 32}"
+    for path in (old, removed):
+        path.mkdir()
+        (path / "file").touch()
+    running = series.Series(tmp_path).begin(2)  # as another process would
+    assert not old.exists()
+    assert not removed.exists()
+    Checkpointer(tmp_path).save(3, state_of(3))
+    assert names(tmp_path) == [running.path.name, "step-00000003"]
+    running.close()
+    Checkpointer(tmp_path).save(4, state_of(4))
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]
+
+
+class Held:
+    """Holds the writing up until it is let go."""
+
+    def __init__(self, monkeypatch):
+        self.go = threading.Event()
+        run = saving.run_save
+
+        def wait_and_run(*args):
+            assert self.go.wait(20)
+            return run(*args)
+
+        monkeypatch.setattr(saving, "run_save", wait_and_run)
+
+
+def test_a_running_save_is_refused_or_waited_for(tmp_path, monkeypatch):
+    held = Held(monkeypatch)
+    weight = torch.zeros(2)
+    with Checkpointer(tmp_path) as saved:
+        first = saved.async_save(1, {"w": weight})
+        weight += 1
+        with pytest.raises(statetree.StagerBusy, match=r"async_save: a save is still running: .*wait=True"):
+            saved.async_save(2, {"w": weight}, wait=False)
+        assert saved.steps() == []
+        threading.Timer(0.1, held.go.set).start()
+        second = saved.async_save(2, {"w": weight})
+        assert first.done()
+        second.result(20)
+        saved.async_save(3, {"w": weight}, wait=False)
+        assert saved.restore(step=1)["w"].tolist() == [0, 0]
+        assert saved.steps() == [1, 2, 3]
+        assert saved.restore(step=2)["w"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("call", ["save", "async_save", "restore", "close"])
+def test_errors_of_the_background_surface_at_the_next_call(call, tmp_path, monkeypatch):
+    def fail(*args):
+        raise OSError("planted")
+
+    saved = Checkpointer(tmp_path)
+    saved.save(1, state_of(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "run_save", fail)
+        future = saved.async_save(2, state_of(2))
+        assert "planted" in str(future.exception(20))
+    arguments = (3, state_of(3)) if call.endswith("save") else ()
+    with pytest.raises(statetree.CheckpointError, match=r"planted"):
+        getattr(saved, call)(*arguments)
+    assert saved.steps() == [1]
+    assert names(tmp_path) == ["step-00000001"]
+    saved.close()
+    with pytest.raises(statetree.CheckpointError, match=r"is closed"):
+        saved.save(4, state_of(4))
+
+
+def test_an_error_beside_another_is_a_note(tmp_path, monkeypatch):
+    def fail(*args):
+        raise OSError("planted")
+
+    monkeypatch.setattr(saving, "run_save", fail)
+
+    def leave_with_another():
+        with Checkpointer(tmp_path) as saved:
+            saved.async_save(1, state_of(1))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        leave_with_another()
+    assert "planted" in caught.value.__notes__[0]
+
+
+def test_a_failed_rename_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+    saved = Checkpointer(tmp_path)
+    saved.save(1, state_of(1))
+
+    def fail(*args):
+        raise OSError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(series.Series, "publish", fail)
+        with pytest.raises(statetree.CheckpointError, match=r"could not use the directory: OSError: planted"):
+            saved.save(2, state_of(2))
+    assert names(tmp_path) == ["step-00000001"]
+
+
+@pytest.mark.parametrize("step", [-1, True, "1", 1.0, None])
+def test_steps_are_numbers(step, tmp_path):
+    with pytest.raises(ValueError, match=r"save: step must be a number"):
+        Checkpointer(tmp_path).save(step, {})
+
+
+def test_keep_is_positive(tmp_path):
+    with pytest.raises(ValueError, match=r"keep must be at least 1"):
+        Checkpointer(tmp_path, keep=0)
+
+
+def test_a_given_stager_stays_open(tmp_path):
+    with statetree.Stager() as stager:
+        with Checkpointer(tmp_path, stager=stager) as saved:
+            saved.async_save(1, state_of(1))
+        assert_trees_equal(stager.stage(state_of(2)), state_of(2))
+
+
+def test_an_asynchronous_stager_overlaps_staging_with_training(tmp_path):
+    weight = torch.arange(4.0)
+    with AsyncStager(asynchronous=True) as stager, Checkpointer(tmp_path, stager=stager) as saved:
+        for step in range(3):
+            saved.async_save(step, {"w": weight})
+            stager.synchronize()
+            weight += 1
+        for step in range(3):
+            assert_trees_equal(saved.restore(step=step), {"w": torch.arange(4.0) + step})
+
+
+def test_a_failure_in_staging_reaches_the_caller_once(tmp_path):
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    with Checkpointer(tmp_path) as saved:
+        with pytest.raises(statetree.UnsupportedLeaf, match=r"stage: .*at w"):
+            saved.async_save(1, {"w": freed})
+        saved.async_save(2, state_of(2)).result(20)
+        assert names(tmp_path) == ["step-00000002"]
+
+
+def test_classes_beyond_plain_data_take_trust(tmp_path):
+    state = {"path": tmp_path}
+    with Checkpointer(tmp_path) as saved:
+        saved.save(1, state)
+        with pytest.raises(statetree.CheckpointError, match=r"the plain value at path cannot be read.*weights_only"):
+            saved.restore()
+        assert saved.restore(weights_only=False) == state

@@ -1,0 +1,198 @@
+"""Real gloo ranks: FSDP2 with AdamW, resharded from 2 to 4 to 1 ranks, and failures that every rank is told of."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Partial
+
+import statetree
+from statetree import dcp
+from statetree.testing import run_ranks
+
+STEPS = 2
+
+
+def make_model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.LayerNorm(7), torch.nn.Linear(7, 3))
+
+
+def sharded(world_size: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = make_model()
+    if world_size > 1:
+        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def train(model, optimizer, steps=STEPS):
+    for _ in range(steps):
+        model(torch.arange(10.0).reshape(2, 5) / 10).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def state_of(model, optimizer, step):
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "counts": (step, {"seen": [step]}), 0: {}}
+
+
+def summed(state) -> dict[str, float]:
+    """Return a number for every tensor, the same whatever the sharding."""
+    flat, _ = statetree.to_flat(state)
+    totals = {}
+    for key, leaf in flat.items():
+        if isinstance(leaf, torch.Tensor):
+            whole = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+            weights = torch.arange(1.0, whole.numel() + 1).reshape(whole.shape)
+            totals[key] = (whole.detach().double() * weights).sum().item()
+    return totals
+
+
+def save_on_ranks(directory: Path) -> dict[str, float]:
+    """Save by every means: at once, in the background while training goes on, and with DCP itself."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model, optimizer = sharded(world_size)
+    train(model, optimizer)
+    state = state_of(model, optimizer, STEPS)
+    expected = summed(state)
+    dcp.save(state, checkpoint_id=f"{directory}/saved")
+    torch_dcp.save(state, checkpoint_id=f"{directory}/theirs")
+    extra = {**state, **({"only": torch.arange(3)} if rank == 1 else {})}
+    with statetree.Stager() as stager:
+        future = dcp.async_save(extra, checkpoint_id=f"{directory}/async", stager=stager)
+        train(model, optimizer, 20)  # collectives on the default group, while the save is under way
+        future.result(60)
+    with dcp.Checkpointer(f"{directory}/series", keep=2) as series:
+        for step in range(3):
+            series.async_save(step, {"model": model.state_dict(), "step": step, "rank": rank})
+            train(model, optimizer, 1)
+        with pytest.raises(statetree.CheckpointError, match=r"expected one of step 9"):
+            series.restore(step=9)
+        restored = series.restore({"model": model.state_dict(), "step": None, "rank": None})
+        assert restored["step"] == 2
+        assert restored["rank"] == 0  # the first rank's plain values count
+        assert series.steps() == [1, 2]
+    return expected
+
+
+def load_on_ranks(directory: Path, expected: dict[str, float]) -> None:
+    world_size = dist.get_world_size()
+    for name in ("saved", "async", "theirs"):
+        model, optimizer = sharded(world_size)
+        train(model, optimizer, 1)  # gives the optimizer its state
+        template = state_of(model, optimizer, 0)
+        loaded = dcp.load(template, checkpoint_id=f"{directory}/{name}")
+        assert close(summed(loaded), expected), name
+        assert loaded["counts"] == (STEPS, {"seen": [STEPS]})
+        assert loaded["model"]["0.weight"] is template["model"]["0.weight"]
+    loaded = dcp.load({"only": torch.zeros(3).long()}, checkpoint_id=f"{directory}/async")
+    assert loaded["only"].tolist() == [0, 1, 2]
+    whole = dcp.load(checkpoint_id=f"{directory}/saved")
+    assert close(summed(whole), expected)
+    assert whole[0] == {}
+    if world_size > 1:
+        dcp.save(loaded_state(world_size, directory), checkpoint_id=f"{directory}/saved by {world_size}")
+
+
+def loaded_state(world_size: int, directory: Path) -> Any:
+    model, optimizer = sharded(world_size)
+    train(model, optimizer, 1)
+    return dcp.load(state_of(model, optimizer, 0), checkpoint_id=f"{directory}/saved")
+
+
+def close(left: dict[str, float], right: dict[str, float]) -> bool:
+    return left.keys() == right.keys() and all(math.isclose(left[key], right[key], rel_tol=1e-6) for key in left)
+
+
+def test_a_sharded_state_is_resharded_from_2_to_4_to_1_ranks(tmp_path):
+    expected = run_ranks(2, save_on_ranks, tmp_path)[0]
+    run_ranks(4, load_on_ranks, tmp_path, expected)
+    run_ranks(1, load_on_ranks, tmp_path, expected)
+    assert close(summed(dcp.load(checkpoint_id=tmp_path / "saved by 4")), expected)  # and without ranks
+    assert dcp.Checkpointer(tmp_path / "series").restore({"step": None}) == {"step": 2}
+
+
+def fail_on_ranks(directory: Path) -> list[str]:
+    """Let one rank fail in every way, and return what each rank was told."""
+    rank, told = dist.get_rank(), []
+
+    def note(call: Any) -> None:
+        try:
+            call()
+        except statetree.StateTreeError as error:
+            told.append(f"{type(error).__name__}: {error}")
+        else:
+            told.append("nothing")
+
+    mesh = init_device_mesh("cpu", (2,))
+    good = {"a": distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])}
+    bad = {"a": torch.empty(2, device="meta")} if rank == 1 else good
+    note(lambda: dcp.save(bad, checkpoint_id=f"{directory}/meta"))
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    note(lambda: dcp.async_save({"a": freed} if rank == 1 else good, checkpoint_id=f"{directory}/staging").result(60))
+    dcp.save(good, checkpoint_id=f"{directory}/good")
+    wrong = {"a": torch.zeros(5) if rank == 1 else torch.zeros(6)}
+    note(lambda: dcp.load(wrong, checkpoint_id=f"{directory}/good"))
+    assert not wrong["a"].any()
+    note(lambda: dcp.load({"a": torch.zeros(6)}, checkpoint_id=f"{directory}/nowhere"))
+    summand = DTensor.from_local(torch.ones(2), mesh, [Partial()])
+    note(lambda: dcp.save({"a": summand}, checkpoint_id=f"{directory}/partial"))
+    with dcp.Checkpointer(f"{directory}/series") as series:
+        note(lambda: series.save(1, bad))
+        assert series.steps() == []
+        series.save(2, {"a": distribute_tensor(torch.arange(6.0), mesh, [Replicate()])})
+        assert series.steps() == [2]
+        note(lambda: series.async_save(3, {"a": freed} if rank == 1 else good).result(60))
+        note(lambda: series.save(4, good))  # the ranks are in step: all hear of it, and none begins another save
+        series.save(5, good)
+        assert series.steps() == [2, 5]
+    note(lambda: dcp.Checkpointer(f"{directory}/series/step-00000005/.metadata").save(1, good))
+    note(lambda: dcp.Checkpointer(f"{directory}/nowhere").restore(good))
+    dist.barrier()  # the groups are still of use
+    return told
+
+
+def test_every_rank_is_told_what_fails_on_one(tmp_path):
+    first, second = run_ranks(2, fail_on_ranks, tmp_path)
+    assert len(first) == len(second) == 10
+    for told in (first, second):
+        assert "a meta tensor, which has no elements" in told[0]
+        assert "shape differs at a: expected (5,), got (6,)" in told[2]
+        assert "there is no such directory" in told[3]
+        assert "placements (Partial(sum),)" in told[4]
+        assert "a meta tensor" in told[5]
+        assert told[7].startswith("CheckpointError: save: staging failed on this rank: UnsupportedLeaf")
+        assert told[8].startswith("CheckpointError: save: the first rank could not use the directory: FileExistsError")
+        assert told[9].startswith("CheckpointError: restore: there is no complete checkpoint in")
+    for index in (1, 6):
+        assert first[index].startswith("CheckpointError: save: staging failed on this rank: UnsupportedLeaf")
+        assert second[index].startswith("UnsupportedLeaf: stage: ")
+
+
+def save_on_the_last_two(directory: Path) -> Any:
+    group = dist.new_group([2, 3])
+    rank = dist.get_rank()
+    if rank < 2:
+        return None
+    own = {rank: torch.arange(3) + rank}
+    with dcp.Checkpointer(directory / "series", process_group=group) as series:
+        series.async_save(1, {"own": own, "rank": rank})
+        restored = series.restore({"own": {rank: torch.zeros(3).long()}, "rank": None})
+    dcp.async_save(own, checkpoint_id=directory / "async", process_group=group).result(60)
+    loaded = dcp.load({rank: torch.zeros(3).long()}, checkpoint_id=directory / "async", process_group=group)
+    return restored["own"][rank].tolist(), restored["rank"], loaded[rank].tolist()
+
+
+def test_some_of_the_ranks_save_by_themselves(tmp_path):
+    found = run_ranks(4, save_on_the_last_two, tmp_path)
+    assert found == [None, None, ([2, 3, 4], 2, [2, 3, 4]), ([3, 4, 5], 2, [3, 4, 5])]

@@ -1,0 +1,148 @@
+"""What a template must be like, and what a template that is not gets."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+
+import pytest
+import torch
+
+import statetree
+from statetree import dcp
+from statetree.testing import assert_trees_equal
+
+
+def saved_state():
+    return {
+        "model": OrderedDict(weight=torch.arange(6.0).reshape(2, 3), bias=torch.arange(3.0)),
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.arange(6.0) + 9}},
+            "param_groups": [{"lr": 0.5, "betas": (0.9, 0.95), "params": [0]}],
+        },
+        "history": [1.0, 2.0],
+        "blocks": [torch.arange(2), torch.arange(3)],
+        "note": "x",
+    }
+
+
+def template_of(state):
+    return statetree.map_leaves(lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, torch.Tensor) else None, state)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    dcp.save(saved_state(), checkpoint_id=tmp_path)
+    return tmp_path
+
+
+def test_tensors_are_filled_in_place_and_values_come_from_the_checkpoint(checkpoint):
+    template = template_of(saved_state())
+    weight = template["model"]["weight"]
+    template["history"] = []  # a list of plain values is a plain value itself, of any length
+    loaded = dcp.load(template, checkpoint_id=checkpoint)
+    assert loaded["model"]["weight"] is weight
+    assert_trees_equal(loaded, saved_state())
+    assert template["note"] is None
+    assert template["history"] == []
+    assert loaded["model"] is not template["model"]
+
+
+def test_a_mapping_may_leave_keys_out(checkpoint):
+    loaded = dcp.load({"model": {"bias": torch.zeros(3)}, "note": 0}, checkpoint_id=checkpoint)
+    assert_trees_equal(loaded, {"model": {"bias": torch.arange(3.0)}, "note": "x"})
+
+
+def test_keys_are_matched_with_their_types(tmp_path):
+    dcp.save({0: torch.ones(1), "0": torch.zeros(2)}, checkpoint_id=tmp_path)
+    assert_trees_equal(dcp.load({"0": torch.ones(2)}, checkpoint_id=tmp_path), {"0": torch.zeros(2)})
+    with pytest.raises(statetree.TreeMismatch, match=r"missing differs at False: expected a tensor, got absent"):
+        dcp.load({False: torch.ones(2)}, checkpoint_id=tmp_path)
+
+
+MISFITS = {
+    "missing": (
+        {"a": 1, "model": {"b": torch.ones(1)}},
+        r"2 places:\n  missing differs at a: .*\n  missing differs at",
+    ),
+    "shape": ({"model": {"bias": torch.ones(4)}}, r"shape differs at model.bias: expected \(4,\), got \(3,\)"),
+    "dtype": ({"model": {"bias": torch.ones(3).double()}}, "dtype differs at model.bias: expected torch.float64"),
+    "value for tensor": (
+        {"model": {"bias": 0}},
+        "leaf type differs at model.bias: expected a plain value, got a tensor",
+    ),
+    "tensor for value": ({"note": torch.ones(1)}, "leaf type differs at note: expected a tensor, got a plain value"),
+    "fresh optimizer": (
+        {"optimizer": {"state": {}}},
+        r"length differs at optimizer.state: expected dict of 0, got dict of 1. .*get_optimizer_state_dict",
+    ),
+    "empty list": ({"blocks": []}, "structure differs at blocks: expected list of 0, got list of 2. Fill what"),
+    "length": ({"blocks": [torch.ones(2).long()]}, "length differs at blocks: expected list of 1, got list of 2"),
+    "tuple for list": (
+        {"blocks": (torch.arange(2), torch.arange(3))},
+        "structure differs at blocks: expected tuple of 2, got list of 2",
+    ),
+    "expanded": (
+        {"model": {"bias": torch.zeros(1).expand(3)}},
+        "writability differs at model.bias: .*overlaps itself",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_misfits_are_named_and_nothing_is_written(name, checkpoint):
+    misfit, message = MISFITS[name]
+    weight = torch.zeros(2, 3)
+    misfit = {**misfit, "model": {"weight": weight, **misfit.get("model", {})}}
+    with pytest.raises(statetree.TreeMismatch, match=rf"load: (the trees differ in )?{message}") as caught:
+        dcp.load(misfit, checkpoint_id=checkpoint)
+    assert caught.value.differences
+    assert not weight.any()
+
+
+def test_an_inference_tensor_is_refused(checkpoint):
+    with torch.inference_mode():
+        tensor = torch.zeros(3)
+    with pytest.raises(statetree.TreeMismatch, match=r"writability differs at model.bias: .*inference tensor"):
+        dcp.load({"model": {"bias": tensor}}, checkpoint_id=checkpoint)
+
+
+def test_a_meta_template_is_refused(checkpoint):
+    with pytest.raises(statetree.UnsupportedLeaf, match=r"load: .*at model.bias: .*a meta tensor.*to_empty"):
+        dcp.load({"model": {"bias": torch.zeros(3, device="meta")}}, checkpoint_id=checkpoint)
+
+
+def test_awkward_tensors_are_filled_right(tmp_path):
+    values = torch.complex(torch.arange(6.0), torch.arange(6.0) + 1).reshape(2, 3)
+    dcp.save({"conj": values, "rows": values.real.clone(), "parameter": values.imag.clone()}, checkpoint_id=tmp_path)
+    template = {
+        "conj": torch.zeros(3, 2, dtype=torch.complex64).conj().t(),
+        "rows": torch.zeros(4, 6)[::2, ::2],
+        "parameter": torch.nn.Parameter(torch.zeros(2, 3)),
+    }
+    loaded = dcp.load(template, checkpoint_id=tmp_path)
+    assert torch.equal(loaded["conj"], values)
+    assert loaded["conj"].is_conj()
+    assert torch.equal(loaded["rows"], values.real)
+    assert torch.equal(loaded["parameter"], values.imag)
+    assert loaded["parameter"].requires_grad
+
+
+def test_ties_of_the_template_stay(tmp_path):
+    tied = torch.arange(4.0)
+    dcp.save({"a": tied, "b": tied.view(2, 2)}, checkpoint_id=tmp_path)
+    base = torch.zeros(4)
+    loaded = dcp.load({"a": base, "b": base.view(2, 2)}, checkpoint_id=tmp_path)
+    assert loaded["a"].data_ptr() == loaded["b"].data_ptr()
+    assert torch.equal(base, tied)
+
+
+Pair = namedtuple("Pair", "x y")
+
+
+def test_containers_of_other_classes(tmp_path):
+    state = {"p": Pair(torch.arange(2), 1), "d": OrderedDict(a=1)}
+    dcp.save(state, checkpoint_id=tmp_path)
+    template = {"p": Pair(torch.zeros(2).long(), None), "d": {"a": 0}}  # any two mappings match
+    assert_trees_equal(dcp.load(template, checkpoint_id=tmp_path), {"p": Pair(torch.arange(2), 1), "d": {"a": 1}})
+    with pytest.raises(statetree.TreeMismatch, match=r"structure differs at p: expected tuple of 2, got .*Pair of 2"):
+        dcp.load({"p": (torch.zeros(2).long(), None)}, checkpoint_id=tmp_path)

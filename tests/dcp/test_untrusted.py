@@ -1,0 +1,227 @@
+"""Checkpoints that are hostile or damaged: nothing in them runs, and every one is refused."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+)
+
+import statetree
+from statetree import dcp
+from statetree.dcp.structure import read
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    directory = tmp_path / "checkpoint"
+    dcp.save({"w": torch.arange(1000.0), "v": [1, "x"]}, checkpoint_id=directory)
+    return directory
+
+
+def refused(directory, message, template=None):
+    with pytest.raises(statetree.CheckpointError, match=rf"(?s)load: .*{message}"):
+        dcp.load(template, checkpoint_id=directory)
+
+
+class Evil:
+    """Pickles as a call of a function."""
+
+    def __init__(self, function, *args):
+        self.call = (function, args)
+
+    def __reduce__(self):
+        return self.call
+
+
+MARK = "statetree_was_here"
+
+
+def touch(directory):
+    return Evil(os.mkdir, str(directory / MARK))
+
+
+@pytest.mark.parametrize("where", ["root", "entry", "planner_data", "storage_meta", "key"])
+def test_code_in_the_metadata_does_not_run(where, checkpoint):
+    path = checkpoint / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    evil = touch(checkpoint)
+    if where == "root":
+        metadata = evil
+    elif where == "entry":
+        metadata.state_dict_metadata["w"] = evil
+    elif where == "planner_data":
+        metadata.planner_data = evil
+    elif where == "storage_meta":
+        metadata.storage_meta = evil
+    else:
+        metadata.storage_data[MetadataIndex("x", index=evil)] = _StorageInfo("a", 0, 1)
+    path.write_bytes(pickle.dumps(metadata))
+    refused(checkpoint, "refers to posix.mkdir.*was not executed")
+    assert not (checkpoint / MARK).exists()
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        b"cbuiltins\neval\n(S'1'\ntR.",
+        b"ctorch\nload\n(S'x'\ntR.",
+        b"ctorch.serialization\nload\n(S'x'\ntR.",
+        b"cbuiltins\ngetattr\n(ctorch\nSize\nS'mro'\ntR.",
+        b"ctorch.distributed.checkpoint.metadata\nos\n.",
+        # Setting an attribute of a class, by the state of an object.
+        b"ctorch.distributed.checkpoint.metadata\nMetadata\n(NN(S'x'\nI1\ndtb.",
+        b"",
+        b"garbage",
+        b"\x80\x04K\x01.",
+    ],
+)
+def test_other_pickles_are_refused(pickled, checkpoint):
+    (checkpoint / ".metadata").write_bytes(pickled)
+    refused(checkpoint, "metadata of the checkpoint")
+    assert not hasattr(Metadata, "x")
+
+
+def test_classes_cannot_be_changed(checkpoint):
+    forged = b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N(dS'forged'\nI1\nstb."
+    (checkpoint / ".metadata").write_bytes(forged)
+    refused(checkpoint, "metadata of the checkpoint")
+    assert not hasattr(Metadata, "forged")
+    (checkpoint / ".metadata").write_bytes(b"ctorch\nSize\n(N(dS'forged'\nI1\nstb.")
+    refused(checkpoint, "metadata of the checkpoint")
+
+
+def change(directory, edit):
+    path = directory / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    edit(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def info(metadata, key="w"):
+    return next(value for index, value in metadata.storage_data.items() if index.fqn == key)
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside", "/etc/passwd", "a/../../outside", "..\\outside", "", ".", "link", "a\0b"]
+)
+def test_file_names_stay_inside(name, checkpoint):
+    (checkpoint.parent / "outside").write_bytes(b"x" * 10_000)
+    (checkpoint / "link").symlink_to(checkpoint.parent / "outside")
+    change(checkpoint, lambda metadata: setattr(info(metadata), "relative_path", name))
+    refused(checkpoint, "is damaged")
+
+
+EDITS = {
+    "offset": (lambda m: setattr(info(m), "offset", -1), "expected an offset, got -1"),
+    "past the end": (lambda m: setattr(info(m), "offset", 10**6), "is truncated: expected"),
+    "length": (lambda m: setattr(info(m), "length", 10), "stored in 10 bytes: expected 4000 or more"),
+    "huge": (lambda m: setattr(m.state_dict_metadata["w"], "size", torch.Size([2**62])), "impossible size"),
+    "big": (
+        lambda m: (
+            setattr(m.state_dict_metadata["w"], "size", torch.Size([2**40])),
+            setattr(m.state_dict_metadata["w"].chunks[0], "sizes", torch.Size([2**40])),
+        ),
+        "expected 4398046511104 or more",
+    ),
+    "outside": (
+        lambda m: setattr(m.state_dict_metadata["w"].chunks[0], "sizes", torch.Size([1001])),
+        r"a piece of w lies at \(0,\) with the size \(1001,\)",
+    ),
+    "hole": (lambda m: m.state_dict_metadata["w"].chunks.clear(), "holds 0 of the 1000 elements of w"),
+    "missing": (lambda m: m.storage_data.clear(), "does not say where"),
+    "swapped": (lambda m: m.state_dict_metadata.__setitem__("w", BytesStorageMetadata()), "does not"),
+    "absent": (lambda m: m.state_dict_metadata.pop("w"), "structure names w, which it does not hold"),
+    "dtype": (
+        lambda m: setattr(m.state_dict_metadata["w"].properties, "dtype", torch.int32),
+        "holds something else for w: expected torch.int32",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_impossible_metadata_is_refused(name, checkpoint):
+    edit, message = EDITS[name]
+    change(checkpoint, edit)
+    refused(checkpoint, message)
+
+
+def test_code_in_values_does_not_run(checkpoint, tmp_path):
+    directory = tmp_path / "evil"
+    dcp.save({"v": touch(tmp_path)}, checkpoint_id=directory)
+    refused(directory, "the plain value at v cannot be read: .*weights_only=False")
+    refused(directory, "the plain value at v cannot be read", {"v": None})
+    assert not (tmp_path / MARK).exists()
+
+
+def test_empty_bytes_are_admitted_and_no_more(tmp_path):
+    dcp.save({"v": b""}, checkpoint_id=tmp_path / "empty")
+    assert dcp.load(checkpoint_id=tmp_path / "empty") == {"v": b""}
+    dcp.save({"v": Evil(bytes, 1 << 30)}, checkpoint_id=tmp_path / "many")
+    refused(tmp_path / "many", "the plain value at v cannot be read")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        "[" * 10_000,
+        '{"version":2}',
+        '{"version":1,"nodes":[],"entries":[]}',
+        '{"version":1,"nodes":[["dict","mapping",["sa"],[0],null]],"entries":[]}',
+        '{"version":1,"nodes":[["dict","mapping",["sa"],[-1],null]],"entries":[]}',
+        '{"version":1,"nodes":[["dict","mapping",["sa","sb"],[0,0],null]],"entries":[["value",["a"],""]]}',
+        '{"version":1,"nodes":[["dict","mapping",["i!"],[0],null]],"entries":[["value",["a"],""]]}',
+        '{"version":1,"nodes":[["dict","mapping",[1],[0],null]],"entries":[["value",["a"],""]]}',
+        '{"version":1,"nodes":[["dict","mapping",["sa"],[0.5],null]],"entries":[["value",["a"],""]]}',
+        '{"version":1,"nodes":[["OrderedDict","mapping",["sa"],[0],7]],"entries":[["value",["a"],""]]}',
+        '{"version":1,"nodes":[],"entries":[["code",["a"],""]]}',
+        '{"version":1,"nodes":[],"entries":[["value",["a","b"],""]]}',
+    ],
+)
+def test_damaged_structures_are_refused(text):
+    with pytest.raises(statetree.CheckpointError, match=r"load: the checkpoint's structure is"):
+        read(text)
+
+
+def test_missing_directories_are_named(checkpoint, tmp_path):
+    refused(tmp_path / "nowhere", "nowhere: there is no such directory")
+    (tmp_path / "file").touch()
+    refused(tmp_path / "file", "file: it is not a directory")
+    (checkpoint / ".metadata").unlink()
+    refused(checkpoint, "it has no .metadata file: .*incomplete")
+
+
+def test_truncated_files_are_named(checkpoint):
+    data = checkpoint / "__0_0.distcp"
+    os.truncate(data, data.stat().st_size // 2)
+    refused(checkpoint, "__0_0.distcp is truncated")
+    data.unlink()
+    refused(checkpoint, "the file __0_0.distcp is missing")
+
+
+def test_a_file_of_zeros_is_named(checkpoint):
+    data = checkpoint / "__0_0.distcp"
+    data.write_bytes(bytes(data.stat().st_size))
+    refused(checkpoint, "cannot be read", {"v": None, "w": torch.zeros(1000)})
+
+
+@pytest.mark.parametrize("where", range(0, 100, 7))
+def test_any_damaged_metadata_is_refused_or_harmless(where, checkpoint):
+    path = Path(checkpoint / ".metadata")
+    data = bytearray(path.read_bytes())
+    data[len(data) * where // 100] ^= 0x55
+    path.write_bytes(data)
+    with suppress(statetree.StateTreeError):
+        dcp.load({"v": None, "w": torch.zeros(1000)}, checkpoint_id=checkpoint)
