@@ -79,7 +79,16 @@ class Agreed(NamedTuple):
 
 def digest(texts: Sequence[str]) -> bytes:
     """Return a digest of texts."""
-    return blake2b("\0".join(texts).encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES).digest()
+    return blake2b(_bytes("\0".join(texts)), digest_size=_DIGEST_BYTES).digest()
+
+
+def _bytes(text: str) -> bytes:
+    """Return a text as bytes. Keys of dicts may be no proper Unicode."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogatepass")
 
 
 def agree(verb: str, group: Group, prepare: Callable[[], tuple[Statement, T]]) -> tuple[Agreed, T]:
@@ -137,7 +146,10 @@ def _message(statement: Statement, *, failed: bool) -> bytes:
 
 
 def _told(failure: BaseException) -> bytes:
-    text = str(failure)
+    try:
+        text = str(failure)
+    except Exception:  # noqa: BLE001 - a hostile __str__ must not keep the others waiting
+        text = "(its message cannot be shown)"
     if len(text) > _ERROR_CHARACTERS:
         text = text[:_ERROR_CHARACTERS] + "…"
     return f"{type(failure).__name__}: {text}".encode("utf-8", "replace")
@@ -151,7 +163,7 @@ def _failed(verb: str, errors: Sequence[str]) -> RankMismatch:
 def _check_options(verb: str, group: Group, statement: Statement, digests: Sequence[bytes]) -> None:
     if len(set(digests)) == 1:
         return
-    told = [text.decode() for text in group.all_gather_bytes(statement.options.encode())]
+    told = list(map(_text, group.all_gather_bytes(_bytes(statement.options))))
     msg = (
         f"{verb}: the ranks do not call the same with the same options: expected one call, got {_by_text(told)}. "
         "Nothing was moved."
@@ -185,7 +197,7 @@ def _first_difference(verb: str, group: Group, entries: Sequence[Entry] | None) 
     own = dict(entries or ())
     lines = list(entries or ())
     digests = group.all_gather_bytes(
-        b"".join(blake2b("\0".join(line).encode(), digest_size=8).digest() for line in lines)
+        b"".join(blake2b(_bytes("\0".join(line)), digest_size=8).digest() for line in lines)
     )
     holds = [text == b"" for text in group.all_gather_bytes(b"absent" if entries is None else b"")]
     rows = [[row[i : i + 8] for i in range(0, len(row), 8)] for row, held in zip(digests, holds, strict=True) if held]
@@ -195,8 +207,8 @@ def _first_difference(verb: str, group: Group, entries: Sequence[Entry] | None) 
         if len({row[place] if place < len(row) else b"" for row in rows}) > 1
     )
     # Which path comes first may differ from rank to rank: each tells what it has at all of them.
-    named = group.all_gather_bytes(lines[place].path.encode() if place < len(lines) else _NO_PATH)
-    candidates = sorted({path.decode() for path in named if path != _NO_PATH}, key=_leaves_first)[:_CANDIDATES]
+    named = group.all_gather_bytes(_bytes(lines[place].path) if place < len(lines) else _NO_PATH)
+    candidates = sorted({_text(path) for path in named if path != _NO_PATH}, key=_leaves_first)[:_CANDIDATES]
     told = group.all_gather_bytes(json.dumps([own.get(path, "nothing") for path in candidates]).encode())
     answers = [json.loads(text) if held else None for text, held in zip(told, holds, strict=True)]
     first, texts = next(

@@ -42,8 +42,8 @@ class Blueprint(NamedTuple):
     recipes: dict[int, Recipe]
     tensors: dict[str, tuple[list[int], dict[str, list[Any]]]]
 
-    def make(self) -> tuple[list[Any], list[torch.Tensor]]:
-        """Return leaves like those that the blueprint was drawn from, and the spans on which their elements lie.
+    def allocate(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the plain tensors that the leaves are packed from, and the spans on which their elements lie.
 
         The spans are ``uint8`` tensors without contents, in the order in which ``draw`` gives the originals.
         """
@@ -63,12 +63,17 @@ class Blueprint(NamedTuple):
                     raw(buffer.storage, buffer.start, buffer.start + span.stop - span.start)
                     for buffer, span in zip(buffers, layout.spans, strict=True)
                 ]
-        made = Unpacked("broadcast", self.kept, _no_paths, Columns(parts), (), self.bare, self.recipes)
-        return made.pack(parts), spans
+        return parts, spans
 
+    def pack(self, verb: str, parts: list[torch.Tensor], paths: Callable[[], Sequence[Path]]) -> list[Any]:
+        """Return leaves like those that the blueprint was drawn from.
 
-def _no_paths() -> Sequence[Path]:
-    return []
+        Args:
+            verb: The collective, for messages.
+            parts: What ``allocate`` returned, with elements: how a leaf is packed may depend on them.
+            paths: Gives the paths of the leaves.
+        """
+        return Unpacked(verb, self.kept, paths, Columns(parts), (), self.bare, self.recipes).pack(parts)
 
 
 def draw(verb: str, leaves: list[Any], paths: Callable[[], Sequence[Path]]) -> tuple[Blueprint, list[torch.Tensor]]:

@@ -63,10 +63,14 @@ class Layout:
         """The boxes, each once however many ranks hold it."""
         if not len(self.ranks):
             return Distinct(self.starts, self.stops, self.ranks)
-        if len(self.shape) == 0:
-            return Distinct(self.starts[:1], self.stops[:1], torch.zeros_like(self.ranks))
-        rows, which = torch.unique(torch.cat([self.starts, self.stops], 1), dim=0, return_inverse=True)
-        return Distinct(rows[:, : len(self.shape)], rows[:, len(self.shape) :], which)
+        if self.disjoint or not self.shape:  # then boxes that begin in the same place are the same
+            corners = (self.starts * torch.tensor(_row_major(self.shape), dtype=torch.int64)).sum(1)
+            found, which = torch.unique(corners, return_inverse=True)
+        else:
+            found, which = torch.unique(torch.cat([self.starts, self.stops], 1), dim=0, return_inverse=True)
+        first = torch.full((len(found),), len(which))
+        first.scatter_reduce_(0, which, torch.arange(len(which)), "amin")
+        return Distinct(self.starts[first], self.stops[first], which)
 
     def boxes_of(self, rank: int) -> list[Box]:
         """Return one rank's boxes, in the order of the rows."""
@@ -92,8 +96,14 @@ class Layout:
             sorted({0, *starts[:, dim].tolist(), *stops[:, dim].tolist()} - {size})
             for dim, size in enumerate(self.shape)
         ]
-        cells = torch.tensor(list(product(*edges)), dtype=torch.int64).view(-1, 1, len(self.shape))
+        corners = list(product(*edges))
+        cells = torch.tensor(corners, dtype=torch.int64).view(len(corners), 1, len(self.shape))
         return bool(((cells >= starts) & (cells < stops)).all(2).any(1).all())
+
+
+def _row_major(shape: Sequence[int]) -> list[int]:
+    """Return how many elements apart neighbours in each dim are."""
+    return [prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
 class Box(NamedTuple):
@@ -163,8 +173,8 @@ def layout_of(shape: Sequence[int], boxes: Mapping[int, Sequence[Box]]) -> Layou
     return Layout(
         shape,
         torch.tensor([rank for rank, _, _ in rows], dtype=torch.int64),
-        torch.tensor([start for _, start, _ in rows], dtype=torch.int64).view(-1, dims),
-        torch.tensor([stop for _, _, stop in rows], dtype=torch.int64).view(-1, dims),
+        torch.tensor([start for _, start, _ in rows], dtype=torch.int64).view(len(rows), dims),
+        torch.tensor([stop for _, _, stop in rows], dtype=torch.int64).view(len(rows), dims),
         disjoint=False,
     )
 
@@ -195,10 +205,7 @@ def mesh_layout(
         mesh_ranks: The mesh's ranks within the group, in row-major order; -1 for those that are not in it.
         splits: How the mesh cuts the tensor, in the order in which it is cut. Mesh dims that do not appear replicate.
     """
-    ranks = torch.tensor(mesh_ranks, dtype=torch.int64)
-    coordinates = torch.cartesian_prod(*(torch.arange(size) for size in mesh_shape)).view(-1, len(mesh_shape))
-    inside = ranks >= 0
-    ranks, coordinates = ranks[inside], coordinates[inside]
+    ranks, coordinates = _grid(mesh_shape, mesh_ranks)
     columns = [_along(size, dim, mesh_shape, splits, coordinates) for dim, size in enumerate(shape)]
     starts, stops, owners = [], [], []
     for numbers in product(*(range(bounds.shape[1]) for bounds in columns)):
@@ -208,6 +215,15 @@ def mesh_layout(
         stops.append(bounds[:, :, 1])
         owners.append(ranks)
     return Layout(shape, torch.cat(owners), torch.cat(starts), torch.cat(stops))
+
+
+@lru_cache(maxsize=64)
+def _grid(mesh_shape: tuple[int, ...], mesh_ranks: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ranks of a mesh that are in the group, and their coordinates."""
+    ranks = torch.tensor(mesh_ranks, dtype=torch.int64)
+    coordinates = torch.cartesian_prod(*(torch.arange(size) for size in mesh_shape)).view(-1, len(mesh_shape))
+    inside = ranks >= 0
+    return ranks[inside], coordinates[inside]
 
 
 def _along(
@@ -228,11 +244,24 @@ def _along(
 @lru_cache(maxsize=4096)
 def _cut(size: int, counts: tuple[tuple[int, int], ...]) -> torch.Tensor:
     """Cut ``range(size)`` by one split after the other, and return the parts' intervals, padded with empty ones."""
+    if all(factor == 1 for _, factor in counts):
+        return _cut_evenly(size, [count for count, _ in counts])
     parts: list[list[Interval]] = [[(0, size)]]
     for count, factor in counts:
         parts = [shard for part in parts for shard in cut_intervals(part, count, factor)]
-    most = max(map(len, parts))
+    most = max(1, *map(len, parts))
     return torch.tensor([[*part, *[(0, 0)] * (most - len(part))] for part in parts]).view(len(parts), most, 2)
+
+
+def _cut_evenly(size: int, counts: Sequence[int]) -> torch.Tensor:
+    """Do as ``_cut`` for ``Shard`` alone, which leaves every part in one stretch."""
+    bounds = torch.tensor([[0, size]])
+    for count in counts:
+        start, stop = bounds[:, :1], bounds[:, 1:]
+        step = (stop - start + count - 1) // count
+        begins = torch.minimum(start + step * torch.arange(count), stop)
+        bounds = torch.stack([begins, torch.minimum(begins + step, stop)], 2).view(-1, 2)
+    return bounds.unsqueeze(1)
 
 
 def cut_intervals(part: Sequence[Interval], count: int, factor: int) -> list[list[Interval]]:

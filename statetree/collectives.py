@@ -12,16 +12,29 @@ import torch
 from statetree.agreement import CONTAINER, Agreed, Entry, digest
 from statetree.buffers import Memory
 from statetree.chunks import Box, Holding, Layout, layout_of
+from statetree.columns import Columns
 from statetree.comparing import settled
 from statetree.errors import RankMismatch, UnsupportedLeaf
 from statetree.exchange import Exchange, Pieces
-from statetree.leaves import Kept, Member, Packed, facts, leaf_type_of, located, unpack
-from statetree.paths import Path, exactly
+from statetree.leaves import (
+    QUANTIZED,
+    Kept,
+    Member,
+    Packed,
+    facts,
+    holds_tensor,
+    is_distributed,
+    leaf_type_of,
+    located,
+    unpack,
+)
+from statetree.paths import Path, exactly, unique_keys
 from statetree.plans import Move
+from statetree.spans import check_memory
 from statetree.summands import Source, reduce_summands
 from statetree.torch_internals import WITHOUT_KERNELS
 from statetree.transforms._pipeline import replicated
-from statetree.tree import flatten
+from statetree.tree import flatten, flatten_for_copy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +56,7 @@ class Survey:
     """
 
     def __init__(self, verb: str, tree: Any, group: Group) -> None:
-        leaves, self.spec = flatten(tree)
+        leaves, self.spec = flatten_for_copy(tree, holds_tensor)
         self.leaves = list(map(settled, leaves))
         self.verb = verb
 
@@ -74,7 +87,12 @@ class Survey:
 
     def _text(self, index: int) -> str:
         holding = self.holdings.get(index)
-        return _text_of(self.leaves[index]) if holding is None else holding.text
+        if holding is not None:
+            return holding.text
+        try:
+            return _text_of(self.leaves[index])
+        except Exception as error:
+            raise located(self.verb, "describe", error, self.spec.paths, self.leaves, index) from error
 
     def details(self) -> list[str]:
         """Return what usually is the same on all ranks: which of them hold what, and ties."""
@@ -89,6 +107,21 @@ class Survey:
     def is_known(self) -> bool:
         """Whether the layouts of all leaves are known without asking the other ranks."""
         return all(holding.layout is not None for holding in self.holdings.values())
+
+    def check_readable(self) -> None:
+        """Raise ``UnsupportedLeaf`` if the elements of a distributed leaf cannot be read."""
+        owners = [index for index, holding in self.holdings.items() for _ in holding.pieces]
+        pieces = [piece for holding in self.holdings.values() for piece in holding.pieces]
+        for index, piece in zip(owners, pieces, strict=True):
+            holding = self.holdings[index]
+            if piece.is_meta and (holding.layout is None or holding.device != "meta"):  # or not so on every rank
+                path = self.path(index)
+                msg = (
+                    f"{self.verb}: a chunk of the leaf at {path or '<root>'} is on meta: expected elements. Load it "
+                    "first."
+                )
+                raise UnsupportedLeaf(msg, path)
+        check_memory(self.verb, Columns(pieces), lambda place: self.path(owners[place]))
 
     def leading(self) -> list[int]:
         """Return the distributed leaves to move: one of those that lie in the same memory, and none without memory."""
@@ -118,20 +151,22 @@ def path_order(spec: TreeSpec) -> list[int]:
 def _outline_of(spec: TreeSpec) -> _Outline:
     paths, keys = spec.paths(), spec.flat_keys()
     order = sorted(range(spec.num_leaves), key=lambda index: paths[index].sort_key())
-    containers: list[tuple[Any, Entry]] = []
+    containers: list[tuple[tuple[Any, ...], str]] = []
     links = spec.links()
     pending: list[tuple[int, tuple[Any, ...]]] = [(spec.root(), ())] if spec.nodes else []
     while pending:
         ref, path = pending.pop()
         kind, names = spec.nodes[~ref][:2]
-        entry = Entry(f"{Path(path) or '<root>'}{CONTAINER}", _container_text(kind, names))
-        containers.append((Path(path).sort_key(), entry))
+        containers.append((path, _container_text(kind, names)))
         pending += [(child, (*path, name)) for name, child in zip(names, links[~ref], strict=True) if child < 0]
-    return _Outline(order, [keys[index] for index in order], [entry for _, entry in sorted(containers, key=_first)])
+    containers.sort(key=_sort_key)
+    named = unique_keys([str(Path(path)) or "<root>" for path, _ in containers], [path for path, _ in containers])
+    structure = [Entry(f"{name}{CONTAINER}", text) for name, (_, text) in zip(named, containers, strict=True)]
+    return _Outline(order, [keys[index] for index in order], structure)
 
 
-def _first(pair: tuple[Any, Entry]) -> Any:
-    return pair[0]
+def _sort_key(container: tuple[tuple[Any, ...], str]) -> Any:
+    return Path(container[0]).sort_key()
 
 
 def _container_text(kind: Container, names: tuple[Any, ...]) -> str:
@@ -148,7 +183,11 @@ def holding_of(leaf: Any, group: Group) -> Holding | None:
         UnsupportedLeaf: If it is, but its chunks cannot be told. ``%PATH%`` in the message stands for the path.
     """
     leaf_type = leaf_type_of(type(leaf))
-    if leaf_type is None or type(leaf) in (torch.Tensor, torch.nn.Parameter):
+    if leaf_type is None:
+        return None
+    if type(leaf) in (torch.Tensor, torch.nn.Parameter):
+        if leaf.__dict__ and any(map(is_distributed, flatten(leaf.__dict__)[0])):
+            raise _hidden(leaf)
         return None
     holding = getattr(leaf_type, "holding", None)
     if holding is not None:
@@ -166,17 +205,24 @@ def holding_of(leaf: Any, group: Group) -> Holding | None:
 
         return listed_chunks(leaf)
     if _hides_chunks(leaf):
-        msg = (
-            f"the leaf at %PATH% (a {type(leaf).__qualname__}) holds a distributed tensor inside: expected it as a "
-            "leaf of its own. Register the class as a container, or give its leaf type a chunks method."
-        )
-        raise UnsupportedLeaf(msg)
+        raise _hidden(leaf)
     return None
+
+
+def _hidden(leaf: Any) -> UnsupportedLeaf:
+    msg = (
+        f"the leaf at %PATH% (a {type(leaf).__qualname__}) holds a distributed tensor inside: expected it as a "
+        "leaf of its own. Register the class as a container, or give its leaf type a chunks method."
+    )
+    return UnsupportedLeaf(msg)
 
 
 def _hides_chunks(leaf: Any) -> bool:
     """Whether there is a distributed tensor inside a leaf that is none."""
-    unpacked = unpack("", [leaf], lambda: [Path()], memory=False)
+    try:
+        unpacked = unpack("", [leaf], lambda: [Path()], memory=False)
+    except UnsupportedLeaf as error:  # which does not know the path
+        raise error.__cause__ or error from None
     pending = [recipe.whole if isinstance(recipe, Member) else recipe for recipe in unpacked.recipes.values()]
     while pending:
         recipe = pending.pop()
@@ -192,13 +238,18 @@ def _hides_chunks(leaf: Any) -> bool:
 def _text_of(leaf: Any) -> str:
     """Say what a leaf that is not distributed must have in common on all ranks."""
     cls = type(leaf)
-    if cls is torch.Tensor or cls is torch.nn.Parameter:
+    if (cls is torch.Tensor or cls is torch.nn.Parameter) and is_strided(leaf):
         return f"a tensor {leaf.dtype} {tuple(leaf.shape)}"
     if leaf_type_of(cls) is None:
         return "a plain value"
     known = facts(leaf)
-    named = [str(known[name]) for name in ("dtype", "shape") if name in known]
+    named = [str(known[name]) for name in ("dtype", "shape", "layout") if name in known]
     return " ".join([f"a {known['leaf type']}", *named])
+
+
+def is_strided(leaf: torch.Tensor) -> bool:
+    """Whether a tensor of torch's own class is nothing but a strided view of numbers."""
+    return leaf.layout is torch.strided and not leaf.is_nested and leaf.dtype not in QUANTIZED
 
 
 def settle(group: Group, survey: Survey, agreed: Agreed, *, complete: bool = True) -> tuple[dict[int, Layout], bytes]:
@@ -222,12 +273,21 @@ def settle(group: Group, survey: Survey, agreed: Agreed, *, complete: bool = Tru
             index: layout for index, holding in survey.holdings.items() if (layout := holding.layout) is not None
         }
     else:
-        told = json.dumps([survey.ties(), [holding.boxes for holding in survey.holdings.values()]])
+        holdings = survey.holdings.values()
+        meshes = [holding.detail if holding.summands is not None else "" for holding in holdings]
+        told = json.dumps([survey.ties(), meshes, [holding.boxes for holding in holdings]])
         rows = [json.loads(text) for text in group.all_gather_bytes(told.encode())]
         seen = digest([json.dumps(rows)])
-        _refine_ties(survey, [ties for ties, _ in rows])
+        _refine_ties(survey, [ties for ties, _, _ in rows])
         for number, (index, holding) in enumerate(survey.holdings.items()):
-            boxes = {rank: [Box(*map(tuple, box)) for box in held[number]] for rank, (_, held) in enumerate(rows)}
+            if any(meshes[number] != rows[0][1][number] for _, meshes, _ in rows):
+                path = survey.path(index)
+                msg = (
+                    f"{survey.verb}: cannot reduce the leaf at {path or '<root>'}: expected Partial over one mesh, got "
+                    "other meshes on other ranks. Pass the group of one mesh, or redistribute it first."
+                )
+                raise UnsupportedLeaf(msg, path)
+            boxes = {rank: [Box(*map(tuple, box)) for box in held[number]] for rank, (_, _, held) in enumerate(rows)}
             layouts[index] = layout_of(holding.shape, boxes)
     for index, layout in layouts.items() if complete else ():
         if not layout.is_complete:
@@ -297,6 +357,9 @@ def sources_of(
     return found
 
 
+#: A tensor to move: where it comes from, where it goes, and its dtype.
+Item = tuple[Source, Receipt, torch.dtype]
+
 #: Exchanges that were planned, by what the ranks agreed on: the last ones used.
 _PLANNED: Final[OrderedDict[Any, Exchange]] = OrderedDict()
 _MAX_PLANNED: Final = 16
@@ -304,30 +367,28 @@ _MAX_PLANNED: Final = 16
 
 def exchange(
     key: Any,
-    items: Sequence[tuple[Source, Receipt, torch.dtype]],
+    items: Sequence[Item],
     group: Group,
     device: torch.device,
     bucket_bytes: int,
     *,
     source: int | None = None,
-    silent: bool = False,
 ) -> Exchange:
     """Move elements from where they come from to where they go.
 
     Args:
         key: What the ranks agreed on. For a key that was seen before, the plan is known.
-        items: For each tensor, its source, its receipt and its dtype.
+        items: What moves.
         group: The ranks.
         device: The memory that is sent from and received into.
         bucket_bytes: As for ``Exchange``.
         source: As for ``Exchange``.
-        silent: As for ``Exchange``.
     """
     key = (key, group.rank, group.global_ranks, bucket_bytes)
     planned = _PLANNED.pop(key, None)
     if planned is None:
         moves = [Move(sent.layout, received.layout, moved_dtype(dtype)) for sent, received, dtype in items]
-        planned = Exchange(moves, group, bucket_bytes, source=source, silent=silent)
+        planned = Exchange(moves, group, bucket_bytes, source=source)
     _PLANNED[key] = planned
     while len(_PLANNED) > _MAX_PLANNED:
         _PLANNED.popitem(last=False)

@@ -6,7 +6,7 @@ are applied bucket by bucket, so that what lies between two steps is a bucket an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -21,6 +21,7 @@ from statetree.torch_internals import quietly
 from statetree.tree import flatten_for_copy, unflatten
 
 if TYPE_CHECKING:
+    from statetree.groups import Group
     from statetree.paths import Path
     from statetree.treespec import TreeSpec
 
@@ -32,7 +33,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 L = TypeVar("L")
 
 _LEAFWISE: Final[set[Callable[..., Any]]] = set()
-_COLLECTIVE: Final[set[Callable[..., Any]]] = set()
+#: Transforms that every rank of a group has to call, each with a function that says for which options it has not.
+_COLLECTIVE: Final[dict[Callable[..., Any], Callable[[Mapping[str, Any]], bool]]] = {}
 
 
 def leafwise(transform: F) -> F:
@@ -42,12 +44,36 @@ def leafwise(transform: F) -> F:
 
 
 def collective(transform: F) -> F:
-    """Declare that every rank of a group has to call a leafwise transform, with the same buckets (a decorator).
+    """Declare that every rank of a group has to call a transform (a decorator).
 
-    It takes ``group`` and ``timeout`` by keyword.
+    It takes ``group`` and ``timeout`` by keyword. If it is leafwise, it has to be called with the same buckets, too.
     """
-    _COLLECTIVE.add(transform)
-    return leafwise(transform)
+    _COLLECTIVE[transform] = lambda _: False
+    return transform
+
+
+def collective_unless(alone: Callable[[Mapping[str, Any]], bool]) -> Callable[[F], F]:
+    """Do as ``collective``, for a transform that with some options communicates with nobody (a decorator)."""
+
+    def declare(transform: F) -> F:
+        _COLLECTIVE[transform] = alone
+        return transform
+
+    return declare
+
+
+def _is_collective(step: Step) -> bool:
+    """Whether a step communicates with other ranks."""
+    try:
+        alone = _COLLECTIVE.get(getattr(step, "func", step))
+    except TypeError:  # a callable that cannot be hashed
+        return False
+    return alone is not None and not alone(getattr(step, "keywords", {}))
+
+
+def _group_of(verb: str, step: Step) -> Group:
+    options = getattr(step, "keywords", {})
+    return group_of(verb, options.get("group"), options.get("timeout"))
 
 
 def is_leafwise(step: Step) -> bool:
@@ -69,13 +95,18 @@ class Chain:
 
     def __call__(self, tree: Any) -> Any:
         """Apply the steps in turn."""
-        for streams, run in groupby(self.steps, is_leafwise):
-            steps = list(run)
-            if streams and len(steps) > 1:
-                tree = _apply_by_bucket(tree, steps)
-            else:
-                for step in steps:
-                    tree = step(tree)
+        runs: list[list[Step]] = []
+        for streams, found in groupby(self.steps, is_leafwise):
+            run = list(found)
+            runs += [run] if streams else [[step] for step in run]
+        for number, steps in enumerate(runs):
+            try:
+                tree = _apply_by_bucket(tree, steps) if len(steps) > 1 else steps[0](tree)
+            except BaseException as error:
+                following = [step for run in runs[number + 1 :] for step in run if _is_collective(step)]
+                if following and not any(map(_is_collective, steps)):
+                    tell_failure(_group_of("chain", following[0]), error)
+                raise
         return tree
 
 
@@ -203,6 +234,9 @@ class _Alone:
     def take(self, step: Step, bucket: Any) -> Any:
         return step(bucket)
 
+    def tell(self, error: BaseException, /) -> None:
+        """Let the others know of a failure here."""
+
     def finish(self) -> None:
         pass
 
@@ -211,8 +245,7 @@ class _Together(_Alone):
     """Steps of which some are collectives: the ranks agree on the buckets, and hear of it if one of them fails."""
 
     def __init__(self, collectives: Sequence[Any]) -> None:
-        options = getattr(collectives[0], "keywords", {})
-        self._group = group_of("stream", options.get("group"), options.get("timeout"))
+        self._group = _group_of("stream", collectives[0])
         self._collectives = collectives
 
     def agreed_buckets(self, cut: Callable[[], list[list[int]]], keys: Sequence[str], /) -> list[list[int]]:
@@ -231,11 +264,10 @@ class _Together(_Alone):
         try:
             return step(bucket)
         except BaseException as error:
-            self._tell(error)
+            self.tell(error)
             raise
 
-    def _tell(self, error: BaseException) -> None:
-        """Take part in the other ranks' next agreement, which fails."""
+    def tell(self, error: BaseException, /) -> None:
         tell_failure(self._group, error)
 
     def finish(self) -> None:
@@ -243,7 +275,7 @@ class _Together(_Alone):
 
 
 def _together(steps: Sequence[Step]) -> _Alone:
-    collectives = [step for step in steps if getattr(step, "func", step) in _COLLECTIVE]
+    collectives = list(filter(_is_collective, steps))
     return _Together(collectives) if collectives else _Alone()
 
 
@@ -263,7 +295,9 @@ def _call(together: _Alone, steps: Sequence[Step], bucket: dict[str, Any], paths
             f"stream: the step changed the structure of a bucket: expected a dict of {len(bucket)} leaves from "
             f"{next(iter(bucket))!r} on, got {got}. Stream transforms that keep the structure."
         )
-        raise TreeMismatch(msg)
+        mismatch = TreeMismatch(msg)
+        together.tell(mismatch)
+        raise mismatch
     return result
 
 

@@ -1,12 +1,13 @@
-"""Exchange: moves the chunks of tensors between ranks, in buckets of bounded size.
+"""Exchange: moves the chunks of tensors between ranks, in rounds of bounded size.
 
-Whatever the dtypes, a bucket is bytes: for each peer one stretch, in which the elements of each dtype lie together.
-While one bucket is under way, the next is packed.
+What is small travels packed: for each peer one stretch of bytes, in which the elements of each dtype lie together.
+What is large travels by itself, straight from one tensor to the other where both are contiguous. While one round is
+under way, the next is packed.
 """
 
 from __future__ import annotations
 
-from itertools import groupby
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -15,14 +16,18 @@ from statetree.plans import Copy, Move, Plan, Transfer
 from statetree.torch_internals import copy_each
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from statetree.groups import Group
 
 #: How many bytes a rank sends and receives at a time, unless the caller says otherwise.
 BUCKET_BYTES: Final = 64 << 20
+#: From this size on elements are not packed with others.
+LARGE_BYTES: Final = 1 << 20
 #: Where the elements of each dtype begin in a bucket: at multiples of this many bytes.
 _ALIGNMENT: Final = 16
+#: Rounds of up to so many transfers are kept for the next run.
+_MAX_KEPT: Final = 100_000
 
 
 class Pieces(NamedTuple):
@@ -32,21 +37,33 @@ class Pieces(NamedTuple):
     targets: Sequence[torch.Tensor]
 
 
+#: The number of a move, and a transfer of its elements.
+Moved = tuple[int, Transfer]
+
+
 class _Section(NamedTuple):
-    """A stretch of a bucket with elements of one dtype: where it begins and ends in bytes, and what lies in it."""
+    """Elements of one dtype in a bucket: where they begin and end in bytes, and what they are."""
 
     dtype: torch.dtype
     start: int
     stop: int
-    transfers: list[Transfer]
+    transfers: list[Moved]
     counts: list[int]
 
 
 class _Side(NamedTuple):
-    """What is sent in one round, or received."""
+    """What is sent in one round, or received.
+
+    Attributes:
+        sections: What is packed.
+        stretches: Which bytes of the bucket go to a peer, or come from it.
+        large: What travels by itself.
+        nbytes: The size of the bucket.
+    """
 
     sections: list[_Section]
-    splits: list[int]  # bytes for each rank
+    stretches: list[tuple[int, int, int]]
+    large: list[Moved]
     nbytes: int
 
 
@@ -55,7 +72,7 @@ class _Step(NamedTuple):
 
     sent: _Side
     received: _Side
-    copies: list[Copy]
+    copies: list[tuple[int, Copy]]
 
 
 class Exchange:
@@ -66,30 +83,21 @@ class Exchange:
         group: The ranks.
         bucket_bytes: How many bytes a rank sends and receives in one round.
         source: As for ``Plan``.
-        silent: Whether every rank is known to have all that it needs, so that there is nothing to communicate.
-
-    Attributes:
-        bytes_sent: How many bytes this rank sends to others.
     """
 
-    def __init__(
-        self,
-        moves: Sequence[Move],
-        group: Group,
-        bucket_bytes: int,
-        *,
-        source: int | None = None,
-        silent: bool = False,
-    ) -> None:
-        plan = Plan(moves, group.rank, group.size, bucket_bytes, source=source)
-        dtypes = [move.dtype for move in moves]
-        self._silent = silent or group.size == 1
-        self._steps = [
-            _Step(_lay_out(sends, dtypes, group.size), _lay_out(receives, dtypes, group.size), copies)
-            for sends, receives, copies in plan.rounds()
-        ]
-        self.bytes_sent = sum(step.sent.nbytes for step in self._steps)
-        self._capacity = max((step.sent.nbytes + step.received.nbytes for step in self._steps), default=0)
+    def __init__(self, moves: Sequence[Move], group: Group, bucket_bytes: int, *, source: int | None = None) -> None:
+        self._plan = Plan(moves, group.rank, group.size, bucket_bytes, source=source)
+        self._dtypes = [move.dtype for move in moves]
+        self._kept: list[_Step] | None = None
+
+    def bytes_sent(self) -> int:
+        """Return how many bytes of elements this rank sends to others."""
+        return sum(
+            transfer.numel * self._dtypes[share.move].itemsize * len(transfer.peers)
+            for shares in self._plan.rounds()
+            for share in shares
+            for transfer in share.sends
+        )
 
     def run(self, pieces: Sequence[Pieces], group: Group, device: torch.device) -> None:
         """Move everything. Nothing that is checked can fail any more: the ranks have agreed.
@@ -100,51 +108,113 @@ class Exchange:
             device: The memory that is sent from and received into.
         """
         buckets = [torch.empty(0, dtype=torch.uint8, device=device)] * 2
-        if not self._silent:
-            buckets = [
-                torch.empty(self._capacity, dtype=torch.uint8, device=device) for _ in range(min(2, len(self._steps)))
-            ] * 2
-        under_way: tuple[Callable[[], None], _Step, torch.Tensor] | None = None
-        for number, step in enumerate(self._steps):
-            if self._silent:
-                _copy_here(step.copies, pieces)
-                continue
-            bucket = buckets[number % 2]
-            sent = bucket[: step.sent.nbytes]
-            received = bucket[step.sent.nbytes : step.sent.nbytes + step.received.nbytes]
-            _pack(step.sent, sent, pieces)
-            if under_way is not None:
-                under_way[0]()
-            pending = group.all_to_all(received, sent, step.received.splits, step.sent.splits)
-            if under_way is not None:
-                _unpack(under_way[1].received, under_way[2], pieces)
+        finish: Callable[[], None] | None = None
+        for number, step in enumerate(self._steps()):
+            need = step.sent.nbytes + step.received.nbytes
+            if buckets[number % 2].numel() < need:
+                buckets[number % 2] = torch.empty(need, dtype=torch.uint8, device=device)
+            under_way = _start(step, buckets[number % 2], pieces, group, device)
+            if finish is not None:
+                finish()
             _copy_here(step.copies, pieces)
-            under_way = pending, step, received
-        if under_way is not None:
-            under_way[0]()
-            _unpack(under_way[1].received, under_way[2], pieces)
+            finish = under_way
+        if finish is not None:
+            finish()
+
+    def _steps(self) -> Iterator[_Step]:
+        if self._kept is not None:
+            yield from self._kept
+            return
+        made: list[_Step] = []
+        count = 0
+        for shares in self._plan.rounds():
+            sends = [(share.move, transfer) for share in shares for transfer in share.sends]
+            receives = [(share.move, transfer) for share in shares for transfer in share.receives]
+            copies = [(share.move, copy) for share in shares for copy in share.copies]
+            step = _Step(_lay_out(sends, self._dtypes), _lay_out(receives, self._dtypes), copies)
+            count += len(sends) + len(receives) + len(copies)
+            if count <= _MAX_KEPT:
+                made.append(step)
+            yield step
+        if count <= _MAX_KEPT:
+            self._kept = made
 
 
-def _lay_out(transfers: list[Transfer], dtypes: Sequence[torch.dtype], size: int) -> _Side:
-    """Give every transfer its place in a bucket. Both ends of a transfer come to the same result."""
+def _lay_out(transfers: list[Moved], dtypes: Sequence[torch.dtype]) -> _Side:
+    """Give every transfer its place in a bucket. Both ends of a transfer come to the same order."""
+    large: list[Moved] = []
+    by_peer: defaultdict[int, list[Moved]] = defaultdict(list)
+    for moved in transfers:
+        move, transfer = moved
+        if transfer.numel * dtypes[move].itemsize >= LARGE_BYTES:
+            large.append(moved)
+        else:
+            for peer in transfer.peers:
+                by_peer[peer].append(moved)
     sections: list[_Section] = []
-    splits = [0] * size
+    stretches: list[tuple[int, int, int]] = []
+    placed: dict[tuple[int, ...], tuple[int, int]] = {}  # peers that get the same share a stretch
     position = 0
+    kinds = sorted(set(dtypes), key=lambda dtype: (-dtype.itemsize, str(dtype)))
+    for peer, own in sorted(by_peer.items()):
+        key = tuple(map(id, own))
+        if key not in placed:
+            start = position
+            for dtype in kinds:
+                listed = own if len(kinds) == 1 else [moved for moved in own if dtypes[moved[0]] == dtype]
+                if listed:
+                    counts = [transfer.numel for _, transfer in listed]
+                    stop = position + sum(counts) * dtype.itemsize
+                    sections.append(_Section(dtype, position, stop, listed, counts))
+                    position = -(-stop // _ALIGNMENT) * _ALIGNMENT
+            placed[key] = (start, position)
+        stretches.append((peer, *placed[key]))
+    return _Side(sections, stretches, large, position)
 
-    def place(transfer: Transfer) -> tuple[int, int, str]:
-        dtype = dtypes[transfer.move]
-        return (transfer.peer, -dtype.itemsize, str(dtype))
 
-    for (peer, _, _), run in groupby(sorted(transfers, key=place), place):
-        listed = list(run)
-        counts = [transfer.numel for transfer in listed]
-        dtype = dtypes[listed[0].move]
-        nbytes = sum(counts) * dtype.itemsize
-        sections.append(_Section(dtype, position, position + nbytes, listed, counts))
-        padded = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        splits[peer] += padded
-        position += padded
-    return _Side(sections, splits, position)
+def _start(
+    step: _Step, bucket: torch.Tensor, pieces: Sequence[Pieces], group: Group, device: torch.device
+) -> Callable[[], None]:
+    """Start a round, and return the function that waits for it and puts what came in where it belongs."""
+    outgoing = bucket[: step.sent.nbytes]
+    incoming = bucket[step.sent.nbytes :]
+    sources = [piece.sources for piece in pieces]
+    targets = [piece.targets for piece in pieces]
+    received = [(peer, incoming[start:stop]) for peer, start, stop in step.received.stretches]
+    unpacked: list[tuple[torch.Tensor, torch.Tensor]] = []  # large boxes that do not lie in one stretch of memory
+    for move, transfer in step.received.large:
+        box = _cut(targets[move][transfer.piece], transfer.start, transfer.sizes)
+        whole = box if _can_travel(box, device) else torch.empty(box.shape, dtype=box.dtype, device=device)
+        if whole is not box:
+            unpacked.append((box, whole))
+        received.append((transfer.peers[0], _as_bytes(whole)))
+    places, boxes = _pairs(step.sent, outgoing, sources)
+    copy_each(places, boxes)
+    sent = [(peer, outgoing[start:stop]) for peer, start, stop in step.sent.stretches]
+    for move, transfer in step.sent.large:
+        box = _cut(sources[move][transfer.piece], transfer.start, transfer.sizes)
+        if not _can_travel(box, device):
+            whole = torch.empty(box.shape, dtype=box.dtype, device=device)
+            copy_each([whole], [box])
+            box = whole
+        sent += [(peer, _as_bytes(box)) for peer in transfer.peers]
+    wait = group.exchange(sent, received)
+
+    def finish() -> None:
+        wait()
+        places, boxes = _pairs(step.received, incoming, targets)
+        copy_each([*boxes, *(box for box, _ in unpacked)], [*places, *(whole for _, whole in unpacked)])
+
+    return finish
+
+
+def _can_travel(box: torch.Tensor, device: torch.device) -> bool:
+    """Whether the elements of a box can be sent as they lie, or received there."""
+    return box.is_contiguous() and box.device == device and not box.is_conj() and not box.is_neg()
+
+
+def _as_bytes(box: torch.Tensor) -> torch.Tensor:
+    return box.view(-1).view(torch.uint8)
 
 
 def _cut(piece: torch.Tensor, start: tuple[int, ...] | None, sizes: tuple[int, ...]) -> torch.Tensor:
@@ -163,23 +233,13 @@ def _pairs(side: _Side, bucket: torch.Tensor, tensors: list[Sequence[torch.Tenso
     boxes: list[torch.Tensor] = []
     for section in side.sections:
         slots = bucket[section.start : section.stop].view(section.dtype).split(section.counts)
-        for slot, transfer in zip(slots, section.transfers, strict=True):
+        for slot, (move, transfer) in zip(slots, section.transfers, strict=True):
             places.append(slot.view(transfer.sizes))
-            boxes.append(_cut(tensors[transfer.move][transfer.piece], transfer.start, transfer.sizes))
+            boxes.append(_cut(tensors[move][transfer.piece], transfer.start, transfer.sizes))
     return places, boxes
 
 
-def _pack(side: _Side, bucket: torch.Tensor, pieces: Sequence[Pieces]) -> None:
-    places, boxes = _pairs(side, bucket, [piece.sources for piece in pieces])
-    copy_each(places, boxes)
-
-
-def _unpack(side: _Side, bucket: torch.Tensor, pieces: Sequence[Pieces]) -> None:
-    places, boxes = _pairs(side, bucket, [piece.targets for piece in pieces])
-    copy_each(boxes, places)
-
-
-def _copy_here(copies: Sequence[Copy], pieces: Sequence[Pieces]) -> None:
-    sources = [_cut(pieces[copy.move].sources[copy.source], copy.source_start, copy.sizes) for copy in copies]
-    targets = [_cut(pieces[copy.move].targets[copy.target], copy.target_start, copy.sizes) for copy in copies]
+def _copy_here(copies: Sequence[tuple[int, Copy]], pieces: Sequence[Pieces]) -> None:
+    sources = [_cut(pieces[move].sources[copy.source], copy.source_start, copy.sizes) for move, copy in copies]
+    targets = [_cut(pieces[move].targets[copy.target], copy.target_start, copy.sizes) for move, copy in copies]
     copy_each(targets, sources)

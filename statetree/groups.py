@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import ctypes
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from statetree.errors import RankMismatch
-from statetree.torch_internals import device_types, start_all_gather, start_all_to_all, start_broadcast
+from statetree.torch_internals import device_types, start_all_gather, start_broadcast, start_exchange
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+#: A peer's rank within the group, and the bytes (``uint8``, contiguous) that go to it or come from it.
+Message = tuple[int, torch.Tensor]
 
 #: A timeout as users give it: seconds, or a ``timedelta``, or ``None`` for the group's own.
 Timeout = float | timedelta | None
@@ -108,26 +111,25 @@ class Group:
         received = data.to("cpu")
         return ctypes.string_at(received.data_ptr(), nbytes)
 
-    def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        received_splits: Sequence[int],
-        sent_splits: Sequence[int],
-    ) -> Callable[[], None]:
-        """Start sending a stretch of bytes to every rank, and receiving one from each.
+    def exchange(self, sent: Sequence[Message], received: Sequence[Message]) -> Callable[[], None]:
+        """Start sending to peers and receiving from them.
 
         Args:
-            received: ``uint8``, where the stretches that come in are put, one after the other by rank.
-            sent: ``uint8``, the stretches to send.
-            received_splits: The length of each rank's stretch in ``received``.
-            sent_splits: The length of the stretch for each rank in ``sent``.
+            sent: What goes to whom. Several messages to one peer arrive in this order.
+            received: Where what comes from whom is put.
 
         Returns:
-            A function that waits until it is done.
+            A function that waits until all of it is done.
         """
-        work = start_all_to_all(self._process_group, received, sent, received_splits, sent_splits, self.timeout)
-        return partial(self._wait, work)
+        if not sent and not received:
+            return _nothing
+        works = start_exchange(self._process_group, sent, received)
+
+        def wait() -> None:
+            for work in works:
+                self._wait(work)
+
+        return wait
 
     def _wait(self, work: Any) -> None:
         try:
@@ -142,6 +144,10 @@ class Group:
                 f"{self._verb}, got: {str(error).splitlines()[0]}. The group cannot be used any more."
             )
             raise RankMismatch(msg) from error
+
+
+def _nothing() -> None:
+    """Wait for nothing."""
 
 
 def group_of(verb: str, process_group: ProcessGroup | None, timeout: Timeout) -> Group:

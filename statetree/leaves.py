@@ -174,6 +174,10 @@ def is_distributed(leaf: Any) -> bool:
 
 def global_bytes(leaf: Any) -> int:
     """Return how many bytes the elements of a distributed leaf have on all ranks together."""
+    chunks = getattr(leaf_type_of(type(leaf)), "chunks", None)
+    if chunks is not None:
+        shape, dtype, _ = chunks(leaf)
+        return int(torch.Size(shape).numel()) * int(dtype.itemsize)
     size = leaf.size() if callable(getattr(leaf, "size", None)) else leaf.shape
     return int(torch.Size(size).numel()) * int(leaf.dtype.itemsize)
 

@@ -26,13 +26,12 @@ class Move(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Elements that go to a peer, or come from one: the box from ``start`` on of one of this rank's pieces.
+    """Elements that go to peers, or come from one: a box of one of this rank's pieces.
 
-    ``start`` is ``None`` where it is the whole piece.
+    ``start`` says where it begins in the piece, and is ``None`` if it is the whole piece.
     """
 
-    peer: int
-    move: int
+    peers: tuple[int, ...]
     piece: int
     start: tuple[int, ...] | None
     sizes: tuple[int, ...]
@@ -42,7 +41,6 @@ class Transfer(NamedTuple):
 class Copy(NamedTuple):
     """Elements that stay on this rank: they go from one of its pieces to another."""
 
-    move: int
     source: int
     target: int
     source_start: tuple[int, ...] | None
@@ -50,15 +48,16 @@ class Copy(NamedTuple):
     sizes: tuple[int, ...]
 
 
-class Round(NamedTuple):
-    """What this rank sends and receives in one collective, and copies meanwhile.
+class Share(NamedTuple):
+    """What a round does for one move on this rank.
 
     The transfers with one peer are listed in the same order by both ranks.
     """
 
-    sends: list[Transfer]
-    receives: list[Transfer]
-    copies: list[Copy]
+    move: int
+    sends: Sequence[Transfer]
+    receives: Sequence[Transfer]
+    copies: Sequence[Copy]
 
 
 class Part(NamedTuple):
@@ -91,13 +90,10 @@ class Plan:
         self._owners = choose_owners(replicas, size, source)
         self.batches = self._batch(bucket_bytes)
 
-    def rounds(self) -> Iterator[Round]:
-        """Yield the rounds. All ranks have equally many."""
+    def rounds(self) -> Iterator[list[Share]]:
+        """Yield what is sent, received and copied at a time. All ranks have equally many rounds."""
         for batch in self.batches:
-            found = Round([], [], [])
-            for part in batch:
-                self._table(part.move).add_to(found, part)
-            yield found
+            yield [Share(part.move, *self._table(part.move).share(part)) for part in batch]
 
     def _table(self, index: int) -> _Table:
         source, target, _ = self._moves[index]
@@ -221,14 +217,29 @@ def _intersections(
     return torch.maximum(starts[:, None], other_starts[None]), torch.minimum(stops[:, None], other_stops[None])
 
 
-class _Row(NamedTuple):
-    """A transfer in global coordinates: ``box`` numbers the source's distinct boxes."""
+class _Cuts(NamedTuple):
+    """Boxes that go from rank to rank, as columns, in global coordinates.
 
-    peer: int
-    box: int
-    piece: int
-    low: tuple[int, ...]
-    high: tuple[int, ...]
+    They are sorted by ``box`` (which of the source's distinct boxes they are cut from), ``low`` and ``high``: in the
+    same way on both ranks.
+    """
+
+    box: torch.Tensor
+    piece: torch.Tensor
+    peer: torch.Tensor
+    low: torch.Tensor
+    high: torch.Tensor
+
+    def at(self, chosen: torch.Tensor) -> _Cuts:
+        """Return some of them."""
+        return _Cuts(*(column[chosen] for column in self))
+
+    def sorted(self) -> _Cuts:
+        """Return them in the common order."""
+        order = torch.arange(len(self.box))
+        for column in (*self.high.flip(1).unbind(1), *self.low.flip(1).unbind(1), self.box):
+            order = order[column[order].argsort(stable=True)]
+        return self.at(order)
 
 
 class _Table:
@@ -239,73 +250,88 @@ class _Table:
     ) -> None:
         boxes = source.distinct
         owner = owners_of(source, owners)
-        self._boxes = _distinct_boxes(source)
-        self._sources = source.boxes_of(rank)
-        self._targets = target.boxes_of(rank)
+        self._source = source
+        mine, here = source.ranks == rank, target.ranks == rank
+        self._sources = (source.starts[mine], source.stops[mine])
+        self._targets = (target.starts[here], target.stops[here])
         count = len(owner)
         held = source.ranks * count + boxes.which  # which rank has which box
         #: For every distinct box that this rank has, the piece that holds it.
-        self._piece_of = {
-            box: piece for piece, box in reversed(list(enumerate(boxes.which[source.ranks == rank].tolist())))
-        }
+        self._piece_of = torch.full((count,), -1)
+        own_boxes = boxes.which[mine]
+        self._piece_of[own_boxes.flip(0)] = torch.arange(len(own_boxes)).flip(0)
 
-        mine = (target.ranks == rank).nonzero()[:, 0]
-        lows, highs = _intersections(target.starts[mine], target.stops[mine], boxes.starts, boxes.stops)
+        lows, highs = _intersections(*self._targets, boxes.starts, boxes.stops)
         piece, box = (highs > lows).all(2).nonzero(as_tuple=True)
-        here = torch.isin(rank * count + box, held) & _may_stay(owner[box], rank, preferred)
-        peer = torch.where(here, rank, owner[box])
-        order = box.argsort(stable=True)  # by box, then by the target's row
-        self._incoming = _rows(peer, box, piece, lows[piece, box], highs[piece, box], order)
+        stays = torch.isin(rank * count + box, held) & _may_stay(owner[box], rank, preferred)
+        incoming = _Cuts(box, piece, owner[box], lows[piece, box], highs[piece, box])
+        self._staying = incoming.at(stays)
+        self._incoming = incoming.at(~stays).sorted()
 
         own = (owner == rank).nonzero()[:, 0]
         lows, highs = _intersections(boxes.starts[own], boxes.stops[own], target.starts, target.stops)
         found, row = (highs > lows).all(2).nonzero(as_tuple=True)
         peer, box = target.ranks[row], own[found]
         stays = torch.isin(peer * count + box, held) & _may_stay(owner[box], peer, preferred)
-        keep = (~stays).nonzero()[:, 0]
-        self._outgoing = _rows(peer, box, box, lows[found, row], highs[found, row], keep)
-        self._rank = rank
-        self._whole: Round | None = None
+        outgoing = _Cuts(box, self._piece_of[box], peer, lows[found, row], highs[found, row])
+        self._outgoing = outgoing.at(~stays).sorted()
+        self._whole: tuple[list[Transfer], list[Transfer], list[Copy]] | None = None
 
-    def add_to(self, found: Round, part: Part) -> None:
-        """Add a move's transfers to a round's."""
+    def share(self, part: Part) -> tuple[list[Transfer], list[Transfer], list[Copy]]:
+        """Return what this rank sends, receives and copies for a part of a move."""
         if part.num_slabs > 1:
-            fresh = self._round(part)
-        else:
-            if self._whole is None:
-                self._whole = self._round(part)
-            fresh = self._whole
-        move = part.move
-        found.sends.extend([transfer._replace(move=move) for transfer in fresh.sends])
-        found.receives.extend([transfer._replace(move=move) for transfer in fresh.receives])
-        found.copies.extend([copy._replace(move=move) for copy in fresh.copies])
+            return self._share(part)
+        if self._whole is None:
+            self._whole = self._share(part)
+        return self._whole
 
-    def _round(self, part: Part) -> Round:
-        sends, receives, copies = [], [], []
-        slabs: dict[int, list[Box]] = {}
-        for outgoing, rows in ((True, self._outgoing), (False, self._incoming)):
-            for row in rows:
-                low, high = row.low, row.high
-                if part.num_slabs > 1:
-                    if row.box not in slabs:
-                        slabs[row.box] = in_slabs(self._boxes[row.box], part.num_slabs)
-                    if part.slab >= len(slabs[row.box]):
-                        continue
-                    slab = slabs[row.box][part.slab]
-                    low, high = tuple(map(max, low, slab.start)), tuple(map(min, high, slab.stop))
-                    if not all(map(int.__lt__, low, high)):
-                        continue
-                cut = Box(low, high)
-                if outgoing:
-                    piece = self._piece_of[row.box]
-                    sends.append(_transfer(row.peer, piece, self._sources[piece], cut))
-                elif row.peer != self._rank:
-                    receives.append(_transfer(row.peer, row.piece, self._targets[row.piece], cut))
-                else:
-                    piece = self._piece_of[row.box]
-                    starts = _within(self._sources[piece], cut), _within(self._targets[row.piece], cut)
-                    copies.append(Copy(0, piece, row.piece, *starts, cut.sizes))
-        return Round(sends, receives, copies)
+    def _share(self, part: Part) -> tuple[list[Transfer], list[Transfer], list[Copy]]:
+        outgoing, incoming, staying = (
+            self._clipped(cuts, part) for cuts in (self._outgoing, self._incoming, self._staying)
+        )
+        receives = [
+            Transfer((peer,), *rest)
+            for peer, rest in zip(incoming.peer.tolist(), _within(incoming, self._targets), strict=True)
+        ]
+        copies = [
+            Copy(source[0], target[0], source[1], target[1], target[2])
+            for source, target in zip(
+                _within(staying._replace(piece=self._piece_of[staying.box]), self._sources),
+                _within(staying, self._targets),
+                strict=True,
+            )
+        ]
+        return self._sends(outgoing), receives, copies
+
+    def _sends(self, cuts: _Cuts) -> list[Transfer]:
+        """Return transfers in which peers that get the same are named together."""
+        if not len(cuts.box):
+            return []
+        rows = torch.cat([cuts.box[:, None], cuts.low, cuts.high], 1)
+        first = torch.ones(len(rows), dtype=torch.bool)
+        first[1:] = (rows[1:] != rows[:-1]).any(1)
+        begins = first.nonzero()[:, 0]
+        ends = [*begins[1:].tolist(), len(rows)]
+        peers = cuts.peer.tolist()
+        return [
+            Transfer(tuple(peers[begin:end]), *rest)
+            for begin, end, rest in zip(begins.tolist(), ends, _within(cuts.at(begins), self._sources), strict=True)
+        ]
+
+    def _clipped(self, cuts: _Cuts, part: Part) -> _Cuts:
+        """Return what lies in one slab of each box."""
+        if part.num_slabs == 1 or not len(cuts.box):
+            return cuts
+        numbers, which = torch.unique(cuts.box, return_inverse=True)
+        boxes = self._source.distinct
+        starts, stops = boxes.starts[numbers].tolist(), boxes.stops[numbers].tolist()
+        slabs = [in_slabs(Box(tuple(a), tuple(b)), part.num_slabs) for a, b in zip(starts, stops, strict=True)]
+        slab = [
+            listed[part.slab] if part.slab < len(listed) else Box(listed[0].start, listed[0].start) for listed in slabs
+        ]
+        bounds = torch.tensor([[box.start, box.stop] for box in slab], dtype=torch.int64)[which]
+        low, high = torch.maximum(cuts.low, bounds[:, 0]), torch.minimum(cuts.high, bounds[:, 1])
+        return cuts._replace(low=low, high=high).at((high > low).all(1))
 
 
 def _may_stay(owner: torch.Tensor, rank: torch.Tensor | int, preferred: int | None) -> torch.Tensor:
@@ -315,31 +341,13 @@ def _may_stay(owner: torch.Tensor, rank: torch.Tensor | int, preferred: int | No
     return (owner != preferred) | (owner == rank)
 
 
-def _rows(
-    peer: torch.Tensor,
-    box: torch.Tensor,
-    piece: torch.Tensor,
-    lows: torch.Tensor,
-    highs: torch.Tensor,
-    order: torch.Tensor,
-) -> list[_Row]:
-    columns = (peer[order], box[order], piece[order], lows[order], highs[order])
-    return [
-        _Row(to, number, own, tuple(low), tuple(high))
-        for to, number, own, low, high in zip(*(column.tolist() for column in columns), strict=True)
-    ]
-
-
-def _within(piece: Box, cut: Box) -> tuple[int, ...] | None:
-    """Return where a box begins in a piece; ``None`` if it is all of it."""
-    if cut == piece:
-        return None
-    return tuple(low - start for low, start in zip(cut.start, piece.start, strict=True))
-
-
-def _transfer(peer: int, piece: int, whole: Box, cut: Box) -> Transfer:
-    sizes = cut.sizes
-    numel = 1
-    for size in sizes:
-        numel *= size
-    return Transfer(peer, 0, piece, _within(whole, cut), sizes, numel)
+def _within(
+    cuts: _Cuts, pieces: tuple[torch.Tensor, torch.Tensor]
+) -> Iterator[tuple[int, tuple[int, ...] | None, tuple[int, ...], int]]:
+    """Yield, for each cut: its piece, where it begins in it (``None`` if it is all of it), its shape and volume."""
+    starts, stops = pieces[0][cuts.piece], pieces[1][cuts.piece]
+    whole = ((cuts.low == starts) & (cuts.high == stops)).all(1)
+    sizes = cuts.high - cuts.low
+    columns = (cuts.piece, whole, cuts.low - starts, sizes, sizes.prod(1))
+    for piece, is_all, start, size, numel in zip(*(column.tolist() for column in columns), strict=True):
+        yield piece, None if is_all else tuple(start), tuple(size), numel

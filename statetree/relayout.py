@@ -9,11 +9,13 @@ import torch
 from statetree.agreement import Agreed, Entry
 from statetree.chunks import Holding, Layout, layout_of, whole_on
 from statetree.collectives import (
+    Item,
     Receipt,
     Survey,
     communicating_device,
     exchange,
     holding_of,
+    is_strided,
     movable,
     moved_dtype,
     pieces_of,
@@ -24,9 +26,10 @@ from statetree.comparing import same_bytes
 from statetree.errors import Difference, TreeMismatch
 from statetree.exchange import BUCKET_BYTES, Exchange, Pieces
 from statetree.leaf_types.tensor import TENSOR
-from statetree.leaves import QUANTIZED, leaf_type_of
+from statetree.leaves import is_distributed, leaf_type_of, unpack
 from statetree.matching import matched
 from statetree.overlaps import overlaps_itself
+from statetree.paths import Path
 from statetree.plans import Move
 from statetree.spans import holds_memory
 from statetree.summands import Source
@@ -90,6 +93,13 @@ class Target:
             return Receipt(whole_on(leaf.shape, range(group.size)), [bare(leaf)] if leaf.numel() else [])
         layout = layouts[self._partners[index]]
         return Receipt(layout, pieces_of(self._holding(index), layout, group.rank))
+
+    def dtype(self, index: int) -> torch.dtype:
+        """Return the dtype of a leaf's elements."""
+        if not self.is_distributed(index):
+            dtype: torch.dtype = self.leaves[index].dtype
+            return dtype
+        return self._wanted.holdings[self._partners[index]].dtype
 
     def check_writable(self, indices: Sequence[int]) -> None:
         """Raise ``TreeMismatch`` if elements cannot be put into some of the leaves."""
@@ -168,6 +178,7 @@ class Relayout:
     def __init__(self, source: Survey, like: Any, group: Group, *, in_place: bool) -> None:
         self._group = group
         self._source = source
+        source.check_readable()
         self._wanted = wanted = Survey(source.verb, like, group)
         partners = partners_of(source.verb, source.spec, source.leaves, wanted)
         self._moving = [i for i in source.order if i in source.holdings or partners[i] in wanted.holdings]
@@ -211,23 +222,21 @@ class Relayout:
         for sent, received, dtype in self._items({}, places, [group.rank]):
             moves.append(Move(sent.layout, received.layout, moved_dtype(dtype)))
             pieces.append(Pieces(sent.pieces, received.pieces))
-        Exchange(moves, group, BUCKET_BYTES, silent=True).run(pieces, group, torch.device("cpu"))
+        Exchange(moves, group, BUCKET_BYTES).run(pieces, group, torch.device("cpu"))
         return self._finished()
 
-    def _items(
-        self, sources: dict[int, Source], places: dict[int, Layout], everywhere: Sequence[int]
-    ) -> list[tuple[Source, Receipt, torch.dtype]]:
+    def _items(self, sources: dict[int, Source], places: dict[int, Layout], everywhere: Sequence[int]) -> list[Item]:
         source, target = self._source, self._target
-        items: list[tuple[Source, Receipt, torch.dtype]] = []
+        items: list[Item] = []
         for index in self._moving:
             if target.leader(index) == index:
-                leaf, leader = source.leaves[index], source.leaders.get(index, index)
+                leader = source.leaders.get(index, index)
                 if leader not in sources:
+                    leaf = source.leaves[index]
                     pieces = [bare(leaf)] if leaf.numel() else []
                     sources[leader] = Source(whole_on(leaf.shape, everywhere), pieces)
-                receipt = target.receipt(index, places)
-                items.append((_apart(sources[leader], receipt), receipt, leaf.dtype))
-        return items
+                items.append((sources[leader], target.receipt(index, places), target.dtype(index)))
+        return apart(items)
 
     def _finished(self) -> Any:
         self._write()
@@ -244,11 +253,8 @@ def allocated(leaves: Sequence[Any]) -> list[Any]:
     result = list(leaves)
     by_device: dict[torch.device, list[int]] = {}
     for index, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, torch.Tensor) or is_distributed(leaf):
             by_device.setdefault(_device_of(leaf), []).append(index)
-        elif hasattr(leaf_type_of(type(leaf)), "holding"):
-            shards = leaf.local_shards()
-            by_device.setdefault(shards[0].tensor.device if shards else torch.device("cpu"), []).append(index)
     for device, indices in by_device.items():
         fresh = allocate_like([leaves[index] for index in indices], device=device)
         for index, leaf in zip(indices, fresh, strict=True):
@@ -256,12 +262,16 @@ def allocated(leaves: Sequence[Any]) -> list[Any]:
     return result
 
 
-def _device_of(leaf: torch.Tensor) -> torch.device:
-    if not leaf.is_meta:
-        return leaf.device
+def _device_of(leaf: Any) -> torch.device:
+    """Return where a leaf's elements lie, or are to lie if it has none."""
+    if isinstance(leaf, torch.Tensor):
+        devices = [leaf.device]
+    else:
+        devices = [part.device for part in unpack("", [leaf], lambda: [Path()], memory=False).parts]
+    if devices and devices[0].type != "meta":
+        return devices[0]
     mesh = getattr(leaf, "device_mesh", None)
-    kind = "cpu" if mesh is None or mesh.device_type == "meta" else mesh.device_type
-    return torch.device(kind)
+    return torch.device("cpu" if mesh is None or mesh.device_type == "meta" else mesh.device_type)
 
 
 def bare(leaf: torch.Tensor) -> torch.Tensor:
@@ -271,13 +281,7 @@ def bare(leaf: torch.Tensor) -> torch.Tensor:
 
 def is_bare(leaf: Any) -> bool:
     """Whether a leaf is a strided tensor that can be cut into boxes."""
-    return (
-        isinstance(leaf, torch.Tensor)
-        and leaf_type_of(type(leaf)) is TENSOR
-        and leaf.layout is torch.strided
-        and not leaf.is_nested
-        and leaf.dtype not in QUANTIZED
-    )
+    return isinstance(leaf, torch.Tensor) and leaf_type_of(type(leaf)) is TENSOR and is_strided(leaf)
 
 
 def unfit(source: Survey, wanted: Survey, partners: Sequence[int], moving: Sequence[int]) -> list[Difference]:
@@ -313,7 +317,8 @@ def _unfit(source: Survey, index: int, wanted: Survey, partner: int) -> list[Dif
     target = wanted.holdings.get(partner)
     if target is not None and target.summands is not None:
         found.append(("placements", "elements", f"{target.text}, which cannot be a target"))
-    if index not in source.holdings and is_bare(leaf) and (leaf.is_meta or not holds_memory(leaf)):
+    holding = source.holdings.get(index)
+    if holding.device == "meta" if holding else is_bare(leaf) and (leaf.is_meta or not holds_memory(leaf)):
         found.append(("memory", "a tensor without elements", "elements"))
     return [Difference(source.path(index), *difference) for difference in found]
 
@@ -350,9 +355,11 @@ def same_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
     return same_bytes(a, b)
 
 
-def _apart(source: Source, receipt: Receipt) -> Source:
-    """Return a source that writing into the receipt does not change."""
-    written = {storage_key(piece.untyped_storage()) for piece in receipt.pieces}
-    return source._replace(
-        pieces=[piece.clone() if storage_key(piece.untyped_storage()) in written else piece for piece in source.pieces]
-    )
+def apart(items: Sequence[Item]) -> list[Item]:
+    """Return what moves, with sources that are not changed by writing into any of the receipts."""
+    written = {storage_key(piece.untyped_storage()) for _, receipt, _ in items for piece in receipt.pieces}
+
+    def kept(piece: torch.Tensor) -> torch.Tensor:
+        return piece.clone() if storage_key(piece.untyped_storage()) in written else piece
+
+    return [(sent._replace(pieces=list(map(kept, sent.pieces))), received, dtype) for sent, received, dtype in items]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -10,20 +11,22 @@ import torch
 from statetree.agreement import Entry, Statement, agree
 from statetree.blueprint import Blueprint, draw, pickled
 from statetree.chunks import Layout, whole_on
-from statetree.collectives import Receipt, Survey, communicating_device, exchange, settle
+from statetree.collectives import Item, Receipt, Survey, communicating_device, exchange, settle
 from statetree.errors import RankMismatch, StateTreeError
+from statetree.leaves import holds_tensor
 from statetree.summands import Source
-from statetree.tree import flatten, unflatten
+from statetree.tree import flatten_for_copy, unflatten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Sequence
 
     from statetree.groups import Group
     from statetree.paths import Path
     from statetree.treespec import TreeSpec
 
-#: A tensor to move: where it comes from, where it goes, and its dtype.
-Item = tuple[Source, Receipt, torch.dtype]
+
+#: The dtype and the global shape of a leaf.
+Elements = tuple[torch.dtype, tuple[int, ...]]
 
 
 class Parcel(NamedTuple):
@@ -39,7 +42,7 @@ class Parcel(NamedTuple):
     spec: TreeSpec
     described: list[int]
     blueprint: Blueprint
-    shapes: dict[int, tuple[torch.dtype, tuple[int, ...]]]
+    shapes: dict[int, Elements]
 
 
 class Sent(NamedTuple):
@@ -54,33 +57,34 @@ class Made(NamedTuple):
 
     leaves: list[Any]
     items: Sequence[Item]
-    copies: Callable[[], Callable[[], None]] | None = None
+    finish: Callable[[], None] | None = None
 
 
-def packed(verb: str, tree: Any, distributed: Callable[[list[Any], TreeSpec], Collection[int]]) -> Sent:
+def packed(verb: str, tree: Any, distributed: Callable[[list[Any], TreeSpec], dict[int, Elements]]) -> Sent:
     """Describe a tree. What is wrong with it is described as well, so that all ranks raise the same.
 
     Args:
         verb: The collective.
         tree: The source's tree.
-        distributed: Given leaves and structure, says which leaves each rank has in a layout of its own.
+        distributed: Given leaves and structure, says which leaves each rank has in a layout of its own, and their
+            dtypes and global shapes.
     """
     try:
-        leaves, spec = flatten(tree)
-        elsewhere = set(distributed(leaves, spec))
-        described = [index for index in range(len(leaves)) if index not in elsewhere]
-
-        def paths() -> Sequence[Path]:
-            named = spec.paths()
-            return [named[index] for index in described]
-
+        leaves, spec = flatten_for_copy(tree, holds_tensor)
+        shapes = distributed(leaves, spec)
+        described = [index for index in range(len(leaves)) if index not in shapes]
+        paths = partial(_paths, spec, described)
         chosen = [leaves[index] for index in described]
         blueprint, spans = draw(verb, chosen, paths)
-        shapes = {index: (leaves[index].dtype, tuple(leaves[index].shape)) for index in elsewhere}
         parcel = Parcel(spec, described, blueprint, shapes)
         return Sent(pickled(verb, parcel, chosen, paths), spans)
     except StateTreeError as error:
         return Sent(pickle.dumps(error))
+
+
+def _paths(spec: TreeSpec, indices: Sequence[int]) -> Sequence[Path]:
+    named = spec.paths()
+    return [named[index] for index in indices]
 
 
 def spread(
@@ -106,26 +110,27 @@ def spread(
     layouts, seen = ({}, b"") if survey is None else settle(group, survey, agreed, complete=False)
     message = group.broadcast_bytes(sent.message, agreed.nbytes[src], src)
 
-    def receive() -> tuple[Statement, tuple[Parcel, list[torch.Tensor], Made]]:
+    def receive() -> tuple[Statement, tuple[Parcel, list[torch.Tensor], list[torch.Tensor]]]:
         parcel = _opened(verb, message)
-        described, places = parcel.blueprint.make()
-        leaves: list[Any] = [None] * parcel.spec.num_leaves
-        for index, leaf in zip(parcel.described, described, strict=True):
-            leaves[index] = leaf
-        return _ready(verb), (parcel, places, make(parcel, survey, layouts, leaves))
+        return _ready(verb), (parcel, *parcel.blueprint.allocate())
 
-    _, (parcel, places, made) = agree(verb, group, receive)
+    _, (parcel, parts, places) = agree(verb, group, receive)
     key = (agreed.key, seen)
     _fill(key, src, group, bucket_bytes, sent.spans, places)
-    finish = None
-    if made.copies is not None:
-        copies = made.copies
-        _, finish = agree(verb, group, lambda: (_ready(verb), copies()))
+
+    def prepare_rest() -> tuple[Statement, Made]:
+        leaves: list[Any] = [None] * parcel.spec.num_leaves
+        described = parcel.blueprint.pack(verb, parts, partial(_paths, parcel.spec, parcel.described))
+        for index, leaf in zip(parcel.described, described, strict=True):
+            leaves[index] = leaf
+        return _ready(verb), make(parcel, survey, layouts, leaves)
+
+    _, made = agree(verb, group, prepare_rest)
     if made.items:
         kinds = [] if survey is None else [holding.device for holding in survey.holdings.values()]
         exchange(key, made.items, group, communicating_device(group, kinds), bucket_bytes, source=src)
-    if finish is not None:
-        finish()
+    if made.finish is not None:
+        made.finish()
     return unflatten(parcel.spec, made.leaves)
 
 

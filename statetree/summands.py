@@ -7,6 +7,7 @@ comes of it is a tensor that is sharded by slabs.
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
@@ -87,6 +88,15 @@ def _shared_out(layout: Layout) -> Layout:
         for number, slab in enumerate(slabs):
             shares[ranks[number * len(ranks) // len(slabs)]].append(slab)
     return layout_of(layout.shape, shares)
+
+
+@cache
+def reduces(reduction: str, dtype: torch.dtype) -> bool:
+    """Whether torch can put summands of a dtype together, and has that dtype again."""
+    try:
+        return _reduced(torch.ones(2, 1, dtype=dtype), reduction).dtype == dtype
+    except (RuntimeError, NotImplementedError):
+        return False
 
 
 def _reduced(stack: torch.Tensor, reduction: str) -> torch.Tensor:

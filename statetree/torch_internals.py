@@ -219,16 +219,12 @@ def start_broadcast(group: Any, data: torch.Tensor, source: int, timeout: timede
     return group.broadcast([data], options)
 
 
-def start_all_to_all(
-    group: Any,
-    received: torch.Tensor,
-    sent: torch.Tensor,
-    received_splits: Sequence[int],
-    sent_splits: Sequence[int],
-    timeout: timedelta | None,
-) -> Any:
-    """Start an all-to-all of uneven stretches, and return the work to wait for."""
-    options = torch._C._distributed_c10d.AllToAllOptions()
-    if timeout is not None:
-        options.timeout = timeout
-    return group.alltoall_base(received, sent, list(received_splits), list(sent_splits), options)
+def start_exchange(
+    group: Any, sent: Sequence[tuple[int, torch.Tensor]], received: Sequence[tuple[int, torch.Tensor]]
+) -> list[Any]:
+    """Start sending tensors to ranks of a group and receiving others, all at once; return the works to wait for."""
+    from torch.distributed import P2POp, batch_isend_irecv, irecv, isend
+
+    operations = [P2POp(irecv, tensor, group=group, group_peer=peer) for peer, tensor in received]
+    operations += [P2POp(isend, tensor, group=group, group_peer=peer) for peer, tensor in sent]
+    return list(batch_isend_irecv(operations))

@@ -11,24 +11,33 @@ from torch.distributed.tensor import DTensor
 from statetree.chunks import Box, Holding, Layout, Split, local_pieces, mesh_layout
 from statetree.comparing import settled
 from statetree.errors import UnsupportedLeaf
+from statetree.leaf_types.tensor import attributes_of, set_attributes
 from statetree.leaf_types.wrapper import WrapperType
+from statetree.summands import reduces
 from statetree.torch_internals import storage_key
+from statetree.tree import flatten, unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from statetree.groups import Group
+    from statetree.treespec import TreeSpec
 
 #: How summands are put together, by the names that ``Partial`` has for it.
 REDUCTIONS: Final = frozenset({"sum", "avg", "product", "max", "min"})
 
 
 class _Wrapper(NamedTuple):
-    """What a ``DTensor`` is beside its local tensor."""
+    """What a ``DTensor`` is beside its local tensor and the leaves of its attributes."""
 
+    cls: Any
     spec: Any
     requires_grad: bool
-    attributes: dict[str, Any]
+    attributes: TreeSpec
+
+
+#: What a ``DTensor`` keeps for itself.
+_OWN: Final = frozenset({"_local_tensor", "_spec"})
 
 
 class DTensorType(WrapperType):
@@ -37,21 +46,24 @@ class DTensorType(WrapperType):
     elements_only = True
 
     def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
-        attributes = vars(value)
-        if type(value) is DTensor and all(attribute is True for attribute in attributes.values()):
-            # The usual case: no attributes, or those that make it a parameter.
-            return [value._local_tensor], _Wrapper(value._spec, value.requires_grad, attributes.copy())
-        return super().unpack(value)
+        attributes = vars(value) if type(value) is DTensor else attributes_of(value)
+        leaves, spec = flatten({name: held for name, held in attributes.items() if name not in _OWN})
+        return [value._local_tensor, *leaves], _Wrapper(type(value), value._spec, value.requires_grad, spec)
 
     def pack(self, context: Any, parts: Sequence[Any]) -> torch.Tensor:
-        if not isinstance(context, _Wrapper):
-            return super().pack(context, parts)
-        fresh: torch.Tensor = DTensor(parts[0], context.spec, requires_grad=context.requires_grad)
-        vars(fresh).update(context.attributes)
-        return fresh
+        local: torch.Tensor = parts[0]
+        # A DTensor takes over where its local tensor begins in its storage. It has no storage itself: torch would look
+        # for elements there when it pickles it, and crash.
+        begin = local
+        if type(local) is torch.Tensor and local.storage_offset():
+            begin = local.as_strided(local.shape, local.stride(), 0)
+        fresh: Any = context.cls(begin, context.spec, requires_grad=context.requires_grad)
+        fresh._local_tensor = local
+        set_attributes(fresh, unflatten(context.attributes, parts[1:]))
+        return fresh  # type: ignore[no-any-return]
 
     def essential(self, context: Any, inner: Sequence[Any]) -> Sequence[Any]:
-        return inner if isinstance(context, _Wrapper) else super().essential(context, inner)
+        return inner[:1]
 
     def describe(self, value: Any) -> Mapping[str, Any]:
         return {
@@ -116,7 +128,7 @@ def _described(spec: Any, shape: tuple[int, ...], dtype: torch.dtype, group: Gro
         (),
         None,
         "",
-        _summands(spec, shape, mesh_shape, members, splits, summed) if summed else None,
+        _summands(spec, shape, dtype, mesh_shape, members, splits, summed) if summed else None,
     )
     return _Described(holding, boxes, torch.Size(boxes[0].sizes) if len(boxes) == 1 else None, mesh)
 
@@ -140,6 +152,7 @@ def _splits(spec: Any) -> tuple[tuple[Split, ...], list[int]]:
 def _summands(
     spec: Any,
     shape: tuple[int, ...],
+    dtype: torch.dtype,
     mesh_shape: tuple[int, ...],
     members: tuple[int, ...],
     splits: tuple[Split, ...],
@@ -148,10 +161,10 @@ def _summands(
     """Return how summands are reduced, and the layout of each."""
     kinds = {(type(spec.placements[dim]).__name__, spec.placements[dim].reduce_op) for dim in summed}
     name, reduction = next(iter(kinds))
-    if len(kinds) > 1 or name != "Partial" or reduction not in REDUCTIONS:
+    if len(kinds) > 1 or name != "Partial" or reduction not in REDUCTIONS or not reduces(reduction, dtype):
         msg = (
-            f"cannot reduce the leaf at %PATH%: expected Partial by one of {', '.join(sorted(REDUCTIONS))}, got "
-            f"{spec.placements}. Redistribute it first."
+            f"cannot reduce the leaf at %PATH%: expected Partial by one of {', '.join(sorted(REDUCTIONS))} of a dtype "
+            f"that torch computes with, got {spec.placements} of {dtype}. Redistribute it first."
         )
         raise UnsupportedLeaf(msg)
     places = torch.arange(len(members)).view(mesh_shape)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.remote_device import _remote_device
 
 from statetree.chunks import Box, Holding, layout_of
 from statetree.leaf_types.tensor import attributes_of, set_attributes
@@ -14,6 +16,8 @@ from statetree.tree import flatten, unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    import torch
 
     from statetree.groups import Group
 
@@ -41,6 +45,8 @@ class ShardedTensorType:
     def pack(self, context: Any, parts: Sequence[Any]) -> Any:
         (metadata, whole, group, init_rrefs, sharding_spec), carried = context
         count = len(metadata)
+        if count and _is_elsewhere(parts[0], metadata[0], whole):
+            metadata, whole, sharding_spec = _moved(parts[0], metadata, whole)
         shards = [Shard(tensor, shard) for tensor, shard in zip(parts[:count], metadata, strict=True)]
         fresh = ShardedTensor._init_from_local_shards_and_global_metadata(
             shards, whole, process_group=group, init_rrefs=init_rrefs, sharding_spec=sharding_spec
@@ -73,8 +79,10 @@ class ShardedTensorType:
         local = [shard for shard in value.local_shards() if all(shard.metadata.shard_sizes)]
         pieces = [shard.tensor.detach() for shard in local]
         kinds = sorted({shard.placement.device().type for shard in metadata.shards_metadata})
+        device = kinds[0] if kinds else "cpu"
+        kind = "ShardedTensor on meta" if device == "meta" else "ShardedTensor"
         return Holding(
-            f"a ShardedTensor {dtype} {shape} in {len(metadata.shards_metadata)} shards",
+            f"a {kind} {dtype} {shape} in {len(metadata.shards_metadata)} shards",
             str([(shard.shard_offsets, shard.shard_sizes, str(shard.placement)) for shard in metadata.shards_metadata]),
             shape,
             dtype,
@@ -84,8 +92,26 @@ class ShardedTensorType:
             (*((storage_key(piece.untyped_storage()), piece.storage_offset()) for piece in pieces), shape)
             if pieces
             else id(value),
-            kinds[0] if kinds else "cpu",
+            device,
         )
+
+
+def _is_elsewhere(tensor: torch.Tensor, shard: Any, whole: Any) -> bool:
+    """Whether a shard lies in other memory than its metadata say."""
+    expected = shard.placement.device(), whole.tensor_properties.pin_memory
+    return (tensor.device, tensor.is_pinned()) != expected
+
+
+def _moved(tensor: torch.Tensor, metadata: Sequence[Any], whole: Any) -> tuple[list[Any], Any, None]:
+    """Return metadata for shards in the memory in which a tensor lies; torch infers the sharding spec from them."""
+    local, whole = deepcopy((list(metadata), whole))
+    whole.tensor_properties.pin_memory = tensor.is_pinned()
+    own = {shard.placement.rank() for shard in local}
+    for shard in [*local, *whole.shards_metadata]:
+        rank, device = shard.placement.rank(), shard.placement.device()
+        if rank in own or device.type != tensor.device.type:
+            shard.placement = _remote_device(f"rank:{rank}/{tensor.device}")
+    return local, whole, None
 
 
 def _box(shard: Any) -> Box:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from statetree.agreement import Statement
-from statetree.collectives import Receipt, Survey, check_bucket, check_rank, path_order, pieces_of
+from statetree.collectives import Item, Receipt, Survey, check_bucket, check_rank, path_order, pieces_of
+from statetree.compose import collective
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange import BUCKET_BYTES
 from statetree.groups import Group, Timeout, group_of
 from statetree.relayout import allocated
-from statetree.spreading import Item, Made, Parcel, Sent, packed, spread
+from statetree.spreading import Made, Parcel, Sent, packed, spread
 from statetree.summands import Source
 from statetree.torch_internals import copy_each, quietly
 from statetree.tree import unflatten
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from statetree.chunks import Layout
 
 
+@collective
 def broadcast(
     tree: Any,
     *,
@@ -75,7 +77,9 @@ def _broadcast(tree: Any, src: int, group: Group, bucket_bytes: int) -> Any:
         if tree is None and group.rank != src:
             return Statement(options, None), (None, Sent())
         survey = Survey("broadcast", tree, group)
-        sent = packed("broadcast", tree, lambda *_: survey.holdings) if group.rank == src else Sent()
+        survey.check_readable()
+        elements = {index: (holding.dtype, holding.shape) for index, holding in survey.holdings.items()}
+        sent = packed("broadcast", tree, lambda *_: elements) if group.rank == src else Sent()
         return Statement(options, survey.entries(), survey.details(), len(sent.message)), (survey, sent)
 
     def make(parcel: Parcel, survey: Survey | None, layouts: dict[int, Layout], leaves: list[Any]) -> Made:

@@ -6,24 +6,24 @@ from typing import TYPE_CHECKING, Any
 
 from statetree.agreement import Statement
 from statetree.chunks import whole_on
-from statetree.collectives import Survey, check_bucket, check_rank, path_order
+from statetree.collectives import Item, Survey, check_bucket, check_rank, path_order
+from statetree.compose import collective_unless
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange import BUCKET_BYTES
 from statetree.groups import Group, Timeout, group_of
-from statetree.relayout import Relayout, Target, bare, partners_of, refuse, unfit
-from statetree.spreading import Item, Made, Parcel, Sent, packed, spread
+from statetree.relayout import Relayout, Target, apart, bare, partners_of, refuse, unfit
+from statetree.spreading import Elements, Made, Parcel, Sent, packed, spread
 from statetree.summands import Source
 from statetree.torch_internals import quietly
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from torch.distributed import ProcessGroup
 
     from statetree.chunks import Layout
     from statetree.treespec import TreeSpec
 
 
+@collective_unless(lambda options: options.get("src") is None)
 def distribute(
     full: Any,
     like: Any,
@@ -106,13 +106,13 @@ def _send(full: Any, like: Any, src: int, group: Group, bucket_bytes: int, *, in
         check_rank("distribute", "src", src, group)
         wanted = Survey("distribute", like, group)
 
-        def distributed(leaves: list[Any], spec: TreeSpec) -> Collection[int]:
-            sources[:] = leaves
+        def distributed(leaves: list[Any], spec: TreeSpec) -> dict[int, Elements]:
             survey = _surveyed(full, group)
+            sources[:] = survey.leaves
             partners = partners_of("distribute", spec, leaves, wanted)
             moving = [index for index in survey.order if partners[index] in wanted.holdings]
             refuse("distribute", unfit(survey, wanted, partners, moving))
-            return moving
+            return {index: (leaves[index].dtype, tuple(leaves[index].shape)) for index in moving}
 
         sent = packed("distribute", full, distributed) if group.rank == src else Sent()
         options = f"distribute(src={src}, in_place={in_place}, bucket_bytes={bucket_bytes})"
@@ -131,6 +131,6 @@ def _send(full: Any, like: Any, src: int, group: Group, bucket_bytes: int, *, in
                 pieces = [bare(sources[index])] if sources and sources[index].numel() else []
                 items.append((Source(whole_on(shape, [src]), pieces), target.receipt(index, layouts), dtype))
         described = [leaves[index] for index in parcel.described]
-        return Made(target.leaves, items, lambda: target.prepare_copy(parcel.described, described))
+        return Made(target.leaves, apart(items), target.prepare_copy(parcel.described, described))
 
     return spread("distribute", src, group, bucket_bytes, prepare, make)

@@ -20,7 +20,7 @@ from statetree.collectives import (
     settle,
     sources_of,
 )
-from statetree.compose import collective
+from statetree.compose import collective, leafwise
 from statetree.errors import RankMismatch
 from statetree.exchange import BUCKET_BYTES
 from statetree.groups import Group, Timeout, group_of
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+@leafwise
 @collective
 def gather(
     tree: Any,
@@ -93,6 +94,7 @@ def _gather(
         check_bucket("gather", bucket_bytes)
         receivers = _receivers(dst, group)
         survey = Survey("gather", tree, group)
+        survey.check_readable()
         where = device if group.rank in receivers else "meta"
         leaves = _others(survey, where)
         _put_wholes(leaves, survey, where)
@@ -145,7 +147,7 @@ def _put_wholes(leaves: list[Any], survey: Survey, device: torch.device | str | 
             leaves[index] = leaves[leader]
             continue
         if index == leader:
-            where = holding.device or None if device is None else device
+            where = holding.device or None if device is None or holding.device == "meta" else device
             stride = leaf.stride() if isinstance(leaf, torch.Tensor) else ()
             fresh = _empty(holding.shape, stride, holding.dtype, where)
         else:

@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from statetree.agreement import Entry, Statement, agree
+from statetree.buffers import memory_of
 from statetree.chunks import Box, Layout, by_rank, layout_of, whole_on
 from statetree.collectives import Survey, settle
+from statetree.compose import collective
 from statetree.groups import Group, Timeout, group_of
-from statetree.leaves import facts, is_plain, unpack
+from statetree.leaves import facts, holds_tensor, is_plain, unpack
 from statetree.plans import choose_owners, owners_of
 from statetree.ties import tied_leaves
 from statetree.torch_internals import quietly
-from statetree.transforms.allocate_like import allocate_like
-from statetree.tree import unflatten
+from statetree.transforms._pipeline import replicated
+from statetree.tree import flatten_for_copy, unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+@collective
 def partition_replicas(tree: Any, *, group: ProcessGroup | None = None, timeout: Timeout = None) -> Any:
     """Keep every chunk that several ranks hold on exactly one of them.
 
@@ -67,7 +70,9 @@ def _partition_replicas(tree: Any, group: Group) -> Any:
         bundles = _bundles(survey)
         place = {index: position for position, index in enumerate(survey.order)}
         ties = str([[place[index] for index in bundle] for bundle in bundles])
-        empty = allocate_like(list(survey.leaves), device="meta")
+        same = unflatten(survey.spec, list(survey.leaves))
+        on_meta = replicated(verb, same, memory_of("meta", pin_memory=False, share_memory=False), copy=False)
+        empty, _ = flatten_for_copy(on_meta, holds_tensor)
         entries = [*survey.entries(), Entry("<ties>", ties)]
         return Statement(f"{verb}()", entries, survey.details()), (survey, bundles, empty)
 

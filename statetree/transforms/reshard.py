@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from statetree.agreement import Statement, agree
 from statetree.collectives import Survey, check_bucket
+from statetree.compose import collective
 from statetree.exchange import BUCKET_BYTES
 from statetree.groups import Group, Timeout, group_of
 from statetree.relayout import Relayout
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+@collective
 def reshard(
     tree: Any,
     like: Any,
