@@ -8,14 +8,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
-SOURCES := $(wildcard statetree tests examples benchmarks)
+SOURCES := $(wildcard statetree tests examples benchmarks docs)
 
 # Only for the checkpoint files (resemblyzer, lpips) and tensor subclasses (torchao) that they ship:
 # their dependencies would add gigabytes and are never imported.
 WITHOUT_DEPENDENCIES := resemblyzer lpips torchao
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check lint types doctest thorough bench format clean
+.PHONY: help venv demo test check lint types doctest docs thorough soak bench format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -38,7 +38,7 @@ demo: $(STAMP)  ## Train, checkpoint, kill and resume a small transformer
 test: $(STAMP)  ## Run the tests
 	@HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-ci}" $(PYTEST) $(ARGS)
 
-check: lint types doctest test  ## Check format, lint, types, doctests and tests
+check: lint types doctest docs test  ## Check format, lint, types, doctests, documentation and tests
 
 lint: $(STAMP)
 	@$(BIN)/ruff format --check $(SOURCES)
@@ -50,8 +50,14 @@ types: $(STAMP)
 doctest: $(STAMP)
 	@$(PYTEST) --doctest-modules statetree
 
+docs: $(STAMP)  ## Build the documentation into build/docs
+	@$(BIN)/python -m sphinx --quiet --fresh-env --fail-on-warning --keep-going docs build/docs
+
 thorough: $(STAMP)  ## Run the tests with 3,000 hypothesis examples each, on all cores
 	@HYPOTHESIS_PROFILE=thorough $(PYTEST) --numprocesses=auto --timeout=7200 $(ARGS)
+
+soak: $(STAMP)  ## Stage 10,000 times, and from eight threads, and look for what is left behind
+	@$(BIN)/python -m tests.soak $(ARGS)
 
 bench: $(STAMP)  ## Measure against the peers, side by side
 	@$(BIN)/python -m benchmarks

@@ -30,6 +30,18 @@ class Difference(NamedTuple):
         return f"{self.kind} differs at {self.path or '<root>'}: {self.left} against {self.right}"
 
 
+def _told(found: Difference) -> str:
+    """Say in a sentence what the left side has that does not fit the right one."""
+    where = found.path or "<root>"
+    if found.kind == "missing":
+        if found.left == "absent":
+            return f"missing at {where}: expected {found.right}, got nothing."
+        return f"unexpected at {where}: expected nothing, got {found.left}."
+    if found.kind in {"overlap", "ties", "writability"}:  # it is the right side that does not allow it
+        return f"{found.kind} at {where}: {found.left} cannot go into {found.right}."
+    return f"{found.kind} differs at {where}: expected {found.right}, got {found.left}."
+
+
 def shown(lines: Sequence[str], total: int | None = None) -> str:
     """Join lines of a message: the first twenty in full, and the rest as a count."""
     count = len(lines) if total is None else total
@@ -56,10 +68,7 @@ class TreeMismatch(StateTreeError, ValueError):
     @classmethod
     def between(cls, verb: str, differences: Sequence[Difference], remedy: str) -> TreeMismatch:
         """Return the error for a left tree (what was given) that does not fit a right one (what was expected)."""
-        lines = [
-            f"{found.kind} differs at {found.path or '<root>'}: expected {found.right}, got {found.left}."
-            for found in differences
-        ]
+        lines = list(map(_told, differences))
         places = f"the trees differ in {len(lines)} places:\n  " if len(lines) > 1 else ""
         return cls(f"{verb}: {places}{shown(lines)} {remedy}", differences)
 

@@ -417,7 +417,7 @@ def from_flat(flat: Mapping[str, Any], spec: TreeSpec) -> Any:
     keys = spec.flat_keys()
     expected = set(keys)
     if expected != flat.keys():
-        differences = [Difference(Path((key,)), "missing", "absent", "present") for key in keys if key not in flat]
-        differences += [Difference(Path((key,)), "missing", "present", "absent") for key in flat if key not in expected]
+        differences = [Difference(Path((key,)), "missing", "absent", "a leaf") for key in keys if key not in flat]
+        differences += [Difference(Path((key,)), "missing", "a leaf", "absent") for key in flat if key not in expected]
         raise TreeMismatch.between("from_flat", differences, "Pass exactly the keys that to_flat gave.")
     return unflatten(spec, [flat[key] for key in keys])

@@ -159,7 +159,7 @@ class _Job:
                     self.leaves[first],
                     "overlap",
                     "values of its own",
-                    f"the values of {partner}, which it overlaps",
+                    f"a tensor that overlaps {partner}",
                 )
         return self.found
 

@@ -77,7 +77,7 @@ def test_ours_reads_dcps_not_without(tmp_path):
         ({"l": [torch.ones(1)]}, "length differs at l: expected list of 1, got more than 1 items"),
         ({"l": []}, r"structure differs at l: expected list of 0, got several entries"),
         ({"t": (torch.ones(1), 1)}, "structure differs at t: expected tuple of 2, got one entry"),
-        ({"z": torch.ones(1)}, "missing differs at z: expected a tensor, got absent"),
+        ({"z": torch.ones(1)}, "(missing|unexpected) at z: expected"),
         ({}, "length differs at <root>: expected dict of 0"),
         (torch.ones(1), "structure differs at <root>: expected a tensor, got several entries"),
     ],

@@ -327,7 +327,7 @@ def test_more_differences_than_anyone_reads_are_counted():
         ([ramp(1)], torch.zeros(1), r"structure differs at w: expected a leaf \(Tensor\), got list of 1"),
         (ramp(1), [torch.zeros(1)], r"structure differs at w: expected list of 1, got a leaf \(Tensor\)"),
         ([ramp(1)], [torch.zeros(1)] * 2, "length differs at w: expected list of 2, got list of 1"),
-        ({"a": ramp(1)}, {"b": torch.zeros(1)}, r"missing differs at w\.a.*\n.*missing differs at w\.b"),
+        ({"a": ramp(1)}, {"b": torch.zeros(1)}, r"(missing|unexpected) at w\.a.*\n.*(missing|unexpected) at w\.b"),
         ({0: ramp(1)}, {"0": torch.zeros(1)}, r"the trees differ in 2 places"),
         ({1: ramp(1)}, {True: torch.zeros(1)}, r"the trees differ in 2 places"),
         (Point(ramp(1), 1), Other(torch.zeros(1), 1), "structure differs at w: expected Other of 2, got Point of 2"),
@@ -359,7 +359,7 @@ def test_a_destination_that_overlaps_itself():
         torch.zeros(20).as_strided((3, 3), (2, 4)),
     ):
         src = ramp(*dst.shape)
-        refused([ramp(2), src], [torch.zeros(2), dst], r"overlap differs at 1: .*overlaps itself")
+        refused([ramp(2), src], [torch.zeros(2), dst], r"overlap at 1: .*overlaps itself")
 
 
 def test_dims_that_interleave_without_overlap_are_fine():
@@ -374,7 +374,7 @@ def test_dims_that_interleave_without_overlap_are_fine():
 def test_an_inference_tensor_cannot_be_written():
     with torch.inference_mode():
         dst = torch.zeros(3)
-        refused([ramp(2), ramp(3)], [torch.zeros(2), dst], r"writability differs at 1: .*inference tensor")
+        refused([ramp(2), ramp(3)], [torch.zeros(2), dst], r"writability at 1: .*inference tensor")
     refused([ramp(3)], [dst], "inference tensor")
     normal = torch.zeros(3)
     st.copy_into([dst], [normal])  # it can be read
@@ -468,7 +468,7 @@ def test_destinations_that_overlap_where_the_sources_differ(kind, reverse):
     if reverse:
         src.reverse()
         dst.reverse()
-    refused(src, dst, "overlap differs at")
+    refused(src, dst, "overlap at")
 
 
 def test_interleaved_destinations_do_not_overlap():
@@ -480,8 +480,8 @@ def test_interleaved_destinations_do_not_overlap():
 def test_overlap_of_conjugated_views():
     base = torch.complex(ramp(3), ramp(3, start=5))
     new = torch.complex(ramp(3, start=20), ramp(3, start=30))
-    refused([new, new], [base, base.conj()], "overlap differs at")
-    refused([new.conj(), new.conj()], [base, base.conj()], "overlap differs at")
+    refused([new, new], [base, base.conj()], "overlap at")
+    refused([new.conj(), new.conj()], [base, base.conj()], "overlap at")
     dst = [base, base.conj()]
     st.copy_into([new, new.conj()], dst)
     assert torch.equal(dst[0], new)
@@ -494,9 +494,9 @@ def test_overlap_of_conjugated_views():
 def test_overlap_of_negated_views():
     base = torch.complex(ramp(3), ramp(3, start=5))
     dst = [base.imag, base.conj().imag]
-    refused([ramp(3, start=9), ramp(3, start=9)], dst, "overlap differs at")
+    refused([ramp(3, start=9), ramp(3, start=9)], dst, "overlap at")
     shared = ramp(3, start=9)
-    refused([shared, shared], dst, "overlap differs at")
+    refused([shared, shared], dst, "overlap at")
     st.copy_into([shared, -shared], dst)
     assert torch.equal(dst[0], shared)
 
@@ -506,12 +506,12 @@ def test_overlap_after_a_cast_is_judged_by_what_is_written():
     close = torch.tensor([1.0, 2.0, 3.0, 4.0])
     st.copy_into([close, close + 1e-4], [base, base[:]], cast=True)
     assert torch.equal(base.float(), close)
-    refused([close, close + 1], [base, base[:]], "overlap differs at", cast=True)
+    refused([close, close + 1], [base, base[:]], "overlap at", cast=True)
 
 
 def test_nan_and_zero_signs_decide_too():
     base = torch.zeros(2)
-    refused([torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0])], [base, base[:]], "overlap differs")
+    refused([torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0])], [base, base[:]], "overlap at")
     nan = torch.tensor([float("nan"), 1.0])
     st.copy_into([nan, nan.clone()], [base, base[:]])
 
@@ -520,8 +520,8 @@ def test_numpy_arrays_tie_tensors_too():
     """Two tensors on one array have storages of their own, on the same memory."""
     array = np.zeros(10, dtype=np.float32)
     first, second = torch.from_numpy(array), torch.from_numpy(array)
-    refused([ramp(10), ramp(10, start=50)], [first, second], "overlap differs at")
-    refused([ramp(9), ramp(9, start=50)], [first[1:], second[:-1]], "overlap differs at")
+    refused([ramp(10), ramp(10, start=50)], [first, second], "overlap at")
+    refused([ramp(9), ramp(9, start=50)], [first[1:], second[:-1]], "overlap at")
     st.copy_into([ramp(10), ramp(10)], [first, second])
     assert array.tolist() == list(range(10))
 

@@ -1,0 +1,81 @@
+"""``{benchmark-results}``: the recorded benchmarks as tables, and the machine that they were measured on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from docutils import nodes
+from sphinx.util.docutils import SphinxDirective
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sphinx.application import Sphinx
+
+#: What `make bench` writes.
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "latest.json"
+_HEAD = ("", "median, ms", "µs/leaf", "GB/s", "times ours")
+
+
+class BenchmarkResults(SphinxDirective):
+    """Puts a table for each row of the results where it stands."""
+
+    def run(self) -> list[nodes.Node]:
+        """Read the results, and make the tables."""
+        self.env.note_dependency(str(RESULTS))
+        results = json.loads(RESULTS.read_text(encoding="utf-8"))
+        made: list[nodes.Node] = [nodes.paragraph(text=measured_on(results))]
+        for row in results["rows"]:
+            cells = [row_cells(contender) for contender in row["contenders"]]
+            made.append(_table(row["title"], [_HEAD, *cells]))
+            made += [nodes.paragraph(text=aim_text(aim)) for aim in row["aims"]]
+        return made
+
+
+def measured_on(results: dict[str, Any]) -> str:
+    """Say when, where and with what the results were measured."""
+    machine = results["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    return (
+        f"Measured on {results['date'][:10]} with {versions} on {machine['cpu']}, {machine['cores']} cores, "
+        f"{machine['memory_gb']} GB, {machine['system']}; load before {results['load_before']}, "
+        f"after {results['load_after']}."
+    )
+
+
+def row_cells(contender: dict[str, Any]) -> tuple[str, ...]:
+    """Return the cells of one contender."""
+    name = f"{contender['name']} (floor)" if contender["role"] == "floor" else contender["name"]
+    rate = contender["gb_per_s"]
+    return (
+        name,
+        f"{contender['median_s'] * 1e3:.2f}",
+        f"{contender['us_per_leaf']:.2f}",
+        "" if rate is None else f"{rate:.2f}",
+        f"{contender['times_ours']:.2f}",
+    )
+
+
+def aim_text(aim: dict[str, Any]) -> str:
+    """Say what was aimed at, and whether it was reached."""
+    return f"{'Reached' if aim['reached'] else 'Not reached'}: {aim['text']} ({aim['value']:.2f})."
+
+
+def _table(title: str, rows: Sequence[Sequence[str]]) -> nodes.table:
+    group = nodes.tgroup(cols=len(rows[0]))
+    group += [nodes.colspec(colwidth=width) for width in (34, 12, 12, 12, 12)]
+    group += nodes.thead("", _row(rows[0]))
+    group += nodes.tbody("", *map(_row, rows[1:]))
+    return nodes.table("", nodes.title(text=title), group)
+
+
+def _row(cells: Sequence[str]) -> nodes.row:
+    return nodes.row("", *[nodes.entry("", nodes.paragraph(text=cell)) for cell in cells])
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Register the directive."""
+    app.add_directive("benchmark-results", BenchmarkResults)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,41 @@
+"""Sphinx configuration. Build with ``make docs``: warnings are errors."""
+
+import sys
+from pathlib import Path
+
+from statetree import __version__
+
+sys.path.insert(0, str(Path(__file__).parent / "_ext"))
+
+project = "statetree"
+author = "statetree contributors"
+copyright = author
+release = version = __version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "benchmark_results",
+    "command_help",
+    "prose_returns",
+]
+exclude_patterns = ["_ext", "pictures/*.py"]
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # or attributes of named tuples would be described twice
+napoleon_custom_sections = ["Aliasing", "Collective"]
+python_maximum_signature_line_length = 88
+
+html_theme = "furo"
+html_title = f"statetree {release}"
+html_copy_source = False
+pygments_style = "friendly"
+pygments_dark_style = "monokai"
