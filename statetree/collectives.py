@@ -325,7 +325,7 @@ def pieces_of(holding: Holding, layout: Layout, rank: int) -> list[torch.Tensor]
 
 def movable(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor as one that torch can copy: without gradient, and as numbers if it has no kernels."""
-    tensor = tensor.detach()
+    tensor = tensor.detach() if tensor.requires_grad else tensor
     return tensor if tensor.dtype not in WITHOUT_KERNELS else tensor.view(moved_dtype(tensor.dtype))
 
 

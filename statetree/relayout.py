@@ -71,6 +71,7 @@ class Target:
         self._group = group
         leaves = [wanted.leaves[partner] for partner in partners]
         self.leaves = leaves if in_place else allocated(leaves)
+        self._holdings: dict[int, Holding] = {}
 
     def is_distributed(self, index: int) -> bool:
         """Whether the ranks hold different parts of a leaf."""
@@ -130,9 +131,11 @@ class Target:
         return write
 
     def _holding(self, index: int) -> Holding:
-        holding = holding_of(self.leaves[index], self._group)
-        assert holding is not None
-        return holding
+        if index not in self._holdings:
+            holding = holding_of(self.leaves[index], self._group)
+            assert holding is not None
+            self._holdings[index] = holding
+        return self._holdings[index]
 
 
 def _why_unwritable(piece: torch.Tensor) -> str:

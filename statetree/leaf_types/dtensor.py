@@ -33,7 +33,7 @@ class _Wrapper(NamedTuple):
     cls: Any
     spec: Any
     requires_grad: bool
-    attributes: TreeSpec
+    attributes: TreeSpec | None
 
 
 #: What a ``DTensor`` keeps for itself.
@@ -47,7 +47,8 @@ class DTensorType(WrapperType):
 
     def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
         attributes = vars(value) if type(value) is DTensor else attributes_of(value)
-        leaves, spec = flatten({name: held for name, held in attributes.items() if name not in _OWN})
+        carried = {name: held for name, held in attributes.items() if name not in _OWN}
+        leaves, spec = flatten(carried) if carried else ([], None)
         return [value._local_tensor, *leaves], _Wrapper(type(value), value._spec, value.requires_grad, spec)
 
     def pack(self, context: Any, parts: Sequence[Any]) -> torch.Tensor:
@@ -59,7 +60,8 @@ class DTensorType(WrapperType):
             begin = local.as_strided(local.shape, local.stride(), 0)
         fresh: Any = context.cls(begin, context.spec, requires_grad=context.requires_grad)
         fresh._local_tensor = local
-        set_attributes(fresh, unflatten(context.attributes, parts[1:]))
+        if context.attributes is not None:
+            set_attributes(fresh, unflatten(context.attributes, parts[1:]))
         return fresh  # type: ignore[no-any-return]
 
     def essential(self, context: Any, inner: Sequence[Any]) -> Sequence[Any]:

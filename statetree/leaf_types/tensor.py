@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -37,11 +38,14 @@ class Identity(NamedTuple):
         return fresh
 
 
+_slots_of = lru_cache(maxsize=1024)(slots_of)
+
+
 def attributes_of(value: torch.Tensor) -> dict[str, Any]:
     """Return the Python attributes of a tensor, those in slots included."""
     attributes = dict(vars(value))
     if type(value) is not torch.Tensor:
-        for name, slot in slots_of(type(value)).items():
+        for name, slot in _slots_of(type(value)).items():
             try:
                 attributes[name] = slot.__get__(value)
             except AttributeError:  # the slot was never set
@@ -51,7 +55,7 @@ def attributes_of(value: torch.Tensor) -> dict[str, Any]:
 
 def set_attributes(value: torch.Tensor, attributes: Mapping[str, Any]) -> None:
     """Set Python attributes of a tensor, past any ``__setattr__``."""
-    slots = slots_of(type(value))
+    slots = _slots_of(type(value))
     for name, kept in attributes.items():
         if name in slots:
             slots[name].__set__(value, kept)
