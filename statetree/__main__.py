@@ -1,0 +1,23 @@
+"""``python -m statetree``: the command line, where the extra ``cli`` is installed."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> int:
+    """Run the ``statetree`` command. Returns its exit status."""
+    try:
+        from statetree.cli.app import main as run
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("click", "rich"):
+            raise
+        sys.stderr.write(
+            f"statetree: {error.name} is missing: the command line takes it. pip install 'statetree[cli]'\n"
+        )
+        return 2
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

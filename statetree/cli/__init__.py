@@ -1,0 +1,1 @@
+"""The ``statetree`` command: shows, compares and converts checkpoints (extra ``cli``)."""

@@ -1,0 +1,263 @@
+"""The ``statetree`` command: its arguments, and what becomes of errors."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from statetree.cli.names import printable
+from statetree.errors import StateTreeError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from statetree.cli.edits import Rename
+
+SAME: Final = 0
+DIFFERENT: Final = 1
+FAILED: Final = 2
+_INTERRUPTED: Final = 130
+_UNITS: Final = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
+_SHELLS: Final = ("bash", "zsh", "fish")
+
+
+def _bytes(text: str) -> int:
+    """Read a number of bytes, such as ``500M`` or ``5GiB``."""
+    short = text.strip().lower().removesuffix("b")
+    digits = short.rstrip("kmgti")
+    unit = _UNITS.get(short[len(digits) :])
+    if unit is None or not digits.isdecimal() or not int(digits):
+        msg = f"{text!r} is no size: expected 500M or 5GiB, for example"
+        raise click.BadParameter(msg)
+    return int(digits) * unit
+
+
+def _dtype(name: str) -> torch.dtype:
+    """Read a floating-point dtype."""
+    import torch
+
+    from statetree.cli.edits import is_castable
+
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or not is_castable(found):
+        msg = f"{name!r} is no floating-point dtype: expected bfloat16 or float32, for example"
+        raise click.BadParameter(msg)
+    return found
+
+
+def _rename(text: str) -> Rename:
+    """Read ``REGEX=REPL``."""
+    from statetree.cli.edits import Rename
+
+    try:
+        return Rename.parse(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+_CHECKPOINT = click.Path(path_type=Path)
+_match = click.option(
+    "--match",
+    "patterns",
+    multiple=True,
+    metavar="GLOB",
+    help="Only entries whose key matches (may be given several times).",
+)
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="statetree", message="%(version)s")
+def cli() -> None:
+    """Look into checkpoints, compare and convert them.
+
+    A checkpoint is a torch file (.pt, .pth, .ckpt), a safetensors file or the index of several
+    (.safetensors, .safetensors.index.json), or a directory of torch.distributed.checkpoint (no suffix).
+    Files are not trusted: nothing in them is executed.
+    """
+
+
+@cli.command()
+@click.argument("file", type=_CHECKPOINT)
+@click.option("--depth", type=click.IntRange(1), metavar="N", help="Sum up what is nested deeper than N levels.")
+@click.option(
+    "--sort",
+    type=click.Choice(["file", "name", "size"]),
+    default="file",
+    show_default=True,
+    help="The order of entries.",
+)
+@_match
+@_json
+@click.option("--verify", "is_verified", is_flag=True, help="Check the stored checksums and digests of all bytes, too.")
+def show(file: Path, depth: int | None, sort: str, patterns: Sequence[str], as_json: bool, is_verified: bool) -> None:
+    """Show what FILE holds: dtypes, shapes, sizes, and which tensors share bytes.
+
+    Only headers are read, so that it takes no longer for a large file. On a terminal, entries are shown as a tree;
+    otherwise one a line, under their whole keys.
+
+    \b
+    Examples:
+      statetree show model.pt
+      statetree show --depth 2 --sort size run/step-00001000
+      statetree show --match '*.weight' --json model.safetensors
+      statetree show --verify model.pt
+    """
+    from statetree.cli.opening import opened
+    from statetree.cli.show import show as run
+
+    with opened(file) as checkpoint:
+        _warn_of_foreign(checkpoint.foreign)
+        verdict = ""
+        if is_verified:
+            from statetree.cli.verify import verify
+
+            verdict = verify(checkpoint)
+        run(checkpoint, depth=depth, sort=sort, patterns=patterns, as_json=as_json)
+        if verdict:
+            click.echo(verdict, err=as_json)
+
+
+@cli.command()
+@click.argument("left", type=_CHECKPOINT)
+@click.argument("right", type=_CHECKPOINT)
+@click.option("--values", is_flag=True, help="Compare the elements of tensors and plain values, too.")
+@_match
+@_json
+def diff(left: Path, right: Path, values: bool, patterns: Sequence[str], as_json: bool) -> int:
+    """Show where LEFT and RIGHT differ: structure, dtypes, shapes, ties and, with --values, elements.
+
+    They may be of different formats. The exit status is 0 if they are the same, 1 if they differ, and 2 if a
+    checkpoint cannot be read.
+
+    \b
+    Examples:
+      statetree diff before.pt after.pt
+      statetree diff --values model.pt model.safetensors
+      statetree diff --values --match 'model.*' --json a.ckpt b.ckpt
+    """
+    from statetree.cli.diff import diff as run
+    from statetree.cli.opening import opened
+
+    with opened(left) as one, opened(right) as other:
+        _warn_of_foreign([*one.foreign, *other.foreign])
+        return DIFFERENT if run(one, other, patterns=patterns, values=values, as_json=as_json) else SAME
+
+
+@cli.command()
+@click.argument("source", type=_CHECKPOINT)
+@click.argument("destination", type=_CHECKPOINT)
+@_match
+@click.option("--cast", "dtype", type=_dtype, metavar="DTYPE", help="Convert floating-point tensors to a dtype.")
+@click.option(
+    "--rename", "renames", type=_rename, multiple=True, metavar="REGEX=REPL",
+    help="Replace in keys what matches (may be given several times; \\1 is a group).",
+)  # fmt: skip
+@click.option("--shard-bytes", type=_bytes, metavar="SIZE", help="Begin a new file after so many bytes (5GB, 500MiB).")
+@click.option("--digest", is_flag=True, help="Write SHA-256 digests beside it, for show --verify.")
+@click.option("--drop-values", is_flag=True, help="Leave out plain values that the format cannot hold, and list them.")
+@click.option("--force", is_flag=True, help="Replace a checkpoint that is there already.")
+def convert(
+    source: Path,
+    destination: Path,
+    patterns: Sequence[str],
+    dtype: torch.dtype | None,
+    renames: Sequence[Rename],
+    shard_bytes: int | None,
+    digest: bool,
+    drop_values: bool,
+    force: bool,
+) -> None:
+    """Write SOURCE to DESTINATION, in the format that its suffix stands for.
+
+    It is written a piece at a time, and appears whole or not at all. Tensors that share bytes go on doing so in torch
+    files; other formats hold each of them.
+
+    \b
+    Examples:
+      statetree convert model.pt model.safetensors
+      statetree convert --match 'model.*' --rename '^model\\.=' run.ckpt weights.safetensors
+      statetree convert --cast bfloat16 --shard-bytes 5GB run/step-00001000 model.safetensors
+      statetree convert --digest model.safetensors.index.json model.pt
+    """
+    from statetree.cli.convert import Options
+    from statetree.cli.convert import convert as run
+    from statetree.cli.opening import opened
+
+    with opened(source) as checkpoint:
+        _warn_of_foreign(checkpoint.foreign)
+        options = Options(patterns, renames, dtype, shard_bytes, digest, drop_values, force)
+        for note in run(checkpoint, destination, options):
+            click.echo(f"note: {note}", err=True)
+
+
+@cli.command()
+@click.argument("shell", type=click.Choice(_SHELLS))
+def completion(shell: str) -> None:
+    """Print a script that completes the arguments of statetree in a SHELL.
+
+    \b
+    Examples:
+      statetree completion bash >> ~/.bashrc
+      statetree completion zsh >> ~/.zshrc
+      statetree completion fish > ~/.config/fish/completions/statetree.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    found = get_completion_class(shell)
+    assert found is not None
+    click.echo(found(cli, {}, "statetree", "_STATETREE_COMPLETE").source())
+
+
+def _warn_of_foreign(names: Sequence[str]) -> None:
+    if names:
+        listed = ", ".join(sorted(map(printable, names))[:10]) + ", …" * (len(names) > 10)
+        click.echo(f"note: not loaded, since torch.load(weights_only=True) would refuse it: {listed}", err=True)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command. Returns its exit status.
+
+    Args:
+        args: Its arguments; by default the process'.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # one that knows few characters shows the others as escapes
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        status = cli.main(args=None if args is None else list(args), prog_name="statetree", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        return FAILED
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        return _INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the last flush has somewhere to go
+        return FAILED
+    except (StateTreeError, OSError, MemoryError) as error:
+        text = f"{type(error).__name__}: {error}" if not isinstance(error, StateTreeError) else str(error)
+        click.echo("error: " + "\n".join(map(printable, text.split("\n"))), err=True)
+        return FAILED
+    except Exception:  # noqa: BLE001 - Python's own status for it, 1, would mean that checkpoints differ
+        click.echo(f"error: statetree has a fault. Please report this:\n{traceback.format_exc()}", err=True)
+        return FAILED
+    return status if isinstance(status, int) else SAME

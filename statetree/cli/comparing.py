@@ -1,0 +1,205 @@
+"""Two checkpoints compared: structure, dtypes, shapes, ties and, if asked for, values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from statetree.cli.checkpoint import TITLES, Checkpoint, is_value, strided, tensors_in, why_not_plain
+from statetree.cli.describing import dtype_text, shape_text, sort_of, type_text, value_text
+from statetree.cli.elements import Unequal, compare_elements
+from statetree.cli.names import brief, matches
+from statetree.cli.progress import progress
+from statetree.cli.stored import Composite, StoredStorage, StoredTensor
+from statetree.cli.ties import find_ties
+from statetree.paths import render_key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from statetree.cli.progress import Progress
+    from statetree.dcp.outline import Entry
+
+
+class Found(NamedTuple):
+    """One difference: ``kind`` is ``missing``, ``structure``, ``type``, ``dtype``, ``shape``, ``ties`` or ``value``."""
+
+    key: str
+    kind: str
+    left: str
+    right: str
+    elements: Unequal | None = None
+
+
+class Comparison(NamedTuple):
+    """What a comparison found, and what it did not look at."""
+
+    differences: list[Found]
+    notes: list[str]
+    num_compared: int
+
+
+def compare(left: Checkpoint, right: Checkpoint, patterns: Sequence[str], *, values: bool) -> Comparison:
+    """Compare two checkpoints, of any formats, entry by entry."""
+    ours, theirs = _chosen(left, patterns), _chosen(right, patterns)
+    shared = [(entry, theirs[key]) for key, entry in ours.items() if key in theirs]
+    found = [Found(key, "missing", _words(entry.value), "nothing") for key, entry in ours.items() if key not in theirs]
+    found += [Found(key, "missing", "nothing", _words(entry.value)) for key, entry in theirs.items() if key not in ours]
+    if left.is_nested and right.is_nested:
+        found += _structure(left, right, shared, patterns)
+    unknown = 0
+    total = sum(_nbytes(a.value) + _nbytes(b.value) for a, b in shared) if values else 0
+    with progress("comparing", total) as advance:
+        for a, b in shared:
+            found += _leaves(a.key, a.value, b.value, advance, values=values)
+            unknown += values and is_value(a.value) and bool(why_not_plain(a.value))
+    notes = [f"{unknown} plain values are of classes that are not loaded, and were compared by name"] if unknown else []
+    if left.keeps_ties and right.keeps_ties:
+        found += _ties(left, right, {a.key for a, _ in shared})
+    else:
+        without = sorted({TITLES[side.kind] for side in (left, right) if not side.keeps_ties})
+        notes.append(f"ties were not compared: a {' or a '.join(without)} has none")
+    return Comparison(found, notes, len(shared))
+
+
+def _chosen(checkpoint: Checkpoint, patterns: Sequence[str]) -> dict[str, Entry]:
+    return {entry.key: entry for entry in checkpoint.entries() if matches(entry.key, patterns)}
+
+
+def _nbytes(leaf: Any) -> int:
+    return sum(part.nbytes for part in tensors_in(leaf))
+
+
+def _words(leaf: Any) -> str:
+    if is_value(leaf):
+        return f"{type_text(leaf)} {value_text(leaf)}"
+    if isinstance(leaf, StoredStorage):
+        return f"a storage of {leaf.storage.nbytes} bytes"
+    return " ".join(filter(None, (sort_of(leaf), dtype_text(leaf.dtype), shape_text(leaf.shape))))
+
+
+def _structure(
+    left: Checkpoint, right: Checkpoint, shared: Sequence[tuple[Entry, Entry]], patterns: Sequence[str]
+) -> Iterator[Found]:
+    """Return where containers, or the types of keys, differ."""
+    ours, theirs = _containers(left), _containers(right)
+    different = set()
+    for key, (family, size) in ours.items():
+        other = theirs.get(key)
+        if other is not None and other[0] != family:
+            different.add(key)
+            yield Found(key or "<root>", "structure", family, other[0])
+        elif other is None and not size and matches(key, patterns):
+            yield Found(key, "missing", f"an empty {family}", "nothing")
+    for key, (family, size) in theirs.items():
+        if key not in ours and not size and matches(key, patterns):
+            yield Found(key, "missing", "nothing", f"an empty {family}")
+    for a, b in shared:
+        if a.path != b.path and not different:
+            yield Found(a.key, "structure", f"the keys {_exact(a.path)}", f"the keys {_exact(b.path)}")
+
+
+def _exact(path: Sequence[Any]) -> str:
+    return brief(repr(tuple(path)))
+
+
+def _containers(checkpoint: Checkpoint) -> dict[str, tuple[str, int]]:
+    """Return the family of every container, and how many children it has, by its path as text."""
+    nodes = checkpoint.outline().nodes
+    found: dict[str, tuple[str, int]] = {}
+    pending = [("", len(nodes) - 1)] if nodes else []
+    while pending:
+        key, index = pending.pop()
+        node = nodes[index]
+        found[key] = (str(node.kind.family), len(node.children))
+        for step, child in zip(node.keys, node.children, strict=True):
+            if child < 0:
+                pending.append((f"{key}.{render_key(step)}" if key else render_key(step), ~child))
+    return found
+
+
+def _leaves(key: str, a: Any, b: Any, advance: Progress, *, values: bool) -> Iterator[Found]:
+    """Return how two leaves differ."""
+    if is_value(a) and is_value(b):
+        if type_text(a) != type_text(b):
+            yield Found(key, "type", _words(a), _words(b))
+        elif values and not same_plain(a, b):
+            yield Found(key, "value", value_text(a), value_text(b))
+        return
+    if isinstance(a, StoredStorage) and isinstance(b, StoredStorage):
+        a, b = _as_bytes(a), _as_bytes(b)
+    one, other = strided(a), strided(b)
+    if one is not None and other is not None:
+        yield from _tensors(key, one, other, advance, values=values)
+    elif isinstance(a, Composite) and isinstance(b, Composite) and len(a.parts) == len(b.parts):
+        if a.shape != b.shape and None not in (a.shape, b.shape):
+            yield Found(key, "shape", shape_text(a.shape), shape_text(b.shape))
+        for number, (left, right) in enumerate(zip(a.parts, b.parts, strict=True)):
+            yield from _tensors(f"{key}.<part {number}>", left, right, advance, values=values)
+    else:
+        yield Found(key, "type", _words(a), _words(b))
+
+
+def _as_bytes(leaf: StoredStorage) -> StoredTensor:
+    import torch
+
+    return StoredTensor(leaf.storage, torch.uint8, (leaf.storage.nbytes,))
+
+
+def _tensors(key: str, a: StoredTensor, b: StoredTensor, advance: Progress, *, values: bool) -> Iterator[Found]:
+    if a.dtype != b.dtype:
+        yield Found(key, "dtype", dtype_text(a.dtype), dtype_text(b.dtype))
+    if a.shape != b.shape:
+        yield Found(key, "shape", shape_text(a.shape), shape_text(b.shape))
+    elif values:
+        unequal = compare_elements(a, b, advance)
+        if unequal is not None:
+            yield Found(key, "value", unequal.left, unequal.right, unequal)
+
+
+def same_plain(a: Any, b: Any) -> bool:
+    """Whether two plain values are the same, down to the types of what they consist of. NaN is the same as NaN."""
+    pending = [(a, b)]
+    while pending:
+        one, other = pending.pop()
+        if type(one) is not type(other):
+            return False
+        if isinstance(one, dict):
+            if len(one) != len(other) or any(key not in other for key in one):
+                return False
+            pending += [(value, other[key]) for key, value in one.items()]
+        elif isinstance(one, (list, tuple)):
+            if len(one) != len(other):
+                return False
+            pending += zip(one, other, strict=True)
+        elif isinstance(one, float):
+            if one.hex() != other.hex():
+                return False
+        elif repr(one) != repr(other) if isinstance(one, complex) or why_not_plain(one) else one != other:
+            return False
+    return True
+
+
+def _ties(left: Checkpoint, right: Checkpoint, shared: set[str]) -> Iterator[Found]:
+    """Return where tensors share bytes on one side and not on the other."""
+    ours, theirs = _partners(left, shared), _partners(right, shared)
+    reported: set[str] = set()
+    for key in [*ours, *(key for key in theirs if key not in ours)]:
+        a, b = ours.get(key, ()), theirs.get(key, ())
+        if set(a) != set(b) and key not in reported:
+            reported.update(a, b)
+            yield Found(key, "ties", _shared(key, a), _shared(key, b))
+
+
+def _partners(checkpoint: Checkpoint, shared: set[str]) -> dict[str, tuple[str, ...]]:
+    entries = checkpoint.entries()
+    found: dict[str, tuple[str, ...]] = {}
+    for group in find_ties(entries).groups:
+        keys = tuple(entries[index].key for index in group if entries[index].key in shared)
+        if len(keys) > 1:
+            found.update(dict.fromkeys(keys, keys))
+    return found
+
+
+def _shared(key: str, keys: Sequence[str]) -> str:
+    others = [other for other in keys if other != key]
+    return f"shares bytes with {brief(', '.join(others))}" if others else "shares no bytes"

@@ -1,0 +1,62 @@
+"""Leaves of checkpoints in words."""
+
+from __future__ import annotations
+
+import reprlib
+from typing import TYPE_CHECKING, Any, Final
+
+from statetree.cli.names import brief, printable
+from statetree.cli.stored import Composite, StoredStorage, StoredTensor
+
+if TYPE_CHECKING:
+    import torch
+
+_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_REPR: Final = reprlib.Repr()
+_REPR.maxlevel = 3
+_REPR.maxstring = _REPR.maxother = 60
+_LONGEST: Final = 48
+
+
+def human(nbytes: int) -> str:
+    """Return a number of bytes with a unit."""
+    size = float(nbytes)
+    for unit in _UNITS:
+        if size < 1024 or unit == _UNITS[-1]:
+            break
+        size /= 1024
+    return f"{nbytes} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def dtype_text(dtype: torch.dtype | None) -> str:
+    """Return a dtype without its module."""
+    return "" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def shape_text(shape: tuple[int, ...] | None) -> str:
+    """Return a shape."""
+    return "" if shape is None else brief(f"[{', '.join(map(str, shape))}]")
+
+
+def value_text(value: Any) -> str:
+    """Return a plain value, cut short."""
+    if isinstance(value, (bytes, bytearray)):
+        value = value[:_LONGEST]
+    try:
+        return brief(_REPR.repr(value), _LONGEST)
+    except ValueError:  # an integer of thousands of digits
+        return f"<{type(value).__name__}>"
+
+
+def sort_of(leaf: Any) -> str:
+    """Return what a leaf is: ``tensor``, the kind of a composite one, ``storage`` or ``value``."""
+    if isinstance(leaf, Composite):
+        return "tensor" if leaf.inner is not None else f"{printable(leaf.kind)} tensor"
+    if isinstance(leaf, StoredStorage):
+        return "storage"
+    return "tensor" if isinstance(leaf, StoredTensor) else "value"
+
+
+def type_text(value: Any) -> str:
+    """Return the type of a plain value."""
+    return printable(getattr(value, "name", "")) if type(value).__name__ == "Foreign" else type(value).__name__

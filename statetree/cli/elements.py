@@ -1,0 +1,115 @@
+"""The elements of two stored tensors compared, a bucket at a time."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from statetree.cli.stored import BUCKET_BYTES, StoredTensor
+from statetree.torch_internals import WITHOUT_KERNELS
+
+if TYPE_CHECKING:
+    from statetree.cli.progress import Progress
+
+
+class Unequal(NamedTuple):
+    """How the elements of two tensors differ.
+
+    Attributes:
+        how_many: How many do, bit by bit (or, between dtypes, in value).
+        first: The index of the first one.
+        left: What it is on the left.
+        right: What it is on the right.
+        max_abs: The largest absolute difference. ``None`` where elements are no numbers.
+        max_rel: The largest difference relative to the larger one of two elements. ``None`` as above.
+    """
+
+    how_many: int
+    first: tuple[int, ...]
+    left: str
+    right: str
+    max_abs: float | None
+    max_rel: float | None
+
+
+def compare_elements(left: StoredTensor, right: StoredTensor, progress: Progress) -> Unequal | None:
+    """Compare tensors of one shape. Returns ``None`` if they are equal."""
+    step = max(1, BUCKET_BYTES // max(left.dtype.itemsize, right.dtype.itemsize))
+    count, first, shown = 0, -1, ("", "")
+    max_abs, max_rel = 0.0, 0.0
+    can_measure = True
+    for start in range(0, left.numel, step):
+        stop = min(start + step, left.numel)
+        a, b = left.read(start, stop), right.read(start, stop)
+        differs = _differs(a, b)
+        if differs is not None:
+            places = differs.nonzero().flatten()
+            if first < 0:
+                first = start + int(places[0])
+                shown = _shown(a[places[0]]), _shown(b[places[0]])
+            count += len(places)
+            numbers = _numbers(a[places]), _numbers(b[places])
+            if numbers[0] is None or numbers[1] is None:
+                can_measure = False
+            else:
+                piece_abs, piece_rel = _measured(numbers[0], numbers[1])
+                max_abs, max_rel = max(max_abs, piece_abs), max(max_rel, piece_rel)
+        progress((stop - start) * (left.dtype.itemsize + right.dtype.itemsize))
+    if not count:
+        return None
+    index = _index(first, left.shape)
+    return Unequal(count, index, *shown, max_abs if can_measure else None, max_rel if can_measure else None)
+
+
+def _differs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
+    """Return which elements differ; ``None`` if none does."""
+    if a.dtype == b.dtype:
+        left, right = a.view(torch.uint8), b.view(torch.uint8)
+        if torch.equal(left, right):
+            return None
+        return (left != right).view(len(a), -1).any(1)
+    left_numbers, right_numbers = _numbers(a), _numbers(b)
+    if left_numbers is None or right_numbers is None:
+        return torch.ones(len(a), dtype=torch.bool)
+    found = (left_numbers != right_numbers) & ~(left_numbers.isnan() & right_numbers.isnan())
+    return found if bool(found.any()) else None
+
+
+def _numbers(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return elements as numbers of the widest kind; ``None`` if they cannot be converted."""
+    if tensor.dtype in WITHOUT_KERNELS:
+        return None
+    try:
+        return tensor.to(torch.complex128 if tensor.dtype.is_complex else torch.float64)
+    except (RuntimeError, NotImplementedError):  # two numbers in a byte
+        return None
+
+
+def _measured(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
+    """Return the largest absolute and relative difference; infinity where one is no number and the other is."""
+    apart = (a - b).abs()
+    larger = torch.maximum(a.abs(), b.abs())
+    same = (a == b) | (a.isnan() & b.isnan())
+    relative = torch.where(larger == 0, torch.zeros_like(apart), apart / larger)
+    found = (
+        float(torch.where(same, torch.zeros_like(apart), part).nan_to_num(nan=math.inf, posinf=math.inf).max())
+        for part in (apart, relative)
+    )
+    return next(found), next(found)
+
+
+def _shown(element: torch.Tensor) -> str:
+    try:
+        return str(element.item())
+    except (RuntimeError, NotImplementedError):
+        return f"0x{bytes(element.view(1).view(torch.uint8).tolist())[::-1].hex()}"
+
+
+def _index(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    index = []
+    for size in reversed(shape):
+        flat, at = divmod(flat, size)
+        index.append(at)
+    return tuple(reversed(index))

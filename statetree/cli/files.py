@@ -1,0 +1,145 @@
+"""Files that are read piece by piece: every read is checked against the size that the file has."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import stat
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Final
+
+from statetree.cli.names import refuse
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+_MAX_OPEN: Final = 64
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU, which is valid while the tensor is.
+
+    (NumPy, which would do this, may not be installed.)
+    """
+    size = tensor.numel() * tensor.dtype.itemsize
+    if not size:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+
+
+class _Handles:
+    """Open files, the last few used."""
+
+    def __init__(self) -> None:
+        self._handles: OrderedDict[Path, int] = OrderedDict()
+
+    def get(self, path: Path) -> int:
+        if path in self._handles:
+            self._handles.move_to_end(path)
+            return self._handles[path]
+        while len(self._handles) >= _MAX_OPEN:
+            os.close(self._handles.popitem(last=False)[1])
+        self._handles[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        return self._handles[path]
+
+    def close(self) -> None:
+        while self._handles:
+            os.close(self._handles.popitem()[1])
+
+
+class Files:
+    """The files of one checkpoint (a context manager)."""
+
+    def __init__(self) -> None:
+        self._handles = _Handles()
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handles.close()
+
+    def open(self, path: Path) -> Region:
+        """Return a whole file.
+
+        Raises:
+            CheckpointError: If it is no file that can be read.
+        """
+        try:
+            about = os.stat(path)
+            if not stat.S_ISREG(about.st_mode):
+                refuse(path, "it is no regular file", "Pass a checkpoint.")
+            self._handles.get(path)
+        except FileNotFoundError:
+            refuse(path, "there is no such file", "Check the name.")
+        except (OSError, ValueError) as error:
+            refuse(path, f"it cannot be opened: {error}", "Check its permissions.")
+        return Region(self._handles, path, 0, about.st_size)
+
+
+class Region:
+    """A piece of a file, or all of it."""
+
+    __slots__ = ("_handles", "label", "length", "path", "start")
+
+    def __init__(self, handles: _Handles, path: Path, start: int, length: int) -> None:
+        self._handles = handles
+        self.path = path
+        self.start = start
+        self.length = length
+        self.label = str(path)
+
+    def part(self, start: int, length: int, entry: str) -> Region:
+        """Return a piece of this piece.
+
+        Raises:
+            CheckpointError: If it does not lie inside. ``entry`` says what it is.
+        """
+        if start < 0 or length < 0 or start + length > self.length:
+            what = f"{entry} lies at {start} to {start + length} of {self.length} bytes: expected inside"
+            refuse(self.label, what)
+        return Region(self._handles, self.path, self.start + start, length)
+
+    def named(self, entry: str) -> Region:
+        """Return the same piece with a name, for messages."""
+        self.label = f"{self.path}: {entry}"
+        return self
+
+    def read(self, start: int, length: int, entry: str) -> bytes:
+        """Return bytes. Little enough of them: memory is taken for all."""
+        place = self.part(start, length, entry)
+        found = os.pread(self._handles.get(self.path), length, place.start)
+        if len(found) != length:
+            refuse(
+                self.path, f"{entry} ends after {len(found)} of {length} bytes: the file was cut off while it was read"
+            )
+        return found
+
+    def read_into(self, target: torch.Tensor, start: int, entry: str) -> None:
+        """Fill a tensor of bytes."""
+        view = memory_of(target)
+        place = self.part(start, len(view), entry)
+        done = 0
+        while done < len(view):
+            try:
+                count = os.preadv(self._handles.get(self.path), [view[done:]], place.start + done)
+            except OSError as error:
+                refuse(self.label, f"{entry} cannot be read: {error}", "Check the disk.")
+            if not count:
+                refuse(
+                    self.path, f"{entry} ends after {done} of {len(view)} bytes: the file was cut off while it was read"
+                )
+            done += count
+
+    def mapped(self) -> mmap.mmap:
+        """Return the bytes without reading them, with ``lead`` bytes before them. The piece must not be empty."""
+        begin = self.start - self.lead
+        return mmap.mmap(self._handles.get(self.path), self.lead + self.length, access=mmap.ACCESS_COPY, offset=begin)
+
+    @property
+    def lead(self) -> int:
+        """How many bytes ``mapped`` has before the piece."""
+        return self.start % mmap.ALLOCATIONGRANULARITY

@@ -1,0 +1,1 @@
+"""The formats of checkpoints: how each is read without trust, and written."""

@@ -1,0 +1,228 @@
+"""Reads directories of ``torch.distributed.checkpoint``, and of ``statetree.dcp``, whose trees are known in full."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, Final
+
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
+
+from statetree.cli.checkpoint import DCP, Check, Checkpoint
+from statetree.cli.formats.pickles import BadPickle, Reader
+from statetree.cli.formats.torch_file import Archive
+from statetree.cli.names import refuse
+from statetree.cli.stored import ChunkedStorage, Composite, Foreign, StoredTensor
+from statetree.dcp.keys import UnknownKey, key_of
+from statetree.dcp.metadata import read_metadata
+from statetree.dcp.outline import STRUCTURE_KEY
+from statetree.dcp.structure import SavedNode, Structure, read, why_not_rebuilt
+from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    from statetree.cli.files import Files, Region
+    from statetree.dcp.metadata import Stored
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+_METADATA: Final = ".metadata"
+_MAX_METADATA_BYTES: Final = 1 << 30
+_MAX_COMPARISONS: Final = 5_000_000
+_OPEN_PIECES: Final = 8
+
+
+def read_directory(path: Path, files: Files) -> Checkpoint:
+    """Open a directory.
+
+    Raises:
+        CheckpointError: If it is no complete checkpoint, or damaged, or names files outside of it.
+    """
+    if not path.is_dir():
+        refuse(path, "there is no such directory" if not path.exists() else "it is no directory", "Check the name.")
+    if not (path / _METADATA).is_file():
+        refuse(path, f"it has no {_METADATA} file: it is no DCP checkpoint, or an incomplete one", "Check the name.")
+    metadata_file = files.open(path / _METADATA)
+    if metadata_file.length > _MAX_METADATA_BYTES:
+        refuse(metadata_file.path, f"it has {metadata_file.length} bytes: expected at most {_MAX_METADATA_BYTES}")
+    _check_pickle(metadata_file)
+    directory = _Directory(path, files, read_metadata(path))
+    tree, is_nested = directory.tree()
+    used = [path / name for name in sorted({stored.name for stored in directory.metadata.storage_data.values()})]
+    paths = [metadata_file.path, *used]
+    total = sum(files.open(file).length for file in paths)
+    return Checkpoint(
+        path,
+        DCP,
+        tree,
+        total,
+        paths,
+        checks=directory.checks,
+        foreign=list(directory.foreign),
+        containers=directory.containers,
+        is_nested=is_nested,
+    )
+
+
+def _check_pickle(file: Region) -> None:
+    """Raise if pickle itself, which reads the metadata, could be made to crash or to take memory without end."""
+
+    def refer(module: str, name: str) -> Foreign:
+        return Foreign(f"{module}.{name}")
+
+    def never(*_: Any) -> Any:
+        raise BadPickle("it refers to what is outside of it")
+
+    try:
+        Reader(file.read(0, file.length, "the metadata"), never, never, refer, is_modern=True).load()
+    except BadPickle as bad:
+        refuse(file.path, str(bad))
+
+
+class _Directory:
+    def __init__(self, path: Path, files: Files, metadata: Metadata) -> None:
+        self.path = path
+        self.metadata = metadata
+        self.foreign: dict[str, None] = {}
+        self.containers: dict[str, str] = {}
+        self._files = files
+        self._opened: OrderedDict[MetadataIndex, Archive] = OrderedDict()
+
+    def region(self, index: MetadataIndex) -> Region:
+        """Return where a piece lies."""
+        stored: Stored = self.metadata.storage_data[index]
+        entry = f"the entry {index.fqn!r}"
+        return self._files.open(self.path / stored.name).part(stored.offset, stored.length, entry).named(entry)
+
+    def archive(self, index: MetadataIndex) -> Archive:
+        """Return a piece, opened."""
+        if index in self._opened:
+            self._opened.move_to_end(index)
+        else:
+            while len(self._opened) >= _OPEN_PIECES:
+                self._opened.popitem(last=False)
+            self._opened[index] = Archive(self.region(index))
+        return self._opened[index]
+
+    def checks(self) -> Iterator[Check]:
+        """Return the checksums of all pieces: each is an archive."""
+        for index in self.metadata.storage_data:
+            yield from self.archive(index).checks()
+
+    def tree(self) -> tuple[Any, bool]:
+        """Return the tree, and whether it is known how it was nested."""
+        entries = self.metadata.state_dict_metadata
+        values = {key: self._value(key) for key in entries if key != STRUCTURE_KEY}
+        if not isinstance(entries.get(STRUCTURE_KEY), BytesStorageMetadata):
+            return values, False
+        saved = read(self._plain(STRUCTURE_KEY))
+        for entry in saved.entries:
+            wants_tensor = entry.sort in (TENSOR_ENTRY, PARTS_ENTRY)
+            for key in entry.keys:
+                if key not in values or isinstance(entries[key], TensorStorageMetadata) != wants_tensor:
+                    refuse(self.path, f"its structure names {key!r}, which it does not hold")
+        tree = self._nested(saved).rebuild(
+            [_leaf(entry.sort, entry.keys, entry.facts, values) for entry in saved.entries]
+        )
+        placed = {key for entry in saved.entries for key in entry.keys}
+        loose = {key: value for key, value in values.items() if key not in placed}  # of ranks other than the first
+        if not loose:
+            return tree, True
+        if isinstance(tree, dict) and not any(key in tree for key in loose):
+            tree.update(loose)
+            return tree, True
+        return values, False
+
+    def _nested(self, saved: Structure) -> Structure:
+        """Return a structure in which containers of unknown classes are mappings."""
+        paths = {~ref: texts for texts, ref in saved.walk() if ref < 0}
+        nodes = []
+        for index, node in enumerate(saved.nodes):
+            why = why_not_rebuilt(node)
+            if why:
+                self.containers[".".join(str(text[1:]) for text in paths[index]) or "<root>"] = why
+                node = _as_mapping(node)
+            nodes.append(node)
+        return Structure(tuple(nodes), saved.entries)
+
+    def _value(self, key: str) -> Any:
+        entry = self.metadata.state_dict_metadata[key]
+        return self._tensor(key, entry) if isinstance(entry, TensorStorageMetadata) else self._plain(key)
+
+    def _plain(self, key: str) -> Any:
+        archive = Archive(self.region(MetadataIndex(key)))
+        self.foreign.update(archive.foreign)
+        return archive.tree
+
+    def _tensor(self, key: str, entry: TensorStorageMetadata) -> StoredTensor:
+        dtype, shape = entry.properties.dtype, tuple(entry.size)
+        boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+        self._check_coverage(key, shape, boxes)
+
+        def find(index: int) -> StoredTensor:
+            place = MetadataIndex(key, entry.chunks[index].offsets)
+            found = self.archive(place).tree
+            sizes = boxes[index][1]
+            if not isinstance(found, StoredTensor) or found.dtype != dtype or found.shape != sizes:
+                name = self.metadata.storage_data[place].name
+                refuse(self.path / name, f"it holds something else for {key!r}: expected {dtype} {sizes}")
+            return found
+
+        return StoredTensor(ChunkedStorage(f"the entry {key!r}", dtype, shape, boxes, find), dtype, shape)
+
+    def _check_coverage(self, key: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
+        """Raise unless boxes cover every element once."""
+        need = math.prod(shape)
+        covered = sum(math.prod(sizes) for _, sizes in boxes)
+        if covered != need:
+            refuse(
+                self.path, f"it holds {covered} of the {need} elements of {key!r}", "Get all files of the checkpoint."
+            )
+        if need and _overlap([box for box in boxes if math.prod(box[1])]):
+            refuse(self.path, f"the pieces of {key!r} overlap each other, or are too many")
+
+
+def _overlap(boxes: list[Box]) -> bool:
+    """Whether some of the boxes, none of them empty, have an element in common (or too many of them might)."""
+    open_: list[Box] = []
+    compared = 0
+    for box in sorted(boxes):
+        if not box[0]:
+            return len(boxes) > 1
+        offsets, sizes = box
+        open_ = [other for other in open_ if other[0][0] + other[1][0] > offsets[0]]
+        compared += len(open_)
+        if compared > _MAX_COMPARISONS:
+            return True
+        for begins, lengths in open_:
+            rows = zip(offsets, sizes, begins, lengths, strict=True)
+            if all(max(a, b) < min(a + size, b + length) for a, size, b, length in rows):
+                return True
+        open_.append(box)
+    return False
+
+
+def _leaf(sort: str, keys: tuple[str, ...], facts: str, values: dict[str, Any]) -> Any:
+    if sort != PARTS_ENTRY:
+        return values[keys[0]]
+    kind = re.search(r"'leaf type': '([^']*)'", facts)
+    return Composite(kind[1] if kind else "in parts", tuple(values[key] for key in keys))
+
+
+def _as_mapping(node: SavedNode) -> SavedNode:
+    taken: dict[str, None] = {}
+    for text in node.keys:
+        try:
+            key_of(text)
+            key = text if text[0] != "@" else f"s{text[1:]}"
+        except UnknownKey as unknown:
+            key = f"s{unknown}"
+        while key in taken:
+            key += "~"
+        taken[key] = None
+    return node._replace(name="dict", keys=tuple(taken), attributes=None)

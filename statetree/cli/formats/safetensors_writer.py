@@ -1,0 +1,106 @@
+"""Writes safetensors: one file, or several with an index."""
+
+from __future__ import annotations
+
+import json
+from typing import IO, TYPE_CHECKING, Final
+
+from statetree.cli.digests import Part, Written
+from statetree.cli.files import memory_of
+from statetree.cli.formats.safetensors_file import DTYPES, METADATA, PACKED
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from statetree.cli.progress import Progress
+    from statetree.cli.stored import StoredTensor
+
+_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+INDEX: Final = ".safetensors.index.json"
+SUFFIX: Final = ".safetensors"
+
+
+def why_not_stored(dtype: torch.dtype) -> str:
+    """Say why the format cannot hold a dtype; empty if it can."""
+    return "" if dtype in _NAMES else f"safetensors have no {str(dtype).removeprefix('torch.')}"
+
+
+def write_safetensors(
+    folder: Path,
+    name: str,
+    tensors: dict[str, StoredTensor],
+    metadata: dict[str, str],
+    shard_bytes: int | None,
+    progress: Progress,
+) -> list[Written]:
+    """Write files into a folder. The one that says what is where comes last.
+
+    Args:
+        folder: Where.
+        name: The name of the file, or of the index.
+        tensors: What.
+        metadata: Texts for the header.
+        shard_bytes: Up to how many bytes of tensors go into one file; ``None`` for one file.
+        progress: Is told what was written.
+    """
+    metadata = {"format": "pt", **metadata}
+    if shard_bytes is None and not name.endswith(INDEX):
+        return [_write(folder, name, tensors, metadata, progress)]
+    stem = name.removesuffix(INDEX).removesuffix(SUFFIX)
+    shards = _shards(tensors, shard_bytes)
+    written = []
+    weights = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"{stem}-{number:05}-of-{len(shards):05}{SUFFIX}"
+        written.append(_write(folder, file, shard, metadata, progress))
+        weights.update(dict.fromkeys(shard, file))
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": {key: weights[key] for key in tensors}}
+    (folder / f"{stem}{INDEX}").write_text(json.dumps(index, indent=2) + "\n")
+    return [*written, Written(f"{stem}{INDEX}", ())]
+
+
+def _shards(tensors: dict[str, StoredTensor], shard_bytes: int | None) -> list[dict[str, StoredTensor]]:
+    shards: list[dict[str, StoredTensor]] = [{}]
+    size = 0
+    for key, tensor in tensors.items():
+        if shards[-1] and shard_bytes is not None and size + tensor.nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][key] = tensor
+        size += tensor.nbytes
+    return shards
+
+
+def _write(
+    folder: Path, name: str, tensors: dict[str, StoredTensor], metadata: dict[str, str], progress: Progress
+) -> Written:
+    # The largest elements first: then all of them are aligned.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
+    header: dict[str, object] = {METADATA: metadata}
+    at = 0
+    for key, tensor in ordered:
+        shape = list(tensor.shape)
+        if _NAMES[tensor.dtype] == PACKED:
+            shape[-1] *= 2
+        header[key] = {"dtype": _NAMES[tensor.dtype], "shape": shape, "data_offsets": [at, at + tensor.nbytes]}
+        at += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with (folder / name).open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        return Written(name, _write_tensors(file, ordered, progress))
+
+
+def _write_tensors(file: IO[bytes], tensors: list[tuple[str, StoredTensor]], progress: Progress) -> list[Part]:
+    parts = []
+    for key, tensor in tensors:
+        start = file.tell()
+        for piece in tensor.pieces():
+            file.write(memory_of(piece))
+            progress(piece.numel() * piece.dtype.itemsize)
+        if file.tell() > start:
+            parts.append(Part(key, start, file.tell()))
+    return parts

@@ -1,0 +1,351 @@
+"""What a checkpoint's file says of its tensors, without their elements: storages, and views on them."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from statetree.spans import extent_bytes
+from statetree.torch_internals import quietly, set_bits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from statetree.cli.files import Region
+
+#: How much is read or written at once.
+BUCKET_BYTES: Final = 16 << 20
+
+
+class Storage:
+    """Bytes that tensors view. Two tensors share memory only if they view one storage.
+
+    Args:
+        entry: What the bytes are called in their file, for messages.
+        nbytes: How many there are.
+    """
+
+    def __init__(self, entry: str, nbytes: int) -> None:
+        self.entry = entry
+        self.nbytes = nbytes
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Return a copy of the bytes from ``start`` to ``stop``."""
+        raise NotImplementedError
+
+    def elements(self, view: StoredTensor, start: int, stop: int) -> torch.Tensor:
+        """Return a copy of the elements of a view on this storage, in row-major order, as they lie in memory."""
+        size = view.dtype.itemsize
+        begin = view.offset + start
+        return self.read(begin * size, (view.offset + stop) * size).view(view.dtype)
+
+
+class FileStorage(Storage):
+    """Bytes that lie in a file as they are."""
+
+    def __init__(self, entry: str, region: Region) -> None:
+        super().__init__(entry, region.length)
+        self.region = region
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Read from the file."""
+        target = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
+        self.region.read_into(target, start, self.entry)
+        return target
+
+    def elements(self, view: StoredTensor, start: int, stop: int) -> torch.Tensor:
+        """Read from the file, or, where the elements do not lie side by side, from its pages in memory."""
+        if view.is_contiguous:
+            return super().elements(view, start, stop)
+        if start == stop:
+            return torch.empty(0, dtype=view.dtype, device="cpu")
+        number = _NUMBERS[view.dtype.itemsize]
+        flat = torch.empty(stop - start, dtype=number, device="cpu")
+        with self.region.mapped() as mapped:
+            skip = self.region.lead + view.offset * number.itemsize
+            whole = torch.frombuffer(mapped, dtype=number, count=view.span // number.itemsize, offset=skip)
+            done = 0
+            for offsets, sizes in boxes_of(view.shape, start, stop):
+                box = whole.as_strided(view.shape, view.stride)
+                for dim, (offset, length) in enumerate(zip(offsets, sizes, strict=True)):
+                    box = box.narrow(dim, offset, length)
+                flat[done : done + box.numel()].view(sizes).copy_(box)
+                done += box.numel()
+            del whole, box  # what is mapped cannot be closed before
+        return flat.view(view.dtype)
+
+
+#: Integers of each size: elements are moved as these, since not every dtype can be copied.
+_NUMBERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+class ChunkedStorage(Storage):
+    """A whole tensor, row by row, whose elements lie in boxes that are found as they are needed.
+
+    Args:
+        entry: What it is called, for messages.
+        dtype: Its dtype.
+        shape: Its shape.
+        boxes: Offsets and sizes of boxes that cover every element once.
+        find: Given the index of a box, returns its elements.
+    """
+
+    def __init__(
+        self,
+        entry: str,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
+        find: Callable[[int], StoredTensor],
+    ) -> None:
+        super().__init__(entry, math.prod(shape) * dtype.itemsize)
+        self._dtype = dtype
+        self._shape = shape
+        self._boxes = boxes
+        self._find = find
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Put together what the boxes have of the bytes; both ends lie between elements."""
+        number = _NUMBERS[self._dtype.itemsize]
+        first, last = start // number.itemsize, stop // number.itemsize
+        flat = torch.zeros(last - first, dtype=number, device="cpu")
+        done = 0
+        for offsets, sizes in boxes_of(self._shape, first, last):
+            count = math.prod(sizes)
+            self._fill(flat[done : done + count].view(sizes), offsets)
+            done += count
+        return flat.view(torch.uint8)
+
+    def _fill(self, target: torch.Tensor, offsets: tuple[int, ...]) -> None:
+        for index, (begins, lengths) in enumerate(self._boxes):
+            common = [
+                (max(a, b), min(a + size, b + length))
+                for a, size, b, length in zip(offsets, target.shape, begins, lengths, strict=True)
+            ]
+            if all(low < high for low, high in common):
+                place = target
+                for dim, ((low, high), at) in enumerate(zip(common, offsets, strict=True)):
+                    place = place.narrow(dim, low - at, high - low)
+                _copy_box(place, self._find(index), [low - at for (low, _), at in zip(common, begins, strict=True)])
+
+
+def _copy_box(target: torch.Tensor, source: StoredTensor, offsets: list[int]) -> None:
+    """Copy a box of a tensor: whole rows are read, at most a bucket of them at once, and cut to the box."""
+    number = _NUMBERS[source.dtype.itemsize]
+    if not source.shape:
+        target.copy_(source.read(0, 1).view(number).view(()))
+        return
+    row = math.prod(source.shape[1:])
+    step = max(1, BUCKET_BYTES // max(1, row * number.itemsize))
+    for at in range(0, target.shape[0], step):
+        count = min(step, target.shape[0] - at)
+        first = offsets[0] + at
+        box = source.read(first * row, (first + count) * row).view(number).view(count, *source.shape[1:])
+        for dim, begin in enumerate(offsets[1:], 1):
+            box = box.narrow(dim, begin, target.shape[dim])
+        target.narrow(0, at, count).copy_(box)
+
+
+class CastStorage(Storage):
+    """A storage whose elements are converted as they are read."""
+
+    def __init__(self, inner: Storage, dtype: torch.dtype, to: torch.dtype) -> None:
+        super().__init__(inner.entry, inner.nbytes // dtype.itemsize * to.itemsize)
+        self._inner = inner
+        self._dtype = dtype
+        self._to = to
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Read and convert."""
+        size, to = self._dtype.itemsize, self._to.itemsize
+        read = self._inner.read(start // to * size, -(-stop // to) * size).view(self._dtype)
+        return read.to(self._to).view(torch.uint8)[start % to :][: stop - start]
+
+    def elements(self, view: StoredTensor, start: int, stop: int) -> torch.Tensor:
+        """Read and convert."""
+        before = view.changed(storage=self._inner, dtype=self._dtype)
+        return self._inner.elements(before, start, stop).to(self._to)
+
+
+class DenseStorage(Storage):
+    """The elements of one tensor, row by row."""
+
+    def __init__(self, view: StoredTensor) -> None:
+        super().__init__(view.storage.entry, view.nbytes)
+        self._view = view
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Read the elements."""
+        size = self._view.dtype.itemsize
+        flat = self._view.read(start // size, -(-stop // size)).view(torch.uint8)
+        return flat[start % size :][: stop - start]
+
+
+class StoredTensor:
+    """A strided tensor in a file: a view on a storage, as torch has it (strides and offset count elements).
+
+    (What stands for leaves is of plain classes: tuples and dataclasses would be containers.)
+    """
+
+    __slots__ = ("dtype", "is_conj", "is_neg", "is_parameter", "offset", "requires_grad", "shape", "storage", "stride")
+
+    def __init__(
+        self,
+        storage: Storage,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...] | None = None,
+        offset: int = 0,
+        *,
+        requires_grad: bool = False,
+        is_parameter: bool = False,
+        is_conj: bool = False,
+        is_neg: bool = False,
+    ) -> None:
+        self.storage = storage
+        self.dtype = dtype
+        self.shape = shape
+        self.stride = dense_strides(shape) if stride is None else stride
+        self.offset = offset
+        self.requires_grad = requires_grad
+        self.is_parameter = is_parameter
+        self.is_conj = is_conj
+        self.is_neg = is_neg
+
+    def changed(self, **changes: Any) -> StoredTensor:
+        """Return a tensor that is like this one but for some attributes."""
+        return StoredTensor(**{name: getattr(self, name) for name in self.__slots__} | changes)
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes its elements take if each is stored once."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def span(self) -> int:
+        """How many bytes of the storage lie between its first and its last element, both included."""
+        return extent_bytes(self.shape, self.stride, self.dtype.itemsize)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements lie side by side, row by row."""
+        return not self.numel or all(
+            size == 1 or step == dense
+            for size, step, dense in zip(self.shape, self.stride, dense_strides(self.shape), strict=True)
+        )
+
+    @quietly
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Return a copy of the elements from ``start`` to ``stop`` in row-major order, as a one-dimensional tensor."""
+        found = self.storage.elements(self, start, stop)
+        if self.is_conj or self.is_neg:
+            set_bits(found, conj=self.is_conj, neg=self.is_neg)
+            return found.resolve_conj().resolve_neg()
+        return found
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """Return all elements in row-major order, a bucket at a time."""
+        step = max(1, BUCKET_BYTES // self.dtype.itemsize)
+        for start in range(0, self.numel, step):
+            yield self.read(start, min(start + step, self.numel))
+
+
+class Composite:
+    """A tensor of several parts (sparse, nested, quantized…), or one with attributes of its own.
+
+    Args:
+        kind: What it is.
+        parts: The tensors that it consists of.
+        dtype: Its dtype, if the file says.
+        shape: Its shape, if the file says.
+        call: The name of the function that makes it, and its arguments, where torch's loader has one.
+        inner: The tensor that it is apart from its attributes, if that is all there is to it.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        parts: tuple[StoredTensor, ...],
+        *,
+        dtype: torch.dtype | None = None,
+        shape: tuple[int, ...] | None = None,
+        call: tuple[str, tuple[Any, ...]] | None = None,
+        inner: StoredTensor | None = None,
+    ) -> None:
+        self.kind = kind
+        self.parts = parts
+        self.dtype = dtype
+        self.shape = shape
+        self.call = call
+        self.inner = inner
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes its parts take."""
+        return sum(part.nbytes for part in self.parts)
+
+
+class StoredStorage:
+    """A storage that is in the tree by itself. ``dtype`` is ``None`` for an untyped one."""
+
+    def __init__(self, storage: Storage, dtype: torch.dtype | None) -> None:
+        self.storage = storage
+        self.dtype = dtype
+
+
+class Foreign:
+    """An object of a class that is not loaded from files: all that is known is its name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: not loaded>"
+
+
+class Unread:
+    """A plain value that was not read."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+    def __repr__(self) -> str:
+        return f"<{self.why}>"
+
+
+def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a tensor whose elements lie side by side, row by row."""
+    strides = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def boxes_of(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return boxes (offsets and sizes) that together are the elements from ``start`` to ``stop`` in row-major order."""
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = math.prod(shape[1:])
+    first, last = start // row, stop // row
+    if start % row or last == first:  # the first row is not whole
+        end = min(stop, (first + 1) * row)
+        for offsets, sizes in boxes_of(shape[1:], start - first * row, end - first * row):
+            yield (first, *offsets), (1, *sizes)
+        first += 1
+    if last > first:
+        yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
+    if last >= first and stop % row:
+        for offsets, sizes in boxes_of(shape[1:], 0, stop - last * row):
+            yield (last, *offsets), (1, *sizes)

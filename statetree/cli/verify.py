@@ -1,0 +1,43 @@
+"""``statetree show --verify``: are the bytes those that were written?"""
+
+from __future__ import annotations
+
+from statetree.cli.checkpoint import DCP, SAFETENSORS, Checkpoint
+from statetree.cli.digests import check_digests, digests_path
+from statetree.cli.files import Files
+from statetree.cli.progress import progress
+
+
+def verify(checkpoint: Checkpoint) -> str:
+    """Check all stored checksums and digests. Returns what was checked, in words.
+
+    Raises:
+        CheckpointError: If a byte is not what it was when the checkpoint was written.
+    """
+    words = []
+    is_directory = checkpoint.kind == DCP
+    path = digests_path(checkpoint.path, is_directory=is_directory)
+    folder = checkpoint.path if is_directory else checkpoint.path.parent
+    if path.is_file():
+        with Files() as files, progress("checking digests", checkpoint.nbytes) as advance:
+            words.append(f"{check_digests(path, folder, checkpoint.files, files, advance)} digests")
+    count = check_sums(checkpoint)
+    if count:
+        words.append(f"{count} checksums")
+    if words:
+        return f"verified: {' and '.join(words)} agree"
+    return f"nothing to verify: {_why_nothing(checkpoint)} (convert --digest writes digests)"
+
+
+def check_sums(checkpoint: Checkpoint) -> int:
+    """Check the checksums that the format has. Returns how many there are."""
+    count = 0
+    with progress("checking checksums", checkpoint.nbytes) as advance:
+        for check in checkpoint.checks():
+            check.run(advance)
+            count += 1
+    return count
+
+
+def _why_nothing(checkpoint: Checkpoint) -> str:
+    return "safetensors has no checksums" if checkpoint.kind == SAFETENSORS else "a file of old torch has no checksums"

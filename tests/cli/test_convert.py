@@ -1,0 +1,442 @@
+"""``statetree convert``."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter, OrderedDict, namedtuple
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as torch_dcp
+
+from statetree.cli import elements, stored
+from statetree.cli.formats import dcp_writer, torch_writer
+from tests.cli.hostile import Raw, Storage, archive, pickle_of
+from tests.cli.states import bits, flat_state, load, nested_state, tied_state, write
+from tests.oracle import assert_same
+from tests.trees import TREES, quiet
+
+NAMES = ["a.pt", "a.safetensors", "a"]
+Pair = namedtuple("Pair", "x y")
+
+
+def converted(statetree, *args):
+    ran = statetree("convert", *args)
+    assert ran.status == 0, ran.err
+    return ran
+
+
+@pytest.fixture
+def places(tmp_path):
+    (tmp_path / "from").mkdir()
+    (tmp_path / "to").mkdir()
+    return tmp_path / "from", tmp_path / "to"
+
+
+@pytest.mark.parametrize("to", [*NAMES, "a.safetensors.index.json"])
+@pytest.mark.parametrize("of", NAMES)
+def test_any_format_to_any_other_exactly(of, to, places, statetree):
+    source, target = write(flat_state(), places[0] / of), places[1] / to
+    converted(statetree, source, target)
+    if to.endswith("json"):
+        converted(statetree, target, places[1] / "b.pt")
+        target = places[1] / "b.pt"
+    loaded = load(target)
+    assert_same({key: loaded[key] for key in flat_state()}, flat_state(), ties=False)
+
+
+@pytest.mark.parametrize("chain", [["b.pt"], ["b"], ["b", "c.pt"], ["b.pt", "c", "d", "e.pt"]])
+def test_nested_states_stay_nested(chain, tmp_path, statetree):
+    source = write(nested_state(), tmp_path / "a.pt")
+    for name in chain:
+        converted(statetree, source, tmp_path / name)
+        source = tmp_path / name
+    assert_same(load(source), nested_state(), ties=False)
+
+
+@pytest.mark.parametrize("tree", TREES, ids=str)
+def test_awkward_trees_come_out_as_torch_loads_them(tree, tmp_path, statetree):
+    source = tmp_path / "a.pt"
+    with quiet():
+        try:
+            torch.save(tree.make(), source)
+            expected = torch.load(source, weights_only=True)
+        except Exception as error:
+            # What torch refuses cannot be converted either, unless it is shown as it is: nothing may crash.
+            assert statetree("show", source).status in (0, 2), error
+            return
+        if "not loaded" in statetree("show", source).err:  # torch was told, by imports, to trust more than it does
+            assert "not loaded>" in statetree("convert", source, tmp_path / "b.pt").err
+            return
+        converted(statetree, source, tmp_path / "b.pt")
+        assert_same(torch.load(tmp_path / "b.pt", weights_only=True), expected)
+
+
+def test_ties_are_kept_in_torch_files(tmp_path, statetree):
+    source = write(tied_state(), tmp_path / "a.pt")
+    converted(statetree, source, tmp_path / "b.pt")
+    assert_same(load(tmp_path / "b.pt"), load(source))
+
+
+@pytest.mark.parametrize("name", ["b.safetensors", "b"])
+def test_ties_are_reported_where_they_are_lost(name, tmp_path, statetree):
+    ran = converted(statetree, write(tied_state(), tmp_path / "a.pt"), tmp_path / name)
+    assert "note: whole, same, transposed, row, strided: share bytes, and are written once each" in ran.err
+    assert "note: apart, overlapping: share bytes" in ran.err
+    loaded = load(tmp_path / name)
+    for key, tensor in tied_state().items():
+        assert torch.equal(loaded[key], tensor), key
+
+
+def test_only_the_bytes_in_use_are_written(tmp_path, statetree):
+    source = write({"w": torch.arange(1_000_000.0)[500_000:500_010]}, tmp_path / "a.pt")
+    converted(statetree, source, tmp_path / "b.pt")
+    assert (tmp_path / "b.pt").stat().st_size < 4000
+    assert torch.equal(load(tmp_path / "b.pt")["w"], torch.arange(500_000.0, 500_010.0))
+
+
+def test_what_torch_files_alone_hold_is_kept_in_them(tmp_path, statetree):
+    attributed = torch.nn.Parameter(bits(3))
+    attributed.tag = ["x", bits(2)]
+    storage = bits(4)
+    shared = bits(6, dtype=torch.uint16)
+    state = {
+        "parameter": torch.nn.Parameter(bits(2), requires_grad=False),
+        "attributed": attributed,
+        "grad": bits(2).requires_grad_(),
+        "conj": bits(2, dtype=torch.complex64).conj(),
+        "neg": bits(4, dtype=torch.complex64).conj().imag,
+        "coo": torch.eye(3).to_sparse(),
+        "csr": torch.eye(4).to_sparse_csr(),
+        "meta": torch.empty(5, 6, device="meta"),
+        "quantized": torch.quantize_per_channel(torch.ones(2, 2), torch.ones(2), torch.zeros(2), 0, torch.qint8),
+        "shared": shared,
+        "as floats": shared.view(torch.float8_e5m2)[3:],
+        "counter": Counter("abca"),
+        "storage": storage.view(torch.uint8).untyped_storage(),
+    }
+    source = tmp_path / "a.pt"
+    with quiet():
+        torch.save(state, source)
+        converted(statetree, source, tmp_path / "b.pt")
+        assert_same(load(tmp_path / "b.pt"), load(source))
+
+
+def test_objects_in_parts_go_to_directories_as_statetree_saves_them(tmp_path, statetree):
+    state = {"coo": torch.eye(3).to_sparse(), "conj": bits(2, dtype=torch.complex64).conj()}
+    converted(statetree, write(state, tmp_path / "a.pt"), tmp_path / "b")
+    from statetree import dcp
+
+    template = {
+        "coo": (torch.eye(3) * 2).to_sparse(),
+        "conj": torch.zeros(2, dtype=torch.complex64),
+    }
+    loaded = dcp.load(template, checkpoint_id=tmp_path / "b")
+    assert torch.equal(loaded["coo"].to_dense(), torch.eye(3))
+    assert torch.equal(loaded["conj"], state["conj"])
+
+
+def test_dtypes_that_torch_cannot_copy_go_through_every_format_that_has_them(tmp_path, statetree):
+    few = Raw(
+        torch._utils._rebuild_tensor_v3, Storage("0", 4, torch.UntypedStorage), 0, (4,), (1,), False, {}, torch.uint1
+    )
+    source = archive(tmp_path / "a.pt", pickle_of({"few": few}), {"0": b"\x00\x01\x01\x00"})
+    converted(statetree, source, tmp_path / "b.pt")
+    assert load(tmp_path / "b.pt")["few"].dtype is torch.uint1
+    assert load(tmp_path / "b.pt")["few"].view(torch.uint8).tolist() == [0, 1, 1, 0]
+    converted(statetree, source, tmp_path / "b")
+    from statetree import dcp
+
+    template = {"few": torch.zeros(4, dtype=torch.uint8).view(torch.uint1)}
+    assert dcp.load(template, checkpoint_id=tmp_path / "b")["few"].view(torch.uint8).tolist() == [0, 1, 1, 0]
+    ran = statetree("convert", source, tmp_path / "b.safetensors")
+    assert "safetensors have no uint1" in ran.err
+
+
+def test_storages_go_to_directories(tmp_path, statetree):
+    source = write({"s": bits(4).untyped_storage()}, tmp_path / "a.pt")
+    converted(statetree, source, tmp_path / "b")
+    from statetree import dcp
+
+    with quiet():
+        template = load(source)
+        template["s"].untyped().fill_(0)
+        loaded = dcp.load(template, checkpoint_id=tmp_path / "b")
+        assert list(loaded["s"].untyped()) == list(bits(4).untyped_storage())
+
+
+@pytest.mark.parametrize(
+    "state", [bits(3), [bits(2), 5], 7, (), {"": bits(2)}, {".": bits(2), "..": 1, "a..b": {"": 3}}]
+)
+def test_roots_and_keys_of_every_sort(state, tmp_path, statetree):
+    source = write(state, tmp_path / "a.pt")
+    for sort in ("file", "name", "size"):
+        assert statetree("show", "--sort", sort, source).status == 0
+        assert statetree("show", "--sort", sort, "--depth", 1, source).status == 0
+    converted(statetree, source, tmp_path / "b")
+    converted(statetree, tmp_path / "b", tmp_path / "c.pt")
+    assert_same(load(tmp_path / "c.pt"), state, ties=False)
+
+
+def test_dcp_itself_loads_what_is_written(tmp_path, statetree):
+    state = flat_state()
+    converted(statetree, write(state, tmp_path / "a.pt"), tmp_path / "b")
+    template = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+    with quiet():
+        torch_dcp.load(template, checkpoint_id=tmp_path / "b")
+    assert_same(template, state, ties=False)
+
+
+def test_dcp_checkpoints_without_structure_are_flat(tmp_path, statetree):
+    state = {"model": {"w": bits(2, 3)}, "step": 3}
+    with quiet():
+        torch_dcp.save(state, checkpoint_id=tmp_path / "a")
+    converted(statetree, tmp_path / "a", tmp_path / "b.pt")
+    assert_same(load(tmp_path / "b.pt"), {"model.w": bits(2, 3), "step": 3}, ties=False)
+
+
+def test_pieces_of_ranks_are_put_together(tmp_path, statetree):
+    """A tensor in boxes of odd sizes, as a two-dimensional sharding would leave it."""
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    from statetree.cli.internals import stored_piece
+
+    whole = bits(7, 5, 3, dtype=torch.int32)
+    (tmp_path / "a").mkdir()
+    chunks, stored = [], {}
+    with (tmp_path / "a" / "data").open("wb") as file:
+        for rows in ((0, 3), (3, 1), (4, 3)):
+            for columns in ((0, 2), (2, 3)):
+                offsets, sizes = torch.Size([rows[0], columns[0], 0]), torch.Size([rows[1], columns[1], 3])
+                start = file.tell()
+                torch.save(whole.narrow(0, *rows).narrow(1, *columns).clone(), file)
+                chunks.append(ChunkStorageMetadata(offsets, sizes))
+                stored[MetadataIndex("w", offsets)] = stored_piece("data", start, file.tell() - start)
+    entry = TensorStorageMetadata(TensorProperties(dtype=torch.int32), whole.shape, chunks)
+    torch_dcp.FileSystemWriter  # noqa: B018 - its module registers what is pickled
+    import pickle
+
+    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(Metadata({"w": entry}, storage_data=stored)))
+    converted(statetree, tmp_path / "a", tmp_path / "b.pt")
+    assert torch.equal(load(tmp_path / "b.pt")["w"], whole)
+
+
+@pytest.mark.parametrize("bucket", [1, 4, 17, 64, 1000])
+@pytest.mark.parametrize("to", NAMES)
+def test_the_size_of_buckets_does_not_matter(bucket, to, places, statetree, monkeypatch):
+    for module in (stored, torch_writer, dcp_writer, elements):
+        monkeypatch.setattr(module, "BUCKET_BYTES", bucket)
+    state = {"w": bits(5, 3, 2), "t": bits(4, 6).t(), "b": bits(7, dtype=torch.bool), "s": torch.tensor(3.0)}
+    source = write({key: tensor.contiguous() for key, tensor in state.items()}, places[0] / "a")
+    converted(statetree, source, places[1] / "mid.pt")
+    torch.save(state, places[0] / "views.pt")
+    for path in (places[1] / "mid.pt", places[0] / "views.pt"):
+        converted(statetree, "--force", path, places[1] / to)
+        loaded = load(places[1] / to)
+        for key, tensor in state.items():
+            assert torch.equal(loaded[key], tensor), key
+        assert statetree("diff", "--values", path, places[1] / to).status == 0
+
+
+def test_casting_converts_floating_point_tensors(tmp_path, statetree):
+    state = {
+        "f": bits(3, 4),
+        "d": torch.arange(5.0, dtype=torch.float64),
+        "i": torch.arange(3),
+        "h": torch.ones(2).half(),
+    }
+    source = write(state, tmp_path / "a.pt")
+    for name in ("b.pt", "b.safetensors", "b"):
+        converted(statetree, "--cast", "bfloat16", source, tmp_path / name)
+        loaded = load(tmp_path / name)
+        for key, tensor in state.items():
+            expected = tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+            assert_same(loaded[key], expected)
+
+
+def test_casting_keeps_ties(tmp_path, statetree):
+    state = {key: tensor.to(torch.float64) for key, tensor in ((k, v.clone()) for k, v in tied_state().items())}
+    base = state["whole"]
+    state |= {"same": base, "transposed": base.t(), "strided": base[1::2, ::3]}
+    numbers = bits(4, dtype=torch.uint16)
+    eights = numbers.view(torch.float8_e5m2)
+    state |= {"numbers": numbers, "as floats": eights, "more": eights[1:]}
+    ran = converted(statetree, "--cast", "float32", write(state, tmp_path / "a.pt"), tmp_path / "b.pt")
+    loaded = load(tmp_path / "b.pt")
+    for key, tensor in state.items():
+        assert torch.equal(loaded[key], tensor.float() if tensor.is_floating_point() else tensor), key
+    pointers = {loaded[key].untyped_storage().data_ptr() for key in ("whole", "same", "transposed", "strided")}
+    assert len(pointers) == 1
+    assert "as floats, more: are no longer tied" in ran.err
+
+
+@pytest.mark.parametrize("dtype", ["int64", "complex64", "nonsense", "float4_e2m1fn_x2", "bool"])
+def test_casting_is_to_floating_point(dtype, tmp_path, statetree):
+    ran = statetree("convert", "--cast", dtype, write({"a": bits(1)}, tmp_path / "a.pt"), tmp_path / "b.pt")
+    assert ran.status == 2
+    assert "no floating-point dtype" in ran.err
+
+
+def test_matching_keeps_the_nesting(tmp_path, statetree):
+    source = write(nested_state(), tmp_path / "a.pt")
+    converted(statetree, "--match", "model.*", "--match", "*exp_avg", source, tmp_path / "b.pt")
+    state = nested_state()
+    expected = {
+        "model": state["model"],
+        "optimizer": {"state": {0: {"exp_avg": state["optimizer"]["state"][0]["exp_avg"]}}},
+    }
+    assert_same(load(tmp_path / "b.pt"), expected, ties=False)
+
+
+def test_matching_makes_no_holes(tmp_path, statetree):
+    ran = statetree("convert", "--match", "list.0", write(nested_state(), tmp_path / "a.pt"), tmp_path / "b.pt")
+    assert ran.status == 2
+    assert "3 of the 4 items of a list (above list.0) are left out: expected all or none" in ran.err
+    ran = statetree("convert", "--match", "nothing", tmp_path / "a.pt", tmp_path / "b.pt")
+    assert ran.status == 2
+    assert "none of the 20 keys matches" in ran.err
+    assert not (tmp_path / "b.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("renames", "expected"),
+    [
+        ([r"^model\.="], {"module.0.w": 0, "module.1.w": 1, "n": 2}),
+        ([r"^model\.module\.=model."], {"model": {"0.w": 0, "1.w": 1}, "n": 2}),
+        ([r"module\.(\d)\.w=layers.\1.weight"], {"model": {"layers.0.weight": 0, "layers.1.weight": 1}, "n": 2}),
+        ([r"^model\.module\.0\.w=x", "^n$=model.n"], {"x": 0, "model": {"module.1.w": 1}, "model.n": 2}),
+        (["^=p."], {"p.model.module.0.w": 0, "p.model.module.1.w": 1, "p.n": 2}),
+        ([r"\.w$=.w=w"], {"model": {"module.0.w=w": 0, "module.1.w=w": 1}, "n": 2}),
+        (["no such key=x"], {"model": {"module.0.w": 0, "module.1.w": 1}, "n": 2}),
+    ],
+)
+def test_renaming(renames, expected, tmp_path, statetree):
+    state = {"model": {"module.0.w": bits(1), "module.1.w": bits(2)}, "n": bits(3)}
+    source = write(state, tmp_path / "a.pt")
+    options = [part for rename in renames for part in ("--rename", rename)]
+    converted(statetree, *options, source, tmp_path / "b.pt")
+    leaves = [bits(1), bits(2), bits(3)]
+
+    def filled(tree):
+        return {key: filled(value) if isinstance(value, dict) else leaves[value] for key, value in tree.items()}
+
+    loaded = load(tmp_path / "b.pt")
+    assert_same(loaded, filled(expected), ties=False)
+    converted(statetree, *options, source, tmp_path / "b.safetensors")
+    assert len(load(tmp_path / "b.safetensors")) == 3
+
+
+@pytest.mark.parametrize(
+    ("rename", "message"),
+    [
+        ("module.*=same", "two entries would have the key 'same'"),
+        ("^list.0=x", "it is an item of a sequence"),
+        ("(=x", "expected a regular expression"),
+        ("a=\\1", "expected a regular expression"),
+        ("a", "expected REGEX=REPL"),
+    ],
+)
+def test_impossible_renames_are_refused(rename, message, tmp_path, statetree):
+    state = {"model": {"module.0": bits(1), "module.1": bits(2)}, "list": [bits(3)]}
+    ran = statetree("convert", "--rename", rename, write(state, tmp_path / "a.pt"), tmp_path / "b.pt")
+    assert ran.status == 2
+    assert message in ran.err
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_values_are_refused_by_safetensors_unless_dropped(tmp_path, statetree):
+    source = write({"w": bits(2), "step": 3, "nested": {"lr": 0.1}}, tmp_path / "a.pt")
+    ran = statetree("convert", source, tmp_path / "b.safetensors")
+    assert ran.status == 2
+    assert "got 2 plain values at\n  step\n  nested.lr\nPass --drop-values" in ran.err
+    ran = converted(statetree, "--drop-values", source, tmp_path / "b.safetensors")
+    assert "note: step, nested.lr: dropped" in ran.err
+    assert set(load(tmp_path / "b.safetensors")) == {"w"}
+
+
+@pytest.mark.parametrize("name", ["b.pt", "b"])
+def test_unknown_classes_are_refused_unless_dropped(name, tmp_path, statetree):
+    source = write({"w": bits(2), "config": {"a": torch.nn.ReLU(), "b": 1}}, tmp_path / "a.ckpt")
+    ran = statetree("convert", source, tmp_path / name)
+    assert ran.status == 2
+    assert "config.a: <torch.nn.modules.activation.ReLU: not loaded>" in ran.err
+    ran = converted(statetree, "--drop-values", source, tmp_path / name)
+    assert "config.a: dropped" in ran.err
+    assert_same(load(tmp_path / name), {"w": bits(2), "config": {"b": 1}}, ties=False)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"s": torch.eye(2).to_sparse()}, "s: sparse_coo"),
+        ({"c": torch.ones(2, dtype=torch.complex128)}, "c: safetensors have no complex128"),
+        ({"__metadata__": torch.ones(1)}, "a name that safetensors keep"),
+    ],
+)
+def test_what_safetensors_cannot_hold_is_refused(state, message, tmp_path, statetree):
+    ran = statetree("convert", write(state, tmp_path / "a.pt"), tmp_path / "b.safetensors")
+    assert ran.status == 2
+    assert message in ran.err
+
+
+def test_containers_of_unknown_classes_become_mappings(tmp_path, statetree):
+    source = write({"pair": Pair(bits(1), 2), "w": bits(3)}, tmp_path / "a")
+    ran = converted(statetree, source, tmp_path / "b.pt")
+    assert "pair: is a tests.cli.test_convert.Pair, and becomes a dict" in ran.err
+    assert_same(load(tmp_path / "b.pt"), {"pair": {"x": bits(1), "y": 2}, "w": bits(3)}, ties=False)
+
+
+def test_shards(tmp_path, statetree):
+    source = write(flat_state(), tmp_path / "a.pt")
+    converted(statetree, "--shard-bytes", "200B", source, tmp_path / "m.safetensors")
+    index = json.loads((tmp_path / "m.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": sum(tensor.nbytes for tensor in flat_state().values())}
+    files = sorted(set(index["weight_map"].values()))
+    assert files == [f"m-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
+    loaded = {}
+    for file in files:
+        some = safetensors.torch.load_file(tmp_path / file)
+        assert sum(tensor.nbytes for tensor in some.values()) <= 200
+        loaded |= some
+    assert_same({key: loaded[key] for key in flat_state()}, flat_state(), ties=False)
+    converted(statetree, "--shard-bytes", "5kB", source, tmp_path / "d")
+    assert len(list((tmp_path / "d").glob("*.distcp"))) > 2
+    assert_same(load(tmp_path / "d"), flat_state(), ties=False)
+    assert statetree("convert", "--shard-bytes", "5kB", source, tmp_path / "x.pt").status == 2
+    assert statetree("convert", "--shard-bytes", "0", source, tmp_path / "x").status == 2
+
+
+def test_headers_keep_their_texts_between_safetensors(tmp_path, statetree):
+    safetensors.torch.save_file({"a": bits(2)}, tmp_path / "a.safetensors", metadata={"format": "pt", "who": "me"})
+    converted(statetree, tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    with safetensors.safe_open(tmp_path / "b.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "who": "me"}
+    assert (
+        "note: who: a text of the header, is not kept"
+        in converted(statetree, tmp_path / "a.safetensors", tmp_path / "b.pt").err
+    )
+
+
+def test_attributes_of_containers_are_kept(tmp_path, statetree):
+    state = OrderedDict(w=bits(2))
+    state._metadata = OrderedDict({"": {"version": 2}})
+    converted(statetree, write(state, tmp_path / "a.pt"), tmp_path / "b")
+    converted(statetree, tmp_path / "b", tmp_path / "c.pt")
+    assert load(tmp_path / "c.pt")._metadata == state._metadata
+
+
+def test_deep_trees(tmp_path, statetree):
+    state = bits(2)
+    for _ in range(300):
+        state = {"a": state}
+    source = write(state, tmp_path / "a.pt")
+    converted(statetree, source, tmp_path / "b.pt")
+    assert_same(load(tmp_path / "b.pt"), state)

@@ -1,0 +1,152 @@
+"""Destinations appear whole or not at all, and nothing is overwritten by accident."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+import pytest
+import torch
+
+from statetree.cli import convert as conversion
+from tests.cli.states import bits, load, write
+
+NAMES = ["b.pt", "b.safetensors", "b"]
+
+
+@pytest.fixture
+def source(tmp_path):
+    return write({"w": bits(40), "x": bits(20, start=3)}, tmp_path / "a.pt")
+
+
+def names(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_exists_is_refused(name, source, tmp_path, statetree):
+    target = write({"old": bits(3)}, tmp_path / name)
+    before = names(tmp_path)
+    ran = statetree("convert", source, target)
+    assert ran.status == 2
+    assert f"cannot write {target}: it exists already. Choose another name, or pass --force" in ran.err
+    assert names(tmp_path) == before
+    assert set(load(target)) == {"old"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_force_replaces(name, source, tmp_path, statetree):
+    target = write({"old": bits(3)}, tmp_path / name)
+    assert statetree("convert", "--force", source, target).status == 0
+    assert set(load(target)) == {"w", "x"}
+    assert [path for path in os.listdir(tmp_path) if path.startswith(".")] == []
+
+
+def test_a_file_may_replace_itself(source, statetree):
+    assert statetree("convert", "--force", "--cast", "float64", source, source).status == 0
+    assert load(source)["w"].dtype == torch.float64
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt(), MemoryError()])
+@pytest.mark.parametrize("is_there", [False, True])
+def test_failures_leave_everything_as_it_was(is_there, error, name, source, tmp_path, statetree, monkeypatch):
+    if is_there:
+        write({"old": bits(3)}, tmp_path / name)
+    before = names(tmp_path)
+    for step in range(1, 100):
+        calls = iter(range(step))
+
+        def interrupted(*args, calls=calls, original=os.fsync):
+            if next(calls, None) is None:
+                raise error
+            return original(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr("os.fsync", interrupted)
+            ran = statetree("convert", "--force", source, tmp_path / name)
+        if ran.status == 0:
+            break
+        assert ran.status in (2, 130)
+        if next(iter(load(tmp_path / name)), None) == "w" if (tmp_path / name).exists() else False:
+            break  # it failed after the destination was there
+        assert names(tmp_path) == before
+    else:
+        pytest.fail("it never succeeds")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_failures_while_reading_leave_nothing(name, source, tmp_path, statetree, monkeypatch):
+    before = names(tmp_path)
+
+    def broken(*_):
+        raise OSError("gone")
+
+    monkeypatch.setattr("statetree.cli.stored.FileStorage.read", broken)
+    ran = statetree("convert", source, tmp_path / name)
+    assert ran.status == 2
+    assert "gone" in ran.err
+    assert names(tmp_path) == before
+
+
+def test_a_directory_of_other_files_is_never_removed(source, tmp_path, statetree):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "precious").write_text("x")
+    ran = statetree("convert", "--force", source, tmp_path / "home")
+    assert ran.status == 2
+    assert "a directory of other files, which --force does not remove" in ran.err
+    (tmp_path / "empty").mkdir()
+    assert statetree("convert", source, tmp_path / "empty").status == 2
+    assert statetree("convert", "--force", source, tmp_path / "empty").status == 0
+
+
+def test_places_that_cannot_be_written(source, tmp_path, statetree):
+    ran = statetree("convert", source, tmp_path / "no" / "b.pt")
+    assert ran.status == 2
+    assert "its directory does not exist" in ran.err
+    os.mkfifo(tmp_path / "pipe.pt")
+    assert statetree("convert", "--force", source, tmp_path / "pipe.pt").status == 2
+    assert statetree("show", tmp_path / "pipe.pt").status == 2
+    (tmp_path / "link.pt").symlink_to(tmp_path / "nowhere")
+    assert statetree("convert", source, tmp_path / "link.pt").status == 2
+
+
+def test_a_race_for_the_name_is_lost_without_harm(source, tmp_path, statetree, monkeypatch):
+    original = conversion.publish
+
+    def slow(folder, path, written, **options):
+        path.write_text("another one was faster")
+        return original(folder, path, written, **options)
+
+    monkeypatch.setattr("statetree.cli.convert.publish", slow)
+    ran = statetree("convert", source, tmp_path / "b.pt")
+    assert ran.status == 2
+    assert "it exists already" in ran.err
+    assert (tmp_path / "b.pt").read_text() == "another one was faster"
+    assert names(tmp_path) == ["a.pt", "b.pt"]
+
+
+def test_a_full_disk_is_noticed_before_writing(source, tmp_path, statetree, monkeypatch):
+    import shutil
+
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=100))
+    ran = statetree("convert", source, tmp_path / "b.pt")
+    assert ran.status == 2
+    assert "has 100 B free: expected 240 B or more" in ran.err
+
+
+def test_shards_and_their_index_go_together(source, tmp_path, statetree):
+    args = ("convert", "--shard-bytes", 100, source, tmp_path / "m.safetensors")
+    assert statetree(*args).status == 0
+    before = names(tmp_path)
+    assert statetree(*args).status == 2
+    (tmp_path / "m.safetensors.index.json").unlink()
+    ran = statetree(*args)  # a shard is in the way
+    assert ran.status == 2
+    assert "m-00001-of-00002.safetensors: it exists already" in ran.err
+    assert statetree("convert", "--force", *args[1:]).status == 0
+    assert names(tmp_path) == before
+    with suppress(FileNotFoundError):
+        (tmp_path / "m.safetensors").unlink()
+        pytest.fail("there must be no file under the plain name")

@@ -1,0 +1,171 @@
+"""``statetree diff``."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from statetree.cli.stored import BUCKET_BYTES
+from tests.cli.states import bits, flat_state, nested_state, tied_state, write
+
+NAMES = ["a.pt", "a.safetensors", "a"]
+
+
+def differences(ran):
+    assert ran.status == 1, ran.err
+    return {(found["key"], found["kind"]) for found in ran.json["differences"]}
+
+
+@pytest.mark.parametrize("right", NAMES)
+@pytest.mark.parametrize("left", NAMES)
+def test_one_state_is_the_same_in_every_format(left, right, tmp_path, statetree):
+    (tmp_path / "l").mkdir()
+    (tmp_path / "r").mkdir()
+    one, other = write(flat_state(), tmp_path / "l" / left), write(flat_state(), tmp_path / "r" / right)
+    ran = statetree("diff", "--values", one, other)
+    assert ran.status == 0, ran.out + ran.err
+    assert ran.out.startswith("same: 19 entries compared")
+
+
+def test_nested_states_are_the_same_as_torch_files_and_directories(tmp_path, statetree):
+    one, other = write(nested_state(), tmp_path / "a.pt"), write(nested_state(), tmp_path / "a")
+    assert statetree("diff", "--values", one, other).status == 0
+
+
+@pytest.mark.parametrize("name", ["b.pt", "b"])
+def test_every_difference_is_found(name, tmp_path, statetree):
+    state = nested_state()
+    one = write(state, tmp_path / "a.pt")
+    other = copy.deepcopy(state)
+    other["model"]["layers.0.weight"] = bits(3, 4)
+    other["model"]["layers.0.bias"] = bits(4, start=5).to(torch.float64)
+    other["model"]["new"] = bits(1)
+    del other["optimizer"]["state"][0]["step"]
+    other["optimizer"]["param_groups"][0]["lr"] = 1
+    other["list"][0] = "text"
+    other["values"]["big"] = 2**70 + 1
+    other["optimizer"]["state"].pop(1)
+    ran = statetree("diff", "--json", one, write(other, tmp_path / name))
+    without_values = {
+        ("model.layers.0.weight", "shape"),
+        ("model.layers.0.bias", "dtype"),
+        ("model.new", "missing"),
+        ("optimizer.state.0.step", "missing"),
+        ("optimizer.param_groups.0.lr", "type"),
+        ("list.0", "type"),
+        ("optimizer.state.1", "missing"),
+    }
+    assert differences(ran) == without_values
+    ran = statetree("diff", "--json", "--values", one, tmp_path / name)
+    assert differences(ran) == {*without_values, ("values.big", "value")}
+
+
+def test_values_are_measured(tmp_path, statetree):
+    state = {"w": torch.arange(24.0).view(2, 3, 4), "n": torch.arange(5), "same": bits(3)}
+    one = write(state, tmp_path / "a.pt")
+    other = copy.deepcopy(state)
+    other["w"][1, 0, 2] += 3.5
+    other["w"][1, 2, 3] -= 1
+    other["n"][4] = -(2**62)
+    ran = statetree("diff", "--values", "--json", one, write(other, tmp_path / "b.safetensors"))
+    found = {row["key"]: row for row in ran.json["differences"]}
+    assert set(found) == {"w", "n"}
+    assert found["w"]["first_index"] == [1, 0, 2]
+    assert (found["w"]["left"], found["w"]["right"]) == ("14.0", "17.5")
+    assert found["w"]["num_different"] == 2
+    assert found["w"]["max_abs"] == 3.5
+    assert found["w"]["max_rel"] == pytest.approx(3.5 / 17.5)
+    assert found["n"]["first_index"] == [4]
+    text = statetree("diff", "--values", one, tmp_path / "b.safetensors").out
+    assert "~ w: value 14.0 against 17.5 at [1, 0, 2]; 2 elements differ, by at most 3.5 (relative 0.2)" in text
+    assert statetree("diff", one, tmp_path / "b.safetensors").status == 0
+
+
+@pytest.mark.parametrize("start", [0, BUCKET_BYTES - 1, BUCKET_BYTES, BUCKET_BYTES + 5])
+def test_differences_are_found_beyond_the_first_bucket(start, tmp_path, statetree):
+    state = {"w": torch.zeros(BUCKET_BYTES + 6, dtype=torch.uint8)}
+    one = write(state, tmp_path / "a.pt")
+    state["w"][start] = 3
+    ran = statetree("diff", "--values", "--json", one, write(state, tmp_path / "b.pt"))
+    assert ran.json["differences"][0]["first_index"] == [start]
+    assert ran.json["differences"][0]["max_abs"] == 3
+
+
+def test_bits_count_not_only_numbers(tmp_path, statetree):
+    quiet = torch.tensor([0.0, float("nan"), float("inf")])
+    one = write({"z": quiet, "inf": torch.tensor([1.0])}, tmp_path / "a.pt")
+    assert (
+        statetree("diff", "--values", one, write({"z": quiet, "inf": torch.tensor([1.0])}, tmp_path / "b.pt")).status
+        == 0
+    )
+    other = {"z": torch.tensor([-0.0, float("nan"), float("inf")]), "inf": torch.tensor([float("inf")])}
+    found = statetree("diff", "--values", "--json", one, write(other, tmp_path / "c.pt")).json["differences"]
+    assert [(row["key"], row["first_index"], row["max_abs"]) for row in found] == [("z", [0], 0.0), ("inf", [0], "inf")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.complex64, torch.bool, torch.uint64])
+def test_every_sort_of_element_is_compared(dtype, tmp_path, statetree):
+    state = {"w": bits(2, 3, dtype=dtype)}
+    one = write(state, tmp_path / "a.pt")
+    flipped = state["w"].clone()
+    flipped.view(-1).view(torch.uint8)[-1] ^= 1
+    ran = statetree("diff", "--values", "--json", one, write({"w": flipped}, tmp_path / "b.pt"))
+    assert ran.json["differences"][0]["first_index"] == [1, 2]
+
+
+def test_ties_are_compared_between_torch_files(tmp_path, statetree):
+    state = tied_state()
+    one = write(state, tmp_path / "a.pt")
+    state["row"] = state["row"].clone()
+    ran = statetree("diff", "--values", "--json", one, write(state, tmp_path / "b.pt"))
+    assert differences(ran) == {("whole", "ties")}
+    ran = statetree(
+        "diff",
+        "--values",
+        one,
+        write({key: value.contiguous().clone() for key, value in state.items()}, tmp_path / "c.safetensors"),
+    )
+    assert ran.status == 0
+    assert "ties were not compared: a safetensors file has none" in ran.out
+
+
+def test_structure_is_compared_where_it_is_known(tmp_path, statetree):
+    one = write({"a": {0: bits(1)}, "b": [bits(2)], "c": {}}, tmp_path / "a.pt")
+    other = write({"a": {"0": bits(1)}, "b": {"0": bits(2)}, "c": {}}, tmp_path / "b.pt")
+    assert differences(statetree("diff", "--json", one, other)) == {("b", "structure")}
+    third = write({"a": {"0": bits(1)}, "b": [bits(2)]}, tmp_path / "c.pt")
+    found = differences(statetree("diff", "--json", one, third))
+    assert found == {("a.0", "structure"), ("c", "missing")}
+    flat = write({"a.0": bits(1), "b.0": bits(2)}, tmp_path / "d.safetensors")
+    assert statetree("diff", third, flat).status == 0
+
+
+def test_other_tensors_are_compared_part_by_part(tmp_path, statetree):
+    state = {"coo": torch.eye(3).to_sparse(), "csr": torch.eye(4).to_sparse_csr()}
+    one = write(state, tmp_path / "a.pt")
+    assert statetree("diff", "--values", one, write(state, tmp_path / "b.pt")).status == 0
+    assert statetree("diff", "--values", one, write(state, tmp_path / "b")).status == 0
+    state["coo"] = (torch.eye(3) * 2).to_sparse()
+    ran = statetree("diff", "--values", "--json", one, write(state, tmp_path / "c.pt"))
+    assert differences(ran) == {("coo.<part 0>", "value")}
+
+
+def test_matching(tmp_path, statetree):
+    one = write({"a": bits(1), "b": bits(2)}, tmp_path / "a.pt")
+    other = write({"a": bits(1), "b": bits(3)}, tmp_path / "b.pt")
+    assert statetree("diff", "--match", "a*", one, other).status == 0
+    assert statetree("diff", one, other).status == 1
+
+
+def test_failures_have_a_status_of_their_own(tmp_path, statetree):
+    one = write({"a": bits(1)}, tmp_path / "a.pt")
+    ran = statetree("diff", one, tmp_path / "b.pt")
+    assert ran.status == 2
+    assert "b.pt: there is no such file" in ran.err
+    assert statetree("diff", one).status == 2
+    assert statetree("diff", "--nonsense", one, one).status == 2
+    ran = statetree("diff", one, tmp_path / "b.bin")
+    assert ran.status == 2
+    assert "the suffix '.bin' stands for no format" in ran.err

@@ -1,0 +1,378 @@
+"""Torch files that are damaged or hostile: nothing in them runs, little memory is taken, and the fault is named."""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections import OrderedDict
+
+import pytest
+import torch
+
+from tests.cli.hostile import Raw, Storage, archive, bomb, pickle_of, tensor
+from tests.cli.states import bits, nested_state, write
+
+DATA = {"0": bytes(16)}
+
+
+def refused(ran, *messages):
+    assert ran.status == 2, ran.out + ran.err
+    assert ran.out == ""
+    assert ran.err.startswith("error: read: ")
+    for message in messages:
+        assert message in ran.err, ran.err
+
+
+@pytest.fixture
+def marker(tmp_path):
+    return tmp_path / "statetree_was_here"
+
+
+@pytest.mark.parametrize("command", ["show", "convert", "diff"])
+@pytest.mark.parametrize("function", [os.mkdir, os.system, eval, exec, getattr, print, pickle_of])
+def test_code_does_not_run(function, command, marker, tmp_path, statetree):
+    argument = str(marker) if function is os.mkdir else f"__import__('os').mkdir({str(marker)!r})"
+    evil = Raw(function, f"mkdir {marker}" if function is os.system else argument)
+    path = archive(tmp_path / "a.pt", pickle_of({"w": tensor(), "evil": evil}), DATA)
+    with pytest.raises(Exception, match=r"weights_only|Weights only"):
+        torch.load(path, weights_only=True)
+    if command == "convert":
+        ran = statetree("convert", path, tmp_path / "b.pt")
+        assert ran.status == 2
+        assert not (tmp_path / "b.pt").exists()
+        assert statetree("convert", "--drop-values", path, tmp_path / "b.pt").status == 0
+        assert list(torch.load(tmp_path / "b.pt", weights_only=True)) == ["w"]
+    else:
+        ran = statetree(command, *[path] * (2 if command == "diff" else 1))
+        assert ran.status == 0
+    assert f".{function.__name__}" in ran.err
+    assert "not loaded" in ran.err
+    assert not marker.exists()
+
+
+def test_code_in_the_state_of_an_object_does_not_run(marker, tmp_path, statetree):
+    evil = OrderedDict()
+    evil.__dict__["x"] = Raw(os.mkdir, str(marker))
+    ran = statetree("show", archive(tmp_path / "a.pt", pickle_of(evil)))
+    assert ran.status == 0
+    assert "mkdir" in ran.err
+    assert not marker.exists()
+
+
+def test_classes_cannot_be_changed(tmp_path, statetree):
+    for name in (b"torch\nTensor", b"collections\nOrderedDict", b"torch\nSize"):
+        data = b"\x80\x02c" + name + b"\n(N}X\x06\x00\x00\x00forgedK\x01stb."
+        statetree("show", archive(tmp_path / "a.pt", data))
+    data = b"\x80\x02ccollections\nOrderedDict\n)R}X\x0c\x00\x00\x00__setstate__K\x01sb."
+    refused(statetree("show", archive(tmp_path / "a.pt", data)), "attributes that are no plain ones")
+    assert not any(hasattr(cls, "forged") for cls in (torch.Tensor, OrderedDict, torch.Size))
+
+
+GEOMETRY = {
+    "beyond the end": (tensor(size=(5,)), "would end at byte 20: expected at most 16"),
+    "by its offset": (tensor(offset=1), "would end at byte 20"),
+    "by its strides": (tensor(size=(2, 2), stride=(3, 1)), "would end at byte 20"),
+    "huge": (tensor(size=(2**40,)), "would end at byte"),
+    "impossible": (tensor(size=(2**40, 2**40)), "the impossible size"),
+    "of many dims": (tensor(size=(1,) * 65, stride=(1,) * 65), "something else where a size"),
+    "negative": (tensor(size=(-1,)), "a size of (-1,)"),
+    "of negative strides": (tensor(stride=(-1,)), "strides of (-1,)"),
+    "of negative offset": (tensor(offset=-1), "an offset of [-1]"),
+    "of no numbers": (tensor(size=("4",)), "a size of ('4',)"),
+    "of fractions": (tensor(size=(2.0,)), "a size of (2.0,)"),
+    "of booleans": (tensor(size=(True,)), "a size of (True,)"),
+    "of too few strides": (tensor(size=(2, 2)), "more dims than strides"),
+    "of a text": (tensor(size="4"), "something else where a size"),
+    "on nothing": (Raw(torch._utils._rebuild_tensor_v2, None, 0, (1,), (1,), False, {}), "no storage"),
+    "on a missing storage": (tensor(key="1"), "on the storage '1', which the archive does not hold"),
+    "on another file": (tensor(key="../../secret"), "which the archive does not hold"),
+    "on a storage that lies": (tensor(numel=5), "says that the storage 'archive/data/0' has 20 bytes: it has 16"),
+    "on a storage of negative size": (tensor(numel=-4), "a number of elements"),
+    "on a storage without a class": (
+        Raw(torch._utils._rebuild_tensor_v2, Storage("0", 4, "FloatStorage"), 0, (1,), (1,), False, {}),
+        "without a class or a key",
+    ),
+    "of too many arguments": (Raw(torch._utils._rebuild_tensor_v2, *range(20)), "arguments that are none"),
+    "of too few arguments": (Raw(torch._utils._rebuild_tensor_v2, 1), "damaged (TypeError"),
+    "a parameter of nothing": (Raw(torch._utils._rebuild_parameter, 1, True, {}), "a parameter that is no tensor"),
+    "of a layout": (Raw(torch._utils._rebuild_sparse_tensor, torch.float32, (1, 2, 3)), "an unknown layout"),
+    "a device": (Raw(torch.device, "x" * 100), "an unknown device"),
+    "a size": (Raw(torch.Size, (2**63,)), "a size of"),
+    "a bytearray": (Raw(bytearray, 2**40), "makes bytes in an unknown way"),
+    "a complex": (Raw(complex, "1" * 100, 2), "makes a number in an unknown way"),
+}
+
+
+@pytest.mark.parametrize("name", GEOMETRY)
+def test_impossible_tensors_are_refused(name, tmp_path, statetree):
+    evil, message = GEOMETRY[name]
+    path = archive(tmp_path / "a.pt", pickle_of({"w": evil}), DATA)
+    refused(statetree("show", path), str(path), "data.pkl", message)
+
+
+def test_expanded_tensors_are_not_written_out(tmp_path, statetree):
+    """A tensor of a terabyte on four bytes: torch files hold it as it is, others would have to hold the terabyte."""
+    path = archive(tmp_path / "a.pt", pickle_of({"w": tensor(size=(2**38,), stride=(0,))}), DATA)
+    ran = statetree("show", path)
+    assert ran.status == 0
+    assert "1.0 TiB" in ran.out
+    assert statetree("convert", path, tmp_path / "b.pt").status == 0
+    assert (tmp_path / "b.pt").stat().st_size < 2000
+    for name in ("b.safetensors", "b"):
+        ran = statetree("convert", path, tmp_path / name)
+        assert ran.status == 2
+        assert "views that repeat their elements" in ran.err
+
+
+PICKLES = {
+    "empty": (b"", "cut off"),
+    "cut off": (pickle_of({"w": 1, "text": "x" * 50})[:-20], "cut off"),
+    "of protocol 9": (b"\x80\x09}.", "of protocol 9"),
+    "with a frame": (b"\x80\x04\x95" + bytes(8) + b"}.", "the instruction 0x95"),
+    "with INST": (b"(ios\nsystem\n.", "the instruction 0x69"),
+    "with OBJ": (b"(cos\nsystem\no.", "the instruction 0x6f"),
+    "with EXT": (b"\x82\x01.", "the instruction 0x82"),
+    "with a text without end": (b"X\xff\xff\xff\xff.", "cut off"),
+    "with an unknown number": (b"h\x05.", "does not hold"),
+    "with an empty stack": (b"\x85.", "does not hold"),
+    "with a mark too few": (b"t.", "does not hold"),
+    "that calls a text": (b"X\x01\x00\x00\x00a)R.", "calls a str"),
+    "that appends to a mapping": (b"}K\x01a.", "appends to a dict"),
+    "that sets items of a list": (b"]K\x01K\x01s.", "sets items of a list"),
+    "with a list as a key": (b"}]K\x01s.", "a list as a key"),
+    "with a mapping in a set": (b"c__builtin__\nset\n](}e\x85R.", "a dict as a key"),
+    "with another persistent id": (b"X\x01\x00\x00\x00aQ.", "something else than a storage"),
+    "with a huge memo": (b"Nr\xff\xff\xff\x7f.", "a number below its length"),
+    "that holds itself": (b"]q\x00h\x00a.", "a container that holds itself"),
+    "with a name without end": (b"c" + b"x" * 2000, "cut off in a name"),
+}
+
+
+@pytest.mark.parametrize("name", PICKLES)
+def test_bad_pickles_are_refused(name, tmp_path, statetree):
+    data, message = PICKLES[name]
+    refused(statetree("show", archive(tmp_path / "a.pt", data)), "data.pkl", message)
+
+
+def nested_keys(depth):
+    return b"\x80\x02}" + b")" + b"\x85" * depth + b"K\x01s."
+
+
+def doubled(levels):
+    """A list of two lists that are one, and so on: small, with 2 ** levels leaves."""
+    data = b"\x80\x02]q\x00"
+    for _ in range(levels):
+        data += b"](h\x00h\x00eq\x00"
+    return data + b"."
+
+
+def colliding_keys():
+    """A mapping whose keys are numbers that all have one hash."""
+    keys = (b"\x8a\x10" + ((2**61 - 1) * number).to_bytes(16, "little") for number in range(200_000))
+    return b"\x80\x02}(" + b"N".join(keys) + b"Nu."
+
+
+def many_sets():
+    return b"\x80\x02" + b"\x8f" * 4_000_000 + b"."
+
+
+def encoded_texts():
+    """One long text that is encoded again and again."""
+    text = b"X" + (10**6).to_bytes(4, "little") + b"a" * 10**6 + b"X\x06\x00\x00\x00latin1\x86q\x01"
+    return b"\x80\x02c_codecs\nencode\nq\x00" + text + b"h\x00h\x01R" * 200_000 + b"."
+
+
+def copied_lists():
+    """One long list of which sets are made again and again."""
+    items = b"".join(b"J" + number.to_bytes(4, "little") for number in range(100_000))
+    return b"\x80\x02c__builtin__\nset\nq\x00](" + items + b"e\x85q\x01" + b"h\x00h\x01R" * 100_000 + b"."
+
+
+def repeated_states():
+    """Many attributes that are set again and again."""
+    names = b"".join(b"X\x07\x00\x00\x00a%06dN" % number for number in range(100_000))
+    return b"\x80\x02}(" + names + b"uq\x01ccollections\nOrderedDict\n)R" + b"h\x01b" * 1_000_000 + b"."
+
+
+BOMBS = {
+    "deep keys": lambda: nested_keys(1_000_000),
+    "colliding keys": colliding_keys,
+    "shared lists": lambda: doubled(60),
+    "sets": many_sets,
+    "texts": encoded_texts,
+    "copies of a list": copied_lists,
+    "states": repeated_states,
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+@pytest.mark.timeout(120)
+def test_small_pickles_cannot_make_much(name, tmp_path, statetree):
+    path = archive(tmp_path / "a.pt", BOMBS[name]())
+    begin = time.process_time()
+    ran = statetree("show", path)
+    assert ran.status == 2
+    assert "data.pkl" in ran.err
+    assert time.process_time() - begin < 30
+
+
+def test_many_keys_are_shown(tmp_path, statetree):
+    count = 30_000
+    path = archive(tmp_path / "a.pt", pickle_of({f"key{index}": index for index in range(count)}))
+    ran = statetree("show", "--depth", "1", path)
+    assert ran.status == 0
+    assert f"{count} values" in ran.out
+
+
+def test_compressed_members_are_refused(tmp_path, statetree):
+    path = bomb(tmp_path / "a.pt")
+    assert path.stat().st_size < 3_000_000
+    refused(statetree("show", path), "'archive/data/0' is compressed", "zip bomb")
+    refused(statetree("convert", path, tmp_path / "b.pt"), "is compressed")
+
+
+@pytest.fixture
+def good(tmp_path):
+    return write(nested_state(), tmp_path / "good.pt")
+
+
+def listing(data):
+    """Where the list of members begins, and where each member is listed."""
+    (start,) = struct.unpack_from("<Q", data, data.rindex(b"PK\x06\x06") + 48)
+    found, at = [], start
+    while data[at : at + 4] == b"PK\x01\x02":
+        found.append(at)
+        name, extra, comment = struct.unpack_from("<3H", data, at + 28)
+        at += 46 + name + extra + comment
+    return start, found
+
+
+def patched(data, at, form, *values):
+    struct.pack_into(form, data, at, *values)
+    return bytes(data)
+
+
+ARCHIVES = {
+    "overlapping": lambda data, rows: patched(data, rows[3] + 42, "<I", 0),
+    "sized wrong": lambda data, rows: patched(data, rows[4] + 24, "<I", 2**31),
+    "sized wrong twice": lambda data, rows: patched(data, rows[4] + 20, "<II", 2**31, 2**31),
+    "encrypted": lambda data, rows: patched(data, rows[4] + 8, "<H", 0x801),
+    "listed twice": lambda data, rows: bytes(data).replace(b"byteorder", b"data/0xyz").replace(b"data/1", b"data/0"),
+    "another name": lambda data, rows: patched(data, rows[4] + 46, "<4s", b"evil"),
+    "beyond the end": lambda data, rows: patched(data, rows[4] + 42, "<I", 2**31),
+    "more members": lambda data, rows: patched(data, data.rindex(b"PK\x06\x06") + 32, "<Q", 99),
+    "other ends": lambda data, rows: patched(data, len(data) - 6, "<I", 7),
+    "a list elsewhere": lambda data, rows: patched(data, data.rindex(b"PK\x06\x06") + 48, "<Q", 2**60),
+    "on two disks": lambda data, rows: patched(data, data.rindex(b"PK\x06\x06") + 16, "<I", 1),
+    "a comment": lambda data, rows: patched(data, len(data) - 2, "<H", 3) + b"abc",
+    "something after it": lambda data, rows: bytes(data) + b"x",
+    "a name that is no text": lambda data, rows: patched(data, rows[4] + 46, "<4s", b"\xff\xfe\xff\xfe"),
+    "compressed": lambda data, rows: patched(data, rows[4] + 10, "<H", 8),
+    "no pickle": lambda data, rows: bytes(data).replace(b"data.pkl", b"data.xyz"),
+    "two directories": lambda data, rows: bytes(data).replace(b"good/version", b"evil/version"),
+    "big-endian": lambda data, rows: bytes(data).replace(b"little", b"bigbig"),
+}
+
+
+@pytest.mark.parametrize("name", ARCHIVES)
+def test_bad_archives_are_refused(name, good, tmp_path, statetree):
+    data = bytearray(good.read_bytes())
+    _, rows = listing(data)
+    path = tmp_path / "a.pt"
+    path.write_bytes(ARCHIVES[name](data, rows))
+    assert path.read_bytes() != good.read_bytes()
+    refused(statetree("show", path), str(path))
+
+
+def test_truncated_files_are_refused_wherever_they_end(good, tmp_path, statetree):
+    data = good.read_bytes()
+    path = tmp_path / "a.pt"
+    for end in [*range(0, 60, 7), *range(60, len(data), 97), len(data) - 1]:
+        path.write_bytes(data[:end])
+        refused(statetree("show", path), str(path))
+
+
+def test_flipped_bits_are_found_by_convert(good, tmp_path, statetree):
+    """Every byte of a member is under its checksum; what lies between members says nothing."""
+    data = good.read_bytes()
+    path, target = tmp_path / "a.pt", tmp_path / "b.pt"
+    expected = torch.load(good, weights_only=True)["model"]
+    for place in range(0, len(data), 53):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 0x10]) + data[place + 1 :])
+        ran = statetree("convert", "--force", path, target)
+        assert ran.status in (0, 2)
+        if ran.status == 0:
+            loaded = torch.load(target, weights_only=True)["model"]
+            assert all(torch.equal(loaded[key], value) for key, value in expected.items())
+        else:
+            assert str(path) in ran.err
+
+
+@pytest.fixture
+def old(tmp_path):
+    state = {"w": bits(4, 3), "n": bits(5), "step": 3}
+    state["tied"] = state["w"]
+    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    return tmp_path / "old.pt"
+
+
+def test_old_files_are_read(old, tmp_path, statetree):
+    ran = statetree("show", "--json", old)
+    assert {entry["key"]: entry.get("tied_to") for entry in ran.json["entries"]} == {
+        "w": None,
+        "n": None,
+        "step": None,
+        "tied": "w",
+    }
+    assert statetree("convert", old, tmp_path / "new.pt").status == 0
+    loaded = torch.load(tmp_path / "new.pt", weights_only=True)
+    assert torch.equal(loaded["w"], bits(4, 3))
+    assert loaded["w"].data_ptr() == loaded["tied"].data_ptr()
+
+
+def test_truncated_old_files_are_refused_wherever_they_end(old, tmp_path, statetree):
+    data = old.read_bytes()
+    path = tmp_path / "a.pt"
+    for end in range(len(data)):
+        path.write_bytes(data[:end])
+        refused(statetree("show", path), str(path))
+    path.write_bytes(data + b"x")
+    refused(statetree("show", path), "goes on after its end")
+
+
+def test_old_files_with_other_sizes_are_refused(old, tmp_path, statetree):
+    data = bytearray(old.read_bytes())
+    at = data.index((12).to_bytes(8, "little") + bits(4, 3).view(torch.uint8).numpy().tobytes()[:8])
+    for value in (13, 2**62, -1):
+        data[at : at + 8] = value.to_bytes(8, "little", signed=True)
+        (tmp_path / "a.pt").write_bytes(data)
+        refused(statetree("show", tmp_path / "a.pt"), "elements: expected 12")
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"x", b"hello world" * 100, bytes(1000), b"PK\x05\x06" + bytes(18), b"PK\x03\x04" * 9]
+)
+def test_other_files_are_refused(data, tmp_path, statetree):
+    (tmp_path / "a.pt").write_bytes(data)
+    refused(statetree("show", tmp_path / "a.pt"), "a.pt")
+
+
+def test_terminals_are_not_controlled(tmp_path, statetree):
+    name = "\x1b]0;owned\x07\x1b[2Jred\r\n\u202eevil\u2028\x9b31m\ud800"
+    path = archive(
+        tmp_path / "a.pt", pickle_of({name: tensor(), "value": name, "evil": {name: Raw(os.mkdir, "x")}}), DATA
+    )
+    for args in (
+        ["show", path],
+        ["show", "--json", path],
+        ["diff", path, path],
+        ["convert", path, tmp_path / "b.safetensors"],
+    ):
+        ran = statetree(*args)
+        text = ran.out + ran.err
+        assert all(char.isprintable() or char == "\n" for char in text)
+        text.encode()
+    assert "\\x1b]0;owned\\x07" in statetree("show", path).out
+    (tmp_path / "\x1b[31m.pt").write_bytes(b"")
+    assert "\x1b" not in statetree("show", tmp_path / "\x1b[31m.pt").err

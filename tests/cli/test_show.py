@@ -1,0 +1,179 @@
+"""``statetree show``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.cli.states import bits, flat_state, nested_state, tied_state, write
+
+FORMATS = ["a.pt", "a.safetensors", "a"]
+
+
+def by_key(ran):
+    assert ran.status == 0, ran.err
+    return {entry["key"]: entry for entry in ran.json["entries"]}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_tensor_has_its_dtype_shape_and_size(name, tmp_path, statetree):
+    state = flat_state()
+    path = write(state, tmp_path / name)
+    entries = by_key(statetree("show", "--json", path))
+    assert entries == {
+        key: {
+            "key": key,
+            "sort": "tensor",
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": list(tensor.shape),
+            "bytes": tensor.nbytes,
+        }
+        for key, tensor in state.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a"])
+def test_nested_states_are_shown_with_their_values(name, tmp_path, statetree):
+    path = write(nested_state(), tmp_path / name)
+    entries = by_key(statetree("show", "--json", path))
+    assert entries["optimizer.state.0.exp_avg"]["shape"] == [4, 3]
+    assert entries["optimizer.param_groups.0.lr"] == {
+        "key": "optimizer.param_groups.0.lr",
+        "sort": "value",
+        "type": "float",
+        "value": 0.1,
+    }
+    assert entries["optimizer.param_groups.0.betas"]["value"] == "(0.9, 0.999)"
+    assert entries["values.nan"]["value"] == "nan"
+    assert entries["values.bytes"]["type"] == "bytes"
+    assert entries["3"]["value"] == "three"
+    assert entries["torch"]["type"] == "list"
+
+
+def test_one_line_an_entry_when_piped(tmp_path, statetree):
+    ran = statetree("show", write(nested_state(), tmp_path / "a.pt"))
+    lines = ran.out.splitlines()
+    assert "torch file" in lines[0]
+    assert "6 tensors" in lines[0]
+    line = next(line for line in lines if line.startswith("model.layers.0.weight"))
+    assert line.split() == ["model.layers.0.weight", "float32", "[4,", "3]", "48", "B", "37.5%"]
+    assert "\x1b" not in ran.out
+
+
+def test_a_tree_on_a_terminal(tmp_path, statetree, monkeypatch):
+    path = write(nested_state(), tmp_path / "a.pt")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    lines = statetree("show", path).out.splitlines()
+    assert any("model.layers.0" in line and "2 tensors" in line for line in lines)
+    assert any(line.startswith("  weight") for line in lines)
+
+
+def test_ties_are_marked_and_counted_once(tmp_path, statetree):
+    path = write(tied_state(), tmp_path / "a.pt")
+    ran = statetree("show", "--json", path)
+    entries = by_key(ran)
+    assert {key: entry.get("tied_to") for key, entry in entries.items()} == {
+        "whole": None,
+        "same": "whole",
+        "transposed": "whole",
+        "row": "whole",
+        "strided": "whole",
+        "apart": None,
+        "far": None,
+        "overlapping": "apart",
+        "own": None,
+        "expanded": None,
+    }
+    unique = 6 * 8 * 4 + 20 * 4 + 10 * 4 + 3 * 4 + 2 * 4
+    assert ran.json["element_bytes"] == unique
+    text = statetree("show", path).out
+    assert "= whole, strided" in text
+    assert "tied: 5 entries" in text
+    assert "expanded" in text
+
+
+def test_depth_sums_up(tmp_path, statetree):
+    ran = statetree("show", "--depth", 1, write(nested_state(), tmp_path / "a.pt"))
+    keys = [line.split()[0] for line in ran.out.splitlines()[1:]]
+    assert keys == ["model.*", "optimizer.*", "list.*", "values.*", "torch", "3", "3x"]
+    assert "2 tensors" in ran.out
+    deeper = statetree("show", "--depth", 3, tmp_path / "a.pt").out
+    assert "model.layers.0.*" in deeper
+    assert "optimizer.state.0.*" in deeper
+
+
+def test_sorting(tmp_path, statetree):
+    path = write({"b": bits(2), "a": bits(9), "c": bits(4)}, tmp_path / "a.pt")
+
+    def keys(by):
+        return [line.split()[0] for line in statetree("show", "--sort", by, path).out.splitlines()[1:]]
+
+    assert (keys("file"), keys("name"), keys("size")) == (["b", "a", "c"], ["a", "b", "c"], ["a", "c", "b"])
+
+
+def test_matching(tmp_path, statetree):
+    path = write(nested_state(), tmp_path / "a.pt")
+    ran = statetree("show", "--json", "--match", "*.weight", "--match", "*exp_avg", path)
+    assert set(by_key(ran)) == {"model.layers.0.weight", "optimizer.state.0.exp_avg"}
+
+
+def test_other_tensors_are_shown_by_their_parts(tmp_path, statetree):
+    attributed = torch.nn.Parameter(bits(3))
+    attributed.tag = "x"
+    state = {
+        "coo": torch.eye(3).to_sparse(),
+        "csr": torch.eye(4).to_sparse_csr(),
+        "meta": torch.empty(5, 6, device="meta"),
+        "quantized": torch.quantize_per_tensor(torch.ones(2, 2), 0.5, 1, torch.qint8),
+        "parameter": torch.nn.Parameter(bits(2)),
+        "attributed": attributed,
+        "storage": bits(2).untyped_storage(),
+    }
+    entries = by_key(statetree("show", "--json", write(state, tmp_path / "a.pt")))
+    assert entries["coo"]["sort"] == "sparse_coo tensor"
+    assert entries["coo"]["shape"] == [3, 3]
+    assert entries["coo"]["bytes"] == 2 * 3 * 8 + 3 * 4
+    assert entries["csr"]["sort"] == "sparse_csr tensor"
+    assert entries["meta"]["shape"] == [5, 6]
+    assert entries["meta"]["bytes"] == 0
+    assert entries["quantized"]["dtype"] == "qint8"
+    assert entries["parameter"]["sort"] == "tensor"
+    assert entries["attributed"]["sort"] == "tensor"
+    assert entries["storage"]["sort"] == "storage"
+    assert entries["storage"]["bytes"] == 8
+
+
+def test_classes_that_are_not_loaded_are_named(tmp_path, statetree):
+    path = write({"w": bits(2), "config": {"optimizer": torch.nn.ReLU()}}, tmp_path / "a.ckpt")
+    ran = statetree("show", path)
+    assert ran.status == 0
+    assert "torch.nn.modules.activation.ReLU: not loaded" in ran.out
+    assert "torch.load(weights_only=True) would refuse it: torch.nn.modules.activation.ReLU" in ran.err
+
+
+def test_a_large_file_is_shown_without_reading_it(tmp_path, statetree):
+    """What `show` touches of a file is its list and its pickle: the storages may as well be holes in the file."""
+    path = tmp_path / "a.pt"
+    with torch.serialization.skip_data():
+        torch.save({f"layer.{index}": torch.empty(2**28, device="cpu") for index in range(10)}, path)
+    ran = statetree("show", path)
+    assert ran.status == 0
+    assert "10 tensors, 10.0 GiB of elements" in ran.out
+
+
+def test_sharded_files_are_shown_as_one(tmp_path, statetree):
+    write(flat_state(), tmp_path / "a.safetensors")
+    assert (
+        statetree("convert", "--shard-bytes", 200, tmp_path / "a.safetensors", tmp_path / "b.safetensors").status == 0
+    )
+    shards = list(tmp_path.glob("b-*.safetensors"))
+    assert len(shards) > 2
+    one = by_key(statetree("show", "--json", tmp_path / "a.safetensors"))
+    assert by_key(statetree("show", "--json", tmp_path / "b.safetensors.index.json")) == one
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_empty_checkpoint(name, tmp_path, statetree):
+    ran = statetree("show", write({}, tmp_path / name))
+    assert ran.status == 0
+    assert "0 tensors" in ran.out

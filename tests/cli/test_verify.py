@@ -1,0 +1,123 @@
+"""Checksums and digests."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.cli.states import bits, write
+
+NAMES = ["b.pt", "b.safetensors", "b", "b.safetensors.index.json"]
+
+
+def files_of(path):
+    if path.is_dir():
+        return [file for file in path.iterdir() if not file.name.endswith("sha256.json")]
+    return [*path.parent.glob("b-*.safetensors"), path] if path.suffix == ".json" else [path]
+
+
+def made(name, tmp_path, statetree, *options):
+    source = write({"w": bits(40), "x": bits(20, start=3)}, tmp_path / "a.pt")
+    shards = ["--shard-bytes", 100] if name.endswith("json") else []
+    target = tmp_path / (name.replace(".index.json", ""))
+    assert statetree("convert", *options, *shards, source, target).status == 0
+    return tmp_path / name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_digests_notice_every_changed_byte(name, tmp_path, statetree):
+    path = made(name, tmp_path, statetree, "--digest")
+    ran = statetree("show", "--verify", path)
+    assert ran.status == 0, ran.err
+    assert "digests" in ran.out
+    assert "agree" in ran.out
+    noticed = 0
+    for file in files_of(path):
+        data = file.read_bytes()
+        for place in {0, 9, len(data) // 3, len(data) // 2, len(data) - 1}:
+            file.write_bytes(data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :])
+            ran = statetree("show", "--verify", path)
+            assert ran.status == 2, (file, place)
+            assert ran.err.startswith(("error: read: ", "error: load: "))
+            noticed += 1
+        file.write_bytes(data + b"x")
+        assert statetree("show", "--verify", path).status == 2
+        file.write_bytes(data)
+    assert noticed >= 5
+    assert statetree("show", "--verify", path).status == 0
+
+
+@pytest.mark.parametrize("name", ["b.pt", "b.safetensors", "b"])
+def test_the_entry_is_named(name, tmp_path, statetree):
+    path = made(name, tmp_path, statetree, "--digest")
+    file = path / "__0_0.distcp" if path.is_dir() else path
+    data = bytearray(file.read_bytes())
+    at = data.rindex(bits(20, start=3).view(torch.uint8).numpy().tobytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+    ran = statetree("show", "--verify", path)
+    assert ran.status == 2
+    assert file.name in ran.err
+    assert "('archive/data/1')" in ran.err if name == "b.pt" else "('x')" in ran.err
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a"])
+def test_checksums_of_archives_are_checked_without_digests(name, tmp_path, statetree):
+    path = write({"w": bits(40), "x": bits(20, start=3)}, tmp_path / name)
+    ran = statetree("show", "--verify", path)
+    assert ran.status == 0
+    assert "checksums agree" in ran.out
+    file = path / "__0_0.distcp" if path.is_dir() else path
+    data = bytearray(file.read_bytes())
+    at = data.rindex(bits(20, start=3).view(torch.uint8).numpy().tobytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+    assert statetree("show", path).status == 0
+    ran = statetree("show", "--verify", path)
+    assert ran.status == 2
+    assert "has the checksum" in ran.err
+    assert path.name in ran.err
+    ran = statetree("convert", path, tmp_path / "out.pt")
+    assert ran.status == 2
+    assert "has the checksum" in ran.err
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_that_there_is_nothing_to_check_is_said(tmp_path, statetree):
+    ran = statetree("show", "--verify", write({"w": bits(1)}, tmp_path / "a.safetensors"))
+    assert ran.status == 0
+    assert "nothing to verify: safetensors has no checksums" in ran.out
+
+
+def test_replacing_a_checkpoint_removes_its_digests(tmp_path, statetree):
+    path = made("b.pt", tmp_path, statetree, "--digest")
+    digests = tmp_path / "b.pt.sha256.json"
+    assert digests.exists()
+    assert statetree("convert", "--force", tmp_path / "a.pt", path).status == 0
+    assert not digests.exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda table: "[]",
+        lambda table: "{",
+        lambda table: json.dumps({**table, "version": 2}),
+        lambda table: json.dumps({**table, "files": {}}),
+        lambda table: json.dumps({**table, "files": {**table["files"], "../a.pt": []}}),
+        lambda table: json.dumps({**table, "files": {**table["files"], "/etc/passwd": []}}),
+        lambda table: json.dumps({**table, "files": {"b.pt": table["files"]["b.pt"][1:]}}),
+        lambda table: json.dumps({**table, "files": {"b.pt": table["files"]["b.pt"][:-1]}}),
+        lambda table: json.dumps({**table, "files": {"b.pt": [["x", 0, 2**70, "00"]]}}),
+        lambda table: json.dumps({**table, "files": {"b.pt": [["x", 0]]}}),
+    ],
+)
+def test_damaged_digests_are_refused(change, tmp_path, statetree):
+    path = made("b.pt", tmp_path, statetree, "--digest")
+    digests = tmp_path / "b.pt.sha256.json"
+    digests.write_text(change(json.loads(digests.read_text())))
+    ran = statetree("show", "--verify", path)
+    assert ran.status == 2
+    assert ran.err.startswith("error: read: ")
