@@ -211,12 +211,10 @@ def _first_difference(verb: str, group: Group, entries: Sequence[Entry] | None) 
     candidates = sorted({_text(path) for path in named if path != _NO_PATH}, key=_leaves_first)[:_CANDIDATES]
     told = group.all_gather_bytes(json.dumps([own.get(path, "nothing") for path in candidates]).encode())
     answers = [json.loads(text) if held else None for text, held in zip(told, holds, strict=True)]
+    columns = list(zip(*(row or [""] * len(candidates) for row in answers), strict=True))
     first, texts = next(
-        (path, column)
-        for path, column in zip(
-            candidates, zip(*(row or [""] * len(candidates) for row in answers), strict=True), strict=True
-        )
-        if len(set(filter(None, column))) > 1
+        (found for found in zip(candidates, columns, strict=True) if len(set(filter(None, found[1]))) > 1),
+        (candidates[0], columns[0]),  # the same entries, but not in the same order
     )
     msg = (
         f"{verb}: the ranks do not hold the same at {first or '<root>'}: expected one layout, got {_by_text(texts)}. "

@@ -254,7 +254,7 @@ class _Together(_Alone):
             entries = [
                 Entry(keys[index], f"in bucket {number}") for number, bucket in enumerate(buckets) for index in bucket
             ]
-            return Statement("stream", entries), buckets
+            return Statement("stream", sorted(entries)), buckets  # ties decide on the order within a bucket
 
         return agree("stream", self._group, prepare)[1]
 

@@ -88,6 +88,7 @@ _BY_NAME: Final[dict[str, tuple[str, str]]] = {
         "statetree.leaf_types.dtensor",
         "ASYNC_COLLECTIVE",
     ),
+    "torch.distributed.tensor._shards_wrapper.LocalShardsWrapper": ("statetree.leaf_types.dtensor", "LOCAL_SHARDS"),
     "torch._subclasses.fake_tensor.FakeTensor": ("statetree.leaf_types.tensor", "FAKE"),
 }
 

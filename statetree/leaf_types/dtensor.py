@@ -1,4 +1,4 @@
-"""Tensors of ``torch.distributed``: ``DTensor``, and results of collectives that are still under way."""
+"""Tensors of ``torch.distributed``: ``DTensor``, what it may hold, and results of collectives still under way."""
 
 from __future__ import annotations
 
@@ -220,6 +220,24 @@ def known_here(
     )
 
 
+class LocalShardsType:
+    """``LocalShardsWrapper``: several shards as the local tensor of a ``DTensor`` (torchrec's)."""
+
+    name = "LocalShardsWrapper"
+    elements_only = True
+
+    def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
+        return value.local_shards(), (type(value), value.local_offsets())
+
+    def pack(self, context: Any, parts: Sequence[Any]) -> Any:
+        cls, offsets = context
+        return cls(list(parts), list(offsets))
+
+    def describe(self, value: Any) -> Mapping[str, Any]:
+        shapes = [tuple(shard.shape) for shard in value.local_shards()]
+        return {"dtype": value.dtype, "shards": list(zip(map(tuple, value.local_offsets()), shapes, strict=True))}
+
+
 class AsyncCollectiveType:
     """``AsyncCollectiveTensor``: waited for, then the tensor that it wraps."""
 
@@ -234,4 +252,5 @@ class AsyncCollectiveType:
 
 
 DTENSOR = DTensorType()
+LOCAL_SHARDS = LocalShardsType()
 ASYNC_COLLECTIVE = AsyncCollectiveType()

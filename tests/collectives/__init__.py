@@ -1,0 +1,1 @@
+"""The collectives, held to what they promise on real ranks: models, disagreements, dead ranks, awkward trees."""

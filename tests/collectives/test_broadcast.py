@@ -1,0 +1,153 @@
+"""broadcast: any tree arrives on every rank as it is on the source."""
+
+import warnings
+
+import hypothesis
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import strategies as st
+from torch.distributed.tensor import DTensor
+
+import statetree
+from statetree.testing import Layout, build, run_ranks, tree_differences
+from statetree.testing.strategies import optimizer_plans, tied_plans, tree_plans
+from tests.collectives.checks import attempt, check_equal, check_in_step
+from tests.trees import TREES
+
+BUCKETS = st.sampled_from([64 << 20, 1, 100])
+RANKS = pytest.mark.parametrize("world_size", [2, 3])
+#: Trees of the corpus whose functions have no names that another process could find them by.
+UNNAMED = {"default_dicts", "module_and_optimizer", "module_with_hooks", "objects", "atoms", "fake"}
+#: Those with keys that have an address in their representation: other processes have other paths.
+KEYED_BY_ADDRESS = {"keys_composite"}
+
+
+def send(plan, src, bucket_bytes, others):
+    """Broadcast what a plan makes, and compare it with what the same plan makes here."""
+    expected = build(plan)
+    given = build(plan) if others == "equal" or dist.get_rank() == src else None
+    found = statetree.broadcast(given, src=src, bucket_bytes=bucket_bytes)
+    check_equal(found, expected)
+    if given is not None:
+        check_equal(given, expected)
+        assert pointers(found).isdisjoint(pointers(given))
+
+
+def pointers(tree):
+    """Return the addresses of the memory of ordinary tensors."""
+    leaves = statetree.flatten(tree)[0]
+    tensors = [leaf for leaf in leaves if type(leaf) is torch.Tensor and leaf.layout is torch.strided]
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors if not tensor.is_nested} - {0}
+
+
+@RANKS
+@pytest.mark.parametrize(
+    "plans",
+    [tree_plans(max_leaves=6), tied_plans(max_leaves=6), optimizer_plans()],
+    ids=["states", "ties", "optimizers"],
+)
+def test_any_tree_arrives(world_size, plans):
+    @hypothesis.settings(max_examples=max(1, hypothesis.settings.default.max_examples // 4))
+    @hypothesis.given(plans, st.integers(0, world_size - 1), BUCKETS, st.sampled_from(["none", "equal"]))
+    def holds(plan, src, bucket_bytes, others):
+        run_ranks(world_size, send, plan, src, bucket_bytes, others)
+
+    holds()
+
+
+def send_corpus(others):
+    """Broadcast every tree of the corpus, and return what became of them."""
+    outcomes = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number, tree in enumerate(TREES):
+            if others == "equal" and (tree.keyed_by_identity or tree.name in KEYED_BY_ADDRESS):
+                continue  # such trees are equal to no other
+            src = number % 2
+            given = tree.make() if dist.get_rank() == src or others == "equal" else None
+            outcome = []
+            name, message = attempt(
+                lambda given=given, src=src, outcome=outcome: outcome.append(statetree.broadcast(given, src=src))
+            )
+            check_in_step()
+            if name:
+                outcomes[tree.name] = f"{name}: {message}"
+            else:
+                found = tree_differences(outcome[0], tree.make(), storages=tree.name != "tied_far_apart")
+                outcomes[tree.name] = "\n".join(map(str, found))
+    return outcomes
+
+
+@pytest.mark.parametrize("others", ["none", "equal"])
+def test_awkward_trees_arrive_or_are_refused(others):
+    rows = run_ranks(2, send_corpus, others)
+    refused = {tree.name for tree in TREES if tree.refused}
+    for outcomes in rows:
+        assert len(outcomes) > 100
+        for name, outcome in outcomes.items():
+            if name in refused | UNNAMED:
+                assert outcome.startswith(("UnsupportedLeaf: broadcast: ", "RankMismatch: broadcast: ")), (
+                    name,
+                    outcome,
+                )
+            else:
+                assert not outcome, (name, outcome)
+
+
+def send_distributed():
+    ranks = tuple(range(4))
+    layouts = {
+        "shards": Layout((5, 3), ranks, ("S0",)),
+        "copies": Layout((3,), ranks, ("R",)),
+        "both": Layout((7, 2), ((0, 1), (2, 3)), ("R", "S0")),
+        "summands": Layout((3,), ranks, ("P",)),
+        "inside": Layout((6,), (1, 2), ("S0",), geometry="inside"),
+    }
+    rank = dist.get_rank()
+    tree = {name: layout.build() for name, layout in layouts.items()}
+    tree["plain"] = torch.arange(3) + rank
+    tree["both"]._local_tensor.add_(100 * rank)
+    tree["copies"]._local_tensor.add_(100 * rank)
+    before = statetree.offload(tree)
+    found = statetree.broadcast(tree, src=3)
+    check_equal(tree, before)
+    assert torch.equal(found["plain"], torch.arange(3) + 3)
+    # Elements are the source's wherever it has a replica of them.
+    assert torch.equal(found["copies"]._local_tensor, layouts["copies"].local(3) + 300)
+    origin = {0: 0, 1: 3, 2: 2, 3: 3}[rank]  # rank 3 has nothing of what 0 and 2 have
+    assert torch.equal(found["both"]._local_tensor, layouts["both"].local(rank) + 100 * origin)
+    for name in ("shards", "summands", "inside"):
+        expected = layouts[name].local(rank)
+        if expected is not None:
+            assert torch.equal(found[name]._local_tensor, expected), name
+    for name in layouts:
+        assert type(found[name]) is DTensor
+        assert found[name].placements == tree[name].placements
+        held, own = found[name]._local_tensor.untyped_storage(), tree[name]._local_tensor.untyped_storage()
+        assert held.data_ptr() != own.data_ptr() or not held.nbytes()
+    name, message = attempt(lambda: statetree.broadcast(tree if rank == 3 else None, src=3))
+    assert name == ("RankMismatch" if rank == 3 else "UnsupportedLeaf")
+    assert "expected the tree on every rank" in message
+    check_in_step()
+
+
+def test_distributed_leaves_keep_their_layout():
+    run_ranks(4, send_distributed)
+
+
+def disagree_with_the_absent():
+    """Rank 2 passes another tree than the source, and the others pass None."""
+    rank = dist.get_rank()
+    given = {0: {"a": torch.zeros(2), "b": 1}, 2: {"a": torch.zeros(3), "b": 1}}.get(rank)
+    name, message = attempt(lambda: statetree.broadcast(given))
+    assert name == "RankMismatch"
+    assert "at a: expected one layout" in message
+    assert "(2,) on rank 0" in message
+    assert "(3,) on rank 2" in message
+    check_in_step()
+    assert statetree.broadcast(None) is None
+
+
+def test_trees_other_than_the_sources_are_refused():
+    run_ranks(4, disagree_with_the_absent)
