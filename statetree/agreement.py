@@ -70,11 +70,13 @@ class Agreed(NamedTuple):
         key: Digests of the options, the entries and the details.
         details_agree: Whether the details are the same everywhere.
         nbytes: What each rank announced.
+        absent: Whether some rank holds nothing, and leaves it to others.
     """
 
     key: tuple[bytes, bytes, bytes]
     details_agree: bool
     nbytes: list[int]
+    absent: bool
 
 
 def digest(texts: Sequence[str]) -> bytes:
@@ -122,7 +124,8 @@ def agree(verb: str, group: Group, prepare: Callable[[], tuple[Statement, T]]) -
         raise _first_difference(verb, group, statement.entries)
     same = len({message[3] for message in present}) <= 1
     options, entries, details = (present or messages)[0][1:4]
-    return Agreed((options, entries, details), same, [message[4] for message in messages]), result
+    sizes = [message[4] for message in messages]
+    return Agreed((options, entries, details), same, sizes, absent=len(present) < len(messages)), result
 
 
 def tell_failure(group: Group, error: BaseException) -> None:

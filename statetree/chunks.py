@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from statetree.torch_internals import storage_key
+
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
@@ -152,6 +154,18 @@ class Holding(NamedTuple):
     tie: Hashable
     device: str
     summands: tuple[str, tuple[Layout, ...]] | None = None
+
+
+def location_of(piece: torch.Tensor) -> Hashable:
+    """Return what is equal for tensors that are the same view on the same memory."""
+    return (
+        storage_key(piece.untyped_storage()),
+        piece.storage_offset(),
+        piece.shape,
+        piece.stride(),
+        piece.is_conj(),
+        piece.is_neg(),
+    )
 
 
 def whole_on(shape: Sequence[int], ranks: Sequence[int]) -> Layout:
@@ -342,15 +356,32 @@ def local_pieces(local: torch.Tensor, boxes: Sequence[Box]) -> list[torch.Tensor
     return pieces
 
 
-def in_slabs(box: Box, count: int) -> list[Box]:
-    """Cut a box into at least ``count`` boxes of about the same size (or single elements), in row-major order."""
-    cuts: list[list[Interval]] = []
-    for start, stop in zip(*box, strict=True):
-        size = stop - start
+def slab_grid(sizes: Sequence[int], count: int) -> tuple[int, ...]:
+    """Return into how many parts to cut each dim of a box to get at least ``count`` slabs, or single elements."""
+    grid = []
+    for size in sizes:
         parts = 1 if count == 1 else count if size >= 8 * count else size
-        cuts.append([(start + size * i // parts, start + size * (i + 1) // parts) for i in range(parts)])
+        grid.append(parts)
         count = -(-count // parts)
-    return [Box(*zip(*cell, strict=True)) if cell else box for cell in product(*cuts)]
+    return tuple(grid)
+
+
+def slab(box: Box, count: int, number: int) -> Box | None:
+    """Return one of the slabs that a box is cut into, counted in row-major order; ``None`` if there are not so many."""
+    grid = slab_grid(box.sizes, count)
+    if number >= prod(grid):
+        return None
+    bounds: list[Interval] = []
+    for start, size, parts in reversed(list(zip(box.start, box.sizes, grid, strict=True))):
+        number, place = divmod(number, parts)
+        bounds.append((start + size * place // parts, start + size * (place + 1) // parts))
+    return Box(tuple(start for start, _ in reversed(bounds)), tuple(stop for _, stop in reversed(bounds)))
+
+
+def in_slabs(box: Box, count: int) -> list[Box]:
+    """Cut a box into at least ``count`` slabs of about the same size (or single elements), in row-major order."""
+    slabs = (slab(box, count, number) for number in range(prod(slab_grid(box.sizes, count))))
+    return [found for found in slabs if found is not None]
 
 
 def by_rank(layout: Layout) -> dict[int, list[Box]]:

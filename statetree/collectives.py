@@ -66,12 +66,15 @@ class Survey:
         self._structure = outline.structure
         self.holdings: dict[int, Holding] = {}
         self.leaders: dict[int, int] = {}
+        #: For leaves that are not distributed, once somebody asked: the first one in each place in memory.
+        self.places: dict[Any, int] = {}
         first: dict[Any, int] = {}
         for index in self.order:
             holding = self._holding(index, group)
             if holding is not None:
                 self.holdings[index] = holding
-                self.leaders[index] = first.setdefault((holding.text, holding.tie), index)
+                key = (holding.text, holding.detail, tuple(holding.boxes), holding.tie)
+                self.leaders[index] = first.setdefault(key, index)
 
     def _holding(self, index: int, group: Group) -> Holding | None:
         leaf = self.leaves[index]
@@ -274,23 +277,30 @@ def settle(group: Group, survey: Survey, agreed: Agreed, *, complete: bool = Tru
         }
     else:
         holdings = survey.holdings.values()
-        meshes = [holding.detail if holding.summands is not None else "" for holding in holdings]
-        told = json.dumps([survey.ties(), meshes, [holding.boxes for holding in holdings]])
+        told = json.dumps([survey.ties(), [holding.detail for holding in holdings], [h.boxes for h in holdings]])
         rows = [json.loads(text) for text in group.all_gather_bytes(told.encode())]
         seen = digest([json.dumps(rows)])
         _refine_ties(survey, [ties for ties, _, _ in rows])
         for number, (index, holding) in enumerate(survey.holdings.items()):
-            if any(meshes[number] != rows[0][1][number] for _, meshes, _ in rows):
+            first = rows[0][1][number]
+            apart = [rank for rank, (_, meshes, _) in enumerate(rows) if meshes[number] != first]
+            if apart and holding.summands is not None:
                 path = survey.path(index)
                 msg = (
                     f"{survey.verb}: cannot reduce the leaf at {path or '<root>'}: expected Partial over one mesh, got "
                     "other meshes on other ranks. Pass the group of one mesh, or redistribute it first."
                 )
                 raise UnsupportedLeaf(msg, path)
-            boxes = {rank: [Box(*map(tuple, box)) for box in held[number]] for rank, (_, _, held) in enumerate(rows)}
+            # Meshes of their own hold replicas. What is read comes from the first rank's: a mix would be nobody's.
+            boxes = {
+                rank: [Box(*map(tuple, box)) for box in held[number]]
+                for rank, (_, _, held) in enumerate(rows)
+                if not (complete and rank in apart)
+            }
             layouts[index] = layout_of(holding.shape, boxes)
     for index, layout in layouts.items() if complete else ():
-        if not layout.is_complete:
+        summands = survey.holdings[index].summands
+        if not all(held.is_complete for held in (layout, *(summands[1] if summands else ()))):
             path = survey.path(index)
             msg = (
                 f"{survey.verb}: the ranks of the group hold only a part of the leaf at {path or '<root>'}: expected "

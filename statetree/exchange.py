@@ -182,11 +182,14 @@ def _start(
     targets = [piece.targets for piece in pieces]
     received = [(peer, incoming[start:stop]) for peer, start, stop in step.received.stretches]
     unpacked: list[tuple[torch.Tensor, torch.Tensor]] = []  # large boxes that do not lie in one stretch of memory
+    written: list[torch.Tensor] = []
     for move, transfer in step.received.large:
         box = _cut(targets[move][transfer.piece], transfer.start, transfer.sizes)
         whole = box if _can_travel(box, device) else torch.empty(box.shape, dtype=box.dtype, device=device)
         if whole is not box:
             unpacked.append((box, whole))
+        else:
+            written.append(box)  # by the backend, which tells nobody
         received.append((transfer.peers[0], _as_bytes(whole)))
     places, boxes = _pairs(step.sent, outgoing, sources)
     copy_each(places, boxes)
@@ -202,6 +205,7 @@ def _start(
 
     def finish() -> None:
         wait()
+        torch.autograd.graph.increment_version(written)
         places, boxes = _pairs(step.received, incoming, targets)
         copy_each([*boxes, *(box for box, _ in unpacked)], [*places, *(whole for _, whole in unpacked)])
 

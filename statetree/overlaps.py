@@ -163,6 +163,37 @@ def _conflicts_by_trial(
     return [(index, _overlapping_partner(cluster, index, start, reach)) for index in lost]
 
 
+def shared_elements(columns: Columns) -> list[tuple[int, int]]:
+    """Return pairs of tensors that have bytes in common, so that they cannot both be given values of their own."""
+    if lie_apart(columns):
+        return []
+    groups: dict[int, list[int]] = {}
+    for index, key in enumerate(_memories(columns)):
+        groups.setdefault(key, []).append(index)
+    reach = extents(columns)
+    found: list[tuple[int, int]] = []
+    for members in groups.values():
+        for cluster in _clusters(columns, members, reach):
+            found += _colliding(columns, cluster, reach)
+    return found
+
+
+def _colliding(columns: Columns, cluster: list[int], reach: list[int]) -> list[tuple[int, int]]:
+    """Mark the bytes of one tensor after the other, and see which were marked before."""
+    start = columns.pointers
+    begin = start[cluster[0]]
+    marks = torch.zeros(max(start[index] + reach[index] for index in cluster) - begin, dtype=torch.bool, device="cpu")
+    found = []
+    for index in cluster:
+        itemsize = columns.dtypes[index].itemsize
+        strides = [step * itemsize for step in columns.strides[index]]
+        elements = marks.as_strided((*columns.shapes[index], itemsize), (*strides, 1), start[index] - begin)
+        if bool(elements.any()):
+            found.append((_overlapping_partner(cluster, index, start, reach), index))
+        elements.fill_(True)  # noqa: FBT003 - an element
+    return found
+
+
 def _overlapping_partner(cluster: list[int], index: int, start: list[int], reach: list[int]) -> int:
     for other in reversed(cluster):
         apart = start[other] >= start[index] + reach[index] or start[index] >= start[other] + reach[other]

@@ -7,11 +7,12 @@ moves each of them serves, comes out the same on all ranks.
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from statetree.chunks import Box, Layout, in_slabs
+from statetree.chunks import Box, Layout, slab, slab_grid
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -116,8 +117,8 @@ class Plan:
             if need > bucket_bytes:
                 finest = _most_sent(source, target, owners) + _most_received(source, target)
                 slabs = -(-finest * dtype.itemsize // bucket_bytes)
-                count = max((len(in_slabs(box, slabs)) for box in _distinct_boxes(source)), default=1)
-                batches += [[Part(index, slab, slabs)] for slab in range(count)]
+                count = max((prod(slab_grid(box.sizes, slabs)) for box in _distinct_boxes(source)), default=1)
+                batches += [[Part(index, number, slabs)] for number in range(count)]
                 room = 0
                 continue
             if need > room or not batches:
@@ -325,11 +326,9 @@ class _Table:
         numbers, which = torch.unique(cuts.box, return_inverse=True)
         boxes = self._source.distinct
         starts, stops = boxes.starts[numbers].tolist(), boxes.stops[numbers].tolist()
-        slabs = [in_slabs(Box(tuple(a), tuple(b)), part.num_slabs) for a, b in zip(starts, stops, strict=True)]
-        slab = [
-            listed[part.slab] if part.slab < len(listed) else Box(listed[0].start, listed[0].start) for listed in slabs
-        ]
-        bounds = torch.tensor([[box.start, box.stop] for box in slab], dtype=torch.int64)[which]
+        boxed = [Box(tuple(a), tuple(b)) for a, b in zip(starts, stops, strict=True)]
+        slabs = [slab(box, part.num_slabs, part.slab) or Box(box.start, box.start) for box in boxed]
+        bounds = torch.tensor([[box.start, box.stop] for box in slabs], dtype=torch.int64)[which]
         low, high = torch.maximum(cuts.low, bounds[:, 0]), torch.minimum(cuts.high, bounds[:, 1])
         return cuts._replace(low=low, high=high).at((high > low).all(1))
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from statetree.agreement import Agreed, Entry
-from statetree.chunks import Holding, Layout, layout_of, whole_on
+from statetree.chunks import Holding, Layout, layout_of, location_of, whole_on
 from statetree.collectives import (
     Item,
     Receipt,
@@ -22,13 +22,14 @@ from statetree.collectives import (
     settle,
     sources_of,
 )
+from statetree.columns import Columns
 from statetree.comparing import same_bytes
 from statetree.errors import Difference, TreeMismatch
 from statetree.exchange import BUCKET_BYTES, Exchange, Pieces
 from statetree.leaf_types.tensor import TENSOR
 from statetree.leaves import is_distributed, leaf_type_of, unpack
 from statetree.matching import matched
-from statetree.overlaps import overlaps_itself
+from statetree.overlaps import overlaps_itself, shared_elements
 from statetree.paths import Path
 from statetree.plans import Move
 from statetree.spans import holds_memory
@@ -36,6 +37,7 @@ from statetree.summands import Source
 from statetree.torch_internals import storage_key
 from statetree.transforms.allocate_like import allocate_like
 from statetree.transforms.copy_into import prepared_copy
+from statetree.transforms.offload import offload
 from statetree.tree import unflatten
 
 if TYPE_CHECKING:
@@ -79,8 +81,7 @@ class Target:
 
     def leader(self, index: int) -> int:
         """Return the first of the leaves that lie in the same memory as this one."""
-        partner = self._partners[index]
-        return self._leaf_of[self._wanted.leaders.get(partner, partner)]
+        return self._leaf_of[leader_of(self._wanted, self._partners[index])]
 
     def receipt(self, index: int, layouts: dict[int, Layout]) -> Receipt:
         """Return where elements are put.
@@ -110,10 +111,48 @@ class Target:
             [
                 Difference(named[index], "writability", "a tensor to move", why)
                 for index in indices
-                for piece in (self._holding(index).pieces if self.is_distributed(index) else [self.leaves[index]])
+                for piece in self.receipt_pieces(index)
                 if (why := _why_unwritable(piece))
             ],
         )
+
+    def check_apart(self, moving: Sequence[int]) -> None:
+        """Raise ``TreeMismatch`` if elements that move would be put over those of another leaf.
+
+        Args:
+            moving: The leaves that are not copied from this rank's own.
+        """
+        if not moving:
+            return
+        moved = set(moving)
+        local = [index for index in range(len(self.leaves)) if index not in moved]
+        pieces, owners = _parts_of([self.leaves[index] for index in local])
+        owners = [local[owner] for owner in owners]
+        for index in moving:
+            if self.leader(index) == index or self.leader(index) not in moved:
+                held = self.receipt_pieces(index)
+                pieces += held
+                owners += [index] * len(held)
+        named = self._spec.paths()
+        refuse(
+            self._wanted.verb,
+            [
+                Difference(
+                    named[owners[b]], "overlap", "values of its own", f"a tensor that overlaps {named[owners[a]]}"
+                )
+                for a, b in shared_elements(Columns(pieces))
+                if not moved.isdisjoint((owners[a], owners[b]))  # of others, prepare_copy knows more
+            ],
+        )
+
+    def written(self, moving: Sequence[int]) -> set[int]:
+        """Return the keys of the storages that elements which move are put into."""
+        pieces = [piece for index in moving for piece in self.receipt_pieces(index)]
+        return set(map(_storage, pieces))
+
+    def receipt_pieces(self, index: int) -> Sequence[torch.Tensor]:
+        """Return this rank's tensors that elements are put into."""
+        return self._holding(index).pieces if self.is_distributed(index) else [self.leaves[index]]
 
     def prepare_copy(self, indices: Sequence[int], sources: Sequence[Any]) -> Callable[[], None]:
         """Prepare copying leaves that this rank has into those of the tree; return the function that does it."""
@@ -136,6 +175,29 @@ class Target:
             assert holding is not None
             self._holdings[index] = holding
         return self._holdings[index]
+
+
+def _parts_of(leaves: list[Any]) -> tuple[list[torch.Tensor], list[int]]:
+    """Return the plain tensors with memory that leaves consist of, and the index of the leaf of each."""
+    unpacked = unpack("", leaves, lambda: [Path()] * len(leaves), memory=False)
+    real = [index for index, part in enumerate(unpacked.parts) if not part.is_meta]
+    return [unpacked.parts[index] for index in real], [unpacked.owners[index] for index in real]
+
+
+def leader_of(survey: Survey, index: int) -> int:
+    """Return the first leaf of a tree that lies in the same memory as one of its leaves."""
+    if index in survey.leaders:
+        return survey.leaders[index]
+    leaf = survey.leaves[index]
+    if not is_bare(leaf) or leaf.is_meta:
+        return index
+    places = survey.places
+    if not places:
+        for other in survey.order:
+            found = survey.leaves[other]
+            if other not in survey.holdings and is_bare(found):
+                places.setdefault(location_of(found) if not found.is_meta else id(found), other)
+    return places[location_of(leaf)]
 
 
 def _why_unwritable(piece: torch.Tensor) -> str:
@@ -188,9 +250,11 @@ class Relayout:
         refuse(source.verb, unfit(source, wanted, partners, self._moving))
         self._target = Target(source.spec, wanted, partners, group, in_place=in_place)
         self._target.check_writable(self._moving)
+        self._target.check_apart(self._moving)
         moving = set(self._moving)
         local = [index for index in range(len(partners)) if index not in moving]
-        self._write = self._target.prepare_copy(local, [source.leaves[index] for index in local])
+        written = self._target.written(self._moving)
+        self._write = self._target.prepare_copy(local, _kept([source.leaves[index] for index in local], written))
 
     def entries(self) -> list[Entry]:
         """Return what must be the same on all ranks."""
@@ -244,6 +308,19 @@ class Relayout:
     def _finished(self) -> Any:
         self._write()
         return unflatten(self._source.spec, self._target.leaves)
+
+
+def _kept(leaves: list[Any], written: set[int]) -> list[Any]:
+    """Return leaves whose elements stay as they are while storages are written."""
+    parts, owners = _parts_of(leaves) if written else ([], [])
+    result = list(leaves)
+    for index in {owner for part, owner in zip(parts, owners, strict=True) if _storage(part) in written}:
+        result[index] = offload([leaves[index]], device=_device_of(leaves[index]))[0]
+    return result
+
+
+def _storage(piece: torch.Tensor) -> int:
+    return storage_key(piece.untyped_storage())
 
 
 def _own_part(holding: Holding, rank: int) -> Layout:
@@ -301,8 +378,7 @@ def unfit(source: Survey, wanted: Survey, partners: Sequence[int], moving: Seque
         return found
     first: dict[int, int] = {}
     for index in moving:
-        partner = partners[index]
-        leader = first.setdefault(wanted.leaders.get(partner, partner), index)
+        leader = first.setdefault(leader_of(wanted, partners[index]), index)
         if leader != index and not _tied_alike(source, index, leader):
             tied = f"a tensor that is tied to {source.path(leader)}"
             found.append(Difference(source.path(index), "ties", "values of its own", tied))

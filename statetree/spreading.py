@@ -107,7 +107,7 @@ def spread(
             (others are ``None``), makes everything that elements are moved into.
     """
     agreed, (survey, sent) = agree(verb, group, prepare)
-    layouts, seen = ({}, b"") if survey is None else settle(group, survey, agreed, complete=False)
+    layouts, seen = ({}, b"") if survey is None or agreed.absent else settle(group, survey, agreed, complete=False)
     message = group.broadcast_bytes(sent.message, agreed.nbytes[src], src)
 
     def receive() -> tuple[Statement, tuple[Parcel, list[torch.Tensor], list[torch.Tensor]]]:

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from statetree.chunks import Box, Holding, Layout, Split, local_pieces, mesh_layout
+from statetree.chunks import Box, Holding, Layout, Split, local_pieces, location_of, mesh_layout
 from statetree.comparing import settled
 from statetree.errors import UnsupportedLeaf
 from statetree.leaf_types.tensor import attributes_of, set_attributes
 from statetree.leaf_types.wrapper import WrapperType
 from statetree.summands import reduces
-from statetree.torch_internals import storage_key
 from statetree.tree import flatten, unflatten
 
 if TYPE_CHECKING:
@@ -100,7 +99,7 @@ class DTensorType(WrapperType):
                 f"shape of {held}, got {tuple(local.shape)}. Make it with distribute_tensor or from_local(shape=...)."
             )
             raise UnsupportedLeaf(msg)
-        tie = (storage_key(local.untyped_storage()), local.storage_offset(), local.stride())
+        tie = location_of(local)
         return known.holding._replace(pieces=pieces, tie=tie, device=local.device.type)
 
 
@@ -206,7 +205,10 @@ def known_here(
                 f"{piece.dtype} {tuple(piece.shape)}. Correct the leaf type."
             )
             raise UnsupportedLeaf(msg)
-    tie = tuple((storage_key(piece.untyped_storage()), piece.storage_offset(), piece.stride()) for piece in pieces)
+    if len(set(boxes)) < len(boxes):
+        msg = "the leaf at %PATH% lists a chunk twice on one rank: expected each once. Correct the leaf type."
+        raise UnsupportedLeaf(msg)
+    tie = tuple(map(location_of, pieces))
     return Holding(
         f"a {type(value).__qualname__} {dtype} {shape}",
         "",

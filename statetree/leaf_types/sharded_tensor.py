@@ -9,9 +9,8 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.remote_device import _remote_device
 
-from statetree.chunks import Box, Holding, layout_of
+from statetree.chunks import Box, Holding, layout_of, location_of
 from statetree.leaf_types.tensor import attributes_of, set_attributes
-from statetree.torch_internals import storage_key
 from statetree.tree import flatten, unflatten
 
 if TYPE_CHECKING:
@@ -89,9 +88,7 @@ class ShardedTensorType:
             layout_of(shape, held),
             [_box(shard.metadata) for shard in local],
             pieces,
-            (*((storage_key(piece.untyped_storage()), piece.storage_offset()) for piece in pieces), shape)
-            if pieces
-            else id(value),
+            tuple(map(location_of, pieces)) if pieces else id(value),
             device,
         )
 

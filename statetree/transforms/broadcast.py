@@ -85,7 +85,7 @@ def _broadcast(tree: Any, src: int, group: Group, bucket_bytes: int) -> Any:
     def make(parcel: Parcel, survey: Survey | None, layouts: dict[int, Layout], leaves: list[Any]) -> Made:
         if not parcel.shapes:
             return Made(leaves, [])
-        if survey is None:
+        if survey is None or not layouts:  # this rank passed None, or another one
             path = parcel.spec.paths()[next(iter(parcel.shapes))]
             msg = (
                 f"broadcast: the leaf at {path or '<root>'} is distributed: expected the tree on every rank, got None. "

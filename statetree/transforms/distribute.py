@@ -62,8 +62,8 @@ def distribute(
 
     Raises:
         TreeMismatch: If structure, global shapes or dtypes differ, a tensor of ``like`` cannot be written or is
-            ``Partial``, or tensors are tied in ``like`` that hold different values in ``full``. Nothing is written
-            then.
+            ``Partial``, or tensors of ``like`` are tied that hold different values in ``full``, or overlap without being
+            the same view. Nothing is written then.
         RankMismatch: If the ranks pass a different ``like`` or different options, if one of them failed or did not
             answer in time, or if ``src`` is not a rank of the group.
         UnsupportedLeaf: If a leaf of ``full`` is distributed or cannot be sent.
@@ -124,6 +124,7 @@ def _send(full: Any, like: Any, src: int, group: Group, bucket_bytes: int, *, in
         target = Target(parcel.spec, wanted, partners, group, in_place=in_place)
         moving = [index for index in path_order(parcel.spec) if index in parcel.shapes]
         target.check_writable(moving)
+        target.check_apart(moving)
         items: list[Item] = []
         for index in moving:
             if target.leader(index) == index:

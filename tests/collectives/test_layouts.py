@@ -183,7 +183,7 @@ def local_kinds():
     return {
         "conjugated": complex_numbers.conj(),
         "negated": torch._neg_view(numbers),
-        "imaginary": complex_numbers.conj().imag,
+        "imaginary": complex_numbers.clone().conj().imag,
         "strided": torch.arange(1.0, 25)[::2],
         "expanded": torch.ones(1).expand(12),
         "transposed": torch.arange(1.0, 13).view(3, 4).t(),
