@@ -127,7 +127,7 @@ def send_distributed():
         held, own = found[name]._local_tensor.untyped_storage(), tree[name]._local_tensor.untyped_storage()
         assert held.data_ptr() != own.data_ptr() or not held.nbytes()
     name, message = attempt(lambda: statetree.broadcast(tree if rank == 3 else None, src=3))
-        assert name == "UnsupportedLeaf"
+    assert name == "UnsupportedLeaf"
     assert "expected the tree on every rank" in message
     check_in_step()
 
