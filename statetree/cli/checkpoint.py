@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from statetree.cli.stored import Composite, Foreign, StoredStorage, StoredTensor, Unread
+from statetree.cli.stored import Composite, StoredStorage, StoredTensor, Unread
+from statetree.pickles import Foreign
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -300,16 +300,6 @@ class StoredStorage:
         self.dtype = dtype
 
 
-class Foreign:
-    """An object of a class that is not loaded from files: all that is known is its name."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __repr__(self) -> str:
-        return f"<{self.name}: not loaded>"
-
-
 class Unread:
     """A plain value that was not read."""
 

@@ -13,7 +13,8 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from statetree.dcp.internals import is_distributed
+from statetree.dcp.groups import check_alive, group_for
+from statetree.dcp.internals import is_alive
 from statetree.dcp.saving import write
 from statetree.errors import CheckpointError
 from statetree.stager import Stager
@@ -46,7 +47,7 @@ def async_save(
 
     Returns:
         A future that is done when the checkpoint is complete. It has no result, or the exception that ``save`` would
-        have raised. It cannot be cancelled.
+        have raised. It cannot be cancelled. Wait for it before you destroy the process group, or the save fails.
 
     Collective:
         Every rank of the group calls it, in the same order relative to other collectives: the first call for a group
@@ -78,7 +79,14 @@ class Background:
         self.group = group
         self.executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="statetree-save")
 
+    def let_go_of_destroyed(self) -> None:
+        """Close the connections of a group that was destroyed, so that ranks that wait for this one hear of it."""
+        if self.group is not None and not is_alive(self.group):
+            self.group = _DESTROYED
 
+
+#: Stands for a group that was destroyed.
+_DESTROYED: Final[Any] = object()
 _LOCK: Final = threading.Lock()
 _BY_PARENT: Final[WeakKeyDictionary[Any, dict[str, Background]]] = WeakKeyDictionary()
 _WITHOUT_RANKS: Final[dict[str, Background]] = {}
@@ -95,17 +103,15 @@ def background_of(parent: ProcessGroup | None, purpose: str) -> Background:
         The first call for a parent and purpose: every rank of the parent makes it.
     """
     with _LOCK:
-        if not is_distributed():
-            found = _WITHOUT_RANKS
-        else:
-            parent = parent or dist.group.WORLD
-            found = _BY_PARENT.setdefault(parent, {})
+        parent = group_for(parent)
+        check_alive("save", parent)
+        found = _WITHOUT_RANKS if parent is None else _BY_PARENT.setdefault(parent, {})
         if purpose not in found:
-            found[purpose] = Background(_group_like(parent) if is_distributed() else None)
+            found[purpose] = Background(None if parent is None else _group_like(parent))
         return found[purpose]
 
 
-def _group_like(parent: ProcessGroup | None) -> Any:
+def _group_like(parent: ProcessGroup) -> Any:
     ranks = dist.get_process_group_ranks(parent)
     # With local synchronization, ranks outside of the parent need not take part.
     return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
@@ -135,7 +141,7 @@ def start(background: Background, state: Any, stager: Any, save: Callable[[Calla
         held = [_Failed(f"save: staging failed on this rank: {type(raised).__name__}: {raised}")]
     future: Future[None] = Future()
     future.set_running_or_notify_cancel()  # a save that one rank cancels would leave the others waiting
-    background.executor.submit(_run, future, held, save)
+    background.executor.submit(_run, background, future, held, save)
     return Started(future, error)
 
 
@@ -153,13 +159,16 @@ class _Failed:
         self.reason = reason
 
 
-def _run(future: Future[None], held: list[Any], save: Callable[[Callable[[], Any]], None]) -> None:
+def _run(
+    background: Background, future: Future[None], held: list[Any], save: Callable[[Callable[[], Any]], None]
+) -> None:
     # The list is all that holds the staged state once the save has it: it is free again before the future is done.
     try:
         save(lambda: _taken(held))
     except BaseException as error:  # noqa: BLE001 - it is the future's
         held.clear()
         _release(error)
+        background.let_go_of_destroyed()
         future.set_exception(error)
     else:
         held.clear()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from statetree.dcp.background import Background, background_of, start
 from statetree.dcp.failures import checkpoint_errors
-from statetree.dcp.groups import from_all, from_first, is_first, size_of
+from statetree.dcp.groups import check_alive, from_all, from_first, is_first, size_of
 from statetree.dcp.loading import load
 from statetree.dcp.saving import write
 from statetree.dcp.series import Checkpoint, Partial, Series
@@ -264,6 +264,7 @@ class Checkpointer:
 
 def _by_first(verb: str, group: ProcessGroup | None, action: Callable[[], T]) -> T:
     """Let the first rank act on the directory, and return on every rank what it returned, or raise what it raised."""
+    check_alive(verb, group)
     outcome: Any = None
     if is_first(group):
         try:

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
     from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+    from torch.distributed.tensor import DTensor
 
 
 def _empty_bytes() -> bytes:
@@ -26,9 +27,26 @@ def _empty_bytes() -> bytes:
 torch.serialization.add_safe_globals([(_empty_bytes, "builtins.bytes")])
 
 
+_NOT_IN_GROUP: Any = dist.GroupMember.NON_GROUP_MEMBER
+
+
 def is_distributed() -> bool:
     """Whether there is a process group."""
     return dist.is_available() and dist.is_initialized()
+
+
+def is_alive(group: Any) -> bool:
+    """Whether a group was not destroyed, or this process is not in it."""
+    try:
+        return is_distributed() and (group is _NOT_IN_GROUP or bool(dist.get_process_group_ranks(group)))
+    except KeyError:
+        return False
+
+
+def is_cut_left_to_right(tensor: DTensor) -> bool:
+    """Whether the dims of a mesh cut a tensor one after the other, which DCP takes for granted."""
+    order = tensor._spec.shard_order or ()  # noqa: SLF001 - none beside _StridedShard, whose offsets DCP knows
+    return all(list(entry.mesh_dims) == sorted(entry.mesh_dims) for entry in order)
 
 
 # The public functions warn wherever there is no process group, in a way that only a change of the process' warning
@@ -36,10 +54,10 @@ def is_distributed() -> bool:
 
 
 def run_save(writer: StorageWriter, planner: SavePlanner, group: Any) -> Any:
-    """Save what the planner prepares. Returns the metadata."""
-    return _save_state_dict({}, writer, group, no_dist=not is_distributed(), planner=planner)
+    """Save what the planner prepares (without a group, on this rank alone). Returns the metadata."""
+    return _save_state_dict({}, writer, group, no_dist=group is None, planner=planner)
 
 
 def run_load(reader: StorageReader, planner: LoadPlanner, group: Any) -> None:
-    """Load what the planner chooses."""
-    _load_state_dict({}, reader, group, no_dist=not is_distributed(), planner=planner)
+    """Load what the planner chooses (without a group, on this rank alone)."""
+    _load_state_dict({}, reader, group, no_dist=group is None, planner=planner)

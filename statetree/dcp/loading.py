@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from statetree.dcp import structure
 from statetree.dcp.directories import DirectoryReader, local_directory
 from statetree.dcp.failures import checkpoint_errors
+from statetree.dcp.groups import check_alive, group_for, ranks_of
 from statetree.dcp.internals import run_load
 from statetree.dcp.matching import Matching
 from statetree.dcp.outline import outline_of
@@ -41,8 +42,10 @@ def load(
     must have the saved length.
 
     Args:
-        template: A tree like the saved one. Only the memory of its tensors changes. Without it, the state comes back as
-            it was saved, provided that all containers are ``dict``, ``list``, ``tuple`` or ``OrderedDict``.
+        template: A tree like the saved one. Only the memory of its tensors changes. Those of its tensors that share
+            memory must have had the same values when they were saved (ties are saved by value): if not, any of them
+            may end up there. Without a template, the state comes back as it was saved, provided that all containers are
+            ``dict``, ``list``, ``tuple`` or ``OrderedDict``.
         checkpoint_id: The directory.
         process_group: The ranks that load; by default all.
         storage_reader: Reads from elsewhere than a directory, or a checkpoint that DCP transformed. What follows about
@@ -80,23 +83,27 @@ def load(
     else:
         inner.reset(checkpoint_id)
     reader = CarefulReader(inner)
-    target = _Free() if template is None else _Template(template)
+    group = group_for(process_group)
+    check_alive("load", group)
+    target = _Free() if template is None else _Template(template, group)
     planner = LoadPlanner(reader, target.choose, weights_only=weights_only)
     with checkpoint_errors("load", checkpoint_id):
-        run_load(reader, planner, process_group)
+        run_load(reader, planner, group)
         return target.result(planner.values)
 
 
 class _Template:
     """Loads into the tensors of a template."""
 
-    def __init__(self, template: Any) -> None:
+    def __init__(self, template: Any, group: ProcessGroup | None) -> None:
         self._tree = template
+        self._group = group
         self._results: list[Any] = []
 
     def choose(self, text: str | None, metadata: Metadata) -> dict[str, Any]:
         self._outline = outline_of(self._tree)
-        contents = [content_of("load", entry.value, entry.path) for entry in self._outline.entries]
+        ranks = ranks_of("load", self._group)
+        contents = [content_of("load", entry.value, entry.path, ranks) for entry in self._outline.entries]
         saved = None if text is None else structure.read(text)
         self._matches = Matching(self._outline, contents, saved, metadata).run()
         flat: dict[str, Any] = {}

@@ -1,15 +1,14 @@
 """DCP's metadata, read from a file that nobody vouches for.
 
-DCP pickles its metadata, and unpickling can run any code. Here the pickle is only read: classes that metadata consists
-of become inert records, any other name is refused, and DCP's own objects are made from what the records hold, once it
-was checked.
+DCP pickles its metadata, and unpickling can run any code, or crash. Here the pickle is read as data: objects of the
+classes that metadata consists of become records, any other name is refused, and DCP's own objects are made from what
+the records hold, once it was checked.
 """
 
 from __future__ import annotations
 
-import io
 import math
-import pickle
+from collections import Counter
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -25,29 +24,38 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from statetree.errors import CheckpointError
+from statetree.pickles import BadPickle, Foreign, Named, Reader, Record, Recorded, collection_paused
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-#: What torch 2.11 to 2.13 pickle as metadata, beside dtypes, ``torch.Size`` and paths.
+_METADATA: Final = "torch.distributed.checkpoint.metadata"
+#: What torch 2.11 to 2.13 pickle as metadata, beside dtypes and ``torch.Size``: classes whose objects are of use here…
 _RECORDS: Final = {
-    "torch.distributed.checkpoint.metadata": {
+    _METADATA: {
         "BytesStorageMetadata",
         "ChunkStorageMetadata",
         "Metadata",
         "MetadataIndex",
-        "StorageMeta",
         "TensorProperties",
         "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
-    "pathlib._local": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
 }
+#: … and those whose objects are passed over.
+_PATHS: Final = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}
+_PASSED_OVER: Final = {
+    _METADATA: {"StorageMeta", "_MEM_FORMAT_ENCODING"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,
+}
+_SIZE: Final = "torch.Size"
+_MAX_DIMS: Final = 64
 _LARGEST: Final = 2**62
+#: How many pieces may have one hash: those of their offsets can be chosen by whoever wrote the file.
+_MAX_OF_ONE_HASH: Final = 100
 
 
 class Stored(NamedTuple):
@@ -58,36 +66,26 @@ class Stored(NamedTuple):
     length: int
 
 
-class _Record:
-    """Stands for an object of one of DCP's classes: it keeps what the pickle says of it, and does nothing."""
-
-    args: tuple[Any, ...]
-    state: Any
-
-    def __new__(cls, *args: Any) -> _Record:
-        record = super().__new__(cls)
-        record.args = args
-        record.state = {}
-        return record
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
+def _refer(module: str, name: str) -> Any:
+    """Return what stands for a name that the pickle refers to."""
+    if module == "torch" and name == "Size":
+        return Named(_SIZE)
+    if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+        return getattr(torch, name)
+    if name in _RECORDS.get(module, ()):
+        return Recorded(name)
+    if name in _PASSED_OVER.get(module, ()):
+        return Foreign(name)
+    msg = f"it refers to {module}.{name}, which metadata does not consist of"
+    raise BadPickle(msg)
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
-        self._classes: dict[tuple[str, str], type[_Record]] = {}  # of this pickle alone: it may set their attributes
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch", "Size"):
-            return torch.Size
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if name in _RECORDS.get(module, ()):
-            return self._classes.setdefault((module, name), type(name, (_Record,), {}))
-        msg = f"it refers to {module}.{name}, which metadata does not consist of"
-        raise pickle.UnpicklingError(msg)
+def _size(_name: str, args: tuple[Any, ...]) -> torch.Size:
+    """Make a size: the one thing that the pickle may call."""
+    if len(args) != 1 or type(args[0]) is not tuple or len(args[0]) > _MAX_DIMS:
+        msg = "it makes a size of something else than a few numbers"
+        raise BadPickle(msg)
+    return torch.Size(args[0])
 
 
 def read_metadata(directory: Path, file_name: str = ".metadata") -> Metadata:
@@ -108,13 +106,15 @@ def read_metadata(directory: Path, file_name: str = ".metadata") -> Metadata:
     except OSError as error:
         _raise_unreadable(directory, file_name, error)
     try:
-        return _Reading(directory, _Unpickler(data).load()).metadata()
+        with collection_paused():
+            return _Reading(directory, Reader(data, _size, _refer, is_modern=True).load()).metadata()
     except CheckpointError:
         raise
-    except Exception as error:  # a damaged pickle may raise anything
+    except Exception as error:  # records may hold anything
+        what = str(error) if isinstance(error, BadPickle) else f"{type(error).__name__}: {error}"
         msg = (
-            f"load: the metadata of the checkpoint {directory} cannot be read: {type(error).__name__}: {error}. It is "
-            f"damaged, hostile, or of an unknown version; {file_name} was not executed. Load another checkpoint."
+            f"load: the metadata of the checkpoint {directory} cannot be read: {what[:500]}. It is damaged, hostile, "
+            f"or of an unknown version; {file_name} was not executed. Load another checkpoint."
         )
         raise CheckpointError(msg) from error
 
@@ -143,14 +143,17 @@ class _Reading:
     def metadata(self) -> Metadata:
         state = self._state(self._record, "Metadata")
         entries = {self._text(key): self._entry(key, entry) for key, entry in state["state_dict_metadata"].items()}
-        stored = {self._index(key): self._stored(info) for key, info in state["storage_data"].items()}
+        places = [(self._index(key), self._stored(info)) for key, info in state["storage_data"].items()]
+        if max(Counter(hash(index) for index, _ in places).values(), default=0) > _MAX_OF_ONE_HASH:
+            self._damaged("many of its pieces have offsets of one hash")
+        stored = dict(places)
         for key, entry in entries.items():
             self._check_stored(key, entry, stored)
         return Metadata(entries, storage_data=stored, storage_meta=StorageMeta())
 
     def _state(self, record: Any, name: str) -> Any:
-        if type(record).__name__ != name or not isinstance(record, _Record):
-            self._damaged(f"expected a {name}, got a {type(record).__name__}")
+        if type(record) is not Record or record.name != name:
+            self._damaged(f"expected a {name}, got a {_name_of(record)}")
         return record.state
 
     def _damaged(self, what: str) -> None:
@@ -169,11 +172,13 @@ class _Reading:
 
     def _size(self, value: Any) -> torch.Size:
         if type(value) is not torch.Size:
-            self._damaged(f"expected a size, got a {type(value).__name__}")
-        return torch.Size([self._number(part, "a size") for part in value])
+            self._damaged(f"expected a size, got a {_name_of(value)}")
+        for part in value:
+            self._number(part, "a size")
+        return value  # type: ignore[no-any-return]
 
     def _entry(self, key: str, record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-        if type(record).__name__ == "BytesStorageMetadata":
+        if _name_of(record) == "BytesStorageMetadata":
             return BytesStorageMetadata()
         state = self._state(record, "TensorStorageMetadata")
         dtype = self._state(state["properties"], "TensorProperties")[0]
@@ -206,8 +211,9 @@ class _Reading:
         state = self._state(record, "_StorageInfo")
         name = self._text(state["relative_path"])
         if state.get("transform_descriptors"):
+            names = str(state["transform_descriptors"])[:100]
             msg = (
-                f"load: the checkpoint {self._directory} is transformed by {state['transform_descriptors']!r}: "
+                f"load: the checkpoint {self._directory} is transformed by {names}: "
                 "expected plain files. Pass storage_reader=FileSystemReader(...) if you trust its source."
             )
             raise CheckpointError(msg)
@@ -254,3 +260,7 @@ class _Reading:
             need = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
             if place.length < need:
                 self._damaged(f"a piece of {key} is stored in {place.length} bytes: expected {need} or more")
+
+
+def _name_of(record: Any) -> str:
+    return record.name if type(record) is Record else type(record).__name__

@@ -6,7 +6,9 @@ import dataclasses
 import io
 import math
 import re
-from typing import TYPE_CHECKING, Any
+from collections import defaultdict
+from operator import sub
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -20,11 +22,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
+from statetree.chunks import Box
 from statetree.dcp.outline import STRUCTURE_KEY
 from statetree.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 
 class Pickled:
@@ -145,19 +148,26 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def _check_coverage(self, plan: LoadPlan) -> None:
         """Raise if the pieces in the checkpoint do not make up the tensors: elements would keep what they were."""
-        covered: dict[str, int] = {}
+        covered: defaultdict[tuple[str, int | None], list[Box]] = defaultdict(list)
         for item in plan.items:
             if item.type == LoadItemType.TENSOR:
-                key = item.dest_index.fqn
-                covered[key] = covered.get(key, 0) + math.prod(item.lengths)
+                box = Box(tuple(item.dest_offsets), tuple(map(sum, zip(item.dest_offsets, item.lengths, strict=True))))
+                covered[item.dest_index.fqn, item.dest_index.index].append(box)
         for key, target in self.state_dict.items():
-            need = _local_elements(target)
-            if need != covered.get(key, 0):
-                msg = (
-                    f"load: the checkpoint holds {covered.get(key, 0)} of the {need} elements of {key} that this rank "
-                    "needs: expected all. It was saved without some of its ranks, or is damaged. Load another one."
-                )
-                raise CheckpointError(msg)
+            for index, shape in enumerate(_local_shapes(target)):
+                self._check_boxes(key, shape, covered[key, index])
+
+    def _check_boxes(self, key: str, shape: Sequence[int], boxes: list[Box]) -> None:
+        whole = Box((0,) * len(shape), tuple(shape))
+        if is_covered(whole, boxes):
+            return
+        held, need = sum(map(_volume, boxes)), _volume(whole)
+        what = f"{held} of the {need} elements" if held < need else f"pieces that overlap, but not all {need} elements,"
+        msg = (
+            f"load: the checkpoint holds {what} of {key} that this rank needs: expected all. It was saved without some "
+            "of its ranks, or is damaged. Load another one."
+        )
+        raise CheckpointError(msg)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Unpickle a plain value."""
@@ -185,12 +195,64 @@ def _gist(error: Exception) -> str:
     return next(filter(None, found.groups())) if found else text[:200]
 
 
-def _local_elements(target: Any) -> int:
+def _local_shapes(target: Any) -> list[torch.Size]:
+    """Return the shapes of what this rank holds of a tensor."""
     if isinstance(target, ShardedTensor):
-        return sum(shard.tensor.numel() for shard in target.local_shards())
+        return [shard.tensor.shape for shard in target.local_shards()]
     if isinstance(target, DTensor):
-        return target.to_local().numel() if target.device_mesh.get_coordinate() is not None else 0
-    return target.numel() if isinstance(target, torch.Tensor) else 0
+        if target.device_mesh.get_coordinate() is None:
+            return []
+        local = target.to_local()
+        parts = local.local_shards() if hasattr(local, "local_shards") else [local]  # several: LocalShardsWrapper
+        return [part.shape for part in parts]
+    return [target.shape] if isinstance(target, torch.Tensor) else []
+
+
+def is_covered(whole: Box, boxes: list[Box]) -> bool:
+    """Whether boxes in a whole one, which may overlap, cover it between them. If that is too hard to say, they do not.
+
+    The whole is halved, and the boxes with it, until one box covers a part, or there are too few elements for one.
+    """
+    effort = 10_000 + _MAX_VISITS * len(boxes)
+    pending = [(whole, boxes)]
+    while pending:
+        part, inside = pending.pop()
+        if part in inside or not _volume(part):
+            continue
+        effort -= len(inside)
+        if sum(map(_volume, inside)) < _volume(part) or effort < 0:
+            return False
+        pending += _halves(part, inside)
+    return True
+
+
+#: How often each box may be looked at: pieces that cut a tensor into a grid take the logarithm of their number.
+_MAX_VISITS: Final = 100
+
+
+def _halves(part: Box, boxes: list[Box]) -> list[tuple[Box, list[Box]]]:
+    """Cut a part, and what lies in it, at an edge in the middle, in the dim that has most edges."""
+    edges = [
+        {edge for box in boxes for edge in (box.start[dim], box.stop[dim]) if start < edge < stop}
+        for dim, (start, stop) in enumerate(zip(*part, strict=True))
+    ]
+    dim = max(range(len(edges)), key=lambda dim: len(edges[dim]))
+    cut = sorted(edges[dim])[len(edges[dim]) // 2]
+    below = [box if box.stop[dim] <= cut else _below(box, dim, cut) for box in boxes if box.start[dim] < cut]
+    above = [box if box.start[dim] >= cut else _above(box, dim, cut) for box in boxes if box.stop[dim] > cut]
+    return [(_below(part, dim, cut), below), (_above(part, dim, cut), above)]
+
+
+def _below(box: Box, dim: int, cut: int) -> Box:
+    return Box(box.start, (*box.stop[:dim], cut, *box.stop[dim + 1 :]))
+
+
+def _above(box: Box, dim: int, cut: int) -> Box:
+    return Box((*box.start[:dim], cut, *box.start[dim + 1 :]), box.stop)
+
+
+def _volume(box: Box) -> int:
+    return math.prod(map(sub, box.stop, box.start))
 
 
 class CarefulReader(StorageReader):

@@ -10,6 +10,7 @@ import torch
 from statetree.dcp import structure
 from statetree.dcp.directories import DirectoryWriter, local_directory
 from statetree.dcp.failures import checkpoint_errors
+from statetree.dcp.groups import check_alive, group_for, ranks_of
 from statetree.dcp.internals import run_save
 from statetree.dcp.outline import STRUCTURE_KEY, Outline, free_key, outline_of
 from statetree.dcp.planners import Pickled, SavePlanner, ToSave
@@ -56,8 +57,9 @@ def save(
 
     Raises:
         CheckpointError: If it cannot be written, with every rank's error. All ranks raise.
-        UnsupportedLeaf: If a leaf has no elements (a meta tensor), or cannot be taken apart or pickled. Nothing is
-            written then.
+        UnsupportedLeaf: If a leaf has no elements (a meta tensor), cannot be taken apart or pickled, or is distributed
+            in a way that DCP does not know: inside of another object, over more ranks than the group's, or unevenly.
+            Nothing is written then.
         CyclicTree: If a container holds itself.
 
     Example:
@@ -67,7 +69,7 @@ def save(
         >>> statetree.dcp.load(checkpoint_id=directory)
         {'w': tensor([1., 1.]), 7: ('a', None)}
     """
-    write(lambda: state, checkpoint_id, process_group, storage_writer)
+    write(lambda: state, checkpoint_id, group_for(process_group), storage_writer)
 
 
 def write(
@@ -76,24 +78,30 @@ def write(
     group: ProcessGroup | None,
     writer: StorageWriter | None = None,
 ) -> None:
-    """Save the state that a function returns. What it raises reaches every rank."""
+    """Save the state that a function returns. What it raises reaches every rank. Without a group, this one saves alone.
+
+    Raises:
+        CheckpointError: Also if the group was destroyed.
+    """
+    check_alive("save", group)
     if writer is None:
         writer = DirectoryWriter(local_directory("save", checkpoint_id))
     else:
         writer.reset(checkpoint_id)
-    planner = SavePlanner(lambda is_coordinator: _prepared(state(), with_structure=is_coordinator))
+    planner = SavePlanner(lambda is_coordinator: _prepared(state(), group, with_structure=is_coordinator))
     with checkpoint_errors("save", checkpoint_id):
         run_save(writer, planner, group)
 
 
-def _prepared(state: Any, *, with_structure: bool) -> ToSave:
+def _prepared(state: Any, group: ProcessGroup | None, *, with_structure: bool) -> ToSave:
     """Take a state apart into what DCP saves."""
+    ranks = ranks_of("save", group)
     outline = outline_of(state)
     prepared = ToSave({}, {}, set())
     taken = {entry.key for entry in outline.entries}
     saved = []
     for entry in outline.entries:
-        content = content_of("save", entry.value, entry.path)
+        content = content_of("save", entry.value, entry.path, ranks)
         keys = _keys_of(entry.key, content, taken)
         if content.sort == VALUE_ENTRY:
             prepared.flat[entry.key] = _pickled(entry.value, entry.path)

@@ -8,13 +8,25 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
+from statetree.collectives import holding_of
 from statetree.comparing import settled
+from statetree.dcp.groups import ranks_of
+from statetree.dcp.internals import is_cut_left_to_right
 from statetree.dcp.keys import without_addresses
 from statetree.errors import UnsupportedLeaf
-from statetree.leaf_types.dtensor import DTENSOR
-from statetree.leaf_types.sharded_tensor import SHARDED
 from statetree.leaf_types.tensor import TENSOR
-from statetree.leaves import QUANTIZED, Packed, Unpacked, facts, leaf_type_of, unpack
+from statetree.leaves import (
+    QUANTIZED,
+    Member,
+    Packed,
+    Unpacked,
+    facts,
+    is_distributed,
+    is_plain,
+    leaf_type_of,
+    located,
+    unpack,
+)
 from statetree.overlaps import overlaps_itself
 from statetree.spans import holds_memory
 from statetree.torch_internals import WITHOUT_KERNELS, quietly
@@ -22,6 +34,7 @@ from statetree.torch_internals import WITHOUT_KERNELS, quietly
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from statetree.groups import Group
     from statetree.paths import Path
 
 TENSOR_ENTRY: Final = "tensor"
@@ -49,25 +62,30 @@ class Content(NamedTuple):
 PLAIN: Final = Content(VALUE_ENTRY, ())
 
 
-def content_of(verb: str, leaf: Any, path: Path) -> Content:
+def content_of(verb: str, leaf: Any, path: Path, ranks: Group | None = None) -> Content:
     """Say what there is to save, or to fill, of a leaf.
 
     Args:
         verb: On whose behalf, for messages.
         leaf: Any leaf.
         path: Where it lies.
+        ranks: Those that take part; ``None`` for this one alone.
 
     Returns:
         Plain tensors come without gradient and class, on the memory of the leaf.
 
     Raises:
-        UnsupportedLeaf: If it has no elements in memory, or cannot be taken apart.
+        UnsupportedLeaf: If it has no elements in memory, cannot be taken apart, or is distributed in a way that DCP
+            does not know.
     """
+    if is_plain(leaf):
+        return PLAIN
     if not isinstance(leaf, (torch.Tensor, torch.UntypedStorage, torch.storage.TypedStorage)):
+        _check_whole(verb, leaf, path)
         return PLAIN
     leaf = settled(leaf)
     if isinstance(leaf, DISTRIBUTED):
-        _check_distributed(verb, leaf, path)
+        _check_distributed(verb, leaf, path, ranks or ranks_of(verb, None))
         return Content(TENSOR_ENTRY, (leaf,))
     leaf_type = leaf_type_of(type(leaf))
     if leaf_type is TENSOR and leaf.layout is torch.strided and not leaf.is_nested and leaf.dtype not in QUANTIZED:
@@ -79,6 +97,8 @@ def content_of(verb: str, leaf: Any, path: Path) -> Content:
         return Content(PARTS_ENTRY, (_as_numbers(tensor),), _facts(leaf))
     if getattr(leaf_type, "name", "") in {"FakeTensor", "uninitialized"}:
         _refuse(verb, path, f"a {type(leaf).__qualname__}, which has no elements", "Materialize it")
+    if is_distributed(leaf):
+        _refuse(verb, path, f"a {type(leaf).__qualname__}, of which each rank holds a part", "Gather it")
     unpacked = unpack(verb, [leaf], lambda: [path])
     if _holds_distributed(unpacked):
         held = f"a {type(leaf).__qualname__} around a distributed tensor"
@@ -105,22 +125,54 @@ def _facts(leaf: Any) -> str:
 
 
 def _holds_distributed(unpacked: Unpacked) -> bool:
-    pending = list(unpacked.recipes.values())
+    pending = [recipe.whole if isinstance(recipe, Member) else recipe for recipe in unpacked.recipes.values()]
     while pending:
         recipe = pending.pop()
         if isinstance(recipe, Packed):
-            if recipe.leaf_type in (DTENSOR, SHARDED):
+            if hasattr(recipe.leaf_type, "holding") or hasattr(recipe.leaf_type, "chunks"):
                 return True
             pending += recipe.inner
     return False
 
 
-def _check_distributed(verb: str, leaf: Any, path: Path) -> None:
-    if not isinstance(leaf, DTensor):
+def _check_whole(verb: str, leaf: Any, path: Path) -> None:
+    """Raise if a leaf that is to be pickled is or holds a distributed tensor: the first rank's part would be kept."""
+    if is_distributed(leaf):
+        _refuse(verb, path, f"a {type(leaf).__qualname__}, of which each rank holds a part", "Gather it")
+    try:
+        unpacked = unpack(verb, [leaf], lambda: [path], memory=False)
+    except UnsupportedLeaf:  # then it cannot be pickled either, and need not be where it is only replaced
         return
+    if _holds_distributed(unpacked):
+        held = f"a {type(leaf).__qualname__} with a distributed tensor inside"
+        _refuse(verb, path, held, "Gather it, or register the class as a container (register_container)")
+
+
+def _check_distributed(verb: str, leaf: Any, path: Path, ranks: Group) -> None:
+    if isinstance(leaf, DTensor):
+        _check_placements(verb, leaf, path)
+    try:
+        holding = holding_of(leaf, ranks)
+    except Exception as error:
+        raise located(verb, "tell the chunks of", error, lambda: [path], [leaf], 0) from error
+    assert holding is not None
+    if holding.dtype in WITHOUT_KERNELS:  # DCP asks torch for the sizes of elements
+        _refuse(verb, path, f"a {type(leaf).__qualname__} of {holding.dtype}", "View it as numbers (uint8)")
+    for piece in holding.pieces:
+        check_elements(verb, piece, path)
+    if holding.layout is not None and not holding.layout.is_complete:
+        held = f"one of which the ranks of the group hold only a part ({holding.text})"
+        _refuse(verb, path, held, "Pass the process_group of all ranks that hold it, or gather it")
+
+
+def _check_placements(verb: str, leaf: DTensor, path: Path) -> None:
     if any(placement.is_partial() for placement in leaf.placements):
         # DCP would take each rank's summand for the sum.
         _refuse(verb, path, f"a DTensor with the placements {leaf.placements}", "Redistribute or reduce it")
+    if not is_cut_left_to_right(leaf):
+        # DCP would take each chunk for another one.
+        held = f"a DTensor with the placements {leaf.placements} whose mesh cuts it in another order than left to right"
+        _refuse(verb, path, held, "Redistribute it")
     if leaf.is_meta:
         _refuse(verb, path, "a meta DTensor, which has no elements", "Materialize it (to_empty)")
     with torch.no_grad():
@@ -153,8 +205,20 @@ def to_save(tensor: torch.Tensor) -> torch.Tensor:
 
 def why_not_writable(tensor: torch.Tensor) -> str:
     """Say why elements cannot be loaded into a tensor; empty if they can."""
-    if isinstance(tensor, DISTRIBUTED):
-        return ""
+    return next(filter(None, map(_why_not_writable, pieces_of(tensor))), "")
+
+
+def pieces_of(tensor: Any) -> Sequence[torch.Tensor]:
+    """Return the plain tensors of this rank in which the elements of a tensor lie."""
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():
+            return [settled(tensor.to_local())]
+    if isinstance(tensor, ShardedTensor):
+        return [shard.tensor for shard in tensor.local_shards()]
+    return [tensor]
+
+
+def _why_not_writable(tensor: torch.Tensor) -> str:
     if tensor.is_inference():
         return "an inference tensor, which cannot be written"
     if not tensor.is_contiguous() and overlaps_itself(tensor.shape, tensor.stride()):

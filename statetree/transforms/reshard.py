@@ -53,8 +53,8 @@ def reshard(
 
     Raises:
         TreeMismatch: If structure, global shapes or dtypes differ, a tensor of ``like`` cannot be written or is
-            ``Partial``, or tensors of ``like`` are tied that hold different values in ``tree``, or overlap without being
-            the same view. Nothing is written then.
+            ``Partial``, or tensors of ``like`` are tied that hold different values in ``tree``, or overlap without
+            being the same view. Nothing is written then.
         RankMismatch: If the ranks hold different trees or pass different options, or one of them failed or did not
             answer in time.
         UnsupportedLeaf: If the chunks of a leaf cannot be told, or the group does not hold all of them.

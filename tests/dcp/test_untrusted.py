@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import pickle
+import random
+import subprocess
+import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,12 +18,15 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
+    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
 )
 
 import statetree
 from statetree import dcp
+from statetree.chunks import Box
+from statetree.dcp.planners import is_covered
 from statetree.dcp.structure import read
 
 
@@ -100,6 +109,152 @@ def test_classes_cannot_be_changed(checkpoint):
     refused(checkpoint, "metadata of the checkpoint")
 
 
+def shared(levels):
+    """A list of two lists that are one, and so on: small, with 2 ** levels leaves."""
+    return b"\x80\x04]\x94" + b"".join(b"](h%ch%ce\x94" % (level, level) for level in range(levels)) + b"."
+
+
+def number(value):
+    return b"\x8a\x10" + value.to_bytes(16, "little")
+
+
+def with_keys(keys):
+    return b"\x80\x04}(" + b"N".join(map(number, keys)) + b"Nu."
+
+
+def meeting_numbers(count, bits=17):
+    """Numbers that take many places in a mapping of this size, and others that are looked for in most of these first.
+
+    Once the bits of a number are used up, the place after ``i`` is ``5 * i + 1``: the taken ones follow each other so.
+    """
+    size = 2**bits
+    taken = [0]
+    while len(taken) < size * 3 // 5:
+        taken.append((5 * taken[-1] + 1) % size)
+    position = torch.full((size,), len(taken))
+    position[torch.tensor(taken)] = torch.arange(len(taken))
+    found = torch.randint(2**40, (4_000_000,), generator=torch.Generator().manual_seed(0))
+    places = found % size
+    for shift in range(5, 50, 5):
+        is_taken = position[places] < len(taken)
+        found, places = found[is_taken], places[is_taken]
+        places = (5 * places + (found >> shift) + 1) % size
+    return taken, found[position[places] < len(taken) // 2][:count].tolist()
+
+
+APART = """
+import resource, sys, time
+import statetree
+from statetree import dcp
+
+in_use = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (in_use + (1 << 30), -1))
+begin = time.process_time()
+try:
+    dcp.load({"v": None}, checkpoint_id=sys.argv[1])
+except statetree.CheckpointError as error:
+    print(error)
+assert time.process_time() - begin < 20
+"""
+
+BOMBS = {
+    "a deep key": (lambda: b"\x80\x04}(" + b")" + b"\x85" * 3_000_000 + b"K\x01u.", "more objects than its length"),
+    "a less deep key": (lambda: b"\x80\x04}(" + b")" + b"\x85" * 500_000 + b"K\x01u.", "a tuple as a key"),
+    "a deep value": (lambda: b"\x80\x04" + b")" + b"\x85" * 500_000 + b".", "expected a Metadata, got a tuple"),
+    "a huge number of an object": (lambda: b"\x80\x04Nr\xff\xff\xff\x7f.", "numbers an object 2147483647"),
+    "many numbers of objects": (lambda: b"\x80\x04N" + b"\x94" * 20_000_000 + b".", "more objects than its length"),
+    "many sets": (lambda: b"\x80\x04" + b"\x8f" * 10_000_000 + b".", "more objects than its length"),
+    "a huge text": (lambda: b"\x80\x04X\xff\xff\xff\xff.", "cut off"),
+    "shared lists": (lambda: shared(60), "shared so often"),
+    "keys of one hash": (lambda: with_keys(key * (2**61 - 1) for key in range(100_000)), "hashes may be equal"),
+    "keys that meet": (lambda: with_keys(itertools.chain(*meeting_numbers(5000))), "hashes may be equal"),
+    "long keys": (
+        lambda: b"\x80\x04(" + b"K\x01" * 100_000 + b"t\x94}(" + b"h\x00N" * 100_000 + b"u.",
+        "a key of more than",
+    ),
+    "wide and deep keys": (
+        lambda: b"\x80\x04)\x94" + b"".join(b"h%ch%c\x86\x94" % (at, at) for at in range(18)) + b"}h\x12Ns.",
+        "a key of more than",
+    ),
+    "long sizes": (
+        lambda: b"\x80\x04ctorch\nSize\n\x94(" + b"K\x01" * 100_000 + b"t\x85\x94" + b"h\x00h\x01R" * 50_000 + b".",
+        "a size of something else",
+    ),
+}
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's way to tell how much memory is in use")
+@pytest.mark.parametrize("name", BOMBS)
+def test_metadata_cannot_crash_or_fill_the_process(name, checkpoint):
+    make, message = BOMBS[name]
+    (checkpoint / ".metadata").write_bytes(make())
+    done = subprocess.run(
+        [sys.executable, "-c", APART, checkpoint], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert message in done.stdout
+
+
+def test_the_numbers_that_meet_do_so():
+    taken, meeting = meeting_numbers(5000)
+    assert len(meeting) == 5000
+    begin = time.process_time()
+    mapping = dict.fromkeys(taken)
+    middle = time.process_time()
+    mapping.update(dict.fromkeys(meeting))
+    assert time.process_time() - middle > 5 * (middle - begin)
+
+
+def tuple_hash(last, first):
+    """CPython's hash of a tuple of two numbers, turned round: the second number, for a given hash."""
+    size, one, two, five = 2**64, 11400714785074694791, 14029467366897019727, 2870177450012600261
+
+    def rotated(value, by):
+        return (value << by | value >> 64 - by) % size
+
+    begun = rotated((five + first * two) % size, 31) * one % size
+    ended = rotated((last - (2 ^ five ^ 3527539)) * pow(one, -1, size) % size, 33)
+    return (ended - begun) * pow(two, -1, size) % size
+
+
+def test_offsets_of_one_hash_are_refused(checkpoint):
+    wanted = 12345
+    seconds = ((first, tuple_hash(wanted, first)) for first in itertools.count())
+    offsets = list(itertools.islice((pair for pair in seconds if pair[1] < 2**61 - 1), 20_000))
+    assert {hash(pair) for pair in offsets} == {wanted}
+
+    def edit(metadata):
+        # Equal hashes would take long to pickle, too: they are made so once they are there.
+        places = [MetadataIndex(f"{number}") for number in range(len(offsets))]
+        metadata.storage_data.update({index: _StorageInfo("__0_0.distcp", 0, 1) for index in places})
+        for index, pair in zip(places, offsets, strict=True):
+            object.__setattr__(index, "fqn", "w")
+            object.__setattr__(index, "offset", torch.Size(pair))
+
+    change(checkpoint, edit)
+    begin = time.process_time()
+    refused(checkpoint, "offsets of one hash", {"v": None})
+    assert time.process_time() - begin < 10
+
+
+def test_what_dcp_itself_writes_is_read(checkpoint):
+    """Objects that are passed over, or shared, and values that a planner may leave."""
+
+    def edit(metadata):
+        metadata.planner_data = {
+            "paths": [("w",), ("v", 0)],
+            "sets": {"a", "b"},
+            "bytes": b"x",
+            "number": 2**80,
+            5: 0.5,
+        }
+        metadata.planner_data["again"] = metadata.planner_data["paths"]
+        metadata.storage_meta.checkpoint_id = Path("/", *"abcdefghijklmnopqrstuvwxyz")
+
+    change(checkpoint, edit)
+    assert dcp.load(checkpoint_id=checkpoint)["v"] == [1, "x"]
+
+
 def change(directory, edit):
     path = directory / ".metadata"
     metadata = pickle.loads(path.read_bytes())
@@ -121,6 +276,16 @@ def test_file_names_stay_inside(name, checkpoint):
     refused(checkpoint, "is damaged")
 
 
+def pieces(metadata, *boxes):
+    """Make w consist of pieces, each given by its offset and its length."""
+    place = info(metadata)
+    for index in [index for index in metadata.storage_data if index.fqn == "w"]:
+        del metadata.storage_data[index]
+    chunks = [ChunkStorageMetadata(torch.Size([offset]), torch.Size([size])) for offset, size in boxes]
+    metadata.state_dict_metadata["w"].chunks = chunks
+    metadata.storage_data.update({MetadataIndex("w", chunk.offsets): place for chunk in chunks})
+
+
 EDITS = {
     "offset": (lambda m: setattr(info(m), "offset", -1), "expected an offset, got -1"),
     "past the end": (lambda m: setattr(info(m), "offset", 10**6), "is truncated: expected"),
@@ -138,6 +303,7 @@ EDITS = {
         r"a piece of w lies at \(0,\) with the size \(1001,\)",
     ),
     "hole": (lambda m: m.state_dict_metadata["w"].chunks.clear(), "holds 0 of the 1000 elements of w"),
+    "overlap and hole": (lambda m: pieces(m, (0, 600), (200, 400)), "pieces that overlap, but not all 1000 elements"),
     "missing": (lambda m: m.storage_data.clear(), "does not say where"),
     "swapped": (lambda m: m.state_dict_metadata.__setitem__("w", BytesStorageMetadata()), "does not"),
     "absent": (lambda m: m.state_dict_metadata.pop("w"), "structure names w, which it does not hold"),
@@ -153,6 +319,59 @@ def test_impossible_metadata_is_refused(name, checkpoint):
     edit, message = EDITS[name]
     change(checkpoint, edit)
     refused(checkpoint, message)
+
+
+def boxes_in(shape, count, draw):
+    """Boxes that are anywhere, or what remains of the whole once it was cut time and again: these cover it."""
+    whole = Box((0,) * len(shape), shape)
+    if draw.random() < 0.5:
+        corners = [[draw.sample(range(size + 1), 2) for size in shape] for _ in range(count)]
+        return [Box(tuple(map(min, box)), tuple(map(max, box))) for box in corners]
+    boxes = [whole]
+    for _ in range(count):
+        start, stop = boxes.pop(draw.randrange(len(boxes)))
+        dim = draw.randrange(len(shape))
+        cut = draw.randint(start[dim], stop[dim])
+        boxes.append(Box(start, (*stop[:dim], cut, *stop[dim + 1 :])))
+        boxes.append(Box((*start[:dim], cut, *start[dim + 1 :]), stop))
+    return boxes[draw.randrange(2) :]
+
+
+def test_coverage_is_told_exactly():
+    draw = random.Random(0)
+    found = set()
+    for _ in range(2000):
+        shape = tuple(draw.randint(1, 5) for _ in range(draw.randint(1, 3)))
+        boxes = boxes_in(shape, draw.randint(1, 12), draw)
+        counts = torch.zeros(shape)
+        for start, stop in boxes:
+            counts[tuple(map(slice, start, stop))] += 1
+        expected = bool((counts > 0).all())
+        assert is_covered(Box((0,) * len(shape), shape), boxes) == expected, (shape, boxes)
+        found.add((expected, bool((counts > 1).any()), int(counts.sum()) == math.prod(shape)))
+    assert {(True, True, False), (True, False, True), (False, True, True)} <= found
+
+
+def test_coverage_of_scalars_and_of_nothing():
+    assert is_covered(Box((), ()), [Box((), ())])
+    assert not is_covered(Box((), ()), [])
+    assert is_covered(Box((0, 0), (3, 0)), [])
+
+
+def test_coverage_by_many_boxes_takes_little():
+    size, step = 20 * 4**5, 4**5
+    boxes = [
+        Box((row, column), (row + step, column + step))
+        for row in range(0, size, step)
+        for column in range(0, size, step)
+    ]
+    draw = random.Random(1)
+    anywhere = [Box(*zip(*(sorted(draw.sample(range(1001), 2)) for _ in range(6)), strict=True)) for _ in range(300)]
+    begin = time.process_time()
+    assert is_covered(Box((0, 0), (size, size)), boxes)
+    assert not is_covered(Box((0, 0), (size, size)), boxes[1:])
+    assert not is_covered(Box((0,) * 6, (1000,) * 6), anywhere)
+    assert time.process_time() - begin < 10
 
 
 def test_code_in_values_does_not_run(checkpoint, tmp_path):

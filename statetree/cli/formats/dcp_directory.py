@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from statetree.cli.checkpoint import DCP, Check, Checkpoint
-from statetree.cli.formats.pickles import BadPickle, Reader
 from statetree.cli.formats.torch_file import Archive
 from statetree.cli.names import refuse
-from statetree.cli.stored import ChunkedStorage, Composite, Foreign, StoredTensor
+from statetree.cli.stored import ChunkedStorage, Composite, StoredTensor
 from statetree.dcp.keys import UnknownKey, key_of
 from statetree.dcp.metadata import read_metadata
 from statetree.dcp.outline import STRUCTURE_KEY
@@ -50,7 +49,6 @@ def read_directory(path: Path, files: Files) -> Checkpoint:
     metadata_file = files.open(path / _METADATA)
     if metadata_file.length > _MAX_METADATA_BYTES:
         refuse(metadata_file.path, f"it has {metadata_file.length} bytes: expected at most {_MAX_METADATA_BYTES}")
-    _check_pickle(metadata_file)
     directory = _Directory(path, files, read_metadata(path))
     tree, is_nested = directory.tree()
     used = [path / name for name in sorted({stored.name for stored in directory.metadata.storage_data.values()})]
@@ -67,21 +65,6 @@ def read_directory(path: Path, files: Files) -> Checkpoint:
         containers=directory.containers,
         is_nested=is_nested,
     )
-
-
-def _check_pickle(file: Region) -> None:
-    """Raise if pickle itself, which reads the metadata, could be made to crash or to take memory without end."""
-
-    def refer(module: str, name: str) -> Foreign:
-        return Foreign(f"{module}.{name}")
-
-    def never(*_: Any) -> Any:
-        raise BadPickle("it refers to what is outside of it")
-
-    try:
-        Reader(file.read(0, file.length, "the metadata"), never, never, refer, is_modern=True).load()
-    except BadPickle as bad:
-        refuse(file.path, str(bad))
 
 
 class _Directory:

@@ -7,11 +7,11 @@ import zlib
 from typing import TYPE_CHECKING, Any, Final
 
 from statetree.cli.checkpoint import TORCH, Check, Checkpoint
-from statetree.cli.formats.pickles import BadPickle, Reader
 from statetree.cli.formats.torch_objects import StorageClass, TorchObjects, size_of
 from statetree.cli.formats.zips import REWRITE, Member, is_zip, read_members
 from statetree.cli.names import refuse
-from statetree.cli.stored import BUCKET_BYTES, FileStorage, Foreign, Storage, StoredStorage, StoredTensor
+from statetree.cli.stored import BUCKET_BYTES, FileStorage, Storage, StoredStorage, StoredTensor
+from statetree.pickles import BadPickle, Foreign, Reader
 
 if TYPE_CHECKING:
     import mmap
@@ -72,7 +72,7 @@ class Archive:
             self._refuse(f"the member {outside!r} does not lie in {self._prefix}")
         self._check_byteorder()
         objects = TorchObjects()
-        reader = Reader(self._content("data.pkl"), objects.call, self._storage, objects.names)
+        reader = Reader(self._content("data.pkl"), objects.call, objects.names, self._storage)
         try:
             self.tree: Any = reader.load()
         except BadPickle as bad:
@@ -167,7 +167,7 @@ def _read_old(region: Region, objects: TorchObjects) -> Any:
         return storages[key][2]
 
     with region.mapped() as data:
-        reader = Reader(data, objects.call, storage, objects.names)
+        reader = Reader(data, objects.call, objects.names, storage)
         try:
             tree = _old_tree(reader)
             end = _find_storages(reader, data, region, storages)

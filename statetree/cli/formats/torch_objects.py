@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from statetree.cli.formats.pickles import BadPickle, Named
 from statetree.cli.internals import storage_dtypes
-from statetree.cli.stored import Composite, Foreign, StoredStorage, StoredTensor
+from statetree.cli.stored import Composite, StoredStorage, StoredTensor
+from statetree.pickles import BadPickle, Foreign, Named
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,11 +11,11 @@ import torch
 
 from statetree.cli.checkpoint import is_value, why_not_plain
 from statetree.cli.files import memory_of
-from statetree.cli.formats.pickles import Named
 from statetree.cli.formats.zip_writer import ZipWriter
 from statetree.cli.internals import rebuild_function, storage_class
 from statetree.cli.stored import BUCKET_BYTES, Composite, Storage, StoredStorage, StoredTensor
 from statetree.errors import CheckpointError
+from statetree.pickles import Named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

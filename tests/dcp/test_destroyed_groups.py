@@ -1,0 +1,107 @@
+"""A save that a job does not wait for before it destroys its groups fails on every rank, and publishes nothing."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import statetree
+from statetree import dcp
+from statetree.dcp import saving
+from statetree.testing import run_ranks
+
+
+def sharded(shift):
+    return {"a": distribute_tensor(torch.arange(4.0) + shift, init_device_mesh("cpu", (2,)), [Shard(0)])}
+
+
+def destroy_before_the_thread_begins(directory: Path) -> list[str]:
+    """Return what is in the directory of the series at the end."""
+    may_go = threading.Event()
+
+    class SlowStager(statetree.Stager):
+        """Stages in the thread that saves, once it may."""
+
+        def stage(self, tree):
+            staged, future = super().stage(tree), Future()
+            threading.Thread(target=lambda: (may_go.wait(60), future.set_result(staged))).start()
+            return future
+
+    with SlowStager(max_snapshots=4) as stager:
+        series = dcp.Checkpointer(directory / "series", keep=1, stager=stager)
+        series.save(0, sharded(0))
+        first = series.async_save(1, sharded(10))
+        lone = dcp.async_save(sharded(20), checkpoint_id=directory / "lone", stager=stager)
+        queued = dcp.async_save(sharded(30), checkpoint_id=directory / "queued", stager=stager)
+        dist.destroy_process_group()
+        may_go.set()
+        for future in (first, lone, queued):
+            with pytest.raises(statetree.CheckpointError, match=r"(?s)save: .*(group|Connection closed by peer)"):
+                future.result(60)
+        assert series.steps() == [0]
+        with pytest.raises(statetree.CheckpointError, match=r"save: "):
+            series.restore()
+        with pytest.raises(statetree.CheckpointError, match=r"(incomplete|no such directory)"):
+            dcp.load(checkpoint_id=directory / "lone")
+        with pytest.raises(statetree.CheckpointError, match=r"(incomplete|no such directory)"):
+            dcp.load(checkpoint_id=directory / "queued")
+    return sorted(path.name for path in (directory / "series").iterdir())
+
+
+def test_a_save_in_the_background_does_not_outlive_its_group(tmp_path):
+    for names in run_ranks(2, destroy_before_the_thread_begins, tmp_path, fresh=True):
+        assert "step-00000001" not in names
+        assert "step-00000000" in names
+    loaded = dcp.Checkpointer(tmp_path / "series").restore()
+    assert loaded["a"].tolist() == [0, 1, 2, 3]
+
+
+def use_a_destroyed_group(directory: Path) -> None:
+    group = dist.new_group([0, 1])
+    dcp.save({"a": 1}, checkpoint_id=directory / "a", process_group=group)
+    dist.destroy_process_group(group)
+    destroyed = r"the process group was destroyed: expected it to last.*Wait for what runs in the background"
+    with pytest.raises(statetree.CheckpointError, match=f"save: {destroyed}"):
+        dcp.save({"a": 2}, checkpoint_id=directory / "a", process_group=group)
+    with pytest.raises(statetree.CheckpointError, match=f"save: {destroyed}"):
+        dcp.async_save({"a": 2}, checkpoint_id=directory / "a", process_group=group)
+    with pytest.raises(statetree.CheckpointError, match=f"load: {destroyed}"):
+        dcp.load(checkpoint_id=directory / "a", process_group=group)
+    assert dcp.load(checkpoint_id=directory / "a") == {"a": 1}
+
+
+def test_a_destroyed_group_is_refused(tmp_path):
+    run_ranks(2, use_a_destroyed_group, tmp_path)
+
+
+def destroy_while_saving(directory: Path) -> str:
+    """Let one rank lose its group in the middle of a save."""
+    run, may_go = saving.run_save, threading.Event()
+
+    def run_late(*args):
+        may_go.wait(60)
+        return run(*args)
+
+    saving.run_save = run_late
+    future = dcp.async_save(sharded(0), checkpoint_id=directory)
+    if dist.get_rank():
+        dist.destroy_process_group()
+    may_go.set()
+    error = future.exception(25)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    assert isinstance(error, statetree.CheckpointError)
+    return str(error)
+
+
+def test_the_other_ranks_hear_of_a_group_that_one_destroys(tmp_path):
+    waiting, destroying = run_ranks(2, destroy_while_saving, tmp_path, fresh=True, timeout=60)
+    assert "peer" in waiting
+    assert "group" in destroying

@@ -1,0 +1,144 @@
+"""Distributed leaves that DCP would take for something else are refused by name, when saved and as templates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import statetree
+from statetree import dcp
+from statetree.testing import run_ranks
+
+
+class Box:
+    """An object that nothing knows."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+class Chunked:
+    """A distributed tensor of a class of its own."""
+
+    def __init__(self, start: int, piece: torch.Tensor) -> None:
+        self.start, self.piece = start, piece
+
+
+class ChunkedType:
+    def unpack(self, value):
+        return [value.piece], value.start
+
+    def pack(self, context, parts):
+        return Chunked(context, parts[0])
+
+    def describe(self, value):
+        return {"start": value.start}
+
+    def chunks(self, value):
+        return (4,), value.piece.dtype, [((value.start,), value.piece)]
+
+
+def sharded() -> DTensor:
+    return distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (2,)), [Shard(0)])
+
+
+def shard_tensor() -> Any:
+    rank = dist.get_rank()
+    piece = torch.arange(2.0) + 2 * rank
+    return init_from_local_shards([LocalShard.from_tensor_and_offsets(piece, [2 * rank], rank)], 4)
+
+
+def without_memory(tensor: Any) -> Any:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.local_shards()[0].tensor
+    local.untyped_storage().resize_(0)
+    return tensor
+
+
+def uneven() -> DTensor:
+    local = torch.arange(3.0) if dist.get_rank() == 0 else torch.arange(3.0, 4.0)
+    return DTensor.from_local(local, init_device_mesh("cpu", (2,)), [Shard(0)], shape=(4,), stride=(1,))
+
+
+def in_bits() -> DTensor:
+    local = torch.arange(2, dtype=torch.uint8).view(torch.bits8)
+    return DTensor.from_local(local, init_device_mesh("cpu", (2,)), [Shard(0)])
+
+
+def refuse_on_ranks(directory: Path) -> None:
+    rank = dist.get_rank()
+    statetree.register_leaf_type(Chunked, ChunkedType())
+    dcp.save({"a": torch.arange(4.0)}, checkpoint_id=directory / "good")
+    refused = {
+        "a DTensor without memory": (without_memory(sharded()), r"storage was freed or resized to 0 bytes"),
+        "a ShardedTensor without memory": (without_memory(shard_tensor()), r"storage was freed or resized to 0 bytes"),
+        "uneven": (uneven(), r"does not fit its placements"),
+        "in an object": (Box([sharded()]), r"a Box with a distributed tensor inside.*Gather it"),
+        "a class of its own": (Chunked(2 * rank, torch.arange(2.0)), r"a Chunked, of which each rank holds a part"),
+        "an object with that": (Box(Chunked(2 * rank, torch.arange(2.0))), r"a Box with a distributed tensor inside"),
+        "bits": (in_bits(), r"a DTensor of torch.bits8. View it as numbers"),
+    }
+    for name, (leaf, message) in refused.items():
+        with pytest.raises(statetree.UnsupportedLeaf, match=rf"(?s)save: .* at a\b.*{message}"):
+            dcp.save({"a": leaf}, checkpoint_id=directory / name)
+        assert not (directory / name / ".metadata").exists()
+        with pytest.raises(statetree.UnsupportedLeaf, match=rf"(?s)load: .* at a\b.*{message}"):
+            dcp.load({"a": leaf}, checkpoint_id=directory / "good")
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    with pytest.raises(statetree.UnsupportedLeaf, match=r"save: .* at a: .*hold only a part.*Pass the process_group"):
+        dcp.save({"a": sharded()}, checkpoint_id=directory / f"part {rank}", process_group=alone)
+    own = shard_tensor()
+    dcp.save({"a": own}, checkpoint_id=directory / "sharded")  # with memory, it is saved
+    assert dcp.load(checkpoint_id=directory / "sharded")["a"].tolist() == [0, 1, 2, 3]
+
+
+def test_what_dcp_would_save_wrongly_is_refused(tmp_path):
+    run_ranks(2, refuse_on_ranks, tmp_path, fresh=True)
+
+
+def load_into_expanded(directory: Path) -> None:
+    dcp.save({"b": torch.arange(3.0), "a": torch.arange(4.0)}, checkpoint_id=directory)
+    expanded = DTensor.from_local(torch.zeros(1).expand(2), init_device_mesh("cpu", (2,)), [Shard(0)])
+    beside = torch.full((3,), -1.0)
+    with pytest.raises(statetree.TreeMismatch, match=r"load: writability at a: .*overlaps itself.*Nothing was read"):
+        dcp.load({"a": expanded, "b": beside}, checkpoint_id=directory)
+    assert beside.tolist() == [-1, -1, -1]
+
+
+def test_an_expanded_local_tensor_is_refused_before_anything_is_read(tmp_path):
+    run_ranks(2, load_into_expanded, tmp_path)
+
+
+def cut_in_order(order: tuple[int, int], number: int) -> DTensor:
+    """Return a DTensor of which this rank holds the chunk of a number."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
+
+    meta = TensorMeta(torch.Size([8]), (1,), torch.float32)
+    mesh = init_device_mesh("cpu", (2, 2))
+    spec = DTensorSpec(mesh, (Shard(0), Shard(0)), tensor_meta=meta, shard_order=(ShardOrderEntry(0, order),))
+    return DTensor(torch.arange(2.0) + 2 * number, spec, requires_grad=False)
+
+
+def cut_right_to_left(directory: Path) -> None:
+    rank = dist.get_rank()
+    row, column = divmod(rank, 2)
+    usual, other = cut_in_order((0, 1), rank), cut_in_order((1, 0), column * 2 + row)
+    for leaf in (usual, other):
+        assert statetree.gather({"a": leaf})["a"].tolist() == list(range(8))
+    dcp.save({"a": usual}, checkpoint_id=directory / "good")
+    assert dcp.load(checkpoint_id=directory / "good")["a"].tolist() == list(range(8))
+    with pytest.raises(statetree.UnsupportedLeaf, match=r"save: .* at a: .*another order than left to right"):
+        dcp.save({"a": other}, checkpoint_id=directory / "bad")
+    with pytest.raises(statetree.UnsupportedLeaf, match=r"load: .* at a: .*another order than left to right"):
+        dcp.load({"a": other}, checkpoint_id=directory / "good")
+
+
+def test_a_mesh_that_cuts_in_another_order_is_refused(tmp_path):
+    run_ranks(4, cut_right_to_left, tmp_path)
