@@ -15,10 +15,10 @@ SOURCES := $(wildcard statetree tests examples benchmarks docs)
 WITHOUT_DEPENDENCIES := resemblyzer lpips torchao
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check lint types doctest docs thorough soak bench format clean
+.PHONY: help venv demo test check lint types doctest docs thorough soak bench instructions format clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 venv: $(STAMP)  ## Make .venv with the package (editable) and all development tools
 
@@ -36,7 +36,7 @@ demo: $(STAMP)  ## Train, checkpoint, kill and resume a small transformer
 
 # The profile is ci (200 examples, the same ones every time), so that a run here means what a run there means.
 test: $(STAMP)  ## Run the tests
-	@HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-ci}" $(PYTEST) $(ARGS)
+	@HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-ci}" $(PYTEST) --numprocesses=2 $(ARGS)
 
 check: lint types doctest docs test  ## Check format, lint, types, doctests, documentation and tests
 
@@ -60,7 +60,10 @@ soak: $(STAMP)  ## Stage 10,000 times, and from eight threads, and look for what
 	@$(BIN)/python -m tests.soak $(ARGS)
 
 bench: $(STAMP)  ## Measure against the peers, side by side
-	@$(BIN)/python -m benchmarks
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+instructions: $(STAMP)  ## Count the instructions of hot paths, and compare with the recorded counts
+	@$(BIN)/python -m benchmarks.instructions $(ARGS)
 
 format: $(STAMP)  ## Format, and mend what the linter can mend
 	@$(BIN)/ruff check --fix-only $(SOURCES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,19 +12,41 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks import report, rows_copy, rows_similarity, rows_stage, rows_tree
+from benchmarks import (
+    plots,
+    report,
+    rows_copy,
+    rows_exchange,
+    rows_growth,
+    rows_import,
+    rows_similarity,
+    rows_stage,
+    rows_stagers,
+    rows_tree,
+)
 from benchmarks.machine import load, machine, versions
 from benchmarks.measure import Budget
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-ROWS = (*rows_stage.ROWS, *rows_copy.ROWS, *rows_similarity.ROWS, *rows_tree.ROWS)
+ROWS = (
+    *rows_stage.ROWS,
+    *rows_stagers.ROWS,
+    *rows_copy.ROWS,
+    *rows_similarity.ROWS,
+    *rows_tree.ROWS,
+    *rows_exchange.ROWS,
+    *rows_growth.ROWS,
+    *rows_import.ROWS,
+)
 GROUPS = tuple(dict.fromkeys(row.group for row in ROWS))
 
-FULL = Budget(rounds=11, most=61, seconds=6.0, attempts=3)
+FULL = Budget(rounds=11, most=61, seconds=4.0, attempts=3)
 QUICK = Budget(rounds=3, most=3, seconds=0.0)
 QUICK_SCALE = 0.1
+#: After so long, rows that other processes disturbed are not measured again.
+PATIENCE_S = 360
 
 #: The results that are kept beside the code: those of a complete run.
 LATEST = Path(__file__).parent / "results" / "latest.json"
@@ -50,17 +73,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "quick": options.quick,
     }
     print(report.heading(about["machine"], about["versions"], about["load_before"]))
-    results = []
-    for row in ROWS:
-        if not options.only or row.group in options.only:
-            results.append(row.measure(scale, budget))
-            print(f"\n{report.block(results[-1])}", flush=True)
+    chosen = [row for row in ROWS if not options.only or row.group in options.only]
+    results, began = [], time.monotonic()
+    for number, row in enumerate(chosen, start=1):
+        if time.monotonic() - began > PATIENCE_S:
+            budget = replace(budget, attempts=1)
+        results.append(row.measure(scale, budget))
+        print(f"\n[{number}/{len(chosen)}, {time.monotonic() - began:.0f} s] {report.block(results[-1])}", flush=True)
     print(f"\n{report.summary(results, scale)}")
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         about |= {"load_after": load(), "rows": report.as_json(results)}
         path.write_text(json.dumps(about, indent=1, ensure_ascii=False) + "\n")
         print(f"Written to {path}.")
+    if path == LATEST:
+        plots.write(about)
+        print(f"Drawn in {plots.PICTURES}.")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from benchmarks.rows import Result
 
 #: Changes whenever the JSON's keys do.
-FORMAT = 1
+FORMAT = 2
 
 _HEAD = f"{'':34}{'µs/leaf':>9}  {'range':^15}  {'ms':>8}  {'GB/s':>6}  {'x ours':>7}"
 
@@ -67,14 +67,20 @@ def as_json(results: Sequence[Result]) -> list[dict[str, Any]]:
 
 def _line(result: Result, timing: Timing) -> str:
     facts = _contender(result, timing)
-    scale = 1e6 / result.num_leaves
-    name = f"floor: {timing.contender.name}" if timing.contender.role == "floor" else timing.contender.name
+    scale = 1e6 / facts["leaves"]
+    name = f"floor: {timing.name}" if timing.role == "floor" else timing.name
     spread = f"{_short(min(timing.samples) * scale)} - {_short(max(timing.samples) * scale)}"
     rate = "" if facts["gb_per_s"] is None else f"{facts['gb_per_s']:.2f}"
-    return (
+    line = (
         f"  {name:32}{_short(facts['us_per_leaf']):>9}  {spread:^15}  {facts['median_s'] * 1e3:>8.2f}  "
         f"{rate:>6}  {facts['times_ours']:>7.2f}"
     )
+    return line + _by_rank("peak memory", timing.peaks) + _by_rank("sent", timing.sent)
+
+
+def _by_rank(what: str, counts: Sequence[int]) -> str:
+    """Return what each rank took or sent, on a line of its own."""
+    return f"\n{'':4}{what}: {', '.join(f'{count / 1e6:,.1f}' for count in counts)} MB" if counts else ""
 
 
 def _short(number: float) -> str:
@@ -83,23 +89,30 @@ def _short(number: float) -> str:
 
 
 def _contender(result: Result, timing: Timing) -> dict[str, Any]:
+    leaves = timing.num_leaves or result.num_leaves
+    nbytes = result.nbytes if timing.nbytes is None else timing.nbytes
     return {
-        "name": timing.contender.name,
-        "role": timing.contender.role,
+        "name": timing.name,
+        "role": timing.role,
+        "leaves": leaves,
+        "bytes": nbytes,
         "runs": len(timing.samples),
         "median_s": _rounded(timing.median),
         "min_s": _rounded(min(timing.samples)),
         "max_s": _rounded(max(timing.samples)),
-        "us_per_leaf": _rounded(timing.median / result.num_leaves * 1e6),
-        "gb_per_s": _rounded(result.nbytes / timing.median / 1e9) if result.row.moves_bytes else None,
+        "us_per_leaf": _rounded(timing.median / leaves * 1e6),
+        "gb_per_s": _rounded(nbytes / timing.median / 1e9) if result.row.moves_bytes else None,
         "times_ours": _rounded(timing.median / result.ours),
+        "peak_bytes": timing.peaks,
+        "sent_bytes": timing.sent,
     }
 
 
 def _aims(result: Result) -> Iterator[dict[str, Any]]:
     for aim in result.row.aims:
         value = aim.value(result)
-        yield {"text": aim.text, "value": _rounded(value), "reached": aim.holds(value)}
+        if value is not None:
+            yield {"text": aim.text, "value": _rounded(value), "reached": aim.holds(value)}
 
 
 def _rounded(number: float) -> float:

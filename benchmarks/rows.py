@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.machine import Bystanders
-from benchmarks.measure import Budget, Contender, Timing, measure
+from benchmarks.measure import Budget, Contender, Timing, measure, peak
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,11 +33,20 @@ class Result:
     @property
     def ours(self) -> float:
         """Statetree's median, in seconds."""
-        return next(timing.median for timing in self.timings if timing.contender.role == "ours")
+        return self.of_ours.median
+
+    @property
+    def of_ours(self) -> Timing:
+        """What was measured of statetree."""
+        return next(timing for timing in self.timings if timing.role == "ours")
+
+    def of(self, name: str) -> Timing:
+        """Return what was measured of a contender."""
+        return next(timing for timing in self.timings if timing.name == name)
 
     def times_ours(self, name: str) -> float:
         """Return how many times statetree's median a contender's is."""
-        return next(timing.median for timing in self.timings if timing.contender.name == name) / self.ours
+        return self.of(name).median / self.ours
 
 
 @dataclass(frozen=True)
@@ -46,12 +55,12 @@ class Aim:
 
     Attributes:
         text: What it says in the table.
-        value: What was measured for it.
+        value: What was measured for it, or ``None`` where the system does not tell.
         holds: Whether a measured value reaches it.
     """
 
     text: str
-    value: Callable[[Result], float]
+    value: Callable[[Result], float | None]
     holds: Callable[[float], bool]
 
 
@@ -81,6 +90,25 @@ def at_most(microseconds: float) -> Aim:
     )
 
 
+def memory_per_leaf(most: int) -> Aim:
+    """Aim at taking at most so many bytes of memory a leaf."""
+    return Aim(
+        f"≤ {most:,} bytes of memory a leaf",
+        lambda result: result.of_ours.peaks[0] / result.num_leaves if result.of_ours.peaks else None,
+        lambda value: value <= most,
+    )
+
+
+def memory_within(times: float, of: str) -> Aim:
+    """Aim at taking at most so many times the memory of a contender."""
+
+    def value(result: Result) -> float | None:
+        more, less = result.of_ours.peaks, result.of(of).peaks
+        return more[0] / max(less[0], 1) if more and less else None
+
+    return Aim(f"≤ {times:g} times the memory of {of}", value, lambda value: value <= times)
+
+
 @dataclass(frozen=True)
 class Row:
     """One kind of work on one kind of state.
@@ -89,17 +117,21 @@ class Row:
         group: What `--only` calls it and its like.
         work: What is done.
         state: Makes the state, at a scale (1 is the size in the title).
-        contenders: Returns the ways of doing it.
+        contenders: Returns the ways of doing it on that state.
         aims: What statetree is to reach.
         moves_bytes: Whether bytes per second mean something.
+        rounds: At most so many rounds, where each takes seconds.
+        memory: Whether the memory that each contender takes is measured as well.
     """
 
     group: str
     work: str
     state: Callable[[float], State]
-    contenders: Callable[[State], Sequence[Contender]]
+    contenders: Callable[[Any], Sequence[Contender]]
     aims: tuple[Aim, ...] = ()
     moves_bytes: bool = True
+    rounds: int | None = None
+    memory: bool = False
 
     def measure(self, scale: float, budget: Budget) -> Result:
         """Make the state, time the contenders, and let go of both.
@@ -108,10 +140,24 @@ class Row:
         """
         state = self.state(scale)
         contenders = self.contenders(state)
+        budget = self.limited(budget)
         attempts: list[tuple[float, list[Timing]]] = []
-        while not attempts or (len(attempts) < budget.attempts and attempts[-1][0] > DISTURBED):
+        while may_try_again([cores for cores, _ in attempts], budget):
             bystanders = Bystanders()
             timings = measure(contenders, state.change, budget)
             attempts.append((bystanders.cores(), timings))
         cores, timings = min(attempts, key=itemgetter(0))
+        for contender, timing in zip(contenders, timings, strict=True):
+            nbytes = peak(contender) if self.memory else None
+            timing.peaks.extend([] if nbytes is None else [nbytes])
         return Result(self, f"{self.work}, {state.title}", state.num_leaves, state.nbytes, timings, cores)
+
+    def limited(self, budget: Budget) -> Budget:
+        """Return a budget of no more rounds than this row may have."""
+        most = budget.most if self.rounds is None else min(budget.most, self.rounds)
+        return replace(budget, rounds=min(budget.rounds, most), most=most)
+
+
+def may_try_again(disturbances: Sequence[float], budget: Budget) -> bool:
+    """Whether to measure once more: not yet measured, or always disturbed."""
+    return not disturbances or (len(disturbances) < budget.attempts and disturbances[-1] > DISTURBED)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
+import optree
 import torch
 
 import statetree as st
 from benchmarks.checks import holds_values_of, is_copy_of, is_like
 from benchmarks.measure import Contender, floor, ours, peer
-from benchmarks.peers import copy_state_dict, create_cpu_state_dict, foreach_clone, foreach_copy_
+from benchmarks.peers import copy_state_dict, create_cpu_state_dict, foreach_clone, foreach_copy_, tensor_dict
 from benchmarks.rows import Row, at_most, faster, share
 from benchmarks.states import State, few_large, many_small, training_state, zeros_like
 
@@ -33,6 +35,16 @@ def copy_into(state: State) -> list[Contender]:
     ]
 
 
+def copy_into_flat(state: State) -> list[Contender]:
+    """Do so with a flat dict, which is also what tensordict's ``update_`` copies into, where that is installed."""
+    target = zeros_like(state)
+    source, into = tensor_dict(state.tree), tensor_dict(target.tree)
+    if source is None:
+        return copy_into(state)
+    theirs = peer("TensorDict.update_", lambda: into.update_(source), holds_values_of(state, target=target))
+    return [*copy_into(state), theirs]
+
+
 def allocate_like(state: State) -> list[Contender]:
     """Allocate a state like another one."""
     sources = state.tensors
@@ -54,8 +66,30 @@ def offload(state: State) -> list[Contender]:
             is_copy_of(state),
         ),
         peer("copy.deepcopy", lambda: copy.deepcopy(state.tree), is_copy_of(state)),
+        peer("optree map of clone", lambda: optree.tree_map(_clone, state.tree), is_copy_of(state)),
         floor("_foreach_clone", lambda: foreach_clone(sources), is_copy_of(State("", sources))),
     ]
+
+
+def offload_flat(state: State) -> list[Contender]:
+    """Do so with a flat dict, also with tensordict, where that is installed."""
+    source = tensor_dict(state.tree)
+    if source is None:
+        return offload(state)
+    copied = is_copy_of(state)
+
+    def holds_copy(result: Any) -> bool:
+        return copied(result.to_dict())
+
+    return [
+        *offload(state),
+        peer("TensorDict.clone", source.clone, holds_copy),
+        peer("TensorDict.consolidate", source.consolidate, holds_copy),
+    ]
+
+
+def _clone(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 ROWS = (
@@ -63,10 +97,10 @@ ROWS = (
         "copy_into",
         "copy_into",
         many_small,
-        copy_into,
+        copy_into_flat,
         (faster("_copy_state_dict", 1.5), at_most(2)),
     ),
-    Row("copy_into", "copy_into", few_large, copy_into, (share(0.95, "_foreach_copy_"),)),
+    Row("copy_into", "copy_into", few_large, copy_into_flat, (share(0.95, "_foreach_copy_"),)),
     Row("copy_into", "copy_into", training_state, copy_into),
     Row(
         "allocate_like",
@@ -77,7 +111,7 @@ ROWS = (
         moves_bytes=False,
     ),
     Row("allocate_like", "allocate_like", training_state, allocate_like, moves_bytes=False),
-    Row("offload", "offload", many_small, offload),
-    Row("offload", "offload", few_large, offload),
+    Row("offload", "offload", many_small, offload_flat),
+    Row("offload", "offload", few_large, offload_flat),
     Row("offload", "offload", training_state, offload),
 )

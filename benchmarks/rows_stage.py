@@ -6,16 +6,26 @@ import copy
 import ctypes
 import mmap
 import sys
-from typing import TypeVar
+import warnings
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed.checkpoint as torch_dcp
+from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 
 import statetree as st
 from benchmarks.checks import is_copy_of
-from benchmarks.measure import Contender, floor, ours, peer
+from benchmarks.measure import Contender, floor, ours, peer, variant
 from benchmarks.peers import StateDictStager, foreach_copy_
-from benchmarks.rows import Row, at_most, faster, share
+from benchmarks.rows import Row, at_most, faster, memory_within, share
 from benchmarks.states import State, few_large, many_medium, many_small, optimizer_state, training_state
+from statetree.dcp import AsyncStager
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
 
 T = TypeVar("T")
 
@@ -88,6 +98,76 @@ def for_the_first_time(state: State) -> list[Contender]:
     ]
 
 
+def in_the_background(state: State) -> list[Contender]:
+    """Have a state staged in the background. Timed is how long the caller waits, not how long it takes."""
+    copied = is_copy_of(state)
+    stager = st.Stager()
+    their_stager = DefaultStager(_plain_memory(in_background=True))
+    under_way: list[Future[Any]] = []
+
+    def start(stage: Callable[[Any], Future[Any]]) -> Future[Any]:
+        under_way.append(stage(state.tree))
+        return under_way[-1]
+
+    def wait() -> None:
+        """Let nothing of one run go on in the next."""
+        while under_way:
+            under_way.pop().result()
+
+    def is_done(future: Future[Any]) -> bool:
+        return copied(future.result())
+
+    def at_once(_: None) -> Any:
+        return stager.stage(state.tree)
+
+    return [
+        ours(lambda _: start(stager.stage_async), is_done, fresh=wait),
+        variant("stage", at_once, copied, fresh=wait),
+        peer("DefaultStager", lambda _: start(their_stager.stage), is_done, fresh=wait),
+    ]
+
+
+def ten_saves(state: State) -> list[Contender]:
+    """Save a state with DCP ten times, with a new stager each time this is done."""
+    here = TemporaryDirectory()  # freed, and so removed, with the row
+
+    def save(stager: Any) -> Path:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no process group
+            for number in range(10):
+                path = Path(here.name, str(number))
+                saved = torch_dcp.async_save(state.tree, checkpoint_id=path, async_stager=stager, no_dist=True)
+                getattr(saved, "upload_completion", saved).result()
+        stager.close()
+        return path
+
+    def check(path: Path) -> bool:
+        loaded = State("", copy.deepcopy(state.tree))
+        for tensor in loaded.tensors:
+            tensor.zero_()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch_dcp.load(loaded.tree, checkpoint_id=path, no_dist=True)
+        return is_copy_of(state)(loaded.tree)
+
+    options = _plain_memory(in_background=False)
+    return [
+        ours(save, check, fresh=AsyncStager),
+        peer("DefaultStager", save, check, fresh=lambda: DefaultStager(options)),
+        peer("BlockingAsyncStager", save, check, fresh=BlockingAsyncStager),
+    ]
+
+
+def _plain_memory(*, in_background: bool) -> StagingOptions:
+    """Return options for what both can do without an accelerator."""
+    return StagingOptions(
+        use_pinned_memory=False,
+        use_shared_memory=False,
+        use_async_staging=in_background,
+        use_non_blocking_copy=False,
+    )
+
+
 def _with_fresh_heap(subject: T) -> T:
     """Give freed memory back to the system first: a first stage faults in its pages."""
     if sys.platform.startswith("linux"):
@@ -124,4 +204,15 @@ ROWS = (
     Row("first", "first stage", few_large, for_the_first_time, (faster("StateDictStager", 2),)),
     Row("first", "first stage", many_medium, for_the_first_time),
     Row("first", "first stage", many_small, for_the_first_time),
+    Row("background", "start to stage in the background", many_small, in_the_background, moves_bytes=False),
+    Row("background", "start to stage in the background", few_large, in_the_background, moves_bytes=False),
+    Row(
+        "saves",
+        "ten saves",
+        training_state,
+        ten_saves,
+        (faster("DefaultStager", 1), memory_within(1.1, "BlockingAsyncStager")),
+        rounds=3,
+        memory=True,
+    ),
 )

@@ -74,7 +74,7 @@ def many_medium(scale: float) -> State:
 def few_large(scale: float) -> State:
     """32 tensors of 32 MB in a flat dict: what a byte costs."""
     tensors = _tensors(32, max(int(32 * MB * scale), 64))
-    title = f"32 x {_size(tensors[0].nbytes)}"
+    title = f"32 x {size(tensors[0].nbytes)}"
     return State(title, {f"layers.{index}.weight": tensor for index, tensor in enumerate(tensors)})
 
 
@@ -113,7 +113,7 @@ def training_state(scale: float) -> State:
     optimizer.step()
     tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 1}
     state = State("", tree)
-    return State(f"a transformer and AdamW: {len(state.tensors):,} tensors, {_size(state.nbytes)}", tree)
+    return State(f"a transformer and AdamW: {len(state.tensors):,} tensors, {size(state.nbytes)}", tree)
 
 
 def model_state(scale: float) -> State:
@@ -136,7 +136,7 @@ def _flat(count: int, nbytes: int, scale: float) -> State:
     count = max(round(count * scale), 2)
     tensors = _tensors(count, nbytes)
     tree = {f"layers.{index}.weight": tensor for index, tensor in enumerate(tensors)}
-    return State(f"{count:,} x {_size(nbytes)}", tree)
+    return State(f"{count:,} x {size(nbytes)}", tree)
 
 
 def _tensors(count: int, nbytes: int) -> list[torch.Tensor]:
@@ -145,5 +145,6 @@ def _tensors(count: int, nbytes: int) -> list[torch.Tensor]:
     return [torch.arange(index, index + length, dtype=torch.float32) for index in range(count)]
 
 
-def _size(nbytes: int) -> str:
+def size(nbytes: int) -> str:
+    """Return a number of bytes in the units of the titles."""
     return f"{nbytes / MB:,.0f} MB" if nbytes >= MB else f"{nbytes / KB:,.0f} KB"

@@ -7,7 +7,9 @@ out of slabs where an allocation is dear (pinning, or a file descriptor each).
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
+import os
 import sys
 import warnings
 import weakref
@@ -19,7 +21,7 @@ import torch
 from statetree.torch_internals import quietly, shared_storage
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 #: From this size on a buffer is an allocation of its own, on huge pages.
 LARGE_BYTES: Final = 1 << 20
@@ -28,6 +30,12 @@ SLAB_BYTES: Final = 64 << 20
 #: Where buffers begin in a slab: at the start of a cache line, which suits every dtype.
 ALIGNMENT: Final = 64
 _HUGE_PAGE_BYTES: Final = 2 << 20
+#: Anonymous mappings are shared with forked processes unless one asks otherwise (which is not possible on Windows).
+_PRIVATE: Final[dict[str, Any]] = (
+    {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+)
+#: From this part of the whole on a buffer in shared memory is an allocation of its own.
+_FEW: Final = 32
 
 
 class Buffer(NamedTuple):
@@ -35,6 +43,13 @@ class Buffer(NamedTuple):
 
     storage: torch.UntypedStorage
     start: int
+
+
+class Block(NamedTuple):
+    """A stretch of memory, and where in it buffers lie: the index of each, and its first byte."""
+
+    nbytes: int
+    places: list[tuple[int, int]]
 
 
 class Memory:
@@ -79,43 +94,121 @@ class Memory:
             slabs = self.pin_memory or self.share_memory
         if not slabs:
             return [Buffer(self._allocate(size), 0) for size in sizes]
-        result: list[Buffer | None] = [None] * len(sizes)
-        batch: list[int] = []
+        result: dict[int, Buffer] = {}
+        for block in self.arrange(sizes):
+            storage = self._allocate(block.nbytes)
+            result.update((index, self.piece(storage, start, sizes[index])) for index, start in block.places)
+        return [result[index] for index in range(len(sizes))]
+
+    def arrange(self, sizes: Sequence[int]) -> Iterator[Block]:
+        """Say which buffers share a block of memory. Large ones are alone, small ones lie in slabs.
+
+        Shared memory takes a file descriptor for each block: there are at most about a hundred, however many buffers
+        there are and however large.
+        """
+        alone, most = LARGE_BYTES, SLAB_BYTES
+        if self.share_memory:
+            alone, most = max(alone, sum(sizes) // _FEW), max(most, sum(sizes) // _FEW)
+        places: list[tuple[int, int]] = []
         filled = 0
         for index, size in enumerate(sizes):
-            if size >= LARGE_BYTES:
-                result[index] = Buffer(self._allocate(size), 0)
+            if size >= alone:
+                yield Block(size, [(index, 0)])
                 continue
-            if filled + size > SLAB_BYTES:
-                self._carve_slab(sizes, batch, filled, result)
-                batch, filled = [], 0
-            batch.append(index)
+            if places and filled + size > most:
+                yield Block(filled, places)
+                places, filled = [], 0
+            places.append((index, filled))
             filled += -(-size // ALIGNMENT) * ALIGNMENT
-        self._carve_slab(sizes, batch, filled, result)
-        return [buffer for buffer in result if buffer is not None]
+        if places:
+            yield Block(filled, places)
 
-    def _carve_slab(self, sizes: Sequence[int], batch: list[int], filled: int, result: list[Buffer | None]) -> None:
-        if not batch:
-            return
-        slab = self._allocate(filled)
-        start = 0
-        for index in batch:
-            size = sizes[index]
-            if self.share_memory:
-                # A piece would be a storage of its own that other processes know nothing of.
-                result[index] = Buffer(slab, start)
-            else:
-                piece: Any = slab[start : start + size]
-                result[index] = Buffer(piece, 0)
-            start += -(-size // ALIGNMENT) * ALIGNMENT
+    def piece(self, block: torch.UntypedStorage, start: int, size: int) -> Buffer:
+        """Return a buffer that is a part of a block."""
+        if self.share_memory:
+            # A piece would be a storage of its own that other processes know nothing of.
+            return Buffer(block, start)
+        part: Any = block[start : start + size]
+        return Buffer(part, 0)
+
+    def block(self, size: int) -> torch.UntypedStorage:
+        """Return memory that goes back to the system when it is freed, and not into an allocator's stock."""
+        if not self.is_plain_host or size < LARGE_BYTES:
+            return self._allocate(size)
+        try:
+            memory = mmap.mmap(-1, size, **_PRIVATE)
+        except OSError:  # too many mappings, perhaps
+            return self._allocate(size)
+        storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+        _advise_huge_pages(storage.data_ptr(), size)
+        return storage
 
     def _allocate(self, size: int) -> torch.UntypedStorage:
-        storage = shared_storage(size) if self.share_memory else torch.UntypedStorage(size, device=self.device)
+        storage = _share(size) if self.share_memory else torch.UntypedStorage(size, device=self.device)
         if self.device.type == "cpu" and size >= LARGE_BYTES:
             _advise_huge_pages(storage.data_ptr(), size)
         if self.pin_memory and size:
             _pin(storage)
         return storage
+
+
+def _share(size: int) -> torch.UntypedStorage:
+    """Return shared memory that is there, so that touching it cannot fail, or raise ``OSError`` and leave nothing.
+
+    It is an anonymous file where there are such: ``/dev/shm`` is small in containers, and torch leaves a file in it
+    when it is full.
+    """
+    try:
+        descriptor = _anonymous_file()
+        if descriptor is None:
+            _look_for_room(size)
+            return shared_storage(size)
+        try:
+            if size:
+                os.posix_fallocate(descriptor, 0, size)
+            return shared_storage(size, descriptor)
+        except RuntimeError:
+            os.close(os.dup(descriptor))  # torch dups it, too: if this fails it says why
+            raise
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        code = error.errno or 0
+        reason = error.strerror
+    except RuntimeError as error:  # torch's
+        code, reason = errno.ENOMEM, str(error)
+    remedy = (
+        "Raise the limit of open files (ulimit -n)"
+        if code in (errno.EMFILE, errno.ENFILE)
+        else "Make room (in a container: its memory limit, or --shm-size for /dev/shm)"
+    )
+    msg = (
+        f"share_memory: cannot take a block of shared memory: expected {size} bytes on a file descriptor, got: "
+        f"{reason}. {remedy}, stage less, or lower max_snapshots."
+    )
+    raise OSError(code, msg)
+
+
+def _anonymous_file() -> int | None:
+    """Open a file in memory that has no name; ``None`` if torch is to share memory by names, or there are none."""
+    if not hasattr(os, "memfd_create") or torch.multiprocessing.get_sharing_strategy() != "file_descriptor":
+        return None
+    try:
+        return os.memfd_create("statetree", os.MFD_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.EPERM):  # not in this kernel, or forbidden in this sandbox
+            return None
+        raise
+
+
+def _look_for_room(size: int) -> None:
+    """Raise ``OSError`` if ``/dev/shm`` has no room, before torch leaves a file there that nobody removes."""
+    try:
+        room = os.statvfs("/dev/shm")
+    except OSError:
+        return  # shared memory is elsewhere here
+    if size > room.f_bavail * room.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC) + " in /dev/shm")
 
 
 @quietly

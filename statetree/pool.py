@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
-from statetree.buffers import ALIGNMENT, LARGE_BYTES, SLAB_BYTES, Buffer, Memory
 from statetree.spans import raw
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
+
+    from statetree.buffers import Buffer, Memory
 
 #: A block is used for less than it holds only if at least this part of it is filled.
 _MIN_FILL = 0.75
@@ -50,38 +51,13 @@ class Pool:
 
         Large buffers get a block each, small ones share slabs.
         """
-        buffers: list[Buffer] = [Buffer(torch.UntypedStorage(0, device="cpu"), 0)] * len(sizes)
+        found: dict[int, Buffer] = {}
         blocks: list[torch.Tensor] = []
-        batch: list[int] = []
-        filled = 0
-        for index, size in enumerate(sizes):
-            if size >= LARGE_BYTES:
-                blocks.append(self._block(size))
-                buffers[index] = self._piece(blocks[-1], 0, size)
-                continue
-            if batch and filled + size > SLAB_BYTES:
-                blocks.append(self._fill_slab(sizes, batch, filled, buffers))
-                batch, filled = [], 0
-            batch.append(index)
-            filled += -(-size // ALIGNMENT) * ALIGNMENT
-        if batch:
-            blocks.append(self._fill_slab(sizes, batch, filled, buffers))
-        return buffers, blocks
-
-    def _fill_slab(self, sizes: Sequence[int], batch: list[int], filled: int, buffers: list[Buffer]) -> torch.Tensor:
-        slab = self._block(filled)
-        start = 0
-        for index in batch:
-            buffers[index] = self._piece(slab, start, sizes[index])
-            start += -(-sizes[index] // ALIGNMENT) * ALIGNMENT
-        return slab
-
-    def _piece(self, block: torch.Tensor, start: int, size: int) -> Buffer:
-        storage = block.untyped_storage()
-        if self._memory.share_memory:
-            return Buffer(storage, start)
-        piece: torch.UntypedStorage = storage[start : start + size]
-        return Buffer(piece, 0)
+        for block in self._memory.arrange(sizes):
+            blocks.append(self._block(block.nbytes))
+            storage = blocks[-1].untyped_storage()
+            found.update((index, self._memory.piece(storage, start, sizes[index])) for index, start in block.places)
+        return [found[index] for index in range(len(sizes))], blocks
 
     def _block(self, size: int) -> torch.Tensor:
         """Take the smallest block that fits from the pool, or allocate one."""
@@ -91,7 +67,13 @@ class Pool:
             best = min(fitting, key=lambda block: block.nbytes)
             self._blocks = [block for block in self._blocks if block is not best]
             return best
+        try:
+            storage = self._memory.block(size)
+        except (OSError, RuntimeError, MemoryError):
+            if not self._blocks:
+                raise
+            self._blocks.clear()  # what does not fit is in the way
+            storage = self._memory.block(size)
         self.allocations += 1
         self.allocated_bytes += size
-        (buffer,) = self._memory.carve([size], slabs=False)
-        return raw(buffer.storage, 0, size)
+        return raw(storage, 0, size)

@@ -11,12 +11,15 @@ tensors made afresh for every stage need no special care: what has the same geom
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from weakref import WeakSet
 
 from statetree.buffers import Memory, memory_of
-from statetree.columns import Columns
+from statetree.columns import Columns, storage_sizes
 from statetree.errors import StagerBusy, StagerClosed
 from statetree.geometry import Geometry
 from statetree.leaves import Unpacked, holds_tensor, unpack
@@ -28,12 +31,16 @@ from statetree.torch_internals import quietly
 from statetree.tree import flatten_for_copy, unflatten_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
     import torch
 
     from statetree.treespec import TreeSpec
+
+_alias: Final = attrgetter(
+    "data"
+)  # a tensor on the same memory, which no change to the other's storage or shape reaches
 
 
 class StagerStats(NamedTuple):
@@ -58,6 +65,7 @@ class _Look(NamedTuple):
         unpacked: Its leaves.
         columns: Those of its plain tensors that have memory.
         meta: The indices of the others among all plain tensors.
+        owners: For each tensor in ``columns``, the index of its leaf.
         moment: What the elements wait for, where they lie on an accelerator.
     """
 
@@ -65,7 +73,17 @@ class _Look(NamedTuple):
     unpacked: Unpacked
     columns: Columns
     meta: list[int]
+    owners: Sequence[int]
     moment: Moment
+
+    def check_memory(self, verb: str) -> None:
+        """Raise ``UnsupportedLeaf`` if the storage of a tensor is freed or too small for it."""
+        check_memory(verb, self.columns, lambda index: self.spec.paths()[self.owners[index]])
+
+    def check_memory_again(self, verb: str) -> None:
+        """Do as ``check_memory``, some time after it: copying from a storage freed meanwhile would crash."""
+        if storage_sizes(self.columns.tensors) != self.columns.storage_bytes:
+            self._replace(columns=Columns(self.columns.tensors)).check_memory(verb)
 
 
 class Stager:
@@ -76,13 +94,17 @@ class Stager:
     unless it was sent to another process. Containers that appear several times in a tree, and cycles, come out as
     they were. (What containers and opaque objects have in common becomes separate.)
 
+    Threads may share a stager: they take turns. A process made by ``fork`` inherits it empty, with memory of its own
+    (and should not read trees that the parent staged into shared memory: the parent cannot know of it).
+
     Args:
         pin_memory: Take page-locked memory. Without an accelerator this warns once and is ignored.
-        share_memory: Take memory that other processes can map.
+        share_memory: Take memory that other processes can map: a staged tree that is sent to one (through
+            ``torch.multiprocessing``) arrives as the same memory. It takes about a hundred file descriptors at most.
         max_snapshots: How many staged trees may be alive at a time.
 
     Raises:
-        ValueError: If ``max_snapshots`` is less than one.
+        TypeError, ValueError: If ``max_snapshots`` is not an integer, or less than one.
 
     Example:
         >>> import statetree as st, torch
@@ -98,16 +120,24 @@ class Stager:
     _receivers_are_done = False
 
     def __init__(self, *, pin_memory: bool = False, share_memory: bool = False, max_snapshots: int = 2) -> None:
+        given: object = max_snapshots
+        if not isinstance(given, int):
+            msg = f"Stager: max_snapshots must be a whole number: expected an int, got {given!r}."
+            raise TypeError(msg)
         if max_snapshots < 1:
             msg = f"Stager: max_snapshots must be at least 1: expected a positive number, got {max_snapshots}."
             raise ValueError(msg)
         self.max_snapshots = max_snapshots
         self._memory = memory_of(pin_memory=pin_memory, share_memory=share_memory)
+        self._closed = False
+        self._start_empty()
+        _stagers.add(self)
+
+    def _start_empty(self) -> None:
         self._pool = Pool(self._memory)
         self._snapshots: list[Snapshot] = []
         self._lock = threading.Lock()
         self._owner = 0
-        self._closed = False
         self._stages = 0
         self._worker = ThreadPoolExecutor(1, "statetree-stager")  # starts its thread when there is work
         self._under_way: set[Future[Any]] = set()
@@ -130,77 +160,104 @@ class Stager:
             StagerBusy: If ``max_snapshots`` staged trees are alive. Drop one, or raise the limit.
             StagerClosed: After ``close``.
             UnsupportedLeaf: If a leaf cannot be copied exactly.
+            OSError: If there is no shared memory, or no file descriptor, for another snapshot.
         """
         self._refuse_nested("stage")
         with self._lock:
             try:
                 self._begin("stage")
-                return self._copy(self._look_at("stage", tree))
+                return self._copy("stage", self._look_at("stage", tree))
             finally:
                 self._end()
 
     def stage_async(self, tree: Any) -> Future[Any]:
         """Stage a tree in the background.
 
-        The tree's structure, its plain values and its opaque objects are those at the time of the call. The elements
-        of its tensors are read later: they must not change before the future is done (or ``synchronize`` returns).
-        To overlap staging with a training step, call this after ``optimizer.step()``, run the next forward and
-        backward pass, which change no parameter and no optimizer state, and wait before the next
-        ``optimizer.step()``. Tensors on an accelerator are copied on a side stream, after all that the calling thread
-        has queued on its current streams.
+        The tree's structure, its plain values, its opaque objects and the memory of its tensors are those at the time
+        of the call; containers may be changed at once, and tensors be replaced, swapped (``.data``) or dropped. The
+        *elements* are read later: the memory must not be written, resized or freed before the future is done or
+        ``synchronize`` returns. Tensors on an accelerator are copied on a side stream, after all that the calling
+        thread has queued on its current streams.
+
+        To overlap staging with training, call this after ``optimizer.step()``, and wait before the next one::
+
+            optimizer.step()
+            staged = stager.stage_async({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+            ...  # the next batch
+            loss = compute_loss(model, batch)  # reads parameters only
+            loss.backward()  # writes gradients only
+            stager.synchronize()  # or staged.result()
+            optimizer.step()
+
+        What the forward pass itself writes does not wait: the running statistics of batch norm, caches, a generator's
+        state. Pass copies of such buffers, or wait before the forward pass.
 
         Args:
             tree: Any tree.
 
         Returns:
             A future of what ``stage`` returns, or of the very exception that it raises. It holds the staged tree, and
-            with that its memory, for as long as it is referred to.
+            with that its memory, for as long as it is referred to. ``cancel`` works on stages not yet begun.
 
         Raises:
             StagerClosed: After ``close``. (Stages not yet begun when the stager is closed get it in their futures.)
+            StagerBusy: In a nested call: from inside an object that this thread is staging. (That too many staged
+                trees are alive comes through the future.)
 
         Example:
             >>> import statetree as st, torch
+            >>> weights = torch.ones(2)
             >>> with st.Stager() as stager:
-            ...     future = stager.stage_async({"w": torch.ones(2)})
+            ...     future = stager.stage_async({"w": weights, "step": 1})
+            ...     stager.synchronize()
+            ...     _ = weights.zero_()
             ...     future.result()
-            {'w': tensor([1., 1.])}
+            {'w': tensor([1., 1.]), 'step': 1}
         """
         self._refuse_nested("stage_async")
         self._refuse_closed("stage_async")
         try:
-            look = self._look_at("stage_async", tree)
+            look = self._look_at("stage_async", tree, aside=True)
         except Exception as error:  # noqa: BLE001 - whatever it is, it belongs into the future
-            failed: Future[Any] = Future()
-            failed.set_exception(error)
-            return failed
-        try:
-            future = self._worker.submit(self._finish, look)
-        except RuntimeError:
-            self._refuse_closed("stage_async")  # another thread closed it meanwhile
-            raise
-        self._under_way.add(future)
+            return _failed(error)
+        future: Future[Any] = Future()
         future.add_done_callback(self._under_way.discard)
+        try:
+            self._under_way.add(future)
+            self._worker.submit(_fulfil, [(future, self._finish, look)])
+        except BaseException as error:
+            # Interrupted before it was queued, or after: it must not go on unseen, nor be waited for in vain.
+            if future.cancel():
+                future.set_running_or_notify_cancel()
+            if isinstance(error, RuntimeError):
+                self._refuse_closed("stage_async")  # another thread closed it meanwhile
+            raise
         return future
 
     def synchronize(self) -> None:
-        """Wait until no stage under way reads its tree any more. Errors stay in their futures."""
+        """Wait until no stage under way reads its tree any more. Errors stay in their futures.
+
+        Raises:
+            StagerBusy: In a nested call: from inside an object that this thread is staging.
+        """
+        self._refuse_nested("synchronize")
         wait(tuple(self._under_way))
 
     def _finish(self, look: _Look) -> Any:
         with self._lock:
             try:
                 self._begin("stage_async")
+                look.check_memory_again("stage_async")
                 with self._side_streams.after(look.moment):
-                    return self._copy(look)
+                    return self._copy("stage_async", look)
             finally:
                 self._end()
 
     @quietly
-    def _copy(self, look: _Look) -> Any:
+    def _copy(self, verb: str, look: _Look) -> Any:
         staged: list[torch.Tensor] = []
         if look.columns.tensors:
-            snapshot = self._idle_snapshot(look.columns)
+            snapshot = self._idle_snapshot(verb, look.columns)
             staged = snapshot.fill(look.columns)
             self._trim(snapshot)
         result = unflatten_copy(look.spec, look.unpacked.pack(_with_meta(look.unpacked.columns, staged, look.meta)))
@@ -214,7 +271,7 @@ class Stager:
             tree: A tree of the geometry that will be staged. It is not copied.
 
         Raises:
-            StagerBusy, StagerClosed, UnsupportedLeaf: As ``stage``.
+            StagerBusy, StagerClosed, UnsupportedLeaf, OSError: As ``stage``.
         """
         self._refuse_nested("prewarm")
         with self._lock:
@@ -228,7 +285,7 @@ class Stager:
     def _prewarm(self, tree: Any) -> None:
         columns = self._look_at("prewarm", tree).columns
         if columns.tensors:
-            snapshot = self._idle_snapshot(columns)
+            snapshot = self._idle_snapshot("prewarm", columns)
             snapshot.touch()
             self._trim(snapshot)
 
@@ -288,11 +345,13 @@ class Stager:
             self._pool.clear()
 
     @quietly
-    def _look_at(self, verb: str, tree: Any) -> _Look:
-        """Take a tree apart."""
+    def _look_at(self, verb: str, tree: Any, *, aside: bool = False) -> _Look:
+        """Take a tree apart, and with ``aside`` so that what becomes of it does not matter any more."""
         leaves, spec = flatten_for_copy(tree, holds_tensor, shared=True)
         unpacked = unpack(verb, leaves, spec.paths, together=True)
         columns = unpacked.columns
+        if aside:
+            columns.tensors = list(map(_alias, columns.tensors))
         meta: list[int] = []
         if not columns.on_cpu:
             meta = [index for index, device in enumerate(columns.devices) if device.type == "meta"]
@@ -303,11 +362,12 @@ class Stager:
             owners: Sequence[int] = [unpacked.owners[index] for index in real]
         else:
             owners = unpacked.owners
-        check_memory(verb, columns, lambda index: spec.paths()[owners[index]])
         moment = Moment(() if columns.on_cpu else devices_of(columns.devices))
-        return _Look(spec, unpacked, columns, meta, moment)
+        look = _Look(spec, unpacked, columns, meta, owners, moment)
+        look.check_memory(verb)
+        return look
 
-    def _idle_snapshot(self, columns: Columns) -> Snapshot:
+    def _idle_snapshot(self, verb: str, columns: Columns) -> Snapshot:
         """Return a snapshot that fits and that nothing refers to, making one if there may be another."""
         geometry: Geometry | None = None
         for attempt in ("first", "after collecting garbage"):
@@ -331,7 +391,7 @@ class Stager:
                 # Staged trees in reference cycles (DCP leaves some behind) are garbage, but not yet known to be.
                 gc.collect()
         msg = (
-            f"stage: {self.max_snapshots} staged trees are alive: expected at most max_snapshots={self.max_snapshots} "
+            f"{verb}: {self.max_snapshots} staged trees are alive: expected at most max_snapshots={self.max_snapshots} "
             "with this one. Drop one (a saving thread may still hold it), or make the Stager with more."
         )
         raise StagerBusy(msg)
@@ -342,6 +402,38 @@ class Stager:
         idle = [snapshot for snapshot in self._snapshots if snapshot is not latest and not snapshot.is_leased()]
         for snapshot in idle[:-1]:
             self._snapshots.remove(snapshot)
+
+
+def _fulfil(jobs: list[tuple[Future[Any], Callable[[_Look], Any], _Look]]) -> None:
+    """Carry an action's result, or the very exception, into a future, unless that was cancelled."""
+    # An exception holds the frames that it passed through, and those below them. They must not hold its future.
+    future, action, look = jobs.pop()
+    if not future.cancelled() and future.set_running_or_notify_cancel():
+        try:
+            future.set_result(action(look))
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs into the future
+            future.set_exception(error)
+    del future, action, look
+
+
+def _failed(error: Exception) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future
+
+
+#: Every stager alive, for the only thing that befalls all of them.
+_stagers: WeakSet[Stager] = WeakSet()
+
+
+def _leave_to_the_parent() -> None:
+    """In a forked process: the worker's thread is gone, a lock may be held by nobody, shared memory is the parent's."""
+    for stager in tuple(_stagers):
+        stager._start_empty()  # noqa: SLF001 - a part of the class
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 def _with_meta(columns: Columns, staged: list[torch.Tensor], meta: list[int]) -> list[torch.Tensor]:

@@ -3,19 +3,28 @@
 import gc
 import json
 import math
+import re
 import subprocess
 import sys
+import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from benchmarks import rows
+from benchmarks import instructions, memory, plots, rows
 from benchmarks.__main__ import GROUPS, ROWS, main
 from benchmarks.checks import has_leaves_of, holds_values_of, is_copy_of, is_like
 from benchmarks.machine import Bystanders
-from benchmarks.measure import Budget, Timing, WrongResult, floor, measure, ours, peer
+from benchmarks.measure import Budget, Timing, WrongResult, floor, measure, ours, peak, peer
+from benchmarks.ranks import RankRow, measure_here, sends_alike, sends_one_model, takes_at_most
+from benchmarks.rows_exchange import gather, gather_to_one, holds_wholes, sharded
 from benchmarks.states import State, leaves, zeros_like
+from statetree.testing import run_ranks
 
 ROOT = Path(__file__).parents[2]
 TINY = 0.0005
@@ -45,7 +54,7 @@ def written(tmp_path_factory):
 class TestCommand:
     def test_says_what_was_measured_on_what(self, written):
         document, _ = written
-        assert document["format"] == 1
+        assert document["format"] == 2
         assert {"python", "torch", "optree", "statetree"} <= document["versions"].keys()
         assert {"cpu", "cores", "threads", "huge_pages"} <= document["machine"].keys()
         assert {"date", "load_before", "load_after"} <= document.keys()
@@ -143,6 +152,13 @@ class TestMeasure:
         measure([ours(run, right)], lambda: None, TWICE)
         assert before[2:4] == [0, 0]
 
+    def test_a_sample_is_the_mean_of_its_repeats(self):
+        calls = []
+        contender = replace(ours(lambda: calls.append("a"), right), repeats=5)
+        (timing,) = measure([contender], lambda: None, TWICE)
+        assert len(timing.samples) == 2
+        assert len(calls) == 3 + 2 * 5
+
     def test_a_wrong_first_result_is_refused(self):
         with pytest.raises(WrongResult, match="statetree: the result is wrong"):
             measure([ours(lambda: 1, lambda result: result == 2)], lambda: None, TWICE)
@@ -194,6 +210,13 @@ class TestRow:
         assert len(runs) == attempts * 5
         assert disturbances == []
 
+    def test_has_no_more_rounds_than_it_may(self, disturbances):
+        disturbances.append(0.0)
+        runs = []
+        row = replace(self.row(runs), rounds=1)
+        row.measure(1.0, Budget(rounds=11, most=61, seconds=60))
+        assert len(runs) == 4
+
 
 def test_this_process_is_no_bystander(monkeypatch):
     readings = iter([(10.0, 100.0), (14.0, 101.0)])  # a second of work for others in four
@@ -206,11 +229,11 @@ class TestAims:
     def result(self):
         """statetree took 2 µs a leaf, the peer 10, the floor 1; once each, all took a second."""
         timings = [
-            Timing(ours(state, right), [20e-6, 20e-6, 1.0]),
-            Timing(peer("peer", state, right), [100e-6, 1.0, 100e-6]),
-            Timing(floor("floor", state, right), [1.0, 10e-6, 10e-6]),
+            Timing("statetree", "ours", [20e-6, 20e-6, 1.0], peaks=[300, 90], sent=[40, 42]),
+            Timing("peer", "peer", [100e-6, 1.0, 100e-6], peaks=[30, 90]),
+            Timing("floor", "floor", [1.0, 10e-6, 10e-6]),
         ]
-        return rows.Result(ROWS[0], "", 10, 0, timings, 0.0)
+        return rows.Result(ROWS[0], "", 10, 80, timings, 0.0)
 
     @pytest.mark.parametrize(
         ("aim", "value", "reached"),
@@ -223,6 +246,15 @@ class TestAims:
             pytest.param(rows.within(1.5, "floor"), 2, False, id="not within"),
             pytest.param(rows.at_most(3), 2, True, id="at most"),
             pytest.param(rows.at_most(1.5), 2, False, id="more"),
+            pytest.param(rows.memory_per_leaf(40), 30, True, id="memory"),
+            pytest.param(rows.memory_per_leaf(20), 30, False, id="more memory"),
+            pytest.param(rows.memory_within(12, "peer"), 10, True, id="memory grows in proportion"),
+            pytest.param(rows.memory_within(9, "peer"), 10, False, id="memory grows faster"),
+            pytest.param(takes_at_most(1, 100, ""), 0.9, True, id="rank's memory"),
+            pytest.param(takes_at_most(0, 100, ""), 3, False, id="rank's memory exceeded"),
+            pytest.param(sends_one_model(), 1.025, False, id="more than a model sent"),
+            pytest.param(sends_alike(1.05), 1.05, True, id="ranks send alike"),
+            pytest.param(sends_alike(1.04), 1.05, False, id="a rank sends more"),
         ],
     )
     def test_holds_if_the_figure_is_reached(self, result, aim, value, reached):
@@ -272,3 +304,151 @@ class TestChecks:
         assert has_leaves_of(original)({"a": first, "b": [second, number]})
         assert not has_leaves_of(original)(original.tree)
         assert not has_leaves_of(original)({"a": first, "b": [second.clone(), number]})
+
+
+class TestMemory:
+    needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not forget an earlier peak")
+
+    @needs_linux
+    def test_the_peak_is_that_of_the_work_alone(self):
+        torch.ones(200 << 20, dtype=torch.uint8)  # an earlier peak
+        nbytes = peak(ours(lambda: torch.ones(50 << 20, dtype=torch.uint8), right))
+        assert nbytes is not None
+        assert 49 << 20 <= nbytes < 70 << 20  # the system counts in batches of pages
+
+    @needs_linux
+    def test_what_is_let_go_of_counts_as_well(self):
+        def work():
+            torch.ones(50 << 20, dtype=torch.uint8)
+
+        assert memory.peak_of(work) >= 49 << 20
+
+    def test_is_unknown_where_the_system_does_not_tell(self, monkeypatch, tmp_path):
+        monkeypatch.setattr(memory, "_RESET", tmp_path / "missing" / "file")
+        assert memory.peak_of(list) is None
+        result = rows.Row("group", "work", lambda _: state(), lambda _: [ours(list, right)], memory=True)
+        result = result.measure(1.0, TWICE)
+        assert rows.memory_per_leaf(1).value(result) is None
+
+
+# Ranks make what they measure themselves, so it must be found by its name.
+def sleepy(_):
+    """Ranks that take longer the higher they are."""
+    seconds = 0.02 * (1 + dist.get_rank())
+    return [ours(lambda: time.sleep(seconds), right)]
+
+
+def wrong_on_rank_1(_):
+    return [ours(list, lambda _: dist.get_rank() == 0)]
+
+
+def two_tensors(_):
+    return state()
+
+
+def damaged(state_, *, dst):
+    """Gather, then spoil what was gathered."""
+    first, *_ = gather_to_one(state_)
+    result = first.run()
+    complete = holds_wholes(state_, dst)
+    assert complete(result)
+    result["layers.1.weight"][-1, -1] += 1
+    assert not complete(result) or dist.get_rank() != dst
+
+
+def spoil_a_gathered_tree():
+    damaged(sharded(3, 4, 4, 1.0), dst=0)
+
+
+def bytes_that_change_layout(replicas):
+    """How many bytes each rank sends, next to the floor of one replica."""
+    part = measure_here(partial(sharded, 4, 8, 8, replicas=replicas), gather, 1.0, TWICE)
+    return part.timings[0].sent[0]
+
+
+class TestRanks:
+    def test_the_slowest_rank_counts(self):
+        result = RankRow("group", "sleep", two_tensors, sleepy).measure(1.0, TWICE)
+        (timing,) = result.timings
+        assert all(sample >= 0.04 for sample in timing.samples)
+        assert len(timing.samples) == 2
+        assert "2 ranks" in result.title
+
+    def test_what_is_wrong_on_one_rank_is_refused(self):
+        row = RankRow("group", "work", two_tensors, wrong_on_rank_1)
+        with pytest.raises(AssertionError, match="the result is wrong"):
+            row.measure(1.0, TWICE)
+
+    def test_a_wrong_gathered_tensor_is_noticed(self):
+        run_ranks(2, spoil_a_gathered_tree)
+
+    def test_bytes_are_counted_for_each_rank(self):
+        assert run_ranks(2, bytes_that_change_layout, 1) == [4 * 8 * 8 * 4 // 2] * 2
+
+
+class TestPlots:
+    def contender(self, role, median, **facts):
+        facts = {"name": role, "leaves": 10, "bytes": 80, "us_per_leaf": median, "gb_per_s": 1.0} | facts
+        spread = {"min_s": median, "max_s": median * 2, "median_s": median}
+        return {"role": role, "times_ours": 2.0, **spread, **facts}
+
+    @pytest.fixture
+    def drawn(self, tmp_path):
+        """The pictures of a document."""
+        sizes = [self.contender("variant", 1.0, leaves=count) for count in (100, 10_000)]
+        groups = {
+            "stage": [self.contender("ours", 1e-3), self.contender("peer", 2e-3, name="<peer> & co.")],
+            "leaves": [self.contender("ours", 1.0, leaves=1_000_000), *sizes],
+        }
+        document = {"rows": [{"group": key, "title": f"{key}, all", "contenders": of} for key, of in groups.items()]}
+        (tmp_path / "old.svg").touch()
+        plots.write(document, tmp_path)
+        return tmp_path
+
+    def test_there_is_a_picture_of_each_group_and_each_is_shown(self, drawn):
+        assert {path.name for path in drawn.glob("*.svg")} == {"stage.svg", "leaves.svg"}
+        shown = re.findall(r"pictures/benchmarks/(\w+)\.svg", (drawn / plots.FIGURES).read_text())
+        assert shown == ["stage", "leaves"]
+
+    def test_a_bar_is_as_long_as_what_it_shows(self, drawn):
+        root = ElementTree.parse(drawn / "stage.svg").getroot()
+        widths = [
+            float(box.get("width"))
+            for color in (plots.COLORS["ours"], plots.COLORS["peer"])
+            for box in root.iterfind(f".//{{*}}rect[@fill='{color}']")
+            if box.get("x") != "20" and float(box.get("width")) != 14
+        ]
+        assert widths[1] == pytest.approx(2 * widths[0], rel=0.01)
+        assert any(text.text == "<peer> & co." for text in root.iterfind(".//{*}text"))
+
+    def test_a_curve_goes_through_every_size(self, drawn):
+        root = ElementTree.parse(drawn / "leaves.svg").getroot()
+        across = sorted(float(dot.get("cx")) for dot in root.iterfind(".//{*}circle"))
+        assert len(across) == 3
+        assert across[1] - across[0] == pytest.approx(across[2] - across[1], abs=0.2)  # two decades, and two
+
+    def test_the_recorded_results_are_those_shown(self):
+        recorded = json.loads((ROOT / "benchmarks" / "results" / "latest.json").read_text())
+        groups = {row["group"] for row in recorded["rows"]}
+        assert {path.stem for path in plots.PICTURES.glob("*.svg")} == groups
+
+
+class TestInstructions:
+    def test_more_instructions_than_the_tolerance_allows_are_reported(self):
+        recorded = {"tolerance": 0.05, "instructions_per_leaf": {"a": 100.0, "b": 100.0, "c": 100.0}}
+        (report,) = instructions.regressions({"a": 104.0, "b": 106.0, "c": 50.0}, recorded)
+        assert re.match(r"b: 106 instructions a leaf, \+6\.0%", report)
+
+    def test_a_path_that_is_not_counted_any_more_is_noticed(self):
+        with pytest.raises(KeyError):
+            instructions.regressions({}, {"tolerance": 0.05, "instructions_per_leaf": {"a": 1.0}})
+
+    def test_hot_paths_take_no_more_than_recorded(self):
+        if reason := instructions.unavailable():
+            pytest.skip(reason)
+        recorded = json.loads(instructions.RECORDED.read_text())
+        if recorded["versions"] != instructions.versions():
+            pytest.skip(f"the counts recorded are of {recorded['versions']}, this is {instructions.versions()}")
+        counts = instructions.count()
+        assert counts.keys() == instructions.hot_paths().keys()
+        assert instructions.regressions(counts, recorded) == []

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as hyp
 
-from statetree import pool as pools
+from statetree import buffers
 from statetree.buffers import LARGE_BYTES, Memory
 from statetree.pool import Pool
 from tests.unit.test_buffers import KINDS, assert_apart, places
@@ -56,10 +56,10 @@ def test_plain_buffers_are_storages_of_their_own_and_shared_ones_are_the_blocks_
 
 
 def test_slabs_are_bounded(memory, monkeypatch):
-    monkeypatch.setattr(pools, "SLAB_BYTES", 256)
-    buffers, blocks = Pool(memory).take([100, 128, 1, 300, 256, 1])
+    monkeypatch.setattr(buffers, "SLAB_BYTES", 256)
+    taken, blocks = Pool(memory).take([100, 128, 1, 300, 256, 1])
     assert [block.nbytes for block in blocks] == [256, 64, 320, 256, 64]
-    assert_apart(places(buffers, [100, 128, 1, 300, 256, 1]))
+    assert_apart(places(taken, [100, 128, 1, 300, 256, 1]))
 
 
 def test_nothing_asked_for_nothing_taken(memory):
