@@ -1,4 +1,4 @@
-"""What PyTorch's users call today. The names of torch are private, and imported here alone: tried with torch 2.11 and 2.13.
+"""What PyTorch's users call today. torch's private names are imported here alone: tried with torch 2.11 and 2.13.
 
 tensordict (0.15) and torch_checkpointing (0.1.1) take part where they are installed.
 """
