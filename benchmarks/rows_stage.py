@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import ctypes
 import mmap
+import shutil
 import sys
 import warnings
+import weakref
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -129,17 +131,19 @@ def in_the_background(state: State) -> list[Contender]:
 
 def ten_saves(state: State) -> list[Contender]:
     """Save a state with DCP ten times, with a new stager each time this is done."""
-    here = TemporaryDirectory()  # freed, and so removed, with the row
+    here = Path(mkdtemp())
 
     def save(stager: Any) -> Path:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is no process group
             for number in range(10):
-                path = Path(here.name, str(number))
+                path = here / str(number)
                 saved = torch_dcp.async_save(state.tree, checkpoint_id=path, async_stager=stager, no_dist=True)
                 getattr(saved, "upload_completion", saved).result()
         stager.close()
         return path
+
+    weakref.finalize(save, shutil.rmtree, here, ignore_errors=True)  # with the row
 
     def check(path: Path) -> bool:
         loaded = State("", copy.deepcopy(state.tree))
