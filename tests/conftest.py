@@ -25,6 +25,24 @@ settings.register_profile("thorough", UNTIMED, max_examples=3000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
 
 
+@pytest.fixture(autouse=True)
+def _state_of_the_thread() -> Iterator[None]:
+    """Nothing that ran may leave torch's modes of this thread changed: tests after it would fail, or pass, by chance."""
+    yield
+    import torch
+
+    state = {
+        "__torch_function__ is called": torch._C._is_torch_function_enabled(),
+        "operations are recorded for gradients": torch.is_grad_enabled(),
+        "inference mode is off": not torch.is_inference_mode_enabled(),
+        "no mode of __torch_dispatch__ is on": not torch._C._len_torch_dispatch_stack(),
+        "no mode of __torch_function__ is on": not torch._C._len_torch_function_stack(),
+        "the default dtype is float32": torch.get_default_dtype() is torch.float32,
+    }
+    wrong = [what for what, holds in state.items() if not holds]
+    assert not wrong, f"left by this test, not so any more: {', '.join(wrong)}"
+
+
 @pytest.fixture(scope="session")
 def one_rank_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A default process group of this process alone."""

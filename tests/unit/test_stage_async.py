@@ -582,6 +582,9 @@ with st.Stager(max_snapshots=2, share_memory=sys.argv[1] == "shared") as stager:
             armed = False
         except Struck:
             struck += 1
+        except RuntimeError as error:  # of the standard library's Condition, where it was struck while waiting
+            assert isinstance(error.__context__, Struck) and "un-acquired lock" in str(error), error
+            struck += 1
         stager.synchronize()
         assert staged is None or right(staged, turn), turn
         assert right(kept, kept_turn), (turn, kept_turn)
