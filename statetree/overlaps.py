@@ -13,7 +13,7 @@ from statetree.spans import extents
 from statetree.torch_internals import copy_each, set_bits
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 
 def overlaps_itself(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -165,17 +165,25 @@ def _conflicts_by_trial(
 
 def shared_elements(columns: Columns) -> list[tuple[int, int]]:
     """Return pairs of tensors that have bytes in common, so that they cannot both be given values of their own."""
+    return [pair for _, pairs in _collisions(columns) for pair in pairs]
+
+
+def sharing(columns: Columns) -> list[int]:
+    """Return which tensors have bytes in common with another one (and some that lie among these)."""
+    return sorted(index for cluster, pairs in _collisions(columns) if pairs for index in cluster)
+
+
+def _collisions(columns: Columns) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
+    """Yield groups of tensors that lie across each other, each with the pairs of them that have bytes in common."""
     if lie_apart(columns):
-        return []
+        return
     groups: dict[int, list[int]] = {}
     for index, key in enumerate(_memories(columns)):
         groups.setdefault(key, []).append(index)
     reach = extents(columns)
-    found: list[tuple[int, int]] = []
     for members in groups.values():
         for cluster in _clusters(columns, members, reach):
-            found += _colliding(columns, cluster, reach)
-    return found
+            yield cluster, _colliding(columns, cluster, reach)
 
 
 def _colliding(columns: Columns, cluster: list[int], reach: list[int]) -> list[tuple[int, int]]:

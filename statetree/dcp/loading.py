@@ -17,6 +17,7 @@ from statetree.dcp.outline import outline_of
 from statetree.dcp.planners import CarefulReader, LoadPlanner
 from statetree.dcp.structure import Structure, path_of, why_not_rebuilt
 from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY, VALUE_ENTRY, content_of
+from statetree.dcp.ties import Ties
 from statetree.errors import CheckpointError, Difference, TreeMismatch, UnsupportedLeaf
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.storage import StorageReader
+
+    from statetree.paths import Path
 
 
 def load(
@@ -43,9 +46,9 @@ def load(
 
     Args:
         template: A tree like the saved one. Only the memory of its tensors changes. Those of its tensors that share
-            memory must have had the same values when they were saved (ties are saved by value): if not, any of them
-            may end up there. Without a template, the state comes back as it was saved, provided that all containers are
-            ``dict``, ``list``, ``tuple`` or ``OrderedDict``.
+            memory must have had the same values when they were saved (ties are saved by value); they are loaded into
+            memory of their own first. Without a template, the state comes back as it was saved, provided that all
+            containers are ``dict``, ``list``, ``tuple`` or ``OrderedDict``.
         checkpoint_id: The directory.
         process_group: The ranks that load; by default all.
         storage_reader: Reads from elsewhere than a directory, or a checkpoint that DCP transformed. What follows about
@@ -64,7 +67,9 @@ def load(
         Every rank of the group calls it.
 
     Raises:
-        TreeMismatch: If the template does not fit, or is needed and missing. It names every place; nothing was read.
+        TreeMismatch: If the template does not fit, or is needed and missing. It names every place; nothing was read. Or
+            if tensors of the template share memory, and were saved with different values: these keep what they hold,
+            the others were filled.
         UnsupportedLeaf: If a leaf of the template has no elements (a meta tensor), or one of the checkpoint takes a
             template.
         CheckpointError: If the directory is missing, incomplete, damaged or hostile, or a plain value's class is not
@@ -86,7 +91,7 @@ def load(
     group = group_for(process_group)
     check_alive("load", group)
     target = _Free() if template is None else _Template(template, group)
-    planner = LoadPlanner(reader, target.choose, weights_only=weights_only)
+    planner = LoadPlanner(reader, target.choose, target.finish, weights_only=weights_only)
     with checkpoint_errors("load", checkpoint_id):
         run_load(reader, planner, group)
         return target.result(planner.values)
@@ -98,7 +103,6 @@ class _Template:
     def __init__(self, template: Any, group: ProcessGroup | None) -> None:
         self._tree = template
         self._group = group
-        self._results: list[Any] = []
 
     def choose(self, text: str | None, metadata: Metadata) -> dict[str, Any]:
         self._outline = outline_of(self._tree)
@@ -106,14 +110,20 @@ class _Template:
         contents = [content_of("load", entry.value, entry.path, ranks) for entry in self._outline.entries]
         saved = None if text is None else structure.read(text)
         self._matches = Matching(self._outline, contents, saved, metadata).run()
-        flat: dict[str, Any] = {}
-        for match, content in zip(self._matches, contents, strict=True):
-            flat.update(
-                dict.fromkeys(match.keys)
-                if match.sort == VALUE_ENTRY
-                else zip(match.keys, content.tensors, strict=True)
-            )
-        return flat
+        values: dict[str, Any] = {}
+        tensors: dict[str, Any] = {}
+        paths: dict[str, Path] = {}
+        for match, content, entry in zip(self._matches, contents, self._outline.entries, strict=True):
+            if match.sort == VALUE_ENTRY:
+                values.update(dict.fromkeys(match.keys))
+            else:
+                tensors.update(zip(match.keys, content.tensors, strict=True))
+                paths.update(dict.fromkeys(match.keys, entry.path))
+        self._ties = Ties(tensors, paths)
+        return {**values, **self._ties.receiving}
+
+    def finish(self) -> None:
+        self._ties.tie()
 
     def result(self, values: dict[str, Any]) -> Any:
         found = [
@@ -151,6 +161,9 @@ class _Free:
             else:
                 flat[key] = None
         return flat
+
+    def finish(self) -> None:
+        pass
 
     def result(self, values: dict[str, Any]) -> Any:
         found = {**values, **self._tensors}

@@ -104,6 +104,7 @@ class LoadPlanner(DefaultLoadPlanner):
         reader: Reads the structure while the load is planned.
         choose: Given the structure's text (or ``None``) and the metadata, returns the tensors to fill, and ``None`` for
             each plain value to read.
+        finish: Called when everything was read. What it raises reaches every rank.
         weights_only: Whether plain values are unpickled by the rules of ``torch.load(weights_only=True)``.
 
     Attributes:
@@ -114,6 +115,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self,
         reader: CarefulReader,
         choose: Callable[[str | None, Metadata], dict[str, Any]],
+        finish: Callable[[], None],
         *,
         weights_only: bool,
     ) -> None:
@@ -121,6 +123,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self.values: dict[str, Any] = {}
         self._reader = reader
         self._choose = choose
+        self.finish = finish
         self._weights_only = weights_only
 
     def create_local_plan(self) -> LoadPlan:
@@ -295,8 +298,11 @@ class CarefulReader(StorageReader):
         return self.inner.prepare_global_plan(plans)
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Any:
-        """Pass on."""
-        return self.inner.read_data(plan, planner)
+        """Pass on, and wait: the planner finishes while DCP still tells every rank what fails."""
+        reading = self.inner.read_data(plan, planner)
+        reading.wait()
+        planner.finish()
+        return reading
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:

@@ -136,6 +136,34 @@ def test_ties_of_the_template_stay(tmp_path):
     assert torch.equal(base, tied)
 
 
+@pytest.mark.parametrize(
+    "views",
+    [
+        lambda base: (base, base.view(2, 5)),
+        lambda base: (base[:6], base[4:].view(2, 3)),
+        lambda base: (base[:2], base, base[5:]),
+    ],
+)
+def test_tied_tensors_of_a_template_saved_with_different_values(tmp_path, views):
+    base = torch.full((10,), -1.0)
+    template = {"other": torch.zeros(3), **{f"t{number}": view for number, view in enumerate(views(base))}}
+    state = statetree.map_leaves(lambda leaf: torch.rand(leaf.shape), template)
+    dcp.save(state, checkpoint_id=tmp_path)
+    with pytest.raises(statetree.TreeMismatch, match=r"(?s)load: .*ties at t\d: values of its own cannot go into a ten") as e:
+        dcp.load(template, checkpoint_id=tmp_path)
+    assert {found.kind for found in e.value.differences} == {"ties"}
+    assert (base == -1).all()
+    assert torch.equal(template["other"], state["other"])
+
+
+def test_tied_tensors_of_a_template_saved_with_values_that_agree(tmp_path):
+    saved = torch.arange(10.0)
+    dcp.save({"a": saved[:6], "b": saved[4:].view(2, 3)}, checkpoint_id=tmp_path)
+    base = torch.zeros(10)
+    dcp.load({"a": base[:6], "b": base[4:].view(2, 3)}, checkpoint_id=tmp_path)
+    assert torch.equal(base, saved)
+
+
 Pair = namedtuple("Pair", "x y")
 
 
