@@ -6,6 +6,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PEERS := $(VENV)/.peers-installed
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
 SOURCES := $(wildcard statetree tests examples benchmarks docs)
@@ -59,7 +60,12 @@ thorough: $(STAMP)  ## Run the tests with 3,000 hypothesis examples each, on all
 soak: $(STAMP)  ## Stage 10,000 times, and from eight threads, and look for what is left behind
 	@$(BIN)/python -m tests.soak $(ARGS)
 
-bench: $(STAMP)  ## Measure against the peers, side by side
+$(PEERS): $(STAMP)
+	@$(PIP) --group bench
+	@$(PIP) --no-deps torch-checkpointing
+	@touch $@
+
+bench: $(PEERS)  ## Measure against the peers, side by side
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 instructions: $(STAMP)  ## Count the instructions of hot paths, and compare with the recorded counts

@@ -390,8 +390,9 @@ class Stager:
             if attempt == "first":
                 # Staged trees in reference cycles (DCP leaves some behind) are garbage, but not yet known to be.
                 gc.collect()
+        alive = "1 staged tree is" if self.max_snapshots == 1 else f"{self.max_snapshots} staged trees are"
         msg = (
-            f"{verb}: {self.max_snapshots} staged trees are alive: expected at most max_snapshots={self.max_snapshots} "
+            f"{verb}: {alive} alive: expected at most max_snapshots={self.max_snapshots} "
             "with this one. Drop one (a saving thread may still hold it), or make the Stager with more."
         )
         raise StagerBusy(msg)

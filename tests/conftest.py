@@ -27,7 +27,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.enviro
 
 @pytest.fixture(autouse=True)
 def _state_of_the_thread() -> Iterator[None]:
-    """Nothing that ran may leave torch's modes of this thread changed: tests after it would fail, or pass, by chance."""
+    """No test may leave torch's modes of this thread changed: others after it would fail, or pass, by chance."""
     yield
     import torch
 

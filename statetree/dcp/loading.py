@@ -79,8 +79,8 @@ def load(
         Files are not trusted. Guarded against: code in DCP's ``.metadata`` (its pickle is read without being executed),
         file names that lead out of the directory, pieces that lie outside of their file or tensor or need more memory
         than the files have bytes, and, unless ``weights_only=False``, code in plain values and tensors. Not guarded
-        against: wrong values (DCP stores no checksums), pickles and compressed zip members made to take much memory,
-        faults of ``torch.load(weights_only=True)`` itself, and files that change while they are read.
+        against: wrong values (DCP stores no checksums), plain values whose pickle is made to take much memory, faults
+         of ``torch.load(weights_only=True)`` itself, and files that change while they are read.
     """
     inner = storage_reader
     if inner is None:

@@ -41,7 +41,8 @@ def run_ranks(
     They are replaced after any failure, and end with this process. The default process group is ``world_size`` ranks
     on the CPU; ``torch.distributed.get_rank()`` tells which one it is. Each rank has one thread for torch's
     operations. What ``fn`` leaves behind in a process (a default dtype, groups, meshes) is there in the next call:
-    cache groups rather than making them for each example.
+    cache groups rather than making them for each example. Ranks import the main module: a script has to keep its calls
+    under ``if __name__ == "__main__":``.
 
     Args:
         world_size: How many ranks there are.

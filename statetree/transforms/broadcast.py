@@ -41,8 +41,8 @@ def broadcast(
             rank: those keep their layout, with the source's elements wherever it has a replica.
         src: The source, a rank of the group.
         group: The ranks that take part; by default all.
-        bucket_bytes: How many bytes a rank sends and receives at a time. Two such buckets are the memory that it takes
-            beside the result.
+        bucket_bytes: How many bytes a rank sends and receives at a time, by default 64 MiB. Two such buckets are the
+            memory that it takes beside the result.
         timeout: How long each collective may take, in seconds or as a ``timedelta``; by default what the group allows.
 
     Returns:

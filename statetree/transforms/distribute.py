@@ -46,8 +46,8 @@ def distribute(
             may be ``None``, is not looked at. Tensors that are not distributed are the source's on every rank.
         group: The ranks that take part; by default all.
         in_place: Write into the tensors of ``like`` instead of fresh ones.
-        bucket_bytes: How many bytes a rank sends and receives at a time. Two such buckets are the memory that it takes
-            beside the result (and tensors that are not distributed, twice).
+        bucket_bytes: How many bytes a rank sends and receives at a time, by default 64 MiB. Two such buckets are the
+            memory that it takes beside the result (and tensors that are not distributed, twice).
         timeout: How long each collective may take, in seconds or as a ``timedelta``; by default what the group allows.
 
     Returns:

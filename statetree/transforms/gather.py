@@ -58,8 +58,8 @@ def gather(
         dst: Which ranks of the group get the tensors: one, several, or with ``None`` all.
         group: The ranks that take part; by default all. Together they must hold every distributed tensor completely.
         device: Where the tensors are put; by default where the shards lie.
-        bucket_bytes: How many bytes a rank sends and receives at a time. Two such buckets are the memory that it takes
-            beside the result.
+        bucket_bytes: How many bytes a rank sends and receives at a time, by default 64 MiB. Two such buckets are the
+            memory that it takes beside the result.
         timeout: How long each collective may take, in seconds or as a ``timedelta``; by default what the group allows.
 
     Returns:

@@ -38,8 +38,8 @@ def reshard(
             ``meta`` ones.
         group: The ranks that take part; by default all. Together they must hold every tensor of ``tree`` completely.
         in_place: Write into the tensors of ``like`` instead of fresh ones.
-        bucket_bytes: How many bytes a rank sends and receives at a time. Two such buckets are the memory that it takes
-            beside the result.
+        bucket_bytes: How many bytes a rank sends and receives at a time, by default 64 MiB. Two such buckets are the
+            memory that it takes beside the result.
         timeout: How long each collective may take, in seconds or as a ``timedelta``; by default what the group allows.
 
     Returns:

@@ -13,9 +13,9 @@ import torch.distributed.checkpoint as torch_dcp
 
 from statetree.cli import elements, stored
 from statetree.cli.formats import dcp_writer, torch_writer
+from statetree.testing import assert_trees_equal
 from tests.cli.hostile import Raw, Storage, archive, pickle_of
 from tests.cli.states import bits, flat_state, load, nested_state, tied_state, write
-from tests.oracle import assert_same
 from tests.trees import TREES, quiet
 
 NAMES = ["a.pt", "a.safetensors", "a"]
@@ -44,7 +44,7 @@ def test_any_format_to_any_other_exactly(of, to, places, statetree):
         converted(statetree, target, places[1] / "b.pt")
         target = places[1] / "b.pt"
     loaded = load(target)
-    assert_same({key: loaded[key] for key in flat_state()}, flat_state(), ties=False)
+    assert_trees_equal({key: loaded[key] for key in flat_state()}, flat_state(), ties=False)
 
 
 @pytest.mark.parametrize("chain", [["b.pt"], ["b"], ["b", "c.pt"], ["b.pt", "c", "d", "e.pt"]])
@@ -53,7 +53,7 @@ def test_nested_states_stay_nested(chain, tmp_path, statetree):
     for name in chain:
         converted(statetree, source, tmp_path / name)
         source = tmp_path / name
-    assert_same(load(source), nested_state(), ties=False)
+    assert_trees_equal(load(source), nested_state(), ties=False)
 
 
 @pytest.mark.parametrize("tree", TREES, ids=str)
@@ -71,13 +71,13 @@ def test_awkward_trees_come_out_as_torch_loads_them(tree, tmp_path, statetree):
             assert "not loaded>" in statetree("convert", source, tmp_path / "b.pt").err
             return
         converted(statetree, source, tmp_path / "b.pt")
-        assert_same(torch.load(tmp_path / "b.pt", weights_only=True), expected)
+        assert_trees_equal(torch.load(tmp_path / "b.pt", weights_only=True), expected)
 
 
 def test_ties_are_kept_in_torch_files(tmp_path, statetree):
     source = write(tied_state(), tmp_path / "a.pt")
     converted(statetree, source, tmp_path / "b.pt")
-    assert_same(load(tmp_path / "b.pt"), load(source))
+    assert_trees_equal(load(tmp_path / "b.pt"), load(source))
 
 
 @pytest.mark.parametrize("name", ["b.safetensors", "b"])
@@ -121,7 +121,7 @@ def test_what_torch_files_alone_hold_is_kept_in_them(tmp_path, statetree):
     with quiet():
         torch.save(state, source)
         converted(statetree, source, tmp_path / "b.pt")
-        assert_same(load(tmp_path / "b.pt"), load(source))
+        assert_trees_equal(load(tmp_path / "b.pt"), load(source))
 
 
 def test_objects_in_parts_go_to_directories_as_statetree_saves_them(tmp_path, statetree):
@@ -177,7 +177,7 @@ def test_roots_and_keys_of_every_sort(state, tmp_path, statetree):
         assert statetree("show", "--sort", sort, "--depth", 1, source).status == 0
     converted(statetree, source, tmp_path / "b")
     converted(statetree, tmp_path / "b", tmp_path / "c.pt")
-    assert_same(load(tmp_path / "c.pt"), state, ties=False)
+    assert_trees_equal(load(tmp_path / "c.pt"), state, ties=False)
 
 
 def test_dcp_itself_loads_what_is_written(tmp_path, statetree):
@@ -186,7 +186,7 @@ def test_dcp_itself_loads_what_is_written(tmp_path, statetree):
     template = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
     with quiet():
         torch_dcp.load(template, checkpoint_id=tmp_path / "b")
-    assert_same(template, state, ties=False)
+    assert_trees_equal(template, state, ties=False)
 
 
 def test_dcp_checkpoints_without_structure_are_flat(tmp_path, statetree):
@@ -194,7 +194,7 @@ def test_dcp_checkpoints_without_structure_are_flat(tmp_path, statetree):
     with quiet():
         torch_dcp.save(state, checkpoint_id=tmp_path / "a")
     converted(statetree, tmp_path / "a", tmp_path / "b.pt")
-    assert_same(load(tmp_path / "b.pt"), {"model.w": bits(2, 3), "step": 3}, ties=False)
+    assert_trees_equal(load(tmp_path / "b.pt"), {"model.w": bits(2, 3), "step": 3}, ties=False)
 
 
 def test_pieces_of_ranks_are_put_together(tmp_path, statetree):
@@ -259,7 +259,7 @@ def test_casting_converts_floating_point_tensors(tmp_path, statetree):
         loaded = load(tmp_path / name)
         for key, tensor in state.items():
             expected = tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
-            assert_same(loaded[key], expected)
+            assert_trees_equal(loaded[key], expected)
 
 
 def test_casting_keeps_ties(tmp_path, statetree):
@@ -293,7 +293,7 @@ def test_matching_keeps_the_nesting(tmp_path, statetree):
         "model": state["model"],
         "optimizer": {"state": {0: {"exp_avg": state["optimizer"]["state"][0]["exp_avg"]}}},
     }
-    assert_same(load(tmp_path / "b.pt"), expected, ties=False)
+    assert_trees_equal(load(tmp_path / "b.pt"), expected, ties=False)
 
 
 def test_matching_makes_no_holes(tmp_path, statetree):
@@ -329,7 +329,7 @@ def test_renaming(renames, expected, tmp_path, statetree):
         return {key: filled(value) if isinstance(value, dict) else leaves[value] for key, value in tree.items()}
 
     loaded = load(tmp_path / "b.pt")
-    assert_same(loaded, filled(expected), ties=False)
+    assert_trees_equal(loaded, filled(expected), ties=False)
     converted(statetree, *options, source, tmp_path / "b.safetensors")
     assert len(load(tmp_path / "b.safetensors")) == 3
 
@@ -370,7 +370,7 @@ def test_unknown_classes_are_refused_unless_dropped(name, tmp_path, statetree):
     assert "config.a: <torch.nn.modules.activation.ReLU: not loaded>" in ran.err
     ran = converted(statetree, "--drop-values", source, tmp_path / name)
     assert "config.a: dropped" in ran.err
-    assert_same(load(tmp_path / name), {"w": bits(2), "config": {"b": 1}}, ties=False)
+    assert_trees_equal(load(tmp_path / name), {"w": bits(2), "config": {"b": 1}}, ties=False)
 
 
 @pytest.mark.parametrize(
@@ -391,7 +391,7 @@ def test_containers_of_unknown_classes_become_mappings(tmp_path, statetree):
     source = write({"pair": Pair(bits(1), 2), "w": bits(3)}, tmp_path / "a")
     ran = converted(statetree, source, tmp_path / "b.pt")
     assert "pair: is a tests.cli.test_convert.Pair, and becomes a dict" in ran.err
-    assert_same(load(tmp_path / "b.pt"), {"pair": {"x": bits(1), "y": 2}, "w": bits(3)}, ties=False)
+    assert_trees_equal(load(tmp_path / "b.pt"), {"pair": {"x": bits(1), "y": 2}, "w": bits(3)}, ties=False)
 
 
 def test_shards(tmp_path, statetree):
@@ -406,10 +406,10 @@ def test_shards(tmp_path, statetree):
         some = safetensors.torch.load_file(tmp_path / file)
         assert sum(tensor.nbytes for tensor in some.values()) <= 200
         loaded |= some
-    assert_same({key: loaded[key] for key in flat_state()}, flat_state(), ties=False)
+    assert_trees_equal({key: loaded[key] for key in flat_state()}, flat_state(), ties=False)
     converted(statetree, "--shard-bytes", "5kB", source, tmp_path / "d")
     assert len(list((tmp_path / "d").glob("*.distcp"))) > 2
-    assert_same(load(tmp_path / "d"), flat_state(), ties=False)
+    assert_trees_equal(load(tmp_path / "d"), flat_state(), ties=False)
     assert statetree("convert", "--shard-bytes", "5kB", source, tmp_path / "x.pt").status == 2
     assert statetree("convert", "--shard-bytes", "0", source, tmp_path / "x").status == 2
 
@@ -439,4 +439,4 @@ def test_deep_trees(tmp_path, statetree):
         state = {"a": state}
     source = write(state, tmp_path / "a.pt")
     converted(statetree, source, tmp_path / "b.pt")
-    assert_same(load(tmp_path / "b.pt"), state)
+    assert_trees_equal(load(tmp_path / "b.pt"), state)

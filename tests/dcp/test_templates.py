@@ -149,7 +149,9 @@ def test_tied_tensors_of_a_template_saved_with_different_values(tmp_path, views)
     template = {"other": torch.zeros(3), **{f"t{number}": view for number, view in enumerate(views(base))}}
     state = statetree.map_leaves(lambda leaf: torch.rand(leaf.shape), template)
     dcp.save(state, checkpoint_id=tmp_path)
-    with pytest.raises(statetree.TreeMismatch, match=r"(?s)load: .*ties at t\d: values of its own cannot go into a ten") as e:
+    with pytest.raises(
+        statetree.TreeMismatch, match=r"(?s)load: .*ties at t\d: values of its own cannot go into a ten"
+    ) as e:
         dcp.load(template, checkpoint_id=tmp_path)
     assert {found.kind for found in e.value.differences} == {"ties"}
     assert (base == -1).all()
