@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from statetree.boxes import Box, Interval, is_covered
 from statetree.torch_internals import storage_key
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
-
-#: A stretch of one dim of a tensor, from its first index to behind its last one.
-Interval = tuple[int, int]
 
 
 class Layout:
@@ -87,37 +85,16 @@ class Layout:
     @cached_property
     def is_complete(self) -> bool:
         """Whether the ranks hold every element between them."""
-        boxes = self.distinct
-        held = int((boxes.stops - boxes.starts).prod(1).sum()) if len(boxes.starts) else 0
-        return held == self.numel if self.disjoint else held >= self.numel and self._covers()
-
-    def _covers(self) -> bool:
-        """Whether overlapping boxes cover everything: no cell between their edges is left out."""
         starts, stops, _ = self.distinct
-        edges = [
-            sorted({0, *starts[:, dim].tolist(), *stops[:, dim].tolist()} - {size})
-            for dim, size in enumerate(self.shape)
-        ]
-        corners = list(product(*edges))
-        cells = torch.tensor(corners, dtype=torch.int64).view(len(corners), 1, len(self.shape))
-        return bool(((cells >= starts) & (cells < stops)).all(2).any(1).all())
+        if self.disjoint:
+            return int((stops - starts).prod(1).sum()) == self.numel
+        boxes = [Box(tuple(start), tuple(stop)) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
+        return is_covered(Box((0,) * len(self.shape), self.shape), boxes)
 
 
 def _row_major(shape: Sequence[int]) -> list[int]:
     """Return how many elements apart neighbours in each dim are."""
     return [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-
-
-class Box(NamedTuple):
-    """A box: its first index in each dim, and the one behind its last."""
-
-    start: tuple[int, ...]
-    stop: tuple[int, ...]
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Its shape."""
-        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
 
 
 class Distinct(NamedTuple):
@@ -354,34 +331,6 @@ def local_pieces(local: torch.Tensor, boxes: Sequence[Box]) -> list[torch.Tensor
             piece = piece.narrow(dim, offsets[dim][start, stop], stop - start)
         pieces.append(piece)
     return pieces
-
-
-def slab_grid(sizes: Sequence[int], count: int) -> tuple[int, ...]:
-    """Return into how many parts to cut each dim of a box to get at least ``count`` slabs, or single elements."""
-    grid = []
-    for size in sizes:
-        parts = 1 if count == 1 else count if size >= 8 * count else size
-        grid.append(parts)
-        count = -(-count // parts)
-    return tuple(grid)
-
-
-def slab(box: Box, count: int, number: int) -> Box | None:
-    """Return one of the slabs that a box is cut into, counted in row-major order; ``None`` if there are not so many."""
-    grid = slab_grid(box.sizes, count)
-    if number >= prod(grid):
-        return None
-    bounds: list[Interval] = []
-    for start, size, parts in reversed(list(zip(box.start, box.sizes, grid, strict=True))):
-        number, place = divmod(number, parts)
-        bounds.append((start + size * place // parts, start + size * (place + 1) // parts))
-    return Box(tuple(start for start, _ in reversed(bounds)), tuple(stop for _, stop in reversed(bounds)))
-
-
-def in_slabs(box: Box, count: int) -> list[Box]:
-    """Cut a box into at least ``count`` slabs of about the same size (or single elements), in row-major order."""
-    slabs = (slab(box, count, number) for number in range(prod(slab_grid(box.sizes, count))))
-    return [found for found in slabs if found is not None]
 
 
 def by_rank(layout: Layout) -> dict[int, list[Box]]:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from statetree.agreement import CONTAINER, Agreed, Entry, digest
+from statetree.boxes import Box
 from statetree.buffers import Memory
-from statetree.chunks import Box, Holding, Layout, layout_of
+from statetree.chunks import Holding, Layout, layout_of
 from statetree.columns import Columns
 from statetree.comparing import settled
 from statetree.errors import RankMismatch, UnsupportedLeaf

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from statetree.chunks import Box, Layout, slab, slab_grid
+from statetree.boxes import Box, slab, slab_grid
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from statetree.chunks import Layout
 
 
 class Move(NamedTuple):

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from statetree.chunks import Box, Layout, by_rank, in_slabs, layout_of
+from statetree.boxes import Box, in_slabs
+from statetree.chunks import Layout, by_rank, layout_of
 from statetree.exchange import Exchange, Pieces
 from statetree.plans import Move
 

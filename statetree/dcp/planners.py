@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import math
 import re
 from collections import defaultdict
-from operator import sub
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -22,7 +20,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
-from statetree.chunks import Box
+from statetree.boxes import Box, is_covered
 from statetree.dcp.outline import STRUCTURE_KEY
 from statetree.errors import CheckpointError
 
@@ -164,7 +162,7 @@ class LoadPlanner(DefaultLoadPlanner):
         whole = Box((0,) * len(shape), tuple(shape))
         if is_covered(whole, boxes):
             return
-        held, need = sum(map(_volume, boxes)), _volume(whole)
+        held, need = sum(box.volume for box in boxes), whole.volume
         what = f"{held} of the {need} elements" if held < need else f"pieces that overlap, but not all {need} elements,"
         msg = (
             f"load: the checkpoint holds {what} of {key} that this rank needs: expected all. It was saved without some "
@@ -209,53 +207,6 @@ def _local_shapes(target: Any) -> list[torch.Size]:
         parts = local.local_shards() if hasattr(local, "local_shards") else [local]  # several: LocalShardsWrapper
         return [part.shape for part in parts]
     return [target.shape] if isinstance(target, torch.Tensor) else []
-
-
-def is_covered(whole: Box, boxes: list[Box]) -> bool:
-    """Whether boxes in a whole one, which may overlap, cover it between them. If that is too hard to say, they do not.
-
-    The whole is halved, and the boxes with it, until one box covers a part, or there are too few elements for one.
-    """
-    effort = 10_000 + _MAX_VISITS * len(boxes)
-    pending = [(whole, boxes)]
-    while pending:
-        part, inside = pending.pop()
-        if part in inside or not _volume(part):
-            continue
-        effort -= len(inside)
-        if sum(map(_volume, inside)) < _volume(part) or effort < 0:
-            return False
-        pending += _halves(part, inside)
-    return True
-
-
-#: How often each box may be looked at: pieces that cut a tensor into a grid take the logarithm of their number.
-_MAX_VISITS: Final = 100
-
-
-def _halves(part: Box, boxes: list[Box]) -> list[tuple[Box, list[Box]]]:
-    """Cut a part, and what lies in it, at an edge in the middle, in the dim that has most edges."""
-    edges = [
-        {edge for box in boxes for edge in (box.start[dim], box.stop[dim]) if start < edge < stop}
-        for dim, (start, stop) in enumerate(zip(*part, strict=True))
-    ]
-    dim = max(range(len(edges)), key=lambda dim: len(edges[dim]))
-    cut = sorted(edges[dim])[len(edges[dim]) // 2]
-    below = [box if box.stop[dim] <= cut else _below(box, dim, cut) for box in boxes if box.start[dim] < cut]
-    above = [box if box.start[dim] >= cut else _above(box, dim, cut) for box in boxes if box.stop[dim] > cut]
-    return [(_below(part, dim, cut), below), (_above(part, dim, cut), above)]
-
-
-def _below(box: Box, dim: int, cut: int) -> Box:
-    return Box(box.start, (*box.stop[:dim], cut, *box.stop[dim + 1 :]))
-
-
-def _above(box: Box, dim: int, cut: int) -> Box:
-    return Box((*box.start[:dim], cut, *box.start[dim + 1 :]), box.stop)
-
-
-def _volume(box: Box) -> int:
-    return math.prod(map(sub, box.stop, box.start))
 
 
 class CarefulReader(StorageReader):

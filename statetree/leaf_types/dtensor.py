@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from statetree.chunks import Box, Holding, Layout, Split, local_pieces, location_of, mesh_layout
+from statetree.boxes import Box
+from statetree.chunks import Holding, Layout, Split, local_pieces, location_of, mesh_layout
 from statetree.comparing import settled
 from statetree.errors import UnsupportedLeaf
 from statetree.leaf_types.tensor import attributes_of, set_attributes

@@ -9,7 +9,8 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.remote_device import _remote_device
 
-from statetree.chunks import Box, Holding, layout_of, location_of
+from statetree.boxes import Box
+from statetree.chunks import Holding, layout_of, location_of
 from statetree.leaf_types.tensor import attributes_of, set_attributes
 from statetree.tree import flatten, unflatten
 

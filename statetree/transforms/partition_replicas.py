@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from statetree.agreement import Entry, Statement, agree
+from statetree.boxes import Box
 from statetree.buffers import memory_of
-from statetree.chunks import Box, Layout, by_rank, layout_of, whole_on
+from statetree.chunks import Layout, by_rank, layout_of, whole_on
 from statetree.collectives import Survey, settle
 from statetree.compose import collective
 from statetree.groups import Group, Timeout, group_of

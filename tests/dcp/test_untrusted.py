@@ -25,8 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 import statetree
 from statetree import dcp
-from statetree.chunks import Box
-from statetree.dcp.planners import is_covered
+from statetree.boxes import Box, is_covered
 from statetree.dcp.structure import read
 
 
