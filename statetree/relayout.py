@@ -11,15 +11,11 @@ from statetree.chunks import Holding, Layout, layout_of, location_of, whole_on
 from statetree.collectives import (
     Item,
     Receipt,
-    Survey,
     communicating_device,
     exchange,
-    holding_of,
-    is_strided,
     movable,
     moved_dtype,
     pieces_of,
-    settle,
     sources_of,
 )
 from statetree.columns import Columns
@@ -34,6 +30,7 @@ from statetree.paths import Path
 from statetree.plans import Move
 from statetree.spans import holds_memory
 from statetree.summands import Source
+from statetree.survey import Survey, holding_of, is_strided, settle
 from statetree.torch_internals import storage_key
 from statetree.transforms.allocate_like import allocate_like
 from statetree.transforms.copy_into import prepared_copy

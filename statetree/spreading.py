@@ -11,10 +11,11 @@ import torch
 from statetree.agreement import Entry, Statement, agree
 from statetree.blueprint import Blueprint, draw, pickled
 from statetree.chunks import Layout, whole_on
-from statetree.collectives import Item, Receipt, Survey, communicating_device, exchange, settle
+from statetree.collectives import Item, Receipt, communicating_device, exchange
 from statetree.errors import RankMismatch, StateTreeError
 from statetree.leaves import holds_tensor
 from statetree.summands import Source
+from statetree.survey import Survey, settle
 from statetree.tree import flatten_for_copy, unflatten
 
 if TYPE_CHECKING:

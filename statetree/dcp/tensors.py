@@ -8,7 +8,6 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from statetree.collectives import holding_of
 from statetree.comparing import settled
 from statetree.dcp.groups import ranks_of
 from statetree.dcp.internals import is_cut_left_to_right
@@ -29,6 +28,7 @@ from statetree.leaves import (
 )
 from statetree.overlaps import overlaps_itself
 from statetree.spans import holds_memory
+from statetree.survey import holding_of
 from statetree.torch_internals import WITHOUT_KERNELS, quietly
 
 if TYPE_CHECKING:

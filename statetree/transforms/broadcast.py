@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from statetree.agreement import Statement
-from statetree.collectives import Item, Receipt, Survey, check_bucket, check_rank, path_order, pieces_of
+from statetree.collectives import Item, Receipt, check_bucket, check_rank, pieces_of
 from statetree.compose import collective
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange import BUCKET_BYTES
@@ -13,6 +13,7 @@ from statetree.groups import Group, Timeout, group_of
 from statetree.relayout import allocated
 from statetree.spreading import Made, Parcel, Sent, packed, spread
 from statetree.summands import Source
+from statetree.survey import Survey, path_order
 from statetree.torch_internals import copy_each, quietly
 from statetree.tree import unflatten
 

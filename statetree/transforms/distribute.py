@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from statetree.agreement import Statement
 from statetree.chunks import whole_on
-from statetree.collectives import Item, Survey, check_bucket, check_rank, path_order
+from statetree.collectives import Item, check_bucket, check_rank
 from statetree.compose import collective_unless
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange import BUCKET_BYTES
@@ -14,6 +14,7 @@ from statetree.groups import Group, Timeout, group_of
 from statetree.relayout import Relayout, Target, apart, bare, partners_of, refuse, unfit
 from statetree.spreading import Elements, Made, Parcel, Sent, packed, spread
 from statetree.summands import Source
+from statetree.survey import Survey, path_order
 from statetree.torch_internals import quietly
 
 if TYPE_CHECKING:

@@ -9,22 +9,13 @@ import torch
 
 from statetree.agreement import Statement, agree
 from statetree.chunks import whole_on
-from statetree.collectives import (
-    Receipt,
-    Survey,
-    as_leaf,
-    check_bucket,
-    communicating_device,
-    exchange,
-    movable,
-    settle,
-    sources_of,
-)
+from statetree.collectives import Receipt, as_leaf, check_bucket, communicating_device, exchange, movable, sources_of
 from statetree.compose import collective, leafwise
 from statetree.errors import RankMismatch
 from statetree.exchange import BUCKET_BYTES
 from statetree.groups import Group, Timeout, group_of
 from statetree.spans import is_dense
+from statetree.survey import Survey, settle
 from statetree.torch_internals import quietly
 from statetree.transforms.allocate_like import allocate_like
 from statetree.transforms.offload import offload

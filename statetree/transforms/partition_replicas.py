@@ -11,11 +11,11 @@ from statetree.agreement import Entry, Statement, agree
 from statetree.boxes import Box
 from statetree.buffers import memory_of
 from statetree.chunks import Layout, by_rank, layout_of, whole_on
-from statetree.collectives import Survey, settle
 from statetree.compose import collective
 from statetree.groups import Group, Timeout, group_of
 from statetree.leaves import facts, holds_tensor, is_plain, unpack
 from statetree.plans import choose_owners, owners_of
+from statetree.survey import Survey, settle
 from statetree.ties import tied_leaves
 from statetree.torch_internals import quietly
 from statetree.transforms._pipeline import replicated

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from statetree.agreement import Statement, agree
-from statetree.collectives import Survey, check_bucket
+from statetree.collectives import check_bucket
 from statetree.compose import collective
 from statetree.exchange import BUCKET_BYTES
 from statetree.groups import Group, Timeout, group_of
 from statetree.relayout import Relayout
+from statetree.survey import Survey
 from statetree.torch_internals import quietly
 
 if TYPE_CHECKING:
