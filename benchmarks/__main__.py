@@ -19,6 +19,7 @@ from benchmarks import (
     rows_exchange,
     rows_growth,
     rows_import,
+    rows_plan,
     rows_similarity,
     rows_stage,
     rows_stagers,
@@ -38,6 +39,7 @@ ROWS = (
     *rows_tree.ROWS,
     *rows_exchange.ROWS,
     *rows_growth.ROWS,
+    *rows_plan.ROWS,
     *rows_import.ROWS,
 )
 GROUPS = tuple(dict.fromkeys(row.group for row in ROWS))
