@@ -64,7 +64,7 @@ def test_a_stager_that_is_full_tells_the_caller(gate, tmp_path):
     weight = torch.zeros(3)
     with statetree.Stager(max_snapshots=1) as stager:
         first = dcp.async_save({"w": weight}, checkpoint_id=tmp_path / "a", stager=stager)
-        with pytest.raises(statetree.StagerBusy, match=r"staged trees are alive"):
+        with pytest.raises(statetree.StagerBusy, match=r"staged trees? (is|are) alive"):
             dcp.async_save({"w": weight}, checkpoint_id=tmp_path / "b", stager=stager)
         gate.open()
         first.result(20)

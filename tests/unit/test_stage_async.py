@@ -173,7 +173,7 @@ def test_too_many_staged_trees_come_through_the_future(options):
         held = stager.stage_async({"w": ramp(3)})
         held.result(60)
         refused = stager.stage_async({"w": ramp(3)})
-        with pytest.raises(st.StagerBusy, match="stage_async: 1 staged trees are alive"):
+        with pytest.raises(st.StagerBusy, match="stage_async: 1 staged tree is alive"):
             refused.result(60)
         del held, refused
         assert_trees_equal(stager.stage_async({"w": ramp(3, 5)}).result(60), {"w": ramp(3, 5)})

@@ -508,7 +508,7 @@ def test_what_holds_a_piece_of_a_staged_tree_holds_all_of_it(options, size, hold
         before = stager.nbytes
         state["w"].neg_()
         for _ in range(2):
-            with pytest.raises(st.StagerBusy, match="1 staged trees are alive"):
+            with pytest.raises(st.StagerBusy, match="1 staged tree is alive"):
                 stager.stage(state)
         del held
         assert_trees_equal(stager.stage(state), state, storages=False)
