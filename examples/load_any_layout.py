@@ -33,6 +33,7 @@ def main(file: Path, layout: str) -> None:
         if not report:
             sys.exit(f"The model is not what the file holds:\n{report}")
         print(f"{len(full)} tensors from {file.name} are in the layout {layout}, bit for bit")
+    dist.barrier()  # a rank that left earlier might end while gloo still holds what it sent last
     dist.destroy_process_group()
 
 

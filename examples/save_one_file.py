@@ -32,6 +32,7 @@ def main(file: Path) -> None:
         write(state, file)
         nbytes = file.stat().st_size
         print(f"{len(state)} tensors, {nbytes} bytes in {file.name}")
+    dist.barrier()  # a rank that left earlier might end while gloo still holds what it sent last
     dist.destroy_process_group()
 
 

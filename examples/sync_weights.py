@@ -45,6 +45,7 @@ def main() -> None:
                     whole.state_dict()[str(path)].copy_(weight)
 
         check(step, engine, whole)
+    dist.barrier()  # a rank that left earlier might end while gloo still holds what it sent last
     dist.destroy_process_group()
 
 
