@@ -10,39 +10,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
-from benchmarks import (
-    plots,
-    report,
-    rows_copy,
-    rows_exchange,
-    rows_growth,
-    rows_import,
-    rows_plan,
-    rows_similarity,
-    rows_stage,
-    rows_stagers,
-    rows_tree,
-)
+from benchmarks import plots, report
+from benchmarks.catalogue import GROUPS, ROWS, measured
 from benchmarks.machine import load, machine, versions
 from benchmarks.measure import Budget
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-ROWS = (
-    *rows_stage.ROWS,
-    *rows_stagers.ROWS,
-    *rows_copy.ROWS,
-    *rows_similarity.ROWS,
-    *rows_tree.ROWS,
-    *rows_exchange.ROWS,
-    *rows_growth.ROWS,
-    *rows_plan.ROWS,
-    *rows_import.ROWS,
-)
-GROUPS = tuple(dict.fromkeys(row.group for row in ROWS))
 
 FULL = Budget(rounds=11, most=61, seconds=4.0, attempts=3)
 QUICK = Budget(rounds=3, most=3, seconds=0.0)
@@ -61,8 +35,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     scale = options.scale or (QUICK_SCALE if options.quick else 1.0)
     budget = QUICK if options.quick else FULL
     budget = replace(budget, attempts=options.attempts or budget.attempts)
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
     path = options.json or (LATEST if complete else None)
 
     about = {
@@ -75,13 +47,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "quick": options.quick,
     }
     print(report.heading(about["machine"], about["versions"], about["load_before"]))
-    chosen = [row for row in ROWS if not options.only or row.group in options.only]
+    groups = options.only or GROUPS
+    count = sum(row.group in groups for row in ROWS)
     results, began = [], time.monotonic()
-    for number, row in enumerate(chosen, start=1):
-        if time.monotonic() - began > PATIENCE_S:
-            budget = replace(budget, attempts=1)
-        results.append(row.measure(scale, budget))
-        print(f"\n[{number}/{len(chosen)}, {time.monotonic() - began:.0f} s] {report.block(results[-1])}", flush=True)
+
+    def budget_now() -> Budget:
+        return budget if time.monotonic() - began <= PATIENCE_S else replace(budget, attempts=1)
+
+    for number, result in enumerate(measured(groups, scale, budget_now, options.threads), start=1):
+        results.append(result)
+        print(f"\n[{number}/{count}, {time.monotonic() - began:.0f} s] {report.block(result)}", flush=True)
     print(f"\n{report.summary(results, scale)}")
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)

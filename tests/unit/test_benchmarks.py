@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import instructions, memory, plots, rows
-from benchmarks.__main__ import GROUPS, ROWS, main
+from benchmarks.__main__ import main
+from benchmarks.catalogue import GROUPS, ROWS
 from benchmarks.checks import has_leaves_of, holds_values_of, is_copy_of, is_like
 from benchmarks.machine import Bystanders
 from benchmarks.measure import Budget, Timing, WrongResult, floor, measure, ours, peak, peer
