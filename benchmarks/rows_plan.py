@@ -100,33 +100,33 @@ def _forget() -> None:
         cached.cache_clear()
 
 
-def plan_here(work: Callable[..., int], of: Shape, ranks: int, budget: Budget) -> tuple[Timing, float]:
-    """Measure planning as rank 0 of so many, and how many cores other processes took meanwhile."""
+def plan_here(work: Callable[..., int], of: Shape, budget: Budget) -> tuple[list[Timing], float]:
+    """Measure planning as rank 0 of ever fewer ranks, and how many cores other processes took meanwhile."""
+    torch.set_num_threads(1)
+    bystanders = Bystanders()
+    timings = [_plan_as_first_of(ranks, work, of, budget) for ranks in RANKS]
+    return timings, bystanders.cores()
+
+
+def _plan_as_first_of(ranks: int, work: Callable[..., int], of: Shape, budget: Budget) -> Timing:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     sharded = dtensors(of, init_device_mesh("cpu", (ranks,)), [Shard(0)])
     hybrid = dtensors(of, init_device_mesh("cpu", (2, ranks // 2)), [Replicate(), Shard(0)])
     make = ours if ranks == RANKS[0] else partial(variant, f"{ranks:,} ranks")
     contender = make(lambda _: work(sharded, hybrid), lambda transfers: transfers >= of.leaves, fresh=_forget)
     contender = replace(contender, num_leaves=of.leaves)
-    bystanders = Bystanders()
     (timing,) = measure_contenders([contender], lambda: None, budget)
-    cores = bystanders.cores()
     nbytes = peak(contender)
     timing.peaks.extend([] if nbytes is None else [nbytes])
-    return timing, cores
-
-
-def _in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
+    dist.destroy_process_group()
+    return timing
 
 
 @dataclass(frozen=True)
 class PlanRow(Row):
-    """A row that is measured in a process of its own for each number of ranks.
+    """A row that is measured in a process of its own, which takes itself for one of many ranks.
 
     Attributes:
         plan: What is planned.
@@ -140,9 +140,10 @@ class PlanRow(Row):
         """Plan for each number of ranks."""
         leaves = max(round(LEAVES * scale), 1)
         of = Shape(leaves, min(self.shapes, leaves))
-        found = [_in_new_process(plan_here, self.plan, of, ranks, self.limited(budget)) for ranks in RANKS]
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            timings, cores = process.submit(plan_here, self.plan, of, self.limited(budget)).result()
         title = f"{self.work}, {leaves:,} leaves of {of.shapes:,} shapes, {RANKS[0]:,} ranks"
-        return Result(self, title, leaves, 0, [timing for timing, _ in found], max(cores for _, cores in found))
+        return Result(self, title, leaves, 0, timings, cores)
 
 
 def takes_at_most(seconds: float) -> Aim:
