@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks import plots, report
+from benchmarks import plots, readme, report
 from benchmarks.catalogue import GROUPS, ROWS, measured
 from benchmarks.machine import load, machine, versions
 from benchmarks.measure import Budget
@@ -65,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"Written to {path}.")
     if path == LATEST:
         plots.write(about)
-        print(f"Drawn in {plots.PICTURES}.")
+        readme.write(about)
+        print(f"Drawn in {plots.PICTURES}, and put into {readme.README}.")
 
 
 def _parser() -> argparse.ArgumentParser:

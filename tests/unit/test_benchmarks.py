@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import instructions, memory, plots, rows
+from benchmarks import instructions, memory, plots, readme, rows
 from benchmarks.__main__ import main
 from benchmarks.catalogue import GROUPS, ROWS
 from benchmarks.checks import has_leaves_of, holds_values_of, is_copy_of, is_like
@@ -95,6 +95,13 @@ class TestCommand:
         with pytest.raises(SystemExit, match="2"):
             main(["--only", "nothing"])
         assert "similarity" in capsys.readouterr().err
+
+
+def test_the_readme_shows_the_recorded_run():
+    recorded = json.loads((ROOT / "benchmarks/results/latest.json").read_text())
+    shown = readme.README.read_text(encoding="utf-8").split(readme.BEGIN)[1].split(readme.END)[0]
+    assert shown == readme.figures(recorded)
+    assert "`StateDictStager`" in shown
 
 
 @pytest.mark.parametrize("group", GROUPS)
