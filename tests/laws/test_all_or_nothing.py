@@ -3,17 +3,18 @@
 from itertools import permutations
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from statetree.testing import Watch, assert_trees_equal, build, tied_plans, tree_plans
+from statetree.testing import TensorPlan, Watch, assert_trees_equal, build, tied_plans, tree_plans
 
 plans = hyp.one_of(tree_plans(max_leaves=8), tied_plans(max_leaves=8))
 CELLS = 8
 
 
 @given(one=plans, other=plans, cast=hyp.booleans())
+@example(one=TensorPlan(), other=TensorPlan(dtype=torch.float64), cast=True)
 def test_any_two_trees(one, other, cast):
     source, target = build(one), build(other)
     watch = Watch(target)
@@ -23,7 +24,8 @@ def test_any_two_trees(one, other, cast):
         assert error.differences
         watch.check()
     else:
-        assert st.similarity(source, result, values=not cast)
+        report = st.similarity(source, result, values=not cast)
+        assert {found.kind for found in report.differences} <= ({"dtype"} if cast else set()), report
 
 
 @given(plan=plans)
