@@ -32,7 +32,9 @@ class Ties:
         pieces = [(key, piece) for key, tensor in tensors.items() for piece in pieces_of(tensor)]
         keys = dict.fromkeys(pieces[index][0] for index in sharing(Columns([piece for _, piece in pieces])))
         self._tied = {key: tensors[key] for key in keys}
-        self._loaded = {key: allocate_like(tensor) for key, tensor in self._tied.items()}
+        self._loaded = {
+            key: allocate_like(tensor, device=pieces_of(tensor)[0].device) for key, tensor in self._tied.items()
+        }
         self._paths = paths
         self.receiving: dict[str, Any] = {**tensors, **self._loaded}
 
