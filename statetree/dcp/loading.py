@@ -68,8 +68,8 @@ def load(
 
     Raises:
         TreeMismatch: If the template does not fit, or is needed and missing. It names every place; nothing was read. Or
-            if tensors of the template share memory, and were saved with different values: these keep what they hold,
-            the others were filled.
+            if tensors of the template share memory, and were saved with different values: where they differ, these keep
+            what they hold; the others were filled.
         UnsupportedLeaf: If a leaf of the template has no elements (a meta tensor), or one of the checkpoint takes a
             template.
         CheckpointError: If the directory is missing, incomplete, damaged or hostile, or a plain value's class is not

@@ -142,3 +142,23 @@ def cut_right_to_left(directory: Path) -> None:
 
 def test_a_mesh_that_cuts_in_another_order_is_refused(tmp_path):
     run_ranks(4, cut_right_to_left, tmp_path)
+
+
+def _load_tied(directory: Path) -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    other = torch.arange(8.0)
+    other[7] = -1  # in the shard of the second rank
+    saved = {
+        "a": distribute_tensor(torch.arange(8.0), mesh, [Shard(0)]),
+        "b": distribute_tensor(other, mesh, [Shard(0)]),
+    }
+    dcp.save(saved, checkpoint_id=directory)
+    tied = distribute_tensor(torch.zeros(8), mesh, [Shard(0)])
+    with pytest.raises(statetree.TreeMismatch) as caught:
+        dcp.load({"a": tied, "b": tied}, checkpoint_id=directory)
+    return str(caught.value)
+
+
+def test_tied_shards_saved_with_different_values_on_one_rank(tmp_path):
+    for message in run_ranks(2, _load_tied, tmp_path):
+        assert "ties at a: values of its own cannot go into a tensor that overlaps b" in message
