@@ -7,7 +7,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := $(VENV)/.peers-installed
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+BUILDERS := $(VENV)/.builders-installed
+OTHERS := build/integration
+OTHERS_STAMP := $(OTHERS)/.installed
+INSTALL := python -m pip install -qq --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/$(INSTALL)
 PYTEST := $(BIN)/python -m pytest
 SOURCES := $(wildcard statetree tests examples benchmarks docs)
 
@@ -16,7 +20,7 @@ SOURCES := $(wildcard statetree tests examples benchmarks docs)
 WITHOUT_DEPENDENCIES := resemblyzer lpips torchao
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check lint types doctest docs thorough soak bench instructions format clean
+.PHONY: help venv demo test check lint types doctest docs coverage mutation thorough soak bench package integration fuzz instructions format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -54,6 +58,16 @@ doctest: $(STAMP)
 docs: $(STAMP)  ## Build the documentation into build/docs
 	@$(BIN)/python -m sphinx --quiet --fresh-env --fail-on-warning --keep-going docs build/docs
 
+# A profile with fewer examples than tests have: which lines run does not depend on it much.
+coverage: $(STAMP)  ## Run the tests, and see which lines and branches they run: 98 % at least
+	@rm -rf build/coverage
+	@HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-dev}" $(BIN)/python -m coverage run -m pytest --timeout=1800 $(ARGS)
+	@$(BIN)/python -m coverage combine --quiet
+	@$(BIN)/python -m coverage report
+
+mutation: $(STAMP)  ## Change one thing at a time in the core, and see whether the tests notice (two hours)
+	@HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-dev}" $(BIN)/python -m tests.mutation --jobs 2 $(ARGS)
+
 thorough: $(STAMP)  ## Run the tests with 3,000 hypothesis examples each, on all cores
 	@HYPOTHESIS_PROFILE=thorough $(PYTEST) --numprocesses=auto --timeout=7200 $(ARGS)
 
@@ -67,6 +81,27 @@ $(PEERS): $(STAMP)
 
 bench: $(PEERS)  ## Measure against the peers, side by side
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+$(BUILDERS): $(STAMP)
+	@$(PIP) --group build
+	@touch $@
+
+package: $(BUILDERS)  ## Build the package, install it into an empty environment, and run tests there
+	@HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-ci}" $(BIN)/python -m tests.package build/package $(ARGS)
+
+# An environment of its own: what these packages bring along may not be there when the other tests run.
+$(OTHERS_STAMP): pyproject.toml constraints.txt
+	@echo "Installing into $(OTHERS): once, this takes some minutes."
+	@$(PYTHON) -m venv $(OTHERS)
+	@$(OTHERS)/bin/$(INSTALL) --upgrade pip
+	@$(OTHERS)/bin/$(INSTALL) --editable . --group test --group integration
+	@touch $@
+
+integration: $(OTHERS_STAMP)  ## Run transformers, peft, torchao, accelerate and safetensors on it
+	@$(OTHERS)/bin/python -m pytest tests/integration --numprocesses=2 $(ARGS)
+
+fuzz: $(STAMP)  ## Damage checkpoints for ten minutes, and read them (ARGS="--minutes 1")
+	@$(BIN)/python -m tests.cli.fuzz $(ARGS)
 
 instructions: $(STAMP)  ## Count the instructions of hot paths, and compare with the recorded counts
 	@$(BIN)/python -m benchmarks.instructions $(ARGS)

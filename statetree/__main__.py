@@ -13,7 +13,7 @@ def main() -> int:
         if (error.name or "").partition(".")[0] not in ("click", "rich"):
             raise
         sys.stderr.write(
-            f"statetree: {error.name} is missing: the command line takes it. pip install 'statetree[cli]'\n"
+            f"statetree: the command needs the extra cli ({error.name} is missing): pip install 'statetree[cli]'\n"
         )
         return 2
     return run()

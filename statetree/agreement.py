@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import struct
 from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
@@ -47,7 +49,8 @@ class Entry(NamedTuple):
     text: str
 
 
-class Statement(NamedTuple):
+@dataclass(frozen=True)
+class Statement:
     """What a rank is about to do.
 
     Attributes:
@@ -61,6 +64,17 @@ class Statement(NamedTuple):
     entries: Sequence[Entry] | None
     details: Sequence[str] = ()
     nbytes: int = 0
+
+    @cached_property
+    def key(self) -> tuple[bytes, bytes, bytes]:
+        """Digests of the options, the entries and the details: what ``Agreed`` has if all ranks state the same."""
+        lines = [text for entry in self.entries or () for text in entry]
+        return digest([self.options]), digest(lines), digest(self.details)
+
+
+def ready(verb: str) -> Statement:
+    """Return what a rank states where the ranks mean the same already, and only wait for each other to be ready."""
+    return Statement(verb, [Entry("", "")])
 
 
 class Agreed(NamedTuple):
@@ -109,6 +123,7 @@ def agree(verb: str, group: Group, prepare: Callable[[], tuple[Statement, T]]) -
         RankMismatch: If another rank failed, or the ranks do not mean the same. On every rank.
     """
     try:
+        group.check_usable()
         statement, result = prepare()
     except BaseException as error:
         # Also an interrupt: the others must not be left waiting.
@@ -142,10 +157,7 @@ def _tell(group: Group, message: bytes) -> list[bytes]:
 
 def _message(statement: Statement, *, failed: bool) -> bytes:
     status = _FAILED if failed else _ABSENT if statement.entries is None else _READY
-    lines = [text for entry in statement.entries or () for text in entry]
-    return _MESSAGE.pack(
-        status, digest([statement.options]), digest(lines), digest(statement.details), statement.nbytes
-    )
+    return _MESSAGE.pack(status, *statement.key, statement.nbytes)
 
 
 def _told(failure: BaseException) -> bytes:

@@ -9,14 +9,14 @@ import torch
 
 from statetree.buffers import Memory
 from statetree.errors import RankMismatch
-from statetree.exchange import Exchange, Pieces
+from statetree.exchange import Buckets, Exchange, Pieces, take_buckets
 from statetree.plans import Move
-from statetree.summands import Source, reduce_summands
-from statetree.torch_internals import WITHOUT_KERNELS
+from statetree.summands import Reduction, Source, prepare_reduction
+from statetree.torch_internals import COPIED_AS_INTEGERS
 from statetree.transforms._pipeline import replicated
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from statetree.chunks import Holding, Layout
     from statetree.groups import Group
@@ -39,37 +39,16 @@ def pieces_of(holding: Holding, layout: Layout, rank: int) -> list[torch.Tensor]
 
 
 def movable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as one that torch can copy: without gradient, and as numbers if it has no kernels."""
+    """Return a tensor as one that torch can copy: without gradient, and as integers if copies would change it."""
     tensor = tensor.detach() if tensor.requires_grad else tensor
-    return tensor if tensor.dtype not in WITHOUT_KERNELS else tensor.view(moved_dtype(tensor.dtype))
+    return tensor if tensor.dtype not in COPIED_AS_INTEGERS else tensor.view(moved_dtype(tensor.dtype))
 
 
 def moved_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype as which elements are moved."""
-    if dtype not in WITHOUT_KERNELS:
+    if dtype not in COPIED_AS_INTEGERS:
         return dtype
     return torch.uint8 if dtype.itemsize == 1 else torch.int16
-
-
-def sources_of(
-    survey: Survey, layouts: dict[int, Layout], moving: Sequence[int], group: Group, bucket_bytes: int
-) -> dict[int, Source]:
-    """Return where the elements of distributed leaves come from. Summands are reduced."""
-    holdings = survey.holdings
-    found = {index: Source(layouts[index], pieces_of(holdings[index], layouts[index], group.rank)) for index in moving}
-    summed = [index for index in moving if holdings[index].summands is not None]
-    if summed:
-        device = communicating_device(group, [holdings[index].device for index in summed])
-        reduced = reduce_summands(
-            [found[index] for index in summed],
-            [moved_dtype(holdings[index].dtype) for index in summed],
-            [summands for index in summed if (summands := holdings[index].summands) is not None],
-            group,
-            device,
-            bucket_bytes,
-        )
-        found.update(zip(summed, reduced, strict=True))
-    return found
 
 
 #: A tensor to move: where it comes from, where it goes, and its dtype.
@@ -80,35 +59,98 @@ _PLANNED: Final[OrderedDict[Any, Exchange]] = OrderedDict()
 _MAX_PLANNED: Final = 16
 
 
-def exchange(
-    key: Any,
-    items: Sequence[Item],
-    group: Group,
-    device: torch.device,
-    bucket_bytes: int,
-    *,
-    source: int | None = None,
-) -> Exchange:
-    """Move elements from where they come from to where they go.
+class _Leg(NamedTuple):
+    """An exchange with this rank's tensors, and what is done once their elements are there."""
 
-    Args:
+    exchange: Exchange
+    pieces: Sequence[Pieces]
+    finish: Callable[[], None] | None = None
+
+
+class Departure(NamedTuple):
+    """Everything that moving elements needs, memory included: after that, only the others can fail."""
+
+    legs: Sequence[_Leg]
+    group: Group
+    buckets: Buckets
+
+    def move(self) -> None:
+        """Move the elements."""
+        for leg in self.legs:
+            leg.exchange.run(leg.pieces, self.group, self.buckets)
+            if leg.finish is not None:
+                leg.finish()
+
+
+class Terms(NamedTuple):
+    """How elements are moved.
+
+    Attributes:
         key: What the ranks agreed on. For a key that was seen before, the plan is known.
-        items: What moves.
         group: The ranks.
         device: The memory that is sent from and received into.
         bucket_bytes: As for ``Exchange``.
         source: As for ``Exchange``.
     """
-    key = (key, group.rank, group.global_ranks, bucket_bytes)
+
+    key: Any
+    group: Group
+    device: torch.device
+    bucket_bytes: int
+    source: int | None = None
+
+
+def depart(terms: Terms, items: Sequence[Item], reduction: Reduction | None = None) -> Departure:
+    """Plan how elements move from where they come from to where they go, and take the memory for it.
+
+    Args:
+        terms: How.
+        items: What moves.
+        reduction: What is put together before that.
+    """
+    legs = []
+    if reduction is not None:
+        legs.append(_Leg(_planned(terms, "summands", lambda: reduction.moves), reduction.pieces, reduction.finish))
+    pieces = [Pieces(sent.pieces, received.pieces) for sent, received, _ in items]
+    legs.append(_Leg(_planned(terms, "elements", lambda: _moves(items)), pieces))
+    sizes = [leg.exchange.bucket_sizes(leg.pieces, terms.device) for leg in legs]
+    return Departure(legs, terms.group, take_buckets(sizes, terms.device))
+
+
+def _moves(items: Sequence[Item]) -> list[Move]:
+    return [Move(sent.layout, received.layout, moved_dtype(dtype)) for sent, received, dtype in items]
+
+
+def _planned(terms: Terms, what: str, moves: Callable[[], list[Move]]) -> Exchange:
+    """Return an exchange, made anew unless its plan is known."""
+    group = terms.group
+    key = (terms.key, what, group.rank, group.global_ranks, terms.bucket_bytes)
     planned = _PLANNED.pop(key, None)
     if planned is None:
-        moves = [Move(sent.layout, received.layout, moved_dtype(dtype)) for sent, received, dtype in items]
-        planned = Exchange(moves, group, bucket_bytes, source=source)
+        planned = Exchange(moves(), group, terms.bucket_bytes, source=terms.source)
     _PLANNED[key] = planned
     while len(_PLANNED) > _MAX_PLANNED:
         _PLANNED.popitem(last=False)
-    planned.run([Pieces(sent.pieces, received.pieces) for sent, received, _ in items], group, device)
     return planned
+
+
+def sources_of(
+    survey: Survey, layouts: dict[int, Layout], moving: Sequence[int], rank: int
+) -> tuple[dict[int, Source], Reduction | None]:
+    """Return where the elements of distributed leaves come from, and the summands that are put together before."""
+    holdings = survey.holdings
+    found = {index: Source(layouts[index], pieces_of(holdings[index], layouts[index], rank)) for index in moving}
+    summed = [index for index in moving if holdings[index].summands is not None]
+    if not summed:
+        return found, None
+    reduction = prepare_reduction(
+        [found[index] for index in summed],
+        [moved_dtype(holdings[index].dtype) for index in summed],
+        [summands for index in summed if (summands := holdings[index].summands) is not None],
+        rank,
+    )
+    found.update(zip(summed, reduction.reduced, strict=True))
+    return found, reduction
 
 
 def communicating_device(group: Group, kinds: Sequence[str]) -> torch.device:

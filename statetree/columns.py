@@ -6,6 +6,7 @@ A Python loop that asks ten thousand tensors for their dtype, shape, strides and
 
 from __future__ import annotations
 
+from array import array
 from functools import cached_property
 from operator import add, le
 from typing import TYPE_CHECKING, Any, Final
@@ -23,14 +24,17 @@ if TYPE_CHECKING:
 _TENSOR_ONLY: Final = frozenset({torch.Tensor})
 
 
-def addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+# Addresses and sizes are kept, and compared again and again: arrays take a fifth of the memory of lists, and no time.
+
+
+def addresses(tensors: Sequence[torch.Tensor]) -> array[int]:
     """Return the addresses of the first elements; 0 for tensors without memory (empty, meta, freed)."""
-    return list(map(TENSOR_BASE.data_ptr, tensors))
+    return array("Q", list(map(TENSOR_BASE.data_ptr, tensors)))
 
 
-def storage_sizes(tensors: Sequence[torch.Tensor]) -> list[int]:
+def storage_sizes(tensors: Sequence[torch.Tensor]) -> array[int]:
     """Return how many bytes the tensors' storages hold."""
-    return list(map(STORAGE_BASE.nbytes, map(TENSOR_BASE.untyped_storage, tensors)))
+    return array("Q", list(map(len, map(TENSOR_BASE.untyped_storage, tensors))))
 
 
 class Columns:
@@ -122,7 +126,7 @@ class Columns:
         return list(map(TENSOR_BASE.untyped_storage, self.tensors))
 
     @cached_property
-    def pointers(self) -> list[int]:
+    def pointers(self) -> array[int]:
         return addresses(self.tensors)
 
     @cached_property
@@ -131,9 +135,9 @@ class Columns:
         return list(map(storage_key_of, self.storages))
 
     @cached_property
-    def storage_bytes(self) -> list[int]:
+    def storage_bytes(self) -> array[int]:
         if "storages" in self.__dict__:
-            return list(map(STORAGE_BASE.nbytes, self.storages))
+            return array("Q", list(map(len, self.storages)))
         return storage_sizes(self.tensors)
 
     @cached_property
@@ -149,7 +153,7 @@ class Columns:
     @cached_property
     def whole(self) -> bool:
         """Whether every tensor is contiguous and covers its storage from the first byte to the last."""
-        return all(self.contiguous) and self.storage_bytes == self.nbytes and not any(self.offsets)
+        return all(self.contiguous) and self.storage_bytes.tolist() == self.nbytes and not any(self.offsets)
 
     @cached_property
     def apart(self) -> bool:

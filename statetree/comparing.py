@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from statetree.appearance import recognise
+from statetree.appearance import place_of, recognise
 from statetree.atoms import same_value
 from statetree.columns import Columns
 from statetree.errors import Difference
@@ -19,7 +19,7 @@ from statetree.leaf_types.opaque import OPAQUE
 from statetree.leaves import Kept, Packed, Recipe, Unpacked, are_views, facts, leaf_type_of, located
 from statetree.matching import matched
 from statetree.spans import holds_memory, is_whole
-from statetree.torch_internals import WITHOUT_KERNELS, without_common_bits
+from statetree.torch_internals import COPIED_AS_INTEGERS, without_common_bits
 from statetree.tree import flatten
 
 if TYPE_CHECKING:
@@ -91,7 +91,10 @@ class Pairing:
 def _have_memory(columns: Columns) -> bool:
     """Whether all tensors have elements, in memory that is there. It may say no where they do."""
     on_meta = not columns.on_cpu and any(device.type == "meta" for device in set(columns.devices))
-    return not on_meta and 0 not in columns.pointers and is_whole(columns)
+    if on_meta:
+        return False
+    place = place_of(columns)
+    return (0 not in columns.pointers if place is None else place.with_memory) and is_whole(columns)
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
@@ -102,6 +105,11 @@ def _kind(left: type, right: type) -> str:
     if left in _BARE and right in _BARE:
         return "bare"
     return "atoms" if leaf_type_of(left) is None and leaf_type_of(right) is None else "others"
+
+
+def _look_alike(left: Columns, right: Columns) -> bool:
+    """Whether tensors were found to look like the same ones. It may say no where they do."""
+    return left.appearance is not None and left.appearance is right.appearance
 
 
 def leaf_differences(
@@ -117,7 +125,7 @@ def leaf_differences(
     """
     found: list[tuple[int, str, Any, Any]] = []
     left, right = pairing.columns
-    if (dtypes and left.dtypes != right.dtypes) or left.shapes != right.shapes:
+    if not _look_alike(left, right) and ((dtypes and left.dtypes != right.dtypes) or left.shapes != right.shapes):
         rows = zip(pairing.bare, left.dtypes, right.dtypes, left.shapes, right.shapes, strict=True)
         for index, dtype_a, dtype_b, shape_a, shape_b in rows:
             if dtypes and dtype_a != dtype_b:
@@ -209,7 +217,7 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements' bits as integers on the CPU, in the order of the elements."""
     plain = tensor.detach().resolve_conj().resolve_neg()
-    if plain.dtype in WITHOUT_KERNELS:
+    if plain.dtype in COPIED_AS_INTEGERS:
         plain = plain.view(_BY_SIZE[plain.dtype.itemsize])
     plain = plain.cpu().contiguous()
     plain = plain.as_strided((plain.numel(),), (1,))  # one element may have any stride

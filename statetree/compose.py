@@ -6,14 +6,16 @@ are applied bucket by bucket, so that what lies between two steps is a bucket an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
-from statetree.agreement import Entry, Statement, agree, tell_failure
-from statetree.errors import StateTreeError, TreeMismatch
+from statetree.agreement import Entry, Statement, agree, ready, tell_failure
+from statetree.errors import RankMismatch, StateTreeError, TreeMismatch
 from statetree.groups import group_of
 from statetree.leaves import global_bytes, holds_tensor, is_distributed, unpack
 from statetree.ties import tied_leaves
@@ -76,6 +78,15 @@ def _group_of(verb: str, step: Step) -> Group:
     return group_of(verb, options.get("group"), options.get("timeout"))
 
 
+def _groups_of(verb: str, steps: Iterable[Step]) -> dict[Any, Group]:
+    """Return the groups that steps communicate in, by what identifies them, in the order in which they come."""
+    groups: dict[Any, Group] = {}
+    for step in filter(_is_collective, steps):
+        group = _group_of(verb, step)
+        groups.setdefault(group.identity, group)
+    return groups
+
+
 def is_leafwise(step: Step) -> bool:
     """Whether a step is a leafwise transform, a partial of one, or a chain of such steps."""
     step = getattr(step, "func", step) if isinstance(step, partial) else step  # partials of partials are flat
@@ -85,6 +96,13 @@ def is_leafwise(step: Step) -> bool:
         return step in _LEAFWISE
     except TypeError:  # a callable that cannot be hashed
         return False
+
+
+def _tell_each(groups: Iterable[Group], error: BaseException) -> None:
+    """Let the ranks of groups know of a failure here. Where they do not answer, the failure still is what counts."""
+    for group in groups:
+        with suppress(RankMismatch):
+            tell_failure(group, error)
 
 
 @dataclass(frozen=True)
@@ -103,9 +121,10 @@ class Chain:
             try:
                 tree = _apply_by_bucket(tree, steps) if len(steps) > 1 else steps[0](tree)
             except BaseException as error:
-                following = [step for run in runs[number + 1 :] for step in run if _is_collective(step)]
-                if following and not any(map(_is_collective, steps)):
-                    tell_failure(_group_of("chain", following[0]), error)
+                with suppress(RankMismatch, ValueError, TypeError):  # of groups that cannot be
+                    waiting = _groups_of("chain", [step for run in runs[number + 1 :] for step in run])
+                    heard = _groups_of("chain", steps)  # of it from this run
+                    _tell_each([group for key, group in waiting.items() if key not in heard], error)
                 raise
         return tree
 
@@ -124,7 +143,8 @@ def chain(*steps: Step) -> Chain:
         A transform.
 
     Collective:
-        Applied to a tree, if one of the steps is. If one rank fails in between, all ranks raise.
+        Applied to a tree, if one of the steps is. If one rank fails in between, all ranks raise. Steps may run on
+        different groups, the same ones on every rank in the same order.
 
     Raises:
         TypeError: If a step cannot be called.
@@ -160,11 +180,13 @@ def stream(tree: Any, step: Step) -> Iterator[tuple[Path, Any]]:
 
     Collective:
         If the step is. Then every rank of the group takes all results, and has the same buckets: they hold whole
-        tensors, however these are distributed.
+        tensors, however these are distributed. A rank that stops before the end makes the others raise, once its
+        iterator is closed: at the end of a ``for`` loop, or when it is let go.
 
     Raises:
         TreeMismatch: If the step returns other keys than it was given.
-        RankMismatch: If the step is a collective and the ranks have different trees, or one of them failed.
+        RankMismatch: If the step is a collective and the ranks have different trees, or one of them failed or stopped
+            before the end.
         CyclicTree: If a container holds itself.
 
     Example:
@@ -192,16 +214,20 @@ def _stream(leaves: list[Any], spec: TreeSpec, steps: Sequence[Step], labels: Se
     order = sorted(range(len(leaves)), key=lambda index: paths[index].sort_key())
     together = _together(steps)
     buckets = together.agreed_buckets(lambda: _buckets(leaves, spec, order), keys)
-    ready: dict[int, Any] = {}  # results whose turn has not come: companions of leaves before them
-    waiting = iter(buckets)
+    done: dict[int, Any] = {}  # results whose turn has not come: companions of leaves before them
+    waiting = buckets[::-1]
     for index in order:
-        while index not in ready:
-            bucket = next(waiting)
+        while index not in done:
+            bucket = waiting.pop()
             given = {keys[member]: leaves[member] for member in sorted(bucket)}
             result = _call(together, steps, given, {keys[member]: paths[member] for member in bucket})
-            ready.update((member, result[keys[member]]) for member in bucket)
+            done.update((member, result[keys[member]]) for member in bucket)
             del given, result  # or the bucket would outlive the consumer's interest in it
-        yield labels[index], ready.pop(index)
+        try:
+            yield labels[index], done.pop(index)
+        except GeneratorExit:
+            together.leave(at_end=not waiting)
+            raise
     together.finish()
 
 
@@ -237,46 +263,85 @@ class _Alone:
     def tell(self, error: BaseException, /) -> None:
         """Let the others know of a failure here."""
 
+    def leave(self, *, at_end: bool) -> None:
+        """Stop before the end, or when only ``finish`` is left."""
+
     def finish(self) -> None:
         pass
 
 
 class _Together(_Alone):
-    """Steps of which some are collectives: the ranks agree on the buckets, and hear of it if one of them fails."""
+    """Steps of which some are collectives: the ranks agree on the buckets, and hear of it if one of them fails.
 
-    def __init__(self, collectives: Sequence[Any]) -> None:
-        self._group = _group_of("stream", collectives[0])
-        self._collectives = collectives
+    There may be several groups. A rank that fails, or hears of a failure in one, passes it on to the others: so each
+    group hears of it once, in its next agreement.
+    """
+
+    def __init__(self, groups: dict[Any, Group]) -> None:
+        self._groups = groups
 
     def agreed_buckets(self, cut: Callable[[], list[list[int]]], keys: Sequence[str], /) -> list[list[int]]:
-        def prepare() -> tuple[Statement, list[list[int]]]:
-            buckets = cut()
-            entries = [
-                Entry(keys[index], f"in bucket {number}") for number, bucket in enumerate(buckets) for index in bucket
-            ]
-            return Statement("stream", sorted(entries)), buckets  # ties decide on the order within a bucket
+        found: list[list[int]] = []
 
-        return agree("stream", self._group, prepare)[1]
+        def prepare() -> tuple[Statement, None]:
+            found[:] = found or cut()
+            entries = [
+                Entry(keys[index], f"in bucket {number}") for number, bucket in enumerate(found) for index in bucket
+            ]
+            return Statement("stream", sorted(entries)), None  # ties decide on the order within a bucket
+
+        for group in self._groups.values():
+            try:
+                agree("stream", group, prepare)
+            except BaseException as error:
+                self.tell(error, heard=group.identity)
+                raise
+        return found
 
     def take(self, step: Step, bucket: Any) -> Any:
-        if step in self._collectives:
-            return step(bucket)
         try:
             return step(bucket)
         except BaseException as error:
-            self.tell(error)
+            self.tell(error, heard=_group_of("stream", step).identity if _is_collective(step) else None)
             raise
 
-    def tell(self, error: BaseException, /) -> None:
-        tell_failure(self._group, error)
+    def tell(self, error: BaseException, /, *, heard: Any = None) -> None:
+        _tell_each([group for key, group in self._groups.items() if heard is None or key is not heard], error)
+
+    def leave(self, *, at_end: bool) -> None:
+        if sys.is_finalizing() or not all(group.is_alive for group in self._groups.values()):
+            return  # whoever waits here waits for a process that ends
+        with suppress(StateTreeError):
+            if at_end:
+                self.finish()
+            else:
+                self.tell(StateTreeError("stream: this rank stopped before the end."))
 
     def finish(self) -> None:
-        agree("stream", self._group, lambda: (Statement("stream", [Entry("", "")]), None))
+        groups = list(self._groups.values())
+        for number, group in enumerate(groups):
+            try:
+                agree("stream", group, lambda: (ready("stream"), None))
+            except BaseException as error:
+                _tell_each(groups[number + 1 :], error)  # those before have finished
+                raise
 
 
 def _together(steps: Sequence[Step]) -> _Alone:
-    collectives = list(filter(_is_collective, steps))
-    return _Together(collectives) if collectives else _Alone()
+    groups = _groups_of("stream", steps)
+    return _Together(groups) if groups else _Alone()
+
+
+def place_in_tree(error: StateTreeError, paths: Mapping[str, Path]) -> None:
+    """Correct the path of an error that came up in a flat dict of leaves.
+
+    Args:
+        error: The error.
+        paths: For each key of the dict, where its leaf lies in the tree.
+    """
+    path = getattr(error, "path", None)
+    if isinstance(path, tuple) and path and path[0] in paths:
+        error.path = type(paths[path[0]])((*paths[path[0]], *path[1:]))  # type: ignore[attr-defined]
 
 
 def _call(together: _Alone, steps: Sequence[Step], bucket: dict[str, Any], paths: dict[str, Path]) -> Any:
@@ -285,9 +350,7 @@ def _call(together: _Alone, steps: Sequence[Step], bucket: dict[str, Any], paths
         for step in steps:
             result = together.take(step, result)
     except StateTreeError as error:
-        path = getattr(error, "path", None)
-        if isinstance(path, tuple) and len(path) == 1 and path[0] in paths:
-            error.path = paths[path[0]]  # type: ignore[attr-defined]  # in the tree, and not in the bucket
+        place_in_tree(error, paths)
         raise
     if not isinstance(result, dict) or result.keys() != bucket.keys():
         got = list(result)[:3] if isinstance(result, dict) else type(result).__qualname__

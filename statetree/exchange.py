@@ -8,6 +8,7 @@ under way, the next is packed.
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -28,6 +29,8 @@ LARGE_BYTES: Final = 1 << 20
 _ALIGNMENT: Final = 16
 #: Rounds of up to so many transfers are kept for the next run.
 _MAX_KEPT: Final = 100_000
+#: For so many rounds memory is taken in advance. Later ones are much alike.
+_MAX_SIZED: Final = 1000
 
 
 class Pieces(NamedTuple):
@@ -75,6 +78,29 @@ class _Step(NamedTuple):
     copies: list[tuple[int, Copy]]
 
 
+class _Size(NamedTuple):
+    """What a round takes of a bucket: bytes, and places for those large boxes that cannot travel as they lie."""
+
+    nbytes: int
+    sent: list[Moved]
+    received: list[Moved]
+
+
+#: Memory that rounds are packed into in turn.
+Buckets = tuple[torch.Tensor, torch.Tensor]
+
+
+def take_buckets(sizes: Sequence[tuple[int, int]], device: torch.device) -> Buckets:
+    """Take the memory for running exchanges one after the other.
+
+    Args:
+        sizes: The ``bucket_sizes`` of each.
+        device: Where it is taken.
+    """
+    first, second = (max((pair[number] for pair in sizes), default=0) for number in range(2))
+    return tuple(torch.empty(size, dtype=torch.uint8, device=device) for size in (first, second))  # type: ignore[return-value]  # two
+
+
 class Exchange:
     """A plan laid out in buckets, which can be run with any tensors of the moves' layouts.
 
@@ -89,6 +115,7 @@ class Exchange:
         self._plan = Plan(moves, group.rank, group.size, bucket_bytes, source=source)
         self._dtypes = [move.dtype for move in moves]
         self._kept: list[_Step] | None = None
+        self._sizes: list[_Size] | None = None
 
     def bytes_sent(self) -> int:
         """Return how many bytes of elements this rank sends to others."""
@@ -99,21 +126,35 @@ class Exchange:
             for transfer in share.sends
         )
 
-    def run(self, pieces: Sequence[Pieces], group: Group, device: torch.device) -> None:
-        """Move everything. Nothing that is checked can fail any more: the ranks have agreed.
+    def bucket_sizes(self, pieces: Sequence[Pieces], device: torch.device) -> tuple[int, int]:
+        """Return how many bytes the two buckets take in which rounds are packed in turn.
+
+        Args:
+            pieces: As for ``run``.
+            device: The memory that is sent from and received into.
+        """
+        if self._sizes is None:
+            self._sizes = list(map(_size, islice(self._steps(), _MAX_SIZED)))
+        most = [0, 0]
+        for number, size in enumerate(self._sizes):
+            need = size.nbytes + _extra_bytes(size, pieces, device)
+            most[number % 2] = max(most[number % 2], need)
+        return most[0], most[1]
+
+    def run(self, pieces: Sequence[Pieces], group: Group, buckets: Buckets) -> None:
+        """Move everything. Nothing is checked and (but for very many rounds) no memory taken: the ranks have agreed.
 
         Args:
             pieces: This rank's tensors, for each move.
             group: The ranks.
-            device: The memory that is sent from and received into.
+            buckets: What ``take_buckets`` returned for the ``bucket_sizes`` of these pieces.
         """
-        buckets = [torch.empty(0, dtype=torch.uint8, device=device)] * 2
+        taken = list(buckets)
         finish: Callable[[], None] | None = None
         for number, step in enumerate(self._steps()):
-            need = step.sent.nbytes + step.received.nbytes
-            if buckets[number % 2].numel() < need:
-                buckets[number % 2] = torch.empty(need, dtype=torch.uint8, device=device)
-            under_way = _start(step, buckets[number % 2], pieces, group, device)
+            if number >= _MAX_SIZED:
+                taken[number % 2] = _large_enough(taken[number % 2], step, pieces)
+            under_way = _start(step, taken[number % 2], pieces, group)
             if finish is not None:
                 finish()
             _copy_here(step.copies, pieces)
@@ -166,38 +207,79 @@ def _lay_out(transfers: list[Moved], dtypes: Sequence[torch.dtype]) -> _Side:
                     counts = [transfer.numel for _, transfer in listed]
                     stop = position + sum(counts) * dtype.itemsize
                     sections.append(_Section(dtype, position, stop, listed, counts))
-                    position = -(-stop // _ALIGNMENT) * _ALIGNMENT
+                    position = _aligned(stop)
             placed[key] = (start, position)
         stretches.append((peer, *placed[key]))
     return _Side(sections, stretches, large, position)
 
 
-def _start(
-    step: _Step, bucket: torch.Tensor, pieces: Sequence[Pieces], group: Group, device: torch.device
-) -> Callable[[], None]:
+def _size(step: _Step) -> _Size:
+    return _Size(step.sent.nbytes + step.received.nbytes, step.sent.large, step.received.large)
+
+
+def _large_enough(bucket: torch.Tensor, step: _Step, pieces: Sequence[Pieces]) -> torch.Tensor:
+    """Return a bucket for a round whose size was not known in advance."""
+    size = _size(step)
+    need = size.nbytes + _extra_bytes(size, pieces, bucket.device)
+    return bucket if need <= bucket.numel() else bucket.new_empty(need)
+
+
+def _extra_bytes(size: _Size, pieces: Sequence[Pieces], device: torch.device) -> int:
+    """Return how many bytes a bucket needs for large boxes that cannot travel as they lie."""
+    boxes = [
+        *(_cut(pieces[move].sources[transfer.piece], transfer.start, transfer.sizes) for move, transfer in size.sent),
+        *(
+            _cut(pieces[move].targets[transfer.piece], transfer.start, transfer.sizes)
+            for move, transfer in size.received
+        ),
+    ]
+    return sum(_aligned(box.numel() * box.itemsize) for box in boxes if not _can_travel(box, device))
+
+
+def _aligned(position: int) -> int:
+    return -(-position // _ALIGNMENT) * _ALIGNMENT
+
+
+class _Room:
+    """What is left of a bucket beside that which is packed."""
+
+    def __init__(self, bucket: torch.Tensor, start: int) -> None:
+        self._bucket = bucket
+        self._start = start
+
+    def like(self, box: torch.Tensor) -> torch.Tensor:
+        """Return a contiguous tensor of a box's shape and dtype, with undefined elements."""
+        stop = self._start + box.numel() * box.itemsize
+        fresh = self._bucket[self._start : stop].view(box.dtype).view(box.shape)
+        self._start = _aligned(stop)
+        return fresh
+
+
+def _start(step: _Step, bucket: torch.Tensor, pieces: Sequence[Pieces], group: Group) -> Callable[[], None]:
     """Start a round, and return the function that waits for it and puts what came in where it belongs."""
     outgoing = bucket[: step.sent.nbytes]
     incoming = bucket[step.sent.nbytes :]
+    room = _Room(bucket, step.sent.nbytes + step.received.nbytes)
     sources = [piece.sources for piece in pieces]
     targets = [piece.targets for piece in pieces]
     received = [(peer, incoming[start:stop]) for peer, start, stop in step.received.stretches]
     unpacked: list[tuple[torch.Tensor, torch.Tensor]] = []  # large boxes that do not lie in one stretch of memory
     written: list[torch.Tensor] = []
     for move, transfer in step.received.large:
-        box = _cut(targets[move][transfer.piece], transfer.start, transfer.sizes)
-        whole = box if _can_travel(box, device) else torch.empty(box.shape, dtype=box.dtype, device=device)
-        if whole is not box:
-            unpacked.append((box, whole))
-        else:
+        box = whole = _cut(targets[move][transfer.piece], transfer.start, transfer.sizes)
+        if _can_travel(box, bucket.device):
             written.append(box)  # by the backend, which tells nobody
+        else:
+            whole = room.like(box)
+            unpacked.append((box, whole))
         received.append((transfer.peers[0], _as_bytes(whole)))
     places, boxes = _pairs(step.sent, outgoing, sources)
     copy_each(places, boxes)
     sent = [(peer, outgoing[start:stop]) for peer, start, stop in step.sent.stretches]
     for move, transfer in step.sent.large:
         box = _cut(sources[move][transfer.piece], transfer.start, transfer.sizes)
-        if not _can_travel(box, device):
-            whole = torch.empty(box.shape, dtype=box.dtype, device=device)
+        if not _can_travel(box, bucket.device):
+            whole = room.like(box)
             copy_each([whole], [box])
             box = whole
         sent += [(peer, _as_bytes(box)) for peer in transfer.peers]

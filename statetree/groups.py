@@ -43,8 +43,33 @@ class Group:
         self.global_ranks = tuple(global_ranks)
         self.size = len(self.global_ranks)
         self.timeout: timedelta | None = None
+        self._refusal: Exception | None = None
         #: What leaf types want to keep for the time of a call.
         self.memo: dict[Any, Any] = {}
+
+    @property
+    def identity(self) -> Any:
+        """What groups that communicate by the same means have in common."""
+        return self._process_group
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the group was not destroyed."""
+        if self._process_group is None:
+            return True
+        try:
+            return bool(dist.get_process_group_ranks(self._process_group))
+        except (KeyError, ValueError):
+            return False
+
+    def refuse(self, error: Exception) -> None:
+        """Let ``check_usable`` raise an error, once the other ranks can hear of it."""
+        self._refusal = error
+
+    def check_usable(self) -> None:
+        """Raise what was wrong with this rank's arguments for the group."""
+        if self._refusal is not None:
+            raise self._refusal
 
     @cached_property
     def index(self) -> dict[int, int]:
@@ -158,11 +183,20 @@ def group_of(verb: str, process_group: ProcessGroup | None, timeout: Timeout) ->
         process_group: What its caller gave; ``None`` for all ranks.
         timeout: How long each of its collectives may take.
 
+    A timeout that cannot be is refused by the group's ``check_usable``: the other ranks must hear of it.
+
     Raises:
         RankMismatch: If this process is not in the group.
-        ValueError: If the timeout is not positive.
     """
-    limit = _timeout(verb, timeout)
+    group = _group_of(verb, process_group)
+    try:
+        group.timeout = _timeout(verb, timeout)
+    except (ValueError, TypeError, OverflowError) as error:
+        group.refuse(error)
+    return group
+
+
+def _group_of(verb: str, process_group: ProcessGroup | None) -> Group:
     if not (dist.is_available() and dist.is_initialized()):
         return Group(None, 0, [0], verb)
     given: Any = process_group
@@ -174,16 +208,17 @@ def group_of(verb: str, process_group: ProcessGroup | None, timeout: Timeout) ->
         )
         raise RankMismatch(msg)
     known: Any = dist.group.WORLD if given is None else given
-    group = Group(known, rank, dist.get_process_group_ranks(known), verb)
-    group.timeout = limit
-    return group
+    return Group(known, rank, dist.get_process_group_ranks(known), verb)
 
 
 def _timeout(verb: str, timeout: Timeout) -> timedelta | None:
     if timeout is None:
         return None
-    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    try:
+        limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    except (ValueError, OverflowError):  # not a number, or more than there is
+        limit = timedelta(0)
     if limit <= timedelta(0):
-        msg = f"{verb}: the timeout must be positive: expected seconds, got {timeout!r}."
+        msg = f"{verb}: the timeout must be positive: expected seconds, got {timeout!r}. Pass None for the group's own."
         raise ValueError(msg)
     return limit

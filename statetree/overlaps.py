@@ -202,7 +202,7 @@ def _colliding(columns: Columns, cluster: list[int], reach: list[int]) -> list[t
     return found
 
 
-def _overlapping_partner(cluster: list[int], index: int, start: list[int], reach: list[int]) -> int:
+def _overlapping_partner(cluster: list[int], index: int, start: Sequence[int], reach: list[int]) -> int:
     for other in reversed(cluster):
         apart = start[other] >= start[index] + reach[index] or start[index] >= start[other] + reach[other]
         if other != index and not apart:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
+
+#: What has an address in its representation, which differs from process to process, and a full name.
+_NAMED: Final = (FunctionType, BuiltinFunctionType, MethodType)
 
 
 class Attr(str):
@@ -119,7 +123,7 @@ def render_key(key: Any) -> str:
     """Render one key of a path as plain text."""
     if type(key) is str:
         return key
-    if type(key) in (frozenset, tuple):
+    if type(key) in (frozenset, tuple) or isinstance(key, _NAMED):
         return exactly(key)
     try:
         return str(key)
@@ -128,16 +132,20 @@ def render_key(key: Any) -> str:
 
 
 def exactly(key: Any) -> str:
-    """Render one key so that its type shows, the same in every process."""
+    """Render one key so that its type shows, the same in every process: functions by their full names."""
     cls = type(key)
     if cls is frozenset:
         return f"frozenset({{{', '.join(sorted(map(exactly, key)))}}})"
     if cls is tuple:
         return f"({', '.join(map(exactly, key))}{',' if len(key) == 1 else ''})"
     try:
-        return repr(key)
+        return _full_name(key) if isinstance(key, _NAMED) else repr(key)
     except Exception:  # noqa: BLE001 - a hostile __repr__
         return object.__repr__(key)
+
+
+def _full_name(function: Any) -> str:
+    return ".".join(filter(None, (function.__module__, function.__qualname__)))
 
 
 def _render_exactly(path: tuple[Any, ...]) -> str:

@@ -6,13 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.agreement import Agreed, Entry
+from statetree.agreement import Entry
+from statetree.buffers import Memory
 from statetree.chunks import Holding, Layout, layout_of, location_of, whole_on
 from statetree.collectives import (
+    Departure,
     Item,
     Receipt,
+    Terms,
     communicating_device,
-    exchange,
+    depart,
     movable,
     moved_dtype,
     pieces_of,
@@ -20,8 +23,9 @@ from statetree.collectives import (
 )
 from statetree.columns import Columns
 from statetree.comparing import same_bytes
-from statetree.errors import Difference, TreeMismatch
-from statetree.exchange import BUCKET_BYTES, Exchange, Pieces
+from statetree.compose import place_in_tree
+from statetree.errors import Difference, StateTreeError, TreeMismatch
+from statetree.exchange import BUCKET_BYTES, Exchange, Pieces, take_buckets
 from statetree.leaf_types.tensor import TENSOR
 from statetree.leaves import is_distributed, leaf_type_of, unpack
 from statetree.matching import matched
@@ -30,19 +34,19 @@ from statetree.paths import Path
 from statetree.plans import Move
 from statetree.spans import holds_memory
 from statetree.summands import Source
-from statetree.survey import Survey, holding_of, is_strided, settle
+from statetree.survey import Survey, holding_of, is_strided
 from statetree.torch_internals import storage_key
-from statetree.transforms.allocate_like import allocate_like
+from statetree.transforms._pipeline import replicated
 from statetree.transforms.copy_into import prepared_copy
-from statetree.transforms.offload import offload
 from statetree.tree import unflatten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from statetree.groups import Group
     from statetree.treespec import TreeSpec
 
+_WITHOUT_MEMORY = "a tensor without memory"
 _REMEDY = "Nothing was written. Pass a tree of the same structure, global shapes and dtypes."
 
 
@@ -69,7 +73,7 @@ class Target:
         self._leaf_of = {partner: index for index, partner in enumerate(partners)}
         self._group = group
         leaves = [wanted.leaves[partner] for partner in partners]
-        self.leaves = leaves if in_place else allocated(leaves)
+        self.leaves = leaves if in_place else allocated(wanted.verb, leaves, spec)
         self._holdings: dict[int, Holding] = {}
 
     def is_distributed(self, index: int) -> bool:
@@ -108,10 +112,14 @@ class Target:
             [
                 Difference(named[index], "writability", "a tensor to move", why)
                 for index in indices
-                for piece in self.receipt_pieces(index)
-                if (why := _why_unwritable(piece))
+                for why in dict.fromkeys(self._why_unwritable(index))
             ],
         )
+
+    def _why_unwritable(self, index: int) -> Iterator[str]:
+        if self.is_distributed(index) and self._holding(index).device == "meta":
+            yield _WITHOUT_MEMORY  # also on ranks that hold nothing of it
+        yield from filter(None, map(_why_unwritable, self.receipt_pieces(index)))
 
     def check_apart(self, moving: Sequence[int]) -> None:
         """Raise ``TreeMismatch`` if elements that move would be put over those of another leaf.
@@ -203,7 +211,7 @@ def _why_unwritable(piece: torch.Tensor) -> str:
     if not piece.is_contiguous() and overlaps_itself(piece.shape, piece.stride()):
         return "a tensor that overlaps itself"
     if piece.is_meta or not holds_memory(piece):
-        return "a tensor without memory"
+        return _WITHOUT_MEMORY
     return ""
 
 
@@ -251,7 +259,7 @@ class Relayout:
         moving = set(self._moving)
         local = [index for index in range(len(partners)) if index not in moving]
         written = self._target.written(self._moving)
-        self._write = self._target.prepare_copy(local, _kept([source.leaves[index] for index in local], written))
+        self._write = self._target.prepare_copy(local, _kept(source, local, written))
 
     def entries(self) -> list[Entry]:
         """Return what must be the same on all ranks."""
@@ -261,22 +269,26 @@ class Relayout:
         """Return what usually is the same on all ranks."""
         return [*self._source.details(), *self._wanted.details()]
 
-    def run(self, agreed: Agreed, bucket_bytes: int) -> Any:
-        """Move the elements, and return the resulting tree.
+    @property
+    def surveys(self) -> Sequence[tuple[Survey, bool]]:
+        """The trees whose layouts are needed, and whether the ranks must hold them completely."""
+        return [(self._source, True), (self._wanted, False)]
+
+    def load(self, layouts: dict[int, Layout], places: dict[int, Layout], key: Any, bucket_bytes: int) -> Departure:
+        """Take the memory that moving the elements takes.
 
         Args:
-            agreed: What the ranks agreed on.
+            layouts: Those of the source.
+            places: Those that its tensors take.
+            key: What the ranks agreed on.
             bucket_bytes: As for ``Exchange``.
         """
         group, source = self._group, self._source
-        layouts, seen = settle(group, source, agreed)
-        places, also_seen = settle(group, self._wanted, agreed, complete=False)
         leading = [i for i in self._moving if i in layouts and source.leaders[i] == i]
-        sources = sources_of(source, layouts, leading, group, bucket_bytes)
+        sources, reduction = sources_of(source, layouts, leading, group.rank)
         items = self._items(sources, places, range(group.size))
         kinds = [holding.device for survey in (source, self._wanted) for holding in survey.holdings.values()]
-        exchange((agreed.key, seen, also_seen), items, group, communicating_device(group, kinds), bucket_bytes)
-        return self._finished()
+        return depart(Terms(key, group, communicating_device(group, kinds), bucket_bytes), items, reduction)
 
     def run_alone(self) -> Any:
         """Do as ``run`` where the source has no distributed leaves: this rank has all that it needs."""
@@ -286,8 +298,9 @@ class Relayout:
         for sent, received, dtype in self._items({}, places, [group.rank]):
             moves.append(Move(sent.layout, received.layout, moved_dtype(dtype)))
             pieces.append(Pieces(sent.pieces, received.pieces))
-        Exchange(moves, group, BUCKET_BYTES).run(pieces, group, torch.device("cpu"))
-        return self._finished()
+        exchange, host = Exchange(moves, group, BUCKET_BYTES), torch.device("cpu")
+        exchange.run(pieces, group, take_buckets([exchange.bucket_sizes(pieces, host)], host))
+        return self.finished()
 
     def _items(self, sources: dict[int, Source], places: dict[int, Layout], everywhere: Sequence[int]) -> list[Item]:
         source, target = self._source, self._target
@@ -302,18 +315,23 @@ class Relayout:
                 items.append((sources[leader], target.receipt(index, places), target.dtype(index)))
         return apart(items)
 
-    def _finished(self) -> Any:
+    def finished(self) -> Any:
+        """Write what does not come from other ranks, and return the resulting tree."""
         self._write()
         return unflatten(self._source.spec, self._target.leaves)
 
 
-def _kept(leaves: list[Any], written: set[int]) -> list[Any]:
-    """Return leaves whose elements stay as they are while storages are written."""
-    parts, owners = _parts_of(leaves) if written else ([], [])
-    result = list(leaves)
-    for index in {owner for part, owner in zip(parts, owners, strict=True) if _storage(part) in written}:
-        result[index] = offload([leaves[index]], device=_device_of(leaves[index]))[0]
-    return result
+def _kept(source: Survey, indices: Sequence[int], written: set[int]) -> list[Any]:
+    """Return some of the leaves, whose elements stay as they are while storages are written."""
+    leaves = source.leaves
+    parts, owners = _parts_of([leaves[index] for index in indices]) if written else ([], [])
+    changed = {indices[owner] for part, owner in zip(parts, owners, strict=True) if _storage(part) in written}
+    return [
+        _fresh(source.verb, leaves, source.spec, [index], _device_of(leaves[index]), copy=True)[0]
+        if index in changed
+        else leaves[index]
+        for index in indices
+    ]
 
 
 def _storage(piece: torch.Tensor) -> int:
@@ -325,18 +343,36 @@ def _own_part(holding: Holding, rank: int) -> Layout:
     return layout_of(holding.shape, {rank: holding.boxes})
 
 
-def allocated(leaves: Sequence[Any]) -> list[Any]:
-    """Return fresh tensors like those of leaves, on the same devices; real ones for those on ``meta``."""
+def allocated(verb: str, leaves: Sequence[Any], spec: TreeSpec) -> list[Any]:
+    """Return fresh tensors like those of leaves, on the same devices; real ones for those on ``meta``.
+
+    Args:
+        verb: The collective, for messages.
+        leaves: The leaves.
+        spec: The structure that they belong to.
+    """
     result = list(leaves)
     by_device: dict[torch.device, list[int]] = {}
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) or is_distributed(leaf):
             by_device.setdefault(_device_of(leaf), []).append(index)
     for device, indices in by_device.items():
-        fresh = allocate_like([leaves[index] for index in indices], device=device)
-        for index, leaf in zip(indices, fresh, strict=True):
+        for index, leaf in zip(indices, _fresh(verb, leaves, spec, indices, device, copy=False), strict=True):
             result[index] = leaf
     return result
+
+
+def _fresh(
+    verb: str, leaves: Sequence[Any], spec: TreeSpec, indices: Sequence[int], device: torch.device, *, copy: bool
+) -> list[Any]:
+    """Return some leaves on memory of their own, with or without the same elements."""
+    keys, paths = spec.flat_keys(), spec.paths()
+    try:
+        found = replicated(verb, {keys[index]: leaves[index] for index in indices}, Memory(device), copy=copy)
+    except StateTreeError as error:
+        place_in_tree(error, {keys[index]: paths[index] for index in indices})
+        raise
+    return list(found.values())
 
 
 def _device_of(leaf: Any) -> torch.device:

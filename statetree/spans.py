@@ -15,7 +15,7 @@ from statetree.appearance import place_of
 from statetree.buffers import LARGE_BYTES, Buffer, Memory
 from statetree.columns import Columns
 from statetree.errors import UnsupportedLeaf
-from statetree.torch_internals import WITHOUT_KERNELS, clone_all, copy_all, set_bits
+from statetree.torch_internals import COPIED_AS_INTEGERS, clone_all, copy_all, set_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -195,7 +195,7 @@ def _copies_as_tensor(columns: Columns, index: int) -> bool:
     return (
         not columns.conj[index]
         and not columns.neg[index]
-        and columns.dtypes[index] not in WITHOUT_KERNELS
+        and columns.dtypes[index] not in COPIED_AS_INTEGERS
         and is_dense(columns.contiguous[index], columns.shapes[index], columns.strides[index])
     )
 
@@ -310,7 +310,7 @@ def _clonable(columns: Columns, reach: list[int]) -> list[bool]:
     Small contiguous host tensors of ordinary dtypes, without conjugate or negative bit. (Large ones are better off on
     huge pages.)
     """
-    special = {dtype for dtype in set(columns.dtypes) if dtype.is_complex or dtype in WITHOUT_KERNELS}
+    special = {dtype for dtype in set(columns.dtypes) if dtype.is_complex or dtype in COPIED_AS_INTEGERS}
     ordinary = columns.on_cpu and not special and not any(columns.neg) and all(columns.contiguous)
     if ordinary and max(reach, default=0) < LARGE_BYTES:
         return [True] * len(reach)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from statetree.agreement import Entry, Statement, agree
+from statetree.agreement import Statement, agree, ready
 from statetree.blueprint import Blueprint, draw, pickled
 from statetree.chunks import Layout, whole_on
-from statetree.collectives import Item, Receipt, communicating_device, exchange
+from statetree.collectives import Departure, Item, Receipt, Terms, communicating_device, depart
 from statetree.errors import RankMismatch, StateTreeError
 from statetree.leaves import holds_tensor
 from statetree.summands import Source
@@ -111,32 +111,35 @@ def spread(
     layouts, seen = ({}, b"") if survey is None or agreed.absent else settle(group, survey, agreed, complete=False)
     message = group.broadcast_bytes(sent.message, agreed.nbytes[src], src)
 
-    def receive() -> tuple[Statement, tuple[Parcel, list[torch.Tensor], list[torch.Tensor]]]:
+    kinds = [] if survey is None else [holding.device for holding in survey.holdings.values()]
+
+    def terms(key: Any, devices: Sequence[str]) -> Terms:
+        return Terms((agreed.key, seen, key), group, communicating_device(group, devices), bucket_bytes, src)
+
+    def receive() -> tuple[Statement, tuple[Parcel, list[torch.Tensor], Departure]]:
         parcel = _opened(verb, message)
-        return _ready(verb), (parcel, *parcel.blueprint.allocate())
+        parts, places = parcel.blueprint.allocate()
+        sizes = tuple(place.numel() for place in places)
+        items = _filling(src, group, sent.spans, places)
+        return ready(verb), (parcel, parts, depart(terms(sizes, [place.device.type for place in places]), items))
 
-    _, (parcel, parts, places) = agree(verb, group, receive)
-    key = (agreed.key, seen)
-    _fill(key, src, group, bucket_bytes, sent.spans, places)
+    _, (parcel, parts, spans) = agree(verb, group, receive)
+    spans.move()
+    del spans  # and its buckets
 
-    def prepare_rest() -> tuple[Statement, Made]:
+    def prepare_rest() -> tuple[Statement, tuple[Made, Departure]]:
         leaves: list[Any] = [None] * parcel.spec.num_leaves
         described = parcel.blueprint.pack(verb, parts, partial(_paths, parcel.spec, parcel.described))
         for index, leaf in zip(parcel.described, described, strict=True):
             leaves[index] = leaf
-        return _ready(verb), make(parcel, survey, layouts, leaves)
+        made = make(parcel, survey, layouts, leaves)
+        return ready(verb), (made, depart(terms("layouts", kinds), made.items))
 
-    _, made = agree(verb, group, prepare_rest)
-    if made.items:
-        kinds = [] if survey is None else [holding.device for holding in survey.holdings.values()]
-        exchange(key, made.items, group, communicating_device(group, kinds), bucket_bytes, source=src)
+    _, (made, chunks) = agree(verb, group, prepare_rest)
+    chunks.move()
     if made.finish is not None:
         made.finish()
     return unflatten(parcel.spec, made.leaves)
-
-
-def _ready(verb: str) -> Statement:
-    return Statement(verb, [Entry("", "")])
 
 
 def _opened(verb: str, message: bytes) -> Parcel:
@@ -154,21 +157,11 @@ def _opened(verb: str, message: bytes) -> Parcel:
     return parcel
 
 
-def _fill(
-    key: Any,
-    src: int,
-    group: Group,
-    bucket_bytes: int,
-    spans: Sequence[torch.Tensor],
-    places: Sequence[torch.Tensor],
-) -> None:
-    """Move the source's bytes to the places that every rank has for them."""
+def _filling(src: int, group: Group, spans: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> list[Item]:
+    """Return how the source's bytes go to the places that every rank has for them."""
     items: list[Item] = []
     for number, place in enumerate(places):
         if place.numel():
             source = Source(whole_on(place.shape, [src]), spans[number : number + 1])
             items.append((source, Receipt(whole_on(place.shape, range(group.size)), [place]), place.dtype))
-    if items:
-        sizes = tuple(place.numel() for place in places)
-        device = communicating_device(group, [place.device.type for place in places])
-        exchange((key, sizes), items, group, device, bucket_bytes, source=src)
+    return items

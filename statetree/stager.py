@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import traceback
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
@@ -260,7 +261,12 @@ class Stager:
             snapshot = self._idle_snapshot(verb, look.columns)
             staged = snapshot.fill(look.columns)
             self._trim(snapshot)
-        result = unflatten_copy(look.spec, look.unpacked.pack(_with_meta(look.unpacked.columns, staged, look.meta)))
+        try:
+            result = unflatten_copy(look.spec, look.unpacked.pack(_with_meta(look.unpacked.columns, staged, look.meta)))
+        except BaseException as error:
+            staged = []
+            _clear_frames(error)
+            raise
         self._stages += 1
         return result
 
@@ -445,3 +451,11 @@ def _with_meta(columns: Columns, staged: list[torch.Tensor], meta: list[int]) ->
     replicas = iter(replicate(part, extents(part), Memory("meta"), copy=False))
     rest, places = iter(staged), set(meta)
     return [next(replicas) if index in places else next(rest) for index in range(len(columns.tensors))]
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Let go of the staged tensors that an error's tracebacks hold: a stage that failed takes no lease."""
+    found: BaseException | None = error
+    while found is not None:
+        traceback.clear_frames(found.__traceback__)
+        found = found.__cause__ or found.__context__

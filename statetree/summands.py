@@ -14,15 +14,13 @@ import torch
 
 from statetree.boxes import Box, in_slabs
 from statetree.chunks import Layout, by_rank, layout_of
-from statetree.exchange import Exchange, Pieces
+from statetree.exchange import Pieces
 from statetree.plans import Move
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from statetree.groups import Group
-
-_COMBINE: Final[dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
+_COMBINE: Final[dict[str, Callable[..., torch.Tensor]]] = {
     "sum": torch.add,
     "avg": torch.add,
     "product": torch.mul,
@@ -38,43 +36,52 @@ class Source(NamedTuple):
     pieces: Sequence[torch.Tensor]
 
 
-def reduce_summands(
+class Reduction(NamedTuple):
+    """Summands on their way to the ranks that put them together.
+
+    Attributes:
+        moves: Where each summand goes.
+        pieces: This rank's tensors for each of them.
+        reduced: The tensors that come of it, in other layouts. They hold their elements after ``finish``.
+        stacks: This rank's slabs of all summands of a tensor, one behind the other, and how they are put together.
+    """
+
+    moves: list[Move]
+    pieces: list[Pieces]
+    reduced: list[Source]
+    stacks: list[tuple[torch.Tensor, str]]
+
+    def finish(self) -> None:
+        """Put the summands together, once they have arrived."""
+        for stack, reduction in self.stacks:
+            _reduce(stack, reduction)
+
+
+def prepare_reduction(
     sources: Sequence[Source],
     dtypes: Sequence[torch.dtype],
     summands: Sequence[tuple[str, tuple[Layout, ...]]],
-    group: Group,
-    device: torch.device,
-    bucket_bytes: int,
-) -> list[Source]:
-    """Reduce tensors of which the ranks hold summands.
+    rank: int,
+) -> Reduction:
+    """Take the memory for reducing tensors of which the ranks hold summands.
 
     Args:
         sources: The tensors. Each rank of a layout holds one summand of its boxes.
         dtypes: Their dtypes.
         summands: For each, how summands are put together, and the layout of every one of them.
-        group: The ranks.
-        device: The memory that is sent from and received into.
-        bucket_bytes: As for ``Exchange``.
-
-    Returns:
-        The reduced tensors, in other layouts.
+        rank: This rank.
     """
-    moves: list[Move] = []
-    pieces: list[Pieces] = []
-    gathered: list[tuple[Layout, list[torch.Tensor]]] = []
-    for (layout, own), dtype, (_, layouts) in zip(sources, dtypes, summands, strict=True):
+    found = Reduction([], [], [], [])
+    for (layout, own), dtype, (reduction, layouts) in zip(sources, dtypes, summands, strict=True):
         target = _shared_out(layout)
-        stacks = [own[0].new_empty((len(layouts), *box.sizes)) for box in target.boxes_of(group.rank)]
+        stacks = [own[0].new_empty((len(layouts), *box.sizes)) for box in target.boxes_of(rank)]
         for number, summand in enumerate(layouts):
-            moves.append(Move(summand, target, dtype))
-            mine = own if summand.boxes_of(group.rank) else []
-            pieces.append(Pieces(mine, [stack[number] for stack in stacks]))
-        gathered.append((target, stacks))
-    Exchange(moves, group, bucket_bytes).run(pieces, group, device)
-    return [
-        Source(target, [_reduced(stack, reduction) for stack in stacks])
-        for (target, stacks), (reduction, _) in zip(gathered, summands, strict=True)
-    ]
+            found.moves.append(Move(summand, target, dtype))
+            mine = own if summand.boxes_of(rank) else []
+            found.pieces.append(Pieces(mine, [stack[number] for stack in stacks]))
+        found.reduced.append(Source(target, [stack[0] for stack in stacks]))
+        found.stacks.extend((stack, reduction) for stack in stacks)
+    return found
 
 
 def _shared_out(layout: Layout) -> Layout:
@@ -95,13 +102,16 @@ def _shared_out(layout: Layout) -> Layout:
 def reduces(reduction: str, dtype: torch.dtype) -> bool:
     """Whether torch can put summands of a dtype together, and has that dtype again."""
     try:
-        return _reduced(torch.ones(2, 1, dtype=dtype), reduction).dtype == dtype
+        _reduce(torch.ones(2, 1, dtype=dtype), reduction)
     except (RuntimeError, NotImplementedError):
         return False
+    return True
 
 
-def _reduced(stack: torch.Tensor, reduction: str) -> torch.Tensor:
+def _reduce(stack: torch.Tensor, reduction: str) -> None:
+    """Put summands together in the place of the first."""
     result = stack[0]
     for summand in stack[1:]:
-        result = _COMBINE[reduction](result, summand)
-    return result / len(stack) if reduction == "avg" else result
+        _COMBINE[reduction](result, summand, out=result)
+    if reduction == "avg":
+        result.div_(len(stack))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from statetree.agreement import CONTAINER, Agreed, Entry, digest
+from statetree.agreement import CONTAINER, Agreed, Entry, Statement, agree, digest, ready
 from statetree.boxes import Box
 from statetree.chunks import Holding, Layout, layout_of
 from statetree.columns import Columns
@@ -31,11 +31,14 @@ from statetree.spans import check_memory
 from statetree.tree import flatten, flatten_for_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from statetree.containers import Container
     from statetree.groups import Group
     from statetree.treespec import TreeSpec
+
+L = TypeVar("L")
+W = TypeVar("W")
 
 
 class Survey:
@@ -104,6 +107,17 @@ class Survey:
     def is_known(self) -> bool:
         """Whether the layouts of all leaves are known without asking the other ranks."""
         return all(holding.layout is not None for holding in self.holdings.values())
+
+    def known_layouts(self, *, complete: bool) -> dict[int, Layout] | None:
+        """Return the layouts of the distributed leaves, if this rank knows them by itself.
+
+        Args:
+            complete: Whether the ranks must hold every leaf completely. ``None`` is returned where they do not.
+        """
+        if not self.is_known:
+            return None
+        layouts = {index: layout for index, holding in self.holdings.items() if (layout := holding.layout) is not None}
+        return None if complete and _incomplete(self, layouts) is not None else layouts
 
     def check_readable(self) -> None:
         """Raise ``UnsupportedLeaf`` if the elements of a distributed leaf cannot be read."""
@@ -266,9 +280,7 @@ def settle(group: Group, survey: Survey, agreed: Agreed, *, complete: bool = Tru
     layouts: dict[int, Layout] = {}
     seen = b""
     if agreed.details_agree and survey.is_known:
-        layouts = {
-            index: layout for index, holding in survey.holdings.items() if (layout := holding.layout) is not None
-        }
+        layouts = survey.known_layouts(complete=False) or {}
     else:
         holdings = survey.holdings.values()
         told = json.dumps([survey.ties(), [holding.detail for holding in holdings], [h.boxes for h in holdings]])
@@ -292,16 +304,24 @@ def settle(group: Group, survey: Survey, agreed: Agreed, *, complete: bool = Tru
                 if not (complete and rank in apart)
             }
             layouts[index] = layout_of(holding.shape, boxes)
-    for index, layout in layouts.items() if complete else ():
+    lacking = _incomplete(survey, layouts) if complete else None
+    if lacking is not None:
+        path = survey.path(lacking)
+        msg = (
+            f"{survey.verb}: the ranks of the group hold only a part of the leaf at {path or '<root>'}: expected "
+            f"all of {survey.holdings[lacking].text[2:]}. Pass the group of all ranks that hold it."
+        )
+        raise UnsupportedLeaf(msg, path)
+    return layouts, seen
+
+
+def _incomplete(survey: Survey, layouts: dict[int, Layout]) -> int | None:
+    """Return the first leaf of which the ranks hold only a part."""
+    for index, layout in layouts.items():
         summands = survey.holdings[index].summands
         if not all(held.is_complete for held in (layout, *(summands[1] if summands else ()))):
-            path = survey.path(index)
-            msg = (
-                f"{survey.verb}: the ranks of the group hold only a part of the leaf at {path or '<root>'}: expected "
-                f"all of {survey.holdings[index].text[2:]}. Pass the group of all ranks that hold it."
-            )
-            raise UnsupportedLeaf(msg, path)
-    return layouts, seen
+            return index
+    return None
 
 
 def _refine_ties(survey: Survey, by_rank: Sequence[Sequence[int]]) -> None:
@@ -310,3 +330,43 @@ def _refine_ties(survey: Survey, by_rank: Sequence[Sequence[int]]) -> None:
     for number, index in enumerate(survey.holdings):
         seen = tuple(row[number] for row in by_rank)
         survey.leaders[index] = first.setdefault(seen, index)
+
+
+def agree_on_layouts(
+    verb: str,
+    group: Group,
+    prepare: Callable[[], tuple[Statement, Sequence[tuple[Survey, bool]], W]],
+    load: Callable[[W, Sequence[dict[int, Layout]], Any], L],
+) -> tuple[W, L]:
+    """Make sure that all ranks are ready and mean the same, and know who holds what.
+
+    Usually every rank knows that by itself, so that a single agreement is enough. Otherwise they tell each other, and
+    agree once more when they are ready.
+
+    Args:
+        verb: The collective, for messages.
+        group: Its ranks.
+        prepare: As for ``agree``. Beside the statement it returns the trees whose layouts are wanted, each with whether
+            the ranks must hold it completely, and what ``load`` needs besides.
+        load: Given that, the layouts of each tree and what the ranks agreed on, does all that can fail before data
+            moves, such as taking memory.
+
+    Returns:
+        What ``prepare`` returned last, and what ``load`` returned.
+    """
+
+    def begin() -> tuple[Statement, tuple[Sequence[tuple[Survey, bool]], W, list[L]]]:
+        statement, surveys, work = prepare()
+        known = [survey.known_layouts(complete=complete) for survey, complete in surveys]
+        layouts = [found for found in known if found is not None]
+        key = (statement.key, (b"",) * len(surveys))
+        return statement, (surveys, work, [load(work, layouts, key)] if len(layouts) == len(known) else [])
+
+    agreed, (surveys, work, loaded) = agree(verb, group, begin)
+    settled = [settle(group, survey, agreed, complete=complete) for survey, complete in surveys]
+    seen = tuple(what for _, what in settled)
+    if any(seen):
+        loaded.clear()  # before memory is taken again
+        layouts = [found for found, _ in settled]
+        loaded.append(agree(verb, group, lambda: (ready(verb), load(work, layouts, (agreed.key, seen))))[1])
+    return work, loaded.pop()

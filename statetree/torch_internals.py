@@ -102,6 +102,9 @@ WITHOUT_KERNELS: Final = frozenset(
     )
     if hasattr(torch, name)
 )
+#: Dtypes whose bytes a copy does not keep, or which cannot be copied: they are copied as integers. A copy of a bool is
+#: 0 or 1, but a view of other numbers as bools may look at any bytes.
+COPIED_AS_INTEGERS: Final = WITHOUT_KERNELS | {torch.bool}
 
 
 def without_common_bits(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,7 +122,7 @@ def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
     pairs = []
     for target, source in zip(targets, sources, strict=True):
         to, of = target, source
-        if to.dtype in WITHOUT_KERNELS:
+        if to.dtype in COPIED_AS_INTEGERS and to.dtype == of.dtype:
             number = torch.uint8 if to.dtype.itemsize == 1 else torch.int16
             to, of = to.view(number), of.view(number)
         if to.dtype.is_complex and to.is_conj():

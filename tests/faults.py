@@ -44,6 +44,8 @@ class Fault:
         self.file = f"{PACKAGE}{file}"
         self.steps = 0
         self.where = ""
+        #: The functions of the package that were running when it struck, the innermost first.
+        self.running: list[str] = []
 
     def step(self, frame: FrameType, strike: Callable[[], None] | None = None) -> None:
         if not frame.f_code.co_filename.startswith(self.file):
@@ -51,6 +53,7 @@ class Fault:
         self.steps += 1
         if self.steps == self.at:
             self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            self.running = list(_running(frame))
             self.strike() if strike is None else strike()
 
     def strike(self) -> None:
@@ -150,6 +153,13 @@ class Fault:
         from torch.cuda import _pin_memory_utils
 
         return self.replaced(_pin_memory_utils, "pin_memory", lambda: RuntimeError("injected: cudaHostRegister failed"))
+
+
+def _running(frame: FrameType | None) -> Iterator[str]:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(PACKAGE):
+            yield frame.f_code.co_qualname
+        frame = frame.f_back
 
 
 def _is_of_torch(function: Any) -> bool:

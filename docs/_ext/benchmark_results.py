@@ -1,4 +1,7 @@
-"""``{benchmark-results}``: the recorded benchmarks as tables, and the machine that they were measured on."""
+"""The recorded benchmarks as tables, and the machine that they were measured on.
+
+``{benchmark-results}`` shows the times, ``{benchmark-profiles}`` what they consist of.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
 
 #: What `make bench` writes.
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "latest.json"
+#: What `python -m benchmarks.profiles` writes.
+PROFILES = RESULTS.with_name("profiles.json")
 _HEAD = ("", "median, ms", "µs/leaf", "GB/s", "times ours")
 
 
@@ -32,6 +37,31 @@ class BenchmarkResults(SphinxDirective):
             made.append(_table(row["title"], [_HEAD, *cells]))
             made += [nodes.paragraph(text=aim_text(aim)) for aim in row["aims"]]
         return made
+
+
+class BenchmarkProfiles(SphinxDirective):
+    """Puts a table of where the time goes where it stands."""
+
+    def run(self) -> list[nodes.Node]:
+        """Read the profiles, and make the table."""
+        self.env.note_dependency(str(PROFILES))
+        if not PROFILES.exists():
+            return [nodes.paragraph(text="No profiles are recorded for this version.")]
+        profiles = json.loads(PROFILES.read_text(encoding="utf-8"))
+        head, *cells = profile_cells(profiles["rows"])
+        return [nodes.paragraph(text=measured_on(profiles)), _table("Where the time goes", [head, *cells])]
+
+
+def profile_cells(rows: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Return the head of the table, and the cells of each row: parts in percent."""
+    head = ("", "median, ms", *rows[0]["phases_s"])
+    return [head, *map(_parts, rows)]
+
+
+def _parts(row: dict[str, Any]) -> tuple[str, ...]:
+    seconds = row["phases_s"].values()
+    total = sum(seconds)
+    return (row["title"], f"{row['median_s'] * 1e3:.2f}", *(f"{part / total:.0%}" for part in seconds))
 
 
 def measured_on(results: dict[str, Any]) -> str:
@@ -65,7 +95,7 @@ def aim_text(aim: dict[str, Any]) -> str:
 
 def _table(title: str, rows: Sequence[Sequence[str]]) -> nodes.table:
     group = nodes.tgroup(cols=len(rows[0]))
-    group += [nodes.colspec(colwidth=width) for width in (34, 12, 12, 12, 12)]
+    group += [nodes.colspec(colwidth=width) for width in (34, *[12] * (len(rows[0]) - 1))]
     group += nodes.thead("", _row(rows[0]))
     group += nodes.tbody("", *map(_row, rows[1:]))
     return nodes.table("", nodes.title(text=title), group)
@@ -78,4 +108,5 @@ def _row(cells: Sequence[str]) -> nodes.row:
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register the directive."""
     app.add_directive("benchmark-results", BenchmarkResults)
+    app.add_directive("benchmark-profiles", BenchmarkProfiles)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -82,6 +82,11 @@ _match = click.option(
     help="Only entries whose key matches (may be given several times).",
 )
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+_follow_links = click.option(
+    "--follow-links",
+    is_flag=True,
+    help="Let the files that an index lists be links to elsewhere, as in Hugging Face's cache.",
+)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -108,7 +113,16 @@ def cli() -> None:
 @_match
 @_json
 @click.option("--verify", "is_verified", is_flag=True, help="Check the stored checksums and digests of all bytes, too.")
-def show(file: Path, depth: int | None, sort: str, patterns: Sequence[str], as_json: bool, is_verified: bool) -> None:
+@_follow_links
+def show(
+    file: Path,
+    depth: int | None,
+    sort: str,
+    patterns: Sequence[str],
+    as_json: bool,
+    is_verified: bool,
+    follow_links: bool,
+) -> None:
     """Show what FILE holds: dtypes, shapes, sizes, and which tensors share bytes.
 
     Only headers are read, so that it takes no longer for a large file. On a terminal, entries are shown as a tree;
@@ -124,13 +138,13 @@ def show(file: Path, depth: int | None, sort: str, patterns: Sequence[str], as_j
     from statetree.cli.opening import opened
     from statetree.cli.show import show as run
 
-    with opened(file) as checkpoint:
+    with opened(file, follow_links=follow_links) as checkpoint:
         _warn_of_foreign(checkpoint.foreign)
         verdict = ""
         if is_verified:
             from statetree.cli.verify import verify
 
-            verdict = verify(checkpoint)
+            verdict = verify(checkpoint, follow_links=follow_links)
         run(checkpoint, depth=depth, sort=sort, patterns=patterns, as_json=as_json)
         if verdict:
             click.echo(verdict, err=as_json)
@@ -142,7 +156,8 @@ def show(file: Path, depth: int | None, sort: str, patterns: Sequence[str], as_j
 @click.option("--values", is_flag=True, help="Compare the elements of tensors and plain values, too.")
 @_match
 @_json
-def diff(left: Path, right: Path, values: bool, patterns: Sequence[str], as_json: bool) -> int:
+@_follow_links
+def diff(left: Path, right: Path, values: bool, patterns: Sequence[str], as_json: bool, follow_links: bool) -> int:
     """Show where LEFT and RIGHT differ: structure, dtypes, shapes, ties and, with --values, elements.
 
     They may be of different formats. The exit status is 0 if they are the same, 1 if they differ, and 2 if a
@@ -157,7 +172,7 @@ def diff(left: Path, right: Path, values: bool, patterns: Sequence[str], as_json
     from statetree.cli.diff import diff as run
     from statetree.cli.opening import opened
 
-    with opened(left) as one, opened(right) as other:
+    with opened(left, follow_links=follow_links) as one, opened(right, follow_links=follow_links) as other:
         _warn_of_foreign([*one.foreign, *other.foreign])
         return DIFFERENT if run(one, other, patterns=patterns, values=values, as_json=as_json) else SAME
 
@@ -175,6 +190,7 @@ def diff(left: Path, right: Path, values: bool, patterns: Sequence[str], as_json
 @click.option("--digest", is_flag=True, help="Write SHA-256 digests beside it, for show --verify.")
 @click.option("--drop-values", is_flag=True, help="Leave out plain values that the format cannot hold, and list them.")
 @click.option("--force", is_flag=True, help="Replace a checkpoint that is there already.")
+@_follow_links
 def convert(
     source: Path,
     destination: Path,
@@ -185,6 +201,7 @@ def convert(
     digest: bool,
     drop_values: bool,
     force: bool,
+    follow_links: bool,
 ) -> None:
     """Write SOURCE to DESTINATION, in the format that its suffix stands for.
 
@@ -202,7 +219,7 @@ def convert(
     from statetree.cli.convert import convert as run
     from statetree.cli.opening import opened
 
-    with opened(source) as checkpoint:
+    with opened(source, follow_links=follow_links) as checkpoint:
         _warn_of_foreign(checkpoint.foreign)
         options = Options(patterns, renames, dtype, shard_bytes, digest, drop_values, force)
         for note in run(checkpoint, destination, options):

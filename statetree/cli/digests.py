@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from statetree.cli.names import inside, refuse
+from statetree.cli.names import refuse
 from statetree.cli.stored import BUCKET_BYTES
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def check_digests(path: Path, folder: Path, used: Sequence[Path], files: Files, 
         refuse(path, f"it lists no digests of {missing[0]!r}")
     count = 0
     for name, rows in table.items():
-        file = files.open(inside(folder, name, path))
+        file = files.open(files.listed(folder, name, path))
         end = 0
         for entry, start, stop, digest in rows:
             if start != end or stop < start or stop > file.length:

@@ -9,7 +9,7 @@ import stat
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
-from statetree.cli.names import refuse
+from statetree.cli.names import inside, refuse
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,9 +51,14 @@ class _Handles:
 
 
 class Files:
-    """The files of one checkpoint (a context manager)."""
+    """The files of one checkpoint (a context manager).
 
-    def __init__(self) -> None:
+    Args:
+        follow_links: Whether names that a checkpoint lists may be symbolic links to files outside its directory.
+    """
+
+    def __init__(self, *, follow_links: bool = False) -> None:
+        self.follow_links = follow_links
         self._handles = _Handles()
 
     def __enter__(self) -> Files:
@@ -61,6 +66,14 @@ class Files:
 
     def __exit__(self, *_: object) -> None:
         self._handles.close()
+
+    def listed(self, directory: Path, name: object, listed_in: Path) -> Path:
+        """Return the file that a name out of an untrusted file stands for.
+
+        Raises:
+            CheckpointError: If there is none, or if it leads out of the directory.
+        """
+        return inside(directory, name, listed_in, follow_links=self.follow_links)
 
     def open(self, path: Path) -> Region:
         """Return a whole file.

@@ -42,8 +42,15 @@ def refuse(file: Path | str, what: str, remedy: str = DISTRUST) -> NoReturn:
     raise CheckpointError(msg)
 
 
-def inside(directory: Path, name: object, listed_in: Path) -> Path:
+def inside(directory: Path, name: object, listed_in: Path, *, follow_links: bool = False) -> Path:
     """Return the file that a name out of an untrusted file stands for.
+
+    Args:
+        directory: Where it has to be.
+        name: What was read.
+        listed_in: The file that it was read from, for messages.
+        follow_links: Whether it may lead out of the directory over a symbolic link, which is something that whoever
+            made the directory decided, not the file.
 
     Raises:
         CheckpointError: If it may lead out of the directory: by ``..``, as an absolute path, over a symbolic link, or
@@ -56,8 +63,8 @@ def inside(directory: Path, name: object, listed_in: Path) -> Path:
         refuse(listed_in, f"the file name {name!r} leads out of its directory")
     path = directory / name
     try:
-        if not path.resolve().is_relative_to(directory.resolve()):
-            remedy = f"If you trust the place, copy the files themselves into {directory}."
+        if not follow_links and not path.resolve().is_relative_to(directory.resolve()):
+            remedy = "If you trust whoever made the directory, pass --follow-links."
             refuse(listed_in, f"the file {name!r} is a link that leads out of its directory", remedy)
         if not path.is_file():
             refuse(listed_in, f"the file {name!r} is missing", "Get all files of the checkpoint.")

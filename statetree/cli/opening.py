@@ -40,14 +40,18 @@ def format_of(path: Path) -> str:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Checkpoint]:
+def opened(path: Path, *, follow_links: bool = False) -> Iterator[Checkpoint]:
     """Open a checkpoint for reading.
+
+    Args:
+        path: Where it is.
+        follow_links: Whether the files that an index lists may be symbolic links that lead out of its directory.
 
     Raises:
         CheckpointError: If it cannot be read.
     """
     kind = format_of(path)
-    with Files() as files:
+    with Files(follow_links=follow_links) as files:
         if kind == TORCH:
             from statetree.cli.formats.torch_file import read_torch
 

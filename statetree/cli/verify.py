@@ -8,8 +8,12 @@ from statetree.cli.files import Files
 from statetree.cli.progress import progress
 
 
-def verify(checkpoint: Checkpoint) -> str:
+def verify(checkpoint: Checkpoint, *, follow_links: bool = False) -> str:
     """Check all stored checksums and digests. Returns what was checked, in words.
+
+    Args:
+        checkpoint: What to check.
+        follow_links: Whether the files that the digests list may be symbolic links that lead out of their directory.
 
     Raises:
         CheckpointError: If a byte is not what it was when the checkpoint was written.
@@ -19,7 +23,7 @@ def verify(checkpoint: Checkpoint) -> str:
     path = digests_path(checkpoint.path, is_directory=is_directory)
     folder = checkpoint.path if is_directory else checkpoint.path.parent
     if path.is_file():
-        with Files() as files, progress("checking digests", checkpoint.nbytes) as advance:
+        with Files(follow_links=follow_links) as files, progress("checking digests", checkpoint.nbytes) as advance:
             words.append(f"{check_digests(path, folder, checkpoint.files, files, advance)} digests")
     count = check_sums(checkpoint)
     if count:

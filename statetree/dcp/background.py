@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from statetree.dcp.groups import check_alive, group_for
+from statetree.dcp.groups import group_for
 from statetree.dcp.internals import is_alive
 from statetree.dcp.saving import write
 from statetree.errors import CheckpointError
@@ -55,6 +55,7 @@ def async_save(
 
     Raises:
         StagerBusy, StagerClosed, UnsupportedLeaf: What staging raises on this rank.
+        RankMismatch: If this process is not in the group. Only this one raises.
 
     Example:
         >>> import tempfile, torch, statetree.dcp
@@ -65,8 +66,10 @@ def async_save(
         >>> statetree.dcp.load(checkpoint_id=directory)
         {'w': tensor([0., 0.])}
     """
-    background = background_of(process_group, "async_save")
-    future, error = start(background, state, stager, lambda staged: write(staged, checkpoint_id, background.group))
+    background = background_of("async_save", process_group, "async_save")
+    future, error = start(
+        background, lambda: stage(state, stager), lambda staged: write(staged, checkpoint_id, background.group)
+    )
     if error is not None:
         raise error
     return future
@@ -92,10 +95,11 @@ _BY_PARENT: Final[WeakKeyDictionary[Any, dict[str, Background]]] = WeakKeyDictio
 _WITHOUT_RANKS: Final[dict[str, Background]] = {}
 
 
-def background_of(parent: ProcessGroup | None, purpose: str) -> Background:
+def background_of(verb: str, parent: ProcessGroup | None, purpose: str) -> Background:
     """Return the thread and the group for a purpose: made on the first call, and the same ones ever after.
 
     Args:
+        verb: On whose behalf, for messages.
         parent: The group whose ranks take part; by default all.
         purpose: Tells several for one parent apart.
 
@@ -103,8 +107,7 @@ def background_of(parent: ProcessGroup | None, purpose: str) -> Background:
         The first call for a parent and purpose: every rank of the parent makes it.
     """
     with _LOCK:
-        parent = group_for(parent)
-        check_alive("save", parent)
+        parent = group_for(verb, parent)
         found = _WITHOUT_RANKS if parent is None else _BY_PARENT.setdefault(parent, {})
         if purpose not in found:
             found[purpose] = Background(None if parent is None else _group_like(parent))
@@ -124,18 +127,17 @@ class Started(NamedTuple):
     error: BaseException | None
 
 
-def start(background: Background, state: Any, stager: Any, save: Callable[[Callable[[], Any]], None]) -> Started:
+def start(background: Background, stage: Callable[[], Any], save: Callable[[Callable[[], Any]], None]) -> Started:
     """Stage a state, and run a save of it on the background's thread.
 
     Args:
         background: The thread and the group.
-        state: Any tree.
-        stager: Stages it; ``None`` for one that is made for this.
+        stage: Returns the staged state.
         save: Given a function that returns the staged state (or raises what staging it raised), saves it.
     """
     error: BaseException | None = None
     try:
-        held = [_stage(state, stager)]
+        held = [stage()]
     except BaseException as raised:  # noqa: BLE001 - the caller raises it
         error = raised
         held = [_Failed(f"save: staging failed on this rank: {type(raised).__name__}: {raised}")]
@@ -145,7 +147,8 @@ def start(background: Background, state: Any, stager: Any, save: Callable[[Calla
     return Started(future, error)
 
 
-def _stage(state: Any, stager: Any) -> Any:
+def stage(state: Any, stager: Any) -> Any:
+    """Return a state staged by a stager, or by one that is made for this where there is none."""
     if stager is not None:
         return stager.stage(state)
     with Stager() as own:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import concurrent.futures
+import threading
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from statetree.dcp.background import Background, background_of, start
+from torch.distributed.checkpoint.api import CheckpointException
+
+from statetree.dcp.background import Background, background_of, stage, start
+from statetree.dcp.directories import DirectoryReader
 from statetree.dcp.failures import checkpoint_errors
 from statetree.dcp.groups import check_alive, from_all, from_first, is_first, size_of
-from statetree.dcp.loading import load
+from statetree.dcp.loading import read
 from statetree.dcp.saving import write
 from statetree.dcp.series import Checkpoint, Partial, Series
-from statetree.errors import CheckpointError, StagerBusy, StateTreeError
+from statetree.errors import CheckpointError, RankMismatch, StagerBusy, StateTreeError, shown
 from statetree.stager import Stager
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Future
     from types import TracebackType
 
@@ -32,6 +37,10 @@ class Checkpointer:
     A checkpoint shows, as ``step-…`` in the directory, when all of it is on the disk: whenever the process dies, the
     last complete one can be restored. What a crash left behind is removed by the next save. One save runs at a time.
 
+    Threads of a process may share one: their calls run one after the other. Where there are several ranks, the order of
+    the calls must be the same on each, so that one thread should make them. Other processes may restore from the
+    directory meanwhile.
+
     Args:
         directory: Where the checkpoints go, the same one on every rank. It is made by the first save.
         stager: Stages the states of ``async_save``; by default one of its own, which ``close`` closes.
@@ -44,7 +53,7 @@ class Checkpointer:
         relative to other collectives as well: the first of them makes two gloo groups of the same ranks.
 
     Raises:
-        ValueError: If ``keep`` is less than one.
+        TypeError, ValueError: If ``keep`` is not an integer, or less than one.
 
     Example:
         >>> import tempfile, torch
@@ -67,6 +76,9 @@ class Checkpointer:
         keep: int | None = None,
         process_group: ProcessGroup | None = None,
     ) -> None:
+        if keep is not None and type(keep) is not int:
+            msg = f"Checkpointer: keep must be a whole number, or None: expected an int, got {keep!r}."
+            raise TypeError(msg)
         if keep is not None and keep < 1:
             msg = f"Checkpointer: keep must be at least 1, or None: expected a positive number, got {keep}."
             raise ValueError(msg)
@@ -78,6 +90,7 @@ class Checkpointer:
         self._own_stager: Stager | None = None
         self._running: Future[None] | None = None
         self._closed = False
+        self._calling = threading.RLock()
 
     def save(self, step: int, state: Any) -> None:
         """Save a state, and return when the checkpoint is complete and old ones are removed.
@@ -89,11 +102,13 @@ class Checkpointer:
         Raises:
             CheckpointError: If it cannot be written, or if an earlier save in the background failed: then this one was
                 not begun.
+            ValueError: If the step is not an integer, or negative.
+            RankMismatch: If the ranks pass different steps. All ranks raise. Or if this process is not in the group.
             UnsupportedLeaf, CyclicTree: As ``statetree.dcp.save``.
         """
-        foreground = self._begin("save", step)
-        with checkpoint_errors("save", self.directory):
-            self._write(step, lambda: state, foreground.group)
+        with self._calling:
+            foreground = self._begin("save")
+            self._write("save", step, lambda: state, foreground.group)
 
     def async_save(self, step: int, state: Any, *, wait: bool = True) -> Future[None]:
         """Stage a state, and save it in the background.
@@ -113,22 +128,25 @@ class Checkpointer:
         Raises:
             StagerBusy: With ``wait=False``, if a save is still running, on this rank or another. All ranks raise.
             CheckpointError: If an earlier save in the background failed. This one was not begun.
+            ValueError: If the step is not an integer, or negative.
             StagerBusy, StagerClosed, UnsupportedLeaf: What staging raises on this rank. Of several ranks, all raise
                 at the next call then.
+            RankMismatch: If this process is not in the group. The future raises it where ranks pass different steps.
         """
-        if not wait:
-            self._check_idle("async_save")
-        self._begin("async_save", step)
-        background = self._background("save")
-        stager = self._stager()
 
-        def write_staged(staged: Callable[[], Any]) -> None:
-            with checkpoint_errors("save", self.directory):
-                self._write(step, staged, background.group)
+        def stage_step() -> Any:
+            _check_step("async_save", step)
+            return stage(state, self._stager())
 
-        future, error = start(background, state, stager, write_staged)
-        if error is None or size_of(background.group) > 1:
-            self._running = future
+        with self._calling:
+            if not wait:
+                self._check_idle("async_save")
+            background = self._begin("async_save")
+            future, error = start(
+                background, stage_step, lambda staged: self._write("async_save", step, staged, background.group)
+            )
+            if error is None or size_of(background.group) > 1:
+                self._running = future
         if error is not None:
             raise error
         return future
@@ -146,14 +164,27 @@ class Checkpointer:
             The tree.
 
         Raises:
-            CheckpointError: If there is none, or it cannot be read, or an earlier save in the background failed.
+            CheckpointError: If there is none, or it cannot be read, or an earlier save in the background failed. Or if
+                another process removed the given step meanwhile. (Without one, the latest is looked for again.)
+            RankMismatch: If the ranks pass different steps. All ranks raise. Or if this process is not in the group.
             TreeMismatch, UnsupportedLeaf: As ``statetree.dcp.load``.
         """
-        self._check_open("restore")
-        self._settle()
-        group = self._background("restore").group
-        found = _by_first("restore", group, lambda: self._find(step))
-        return load(state, checkpoint_id=self._series.path(found), process_group=group, weights_only=weights_only)
+        with self._calling:
+            self._check_open("restore")
+            self._settle()
+            group = self._background("restore", "restore").group
+            _check_same("restore", "step", str(step), group)
+            found = _by_first("restore", group, lambda: self._find(step))
+            while True:
+                path = self._series.path(found)
+                with checkpoint_errors("load", path):
+                    try:
+                        return read(state, DirectoryReader(path), group, weights_only=weights_only)
+                    except CheckpointException:  # the same one on every rank
+                        another = _by_first("restore", group, partial(self._find_instead, found, step))
+                        if another is None:
+                            raise
+                        found = another
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, rising. Whatever else is in the directory is ignored."""
@@ -165,13 +196,14 @@ class Checkpointer:
         Raises:
             CheckpointError: If a save in the background failed, and no call has raised that yet.
         """
-        self._closed = True
-        try:
-            self._settle()
-        finally:
-            if self._own_stager is not None:
-                self._own_stager.close()
-                self._own_stager = None
+        with self._calling:
+            self._closed = True
+            try:
+                self._settle()
+            finally:
+                if self._own_stager is not None:
+                    self._own_stager.close()
+                    self._own_stager = None
 
     def __enter__(self) -> Self:
         return self
@@ -186,16 +218,13 @@ class Checkpointer:
                 raise
             error.add_note(f"statetree: besides, {failure}")
 
-    def _begin(self, verb: str, step: int) -> Background:
+    def _begin(self, verb: str) -> Background:
         self._check_open(verb)
-        if type(step) is not int or step < 0:
-            msg = f"{verb}: step must be a number that is not negative: expected an int, got {step!r}."
-            raise ValueError(msg)
         self._settle()
-        return self._background("save")
+        return self._background(verb, "save")
 
-    def _background(self, purpose: str) -> Background:
-        return background_of(self._process_group, f"Checkpointer.{purpose}")
+    def _background(self, verb: str, purpose: str) -> Background:
+        return background_of(verb, self._process_group, f"Checkpointer.{purpose}")
 
     def _check_open(self, verb: str) -> None:
         if self._closed:
@@ -213,7 +242,7 @@ class Checkpointer:
 
     def _check_idle(self, verb: str) -> None:
         busy = self._running is not None and not self._running.done()
-        ranks = [rank for rank, flag in enumerate(from_all(busy, self._background("restore").group)) if flag]
+        ranks = [rank for rank, flag in enumerate(from_all(busy, self._background(verb, "restore").group)) if flag]
         if ranks:
             where = f" on rank {', '.join(map(str, ranks))}" if len(ranks) > 1 or ranks != [0] else ""
             msg = f"{verb}: a save is still running{where}: expected none. Wait for its future, or pass wait=True."
@@ -239,44 +268,100 @@ class Checkpointer:
         )
         raise CheckpointError(msg)
 
-    def _write(self, step: int, state: Callable[[], Any], group: ProcessGroup | None) -> None:
+    def _find_instead(self, gone: Checkpoint, step: int | None) -> Checkpoint | None:
+        """Return what to restore where a checkpoint was removed while it was read. ``None`` if it is still there."""
+        if self._series.path(gone).exists():
+            return None
+        if step is None or any(found.step == step for found in self._series.complete()):
+            return self._find(step)
+        msg = (
+            f"restore: the checkpoint of step {step} in {self.directory} was removed while it was read: expected it to "
+            "stay. Another process saves there: restore another step, or let it keep more. Tensors of the template may "
+            "be filled in part."
+        )
+        raise CheckpointError(msg)
+
+    def _write(self, verb: str, step: int, state: Callable[[], Any], group: ProcessGroup | None) -> None:
         """Write a checkpoint under another name, then give it its own."""
-        partial: Partial | None = None
+        made: list[Partial] = []
 
         def begin() -> Path:
-            nonlocal partial
-            partial = self._series.begin(step)
-            return partial.path
+            made.append(self._series.begin(step))
+            return made[0].path
+
+        check_alive("save", group)
+        with checkpoint_errors("save", self.directory):
+            _check_same(verb, "step", repr(step), group)
+        _check_step(verb, step)
+        try:
+            with checkpoint_errors("save", self.directory):
+                write(state, _by_first("save", group, begin), group)
+            self._publish(step, made, group)
+        except BaseException:
+            for unpublished in made:
+                unpublished.discard()
+            raise
+
+    def _publish(self, step: int, made: Sequence[Partial], group: ProcessGroup | None) -> None:
+        """Let the first rank, which made the directory, give it its name."""
 
         def publish() -> None:
-            assert partial is not None
-            self._series.prune(self.keep, self._series.publish(partial))
+            published = self._series.publish(made[0])
+            try:
+                self._series.prune(self.keep, published)
+            except OSError as error:
+                msg = (
+                    f"save: the checkpoint {self._series.path(published)} is complete, but older ones could not be "
+                    f"removed: {type(error).__name__}: {error}. Mend the cause: the next save tries again."
+                )
+                raise CheckpointError(msg) from error
 
         try:
-            path = _by_first("save", group, begin)
-            write(state, path, group)
             _by_first("save", group, publish)
-        except BaseException:
-            if partial is not None:
-                partial.discard()
+        except StateTreeError:
             raise
+        except Exception as error:
+            msg = (
+                f"save: this rank could not be told that the checkpoint of step {step} is complete: "
+                f"{type(error).__name__}: {error}. It is if Checkpointer.steps lists it."
+            )
+            raise CheckpointError(msg) from error
 
 
 def _by_first(verb: str, group: ProcessGroup | None, action: Callable[[], T]) -> T:
     """Let the first rank act on the directory, and return on every rank what it returned, or raise what it raised."""
     check_alive(verb, group)
     outcome: Any = None
+    cause: BaseException | None = None
     if is_first(group):
         try:
             outcome = action()
         except CheckpointError as error:
             outcome = error
-        except OSError as error:
+        except BaseException as error:  # noqa: BLE001 - also an interrupt: the others must not be left waiting
+            cause = error
             outcome = CheckpointError(
                 f"{verb}: the first rank could not use the directory: {type(error).__name__}: {error}. Mend the cause, "
                 "and try again; complete checkpoints are untouched."
             )
-    outcome = from_first(outcome, group)
-    if isinstance(outcome, CheckpointError):
-        raise outcome
-    return outcome  # type: ignore[no-any-return]
+    told = from_first(outcome, group)
+    if cause is not None and not isinstance(cause, Exception):
+        raise cause
+    if isinstance(told, CheckpointError):
+        raise told from cause
+    return told  # type: ignore[no-any-return]
+
+
+def _check_same(verb: str, what: str, text: str, group: ProcessGroup | None) -> None:
+    """Raise on every rank if the ranks were not given the same."""
+    texts = from_all(text, group)
+    if len(set(texts)) > 1:
+        given = shown([f"rank {rank}: {text}" for rank, text in enumerate(texts)])
+        msg = f"{verb}: {what} differs over the ranks: expected the same on all, got:\n  {given}\nPass the same {what}."
+        raise RankMismatch(msg)
+
+
+def _check_step(verb: str, step: int) -> None:
+    if type(step) is not int or step < 0:
+        msg = f"{verb}: step must be a number that is not negative: expected an int, got {step!r}."
+        raise ValueError(msg)

@@ -16,6 +16,7 @@ from torch.futures import Future
 
 from statetree.dcp.metadata import Stored, read_metadata
 from statetree.errors import CheckpointError
+from statetree.torch_internals import copy_each
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -148,7 +149,7 @@ class DirectoryReader(StorageReader):
         for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             tensor = tensor.narrow(dim, start, length)
         target = planner.resolve_tensor(item).detach()
-        target.copy_(tensor)
+        copy_each([target], [tensor])
         planner.commit_tensor(item, target)
 
     def _expected(self, index: MetadataIndex) -> tuple[torch.dtype, Sequence[int]]:

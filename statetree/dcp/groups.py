@@ -18,9 +18,17 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def group_for(given: ProcessGroup | None) -> ProcessGroup | None:
-    """Return the group that a call is for: the given one, or all ranks; ``None`` where there are none."""
-    return dist.group.WORLD if given is None and is_distributed() else given
+def group_for(verb: str, given: ProcessGroup | None) -> ProcessGroup | None:
+    """Return the group that a call is for: the given one, or all ranks; ``None`` where there are none.
+
+    Raises:
+        CheckpointError: If the group was destroyed.
+        RankMismatch: If this process is not in the group.
+    """
+    group = dist.group.WORLD if given is None and is_distributed() else given
+    check_alive(verb, group)
+    ranks_of(verb, group)
+    return group
 
 
 def check_alive(verb: str, group: ProcessGroup | None) -> None:

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from statetree.dcp import structure
 from statetree.dcp.directories import DirectoryReader, local_directory
 from statetree.dcp.failures import checkpoint_errors
-from statetree.dcp.groups import check_alive, group_for, ranks_of
+from statetree.dcp.groups import group_for, ranks_of
 from statetree.dcp.internals import run_load
 from statetree.dcp.matching import Matching
 from statetree.dcp.outline import outline_of
@@ -74,27 +74,32 @@ def load(
             template.
         CheckpointError: If the directory is missing, incomplete, damaged or hostile, or a plain value's class is not
             admitted. Where data turns out to be damaged only while it is read, tensors may be filled in part.
+        RankMismatch: If this process is not in the group. Only this one raises.
 
     Note:
         Files are not trusted. Guarded against: code in DCP's ``.metadata`` (its pickle is read without being executed),
         file names that lead out of the directory, pieces that lie outside of their file or tensor or need more memory
         than the files have bytes, and, unless ``weights_only=False``, code in plain values and tensors. Not guarded
         against: wrong values (DCP stores no checksums), plain values whose pickle is made to take much memory, faults
-         of ``torch.load(weights_only=True)`` itself, and files that change while they are read.
+        of ``torch.load(weights_only=True)`` itself, and files that change while they are read.
     """
+    group = group_for("load", process_group)
     inner = storage_reader
     if inner is None:
         inner = DirectoryReader(local_directory("load", checkpoint_id))
     else:
         inner.reset(checkpoint_id)
-    reader = CarefulReader(inner)
-    group = group_for(process_group)
-    check_alive("load", group)
+    with checkpoint_errors("load", checkpoint_id):
+        return read(template, inner, group, weights_only=weights_only)
+
+
+def read(template: Any, storage_reader: StorageReader, group: ProcessGroup | None, *, weights_only: bool) -> Any:
+    """Load as ``load`` does, but raise what DCP raises: a ``CheckpointException``, the same one on every rank."""
+    reader = CarefulReader(storage_reader)
     target = _Free() if template is None else _Template(template, group)
     planner = LoadPlanner(reader, target.choose, target.finish, weights_only=weights_only)
-    with checkpoint_errors("load", checkpoint_id):
-        run_load(reader, planner, group)
-        return target.result(planner.values)
+    run_load(reader, planner, group)
+    return target.result(planner.values)
 
 
 class _Template:
@@ -181,8 +186,9 @@ def _check_builtin(saved: Structure) -> None:
         elif saved.entries[ref].sort == PARTS_ENTRY:
             path = path_of(texts)
             msg = (
-                f"load: the leaf at {path or '<root>'} is a tensor of several parts ({saved.entries[ref].facts}): "
-                "expected a strided tensor or a plain value, or a template. Pass a template like the saved tree."
+                f"load: the leaf at {path or '<root>'} loads into a template only: expected a strided tensor of a "
+                f"dtype that DCP stores, or a plain value, got one saved in parts ({saved.entries[ref].facts}). Pass a "
+                "template like the saved tree."
             )
             raise UnsupportedLeaf(msg, path)
     if differences:

@@ -11,7 +11,7 @@ from statetree.dcp.keys import key_text
 from statetree.dcp.structure import SavedEntry, SavedNode, Structure, family_text, path_of
 from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY, VALUE_ENTRY, Content, why_not_writable
 from statetree.errors import Difference, TreeMismatch
-from statetree.paths import Path, render_key
+from statetree.paths import Path, exactly, render_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,12 +101,16 @@ class Matching:
             self._differ(path, "length", _shown_saved(structure, ~saved), self._shown(~ours))
             return []
         by_key = _by_key(other.keys, other.children)
-        pairs = []
+        pairs, missing = [], []
         for key, (child, shown) in _by_key(list(map(key_text, node.keys)), node.children, node.keys).items():
             if key in by_key:
                 pairs.append(((*path, shown), child, by_key.pop(key)[0]))
             elif not self._match_unclaimed(child):
-                self._differ((*path, shown), "missing", "absent", self._shown(child))
+                missing.append((shown, child))
+        alike = _by_rendering(other) if missing else {}
+        for shown, child in missing:
+            wanted = f"{self._shown(child)}{_told_of(shown, alike.get(render_key(shown), []))}"
+            self._differ((*path, shown), "missing", "absent", wanted)
         if node.kind.family != "mapping":
             for child, _ in by_key.values():
                 self._differ(path, "missing", _shown_saved(structure, child), "absent")
@@ -220,7 +224,7 @@ class Matching:
 
 _SHOWN: Final = {
     TENSOR_ENTRY: "a tensor",
-    PARTS_ENTRY: "a tensor of several parts",
+    PARTS_ENTRY: "a tensor saved in parts",
     VALUE_ENTRY: "a plain value",
 }
 
@@ -248,6 +252,19 @@ def _shown_saved(structure: Structure, ref: int) -> str:
         return _SHOWN[structure.entries[ref].sort]
     node: SavedNode = structure.nodes[~ref]
     return f"{node.name} of {len(node.keys)}"
+
+
+def _by_rendering(node: SavedNode) -> dict[str, list[Any]]:
+    """Return the keys of a saved container by how they are shown: ``0`` and ``"0"`` alike."""
+    result: dict[str, list[Any]] = {}
+    for key in path_of(node.keys):
+        result.setdefault(render_key(key), []).append(key)
+    return result
+
+
+def _told_of(key: Any, alike: Sequence[Any]) -> str:
+    """Say of a key that is missing which others look the same."""
+    return f" at the key {exactly(key)} (the checkpoint has {' and '.join(map(exactly, alike))})" if alike else ""
 
 
 def _by_key(

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 STRUCTURE_KEY: Final = "<statetree structure>"
 
 #: What may lie in a list or tuple that is pickled whole, and how deep: pickle calls itself for every level.
-_PICKLED: Final = (list, tuple, dict)
-_MAX_PICKLED_DEPTH: Final = 50
+WHOLE: Final = (list, tuple, dict)
+_MAXWHOLE_DEPTH: Final = 50
 
 
 class Entry(NamedTuple):
@@ -101,8 +101,8 @@ def _whole_nodes(leaves: Sequence[Any], spec: TreeSpec) -> dict[int, Callable[[]
         inner = [~ref for ref in children if ref < 0]
         depth.append(1 + max((depth[child] for child in inner), default=0))
         plain.append(
-            cls in _PICKLED
-            and depth[-1] <= _MAX_PICKLED_DEPTH
+            cls in WHOLE
+            and depth[-1] <= _MAXWHOLE_DEPTH
             and all(plain[child] for child in inner)
             and all(is_plain(leaves[ref]) for ref in children if ref >= 0)
         )

@@ -15,7 +15,7 @@ from statetree.dcp.internals import run_save
 from statetree.dcp.outline import STRUCTURE_KEY, Outline, free_key, outline_of
 from statetree.dcp.planners import Pickled, SavePlanner, ToSave
 from statetree.dcp.structure import SavedEntry
-from statetree.dcp.tensors import PARTS_ENTRY, VALUE_ENTRY, Content, content_of, to_save
+from statetree.dcp.tensors import PARTS_ENTRY, VALUE_ENTRY, Content, compact, content_of, to_save
 from statetree.errors import UnsupportedLeaf
 from statetree.paths import Path
 
@@ -40,7 +40,7 @@ def save(
     ``OrderedDict``, without one. DCP's own ``load`` reads it, too: the keys are those of DCP's flattening wherever that
     goes down to the leaf. Tensors are saved by value: ties, strides, ``requires_grad``, classes and Python attributes
     are not. Sparse, nested and quantized tensors and wrapper subclasses are saved in parts. Objects of unknown classes
-    are pickled.
+    are pickled; of the tensors in them, only the bytes that these cover.
 
     A checkpoint that is there already is overwritten, and is lost if this breaks off (a ``Checkpointer`` keeps it).
 
@@ -61,6 +61,7 @@ def save(
             in a way that DCP does not know: inside of another object, over more ranks than the group's, or unevenly.
             Nothing is written then.
         CyclicTree: If a container holds itself.
+        RankMismatch: If this process is not in the group. Only this one raises.
 
     Example:
         >>> import tempfile, torch, statetree.dcp
@@ -69,7 +70,7 @@ def save(
         >>> statetree.dcp.load(checkpoint_id=directory)
         {'w': tensor([1., 1.]), 7: ('a', None)}
     """
-    write(lambda: state, checkpoint_id, group_for(process_group), storage_writer)
+    write(lambda: state, checkpoint_id, group_for("save", process_group), storage_writer)
 
 
 def write(
@@ -134,7 +135,7 @@ def _structure(outline: Outline, saved: list[SavedEntry]) -> Pickled:
 def _pickled(value: Any, path: Path) -> Pickled:
     file = io.BytesIO()
     try:
-        torch.save(value, file)
+        torch.save(compact(value), file)
     except Exception as error:
         msg = (
             f"save: the leaf at {path or '<root>'} ({type(value).__qualname__}) cannot be pickled: "

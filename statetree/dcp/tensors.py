@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from operator import eq
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
+from statetree.buffers import memory_of
 from statetree.comparing import settled
 from statetree.dcp.groups import ranks_of
 from statetree.dcp.internals import is_cut_left_to_right
 from statetree.dcp.keys import without_addresses
+from statetree.dcp.outline import WHOLE
 from statetree.errors import UnsupportedLeaf
 from statetree.leaf_types.tensor import TENSOR
 from statetree.leaves import (
@@ -27,15 +30,16 @@ from statetree.leaves import (
     unpack,
 )
 from statetree.overlaps import overlaps_itself
-from statetree.spans import holds_memory
+from statetree.paths import Path
+from statetree.spans import extents, holds_memory
 from statetree.survey import holding_of
 from statetree.torch_internals import WITHOUT_KERNELS, quietly
+from statetree.transforms._pipeline import replicated
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from statetree.groups import Group
-    from statetree.paths import Path
 
 TENSOR_ENTRY: Final = "tensor"
 PARTS_ENTRY: Final = "parts"
@@ -197,9 +201,25 @@ def _refuse(verb: str, path: Path, got: str, remedy: str) -> None:
     raise UnsupportedLeaf(msg, path)
 
 
+def compact(value: Any) -> Any:
+    """Return a plain value to be pickled, or a copy if it holds small parts of large storages: pickle writes all."""
+    if is_plain(value) or type(value) in WHOLE:  # these hold plain values only
+        return value
+    try:
+        columns = unpack("save", [value], lambda: [Path()]).columns
+        devices = set(columns.devices) - {torch.device("meta")}
+        if len(devices) != 1 or all(map(eq, extents(columns), columns.storage_bytes)):
+            return value
+        return replicated("save", value, memory_of(devices.pop()), copy=True)
+    except UnsupportedLeaf:  # pickle may know better
+        return value
+
+
 @quietly
 def to_save(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose memory holds what the tensor reads as."""
+    if tensor.dtype is torch.bool and not isinstance(tensor, DISTRIBUTED):  # DCP clones views, and that changes bytes
+        return tensor.view(torch.uint8).clone(memory_format=torch.contiguous_format).view(torch.bool)
     return tensor if isinstance(tensor, DISTRIBUTED) else tensor.resolve_conj().resolve_neg()
 
 

@@ -11,6 +11,8 @@ import pickle
 from types import BuiltinFunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from statetree.atoms import same_value
 from statetree.errors import StateTreeError, UnsupportedLeaf
 from statetree.leaves import leaf_type_of
@@ -52,11 +54,24 @@ class _TakeApart(pickle.Pickler):
             self.tensors.append(obj)
         return index
 
+    def reducer_override(self, obj: Any) -> Any:
+        """Take apart generators of random numbers in a way of our own."""
+        if type(obj) is torch.Generator:
+            return _generator, (obj.device, obj.get_state())
+        return NotImplemented
+
     def _keep(self, key: Any, obj: Any) -> int:
         index = self._kept_index.setdefault(key, len(self.kept))
         if index == len(self.kept):
             self.kept.append(obj)
         return -1 - index
+
+
+def _generator(device: torch.device, state: torch.Tensor) -> torch.Generator:
+    """Make a generator. torch's own way crashes on a state that does not begin its storage, as in a slab."""
+    generator = torch.Generator(device)
+    generator.set_state(state.clone())
+    return generator
 
 
 class _TakeAllApart(_TakeApart):

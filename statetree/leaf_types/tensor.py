@@ -125,6 +125,10 @@ class _Layout:
         raise NotImplementedError
 
 
+def _memory(value: Any) -> str:
+    return "meta" if value.device.type == "meta" else "present"
+
+
 class _SparseCoo(_Layout):
     def unpack(self, value: torch.Tensor) -> tuple[list[Any], Any]:
         bare = value.detach()
@@ -141,6 +145,7 @@ class _SparseCoo(_Layout):
             "shape": value.shape,
             "number of specified elements": value._nnz(),
             "coalesced": value.is_coalesced(),
+            "memory": _memory(value),
         }
 
 
@@ -163,6 +168,7 @@ class _SparseCompressed(_Layout):
             "shape": value.shape,
             "number of specified elements": value._nnz(),
             "block shape": tuple(value.detach().values().shape[1:]),
+            "memory": _memory(value),
         }
 
 
@@ -347,7 +353,8 @@ class StorageType:
 
     def describe(self, value: Any) -> Mapping[str, Any]:
         typed = isinstance(value, torch.storage.TypedStorage)
-        return {"bytes": (value._untyped_storage if typed else value).nbytes(), "dtype": value.dtype if typed else None}
+        nbytes = (value._untyped_storage if typed else value).nbytes()
+        return {"bytes": nbytes, "dtype": value.dtype if typed else None, "memory": _memory(value)}
 
 
 TENSOR = TensorType()

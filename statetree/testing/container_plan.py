@@ -102,7 +102,7 @@ PAIRS: dict[str, Callable[[list[Any], tuple[Any, ...]], Any]] = {
     "SlottedPair": _slotted,
     "return_type": lambda children, _: torch.return_types.max(children),  # type: ignore[arg-type]
 }
-if hasattr(samples, "AttrsPair"):
+if hasattr(samples, "AttrsPair"):  # pragma: no branch - tests of statetree need attrs
     PAIRS["AttrsPair"] = lambda children, _: samples.AttrsPair(*children)
 NODES = {**MAPPINGS, **SEQUENCES, **PAIRS, "Thing": _thing}
 WITH_ATTRIBUTES = ("OrderedDict", "DictSubclass", "ListSubclass", "TupleSubclass")

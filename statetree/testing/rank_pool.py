@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 #: How long a process may take to write down where it hangs.
 STACK_S = 0.5
-#: How long a process may take to end by itself.
-ENDING_S = 2.0
+#: How long a process may take to end by itself: those that are measured write down what they did.
+ENDING_S = 10.0
 #: Below its frames nothing is the user's.
 WORKER_FILE = str(Path(serve.__code__.co_filename))
 
@@ -62,6 +62,7 @@ class RankPool:
     def __init__(self, world_size: int, collective_timeout: float) -> None:
         self.sound = True
         self._owner = os.getpid()
+        self._idle: set[int] = set()  # the ranks that wait for a call, and end when none can come any more
         self._folder = tempfile.TemporaryDirectory(prefix="statetree-ranks-", ignore_cleanup_errors=True)
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
@@ -93,6 +94,7 @@ class RankPool:
             grace_s: How long the others may go on once one has failed.
         """
         self.sound = False  # until it has ended well
+        self._idle.clear()
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # seen below: it has died
                 pipe.send_bytes(call)
@@ -103,6 +105,8 @@ class RankPool:
                 break
             for rank in ready:
                 answers[rank] = answer = self._receive(rank)
+                if answer is not None:
+                    self._idle.add(rank)
                 if answer is None or answer.status != "returned":
                     deadline = min(deadline, time.monotonic() + grace_s)
         outcomes = [self._outcome(rank, answers) for rank in range(len(self._pipes))]
@@ -114,8 +118,8 @@ class RankPool:
             return
         for pipe in self._pipes:
             pipe.close()
-        for process in self._processes:
-            if self.sound:
+        for rank, process in enumerate(self._processes):
+            if rank in self._idle:
                 process.join(ENDING_S)
             process.kill()
         for process in self._processes:
@@ -182,7 +186,7 @@ class RankPool:
 def _context() -> Any:
     """Return how processes are started: forked from a server that has torch imported already, where there are such."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
+        return multiprocessing.get_context("spawn")  # pragma: no cover - on systems without fork
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([serve.__module__])  # without effect if the server runs
     return context

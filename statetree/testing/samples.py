@@ -68,7 +68,7 @@ class SlottedPair:
     sum: Any = dataclasses.field(init=False, default=None)
 
 
-if importlib.util.find_spec("attrs") is not None:
+if importlib.util.find_spec("attrs") is not None:  # pragma: no branch - tests of statetree need it
     import attrs
 
     @attrs.define

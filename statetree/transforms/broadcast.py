@@ -39,7 +39,8 @@ def broadcast(
     Args:
         tree: The source's tree. Other ranks may pass ``None``. What they pass otherwise must have the same structure,
             shapes and dtypes, and is not looked at beyond that. Trees with distributed tensors must be passed on every
-            rank: those keep their layout, with the source's elements wherever it has a replica.
+            rank: those keep their layout, with the source's elements wherever it has a replica. Whether a tensor that
+            is not distributed lies in the memory of one that is, is not kept: they take elements of different ranks.
         src: The source, a rank of the group.
         group: The ranks that take part; by default all.
         bucket_bytes: How many bytes a rank sends and receives at a time, by default 64 MiB. Two such buckets are the
@@ -59,6 +60,7 @@ def broadcast(
         RankMismatch: If the ranks pass different trees or options, if one of them failed or did not answer in time, or
             if ``src`` is not a rank of the group.
         UnsupportedLeaf: If a leaf cannot be copied or sent.
+        MemoryError: As for ``distribute``.
         CyclicTree: If a container holds itself.
 
     Example:
@@ -102,9 +104,8 @@ def _put_distributed(
     leaves: list[Any], parcel: Parcel, survey: Survey, layouts: dict[int, Layout], group: Group
 ) -> list[Item]:
     """Put fresh distributed tensors like this rank's own in their places, and return what moves into them."""
-    fresh = list(survey.leaves)
-    for index, leaf in zip(survey.holdings, allocated([fresh[index] for index in survey.holdings]), strict=True):
-        fresh[index] = leaf
+    wanted = [leaf if index in survey.holdings else None for index, leaf in enumerate(survey.leaves)]
+    fresh = allocated("broadcast", wanted, survey.spec)
     for there, here in zip(path_order(parcel.spec), survey.order, strict=True):
         if here in survey.holdings:
             leaves[there] = fresh[here]

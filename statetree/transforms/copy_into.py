@@ -14,7 +14,7 @@ from statetree.errors import Difference, TreeMismatch
 from statetree.leaves import unpack
 from statetree.overlaps import all_apart, conflicts, overlaps_itself, reads_of_written
 from statetree.spans import check_memory, extents, replicate
-from statetree.torch_internals import WITHOUT_KERNELS, copy_all, copy_each, quietly
+from statetree.torch_internals import COPIED_AS_INTEGERS, WITHOUT_KERNELS, copy_all, copy_each, quietly
 from statetree.tree import unflatten
 
 if TYPE_CHECKING:
@@ -202,7 +202,9 @@ class _Job:
             for index, fresh in zip(moved, copies, strict=True):
                 sources[index] = fresh
         plain = (
-            not any(self.targets.neg) and not any(self.targets.conj) and WITHOUT_KERNELS.isdisjoint(self.targets.dtypes)
+            not any(self.targets.neg)
+            and not any(self.targets.conj)
+            and COPIED_AS_INTEGERS.isdisjoint(self.targets.dtypes)
         )
         (copy_all if plain else copy_each)(self.targets.tensors, sources)
 

@@ -59,7 +59,7 @@ def distribute(
 
     Collective:
         With ``src``, every rank of the group calls it, with the same options. Structure and plain values are sent by
-        pickle.
+        pickle. Without ``src`` there is nothing to wait for: a rank that gives one waits for those that do not.
 
     Raises:
         TreeMismatch: If structure, global shapes or dtypes differ, a tensor of ``like`` cannot be written or is
@@ -68,6 +68,8 @@ def distribute(
         RankMismatch: If the ranks pass a different ``like`` or different options, if one of them failed or did not
             answer in time, or if ``src`` is not a rank of the group.
         UnsupportedLeaf: If a leaf of ``full`` is distributed or cannot be sent.
+        MemoryError: As for ``gather``. A rank without memory for the description of the source's tree leaves the others
+            waiting: that is received when they are agreed.
 
     Example:
         >>> import statetree as st, torch
@@ -93,6 +95,7 @@ def _surveyed(full: Any, group: Group) -> Survey:
 
 @quietly
 def _slice(full: Any, like: Any, group: Group, bucket_bytes: int, *, in_place: bool) -> Any:
+    group.check_usable()
     check_bucket("distribute", bucket_bytes)
     relayout = Relayout(_surveyed(full, group), like, group, in_place=in_place)
     return relayout.run_alone()

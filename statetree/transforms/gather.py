@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from statetree.agreement import Statement, agree
+from statetree.agreement import Statement
 from statetree.chunks import whole_on
-from statetree.collectives import Receipt, as_leaf, check_bucket, communicating_device, exchange, movable, sources_of
-from statetree.compose import collective, leafwise
-from statetree.errors import RankMismatch
+from statetree.collectives import (
+    Departure,
+    Receipt,
+    Terms,
+    as_leaf,
+    check_bucket,
+    communicating_device,
+    depart,
+    movable,
+    sources_of,
+)
+from statetree.compose import collective, leafwise, place_in_tree
+from statetree.errors import RankMismatch, StateTreeError
 from statetree.exchange import BUCKET_BYTES
 from statetree.groups import Group, Timeout, group_of
 from statetree.spans import is_dense
-from statetree.survey import Survey, settle
+from statetree.survey import Survey, agree_on_layouts
 from statetree.torch_internals import quietly
 from statetree.transforms.allocate_like import allocate_like
 from statetree.transforms.offload import offload
@@ -25,6 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch.distributed import ProcessGroup
+
+    from statetree.chunks import Layout
 
 
 @leafwise
@@ -67,6 +79,9 @@ def gather(
         RankMismatch: If the ranks hold different trees or pass different options, if one of them failed or did not
             answer in time, or if ``dst`` is not a rank of the group. On every rank, before anything moves.
         UnsupportedLeaf: If the chunks of a leaf cannot be told, or the group does not hold all of them.
+        MemoryError: If there is no memory for the result or the buckets (``RuntimeError`` where torch says so). It is
+            taken before anything moves (buckets for the first 1,000 rounds), and the other ranks raise
+            ``RankMismatch``.
         CyclicTree: If a container holds itself.
 
     Example:
@@ -81,31 +96,41 @@ def gather(
 def _gather(
     tree: Any, dst: int | Sequence[int] | None, group: Group, device: torch.device | str | int | None, bucket_bytes: int
 ) -> Any:
-    def prepare() -> tuple[Statement, tuple[Survey, tuple[int, ...], list[Any]]]:
+    def prepare() -> tuple[Statement, list[tuple[Survey, bool]], _Work]:
         check_bucket("gather", bucket_bytes)
         receivers = _receivers(dst, group)
         survey = Survey("gather", tree, group)
         survey.check_readable()
         where = device if group.rank in receivers else "meta"
-        leaves = _others(survey, where)
-        _put_wholes(leaves, survey, where)
         options = f"gather(dst={list(receivers)}, bucket_bytes={bucket_bytes})"
-        return Statement(options, survey.entries(), survey.details()), (survey, receivers, leaves)
+        statement = Statement(options, survey.entries(), survey.details())
+        return statement, [(survey, True)], _Work(survey, receivers, where, _others(survey, where))
 
-    agreed, (survey, receivers, leaves) = agree("gather", group, prepare)
-    layouts, seen = settle(group, survey, agreed)
-    if seen:  # the ties may not be what they seemed
-        _put_wholes(leaves, survey, device if group.rank in receivers else "meta")
-    moving = survey.leading()
-    sources = sources_of(survey, layouts, moving, group, bucket_bytes)
-    items = []
-    for index in moving:
-        target = whole_on(survey.holdings[index].shape, receivers)
-        pieces = [movable(leaves[index])] if target.boxes_of(group.rank) else []
-        items.append((sources[index], Receipt(target, pieces), survey.holdings[index].dtype))
-    kind = communicating_device(group, [holding.device for holding in survey.holdings.values()])
-    exchange((agreed.key, seen), items, group, kind, bucket_bytes)
-    return unflatten(survey.spec, leaves)
+    def load(work: _Work, layouts: Sequence[dict[int, Layout]], key: Any) -> Departure:
+        survey, receivers, where, leaves = work
+        _put_wholes(leaves, survey, where)
+        moving = survey.leading()
+        sources, reduction = sources_of(survey, layouts[0], moving, group.rank)
+        items = []
+        for index in moving:
+            target = whole_on(survey.holdings[index].shape, receivers)
+            pieces = [movable(leaves[index])] if target.boxes_of(group.rank) else []
+            items.append((sources[index], Receipt(target, pieces), survey.holdings[index].dtype))
+        kind = communicating_device(group, [holding.device for holding in survey.holdings.values()])
+        return depart(Terms(key, group, kind, bucket_bytes), items, reduction)
+
+    work, departure = agree_on_layouts("gather", group, prepare, load)
+    departure.move()
+    return unflatten(work.survey.spec, work.leaves)
+
+
+class _Work(NamedTuple):
+    """A tree to gather, the ranks that get it and on which device, and the leaves that come out."""
+
+    survey: Survey
+    receivers: tuple[int, ...]
+    device: torch.device | str | int | None
+    leaves: list[Any]
 
 
 def _receivers(dst: int | Sequence[int] | None, group: Group) -> tuple[int, ...]:
@@ -123,9 +148,15 @@ def _others(survey: Survey, device: torch.device | str | int | None) -> list[Any
     rest = [index for index in range(len(leaves)) if index not in survey.holdings]
     if device is None or not rest:
         return leaves
-    tree = {key: leaves[index] for index, key in zip(rest, map(survey.spec.flat_keys().__getitem__, rest), strict=True)}
+    keys, paths = survey.spec.flat_keys(), survey.spec.paths()
+    tree = {keys[index]: leaves[index] for index in rest}
     move = partial(offload, copy=False) if torch.device(device).type != "meta" else allocate_like
-    for index, leaf in zip(rest, move(tree, device=device).values(), strict=True):
+    try:
+        moved = move(tree, device=device)
+    except StateTreeError as error:
+        place_in_tree(error, {keys[index]: paths[index] for index in rest})
+        raise
+    for index, leaf in zip(rest, moved.values(), strict=True):
         leaves[index] = leaf
     return leaves
 

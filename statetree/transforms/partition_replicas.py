@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from statetree.agreement import Entry, Statement, agree
+from statetree.agreement import Entry, Statement
 from statetree.boxes import Box
 from statetree.buffers import memory_of
 from statetree.chunks import Layout, by_rank, layout_of, whole_on
@@ -15,7 +15,7 @@ from statetree.compose import collective
 from statetree.groups import Group, Timeout, group_of
 from statetree.leaves import facts, holds_tensor, is_plain, unpack
 from statetree.plans import choose_owners, owners_of
-from statetree.survey import Survey, settle
+from statetree.survey import Survey, agree_on_layouts
 from statetree.ties import tied_leaves
 from statetree.torch_internals import quietly
 from statetree.transforms._pipeline import replicated
@@ -66,7 +66,7 @@ def partition_replicas(tree: Any, *, group: ProcessGroup | None = None, timeout:
 def _partition_replicas(tree: Any, group: Group) -> Any:
     verb = "partition_replicas"
 
-    def prepare() -> tuple[Statement, tuple[Survey, list[list[int]], list[Any]]]:
+    def prepare() -> tuple[Statement, list[tuple[Survey, bool]], _Work]:
         survey = Survey(verb, tree, group)
         bundles = _bundles(survey)
         place = {index: position for position, index in enumerate(survey.order)}
@@ -75,13 +75,22 @@ def _partition_replicas(tree: Any, group: Group) -> Any:
         on_meta = replicated(verb, same, memory_of("meta", pin_memory=False, share_memory=False), copy=False)
         empty, _ = flatten_for_copy(on_meta, holds_tensor)
         entries = [*survey.entries(), Entry("<ties>", ties)]
-        return Statement(f"{verb}()", entries, survey.details()), (survey, bundles, empty)
+        return Statement(f"{verb}()", entries, survey.details()), [(survey, False)], _Work(survey, bundles, empty)
 
-    agreed, (survey, bundles, empty) = agree(verb, group, prepare)
-    layouts, _ = settle(group, survey, agreed, complete=False)
-    kept = _kept(survey, bundles, layouts, group)
-    leaves = [leaf if index in kept else empty[index] for index, leaf in enumerate(survey.leaves)]
-    return unflatten(survey.spec, leaves)
+    def load(work: _Work, layouts: Sequence[dict[int, Layout]], _: Any) -> list[Any]:
+        kept = _kept(work.survey, work.bundles, layouts[0], group)
+        return [leaf if index in kept else work.empty[index] for index, leaf in enumerate(work.survey.leaves)]
+
+    work, leaves = agree_on_layouts(verb, group, prepare, load)
+    return unflatten(work.survey.spec, leaves)
+
+
+class _Work(NamedTuple):
+    """A tree, its groups of tied leaves, and all its leaves on ``meta``."""
+
+    survey: Survey
+    bundles: list[list[int]]
+    empty: list[Any]
 
 
 def _bundles(survey: Survey) -> list[list[int]]:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from statetree.agreement import Statement, agree
-from statetree.collectives import check_bucket
+from statetree.agreement import Statement
+from statetree.collectives import Departure, check_bucket
 from statetree.compose import collective
 from statetree.exchange import BUCKET_BYTES
 from statetree.groups import Group, Timeout, group_of
 from statetree.relayout import Relayout
-from statetree.survey import Survey
+from statetree.survey import Survey, agree_on_layouts
 from statetree.torch_internals import quietly
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.distributed import ProcessGroup
+
+    from statetree.chunks import Layout
 
 
 @collective
@@ -59,6 +63,7 @@ def reshard(
         RankMismatch: If the ranks hold different trees or pass different options, or one of them failed or did not
             answer in time.
         UnsupportedLeaf: If the chunks of a leaf cannot be told, or the group does not hold all of them.
+        MemoryError: As for ``gather``.
 
     Example:
         >>> import statetree as st, torch
@@ -70,12 +75,16 @@ def reshard(
 
 @quietly
 def _reshard(verb: str, tree: Any, like: Any, group: Group, bucket_bytes: int, *, in_place: bool) -> Any:
-    def prepare() -> tuple[Statement, Relayout]:
+    def prepare() -> tuple[Statement, Sequence[tuple[Survey, bool]], Relayout]:
         check_bucket(verb, bucket_bytes)
         source = Survey(verb, tree, group)
         relayout = Relayout(source, like, group, in_place=in_place)
         options = f"{verb}(in_place={in_place}, bucket_bytes={bucket_bytes})"
-        return Statement(options, relayout.entries(), relayout.details()), relayout
+        return Statement(options, relayout.entries(), relayout.details()), relayout.surveys, relayout
 
-    agreed, relayout = agree(verb, group, prepare)
-    return relayout.run(agreed, bucket_bytes)
+    def load(relayout: Relayout, layouts: Sequence[dict[int, Layout]], key: Any) -> Departure:
+        return relayout.load(layouts[0], layouts[1], key, bucket_bytes)
+
+    relayout, departure = agree_on_layouts(verb, group, prepare, load)
+    departure.move()
+    return relayout.finished()

@@ -155,9 +155,9 @@ def lack_memory():
     from torch.distributed.tensor import DTensor, Shard
 
     mesh = Layout((2,), (0, 1), ("S0",)).device_mesh()
-    local = torch.zeros(1).expand(1 << 46)
+    local = torch.zeros(1).expand(1 << 45)
     tree = {"small": torch.zeros(1), "vast": DTensor.from_local(local, mesh, [Shard(0)], run_check=False)}
-    name, message = attempt(lambda: statetree.gather(tree, dst=0))
+    name, message = attempt(lambda: statetree.gather(tree, dst=0, bucket_bytes=1 << 32))
     if dist.get_rank() == 0:
         assert name == "RuntimeError", name
     else:

@@ -1,6 +1,7 @@
 """What cannot be is refused before anything moves, by every rank, and nothing is written."""
 
 import datetime
+import functools
 
 import pytest
 import torch
@@ -181,6 +182,90 @@ def give_bad_options():
 @RANKS
 def test_bad_options_are_refused(world_size):
     run_ranks(world_size, give_bad_options)
+
+
+def give_a_bad_timeout_on_one_rank():
+    """Let rank 1 give a timeout that cannot be: it must not leave the others waiting."""
+    rank = dist.get_rank()
+    tree, full = make_like(), make_full()
+    for limit in (0, float("nan"), 1e300, "5"):
+        given = limit if rank == 1 else None
+        for call in (
+            functools.partial(statetree.gather, tree),
+            functools.partial(statetree.broadcast, tree),
+            functools.partial(statetree.reshard, tree, tree),
+            functools.partial(statetree.partition_replicas, tree),
+            functools.partial(statetree.distribute, full, tree, src=0),
+            lambda timeout: list(statetree.stream(tree, functools.partial(statetree.gather, timeout=timeout))),
+        ):
+            name, message = attempt(lambda call=call, given=given: call(timeout=given))
+            if rank == 1:
+                assert name == ("TypeError" if limit == "5" else "ValueError"), (name, message)
+            else:
+                assert name == "RankMismatch", (name, message)
+                assert "rank 1 failed: " in message
+            check_in_step()
+
+
+def test_a_bad_timeout_on_one_rank_makes_all_raise():
+    run_ranks(2, give_a_bad_timeout_on_one_rank, collective_timeout=10)
+
+
+def write_onto_meta():
+    """Write in place onto tensors on meta, of which some ranks hold nothing."""
+    layouts = {name: Layout((2, 3), everyone(), ("S0",)).build() for name in "ab"}
+    like = statetree.offload(layouts, device="meta")
+    for src in (None, 0):
+        full = {name: torch.zeros(2, 3) for name in "ab"}
+        name, message = attempt(lambda src=src, full=full: statetree.distribute(full, like, src=src, in_place=True))
+        assert name == "TreeMismatch", (src, name, message)
+        assert message.count("a tensor without memory") == 2, message
+        assert "at a" in message
+        check_in_step()
+
+
+@RANKS
+def test_tensors_on_meta_are_refused_by_all_ranks(world_size):
+    run_ranks(world_size, write_onto_meta)
+
+
+class Unpackable(torch.Tensor):
+    """A tensor that can be taken apart, and not put together."""
+
+    def __new__(cls, inner):
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts, _context, _size, _stride):
+        raise ValueError("cannot be put together")
+
+
+def want_what_cannot_be_made():
+    like = {**make_like(), "deep": [{"odd.one": Unpackable(torch.zeros(2))}]}
+    full = {**make_full(), "deep": [{"odd.one": torch.zeros(2)}]}
+    for verb, call in {
+        "distribute": lambda: statetree.distribute(full, like),
+        "reshard": lambda: statetree.reshard(full, like),
+        "gather": lambda: statetree.gather(like, device="meta"),
+    }.items():
+        with pytest.raises(statetree.UnsupportedLeaf, match=r"at deep\.0\.odd\.one") as caught:
+            call()
+        assert caught.value.path == ("deep", 0, "odd.one")
+        assert verb == "gather" or str(caught.value).startswith(f"{verb}: ")
+        check_in_step()
+
+
+def test_errors_of_fresh_tensors_name_the_verb_and_the_path():
+    run_ranks(2, want_what_cannot_be_made)
 
 
 def go_deep():

@@ -19,8 +19,6 @@ BUCKETS = st.sampled_from([64 << 20, 1, 100])
 RANKS = pytest.mark.parametrize("world_size", [2, 3])
 #: Trees of the corpus whose functions have no names that another process could find them by.
 UNNAMED = {"default_dicts", "module_and_optimizer", "module_with_hooks", "objects", "atoms", "fake"}
-#: Those with keys that have an address in their representation: other processes have other paths.
-KEYED_BY_ADDRESS = {"keys_composite"}
 
 
 def send(plan, src, bucket_bytes, others):
@@ -62,7 +60,7 @@ def send_corpus(others):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for number, tree in enumerate(TREES):
-            if others == "equal" and (tree.keyed_by_identity or tree.name in KEYED_BY_ADDRESS):
+            if others == "equal" and tree.keyed_by_identity:
                 continue  # such trees are equal to no other
             src = number % 2
             given = tree.make() if dist.get_rank() == src or others == "equal" else None
@@ -134,6 +132,29 @@ def send_distributed():
 
 def test_distributed_leaves_keep_their_layout():
     run_ranks(4, send_distributed)
+
+
+def a_key():
+    """Be a key of a mapping."""
+
+
+def send_keys():
+    """Broadcast mappings that are keyed by functions and classes, in other orders on each rank."""
+    keys = [a_key, DTensor, dict, torch.nn.Linear.forward, len, torch.relu, (a_key, 1), frozenset({dict})]
+    keys = keys[dist.get_rank() :] + keys[: dist.get_rank()]
+    tree = {key: torch.full((2,), float(dist.get_rank())) for key in keys}
+    found = statetree.broadcast(tree, src=1)
+    assert found.keys() == tree.keys()
+    assert all(leaf.tolist() == [1, 1] for leaf in found.values())
+    lambdas = {(lambda: 1): torch.zeros(1), (lambda: 2): torch.ones(1)}
+    assert [leaf.item() for leaf in statetree.gather(lambdas).values()] == [0, 1]
+    report = [str(path) for path in statetree.paths({a_key: 1, dict: 2})]
+    assert report == [f"{__name__}.a_key", "<class 'dict'>"]
+
+
+@RANKS
+def test_functions_and_classes_are_keys_like_others(world_size):
+    run_ranks(world_size, send_keys)
 
 
 def disagree_with_the_absent():

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 import statetree
-from statetree.testing import rank_outcomes
+from statetree.groups import Group
+from statetree.testing import Layout, rank_outcomes
 from tests.collectives.checks import attempt
 from tests.collectives.disagreements import VERBS, usual_call
 
@@ -60,3 +61,47 @@ def test_survivors_raise_in_time(number):
             assert name == "RankMismatch", (verb, name, message)
             assert "did not answer within 1 s" in message, (verb, message)
             assert elapsed_s < TIMEOUT_S + SLACK_S, (verb, elapsed_s)
+
+
+def outlive_a_move(number, verb):
+    """Make a collective in which rank 1 ends in the midst: when it is about to send for the third time."""
+    rank, ranks = dist.get_rank(), tuple(range(dist.get_world_size()))
+    tree, like = ({f"w{n}": Layout((256, 512), ranks, (kind,)).build() for n in range(8)} for kind in ("S0", "S1"))
+    whole = {name: torch.zeros(256, 512) for name in tree} if rank == 0 else None
+    call = {
+        "reshard": functools.partial(statetree.reshard, tree, like),
+        "distribute": functools.partial(statetree.distribute, whole, like, src=0),
+    }[verb]
+    pid = torch.tensor(os.getpid() if rank == 1 else 0)
+    dist.all_reduce(pid)
+    group = dist.new_group(timeout=datetime.timedelta(seconds=60))
+    dist.barrier(group)
+    count = 0
+    exchange = Group.exchange
+
+    def third_time(self, sent, received):
+        nonlocal count
+        count += 1
+        if rank == 1 and count == 3:
+            os.kill(os.getpid(), number)
+        return exchange(self, sent, received)
+
+    Group.exchange = third_time
+    start = time.monotonic()
+    found = attempt(lambda: call(group=group, timeout=TIMEOUT_S, bucket_bytes=1 << 20))
+    elapsed_s = time.monotonic() - start
+    if rank == 0:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid.item(), signal.SIGKILL)
+    return (*found, elapsed_s)
+
+
+@pytest.mark.parametrize(("number", "verb"), [(signal.SIGKILL, "distribute"), (signal.SIGSTOP, "reshard")])
+def test_survivors_raise_in_time_while_elements_move(number, verb):
+    outcomes = rank_outcomes(3, outlive_a_move, number, verb, timeout=110, collective_timeout=60)
+    assert [outcome.status for outcome in outcomes] == ["returned", "died", "returned"], "\n".join(map(str, outcomes))
+    for outcome in (outcomes[0], outcomes[2]):
+        name, message, elapsed_s = outcome.value
+        assert name == "RankMismatch", (name, message)
+        assert "did not answer within 1 s" in message, message
+        assert elapsed_s < TIMEOUT_S + SLACK_S

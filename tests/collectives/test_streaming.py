@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import time
 import weakref
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 import statetree
 import statetree.compose
 from statetree.testing import Layout, run_ranks
-from tests.collectives.checks import attempt, check_equal, check_in_step, check_same
+from tests.collectives.checks import attempt, check_equal, check_in_step, check_same, group_of
 from tests.collectives.models import state_of, whole
 
 RANKS = pytest.mark.parametrize("world_size", [2, 4])
@@ -245,3 +246,128 @@ def chain_verbs():
 @RANKS
 def test_every_verb_can_be_chained(world_size):
     run_ranks(world_size, chain_verbs)
+
+
+@functools.cache
+def rows_and_columns():
+    """Return the groups of this rank in a grid of two by two."""
+    rank = dist.get_rank()
+    rows = [group_of(0, 1), group_of(2, 3)]
+    columns = [group_of(0, 2), group_of(1, 3)]
+    return rows[rank // 2], columns[rank % 2]
+
+
+def whole_then_equal(*between):
+    """Return steps over both groups: gather in rows, and what lies in columns is the same there."""
+    row, column = rows_and_columns()
+    gather = functools.partial(statetree.gather, group=row)
+    return statetree.chain(gather, *between, functools.partial(statetree.gather, group=column, dst=0))
+
+
+def grid_tree(count=6):
+    """Return leaves that are sharded over this rank's row. All ranks make the meshes of both rows."""
+    rows = [Layout((4, 3), row, ("S0",)) for row in ((0, 1), (2, 3))]
+    trees = [{f"w{number}": row.build() for number in range(count)} for row in rows]
+    return trees[dist.get_rank() // 2]
+
+
+def go_over_two_groups():
+    whole = Layout((4, 3), (0,), ("S0",)).full()
+    with buckets_of(50):
+        for _, leaf in statetree.stream(grid_tree(), whole_then_equal()):
+            assert leaf.is_meta if dist.get_rank() > 1 else torch.equal(leaf, whole)
+        check_in_step()
+        for culprit in range(4):
+            for at in (0, 3, 5):
+                for change in ("local", "structure", "between"):
+                    tree = grid_tree()
+                    faulty = Faulty(culprit, at, "raises")
+                    steps = whole_then_equal(faulty)
+                    if change == "between":
+                        row, column = rows_and_columns()
+                        steps = statetree.chain(
+                            faulty,
+                            lambda tree: tree,
+                            functools.partial(statetree.gather, group=row),
+                            functools.partial(statetree.broadcast, group=column),
+                        )
+                        faulty.left = 0
+                    if change == "structure":
+                        faulty.left = 1000
+                        if dist.get_rank() == culprit:
+                            del tree[f"w{at}"]
+                    call = (
+                        steps if change == "between" else lambda tree, steps=steps: list(statetree.stream(tree, steps))
+                    )
+                    name, message = attempt(lambda call=call, tree=tree: call(tree))
+                    if dist.get_rank() == culprit and change != "structure":
+                        assert name == "ValueError", (change, name, message)
+                    else:
+                        assert name == "RankMismatch", (change, culprit, at, name, message)
+                    check_in_step()
+                    for group in rows_and_columns():
+                        check_in_step(group)
+
+
+def test_all_raise_if_one_fails_where_there_are_two_groups():
+    run_ranks(4, go_over_two_groups, collective_timeout=10)
+
+
+def stop_early():
+    """Let some ranks take a part of the results alone."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    tree = make_tree(6)
+    with buckets_of(100):
+        count = len(statetree.to_flat(tree)[0])
+        for stopping in ((1,), tuple(range(size)), (0,)):
+            for taken in (1, 4):
+
+                def take(stopping=stopping, taken=taken):
+                    for number, _ in enumerate(statetree.stream(tree, statetree.gather), start=1):
+                        if rank in stopping and number == taken:
+                            break
+
+                name, message = attempt(take)
+                if rank in stopping:
+                    assert not name, message
+                else:
+                    assert name == "RankMismatch", (name, message)
+                    assert f"rank {stopping[0]} failed: " in message
+                    assert "stopped before the end" in message
+                check_in_step()
+        # One that takes all results and asks for no more has missed nothing.
+        streamed = statetree.stream(tree, statetree.gather)
+        for _ in range(count if rank == 1 else count + 1):
+            next(streamed, None)
+        streamed.close()
+        check_in_step()
+
+        def fail():
+            for _ in statetree.stream(tree, statetree.gather):
+                if rank == 1:
+                    raise ValueError("a consumer")
+
+        assert attempt(fail)[0] == ("ValueError" if rank == 1 else "RankMismatch")
+        check_in_step()
+
+
+@RANKS
+def test_all_raise_if_one_stops_early(world_size):
+    run_ranks(world_size, stop_early, collective_timeout=10)
+
+
+def stop_after_the_group():
+    """Let go of a stream whose group is destroyed: nobody is left to tell."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    with buckets_of(100):
+        streamed = statetree.stream(make_tree(6), functools.partial(statetree.gather, group=group))
+        next(streamed)
+    dist.destroy_process_group(group)
+    start = time.monotonic()
+    streamed.close()
+    assert time.monotonic() - start < 5
+    check_in_step()
+
+
+def test_a_stream_may_outlive_its_group():
+    run_ranks(2, stop_after_the_group, collective_timeout=10)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import statetree
-from statetree.dcp import AsyncStager, Checkpointer, saving, series
+from statetree.dcp import AsyncStager, Checkpointer, directories, saving, series
 from statetree.testing import assert_trees_equal
 
 
@@ -193,6 +193,92 @@ def test_steps_are_numbers(step, tmp_path):
 def test_keep_is_positive(tmp_path):
     with pytest.raises(ValueError, match=r"keep must be at least 1"):
         Checkpointer(tmp_path, keep=0)
+
+
+@pytest.mark.parametrize("keep", [2.0, True, "2"])
+def test_keep_is_a_whole_number(keep, tmp_path):
+    with pytest.raises(TypeError, match=r"keep must be a whole number, or None: expected an int, got "):
+        Checkpointer(tmp_path, keep=keep)
+
+
+@pytest.mark.parametrize("error", [PermissionError("planted"), TypeError("planted")])
+def test_what_fails_after_the_rename_does_not_deny_the_checkpoint(error, tmp_path, monkeypatch):
+    def fail(*args):
+        raise error
+
+    saved = Checkpointer(tmp_path, keep=1)
+    saved.save(1, state_of(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(series.Series, "prune", fail)
+        with pytest.raises(statetree.CheckpointError, match=r"save: .*planted") as caught:
+            saved.save(2, state_of(2))
+    assert "incomplete" not in str(caught.value)
+    assert ("is complete, but older ones could not be removed" in str(caught.value)) == isinstance(error, OSError)
+    assert_trees_equal(saved.restore(), state_of(2))
+
+
+def save_elsewhere_while_reading(monkeypatch, directory, step, value):
+    """Let another process' save, which keeps one, fall into the next reading of a checkpoint."""
+    read_metadata, pending = directories.DirectoryReader.read_metadata, [value]
+
+    def read_after_a_save(self, *args):
+        if pending:
+            Checkpointer(directory, keep=1).save(step, state_of(pending.pop()))
+        return read_metadata(self, *args)
+
+    monkeypatch.setattr(directories.DirectoryReader, "read_metadata", read_after_a_save)
+
+
+def test_the_latest_is_looked_for_again_if_it_is_removed_while_it_is_read(tmp_path, monkeypatch):
+    saved = Checkpointer(tmp_path)
+    saved.save(1, state_of(1))
+    save_elsewhere_while_reading(monkeypatch, tmp_path, 2, 2)
+    assert_trees_equal(saved.restore(state_of(0)), state_of(2))
+
+
+def test_a_given_step_that_is_replaced_while_it_is_read_is_read_anew(tmp_path, monkeypatch):
+    saved = Checkpointer(tmp_path)
+    saved.save(1, state_of(1))
+    save_elsewhere_while_reading(monkeypatch, tmp_path, 1, 7)
+    assert_trees_equal(saved.restore(state_of(0), step=1), state_of(7))
+
+
+def test_a_given_step_that_is_removed_while_it_is_read_is_said_to_be(tmp_path, monkeypatch):
+    saved = Checkpointer(tmp_path)
+    saved.save(1, state_of(1))
+    save_elsewhere_while_reading(monkeypatch, tmp_path, 2, 2)
+    with pytest.raises(statetree.CheckpointError, match=r"restore: the checkpoint of step 1 in .* was removed while"):
+        saved.restore(state_of(0), step=1)
+
+
+def test_a_damaged_checkpoint_is_not_looked_for_again(tmp_path):
+    saved = Checkpointer(tmp_path)
+    saved.save(1, state_of(1))
+    (tmp_path / "step-00000001" / ".metadata").write_bytes(b"damaged")
+    with pytest.raises(statetree.CheckpointError, match=r"load: the metadata of the checkpoint .* cannot be read"):
+        saved.restore()
+
+
+def test_threads_take_turns(tmp_path):
+    errors = []
+
+    def save_some(thread):
+        try:
+            for number in range(4):
+                step = 10 * thread + number
+                saved.async_save(step, state_of(step))
+                assert_trees_equal(saved.restore(step=step), state_of(step))
+        except BaseException as error:
+            errors.append(error)
+
+    with Checkpointer(tmp_path) as saved:
+        threads = [threading.Thread(target=save_some, args=(thread,)) for thread in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert saved.steps() == [10 * thread + number for thread in range(4) for number in range(4)]
+    assert not errors
 
 
 def test_a_given_stager_stays_open(tmp_path):

@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import Partial
 
 import statetree
 from statetree import dcp
+from statetree.dcp.series import Series
 from statetree.testing import run_ranks
 
 STEPS = 2
@@ -177,6 +178,78 @@ def test_every_rank_is_told_what_fails_on_one(tmp_path):
     for index in (1, 6):
         assert first[index].startswith("CheckpointError: save: staging failed on this rank: UnsupportedLeaf")
         assert second[index].startswith("UnsupportedLeaf: stage: ")
+
+
+def disagree_on_steps(directory: Path) -> None:
+    rank = dist.get_rank()
+    differs = r"step differs over the ranks: expected the same on all, got:\n  rank 0: {}\n  rank 1: {}\n"
+    with dcp.Checkpointer(directory) as series:
+        for step in (1, 2):
+            series.save(step, {"step": step})
+        with pytest.raises(statetree.RankMismatch, match="restore: " + differs.format(1, 2)):
+            series.restore(step=1 + rank)
+        with pytest.raises(statetree.RankMismatch, match="restore: " + differs.format(None, 2)):
+            series.restore(step=2 if rank else None)
+        with pytest.raises(statetree.RankMismatch, match="save: " + differs.format(10, 11)):
+            series.save(10 + rank, {})
+        with pytest.raises(statetree.RankMismatch, match="save: " + differs.format(3, -1)):
+            series.save(-1 if rank else 3, {})
+        with pytest.raises(ValueError, match="save: step must be a number"):
+            series.save(-1, {})
+        with pytest.raises(statetree.RankMismatch, match="async_save: " + differs.format(10, 11)):
+            series.async_save(10 + rank, {}).result(60)
+        with pytest.raises(statetree.RankMismatch, match="async_save: " + differs.format(10, 11)):
+            series.save(3, {})  # the next call raises it, too, and begins nothing
+        assert series.steps() == [1, 2]
+        assert series.restore() == {"step": 2}  # the ranks are in step
+
+
+def test_ranks_that_ask_for_different_steps_are_refused(tmp_path):
+    run_ranks(2, disagree_on_steps, tmp_path)
+
+
+def fail_in_the_directory(directory: Path) -> None:
+    begin = Series.begin
+
+    def fail(*args: Any) -> Any:
+        raise ZeroDivisionError
+
+    Series.begin = fail
+    try:
+        with pytest.raises(statetree.CheckpointError, match=r"first rank could not use the directory: ZeroDivision"):
+            dcp.Checkpointer(directory).save(1, {})
+    finally:
+        Series.begin = begin
+    dcp.Checkpointer(directory).save(1, {})
+
+
+def test_whatever_fails_on_the_first_rank_is_told_to_the_others(tmp_path):
+    run_ranks(2, fail_in_the_directory, tmp_path)
+
+
+def call_from_outside(directory: Path) -> None:
+    group = dist.new_group([1])
+    series = dcp.Checkpointer(directory / "series", process_group=group)
+    calls = {
+        "save": lambda: dcp.save({"a": 1}, checkpoint_id=directory / "one", process_group=group),
+        "load": lambda: dcp.load(checkpoint_id=directory / "one", process_group=group),
+        "async_save": lambda: dcp.async_save({}, checkpoint_id=directory / "two", process_group=group).result(60),
+        "save ": lambda: series.save(1, {}),
+        "async_save ": lambda: series.async_save(2, {}).result(60),
+        "restore": series.restore,
+    }
+    for verb, call in calls.items():
+        if dist.get_rank() == 1:
+            call()
+        else:
+            outside = rf"^{verb.strip()}: this process \(global rank 0\) is not in the group"
+            with pytest.raises(statetree.RankMismatch, match=outside):
+                call()
+
+
+def test_ranks_outside_of_the_group_are_refused(tmp_path):
+    run_ranks(2, call_from_outside, tmp_path)
+    assert dcp.load(checkpoint_id=tmp_path / "one") == {"a": 1}
 
 
 def save_on_the_last_two(directory: Path) -> Any:

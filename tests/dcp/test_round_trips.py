@@ -8,6 +8,7 @@ import struct
 import tempfile
 from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,9 +147,29 @@ def test_tensors_of_other_kinds_are_filled_in_parts(name, tmp_path):
     loaded = dcp.load(template, checkpoint_id=tmp_path)
     assert loaded["x"] is template["x"]
     assert_trees_equal(loaded, saved)
-    with pytest.raises(statetree.UnsupportedLeaf, match=r"load: the leaf at x is a tensor of several parts") as caught:
+    with pytest.raises(
+        statetree.UnsupportedLeaf, match=r"load: the leaf at x loads into a template only: .*in parts"
+    ) as caught:
         dcp.load(checkpoint_id=tmp_path)
     assert caught.value.path == statetree.Path(("x",))
+
+
+@pytest.mark.parametrize("share_memory", [False, True])
+def test_objects_are_saved_without_the_storages_that_their_tensors_lie_in(share_memory, tmp_path):
+    large = torch.arange(1_000_000.0)
+    view = large[10:14]
+    state = {f"object {number}": SimpleNamespace(a=view, b=view, rows=large[:6].view(2, 3)) for number in range(3)}
+    dcp.save(state, checkpoint_id=tmp_path / "at once")
+    with statetree.Stager(share_memory=share_memory) as stager:
+        slab = {"w": torch.zeros(100_000), **state}
+        dcp.async_save(slab, checkpoint_id=tmp_path / "staged", stager=stager).result(60)
+    for name, allowed in (("at once", 100_000), ("staged", 500_000)):
+        assert sum(path.stat().st_size for path in (tmp_path / name).iterdir()) < allowed
+        loaded = dcp.load(checkpoint_id=tmp_path / name, weights_only=False)
+        for key, value in state.items():
+            assert loaded[key].a is loaded[key].b
+            assert torch.equal(loaded[key].a, value.a)
+            assert torch.equal(loaded[key].rows, value.rows)
 
 
 def test_parts_of_another_layout_are_refused(tmp_path):

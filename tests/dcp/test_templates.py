@@ -59,6 +59,13 @@ def test_keys_are_matched_with_their_types(tmp_path):
         dcp.load({False: torch.ones(2)}, checkpoint_id=tmp_path)
 
 
+def test_a_key_that_only_looks_like_one_of_the_checkpoint_is_told_apart(tmp_path):
+    dcp.save({"a": {0: torch.ones(1)}}, checkpoint_id=tmp_path)
+    expected = r"missing at a.0: expected a tensor at the key '0' \(the checkpoint has 0\), got nothing"
+    with pytest.raises(statetree.TreeMismatch, match=expected):
+        dcp.load({"a": {"0": torch.ones(1)}}, checkpoint_id=tmp_path)
+
+
 MISFITS = {
     "missing": (
         {"a": 1, "model": {"b": torch.ones(1)}},

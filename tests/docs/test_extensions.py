@@ -50,6 +50,15 @@ def test_the_recorded_benchmarks_can_be_shown():
         assert extension.row_cells(row["contenders"][0])[0] == "statetree"
 
 
+def test_a_profile_is_shown_in_parts():
+    extension = loaded("_ext/benchmark_results.py")
+    row = {"title": "copy_into", "median_s": 0.002, "phases_s": {"flatten": 0.001, "bytes": 0.003}}
+    assert extension.profile_cells([row]) == [
+        ("", "median, ms", "flatten", "bytes"),
+        ("copy_into", "2.00", "25%", "75%"),
+    ]
+
+
 def test_prose_with_a_colon_is_not_taken_for_a_type():
     docstring = ["Do it.", "", "Returns:", "    Both: this and that.", "    And more.", "", "Raises:", "    No: never."]
     loaded("_ext/prose_returns.py").keep_together(None, "", "", None, None, docstring)

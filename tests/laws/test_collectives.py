@@ -123,3 +123,19 @@ def test_elements_arrive_where_they_belong(world_size, share):
         run_ranks(world_size, go_there_and_back, world_size, drawn, bucket_bytes, sorted(dst), src)
 
     holds()
+
+
+def move_large_boxes():
+    """Move boxes that are too large to be packed with others, and no stretch of memory on one side or the other."""
+    ranks = tuple(range(dist.get_world_size()))
+    full = torch.arange(1 << 20, dtype=torch.float32).view(1024, 1024)
+    rows, columns = (Layout((1024, 1024), ranks, (placement,)).build() for placement in ("S0", "S1"))
+    for layout in (rows, columns):
+        statetree.distribute({"w": full}, {"w": layout}, in_place=True)
+    for source, target, dim in ((rows, columns, 1), (columns, rows, 0)):
+        found = statetree.reshard({"w": source}, {"w": target})["w"].to_local()
+        assert torch.equal(found, full.chunk(len(ranks), dim)[dist.get_rank()])
+
+
+def test_large_boxes_arrive():
+    run_ranks(2, move_large_boxes)

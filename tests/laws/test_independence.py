@@ -3,13 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as hyp
 
-from statetree.testing import assert_trees_equal, build, tied_plans, tree_plans
+from statetree.testing import assert_trees_equal, build, optimizer_plans, tied_plans, tree_plans
 from statetree.testing.memory import scribble, shares_memory
 from tests.contract.verbs import VERBS
 
 copies = hyp.sampled_from([verb for verb in VERBS if verb.fresh and verb.copies and verb.prepare is None])
 fresh = hyp.sampled_from([verb for verb in VERBS if verb.fresh and verb.prepare is None])
-plans = hyp.one_of(tree_plans(), tied_plans())
+plans = hyp.one_of(tree_plans(), tied_plans(), optimizer_plans())
 
 
 @given(plan=plans, verb=fresh)

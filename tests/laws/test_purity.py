@@ -6,11 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from statetree.testing import Watch, build, tied_plans, tree_plans
+from statetree.testing import Watch, build, optimizer_plans, tied_plans, tree_plans
 from tests.contract.verbs import VERBS
 
+plans = hyp.one_of(tree_plans(), tied_plans(), optimizer_plans())
 
-@given(plan=hyp.one_of(tree_plans(), tied_plans()), verb=hyp.sampled_from(VERBS))
+
+@given(plan=plans, verb=hyp.sampled_from(VERBS))
 def test_no_transform_changes_its_input(plan, verb):
     tree = build(plan)
     watch = Watch(tree)

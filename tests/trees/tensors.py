@@ -41,6 +41,21 @@ TREES += map(_dtype_tree, DTYPES)
 
 
 @tree()
+def bools_of_any_bytes(new: Ramp) -> Any:
+    """Whoever views other numbers as bools has bytes that are neither 0 nor 1; a copy of a bool by torch is."""
+    tied, other = of_bytes(torch.uint8, (3, 4)), new(5)
+    return {
+        "mask": tied.view(torch.bool),
+        "bytes": tied,
+        "floats as bools": other.view(torch.bool),
+        "floats": other,
+        "alone": of_bytes(torch.uint8, (6,)).view(torch.bool),
+        "part": of_bytes(torch.uint8, (4, 4)).view(torch.bool)[1:, ::2],
+        "transposed": of_bytes(torch.uint8, (2, 3)).view(torch.bool).t(),
+    }
+
+
+@tree()
 def special_numbers(new: Ramp) -> Any:
     nans = torch.tensor([0x7FC00001, 0x7F800001, -0x3FFFFF], dtype=torch.int32).view(torch.float32)
     return [nans, torch.tensor([-0.0, 0.0, math.inf, -math.inf, 1e-45]), float("nan"), -0.0, complex(0.0, -0.0)]

@@ -2,10 +2,12 @@
 
 import contextlib
 import gc
+import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -13,9 +15,12 @@ import pytest
 import torch
 
 import statetree as st
+from benchmarks.memory import give_back_freed_memory
 from statetree import appearance
+from statetree.columns import Columns
 from statetree.testing import assert_trees_equal
 from statetree.testing.memory import raw_bytes, shares_memory, storages
+from statetree.torch_internals import geometry_guard
 
 COUNT = 80
 LONG = 620  # more than one piece
@@ -410,11 +415,139 @@ def test_short_lists_are_not_remembered(count):
 
 
 def test_lists_that_are_too_long_are_not_remembered(monkeypatch):
-    monkeypatch.setattr(appearance, "_MOST", COUNT - 1)
+    monkeypatch.setattr(appearance, "_MOST_BYTES", COUNT * appearance._TENSOR_BYTES)
     tree = simple()
     for _ in range(4):
         st.offload(tree)
     assert appearance._remembered == ()
+
+
+def layers(count, shapes=((4, 3), (4,), (2, 2), ())):
+    """Return tensors whose shapes come again and again, as those of a model's layers do."""
+    return [ramp(*shapes[number % len(shapes)], start=number) for number in range(count)]
+
+
+def telling(count):
+    """Return tensors of which every piece looks different."""
+    return [ramp(1, number % 50 + 1, number // 50 + 1) for number in range(count)]
+
+
+def test_equal_pieces_of_a_list_are_remembered_once(recognised):
+    count = 5 * appearance._PIECE + 7
+    for _ in range(2):
+        st.offload(layers(count))
+    (remembered,) = appearance._remembered
+    assert len(set(map(id, remembered._pieces))) == 2  # and the shorter one at the end
+    assert remembered.nbytes < count * appearance._TENSOR_BYTES + 2 * appearance._PIECE * appearance._GUARD_BYTES + 1
+    tree = layers(count)
+    result = st.offload(tree)
+    assert recognised
+    assert_trees_equal(result, tree)
+
+
+@pytest.mark.parametrize("place", [0, 600, 5 * 500 + 6])
+@pytest.mark.parametrize("change", ["requires_grad_", "t_", "data of another dtype", "parameter", "conjugate", "meta"])
+def test_a_change_is_seen_in_whichever_equal_piece(change, place):
+    count = 5 * appearance._PIECE + 7
+    slow, fast = ([torch.zeros(3, 3) for _ in range(count)] for _ in range(2))
+    for _ in range(3):
+        st.offload(fast)
+    for tree in (slow, fast):
+        CHANGES[change](tree)  # number 5
+        tree[5], tree[place] = tree[place], tree[5]
+    with mock.patch.object(appearance, "_FEWEST", 1 << 30):
+        expected = st.offload(slow)
+    result = st.offload(fast)
+    assert_trees_equal(result, expected)
+    assert_trees_equal(result, fast)
+
+
+def test_pieces_that_differ_only_in_strides_are_told_apart(recognised):
+    def tensors():
+        tree = [ramp(3, 3) for _ in range(2 * appearance._PIECE)]
+        tree[appearance._PIECE + 7].t_()
+        return tree
+
+    for _ in range(3):
+        tree = tensors()
+        assert_trees_equal(st.offload(tree), tree)
+    assert recognised
+    (remembered,) = appearance._remembered
+    assert len(set(map(id, remembered._pieces))) == 2
+
+
+def test_equal_columns_are_one_list_only_if_their_elements_are_of_one_type():
+    tree = [torch.zeros(1) for _ in range(LONG)]  # of shape (1,) and strides (1,)
+    flags = [torch.zeros(1, dtype=torch.bool) for _ in range(LONG)]  # one byte, and contiguous
+    for state in (tree, flags):
+        for _ in range(3):
+            st.offload(state)
+        facts = appearance._remembered[0]._facts
+        assert {type(shape) for shape in facts["shapes"]} == {torch.Size}
+        assert {type(strides) for strides in facts["strides"]} == {tuple}
+        assert {type(nbytes) for nbytes in facts["nbytes"]} == {int}
+        assert facts["neg"] is facts["nested"]
+
+
+def test_a_place_is_another_one_if_an_address_differs_in_the_last_bit():
+    memory = torch.zeros(COUNT + 1, dtype=torch.uint8)
+    one, other = ([memory[start + number :][:1] for number in range(COUNT)] for start in (0, 1))
+    for _ in range(3):
+        st.offload(one)
+        st.offload(other)
+    (remembered,) = appearance._remembered
+    assert {place.pointers[0] for place in remembered._places} == {memory.data_ptr(), memory.data_ptr() + 1}
+
+
+def remembered_bytes(make):
+    """Return what it takes to remember a list at four places, but for guards, and how much it is said to take."""
+    appearance.forget()
+    trees = [make() for _ in range(appearance._PLACES)]
+    for tree in (*trees, *trees):
+        st.offload(tree)
+    (remembered,) = appearance._remembered
+    assert len(remembered._places) == appearance._PLACES
+    seen: set[int] = set()
+    taken = 0
+    pending = [remembered._facts, *(piece.facts for piece in remembered._pieces)]
+    pending += [getattr(place, name) for place in remembered._places for name in ("pointers", "storage_bytes")]
+    while pending:
+        value = pending.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        taken += sys.getsizeof(value)
+        pending += value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return taken, remembered.nbytes
+
+
+@pytest.mark.parametrize(("make", "guarded"), [(layers, 500), (telling, 20_000)], ids=["layers", "telling"])
+def test_no_more_memory_is_taken_than_is_said(make, guarded):
+    taken, said = remembered_bytes(partial(make, 20_000))
+    assert taken + guarded * GUARD_BYTES < said
+    assert said < 1.25 * (taken + guarded * GUARD_BYTES)
+
+
+#: More than a guard takes for one tensor.
+GUARD_BYTES = 160
+STATUS = Path("/proc/self/status")
+
+
+def in_use():
+    return next(int(line.split()[1]) << 10 for line in STATUS.read_text().splitlines() if line.startswith("VmRSS"))
+
+
+@pytest.mark.skipif(not STATUS.exists(), reason="only Linux tells a process how much memory it takes")
+def test_guards_take_no_more_than_is_said():
+    tensors = telling(30_000)
+    shapes, strides = Columns(tensors).shapes, Columns(tensors).strides
+    give_back_freed_memory()
+    guards, before = [], in_use()
+    for start in range(0, len(tensors), appearance._PIECE):
+        piece = slice(start, start + appearance._PIECE)
+        guards.append(geometry_guard(tensors[piece], shapes[piece], strides[piece]))
+    assert (in_use() - before) / len(tensors) < GUARD_BYTES
+    assert guards[-1](tensors[piece])
 
 
 def test_memory_is_bounded(recognised):

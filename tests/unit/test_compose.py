@@ -400,3 +400,13 @@ def test_a_chain_is_a_value():
     assert isinstance(st.chain(len), Chain)
     assert hash(st.chain(len)) == hash(st.chain(len))
     assert st.chain(len) != st.chain(st.offload)
+
+
+def test_a_step_need_not_be_hashable():
+    class Doubled:
+        __hash__ = None
+
+        def __call__(self, tree):
+            return st.map_leaves(lambda leaf: leaf * 2, tree)
+
+    assert st.chain(Doubled(), Doubled())({"a": 1}) == {"a": 4}

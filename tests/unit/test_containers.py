@@ -19,7 +19,7 @@ import torch
 from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE
 
 import statetree as st
-from statetree.containers import KINDS, container_of
+from statetree.containers import KINDS, container_of, declare_leaf_class
 from statetree.testing import assert_trees_equal
 from tests.trees.containers import (
     DictWithAttributes,
@@ -604,3 +604,19 @@ def test_an_attribute_that_is_a_set_is_a_leaf():
     tree = ListWithAttributes()
     tree.seen = {1, 2}
     assert st.flatten(tree)[0] == [{1, 2}]
+
+
+@pytest.mark.parametrize("cls", [dict, list, tuple])
+def test_builtin_containers_cannot_become_leaves(cls):
+    with pytest.raises(ValueError, match=f"register_leaf_type: {cls.__name__} is a builtin container"):
+        declare_leaf_class(cls)
+    assert len(st.flatten(cls())[0]) == 0
+
+
+def test_attributes_of_attributes_are_kept():
+    tree, metadata = OrderedDict(a=1), OrderedDict(version=1)
+    metadata.extra, tree._metadata = ["kept"], metadata
+    again = st.unflatten(*reversed(st.flatten(tree)))
+    assert_trees_equal(again, tree)
+    assert again._metadata.extra == ["kept"]
+    assert again._metadata.extra is not metadata.extra

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "statetree"
+import statetree
+
+PACKAGE = Path(statetree.__file__).parent
 
 # Slow to import, or there only with an extra.
 LAZY = ("hypothesis", "rich", "safetensors", "torch.distributed.checkpoint", "torch.distributed.tensor")

@@ -11,7 +11,15 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as hyp
 
 from statetree.columns import Columns
-from statetree.overlaps import all_apart, conflicts, lie_apart, overlaps_itself, reads_of_written
+from statetree.overlaps import (
+    all_apart,
+    conflicts,
+    lie_apart,
+    overlaps_itself,
+    reads_of_written,
+    shared_elements,
+    sharing,
+)
 from statetree.torch_internals import quietly
 from tests.unit.test_spans import touched_bytes
 
@@ -194,6 +202,13 @@ def test_tied_targets_may_receive_tied_sources_of_any_values():
 def test_tensors_that_begin_alike_but_have_other_strides_are_not_tied_alike():
     base, source = torch.zeros(10), ramp(10)
     assert found([base[:4], base[1:3]], [source[:8:2], source[1:3]]) == [(0, 1)]
+    assert found([base[:4], base[1:4]], [source[:8:2], source[1:7:2]]) == [(0, 1)]
+
+
+def test_tensors_as_many_bytes_apart_but_of_other_sizes_are_not_tied_alike():
+    base, source = torch.zeros(10), ramp(10).double()
+    assert found([base[:4], base[2:6]], [source[:4], source[1:5]]) == [(0, 1)]
+    assert found([base[:4], base[2:6]], [source[:4], source[2:6]]) == []
 
 
 def test_one_within_another_does_not_end_what_overlaps():
@@ -275,3 +290,23 @@ def test_sources_in_memory_that_is_written_to_are_named():
     assert reads_of_written(Columns([foreign]), Columns([other, torch.from_numpy(array[4:]), base])) == [1]
     assert reads_of_written(Columns([torch.from_numpy(array[:2])]), Columns([foreign])) == []
     assert reads_of_written(Columns([]), Columns([base])) == []
+
+
+@given(data=hyp.data(), bases=hyp.integers(1, 2), count=hyp.integers(0, 5))
+def test_tensors_with_bytes_in_common_are_found(data, bases, count):
+    stores = [torch.zeros(12) for _ in range(bases)]
+    slices = hyp.builds(slice, hyp.integers(0, 11), hyp.integers(0, 12), hyp.integers(1, 3))
+    tensors = [data.draw(hyp.sampled_from(stores))[data.draw(slices)] for _ in range(count)]
+    bytes_of = [
+        {tensor.data_ptr() + 4 * step * tensor.stride(0) for step in range(tensor.numel())} for tensor in tensors
+    ]
+    touching = {
+        index
+        for index, own in enumerate(bytes_of)
+        if any(own & other for number, other in enumerate(bytes_of) if number != index)
+    }
+    pairs = shared_elements(Columns(tensors))
+    assert touching <= set(sharing(Columns(tensors)))
+    assert bool(pairs) == bool(touching)
+    for _, second in pairs:
+        assert second in touching

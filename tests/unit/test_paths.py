@@ -235,6 +235,17 @@ print(st.flatten({"a": {keys[0]: 1}, f"a.{paths[0]}": 2, keys[2]: 3})[1].flat_ke
     assert len(printed) == 1
 
 
+def test_functions_are_rendered_by_their_names():
+    assert str(Path((a_function, dict, (a_function, 1)))) == (
+        "tests.trees.corpus.a_function.<class 'dict'>.(tests.trees.corpus.a_function, 1)"
+    )
+    assert [str(Path((key,))) for key in (len, dict.fromkeys)] == ["builtins.len", "dict.fromkeys"]
+    rendered = [str(Path((key,))) for key in (len, dict.fromkeys, torch.relu, lambda: 1, torch.nn.Linear.forward)]
+    assert not any("0x" in text for text in rendered), rendered
+    keys = st.flatten({a_function: 1, "tests.trees.corpus.a_function": 2})[1].flat_keys()
+    assert sorted(keys) == ["['tests.trees.corpus.a_function']", "[tests.trees.corpus.a_function]"]
+
+
 def test_unique_keys_are_plain_where_they_are_distinct():
     assert unique_keys(["a", "b"], [("a",), ("b",)]) == ["a", "b"]
 

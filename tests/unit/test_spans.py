@@ -381,6 +381,7 @@ def complaint(*tensors):
         (slice(0, 10, 3), 39, False),
         (slice(0, 9, 3), 28, True),  # the last element ends there
         (slice(0, 9, 3), 27, False),
+        (slice(2, 10), 32, False),  # as many bytes as it has, but not those
         (slice(4, 4), 0, True),
         (slice(0, 1), 4, True),
     ],
@@ -415,3 +416,11 @@ def test_the_first_tensor_without_memory_is_named():
     error = complaint(*tensors)
     assert error is not None
     assert tuple(error.path) == ("t", 2)
+
+
+def test_an_empty_tensor_does_not_end_the_search_for_one_without_memory():
+    freed = ramp(3)
+    freed.untyped_storage().resize_(0)
+    error = complaint(torch.empty(0), freed)
+    assert error is not None
+    assert tuple(error.path) == ("t", 1)

@@ -1179,3 +1179,24 @@ def test_what_was_sent_to_another_process_is_never_written_again(options):
     finally:
         process.kill()
         process.join(30)
+
+
+class FailsWhenMade:
+    def __reduce__(self):
+        return _fail, ()
+
+
+def _fail():
+    raise MemoryError("boom")
+
+
+def test_a_stage_that_failed_takes_no_lease(options):
+    tree = {"w": torch.ones(3), "b": FailsWhenMade()}
+    with st.Stager(**options, max_snapshots=1) as stager:
+        with pytest.raises(st.UnsupportedLeaf) as caught:
+            stager.stage(tree)
+        assert torch.equal(stager.stage({"w": torch.ones(3)})["w"], torch.ones(3))
+        failed = stager.stage_async(tree)
+        assert isinstance(failed.exception(), st.UnsupportedLeaf)
+        assert torch.equal(stager.stage({"w": torch.ones(3)})["w"], torch.ones(3))
+    assert isinstance(caught.value.__cause__, MemoryError)

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 import statetree as st
 from statetree.testing import assert_trees_equal, tree_differences
-from statetree.tree import MAX_DEPTH
+from statetree.tree import MAX_DEPTH, flatten_for_copy, unflatten_copy
 from tests.trees import TREES, Ramp
 from tests.trees.containers import DictWithAttributes, ListWithAttributes, ListWithSlots, Point, TupleWithAttributes
 from tests.trees.corpus import Held
@@ -629,3 +629,20 @@ def test_specs_can_be_carried_to_another_process():
     tree = {"a": [Frozen(torch.ones(2)), deque([1], 3)], "b": defaultdict(list, {1: 2})}
     leaves, spec = st.flatten(tree)
     assert_trees_equal(st.unflatten(pickle.loads(pickle.dumps(spec)), leaves), tree)
+
+
+def test_containers_that_appear_again_are_one_container_again():
+    inner, empty = {"a": 1}, []
+    tree = [inner, inner, (inner, [2, inner], empty), empty, 3]
+    leaves, spec = flatten_for_copy(tree, lambda _: False, shared=True)
+    result = unflatten_copy(spec, leaves)
+    assert result == tree
+    assert result[0] is not inner
+    assert all(found is result[0] for found in (result[1], result[2][0], result[2][1][1]))
+    assert result[3] is result[2][2]
+    assert result[3] is not empty
+
+
+def test_a_spec_is_what_flatten_returned():
+    with pytest.raises(TypeError, match=r"unflatten: expected the TreeSpec that flatten returned, got list"):
+        st.unflatten([1], [2])

@@ -10,6 +10,7 @@ import torch
 
 import statetree as st
 from statetree.testing import assert_trees_equal, tree_differences
+from statetree.treespec import TreeSpec
 from tests.trees import TREES
 from tests.trees.containers import (
     BarePoint,
@@ -269,3 +270,10 @@ def test_a_wide_spec_costs_little():
     assert len(leaves) == 40_000
     assert spec == spec_of(tree)
     assert len(spec.flat_keys()) == 40_000
+
+
+def test_keys_that_cannot_be_hashed_do_not_keep_a_spec_from_it():
+    _, spec = st.flatten({"a": 1})
+    kind, _, *rest = spec.nodes[0]
+    odd, again = (TreeSpec(((kind, (["a"],), *rest),), 1) for _ in range(2))
+    assert hash(odd) == hash(again)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from statetree.cli.checkpoint import SAFETENSORS, Checkpoint
-from statetree.cli.names import inside, refuse
+from statetree.cli.names import refuse
 from statetree.cli.stored import FileStorage, StoredTensor
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def read_index(path: Path, files: Files) -> Checkpoint:
     weights = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weights, dict) or not all(type(name) is str for name in weights.values()):
         refuse(path, "it has no weight_map from names of tensors to names of files")
-    shards = {name: inside(path.parent, name, path) for name in dict.fromkeys(weights.values())}
+    shards = {name: files.listed(path.parent, name, path) for name in dict.fromkeys(weights.values())}
     found: dict[str, dict[str, StoredTensor]] = {}
     regions = [region]
     metadata: dict[str, str] = {}

@@ -434,3 +434,16 @@ def test_user_code_sees_torch_as_it_is():
     traced = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
     (copied,) = st.offload([traced])
     assert torch.equal(copied(torch.ones(1, 2)), traced(torch.ones(1, 2)))
+
+
+@pytest.mark.parametrize("share_memory", [False, True])
+def test_generators_of_random_numbers(share_memory):
+    first, second = torch.Generator().manual_seed(5), torch.Generator().manual_seed(6)
+    tree = {"pad": torch.arange(3.0), "own": first, "held": {"box": [first, Point(second, 1)]}}
+    copied = st.offload(tree, share_memory=share_memory)
+    assert copied["own"] is not first
+    with st.Stager(share_memory=share_memory) as stager:
+        staged = stager.stage(tree)
+    expected = torch.rand(3, generator=first)
+    for result in (copied, staged):
+        assert torch.equal(torch.rand(3, generator=result["own"]), expected)

@@ -2,12 +2,17 @@
 
 import copy
 import functools
+import threading
 import types
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from statetree.testing import assert_trees_equal, tree_differences
 from tests.trees import Ramp
@@ -23,12 +28,23 @@ from tests.trees.corpus import Color, Held
 from tests.trees.fields import Frozen, Slotted, State
 
 FAULTS = []
+KEPT = []  # what is referred to weakly
 
 
 def fault(make):
     """Add a function that returns two trees which are not the same."""
     FAULTS.append(pytest.param(make, id=make.__name__))
     return make
+
+
+class Named:
+    """Is pickled by its name alone."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __reduce__(self):
+        return self.name
 
 
 def values(*shape, dtype=torch.float32):
@@ -490,6 +506,47 @@ def optimizer_state():
     return [left], [right]
 
 
+@fault
+def weak_referent():
+    left, right = Held(), Held()
+    KEPT.extend([left, right])
+    return [weakref.ref(left)], [weakref.ref(right)]
+
+
+@fault
+def set_size():
+    return [{1, 2}], [{1, 2, 3}]
+
+
+@fault
+def object_that_reduces_to_a_name():
+    return [Named("a")], [Named("b")]
+
+
+@fault
+def object_that_cannot_be_looked_into():
+    return [threading.Lock()], [threading.Lock()]
+
+
+@fault
+def fake_mode():
+    left, right = FakeTensorMode(), FakeTensorMode()
+    return [left.from_tensor(values(2))], [right.from_tensor(values(2))]
+
+
+@fault
+def freed_storage():
+    left, right = values(2), values(2)
+    right.untyped_storage().resize_(0)
+    return [left], [right]
+
+
+@fault
+def nested_number():
+    left, right = ([values(1) for _ in range(count)] for count in (1, 2))
+    return [torch.nested.nested_tensor(left)], [torch.nested.nested_tensor(right)]
+
+
 @pytest.mark.parametrize("make", FAULTS)
 def test_a_planted_fault_is_noticed(make):
     left, right = make()
@@ -501,3 +558,12 @@ def test_a_planted_fault_is_noticed(make):
 
 def test_there_are_enough_faults():
     assert len(FAULTS) >= 25
+
+
+@pytest.mark.usefixtures("one_rank_group")
+def test_another_mesh_is_noticed():
+    meshes = [init_device_mesh("cpu", (1,), mesh_dim_names=(name,)) for name in "ab"]
+    left, right = ([DTensor.from_local(values(2), mesh, [Replicate()])] for mesh in meshes)
+    assert_trees_equal(left, left)
+    with pytest.raises(AssertionError, match=r"mesh differs at \[0\]"):
+        assert_trees_equal(left, right)

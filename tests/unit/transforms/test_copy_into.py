@@ -7,12 +7,15 @@ from collections import OrderedDict, defaultdict, namedtuple
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import statetree as st
 from statetree.testing import Watch, assert_trees_equal
 from statetree.testing.memory import raw_bytes, shares_memory
 from statetree.transforms.copy_into import castable
 from tests.faults import fail_each
+from tests.trees.classes import TwoTensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -797,3 +800,35 @@ def test_a_result_that_cannot_be_made_leaves_the_destination_alone():
     with pytest.raises(ValueError, match="not to be made"):
         st.copy_into(Unmade(torch.ones(2)), Unmade(target))
     assert torch.equal(target, torch.zeros(2))
+
+
+def freed(count):
+    tensor = torch.zeros(count)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        (torch.zeros(3), r"shape differs at 1: expected \(3,\), got \(2,\)"),
+        (torch.zeros(2, device="meta"), "meta differs at 1"),
+        (freed(2), "(?s) 1.*(freed|memory)"),
+    ],
+    ids=["shape", "meta", "freed"],
+)
+def test_what_a_wrapper_holds_inside_must_fit(part, reason):
+    src = [ramp(2), TwoTensors(ramp(2), ramp(2))]
+    dst = [torch.zeros(2), TwoTensors(torch.zeros(2), part)]
+    with pytest.raises((st.TreeMismatch, st.UnsupportedLeaf), match=reason):
+        st.copy_into(src, dst)
+    assert not dst[0].any()
+    assert not dst[1].a.any()
+
+
+@pytest.mark.usefixtures("one_rank_group")
+def test_other_placements_are_a_case_for_reshard():
+    mesh = init_device_mesh("cpu", (1,))
+    sharded, copied = (distribute_tensor(ramp(2), mesh, [kind]) for kind in (Shard(0), Replicate()))
+    with pytest.raises(st.TreeMismatch, match=r"placements differs at w: .*Nothing was written. Use reshard"):
+        st.copy_into({"w": sharded}, {"w": copied})

@@ -15,6 +15,7 @@ import statetree as st
 from statetree import Path
 from statetree.testing import Watch, assert_trees_equal
 from tests.trees import TREES
+from tests.trees.classes import TwoTensors
 
 Point = namedtuple("Point", "x y")
 pytestmark = [
@@ -450,3 +451,51 @@ def test_the_result_can_be_kept():
     assert hash(report) == hash(st.similarity([ramp(2)], [ramp(3)]))
     assert report == st.similarity([ramp(2)], [ramp(3)])
     assert_trees_equal(report.count, 1)
+
+
+def test_an_object_that_cannot_be_taken_apart_does_not_hide_the_others():
+    closed = NoPickle()
+    left = [closed, TwoTensors(ramp(2), ramp(2)), TwoTensors(ramp(2), ramp(2)), TwoTensors(ramp(2), ramp(2))]
+    right = [closed, TwoTensors(ramp(2), ramp(2) + 1), TwoTensors(ramp(2), ramp(2)), TwoTensors(ramp(2), ramp(3))]
+    found = st.similarity(left, right, values=True).differences
+    assert {difference.path[0]: difference.kind for difference in found} == {0: "leaf type", 1: "value", 3: "parts"}
+
+
+def test_what_is_freed_inside_is_like_nothing_but_itself():
+    def wrapper():
+        return TwoTensors(ramp(2), ramp(2))
+
+    gone, gone_as_well = wrapper(), wrapper()
+    for tensor in (gone, gone_as_well):
+        tensor.b.untyped_storage().resize_(0)
+    for a, b in ((gone, wrapper()), (wrapper(), gone)):
+        report = st.similarity([a], [b], values=True)
+        assert not report
+        assert "freed" in str(report)
+    assert st.similarity([gone], [gone_as_well], values=True)
+
+
+def test_values_that_cannot_be_shown_are_told_apart():
+    found = st.similarity([Unspeakable("a")], [Unspeakable("b")], values=True).differences
+    assert [(difference.kind, str(difference.path)) for difference in found] == [("value", "0")]
+    assert "Unspeakable object" in found[0].left
+
+
+class Unspeakable:
+    def __init__(self, name):
+        self.name = name
+
+    def __repr__(self):
+        raise RuntimeError("no words")
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize(
+    "leaf", [torch.eye(2).to_sparse(), torch.eye(3).to_sparse_csr(), torch.ones(2).untyped_storage(), torch.ones(2)]
+)
+def test_what_has_no_memory_is_not_like_what_has(leaf):
+    on_meta = st.offload({"k": leaf}, device="meta")
+    for a, b in (({"k": leaf}, on_meta), (on_meta, {"k": leaf})):
+        assert {found.kind for found in st.similarity(a, b).differences} == {"memory"}
+        with pytest.raises(st.TreeMismatch, match="memory differs at k"):
+            st.copy_into(a, b)

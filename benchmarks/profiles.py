@@ -1,0 +1,292 @@
+"""Where the time goes: the work of the rows that run in one process, by its phases.
+
+``python -m benchmarks.profiles`` prints a table and writes ``results/profiles.json``. A profiler would time every call
+of every function; here a clock is read only where the engines' functions begin and end, some dozens of times a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import wraps
+from importlib import import_module
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from benchmarks import rows_copy, rows_similarity, rows_stage, rows_tree
+from benchmarks.machine import load, machine, versions
+from benchmarks.measure import WrongResult
+from benchmarks.states import few_large, many_small
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from benchmarks.rows import Row
+
+#: The results that are kept beside the code.
+PROFILES: Final = Path(__file__).parent / "results" / "profiles.json"
+FORMAT: Final = 1
+#: How often each row is run, at least, and for how many seconds.
+RUNS: Final = 15
+SECONDS: Final = 3.0
+
+#: What each phase consists of: the functions in which it begins. What they call belongs to it, too, unless it begins
+#: another phase.
+PHASES: Final = {
+    "flatten": ("statetree.tree._flatten",),
+    "checks": (
+        "statetree.leaves.unpack",
+        "statetree.comparing.Pairing._find_bare",
+        "statetree.comparing.leaf_differences",
+        "statetree.matching.matched",
+        "statetree.spans.check_memory",
+        "statetree.transforms.copy_into._Job.differences",
+        "statetree.transforms.similarity._byte_differences",
+        "statetree.geometry.Geometry.fits",
+        "statetree.snapshots.Snapshot.is_leased",
+        "statetree.snapshots.Snapshot.was_sent",
+    ),
+    "plan": (
+        "statetree.spans.lay_out",
+        "statetree.geometry.Geometry.__init__",
+        "statetree.treespec.TreeSpec.flat_keys",
+    ),
+    "allocation": (
+        "statetree.spans.replicate",
+        "statetree.snapshots.Snapshot.__init__",
+    ),
+    "bytes": (
+        "statetree.torch_internals.copy_all",
+        "statetree.torch_internals.copy_each",
+        "statetree.torch_internals.clone_all",
+    ),
+    "rebuild": (
+        "statetree.tree.to_flat",
+        "statetree.tree.from_flat",
+        "statetree.tree._rebuild",
+        "statetree.leaves.Unpacked.pack",
+        "statetree.snapshots.Snapshot.fill",
+        "statetree.transforms.copy_into._Job.result",
+    ),
+}
+#: What is in none of them.
+REST: Final = "rest"
+NAMES: Final = (*PHASES, REST)
+
+#: The rows that are taken to pieces: those that have figures to reach, and one state is enough for each.
+ROWS: Final = tuple(
+    row
+    for rows, group, states in (
+        (rows_stage.ROWS, "stage", (many_small, few_large)),
+        (rows_stage.ROWS, "first", (few_large,)),
+        (rows_copy.ROWS, "copy_into", (many_small,)),
+        (rows_copy.ROWS, "allocate_like", (many_small,)),
+        (rows_similarity.ROWS, "similarity", (many_small,)),
+        (rows_tree.ROWS, "flat", (many_small,)),
+    )
+    for row in rows
+    if row.group == group and row.state in states
+)
+
+
+@dataclass
+class PhaseClock:
+    """Adds up how much time is spent in each phase.
+
+    Attributes:
+        spent: Seconds by phase.
+    """
+
+    spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(NAMES, 0.0))
+    _open: list[str] = field(default_factory=list)
+    _since: float = 0.0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the time in this block for a phase, and not for the one around it."""
+        self._turn()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._turn()
+            self._open.pop()
+
+    def _turn(self) -> None:
+        now = time.perf_counter()
+        if self._open:
+            self.spent[self._open[-1]] += now - self._since
+        self._since = now
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Have the engines' functions turn this clock."""
+        restored: list[tuple[Any, str, Any]] = []
+        try:
+            for name, functions in PHASES.items():
+                for function in functions:
+                    for holder, attribute, original in _places_of(function):
+                        restored.append((holder, attribute, original))
+                        setattr(holder, attribute, self._watched(original, name))
+            yield
+        finally:
+            for holder, attribute, original in reversed(restored):
+                setattr(holder, attribute, original)
+
+    def _watched(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @wraps(function)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with self.phase(name):
+                return function(*args, **kwargs)
+
+        return watched
+
+
+def _places_of(function: str) -> list[tuple[Any, str, Any]]:
+    """Return where a function can be found: the module or class it is defined in, and the modules that import it."""
+    owner, attribute = function.rsplit(".", 1)
+    try:
+        holder: Any = import_module(owner)
+    except ModuleNotFoundError:  # a method: the owner is a class
+        module, cls = owner.rsplit(".", 1)
+        holder = getattr(import_module(module), cls)
+        return [(holder, attribute, getattr(holder, attribute))]
+    original = getattr(holder, attribute)
+    modules = [module for name, module in sys.modules.items() if name.split(".")[0] == "statetree"]
+    return [(module, attribute, original) for module in modules if vars(module).get(attribute) is original]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Where a row's time goes.
+
+    Attributes:
+        title: The row.
+        num_leaves: How many leaves its state has.
+        nbytes: How many bytes.
+        runs: How often it was run.
+        unwatched_s: The median of the runs without the clock, in seconds.
+        phases_s: The median seconds by phase.
+    """
+
+    title: str
+    num_leaves: int
+    nbytes: int
+    runs: int
+    unwatched_s: float
+    phases_s: dict[str, float]
+
+
+def profile(row: Row, scale: float = 1.0, seconds: float = SECONDS) -> Profile:
+    """Run statetree's part of a row again and again, with the clock and without it in turns.
+
+    Raises:
+        WrongResult: If what it returns is wrong.
+    """
+    state = row.state(scale)
+    own = next(contender for contender in row.contenders(state) if contender.role == "ours")
+
+    def run(clock: PhaseClock) -> float:
+        arguments = () if own.fresh is None else (own.fresh(),)
+        gc.collect()
+        start = time.perf_counter()
+        with clock.phase(REST):
+            result = own.run(*arguments)
+        elapsed = time.perf_counter() - start
+        if not samples and not own.check(result):  # the others are the same once more
+            msg = f"{row.work}: the result is wrong: expected the work to be done, got {type(result)}."
+            raise WrongResult(msg)
+        return elapsed
+
+    samples: list[dict[str, float]] = []
+    unwatched: list[float] = []
+    for _ in range(3):  # caches fill
+        run(PhaseClock())
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        began = time.perf_counter()
+        while len(samples) < RUNS or time.perf_counter() - began < seconds:
+            unwatched.append(run(PhaseClock()))
+            clock = PhaseClock()
+            with clock.watching():
+                run(clock)
+            samples.append(clock.spent)
+    finally:
+        gc.enable()
+        gc.unfreeze()
+    phases = {name: statistics.median(sample[name] for sample in samples) for name in NAMES}
+    title = f"{row.work}, {state.title}"
+    return Profile(title, state.num_leaves, state.nbytes, len(samples), statistics.median(unwatched), phases)
+
+
+def table(profiles: Sequence[Profile]) -> str:
+    """Return the phases' parts of the time, in percent."""
+    width = max(len(one.title) for one in profiles)
+    lines = [f"{'':{width}} {'ms':>9} " + " ".join(f"{name:>10}" for name in NAMES)]
+    for one in profiles:
+        total = sum(one.phases_s.values())
+        parts = " ".join(f"{one.phases_s[name] / total:>10.0%}" for name in NAMES)
+        lines.append(f"{one.title:{width}} {one.unwatched_s * 1e3:>9.3f} {parts}")
+    return "\n".join(lines)
+
+
+def document(profiles: Sequence[Profile], scale: float, load_before: float) -> dict[str, Any]:
+    """Return what is kept of profiles."""
+    return {
+        "format": FORMAT,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": versions(),
+        "machine": machine(),
+        "scale": scale,
+        "load_before": load_before,
+        "load_after": load(),
+        "rows": [
+            {
+                "title": one.title,
+                "leaves": one.num_leaves,
+                "bytes": one.nbytes,
+                "runs": one.runs,
+                "median_s": one.unwatched_s,
+                "phases_s": one.phases_s,
+            }
+            for one in profiles
+        ],
+    }
+
+
+def _profile(number: int, scale: float, seconds: float) -> Profile:
+    return profile(ROWS[number], scale, seconds)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Take the rows to pieces, each in a process of its own, with a fresh heap."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.profiles", description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="PATH", help="where the JSON goes, instead of beside the code")
+    parser.add_argument("--scale", type=float, default=1.0, help="make the states so many times as large")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="how long each row is run")
+    options = parser.parse_args(arguments)
+    before = load()
+    profiles = []
+    for number in range(len(ROWS)):
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            profiles.append(process.submit(_profile, number, options.scale, options.seconds).result())
+    print(table(profiles))
+    path = options.json or (PROFILES if options.scale == 1 else None)
+    if path is not None:
+        path.write_text(json.dumps(document(profiles, options.scale, before), indent=1, ensure_ascii=False) + "\n")
+        print(f"Written to {path}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Other packages' states, with these packages themselves: ``make integration`` (never part of ``make test``)."""

@@ -1,0 +1,1 @@
+"""Code as users write it, to be judged by a type checker."""

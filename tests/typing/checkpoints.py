@@ -1,0 +1,40 @@
+"""What a type checker knows of ``statetree.dcp``."""
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, assert_type
+
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+import statetree as st
+from statetree import dcp
+
+
+def files(state: dict[str, Any], group: ProcessGroup) -> None:
+    dcp.save(state, checkpoint_id="a", process_group=group, storage_writer=FileSystemWriter("a"))
+    assert_type(dcp.load(state, checkpoint_id=Path("a"), process_group=group), Any)
+    assert_type(dcp.load(checkpoint_id="a", storage_reader=FileSystemReader("a"), weights_only=True), Any)
+    with st.Stager() as stager:
+        future = dcp.async_save(state, checkpoint_id=Path("a"), stager=stager, process_group=group)
+        assert_type(future, Future[None])
+
+
+def series(state: dict[str, Any]) -> None:
+    with dcp.Checkpointer("run", stager=st.Stager(), keep=3) as checkpointer:
+        assert_type(checkpointer, dcp.Checkpointer)
+        checkpointer.save(1, state)
+        assert_type(checkpointer.async_save(2, state, wait=False), Future[None])
+        assert_type(checkpointer.restore(state), Any)
+        assert_type(checkpointer.restore(state, step=1, weights_only=True), Any)
+        assert_type(checkpointer.steps(), list[int])
+    checkpointer.close()
+
+
+def stagers(state: dict[str, Any]) -> None:
+    stager = dcp.AsyncStager(share_memory=True)
+    assert_type(stager.stage(state), Any | Future[Any])
+    assert_type(stager.should_synchronize_after_execute, bool)
+    stager.synchronize_staging()
+    async_save(state, checkpoint_id="a", async_stager=stager)
