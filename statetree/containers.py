@@ -176,10 +176,12 @@ class Attributes(NamedTuple):
     """The instance attributes of a container: those without a tensor inside are kept here, the others are children.
 
     ``frozen`` holds, for each name, the attribute as ``freeze`` gives it, or ``None`` where it is a child.
+    ``are_items`` is whether the container is its own ``__dict__``: a dict whose items can be written as attributes.
     """
 
     names: tuple[str, ...]
     frozen: tuple[Any, ...]
+    are_items: bool
 
 
 _default_factory: Any = vars(defaultdict)["default_factory"]
@@ -202,17 +204,20 @@ class _Instance(Container):
         self.fields = tuple(fields)
         self.slots = slots_of(cls)
 
-    def attributes(self, container: Any) -> dict[str, Any]:
+    def attributes(self, container: Any) -> tuple[dict[str, Any], bool]:
+        """Return the attributes that are not items, and whether others are."""
         try:
-            state = dict(object.__getattribute__(container, "__dict__"))
+            found = object.__getattribute__(container, "__dict__")
         except AttributeError:
-            state = {}
+            found = {}
+        are_items = found is container
+        state = {} if are_items else dict(found)
         for name, slot in self.slots.items():
             try:
                 state[name] = slot.__get__(container)
             except AttributeError:  # the slot was never set
                 continue
-        return state
+        return state, are_items
 
     def flatten(self, container: Any, *, plain: int = 0) -> Flattened:
         base = self.base
@@ -230,8 +235,8 @@ class _Instance(Container):
             keys = tuple(range(len(children)))
             if base is deque:
                 extra = _maxlen.__get__(container)
-        state = self.attributes(container)
-        if not state:
+        state, are_items = self.attributes(container)
+        if not state and not are_items:
             return children, keys, (extra, None)
         frozen: list[Any] = []
         for name, value in state.items():
@@ -243,7 +248,7 @@ class _Instance(Container):
                     raise NotPlain
                 children.append(value)
                 keys = (*keys, name if is_field else Attr(name))
-        return children, keys, (extra, Attributes(tuple(state), tuple(frozen)))
+        return children, keys, (extra, Attributes(tuple(state), tuple(frozen), are_items))
 
     def unflatten(self, aux: Any, keys: tuple[Any, ...], children: Sequence[Any]) -> Any:
         extra, attributes = aux
@@ -274,6 +279,8 @@ class _Instance(Container):
 
     def _set_attributes(self, fresh: Any, attributes: Attributes, values: Sequence[Any]) -> None:
         remaining = iter(values)
+        if attributes.are_items:
+            object.__setattr__(fresh, "__dict__", fresh)
         for name, kept in zip(attributes.names, attributes.frozen, strict=True):
             value = next(remaining) if kept is None else thaw(kept)
             slot = self.slots.get(name)

@@ -192,6 +192,8 @@ def _written_attributes(attributes: Attributes | None) -> Any:
     """Return attributes as JSON data: pairs of name and value (``None`` for a child); ``False`` if they are none."""
     if attributes is None:
         return None
+    if attributes.are_items:
+        return False
     try:
         return [
             [name, None if frozen is None else _written_value(thaw(frozen))]
@@ -205,7 +207,8 @@ def _read_attributes(rows: Any) -> Attributes | None:
     if rows is None:
         return None
     names = _texts([name for name, _ in rows])
-    return Attributes(names, tuple(None if value is None else freeze(_read_value(value)) for _, value in rows))
+    frozen = tuple(None if value is None else freeze(_read_value(value)) for _, value in rows)
+    return Attributes(names, frozen, are_items=False)
 
 
 def _written_value(value: Any) -> Any:

@@ -81,6 +81,14 @@ class DictWithAttributes(dict):
     pass
 
 
+class AttrDict(dict):
+    """Its items are its attributes, as in many classes for configurations."""
+
+    def __init__(self, *args, **keywords):
+        super().__init__(*args, **keywords)
+        self.__dict__ = self
+
+
 class TupleWithAttributes(tuple):
     pass
 
@@ -228,6 +236,11 @@ def attributes_with_tensors(new: Ramp) -> Any:
     mapped = DictWithAttributes(tensor=new(1))
     mapped.tensor = new(2)  # an attribute of the same name as a key
     return [result, listed, mapped]
+
+
+@tree()
+def attributes_that_are_items(new: Ramp) -> Any:
+    return {"config": AttrDict(weight=new(2), inner=AttrDict(rate=0.1, empty=AttrDict())), "same": AttrDict(a=new(1))}
 
 
 @tree()

@@ -22,6 +22,7 @@ import statetree as st
 from statetree.containers import KINDS, container_of, declare_leaf_class
 from statetree.testing import assert_trees_equal
 from tests.trees.containers import (
+    AttrDict,
     DictWithAttributes,
     HostileDict,
     ListWithAttributes,
@@ -620,3 +621,13 @@ def test_attributes_of_attributes_are_kept():
     assert_trees_equal(again, tree)
     assert again._metadata.extra == ["kept"]
     assert again._metadata.extra is not metadata.extra
+
+
+def test_a_dict_whose_items_are_its_attributes():
+    tree = AttrDict(w=torch.ones(2), rate=0.1)
+    assert list(st.to_flat(tree)[0]) == ["w", "rate"]
+    with st.Stager() as stager:
+        for copied in (st.offload(tree), stager.stage(tree), st.unflatten(*reversed(st.flatten(tree)))):
+            copied.rate = 0.5
+            assert (copied["rate"], vars(copied) is copied, type(copied)) == (0.5, True, AttrDict)
+    assert tree.rate == 0.1
