@@ -374,9 +374,22 @@ def located(
         return UnsupportedLeaf(f"{verb}: {message}", path)
     msg = (
         f"{verb}: cannot {doing} the leaf at {path or '<root>'} ({describe_leaf(leaves[index])}): "
-        f"{type(error).__name__}: {error}. Register its class with register_leaf_type."
+        f"{type(error).__name__}: {_first_line(error)}. {_remedy(error, leaves[index])}"
     )
     return UnsupportedLeaf(msg, path)
+
+
+def _first_line(error: Exception) -> str:
+    """Return what an error says, without tables that torch appends."""
+    return str(error).strip().split("\n", 1)[0].rstrip(".")
+
+
+def _remedy(error: Exception, leaf: Any) -> str:
+    if isinstance(error, MemoryError):
+        return "Free memory, and try again."
+    if type(leaf).__module__.split(".")[0] in {"builtins", "torch"}:
+        return "Convert it first."
+    return "Register its class with register_leaf_type."
 
 
 QUANTIZED: Final = frozenset(

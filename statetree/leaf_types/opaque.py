@@ -113,6 +113,12 @@ class OpaqueType:
                 pickler.dump(value)
         except StateTreeError:
             raise
+        except RecursionError as error:
+            msg = (
+                f"the leaf at %PATH% ({type(value).__qualname__}) cannot be taken apart: expected objects nested a few "
+                "hundred deep at most, got more. Raise Python's recursion limit (sys.setrecursionlimit), or nest less."
+            )
+            raise UnsupportedLeaf(msg) from error
         except Exception as error:
             cls = type(value).__qualname__
             msg = (

@@ -353,8 +353,8 @@ class StorageType:
 
     def describe(self, value: Any) -> Mapping[str, Any]:
         typed = isinstance(value, torch.storage.TypedStorage)
-        nbytes = (value._untyped_storage if typed else value).nbytes()
-        return {"bytes": nbytes, "dtype": value.dtype if typed else None, "memory": _memory(value)}
+        storage = value._untyped_storage if typed else value
+        return {"bytes": storage.nbytes(), "dtype": value.dtype if typed else None, "memory": _memory(storage)}
 
 
 TENSOR = TensorType()
