@@ -47,11 +47,7 @@ def _equal_keys(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     """Whether keys are the same one by one, if they are of the usual kinds."""
     if a is b:
         return True
-    if len(a) != len(b):
-        return False
     types = list(map(type, a))
-    if types.count(str) == len(a):  # by far the most usual kind
-        return list(map(type, b)).count(str) == len(b) and a == b
     return _SIMPLE_KEYS.issuperset(types) and types == list(map(type, b)) and a == b
 
 

@@ -103,14 +103,6 @@ def _only_atoms(leaves: Iterable[Any]) -> bool:
     return all(map(is_atom_type, set(map(type, leaves))))
 
 
-def _all_leaves(children: Sequence[Any]) -> bool:
-    """Whether none of the children is a container. It may say no where none is."""
-    classes = list(map(type, children))
-    if classes and classes.count(classes[0]) == len(classes):  # quicker than to look each of them up
-        return classes[0] in LEAF_CLASSES
-    return LEAF_CLASSES.issuperset(classes)
-
-
 class _Met(NamedTuple):
     """A container that was met, and its node. Holding it keeps its id from being handed out again."""
 
@@ -175,7 +167,7 @@ def _flatten(
                 leaves.append(child)
                 continue
             frame.kids.append(index)
-            if not plain and _all_leaves(children):
+            if not plain and LEAF_CLASSES.issuperset(map(type, children)):
                 leaves += children
                 nodes.append((kind, keys, aux, (), len(leaves) - emitted))
                 emitted = len(leaves)
