@@ -44,9 +44,9 @@ SECONDS: Final = 3.0
 PHASES: Final = {
     "flatten": ("statetree.tree._flatten",),
     "checks": (
-        "statetree.leaves.unpack",
+        "statetree.unpacking.unpack",
         "statetree.comparing.Pairing._find_bare",
-        "statetree.comparing.leaf_differences",
+        "statetree.comparing.set_apart",
         "statetree.matching.matched",
         "statetree.spans.check_memory",
         "statetree.transforms.copy_into._Job.differences",
@@ -73,7 +73,7 @@ PHASES: Final = {
         "statetree.tree.to_flat",
         "statetree.tree.from_flat",
         "statetree.tree._rebuild",
-        "statetree.leaves.Unpacked.pack",
+        "statetree.unpacking.Unpacked.pack",
         "statetree.snapshots.Snapshot.fill",
         "statetree.transforms.copy_into._Job.result",
     ),

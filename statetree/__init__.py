@@ -1,7 +1,6 @@
 """statetree: a PyTorch training state as a pytree, and pure, composable transforms over it."""
 
 from statetree.compose import chain, stream
-from statetree.containers import register_container
 from statetree.errors import (
     CheckpointError,
     CyclicTree,
@@ -14,6 +13,7 @@ from statetree.errors import (
     TreeTooDeep,
     UnsupportedLeaf,
 )
+from statetree.kinds import register_container
 from statetree.leaves import LeafType, register_leaf_type
 from statetree.paths import Path
 from statetree.stager import Stager

@@ -14,9 +14,10 @@ import torch
 from statetree.buffers import Memory
 from statetree.columns import Columns
 from statetree.errors import UnsupportedLeaf
-from statetree.leaves import Recipe, Unpacked, is_plain, unpack
+from statetree.leaves import is_plain
 from statetree.notes import describe_leaf
 from statetree.spans import check_memory, extents, lay_out, make_views, raw
+from statetree.unpacking import Recipe, Unpacked, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

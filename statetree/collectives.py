@@ -12,7 +12,7 @@ from statetree.errors import RankMismatch
 from statetree.exchange import Buckets, Exchange, Pieces, take_buckets
 from statetree.plans import Move
 from statetree.summands import Reduction, Source, prepare_reduction
-from statetree.torch_internals import COPIED_AS_INTEGERS
+from statetree.torch_internals import as_copied, copied_dtype
 from statetree.transforms._pipeline import replicated
 
 if TYPE_CHECKING:
@@ -40,15 +40,7 @@ def pieces_of(holding: Holding, layout: Layout, rank: int) -> list[torch.Tensor]
 
 def movable(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor as one that torch can copy: without gradient, and as integers if copies would change it."""
-    tensor = tensor.detach() if tensor.requires_grad else tensor
-    return tensor if tensor.dtype not in COPIED_AS_INTEGERS else tensor.view(moved_dtype(tensor.dtype))
-
-
-def moved_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype as which elements are moved."""
-    if dtype not in COPIED_AS_INTEGERS:
-        return dtype
-    return torch.uint8 if dtype.itemsize == 1 else torch.int16
+    return as_copied(tensor.detach() if tensor.requires_grad else tensor)
 
 
 #: A tensor to move: where it comes from, where it goes, and its dtype.
@@ -118,7 +110,7 @@ def depart(terms: Terms, items: Sequence[Item], reduction: Reduction | None = No
 
 
 def _moves(items: Sequence[Item]) -> list[Move]:
-    return [Move(sent.layout, received.layout, moved_dtype(dtype)) for sent, received, dtype in items]
+    return [Move(sent.layout, received.layout, copied_dtype(dtype)) for sent, received, dtype in items]
 
 
 def _planned(terms: Terms, what: str, moves: Callable[[], list[Move]]) -> Exchange:
@@ -145,7 +137,7 @@ def sources_of(
         return found, None
     reduction = prepare_reduction(
         [found[index] for index in summed],
-        [moved_dtype(holdings[index].dtype) for index in summed],
+        [holdings[index].dtype for index in summed],
         [summands for index in summed if (summands := holdings[index].summands) is not None],
         rank,
     )

@@ -6,7 +6,7 @@ give. Nothing is written and no value's ``__eq__`` is trusted to work.
 
 from __future__ import annotations
 
-from operator import and_
+from operator import and_, itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -16,16 +16,15 @@ from statetree.atoms import same_value
 from statetree.columns import Columns
 from statetree.errors import Difference
 from statetree.leaf_types.opaque import OPAQUE
-from statetree.leaves import Kept, Packed, Recipe, Unpacked, are_views, facts, leaf_type_of, located
+from statetree.leaves import facts, leaf_type_of
 from statetree.matching import matched
 from statetree.spans import holds_memory, is_whole
 from statetree.torch_internals import COPIED_AS_INTEGERS, without_common_bits
 from statetree.tree import flatten
+from statetree.unpacking import Kept, Packed, Recipe, Unpacked, are_views, located
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from statetree.paths import Path
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
 _BARE: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -36,8 +35,8 @@ class Pairing:
     Attributes:
         spec: The structure of the left tree.
         left: The left tree's leaves.
-        right: The right tree's leaves, in the order of the left ones.
-        differences: Differences of structure; if there are any, the leaves are not paired.
+        right: The right tree's leaves, in the order of the left ones; ``None`` for those that have no partner.
+        differences: Differences of structure. The leaves that they concern have no partner, and no position below.
         bare: The positions at which both sides hold ordinary strided tensors with memory.
         atoms: The positions at which both sides hold atoms.
         others: All other positions.
@@ -48,40 +47,54 @@ class Pairing:
         self.left, self.spec = flatten(left)
         right_leaves, right_spec = flatten(right)
         order, self.differences = matched(self.spec, self.left, right_spec, right_leaves)
-        self.right = right_leaves if order is None or self.differences else [right_leaves[index] for index in order]
+        self.right = right_leaves
+        if order is not None:
+            self.right = [right_leaves[index] if index >= 0 else None for index in order]
         self.bare: Sequence[int] = ()
         self.atoms: Sequence[int] = ()
         self.others: Sequence[int] = ()
         self.columns = (Columns([]), Columns([]))
-        if not self.differences:
-            self._find_bare()
+        lonely = [index for index, partner in enumerate(order or ()) if partner < 0] if self.differences else []
+        self._find_bare(lonely)
 
-    def _find_bare(self) -> None:
+    def _find_bare(self, lonely: Sequence[int]) -> None:
         left, right = self.left, self.right
         columns = (Columns(left), Columns(right))
-        if recognise(columns[0], memory=True) and recognise(columns[1], memory=True):
+        if not lonely and recognise(columns[0], memory=True) and recognise(columns[1], memory=True):
             self.bare = range(len(left))
         else:
             classes = list(zip(map(type, left), map(type, right), strict=True))
             kinds = {pair: _kind(*pair) for pair in set(classes)}
             named = list(map(kinds.__getitem__, classes))
+            for index in lonely:
+                named[index] = "lonely"
             self.bare, self.atoms, self.others = (
                 [index for index, kind in enumerate(named) if kind == wanted] for wanted in ("bare", "atoms", "others")
             )
             columns = (Columns([left[index] for index in self.bare]), Columns([right[index] for index in self.bare]))
             if not all([recognise(side, memory=True) or are_views(side) for side in columns]):  # noqa: C419 - interrupts
-                self._leave_out([False] * len(self.bare))
+                self._keep_ordinary([False] * len(self.bare))
                 return
         if _have_memory(columns[0]) and _have_memory(columns[1]):
             self.columns = columns
         else:
-            self._leave_out(list(map(and_, *(map(_has_memory, side.tensors) for side in columns))))
+            self._keep_ordinary(list(map(and_, *(map(_has_memory, side.tensors) for side in columns))))
 
-    def _leave_out(self, ordinary: Sequence[bool]) -> None:
+    def leave_out(self, positions: Collection[int]) -> None:
+        """Drop pairs of leaves, whose tensors need not be compared any more."""
+        self.bare, self.atoms, self.others = (
+            [index for index in kept if index not in positions] for kept in (self.bare, self.atoms, self.others)
+        )
+        self._find_columns()
+
+    def _keep_ordinary(self, ordinary: Sequence[bool]) -> None:
         """Leave all but ordinary tensors to the general comparison."""
         rest = [index for index, flag in zip(self.bare, ordinary, strict=True) if not flag]
         self.others = sorted([*self.others, *rest])
         self.bare = [index for index, flag in zip(self.bare, ordinary, strict=True) if flag]
+        self._find_columns()
+
+    def _find_columns(self) -> None:
         self.columns = (
             Columns([self.left[index] for index in self.bare]),
             Columns([self.right[index] for index in self.bare]),
@@ -112,14 +125,13 @@ def _look_alike(left: Columns, right: Columns) -> bool:
     return left.appearance is not None and left.appearance is right.appearance
 
 
-def leaf_differences(
-    pairing: Pairing, paths: Callable[[], Sequence[Path]], *, plain: bool, dtypes: bool = True
-) -> list[Difference]:
-    """Return where paired leaves differ in leaf type, dtype, shape and layout.
+def set_apart(pairing: Pairing, *, plain: bool, dtypes: bool = True) -> list[Difference]:
+    """Return where trees differ in structure, leaf types, dtypes, shapes and layouts, and leave those leaves out.
+
+    What is left of the pairing differs in nothing but the elements of tensors, and what they lie in.
 
     Args:
-        pairing: Two trees of matching structure.
-        paths: Gives the left tree's paths.
+        pairing: Two trees. It is changed.
         plain: Whether plain and opaque values must agree in type, and what cannot be taken apart is a difference.
         dtypes: Whether dtypes must agree.
     """
@@ -140,12 +152,14 @@ def leaf_differences(
         try:
             facts_found = list(_leaf_difference(*pair, plain=plain, total=plain))
         except Exception as error:
-            raise located("copy_into", "take apart", error, paths, pairing.left, index) from error
+            raise located("copy_into", "take apart", error, pairing.spec.paths, pairing.left, index) from error
         found += [(index, kind, a, b) for kind, a, b in facts_found if dtypes or kind != "dtype"]
     if not found:
-        return []
-    named = paths()
-    return [Difference(named[index], kind, a, b) for index, kind, a, b in sorted(found, key=lambda row: row[0])]
+        return pairing.differences
+    pairing.leave_out({index for index, *_ in found})
+    named = pairing.spec.paths()
+    found.sort(key=itemgetter(0))
+    return [*pairing.differences, *(Difference(named[index], kind, a, b) for index, kind, a, b in found)]
 
 
 def _leaf_difference(a: Any, b: Any, *, plain: bool, total: bool) -> Iterator[tuple[str, Any, Any]]:

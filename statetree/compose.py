@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 from statetree.agreement import Entry, Statement, agree, ready, tell_failure
 from statetree.errors import RankMismatch, StateTreeError, TreeMismatch
 from statetree.groups import group_of
-from statetree.leaves import global_bytes, holds_tensor, is_distributed, unpack
+from statetree.leaves import global_bytes, holds_tensor, is_distributed
 from statetree.ties import tied_leaves
 from statetree.torch_internals import quietly
 from statetree.tree import flatten_for_copy, unflatten
+from statetree.unpacking import unpack
 
 if TYPE_CHECKING:
     from statetree.groups import Group

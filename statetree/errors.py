@@ -1,11 +1,12 @@
-"""Every exception that statetree raises by itself, and the record of one difference between trees."""
+"""Every exception that statetree raises, the record of a difference between trees, and what is done with errors."""
 
 from __future__ import annotations
 
+import traceback
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from statetree.paths import Path
 
@@ -49,6 +50,24 @@ def shown(lines: Sequence[str], total: int | None = None) -> str:
     if count > len(head):
         head.append(f"… and {count - len(head)} more")
     return "\n  ".join(head)
+
+
+def chain_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception and all those that led to it, each once."""
+    pending: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while pending:
+        found = pending.pop()
+        if found is not None and id(found) not in seen:
+            seen.add(id(found))
+            yield found
+            pending += [found.__context__, found.__cause__]
+
+
+def clear_frames(error: BaseException) -> None:
+    """Let go of what the tracebacks of an exception, and of those that led to it, hold."""
+    for found in chain_of(error):
+        traceback.clear_frames(found.__traceback__)
 
 
 class StateTreeError(Exception):

@@ -13,7 +13,6 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import traceback
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
@@ -21,15 +20,16 @@ from weakref import WeakSet
 
 from statetree.buffers import Memory, memory_of
 from statetree.columns import Columns, storage_sizes
-from statetree.errors import StagerBusy, StagerClosed
+from statetree.errors import StagerBusy, StagerClosed, clear_frames
 from statetree.geometry import Geometry
-from statetree.leaves import Unpacked, holds_tensor, unpack
+from statetree.leaves import holds_tensor
 from statetree.pool import Pool
 from statetree.snapshots import Snapshot
 from statetree.spans import check_memory, extents, replicate
 from statetree.streams import Moment, SideStreams, devices_of
 from statetree.torch_internals import quietly
 from statetree.tree import flatten_for_copy, unflatten_copy
+from statetree.unpacking import Unpacked, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,10 +38,6 @@ if TYPE_CHECKING:
     import torch
 
     from statetree.treespec import TreeSpec
-
-_alias: Final = attrgetter(
-    "data"
-)  # a tensor on the same memory, which no change to the other's storage or shape reaches
 
 
 class StagerStats(NamedTuple):
@@ -265,7 +261,7 @@ class Stager:
             result = unflatten_copy(look.spec, look.unpacked.pack(_with_meta(look.unpacked.columns, staged, look.meta)))
         except BaseException as error:
             staged = []
-            _clear_frames(error)
+            clear_frames(error)  # they hold staged tensors, but a stage that failed takes no lease
             raise
         self._stages += 1
         return result
@@ -429,6 +425,9 @@ def _failed(error: Exception) -> Future[Any]:
     return future
 
 
+#: Returns a tensor on the same memory, which no change to the other's storage or shape reaches.
+_alias: Final = attrgetter("data")
+
 #: Every stager alive, for the only thing that befalls all of them.
 _stagers: WeakSet[Stager] = WeakSet()
 
@@ -451,11 +450,3 @@ def _with_meta(columns: Columns, staged: list[torch.Tensor], meta: list[int]) ->
     replicas = iter(replicate(part, extents(part), Memory("meta"), copy=False))
     rest, places = iter(staged), set(meta)
     return [next(replicas) if index in places else next(rest) for index in range(len(columns.tensors))]
-
-
-def _clear_frames(error: BaseException) -> None:
-    """Let go of the staged tensors that an error's tracebacks hold: a stage that failed takes no lease."""
-    found: BaseException | None = error
-    while found is not None:
-        traceback.clear_frames(found.__traceback__)
-        found = found.__cause__ or found.__context__

@@ -16,6 +16,7 @@ from statetree.boxes import Box, in_slabs
 from statetree.chunks import Layout, by_rank, layout_of
 from statetree.exchange import Pieces
 from statetree.plans import Move
+from statetree.torch_internals import copied_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -76,11 +77,11 @@ def prepare_reduction(
         target = _shared_out(layout)
         stacks = [own[0].new_empty((len(layouts), *box.sizes)) for box in target.boxes_of(rank)]
         for number, summand in enumerate(layouts):
-            found.moves.append(Move(summand, target, dtype))
+            found.moves.append(Move(summand, target, copied_dtype(dtype)))
             mine = own if summand.boxes_of(rank) else []
             found.pieces.append(Pieces(mine, [stack[number] for stack in stacks]))
         found.reduced.append(Source(target, [stack[0] for stack in stacks]))
-        found.stacks.extend((stack, reduction) for stack in stacks)
+        found.stacks.extend((stack.view(dtype), reduction) for stack in stacks)
     return found
 
 

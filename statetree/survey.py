@@ -14,21 +14,11 @@ from statetree.chunks import Holding, Layout, layout_of
 from statetree.columns import Columns
 from statetree.comparing import settled
 from statetree.errors import UnsupportedLeaf
-from statetree.leaves import (
-    QUANTIZED,
-    Kept,
-    Member,
-    Packed,
-    facts,
-    holds_tensor,
-    is_distributed,
-    leaf_type_of,
-    located,
-    unpack,
-)
+from statetree.leaves import QUANTIZED, facts, holds_tensor, is_distributed, leaf_type_of
 from statetree.paths import Path, exactly, unique_keys
 from statetree.spans import check_memory
 from statetree.tree import flatten, flatten_for_copy
+from statetree.unpacking import located, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -234,16 +224,7 @@ def _hides_chunks(leaf: Any) -> bool:
         unpacked = unpack("", [leaf], lambda: [Path()], memory=False)
     except UnsupportedLeaf as error:  # which does not know the path
         raise error.__cause__ or error from None
-    pending = [recipe.whole if isinstance(recipe, Member) else recipe for recipe in unpacked.recipes.values()]
-    while pending:
-        recipe = pending.pop()
-        if isinstance(recipe, Packed):
-            if hasattr(recipe.leaf_type, "holding"):
-                return True
-            pending += recipe.inner
-        elif isinstance(recipe, Kept):
-            continue
-    return False
+    return unpacked.holds_distributed()
 
 
 def _text_of(leaf: Any) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from statetree.leaves import Unpacked
+    from statetree.unpacking import Unpacked
 
 
 def tied_leaves(unpacked: Unpacked) -> list[Sequence[int]]:

@@ -107,6 +107,18 @@ WITHOUT_KERNELS: Final = frozenset(
 COPIED_AS_INTEGERS: Final = WITHOUT_KERNELS | {torch.bool}
 
 
+def copied_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype as which elements of a dtype are copied: its own, or integers of its size."""
+    if dtype not in COPIED_AS_INTEGERS:
+        return dtype
+    return torch.uint8 if dtype.itemsize == 1 else torch.int16
+
+
+def as_copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the same memory that torch copies without changing a byte."""
+    return tensor.view(copied_dtype(tensor.dtype)) if tensor.dtype in COPIED_AS_INTEGERS else tensor
+
+
 def without_common_bits(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Drop conjugate and negative bits that both have: they cost a pass, and some dtypes have no kernel for it."""
     a, b = a.detach(), b.detach()
@@ -119,18 +131,19 @@ def without_common_bits(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor,
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Do as ``copy_all``, for tensors of any kind and whatever their bits: the targets then read like the sources."""
-    pairs = []
-    for target, source in zip(targets, sources, strict=True):
-        to, of = target, source
-        if to.dtype in COPIED_AS_INTEGERS and to.dtype == of.dtype:
-            number = torch.uint8 if to.dtype.itemsize == 1 else torch.int16
-            to, of = to.view(number), of.view(number)
-        if to.dtype.is_complex and to.is_conj():
-            to, of = torch._conj(to), torch._conj(of)
-        if to.is_neg():
-            to, of = torch._neg_view(to), torch._neg_view(of)
-        pairs.append((to, of))
+    pairs = list(map(plain_pair, targets, sources))
     copy_all([to for to, _ in pairs], [of for _, of in pairs])
+
+
+def plain_pair(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tensors on the memory of two others: copied one into the other, they make those read the same."""
+    if target.dtype in COPIED_AS_INTEGERS and target.dtype == source.dtype:
+        target, source = as_copied(target), as_copied(source)
+    if target.dtype.is_complex and target.is_conj():
+        target, source = torch._conj(target), torch._conj(source)
+    if target.is_neg():
+        target, source = torch._neg_view(target), torch._neg_view(source)
+    return target, source
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, non_blocking: bool = False) -> None:

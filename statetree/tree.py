@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from statetree.atoms import add_atom_type, is_atom_type
-from statetree.containers import KINDS, LEAF_CLASSES, Container, NotPlain, container_of
 from statetree.errors import CyclicTree, Difference, TreeMismatch, TreeTooDeep
+from statetree.instances import NotPlain
+from statetree.kinds import KINDS, LEAF_CLASSES, container_of
 from statetree.matching import matched
 from statetree.notes import note_leaf
 from statetree.paths import Attr, Path, render_key
@@ -14,6 +15,8 @@ from statetree.treespec import Node, TreeSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from statetree.containers import Container
 
 #: How deep containers may be nested.
 MAX_DEPTH: Final = 10_000

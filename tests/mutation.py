@@ -32,7 +32,8 @@ PACKAGE = "statetree"
 TESTS = {
     "tree.py": ("unit/test_tree.py", "unit/test_containers.py", "laws/test_round_trips.py", "unit/test_paths.py"),
     "treespec.py": ("unit/test_treespec.py", "unit/test_tree.py", "unit/test_matching.py", "unit/test_paths.py"),
-    "containers.py": ("unit/test_containers.py", "unit/test_tree.py", "unit/test_treespec.py"),
+    "instances.py": ("unit/test_containers.py", "unit/test_tree.py", "unit/test_treespec.py"),
+    "kinds.py": ("unit/test_containers.py", "unit/test_tree.py"),
     "spans.py": ("unit/test_spans.py", "unit/test_geometry.py", "unit/transforms/test_offload.py", "laws/test_ties.py"),
     "chunks.py": ("unit/test_chunks.py", "collectives/test_layouts.py", "collectives/test_custom_chunks.py"),
     "boxes.py": ("unit/test_boxes.py", "collectives/test_layouts.py", "collectives/test_custom_chunks.py"),
@@ -52,7 +53,7 @@ TIMEOUT_S = 400.0
 UNCHANGED = "as it is"
 #: Mutants that no test can notice, by module and what they change, and why.
 EQUIVALENT: dict[tuple[str, str], str] = {
-    ("containers.py", "depth > MAX_ATTRIBUTE_DEPTH  ->  depth >= MAX_ATTRIBUTE_DEPTH"): (
+    ("instances.py", "depth > MAX_ATTRIBUTE_DEPTH  ->  depth >= MAX_ATTRIBUTE_DEPTH"): (
         "attributes that lie deeper are children instead of metadata, and come out the same"
     ),
     (

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from statetree.leaves import Unpacked, holds_tensor, unpack
+from statetree.leaves import holds_tensor
 from statetree.tree import flatten_for_copy, unflatten
+from statetree.unpacking import Unpacked, unpack
 from tests.trees import quiet
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from statetree.dcp.groups import group_for
 from statetree.dcp.internals import is_alive
 from statetree.dcp.saving import write
-from statetree.errors import CheckpointError
+from statetree.errors import CheckpointError, chain_of
 from statetree.stager import Stager
 
 if TYPE_CHECKING:
@@ -191,14 +191,8 @@ def _release(error: BaseException) -> None:
     Where its causes were raised is kept as a note.
     """
     traceback.clear_frames(error.__traceback__)
-    pending = [error.__cause__, error.__context__]
-    seen: set[int] = set()
-    while pending:
-        found = pending.pop()
-        if found is not None and id(found) not in seen:
-            seen.add(id(found))
-            if found.__traceback__ is not None and found is error.__cause__:
-                error.add_note("statetree: raised at\n" + traceback.format_tb(found.__traceback__)[-1].rstrip())
-            # DCP's functions hold all there is in their closures, which clearing their frames leaves alone.
-            found.__traceback__ = None
-            pending += [found.__cause__, found.__context__]
+    for found in list(chain_of(error))[1:]:
+        if found.__traceback__ is not None and found is error.__cause__:
+            error.add_note("statetree: raised at\n" + traceback.format_tb(found.__traceback__)[-1].rstrip())
+        # DCP's functions hold all there is in their closures, which clearing their frames leaves alone.
+        found.__traceback__ = None

@@ -234,9 +234,8 @@ class Checkpointer:
     def _settle(self) -> None:
         """Wait for the save in the background, and raise what it raised."""
         if self._running is not None:
-            concurrent.futures.wait(
-                [self._running]
-            )  # apart, so that an interrupt while waiting leaves it to the next call
+            # Apart, so that an interrupt while waiting leaves it to the next call.
+            concurrent.futures.wait([self._running])
             running, self._running = self._running, None
             running.result()
 

@@ -17,24 +17,14 @@ from statetree.dcp.keys import without_addresses
 from statetree.dcp.outline import WHOLE
 from statetree.errors import UnsupportedLeaf
 from statetree.leaf_types.tensor import TENSOR
-from statetree.leaves import (
-    QUANTIZED,
-    Member,
-    Packed,
-    Unpacked,
-    facts,
-    is_distributed,
-    is_plain,
-    leaf_type_of,
-    located,
-    unpack,
-)
+from statetree.leaves import QUANTIZED, facts, is_distributed, is_plain, leaf_type_of
 from statetree.overlaps import overlaps_itself
 from statetree.paths import Path
 from statetree.spans import extents, holds_memory
 from statetree.survey import holding_of
-from statetree.torch_internals import WITHOUT_KERNELS, quietly
+from statetree.torch_internals import WITHOUT_KERNELS, as_copied, quietly
 from statetree.transforms._pipeline import replicated
+from statetree.unpacking import located, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -98,20 +88,20 @@ def content_of(verb: str, leaf: Any, path: Path, ranks: Group | None = None) -> 
         if tensor.dtype not in WITHOUT_KERNELS:
             return Content(TENSOR_ENTRY, (tensor,))
         # DCP asks torch for the sizes of elements, which it does not know of these dtypes.
-        return Content(PARTS_ENTRY, (_as_numbers(tensor),), _facts(leaf))
+        return Content(PARTS_ENTRY, (as_copied(tensor),), _facts(leaf))
     if getattr(leaf_type, "name", "") in {"FakeTensor", "uninitialized"}:
         _refuse(verb, path, f"a {type(leaf).__qualname__}, which has no elements", "Materialize it")
     if is_distributed(leaf):
         _refuse(verb, path, f"a {type(leaf).__qualname__}, of which each rank holds a part", "Gather it")
     unpacked = unpack(verb, [leaf], lambda: [path])
-    if _holds_distributed(unpacked):
+    if unpacked.holds_distributed():
         held = f"a {type(leaf).__qualname__} around a distributed tensor"
         _refuse(verb, path, held, "Gather it")
     parts = [_bare(unpacked.parts[index]) for index in dict.fromkeys(unpacked.parts_of(0))]
     for part in parts:
         check_elements(verb, part, path)
     return Content(
-        PARTS_ENTRY, [_as_numbers(part) if part.dtype in WITHOUT_KERNELS else part for part in parts], _facts(leaf)
+        PARTS_ENTRY, [as_copied(part) if part.dtype in WITHOUT_KERNELS else part for part in parts], _facts(leaf)
     )
 
 
@@ -120,23 +110,8 @@ def _bare(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_subclass(torch.Tensor)
 
 
-def _as_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8 if tensor.dtype.itemsize == 1 else torch.int16)
-
-
 def _facts(leaf: Any) -> str:
     return without_addresses(dict(facts(leaf)))
-
-
-def _holds_distributed(unpacked: Unpacked) -> bool:
-    pending = [recipe.whole if isinstance(recipe, Member) else recipe for recipe in unpacked.recipes.values()]
-    while pending:
-        recipe = pending.pop()
-        if isinstance(recipe, Packed):
-            if hasattr(recipe.leaf_type, "holding") or hasattr(recipe.leaf_type, "chunks"):
-                return True
-            pending += recipe.inner
-    return False
 
 
 def _check_whole(verb: str, leaf: Any, path: Path) -> None:
@@ -147,7 +122,7 @@ def _check_whole(verb: str, leaf: Any, path: Path) -> None:
         unpacked = unpack(verb, [leaf], lambda: [path], memory=False)
     except UnsupportedLeaf:  # then it cannot be pickled either, and need not be where it is only replaced
         return
-    if _holds_distributed(unpacked):
+    if unpacked.holds_distributed():
         held = f"a {type(leaf).__qualname__} with a distributed tensor inside"
         _refuse(verb, path, held, "Gather it, or register the class as a container (register_container)")
 
@@ -219,7 +194,7 @@ def compact(value: Any) -> Any:
 def to_save(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose memory holds what the tensor reads as."""
     if tensor.dtype is torch.bool and not isinstance(tensor, DISTRIBUTED):  # DCP clones views, and that changes bytes
-        return tensor.view(torch.uint8).clone(memory_format=torch.contiguous_format).view(torch.bool)
+        return as_copied(tensor).clone(memory_format=torch.contiguous_format).view(torch.bool)
     return tensor if isinstance(tensor, DISTRIBUTED) else tensor.resolve_conj().resolve_neg()
 
 

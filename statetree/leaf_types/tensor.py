@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from statetree.containers import slots_of
 from statetree.errors import UnsupportedLeaf
+from statetree.instances import slots_of
 from statetree.leaves import QUANTIZED
 from statetree.spans import holds_memory
 from statetree.torch_internals import as_class

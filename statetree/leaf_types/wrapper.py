@@ -13,8 +13,8 @@ import torch
 
 from statetree.atoms import same_value
 from statetree.comparing import safely_equal
-from statetree.containers import freeze, thaw
 from statetree.errors import UnsupportedLeaf
+from statetree.instances import freeze, thaw
 from statetree.leaf_types.tensor import attributes_of, set_attributes
 from statetree.tree import flatten, unflatten
 

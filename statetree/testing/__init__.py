@@ -96,16 +96,18 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Load the strategies, and hypothesis with them, when one is first asked for."""
-    if name not in _STRATEGIES:
-        msg = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(msg)
-    try:
-        from statetree.testing import strategies
-    except ModuleNotFoundError as error:
-        if error.name != "hypothesis":
-            raise
-        msg = f"statetree.testing.{name} needs hypothesis: pip install statetree[testing]"
-        raise ModuleNotFoundError(msg, name="hypothesis") from error
-    return getattr(strategies, name)
+if not TYPE_CHECKING:  # a type checker is to know which names there are
+
+    def __getattr__(name: str) -> Any:
+        """Load the strategies, and hypothesis with them, when one is first asked for."""
+        if name not in _STRATEGIES:
+            msg = f"module {__name__!r} has no attribute {name!r}"
+            raise AttributeError(msg)
+        try:
+            from statetree.testing import strategies
+        except ModuleNotFoundError as error:
+            if error.name != "hypothesis":
+                raise
+            msg = f"statetree.testing.{name} needs hypothesis: pip install statetree[testing]"
+            raise ModuleNotFoundError(msg, name="hypothesis") from error
+        return getattr(strategies, name)

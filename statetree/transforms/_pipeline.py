@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from statetree.columns import Columns
-from statetree.leaves import holds_tensor, unpack
+from statetree.leaves import holds_tensor
 from statetree.spans import check_memory, copy_bytes, extents, replicate
 from statetree.torch_internals import quietly
 from statetree.tree import flatten_for_copy, unflatten
+from statetree.unpacking import unpack
 
 if TYPE_CHECKING:
     from statetree.buffers import Memory

@@ -10,10 +10,10 @@ from statetree.compose import collective
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange import BUCKET_BYTES
 from statetree.groups import Group, Timeout, group_of
-from statetree.relayout import allocated
 from statetree.spreading import Made, Parcel, Sent, packed, spread
 from statetree.summands import Source
 from statetree.survey import Survey, path_order
+from statetree.target import allocated
 from statetree.torch_internals import copy_each, quietly
 from statetree.tree import unflatten
 

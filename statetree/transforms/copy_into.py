@@ -9,13 +9,13 @@ import torch
 
 from statetree.buffers import Memory
 from statetree.columns import Columns
-from statetree.comparing import Pairing, leaf_differences, paired_parts, settled, taken_over
+from statetree.comparing import Pairing, paired_parts, set_apart, settled, taken_over
 from statetree.errors import Difference, TreeMismatch
-from statetree.leaves import unpack
 from statetree.overlaps import all_apart, conflicts, overlaps_itself, reads_of_written
 from statetree.spans import check_memory, extents, replicate
-from statetree.torch_internals import COPIED_AS_INTEGERS, WITHOUT_KERNELS, copy_all, copy_each, quietly
+from statetree.torch_internals import COPIED_AS_INTEGERS, WITHOUT_KERNELS, copy_all, plain_pair, quietly
 from statetree.tree import unflatten
+from statetree.unpacking import unpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -73,11 +73,9 @@ def prepared_copy(verb: str, src: Any, dst: Any, *, cast: bool = False) -> tuple
         TreeMismatch, UnsupportedLeaf, CyclicTree: What ``copy_into`` raises. The function does not raise any more.
     """
     pairing = Pairing(src, dst)
-    differences = pairing.differences or leaf_differences(pairing, pairing.spec.paths, plain=False, dtypes=not cast)
-    if differences:
-        raise _refusal(verb, differences)
+    differences = set_apart(pairing, plain=False, dtypes=not cast)
     job = _Job(pairing)
-    differences = job.differences(cast=cast)
+    differences = [*differences, *job.differences(cast=cast)]
     if differences:
         raise _refusal(verb, differences)
     return unflatten(pairing.spec, job.result()), job.write  # both may fail, in code that is not ours
@@ -195,18 +193,23 @@ class _Job:
 
     def write(self) -> None:
         """Copy all tensors, in one call."""
-        sources = list(self.sources.tensors)
+        targets, sources = list(self.targets.tensors), list(self.sources.tensors)
         moved = [] if self.apart else reads_of_written(self.targets, self.sources)
         if moved:
             copies = _copies(Columns([sources[index] for index in moved]))
             for index, fresh in zip(moved, copies, strict=True):
                 sources[index] = fresh
-        plain = (
-            not any(self.targets.neg)
-            and not any(self.targets.conj)
-            and COPIED_AS_INTEGERS.isdisjoint(self.targets.dtypes)
-        )
-        (copy_all if plain else copy_each)(self.targets.tensors, sources)
+        for index in self._special():
+            targets[index], sources[index] = plain_pair(targets[index], sources[index])
+        copy_all(targets, sources)
+
+    def _special(self) -> list[int]:
+        """Return the targets of whose bits or dtype a plain copy takes no account."""
+        targets = self.targets
+        if not any(targets.neg) and not any(targets.conj) and COPIED_AS_INTEGERS.isdisjoint(targets.dtypes):
+            return []
+        bits = zip(targets.neg, targets.conj, targets.dtypes, strict=True)
+        return [index for index, (neg, conj, dtype) in enumerate(bits) if neg or conj or dtype in COPIED_AS_INTEGERS]
 
 
 def _copies(columns: Columns) -> list[torch.Tensor]:

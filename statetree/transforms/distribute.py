@@ -11,10 +11,11 @@ from statetree.compose import collective_unless
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange import BUCKET_BYTES
 from statetree.groups import Group, Timeout, group_of
-from statetree.relayout import Relayout, Target, apart, bare, partners_of, refuse, unfit
+from statetree.relayout import Relayout, apart, partners_of, unfit
 from statetree.spreading import Elements, Made, Parcel, Sent, packed, spread
 from statetree.summands import Source
 from statetree.survey import Survey, path_order
+from statetree.target import Target, bare, refuse
 from statetree.torch_internals import quietly
 
 if TYPE_CHECKING:

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from statetree.buffers import Memory, memory_of
 from statetree.compose import leafwise
-from statetree.leaves import holds_tensor, unpack
+from statetree.leaves import holds_tensor
 from statetree.spans import check_memory, extents, replicate
 from statetree.ties import tied_leaves
 from statetree.torch_internals import quietly
 from statetree.transforms._pipeline import replicated
 from statetree.tree import flatten_for_copy, unflatten
+from statetree.unpacking import unpack
 
 if TYPE_CHECKING:
     import torch

@@ -13,13 +13,14 @@ from statetree.buffers import memory_of
 from statetree.chunks import Layout, by_rank, layout_of, whole_on
 from statetree.compose import collective
 from statetree.groups import Group, Timeout, group_of
-from statetree.leaves import facts, holds_tensor, is_plain, unpack
+from statetree.leaves import facts, holds_tensor, is_plain
 from statetree.plans import choose_owners, owners_of
 from statetree.survey import Survey, agree_on_layouts
 from statetree.ties import tied_leaves
 from statetree.torch_internals import quietly
 from statetree.transforms._pipeline import replicated
 from statetree.tree import flatten_for_copy, unflatten
+from statetree.unpacking import unpack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,18 +10,19 @@ from statetree.columns import Columns
 from statetree.comparing import (
     Pairing,
     first_difference,
-    leaf_differences,
     paired_parts,
     safely_equal,
     same_bytes,
+    set_apart,
     settled,
 )
 from statetree.errors import Difference, StateTreeError, shown
 from statetree.leaf_types.opaque import OPAQUE
-from statetree.leaves import Kept, Packed, Recipe, Unpacked, leaf_type_of, unpack
+from statetree.leaves import leaf_type_of
 from statetree.overlaps import conflicts, lie_apart, overlaps_itself
 from statetree.spans import holds_memory
 from statetree.torch_internals import quietly
+from statetree.unpacking import Kept, Packed, Recipe, Unpacked, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -93,11 +94,7 @@ def similarity(a: Any, b: Any, *, values: bool = False) -> Similarity:
 @quietly
 def _similarity(a: Any, b: Any, *, values: bool) -> Similarity:
     pairing = Pairing(a, b)
-    found = list(pairing.differences)
-    if not found:
-        found = leaf_differences(pairing, pairing.spec.paths, plain=True)
-    if not found:
-        found = _byte_differences(pairing, values=values)
+    found = [*set_apart(pairing, plain=True), *_byte_differences(pairing, values=values)]
     return Similarity(tuple(found[:MAX_DIFFERENCES]), len(found))
 
 

@@ -55,6 +55,58 @@ def test_summands_are_reduced(world_size):
     run_ranks(world_size, reduce_summands)
 
 
+def reduce_bools():
+    """Reduce summands that are bools: by "or" and "and", never to a byte that is neither 0 nor 1."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    mesh = line(*range(size))
+    summands = torch.tensor([[True, False, True, each == 0, each == 1] for each in range(size)])
+    expected = {"sum": summands.any(0), "max": summands.any(0), "product": summands.all(0), "min": summands.all(0)}
+    for name, reduced in expected.items():
+        tree = {"w": DTensor.from_local(summands[rank].clone(), mesh, [Partial(name)])}
+        found = statetree.gather(tree)["w"]
+        assert found.dtype == torch.bool
+        assert torch.equal(found.view(torch.uint8), reduced.view(torch.uint8)), name
+        moved = statetree.reshard(tree, {"w": Layout((5,), tuple(range(size)), ("R",), torch.bool).build()})["w"]
+        assert torch.equal(moved._local_tensor.view(torch.uint8), reduced.view(torch.uint8)), name
+
+
+@RANKS
+def test_summands_that_are_bools(world_size):
+    run_ranks(world_size, reduce_bools)
+
+
+def move_odd_bools():
+    """Move views of numbers as bools: torch's copies would make 1 of every byte but 0."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    mesh = line(*range(size))
+    numbers = (torch.arange(size * 6, dtype=torch.uint8) * 7 + 2).view(size * 2, 3)
+    mine = numbers[2 * rank : 2 * rank + 2].clone().view(torch.bool)
+    tree = {"w": DTensor.from_local(mine, mesh, [Shard(0)]), "plain": numbers.clone().view(torch.bool)}
+    for bucket_bytes in (64 << 20, 5):
+        whole = statetree.gather(tree, bucket_bytes=bucket_bytes)["w"]
+        assert torch.equal(whole.view(torch.uint8), numbers)
+        like = {
+            "w": Layout(tuple(numbers.shape), tuple(range(size)), ("S1",), torch.bool).build(),
+            "plain": torch.zeros(numbers.shape, dtype=torch.bool),
+        }
+        wanted = numbers.tensor_split(size, 1)[rank] if size <= 3 else numbers[:, rank : rank + 1]
+        for moved in (
+            statetree.reshard(tree, like, bucket_bytes=bucket_bytes),
+            statetree.distribute({"w": whole, "plain": tree["plain"]}, like, src=0, bucket_bytes=bucket_bytes),
+            statetree.distribute({"w": whole, "plain": tree["plain"]}, like),
+        ):
+            assert torch.equal(moved["w"]._local_tensor.view(torch.uint8), wanted)
+            assert torch.equal(moved["plain"].view(torch.uint8), numbers)
+        spread = statetree.broadcast(tree, src=size - 1, bucket_bytes=bucket_bytes)
+        assert torch.equal(spread["w"]._local_tensor.view(torch.uint8), mine.view(torch.uint8))
+        assert torch.equal(spread["plain"].view(torch.uint8), numbers)
+
+
+@RANKS
+def test_bools_of_other_bytes_keep_them(world_size):
+    run_ranks(world_size, move_odd_bools)
+
+
 def refuse_summands():
     mesh = line(*range(dist.get_world_size()))
     whole = torch.zeros(4)

@@ -24,3 +24,4 @@ def wrong(state: dict[str, Any]) -> None:
     dcp.load(state, "directory")  # call-arg
     dcp.Checkpointer("run", keep="all")  # arg-type
     testing.run_ranks("two", wrong)  # arg-type
+    print(testing.no_such_name)  # attr-defined

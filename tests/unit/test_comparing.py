@@ -38,10 +38,11 @@ def test_tensors_without_memory_are_unlike_tensors_with_it(name, count):
         here = [ramp(2), *(ramp(7, start=number) for number in range(count)), make()]
         there = [torch.zeros(2), *(torch.zeros(7) for _ in range(count)), torch.zeros(7)]
         expected = [tensor.clone() for tensor in there]
-        for values in (False, True):
-            (difference,) = st.similarity(here, there, values=values).differences
+        for values, others in ((False, 0), (True, count + 1)):
+            *unequal, difference = sorted(st.similarity(here, there, values=values).differences)
             assert difference[1:] == ("memory", shown, "present")
             assert tuple(difference[0]) == (count + 1,)
+            assert [(tuple(found.path), found.kind) for found in unequal] == [((n,), "value") for n in range(others)]
             assert not st.similarity(there, here, values=values)
         with pytest.raises(st.TreeMismatch, match=f"memory differs at {count + 1}: expected present, got {shown}"):
             st.copy_into(here, there)

@@ -19,7 +19,7 @@ import torch
 from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE
 
 import statetree as st
-from statetree.containers import KINDS, container_of, declare_leaf_class
+from statetree.kinds import KINDS, container_of, declare_leaf_class
 from statetree.testing import assert_trees_equal
 from tests.trees.containers import (
     AttrDict,

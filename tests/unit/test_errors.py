@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 import statetree as st
-from statetree.errors import SHOWN_DIFFERENCES, Difference, shown
+from statetree.errors import SHOWN_DIFFERENCES, Difference, chain_of, shown
 from statetree.paths import Path
 
 ALSO = {
@@ -93,3 +93,12 @@ def test_shown_joins_lines_and_takes_a_count():
 @pytest.mark.parametrize("cls", ALSO, ids=lambda cls: cls.__name__)
 def test_every_error_is_documented(cls):
     assert cls.__doc__
+
+
+def test_all_that_led_to_an_error_is_met_once_however_it_goes_round():
+    first, second, third, fourth = (ValueError(number) for number in range(4))
+    first.__cause__, first.__context__ = second, third
+    second.__context__ = third
+    third.__cause__, third.__context__ = fourth, first
+    assert list(chain_of(first)) == [first, second, third, fourth]
+    assert list(chain_of(fourth)) == [fourth]

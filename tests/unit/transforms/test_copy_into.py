@@ -174,6 +174,25 @@ def test_negated_views(src_neg, dst_neg):
     assert torch.equal(dst, src)
 
 
+def test_leaves_that_plain_copies_would_change_lie_among_others_that_they_would_not():
+    numbers = torch.arange(2, 8, dtype=torch.uint8)
+    values = torch.arange(6.0)
+    turned = torch.complex(torch.arange(3.0), torch.ones(3))
+    source = {"a": values, "bools": numbers.view(torch.bool), "c": values + 10, "conj": turned, "e": values + 20}
+    destination = {
+        "a": torch.zeros(6),
+        "bools": torch.zeros(6, dtype=torch.bool),
+        "c": torch.zeros(6),
+        "conj": torch.zeros(3, dtype=torch.complex64).conj(),
+        "e": torch.zeros(6),
+    }
+    st.copy_into(source, destination)
+    assert torch.equal(destination["bools"].view(torch.uint8), numbers)
+    assert destination["conj"].is_conj()
+    for name in ("a", "c", "conj", "e"):
+        assert torch.equal(destination[name], source[name]), name
+
+
 def test_opaque_values_come_from_the_source_and_are_never_aliased():
     inner = ramp(3)
     src = {"box": Box(w=inner, items=[1, {"k": inner}]), "w": ramp(2)}
@@ -262,6 +281,17 @@ def test_ten_differences_are_all_reported():
     assert {difference.kind for difference in error.differences} == {"dtype", "shape"}
     for name in src:
         assert f"shape differs at {name}: expected (7,), got ({len(src[name])},)" in str(error)
+
+
+def test_whatever_is_wrong_is_told_at_once():
+    once = torch.zeros(1)
+    src = {"missing": 1, "shape": torch.ones(2), "overlap": torch.ones(3), "good": torch.ones(2)}
+    dst = {"shape": torch.zeros(3), "overlap": once.expand(3), "good": torch.zeros(2)}
+    with pytest.raises(st.TreeMismatch) as caught:
+        st.copy_into(src, dst)
+    kinds = {(str(found.path), found.kind) for found in caught.value.differences}
+    assert kinds == {("missing", "missing"), ("shape", "shape"), ("overlap", "overlap")}
+    assert not dst["good"].any()
 
 
 def test_ten_differences_of_ten_kinds_leave_one_good_leaf_untouched():

@@ -268,6 +268,31 @@ def test_differences_in_structure_and_bytes_of_many_kinds():
     assert {str(d.path) for d in report.differences} == {"x", "y", "z.0", "z.1", "o"}
 
 
+def test_differences_of_all_kinds_are_reported_together():
+    a = {"gone": ramp(1), "shape": ramp(2), "value": ramp(3), "same": ramp(4), "type": 1, "list": [ramp(1), 5]}
+    b = {"list": [ramp(1), 6, 7], "type": "1", "same": ramp(4), "value": ramp(3, start=1), "shape": ramp(3), "new": 0}
+    report = both(a, b, values=True)
+    assert {(str(d.path), d.kind) for d in report.differences} == {
+        ("gone", "missing"),
+        ("new", "missing"),
+        ("list", "length"),
+        ("shape", "shape"),
+        ("type", "type"),
+        ("value", "value"),
+    }
+    kinds = {(str(d.path), d.kind) for d in both(a, b).differences}
+    assert kinds == {(str(d.path), d.kind) for d in report.differences} - {("value", "value")}
+
+
+def test_leaves_that_differ_otherwise_do_not_hide_the_elements_of_others():
+    base = ramp(4)
+    a = {"w": base, "tied": base, "x": ramp(3).to_sparse(), "y": ramp(2), "o": Box(w=ramp(2))}
+    b = {"w": ramp(4), "tied": ramp(4, start=2), "x": ramp(3), "y": ramp(2, start=2), "o": Box(w=ramp(2, start=5))}
+    found = {(str(d.path), d.kind) for d in both(a, b, values=True).differences}
+    assert ("x", "layout") in found
+    assert {path for path, _ in found} == {"w", "tied", "x", "y", "o"}
+
+
 # Ties
 
 
