@@ -64,13 +64,13 @@ def _elements(found: Found) -> str:
 
 def _summary(found: Comparison, *, values: bool) -> str:
     scope = "structure, dtypes, shapes" + (" and values" if values else "")
+    compared = f"{found.num_compared} {'entry' if found.num_compared == 1 else 'entries'} compared ({scope})"
     if not found.differences:
-        return f"same: {found.num_compared} entries compared ({scope})"
+        return f"same: {compared}"
     kinds = dict.fromkeys(difference.kind for difference in found.differences)
     counts = [f"{sum(other.kind == kind for other in found.differences)} {kind}" for kind in kinds]
-    return (
-        f"{len(found.differences)} differences ({', '.join(counts)}); {found.num_compared} entries compared ({scope})"
-    )
+    count = len(found.differences)
+    return f"{count} difference{'s' * (count != 1)} ({', '.join(counts)}); {compared}"
 
 
 def _as_json(left: Checkpoint, right: Checkpoint, found: Comparison) -> dict[str, Any]:

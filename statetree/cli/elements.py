@@ -48,9 +48,9 @@ def compare_elements(left: StoredTensor, right: StoredTensor, progress: Progress
             places = differs.nonzero().flatten()
             if first < 0:
                 first = start + int(places[0])
-                shown = _shown(a[places[0]]), _shown(b[places[0]])
+                shown = _shown(_taken(a, places[:1])), _shown(_taken(b, places[:1]))
             count += len(places)
-            numbers = _numbers(a[places]), _numbers(b[places])
+            numbers = _numbers(_taken(a, places)), _numbers(_taken(b, places))
             if numbers[0] is None or numbers[1] is None:
                 can_measure = False
             else:
@@ -61,6 +61,12 @@ def compare_elements(left: StoredTensor, right: StoredTensor, progress: Progress
         return None
     index = _index(first, left.shape)
     return Unequal(count, index, *shown, max_abs if can_measure else None, max_rel if can_measure else None)
+
+
+def _taken(elements: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return some elements of any dtype: by their bytes, as torch cannot index all dtypes."""
+    rows = elements.view(torch.uint8).view(len(elements), -1)
+    return rows[places].view(-1).view(elements.dtype)
 
 
 def _differs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
@@ -104,7 +110,7 @@ def _shown(element: torch.Tensor) -> str:
     try:
         return str(element.item())
     except (RuntimeError, NotImplementedError):
-        return f"0x{bytes(element.view(1).view(torch.uint8).tolist())[::-1].hex()}"
+        return f"0x{bytes(element.view(torch.uint8).tolist())[::-1].hex()}"
 
 
 def _index(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from contextlib import suppress
 
@@ -109,6 +110,59 @@ def test_places_that_cannot_be_written(source, tmp_path, statetree):
     assert statetree("show", tmp_path / "pipe.pt").status == 2
     (tmp_path / "link.pt").symlink_to(tmp_path / "nowhere")
     assert statetree("convert", source, tmp_path / "link.pt").status == 2
+
+
+def test_a_file_is_not_replaced_by_a_directory(source, tmp_path, statetree):
+    (tmp_path / "b").write_text("precious")
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    for name in ("b", "link"):
+        ran = statetree("convert", "--force", source, tmp_path / name)
+        assert ran.status == 2
+        assert "it is no directory. Choose another name." in ran.err
+    assert (tmp_path / "b").read_text() == "precious"
+
+
+def test_what_was_there_comes_back_if_the_new_directory_cannot_take_its_place(source, tmp_path, statetree, monkeypatch):
+    write({"old": bits(3)}, tmp_path / "b")
+    before, original = names(tmp_path), os.rename
+
+    def rename(from_path, to_path):
+        if ".partial-" in str(from_path):
+            raise OSError(28, "No space left on device")
+        original(from_path, to_path)
+
+    monkeypatch.setattr("os.rename", rename)
+    ran = statetree("convert", "--force", source, tmp_path / "b")
+    assert ran.status == 2
+    assert "it cannot be put there: [Errno 28] No space left" in ran.err
+    assert names(tmp_path) == before
+    assert set(load(tmp_path / "b")) == {"old"}
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_shards_that_cannot_all_be_placed_leave_none(number, source, tmp_path, statetree, monkeypatch):
+    calls, original = iter(range(number)), os.link
+
+    def link(from_path, to_path):
+        if next(calls, None) is None:
+            raise OSError(errno.EIO, "Input/output error")
+        original(from_path, to_path)
+
+    monkeypatch.setattr("os.link", link)
+    ran = statetree("convert", "--shard-bytes", 100, source, tmp_path / "m.safetensors")
+    assert ran.status == 2
+    assert names(tmp_path) == ["a.pt"]
+
+
+def test_file_systems_without_links(source, tmp_path, statetree, monkeypatch):
+    def link(from_path, to_path):
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr("os.link", link)
+    assert statetree("convert", source, tmp_path / "b.pt").status == 0
+    assert set(load(tmp_path / "b.pt")) == {"w", "x"}
+    assert names(tmp_path) == ["a.pt", "b.pt"]
 
 
 def test_a_race_for_the_name_is_lost_without_harm(source, tmp_path, statetree, monkeypatch):

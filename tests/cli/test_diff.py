@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from statetree.cli.comparing import same_plain
 from statetree.cli.stored import BUCKET_BYTES
 from tests.cli.states import bits, flat_state, nested_state, tied_state, write
 
@@ -113,6 +114,62 @@ def test_every_sort_of_element_is_compared(dtype, tmp_path, statetree):
     flipped.view(-1).view(torch.uint8)[-1] ^= 1
     ran = statetree("diff", "--values", "--json", one, write({"w": flipped}, tmp_path / "b.pt"))
     assert ran.json["differences"][0]["first_index"] == [1, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.bits8, torch.bits16, torch.float4_e2m1fn_x2, torch.float8_e8m0fnu], ids=str)
+def test_elements_that_torch_cannot_index_are_compared(dtype, tmp_path, statetree):
+    numbers = torch.arange(12, dtype=torch.uint8)
+    changed = numbers.clone()
+    changed[5] += 1
+    place = 5 // dtype.itemsize
+    one = write({"w": numbers.view(dtype)}, tmp_path / "a.pt")
+    ran = statetree("diff", "--values", "--json", one, write({"w": changed.view(dtype)}, tmp_path / "b.pt"))
+    (found,) = ran.json["differences"]
+    assert (found["kind"], found["first_index"], found["num_different"]) == ("value", [place], 1)
+    ran = statetree("diff", "--values", one, write({"w": numbers[:: dtype.itemsize].float()}, tmp_path / "c.pt"))
+    assert ran.status == 1
+    assert "w: dtype" in ran.out
+    assert "w: value" in ran.out
+
+
+def test_storages_are_compared_by_their_bytes(tmp_path, statetree):
+    def saved(name, **state):
+        torch.save(state, tmp_path / name)
+        return tmp_path / name
+
+    numbers = torch.arange(4.0)
+    one = saved("a.pt", s=numbers.untyped_storage())
+    assert statetree("diff", "--values", one, one).status == 0
+    ran = statetree("diff", "--values", one, saved("b.pt", s=torch.arange(5.0).untyped_storage()))
+    assert "s: shape [16] against [20]" in ran.out
+    assert "1 difference (1 shape); 1 entry compared" in ran.out
+    ran = statetree("diff", "--values", one, saved("c.pt", s=(numbers + 1).untyped_storage()))
+    assert "s: value" in ran.out
+    ran = statetree("diff", "--values", one, saved("d.pt", s=3))
+    assert "s: type a storage of 16 bytes against int 3" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        ([1, [2, 3]], [1, [2, 3]], True),
+        ([1, [2, 3]], [1, [2, 4]], False),
+        ([1, [2, 3]], [1, [2]], False),
+        ([1, 2], [1, 2.0], False),
+        ([1, {"a": [0.5]}], [1, {"a": [0.5]}], True),
+        ([1, {"a": [0.5]}], [1, {"a": [1.5]}], False),
+        ([1, {"a": 1}], [1, {"b": 1}], False),
+        ([1, {"a": 1}], [1, {"a": 1, "b": 1}], False),
+        ([float("nan")], [float("nan")], True),
+        ([0.0], [-0.0], False),
+        ([1j], [1j], True),
+        ([1j], [2j], False),
+    ],
+    ids=str,
+)
+def test_values_within_values_are_compared(one, other, is_same):
+    assert same_plain(one, other) == is_same
+    assert same_plain(other, one) == is_same
 
 
 def test_ties_are_compared_between_torch_files(tmp_path, statetree):

@@ -6,6 +6,7 @@ import os
 import struct
 import time
 from collections import OrderedDict
+from zipfile import ZipFile, ZipInfo
 
 import pytest
 import torch
@@ -101,6 +102,33 @@ GEOMETRY = {
     "a size": (Raw(torch.Size, (2**63,)), "a size of"),
     "a bytearray": (Raw(bytearray, 2**40), "makes bytes in an unknown way"),
     "a complex": (Raw(complex, "1" * 100, 2), "makes a number in an unknown way"),
+    "by its class": (Raw(torch.nn.Parameter, tensor()), "makes a torch.nn.parameter.Parameter in an unknown way"),
+    "of no dtype": (
+        Raw(torch._utils._rebuild_tensor_v3, Storage("0", 4), 0, (4,), (1,), False, {}, "f"),
+        "a tensor without a dtype",
+    ),
+    "of no dtype on meta": (
+        Raw(torch._utils._rebuild_meta_tensor_no_storage, "f", (4,), (1,), False),
+        "a tensor without a dtype",
+    ),
+    "of two dtypes": (
+        Raw(torch._utils._rebuild_device_tensor_from_cpu_tensor, tensor(), torch.int8, "xla:0", False),
+        "a tensor of two dtypes",
+    ),
+    "with attributes, made by a number": (Raw(torch._tensor._rebuild_from_type_v2, 1, torch.Tensor, (), {}), "unknown"),
+    "attributes of a size": (
+        Raw(torch._tensor._rebuild_from_type_v2, torch.Size, torch.Tensor, ((1,),), {}),
+        "attributes of something that is no tensor",
+    ),
+    "quantized somehow": (
+        Raw(torch._utils._rebuild_qtensor, Storage("0", 16, torch.QInt8Storage), 0, (4,), (1,), "scheme", False, {}),
+        "a quantized tensor of an unknown scheme",
+    ),
+    "quantized on nothing": (
+        Raw(torch._utils._rebuild_qtensor, None, 0, (4,), (1,), (torch.per_tensor_affine, 1.0, 0), False, {}),
+        "a tensor on something that is no storage",
+    ),
+    "nested of numbers": (Raw(torch._utils._rebuild_nested_tensor, tensor(), 1, 2, 3), "whose parts are no tensors"),
 }
 
 
@@ -109,6 +137,12 @@ def test_impossible_tensors_are_refused(name, tmp_path, statetree):
     evil, message = GEOMETRY[name]
     path = archive(tmp_path / "a.pt", pickle_of({"w": evil}), DATA)
     refused(statetree("show", path), str(path), "data.pkl", message)
+
+
+def test_tensors_that_were_on_other_devices_are_read(tmp_path, statetree):
+    moved = Raw(torch._utils._rebuild_device_tensor_from_cpu_tensor, tensor(), torch.float32, "xla:0", True)
+    ran = statetree("show", "--json", archive(tmp_path / "a.pt", pickle_of({"w": moved}), DATA))
+    assert [(entry["dtype"], entry["shape"]) for entry in ran.json["entries"]] == [("float32", [4])]
 
 
 def test_expanded_tensors_are_not_written_out(tmp_path, statetree):
@@ -275,6 +309,45 @@ ARCHIVES = {
 }
 
 
+def zipped(path, **extra):
+    """Pack an archive by other means than torch's, without the fields for sizes beyond 32 bits."""
+    with ZipFile(path, "w") as file:
+        for name, data in {"data.pkl": pickle_of({"w": tensor()}), "version": b"3\n", "data/0": DATA["0"]}.items():
+            info = ZipInfo(f"archive/{name}")
+            info.extra = extra.get("extra", b"")
+            file.writestr(info, data)
+    return bytearray(path.read_bytes())
+
+
+def test_archives_of_other_programs_are_read(tmp_path, statetree):
+    zipped(tmp_path / "a.pt", extra=struct.pack("<HH5s", 0xCAFE, 5, b"hello") + struct.pack("<HH2s", 0xBEEF, 2, b"yo"))
+    ran = statetree("show", "--json", tmp_path / "a.pt")
+    assert [entry["shape"] for entry in ran.json["entries"]] == [[4]]
+
+
+def test_lists_of_members_that_do_not_add_up_are_refused(tmp_path, statetree):
+    path = tmp_path / "a.pt"
+    data = zipped(path)
+    end = len(data) - 22
+    size, start = struct.unpack_from("<2I", data, end + 12)
+    faults = {
+        "it lists 3 members: expected 9": patched(data[:], end + 8, "<2H", 9, 9),
+        "the list of members is cut off": bytes(data[:end] + bytes(5))
+        + patched(data[end:], 12, "<2I", size + 5, start),
+        "does not say how long it is": patched(data[:], start + 24, "<I", 2**32 - 1),
+    }
+    for message, faulty in faults.items():
+        path.write_bytes(faulty)
+        refused(statetree("show", path), message)
+
+
+def test_long_members_are_not_read_whole(tmp_path, statetree, monkeypatch):
+    path = archive(tmp_path / "a.pt", pickle_of({"w": tensor()}), DATA, byteorder=b"little" * 10)
+    refused(statetree("show", path), "'archive/byteorder' has 60 bytes: expected at most 16")
+    monkeypatch.setattr("statetree.cli.formats.zips._MAX_LIST_BYTES", 50)
+    refused(statetree("show", archive(path, pickle_of({"w": tensor()}), DATA)), "expected at most 50")
+
+
 @pytest.mark.parametrize("name", ARCHIVES)
 def test_bad_archives_are_refused(name, good, tmp_path, statetree):
     data = bytearray(good.read_bytes())
@@ -348,6 +421,58 @@ def test_old_files_with_other_sizes_are_refused(old, tmp_path, statetree):
         data[at : at + 8] = value.to_bytes(8, "little", signed=True)
         (tmp_path / "a.pt").write_bytes(data)
         refused(statetree("show", tmp_path / "a.pt"), "elements: expected 12")
+
+
+def old_file(path, tree, magic=0x1950A86A20F9469CFC6C, version=1001, system=None):
+    """A file of torch before 1.6, of storages without elements."""
+    system = {"protocol_version": 1001, "little_endian": True, "type_sizes": {}} if system is None else system
+    path.write_bytes(b"".join(map(pickle_of, (magic, version, system, tree, []))))
+    return path
+
+
+def of_pid(*pid):
+    """A tensor on a storage with this persistent id."""
+    storage = Storage("0", 0)
+    storage.pid = pid
+    return Raw(torch._utils._rebuild_tensor_v2, storage, 0, (0,), (1,), False, {})
+
+
+FLOATS = torch.FloatStorage
+OLD_FILES = {
+    "another magic": ({"tree": {}, "magic": 1}, "it is neither a zip archive of torch.save nor one of its older files"),
+    "another version": ({"tree": {}, "version": 2000}, "it is of an unknown version"),
+    "no system": ({"tree": {}, "system": "little"}, "it is of an unknown version"),
+    "big-endian": ({"tree": {}, "system": {"little_endian": False}}, "its byte order is not"),
+    "a view on a storage": (
+        {"tree": {"w": of_pid("storage", FLOATS, "0", "cpu", 0, ("v", 0, 0))}},
+        "a storage that is a view on another one",
+    ),
+    "two sizes": (
+        {
+            "tree": {
+                "a": of_pid("storage", FLOATS, "0", "cpu", 0, None),
+                "b": of_pid("storage", FLOATS, "0", "cpu", 1, None),
+            }
+        },
+        "says that the storage 0 has 4 bytes, and something else",
+    ),
+    "something else": ({"tree": {"w": of_pid("texture", "0")}}, "something else than a storage"),
+}
+
+
+@pytest.mark.parametrize("name", OLD_FILES)
+def test_old_files_with_other_facts_are_refused(name, tmp_path, statetree):
+    arguments, message = OLD_FILES[name]
+    refused(statetree("show", old_file(tmp_path / "a.pt", **arguments)), message)
+
+
+def test_modules_in_old_files_are_not_loaded(tmp_path, statetree):
+    storage = Storage("0", 0)
+    storage.pid = ("module", torch.nn.Linear, "linear.py", "class Linear: ...")
+    ran = statetree("show", old_file(tmp_path / "a.pt", {"model": storage, "step": 3}))
+    assert ran.status == 0, ran.err
+    assert "step" in ran.out
+    assert "a module's class" in ran.out
 
 
 @pytest.mark.parametrize(
