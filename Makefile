@@ -43,7 +43,7 @@ demo: $(STAMP)  ## Train, checkpoint, kill and resume a small transformer
 test: $(STAMP)  ## Run the tests
 	@HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-ci}" $(PYTEST) --numprocesses=2 $(ARGS)
 
-check: lint types doctest docs test  ## Check format, lint, types, doctests, documentation and tests
+check: lint types doctest docs coverage  ## Check format, lint, types, doctests, documentation, tests and their coverage
 
 lint: $(STAMP)
 	@$(BIN)/ruff format --check $(SOURCES)
@@ -61,7 +61,7 @@ docs: $(STAMP)  ## Build the documentation into build/docs
 # A profile with fewer examples than tests have: which lines run does not depend on it much.
 coverage: $(STAMP)  ## Run the tests, and see which lines and branches they run: 98 % at least
 	@rm -rf build/coverage
-	@HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-dev}" $(BIN)/python -m coverage run -m pytest --timeout=1800 $(ARGS)
+	@HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-dev}" $(BIN)/python -m coverage run -m pytest --numprocesses=2 --timeout=1800 $(ARGS)
 	@$(BIN)/python -m coverage combine --quiet
 	@$(BIN)/python -m coverage report
 

@@ -5,8 +5,12 @@ Sent between the ranks of one job by pickle, as ``torch.distributed`` sends obje
 
 from __future__ import annotations
 
+import io
 import pickle
+import sys
 from collections import defaultdict
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -103,6 +107,21 @@ def draw(verb: str, leaves: list[Any], paths: Callable[[], Sequence[Path]]) -> t
     return Blueprint(kept, list(unpacked.bare), dict(unpacked.recipes), tensors), spans
 
 
+class _Pickler(pickle.Pickler):
+    """Knows modules, which pickle does not: they go by their names, as functions and classes do."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, ModuleType) and sys.modules.get(value.__name__) is value:
+            return import_module, (value.__name__,)
+        return NotImplemented
+
+
+def _dumps(message: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, pickle.DEFAULT_PROTOCOL).dump(message)
+    return file.getvalue()
+
+
 def pickled(verb: str, message: Any, leaves: Sequence[Any], paths: Callable[[], Sequence[Path]]) -> bytes:
     """Return a message that has blueprints of leaves in it as bytes.
 
@@ -110,12 +129,12 @@ def pickled(verb: str, message: Any, leaves: Sequence[Any], paths: Callable[[], 
         UnsupportedLeaf: If that cannot be done, with the path of the first plain value that is to blame.
     """
     try:
-        return pickle.dumps(message)
+        return _dumps(message)
     except Exception as error:
         for index, leaf in enumerate(leaves):
             try:
                 if not isinstance(leaf, torch.Tensor):
-                    pickle.dumps(leaf)
+                    _dumps(leaf)
             except Exception as own:
                 path = paths()[index]
                 msg = (

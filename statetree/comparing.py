@@ -20,7 +20,7 @@ from statetree.leaves import facts, leaf_type_of
 from statetree.matching import matched
 from statetree.spans import holds_memory, is_whole
 from statetree.torch_internals import COPIED_AS_INTEGERS, without_common_bits
-from statetree.tree import flatten
+from statetree.tree import flatten_for
 from statetree.unpacking import Kept, Packed, Recipe, Unpacked, are_views, located
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class Pairing:
     """The leaves of two trees, side by side.
 
     Attributes:
+        verb: On whose behalf, for messages.
         spec: The structure of the left tree.
         left: The left tree's leaves.
         right: The right tree's leaves, in the order of the left ones; ``None`` for those that have no partner.
@@ -43,9 +44,10 @@ class Pairing:
         columns: The columns of the ordinary tensors, left and right.
     """
 
-    def __init__(self, left: Any, right: Any) -> None:
-        self.left, self.spec = flatten(left)
-        right_leaves, right_spec = flatten(right)
+    def __init__(self, verb: str, left: Any, right: Any) -> None:
+        self.verb = verb
+        self.left, self.spec = flatten_for(verb, left)
+        right_leaves, right_spec = flatten_for(verb, right)
         order, self.differences = matched(self.spec, self.left, right_spec, right_leaves)
         self.right = right_leaves
         if order is not None:
@@ -152,7 +154,7 @@ def set_apart(pairing: Pairing, *, plain: bool, dtypes: bool = True) -> list[Dif
         try:
             facts_found = list(_leaf_difference(*pair, plain=plain, total=plain))
         except Exception as error:
-            raise located("copy_into", "take apart", error, pairing.spec.paths, pairing.left, index) from error
+            raise located(pairing.verb, "take apart", error, pairing.spec.paths, pairing.left, index) from error
         found += [(index, kind, a, b) for kind, a, b in facts_found if dtypes or kind != "dtype"]
     if not found:
         return pairing.differences

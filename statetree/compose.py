@@ -197,12 +197,12 @@ def stream(tree: Any, step: Step) -> Iterator[tuple[Path, Any]]:
         a.w tensor([1., 1.])
         b tensor([0.])
     """
-    leaves, spec = flatten_for_copy(tree, holds_tensor)
+    leaves, spec = flatten_for_copy(tree, holds_tensor, verb="stream")
     yield from _stream(leaves, spec, chain(step).steps, spec.paths())
 
 
 def _apply_by_bucket(tree: Any, steps: Sequence[Step]) -> Any:
-    leaves, spec = flatten_for_copy(tree, holds_tensor)
+    leaves, spec = flatten_for_copy(tree, holds_tensor, verb="chain")
     results: list[Any] = [None] * len(leaves)
     for index, leaf in _stream(leaves, spec, steps, range(len(leaves))):
         results[index] = leaf

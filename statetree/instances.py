@@ -44,6 +44,7 @@ class Attributes(NamedTuple):
 _default_factory: Any = vars(defaultdict)["default_factory"]
 
 
+_FACTORY: Final = "default_factory"
 _maxlen: Any = vars(deque)["maxlen"]
 
 
@@ -76,6 +77,8 @@ class _Instance(Container):
                 state[name] = slot.__get__(container)
             except AttributeError:  # the slot was never set
                 continue
+        if self.slots and self.fields:  # slots are listed by name
+            state = {name: state[name] for name in (*filter(state.__contains__, self.fields), *state)}
         return state, are_items
 
     def flatten(self, container: Any, *, plain: int = 0) -> Flattened:
@@ -95,6 +98,8 @@ class _Instance(Container):
             if base is deque:
                 extra = _maxlen.__get__(container)
         state, are_items = self.attributes(container)
+        if extra is not None and base is defaultdict and holds_tensors(extra):
+            state[_FACTORY], extra = extra, None
         if not state and not are_items:
             return children, keys, (extra, None)
         frozen: list[Any] = []
@@ -142,11 +147,18 @@ class _Instance(Container):
             object.__setattr__(fresh, "__dict__", fresh)
         for name, kept in zip(attributes.names, attributes.frozen, strict=True):
             value = next(remaining) if kept is None else thaw(kept)
-            slot = self.slots.get(name)
+            slot = _default_factory if name == _FACTORY and self.base is defaultdict else self.slots.get(name)
             if slot is not None:
                 slot.__set__(fresh, value)
             else:
                 fresh.__dict__[name] = value
+
+
+def holds_tensors(factory: Any) -> bool:
+    """Whether there are tensors in the default factory of a mapping, which then is a child as attributes are."""
+    from statetree.leaves import holds_tensor  # leaves know containers
+
+    return not is_atom_type(type(factory)) and holds_tensor(factory)
 
 
 def _is_heap_type(cls: type) -> bool:

@@ -17,7 +17,7 @@ import torch
 
 from statetree.atoms import is_atom_type
 from statetree.containers import Container
-from statetree.instances import instance_container
+from statetree.instances import holds_tensors, instance_container
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -39,10 +39,18 @@ class _DefaultDict(_Dict):
     __slots__ = ()
 
     def flatten(self, container: Any, *, plain: int = 0) -> Flattened:
-        return list(container.values()), tuple(container), container.default_factory
+        factory = container.default_factory
+        if factory is not None and holds_tensors(factory):
+            return _INSTANCE_OF_DEFAULTDICT.flatten(container, plain=plain)
+        return list(container.values()), tuple(container), factory
 
     def unflatten(self, aux: Any, keys: tuple[Any, ...], children: Sequence[Any]) -> Any:
+        if type(aux) is tuple:
+            return _INSTANCE_OF_DEFAULTDICT.unflatten(aux, keys, children)
         return defaultdict(aux, zip(keys, children, strict=True))
+
+
+_INSTANCE_OF_DEFAULTDICT = cast("Container", instance_container(defaultdict))
 
 
 class _List(Container):

@@ -71,7 +71,7 @@ def packed(verb: str, tree: Any, distributed: Callable[[list[Any], TreeSpec], di
             dtypes and global shapes.
     """
     try:
-        leaves, spec = flatten_for_copy(tree, holds_tensor)
+        leaves, spec = flatten_for_copy(tree, holds_tensor, verb=verb)
         shapes = distributed(leaves, spec)
         described = [index for index in range(len(leaves)) if index not in shapes]
         paths = partial(_paths, spec, described)

@@ -30,6 +30,7 @@ from statetree.streams import Moment, SideStreams, devices_of
 from statetree.torch_internals import quietly
 from statetree.tree import flatten_for_copy, unflatten_copy
 from statetree.unpacking import Unpacked, unpack
+from statetree.workers import submit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -118,7 +119,7 @@ class Stager:
 
     def __init__(self, *, pin_memory: bool = False, share_memory: bool = False, max_snapshots: int = 2) -> None:
         given: object = max_snapshots
-        if not isinstance(given, int):
+        if not isinstance(given, int) or isinstance(given, bool):
             msg = f"Stager: max_snapshots must be a whole number: expected an int, got {given!r}."
             raise TypeError(msg)
         if max_snapshots < 1:
@@ -137,6 +138,7 @@ class Stager:
         self._owner = 0
         self._stages = 0
         self._worker = ThreadPoolExecutor(1, "statetree-stager")  # starts its thread when there is work
+        self._worker_runs = False
         self._under_way: set[Future[Any]] = set()
         self._side_streams = SideStreams()
 
@@ -221,7 +223,12 @@ class Stager:
         future.add_done_callback(self._under_way.discard)
         try:
             self._under_way.add(future)
-            self._worker.submit(_fulfil, [(future, self._finish, look)])
+            jobs: list[_Job] = [(future, self._finish, look)]
+            if self._worker_runs:
+                self._worker.submit(_fulfil, jobs)
+            else:
+                submit(self._worker, _fulfil, jobs)
+                self._worker_runs = True
         except BaseException as error:
             # Interrupted before it was queued, or after: it must not go on unseen, nor be waited for in vain.
             if future.cancel():
@@ -289,7 +296,7 @@ class Stager:
         if columns.tensors:
             snapshot = self._idle_snapshot("prewarm", columns)
             snapshot.touch()
-            self._trim(snapshot)
+            self._trim(snapshot, is_idle=True)
 
     @property
     def stats(self) -> StagerStats:
@@ -298,7 +305,15 @@ class Stager:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of host memory that the stager holds, leased and idle."""
+        """The bytes of host memory that the stager holds: of the staged trees that are alive, and of one idle snapshot.
+
+        Memory beyond that is let go of when this is asked for, and by the next stage.
+        """
+        if not self._owner:  # no call is under way
+            with self._lock:
+                if self._snapshots:
+                    latest = self._snapshots[-1]
+                    self._trim(latest, is_idle=not latest.is_leased())
         return self._pool.nbytes + sum(snapshot.nbytes for snapshot in list(self._snapshots))
 
     def close(self) -> None:
@@ -349,7 +364,7 @@ class Stager:
     @quietly
     def _look_at(self, verb: str, tree: Any, *, aside: bool = False) -> _Look:
         """Take a tree apart, and with ``aside`` so that what becomes of it does not matter any more."""
-        leaves, spec = flatten_for_copy(tree, holds_tensor, shared=True)
+        leaves, spec = flatten_for_copy(tree, holds_tensor, verb=verb, shared=True)
         unpacked = unpack(verb, leaves, spec.paths, together=True)
         columns = unpacked.columns
         if aside:
@@ -399,15 +414,19 @@ class Stager:
         )
         raise StagerBusy(msg)
 
-    def _trim(self, latest: Snapshot) -> None:
-        """Keep at most one idle snapshot beside the live ones."""
+    def _trim(self, latest: Snapshot, *, is_idle: bool = False) -> None:
+        """Keep at most one idle snapshot beside the live ones: the latest, if that is idle."""
         self._pool.clear()
         idle = [snapshot for snapshot in self._snapshots if snapshot is not latest and not snapshot.is_leased()]
-        for snapshot in idle[:-1]:
+        for snapshot in idle if is_idle else idle[:-1]:
             self._snapshots.remove(snapshot)
 
 
-def _fulfil(jobs: list[tuple[Future[Any], Callable[[_Look], Any], _Look]]) -> None:
+#: What the worker does: whose future it is, and what is called with what.
+_Job = tuple["Future[Any]", "Callable[[_Look], Any]", _Look]
+
+
+def _fulfil(jobs: list[_Job]) -> None:
     """Carry an action's result, or the very exception, into a future, unless that was cancelled."""
     # An exception holds the frames that it passed through, and those below them. They must not hold its future.
     future, action, look = jobs.pop()

@@ -43,7 +43,7 @@ class Survey:
     """
 
     def __init__(self, verb: str, tree: Any, group: Group) -> None:
-        leaves, self.spec = flatten_for_copy(tree, holds_tensor)
+        leaves, self.spec = flatten_for_copy(tree, holds_tensor, verb=verb)
         self.leaves = list(map(settled, leaves))
         self.verb = verb
 

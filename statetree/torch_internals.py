@@ -82,6 +82,10 @@ def storages_sent() -> set[int]:
     return {reference.cdata for reference in references if not reference.expired()}
 
 
+#: Whether a tensor is one of autograd's, which are all zeros and have no memory whatever their storage says.
+is_zero_tensor: Final[Any] = TENSOR_BASE._is_zerotensor
+
+
 def set_bits(tensor: torch.Tensor, *, conj: bool, neg: bool) -> None:
     """Make a tensor read as the conjugate or the negative of what its memory holds."""
     torch._C._set_conj(tensor, conj)

@@ -56,6 +56,11 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
     return _flatten(tree)
 
 
+def flatten_for(verb: str, tree: Any) -> tuple[list[Any], TreeSpec]:
+    """Do as ``flatten``, on behalf of another verb, which errors name."""
+    return _flatten(tree, verb=verb)
+
+
 class Again(NamedTuple):
     """Stands, as a leaf, for a container that was met before: the index of its node."""
 
@@ -66,7 +71,7 @@ add_atom_type(Again)
 
 
 def flatten_for_copy(
-    tree: Any, holds_tensor: Callable[[Any], bool], *, shared: bool = False
+    tree: Any, holds_tensor: Callable[[Any], bool], *, verb: str = "flatten", shared: bool = False
 ) -> tuple[list[Any], TreeSpec]:
     """Do as ``flatten``, for copying a tree without leaving any of its tensors behind.
 
@@ -75,13 +80,14 @@ def flatten_for_copy(
     Args:
         tree: Any tree.
         holds_tensor: Says whether a key is or holds a tensor.
+        verb: On whose behalf, for messages.
         shared: Whether a container that appears again is to become a leaf, ``Again``, which ``unflatten_copy``
             resolves, and a tree with a cycle to become one opaque leaf.
     """
     if not shared:
-        return _flatten(tree, holds_tensor=holds_tensor)
+        return _flatten(tree, verb=verb, holds_tensor=holds_tensor)
     try:
-        return _flatten(tree, holds_tensor=holds_tensor, met={})
+        return _flatten(tree, verb=verb, holds_tensor=holds_tensor, met={})
     except CyclicTree:
         return [tree], TreeSpec((), 1)
 
@@ -134,6 +140,7 @@ _SIMPLE_KEYS: Final = frozenset({str, int, bool, float, bytes, type(None)})
 def _flatten(
     tree: Any,
     *,
+    verb: str = "flatten",
     plain: int = 0,
     met: dict[int, _Met] | None = None,
     holds_tensor: Callable[[Any], bool] | None = None,
@@ -179,9 +186,9 @@ def _flatten(
                     met[id(child)] = _Met(child, len(nodes) - 1)
                 continue
             if id(child) in active:
-                _raise_cycle(child, [*frames, frame], index)
+                _raise_cycle(verb, child, [*frames, frame], index)
             if len(frames) >= MAX_DEPTH:
-                _raise_too_deep([*frames, frame], index)
+                _raise_too_deep(verb, [*frames, frame], index)
             active.add(id(child))
             frames.append(frame)
             frame = _Frame(child, kind, keys, children, aux)
@@ -203,22 +210,22 @@ def _path_of(frames: Sequence[_Frame], index: int) -> Path:
     return Path((*inner, frames[-1].keys[index])) if len(frames) > 1 else Path()
 
 
-def _raise_cycle(child: Any, frames: Sequence[_Frame], index: int) -> None:
+def _raise_cycle(verb: str, child: Any, frames: Sequence[_Frame], index: int) -> None:
     path = _path_of(frames, index)
     first = next(i for i, frame in enumerate(frames) if frame.container is child)
     start = Path(path[: first - 1])
     msg = (
-        f"flatten: the container at {path} is the one at {start or '<root>'} that it lies in "
+        f"{verb}: the container at {path} is the one at {start or '<root>'} that it lies in "
         f"({type(child).__qualname__}): expected a tree, got a cycle. Remove the reference, or use a Stager, "
         "which copies cycles."
     )
     raise CyclicTree(msg, path)
 
 
-def _raise_too_deep(frames: Sequence[_Frame], index: int) -> None:
+def _raise_too_deep(verb: str, frames: Sequence[_Frame], index: int) -> None:
     path = _path_of(frames, index)
     top = ".".join(map(render_key, path[:8]))
-    msg = f"flatten: containers are nested deeper than {MAX_DEPTH} at {top}.…: expected at most {MAX_DEPTH} levels."
+    msg = f"{verb}: containers are nested deeper than {MAX_DEPTH} at {top}.…: expected at most {MAX_DEPTH} levels."
     raise TreeTooDeep(msg, path)
 
 
@@ -300,7 +307,7 @@ def paths(tree: Any) -> list[Path]:
         >>> [str(path) for path in st.paths({"layers": [{"w": 1}, {"w": 2}]})]
         ['layers.0.w', 'layers.1.w']
     """
-    return flatten(tree)[1].paths()
+    return flatten_for("paths", tree)[1].paths()
 
 
 def aligned(verb: str, spec: TreeSpec, leaves: list[Any], other: Any) -> list[Any]:
@@ -309,7 +316,7 @@ def aligned(verb: str, spec: TreeSpec, leaves: list[Any], other: Any) -> list[An
     Raises:
         TreeMismatch: If the structures do not match; it holds every difference.
     """
-    other_leaves, other_spec = flatten(other)
+    other_leaves, other_spec = flatten_for(verb, other)
     order, differences = matched(other_spec, other_leaves, spec, leaves)
     if differences:
         raise TreeMismatch.between(verb, differences, "Pass trees of one structure.")
@@ -344,7 +351,7 @@ def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
         >>> st.map_leaves(lambda e, n: e.lerp(n, 0.1), ema, new)
         {'w': tensor([0.1000, 0.1000])}
     """
-    leaves, spec = flatten(tree)
+    leaves, spec = flatten_for("map_leaves", tree)
     columns = [aligned("map_leaves", spec, leaves, other) for other in rest]
     return unflatten(spec, _mapped(fn, leaves, columns, spec))
 
@@ -357,7 +364,7 @@ def map_with_path(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
         >>> st.map_with_path(lambda path, leaf: f"{path}={leaf}", {"a": [1, 2]})
         {'a': ['a.0=1', 'a.1=2']}
     """
-    leaves, spec = flatten(tree)
+    leaves, spec = flatten_for("map_with_path", tree)
     columns = [aligned("map_with_path", spec, leaves, other) for other in rest]
     return unflatten(spec, _mapped(fn, spec.paths(), [leaves, *columns], spec))
 
@@ -400,7 +407,7 @@ def to_flat(tree: Any) -> tuple[dict[str, Any], TreeSpec]:
         >>> st.from_flat(flat, spec)
         {'model': {'w': 1}, 'steps': [2, 3]}
     """
-    leaves, spec = flatten(tree)
+    leaves, spec = flatten_for("to_flat", tree)
     return dict(zip(spec.flat_keys(), leaves, strict=True)), spec
 
 

@@ -13,6 +13,7 @@ from statetree.errors import StateTreeError, UnsupportedLeaf
 from statetree.leaves import QUANTIZED, LeafType, leaf_type_of
 from statetree.notes import describe_leaf
 from statetree.paths import Path
+from statetree.torch_internals import is_zero_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -234,6 +235,7 @@ def located(
         return type(error)(f"{verb}: inside the leaf at {path or '<root>'}: {error}", Path((*path, *inner)))
     if isinstance(error, UnsupportedLeaf):
         message = str(error).replace("%PATH%", str(path) or "<root>")
+        error.args = (message,)  # it is shown as the cause
         return UnsupportedLeaf(f"{verb}: {message}", path)
     msg = (
         f"{verb}: cannot {doing} the leaf at {path or '<root>'} ({describe_leaf(leaves[index])}): "
@@ -242,9 +244,14 @@ def located(
     return UnsupportedLeaf(msg, path)
 
 
+#: How many characters of somebody else's message are shown.
+_LONGEST: Final = 200
+
+
 def _first_line(error: Exception) -> str:
-    """Return what an error says, without tables that torch appends."""
-    return str(error).strip().split("\n", 1)[0].rstrip(".")
+    """Return what an error says, without the tables and advice that torch appends."""
+    line = str(error).strip().split("\n", 1)[0].rstrip(".")
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}…"
 
 
 def _remedy(error: Exception, leaf: Any) -> str:
@@ -309,6 +316,7 @@ def are_views(columns: Columns) -> bool:
             QUANTIZED.isdisjoint(columns.dtypes)
             and len(columns.pointers) == len(columns.tensors)  # sparse tensors have no storage and refuse
             and not any(columns.nested)
+            and not (0 in columns.pointers and any(map(is_zero_tensor, columns.tensors)))
         )
     except (RuntimeError, NotImplementedError):
         return False

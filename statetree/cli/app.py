@@ -161,7 +161,7 @@ def diff(left: Path, right: Path, values: bool, patterns: Sequence[str], as_json
     """Show where LEFT and RIGHT differ: structure, dtypes, shapes, ties and, with --values, elements.
 
     They may be of different formats. The exit status is 0 if they are the same, 1 if they differ, and 2 if a
-    checkpoint cannot be read.
+    checkpoint cannot be read, or holds objects of classes that are not loaded and may differ in their --values.
 
     \b
     Examples:
@@ -174,7 +174,8 @@ def diff(left: Path, right: Path, values: bool, patterns: Sequence[str], as_json
 
     with opened(left, follow_links=follow_links) as one, opened(right, follow_links=follow_links) as other:
         _warn_of_foreign([*one.foreign, *other.foreign])
-        return DIFFERENT if run(one, other, patterns=patterns, values=values, as_json=as_json) else SAME
+        differ = run(one, other, patterns=patterns, values=values, as_json=as_json)
+        return FAILED if differ is None else DIFFERENT if differ else SAME
 
 
 @cli.command()
@@ -246,7 +247,7 @@ def completion(shell: str) -> None:
 
 def _warn_of_foreign(names: Sequence[str]) -> None:
     if names:
-        listed = ", ".join(sorted(map(printable, names))[:10]) + ", …" * (len(names) > 10)
+        listed = ", ".join(sorted({*map(printable, names)})[:10]) + ", …" * (len({*names}) > 10)
         click.echo(f"note: not loaded, since torch.load(weights_only=True) would refuse it: {listed}", err=True)
 
 

@@ -31,11 +31,19 @@ class Found(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """What a comparison found, and what it did not look at."""
+    """What a comparison found, and what it did not look at.
+
+    Attributes:
+        differences: Where the checkpoints differ.
+        notes: What else a reader should know.
+        num_compared: How many entries both have.
+        undecided: The keys of values of classes that are not loaded, which may differ in what cannot be seen.
+    """
 
     differences: list[Found]
     notes: list[str]
     num_compared: int
+    undecided: list[str]
 
 
 def compare(left: Checkpoint, right: Checkpoint, patterns: Sequence[str], *, values: bool) -> Comparison:
@@ -46,19 +54,24 @@ def compare(left: Checkpoint, right: Checkpoint, patterns: Sequence[str], *, val
     found += [Found(key, "missing", "nothing", _words(entry.value)) for key, entry in theirs.items() if key not in ours]
     if left.is_nested and right.is_nested:
         found += _structure(left, right, shared, patterns)
-    unknown = 0
+    undecided: list[str] = []
     total = sum(_nbytes(a.value) + _nbytes(b.value) for a, b in shared) if values else 0
     with progress("comparing", total) as advance:
         for a, b in shared:
-            found += _leaves(a.key, a.value, b.value, advance, values=values)
-            unknown += values and is_value(a.value) and bool(why_not_plain(a.value))
-    notes = [f"{unknown} plain values are of classes that are not loaded, and were compared by name"] if unknown else []
+            differences = list(_leaves(a.key, a.value, b.value, advance, values=values))
+            found += differences
+            if values and not differences and is_value(a.value) and why_not_plain(a.value):
+                undecided.append(a.key)
+    notes = []
+    if undecided:
+        named = brief(", ".join(undecided))
+        notes.append(f"objects of classes that are not loaded were compared by name alone: {named}")
     if left.keeps_ties and right.keeps_ties:
         found += _ties(left, right, {a.key for a, _ in shared})
     else:
         without = sorted({TITLES[side.kind] for side in (left, right) if not side.keeps_ties})
         notes.append(f"ties were not compared: a {' or a '.join(without)} has none")
-    return Comparison(found, notes, len(shared))
+    return Comparison(found, notes, len(shared), undecided)
 
 
 def _chosen(checkpoint: Checkpoint, patterns: Sequence[str]) -> dict[str, Entry]:

@@ -196,8 +196,9 @@ class _Job:
         entries = self._outline.entries
         values = [entry.key for entry in entries if is_value(entry.value) or isinstance(entry.value, StoredStorage)]
         if values and not self._options.drop_values:
+            count = f"{len(values)} plain value{'s' * (len(values) != 1)}"
             msg = (
-                f"convert: safetensors hold tensors only: got {len(values)} plain values at\n  "
+                f"convert: safetensors hold tensors only: got {count} at\n  "
                 f"{shown([printable(key) for key in values])}\n"
                 "Pass --drop-values to leave them out, or choose with --match."
             )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import re
 import shutil
 import uuid
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
 from statetree.cli.digests import digests_path
+from statetree.cli.formats.safetensors_writer import INDEX
 from statetree.dcp.directories import sync_directory
 from statetree.errors import CheckpointError
 
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _METADATA: Final = ".metadata"
+_MAX_INDEX_BYTES: Final = 256 << 20
 _NO_LINKS: Final = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES)
 
 
@@ -95,7 +99,9 @@ def _publish_directory(folder: Path, path: Path, *, force: bool) -> None:
 def _publish_files(folder: Path, path: Path, names: Sequence[str], *, force: bool) -> None:
     placed: list[Path] = []
     targets = [path.with_name(name) for name in names]
+    replaced: list[Path] = []
     if force:
+        replaced = [shard for shard in _shards_of(path) if shard not in targets]
         digests_path(path, is_directory=False).unlink(missing_ok=True)
         if targets[0] != path:
             path.unlink(missing_ok=True)  # an index must not speak of other files than its own
@@ -108,6 +114,22 @@ def _publish_files(folder: Path, path: Path, names: Sequence[str], *, force: boo
             with suppress(OSError):
                 target.unlink()
         raise
+    for shard in replaced:
+        with suppress(OSError):
+            shard.unlink()
+
+
+def _shards_of(path: Path) -> list[Path]:
+    """Return the shards beside an index that it names, if they have the names that are given to shards here."""
+    stem = path.name.removesuffix(INDEX)
+    if stem == path.name or not path.is_file() or path.stat().st_size > _MAX_INDEX_BYTES:
+        return []
+    try:
+        names = set(json.loads(path.read_bytes())["weight_map"].values())
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):  # it is no index of ours
+        return []
+    is_shard = re.compile(rf"{re.escape(stem)}-\d{{5,}}-of-\d{{5,}}\.safetensors")
+    return [path.with_name(name) for name in sorted(names, key=str) if type(name) is str and is_shard.fullmatch(name)]
 
 
 def _place(source: Path, target: Path, *, force: bool) -> None:

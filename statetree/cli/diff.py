@@ -18,15 +18,19 @@ if TYPE_CHECKING:
     from statetree.cli.checkpoint import Checkpoint
 
 
-def diff(left: Checkpoint, right: Checkpoint, *, patterns: Sequence[str], values: bool, as_json: bool) -> bool:
-    """Print how two checkpoints differ. Returns whether they do."""
+def diff(left: Checkpoint, right: Checkpoint, *, patterns: Sequence[str], values: bool, as_json: bool) -> bool | None:
+    """Print how two checkpoints differ. Returns whether they do; ``None`` if that cannot be told."""
     found = compare(left, right, patterns, values=values)
     if as_json:
         json.dump(_as_json(left, right, found), sys.stdout, indent=2)
         sys.stdout.write("\n")
     else:
         sys.stdout.writelines(f"{line}\n" for line in _lines(left, right, found, values=values))
-    return bool(found.differences)
+    return None if _is_undecided(found) else bool(found.differences)
+
+
+def _is_undecided(found: Comparison) -> bool:
+    return bool(found.undecided) and not found.differences
 
 
 def _lines(left: Checkpoint, right: Checkpoint, found: Comparison, *, values: bool) -> Iterator[str]:
@@ -65,6 +69,8 @@ def _elements(found: Found) -> str:
 def _summary(found: Comparison, *, values: bool) -> str:
     scope = "structure, dtypes, shapes" + (" and values" if values else "")
     compared = f"{found.num_compared} {'entry' if found.num_compared == 1 else 'entries'} compared ({scope})"
+    if _is_undecided(found):
+        return f"cannot tell: no difference is seen, but not all can be read (use --match to leave it out); {compared}"
     if not found.differences:
         return f"same: {compared}"
     kinds = dict.fromkeys(difference.kind for difference in found.differences)
@@ -77,8 +83,9 @@ def _as_json(left: Checkpoint, right: Checkpoint, found: Comparison) -> dict[str
     return {
         "left": str(left.path),
         "right": str(right.path),
-        "same": not found.differences,
+        "same": None if _is_undecided(found) else not found.differences,
         "compared": found.num_compared,
+        "undecided": found.undecided,
         "differences": [_difference_json(difference) for difference in found.differences],
         "notes": found.notes,
     }

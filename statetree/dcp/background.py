@@ -18,6 +18,7 @@ from statetree.dcp.internals import is_alive
 from statetree.dcp.saving import write
 from statetree.errors import CheckpointError, chain_of
 from statetree.stager import Stager
+from statetree.workers import submit
 
 if TYPE_CHECKING:
     import os
@@ -143,7 +144,7 @@ def start(background: Background, stage: Callable[[], Any], save: Callable[[Call
         held = [_Failed(f"save: staging failed on this rank: {type(raised).__name__}: {raised}")]
     future: Future[None] = Future()
     future.set_running_or_notify_cancel()  # a save that one rank cancels would leave the others waiting
-    background.executor.submit(_run, background, future, held, save)
+    submit(background.executor, _run, background, future, held, save)
     return Started(future, error)
 
 

@@ -110,7 +110,7 @@ class _Template:
         self._group = group
 
     def choose(self, text: str | None, metadata: Metadata) -> dict[str, Any]:
-        self._outline = outline_of(self._tree)
+        self._outline = outline_of(self._tree, verb="load")
         ranks = ranks_of("load", self._group)
         contents = [content_of("load", entry.value, entry.path, ranks) for entry in self._outline.entries]
         saved = None if text is None else structure.read(text)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.leaves import is_plain
 from statetree.paths import Path, render_key, unique_keys
-from statetree.tree import flatten
+from statetree.tree import flatten_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -68,13 +68,17 @@ class Outline(NamedTuple):
         return made[-1]
 
 
-def outline_of(tree: Any) -> Outline:
+def outline_of(tree: Any, *, verb: str = "read") -> Outline:
     """Return the outline of a tree.
+
+    Args:
+        tree: Any tree.
+        verb: On whose behalf, for messages.
 
     Raises:
         CyclicTree, TreeTooDeep: As ``flatten``.
     """
-    leaves, spec = flatten(tree)
+    leaves, spec = flatten_for(verb, tree)
     whole = _whole_nodes(leaves, spec)
     found = _Found(leaves, spec, whole)
     keys = _unique(found.plain_keys, found.paths)

@@ -97,7 +97,7 @@ def write(
 def _prepared(state: Any, group: ProcessGroup | None, *, with_structure: bool) -> ToSave:
     """Take a state apart into what DCP saves."""
     ranks = ranks_of("save", group)
-    outline = outline_of(state)
+    outline = outline_of(state, verb="save")
     prepared = ToSave({}, {}, set())
     taken = {entry.key for entry in outline.entries}
     saved = []

@@ -11,7 +11,7 @@ from statetree.errors import UnsupportedLeaf
 from statetree.instances import slots_of
 from statetree.leaves import QUANTIZED
 from statetree.spans import holds_memory
-from statetree.torch_internals import as_class
+from statetree.torch_internals import as_class, is_zero_tensor
 from statetree.tree import flatten, unflatten
 
 if TYPE_CHECKING:
@@ -83,6 +83,8 @@ class TensorType:
         layout = _special_layout(value)
         if layout is None:
             value.untyped_storage().nbytes()  # raises where there is none, as for the tensors inside a vmap
+            if is_zero_tensor(value):
+                return [value.detach().clone(), *attributes], (identity, None, 1)
             return [value, *attributes], (None if identity is None else (identity, None, 1))
         inner, context = layout.unpack(value)
         return [*inner, *attributes], (identity, (layout, context), len(inner))
@@ -107,9 +109,13 @@ class TensorType:
                 "layout": torch.strided,
                 "dtype": value.dtype,
                 "shape": value.shape,
-                "memory": "meta" if value.is_meta else "present" if holds_memory(value) else "freed",
+                "memory": "meta" if value.is_meta else "present" if _is_there(value) else "freed",
             }
         return {"dtype": value.dtype, **layout.describe(value)}
+
+
+def _is_there(value: torch.Tensor) -> bool:
+    return holds_memory(value) and not is_zero_tensor(value)
 
 
 class _Layout:
@@ -214,6 +220,8 @@ class _Quantized(_Layout):
             raise UnsupportedLeaf(msg)
         integers = torch.empty(0, dtype=_INTEGERS[value.dtype], device=value.device)
         integers.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+        if value.is_meta:
+            return [integers], (value.dtype, None, None)
         if value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
             return [integers], (value.dtype, value.q_scale(), value.q_zero_point())
         scales, zero_points = value.q_per_channel_scales(), value.q_per_channel_zero_points()
@@ -221,6 +229,8 @@ class _Quantized(_Layout):
 
     def pack(self, context: Any, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         integers, *channels = parts
+        if integers.is_meta:  # where torch has neither quantizers nor strides
+            return torch.empty(integers.shape, dtype=context[0], device="meta")
         if channels:
             dtype, axis = context
             scales, zero_points = channels
@@ -234,6 +244,9 @@ class _Quantized(_Layout):
             )
         else:
             dtype, scale, zero_point = context
+            if scale is None:
+                msg = "the leaf at %PATH% is quantized and on meta, without a scale: expected one with elements."
+                raise UnsupportedLeaf(msg)
             fresh = torch._empty_affine_quantized(
                 integers.shape, scale=scale, zero_point=zero_point, dtype=dtype, device=integers.device
             )
@@ -241,6 +254,8 @@ class _Quantized(_Layout):
         return fresh.set_(storage, integers.storage_offset(), integers.shape, integers.stride())
 
     def describe(self, value: torch.Tensor) -> Mapping[str, Any]:
+        if value.is_meta:
+            return {"layout": "quantized", "shape": value.shape, "memory": "meta"}
         scheme = value.qscheme()
         common = {"layout": "quantized", "shape": value.shape, "scheme": scheme}
         if scheme in (torch.per_tensor_affine, torch.per_tensor_symmetric):

@@ -7,6 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from statetree.testing.judge import Judge
+from statetree.testing.regions import Region
 from statetree.testing.report import Strictness
 from statetree.testing.watch import Watch
 
@@ -157,10 +158,23 @@ def _shared_memory(one: Judge, other: Judge) -> Iterator[str]:
         for mine in one.views:
             if mine.left.storage != view.left.storage and mine.left.overlaps_in_memory(view.left):
                 yield f"{_name(view.path)} lies in the memory of {_name(mine.path)}"
+    for a, b in ((one, other), (other, one)):
+        for path, array in a.arrays:
+            for view in b.views:
+                if view.left.overlaps_in_memory(_region_of_array(array)):
+                    yield f"the array at {_name(path)} shares the memory of {_name(view.path)}"
     for path, array in other.arrays:
         for name, its in one.arrays:
             if sys.modules["numpy"].shares_memory(its, array):
                 yield f"{_name(path)} shares the memory of the array at {_name(name)}"
+
+
+def _region_of_array(array: Any) -> Region:
+    numpy = sys.modules["numpy"]
+    low, high = (getattr(numpy, "byte_bounds", None) or numpy.lib.array_utils.byte_bounds)(
+        array
+    )  # before 2.0, and since
+    return Region(0, low, 0, high - low)
 
 
 def _name(path: str) -> str:

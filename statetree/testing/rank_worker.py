@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import multiprocessing
 import os
 import pickle
 import signal
@@ -37,6 +38,8 @@ class Answer(NamedTuple):
 
 def serve(rank: int, world_size: int, folder: str, collective_timeout: float, pipe: Connection) -> None:
     """Join the group, and answer the calls that come through the pipe until it is closed."""
+    # Daemons, which ranks are so that they end with whoever started them, may not start processes, but DCP does.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     with (Path(folder) / f"stack{rank}").open("w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
         failure = _join(rank, world_size, folder, collective_timeout)

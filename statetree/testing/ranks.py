@@ -58,6 +58,7 @@ def run_ranks(
     Raises:
         AssertionError: If ``fn`` raised on any rank, did not end in time (the report then says where it hung), its
             process died, or the ranks did not make the same collectives. It holds what every rank has to say.
+        ValueError: If there would be no rank.
 
     Example:
         >>> import torch.distributed as dist
@@ -133,6 +134,9 @@ def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 @contextlib.contextmanager
 def _pool(world_size: int, collective_timeout: float, *, fresh: bool) -> Iterator[RankPool]:
     """Lend a pool; keep it afterwards only if it is known to be sound."""
+    if world_size < 1:
+        msg = f"run_ranks: world_size must be at least 1: expected a positive number, got {world_size}."
+        raise ValueError(msg)
     if fresh:
         pool = RankPool(world_size, collective_timeout)
         try:

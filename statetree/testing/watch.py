@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import OrderedDict, deque
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from statetree.testing.objects import attributes_of
 from statetree.testing.regions import raw_bytes
 from statetree.testing.walk import NOTED_BY_TORCH, VALUES, walk_with_paths
 
-_SEQUENCES: tuple[Any, ...] = (list, tuple, deque)
+_SEQUENCES: tuple[Any, ...] = (list, tuple, deque, set, frozenset)
 
 
 class _Tensor(NamedTuple):
@@ -65,10 +66,33 @@ def _held(value: Any) -> list[Any]:
     return [held if type(held) in VALUES else id(held) for held in (*found, *kept.values())]
 
 
+_REDUCE: Any = object.__reduce__
+
+
+def _state_of(value: Any) -> Any:
+    """Return what an object written in C holds (an array, a ``bytearray``, a generator); ``None`` of others."""
+    if isinstance(value, torch.Generator):
+        return value.get_state().tolist()
+    if isinstance(value, (torch.Tensor, torch.storage.TypedStorage, torch.UntypedStorage, dict, *_SEQUENCES)):
+        return None
+    if attributes_of(value) and getattr(type(value), "__reduce__", None) is _REDUCE:
+        return None  # these are all that it holds, and are looked at one by one
+    try:
+        with memoryview(value) as view:
+            return view.format, view.shape, view.tobytes()
+    except (TypeError, ValueError, BufferError):  # it has no such memory
+        pass
+    try:
+        return pickle.dumps(value)
+    except Exception:
+        return None
+
+
 class Watch:
     """Remembers everything about a tree that a pure transform may not change.
 
-    Identities of containers and of what they hold, attributes, versions, geometry, gradients, bytes, storage sizes.
+    Identities of containers and of what they hold, attributes, versions, geometry, gradients, bytes, storage sizes, and
+    what lies in arrays of NumPy, sets, generators and other objects that can be pickled.
 
     Example:
         >>> import torch
@@ -86,6 +110,7 @@ class Watch:
         self.tree = tree
         self._objects = list(walk_with_paths(tree))
         self._below = [_held(value) for _, value in self._objects]
+        self._states = [_state_of(value) for _, value in self._objects]
         self._tensors = [(path, value) for path, value in self._objects if isinstance(value, torch.Tensor)]
         self._grads = [value.grad for _, value in self._tensors if value.is_leaf]
         self._records = [_record(value) for _, value in self._tensors]
@@ -97,6 +122,9 @@ class Watch:
         for (path, value), before in zip(self._objects, self._below, strict=True):
             if _held(value) != before:
                 raise AssertionError(f"Watch: the contents or attributes of the {_described(path, value)} changed")
+        for (path, value), state in zip(self._objects, self._states, strict=True):
+            if state is not None and _state_of(value) != state:
+                raise AssertionError(f"Watch: what the {_described(path, value)} holds changed")
         for (path, value), before_record in zip(self._tensors, self._records, strict=True):
             now = _record(value)._asdict()
             changed = [

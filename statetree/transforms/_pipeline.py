@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @quietly
 def replicated(verb: str, tree: Any, memory: Memory, *, copy: bool) -> Any:
     """Return a tree whose tensors are replicas in other memory, with or without the same elements."""
-    leaves, spec = flatten_for_copy(tree, holds_tensor)
+    leaves, spec = flatten_for_copy(tree, holds_tensor, verb=verb)
     unpacked = unpack(verb, leaves, spec.paths, memory=copy, together=True)
     columns = unpacked.columns
     if copy:

@@ -72,7 +72,7 @@ def prepared_copy(verb: str, src: Any, dst: Any, *, cast: bool = False) -> tuple
     Raises:
         TreeMismatch, UnsupportedLeaf, CyclicTree: What ``copy_into`` raises. The function does not raise any more.
     """
-    pairing = Pairing(src, dst)
+    pairing = Pairing(verb, src, dst)
     differences = set_apart(pairing, plain=False, dtypes=not cast)
     job = _Job(pairing)
     differences = [*differences, *job.differences(cast=cast)]

@@ -69,7 +69,7 @@ def offload(
 @quietly
 def _move(tree: Any, memory: Memory) -> Any:
     """Copy only what does not lie where it should."""
-    leaves, spec = flatten_for_copy(tree, holds_tensor)
+    leaves, spec = flatten_for_copy(tree, holds_tensor, verb="offload")
     unpacked = unpack("offload", leaves, spec.paths)
     stays = [_lies_in(part, memory) for part in unpacked.parts]
     moving = [leaf for leaf in range(len(leaves)) if not all(stays[part] for part in unpacked.parts_of(leaf))]

@@ -93,7 +93,7 @@ def similarity(a: Any, b: Any, *, values: bool = False) -> Similarity:
 
 @quietly
 def _similarity(a: Any, b: Any, *, values: bool) -> Similarity:
-    pairing = Pairing(a, b)
+    pairing = Pairing("similarity", a, b)
     found = [*set_apart(pairing, plain=True), *_byte_differences(pairing, values=values)]
     return Similarity(tuple(found[:MAX_DIFFERENCES]), len(found))
 

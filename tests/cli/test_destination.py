@@ -204,3 +204,26 @@ def test_shards_and_their_index_go_together(source, tmp_path, statetree):
     with suppress(FileNotFoundError):
         (tmp_path / "m.safetensors").unlink()
         pytest.fail("there must be no file under the plain name")
+
+
+def test_shards_that_are_replaced_go(source, tmp_path, statetree):
+    target = tmp_path / "m.safetensors"
+    assert statetree("convert", "--shard-bytes", 100, source, target).status == 0
+    (tmp_path / "m-00009-of-00009.safetensors").write_text("of somebody else")
+    before = {name for name in names(tmp_path) if name.endswith("of-00002.safetensors")}
+    assert len(before) == 2
+    assert statetree("convert", "--force", "--shard-bytes", 1000, source, target).status == 0
+    assert names(tmp_path) == [
+        "a.pt",
+        "m-00001-of-00001.safetensors",
+        "m-00009-of-00009.safetensors",
+        "m.safetensors.index.json",
+    ]
+    assert statetree("show", tmp_path / "m.safetensors.index.json").status == 0
+
+
+@pytest.mark.parametrize("index", [b"", b"[]", b"{}", b'{"weight_map": {"w": 3}}', b'{"weight_map": {"w": "a.pt"}}'])
+def test_what_an_index_of_others_names_stays(index, source, tmp_path, statetree):
+    (tmp_path / "m.safetensors.index.json").write_bytes(index)
+    assert statetree("convert", "--force", "--shard-bytes", 1000, source, tmp_path / "m.safetensors").status == 0
+    assert names(tmp_path) == ["a.pt", "m-00001-of-00001.safetensors", "m.safetensors.index.json"]

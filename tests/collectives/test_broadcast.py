@@ -93,6 +93,23 @@ def test_awkward_trees_arrive_or_are_refused(others):
                 assert not outcome, (name, outcome)
 
 
+def send_modules_and_quantized():
+    rank = dist.get_rank()
+    quantized = torch.quantize_per_tensor(torch.arange(4.0), 0.5, 0, torch.qint8)
+    tree = {"torch": torch, "q": quantized, "w": torch.arange(3.0)}
+    found = statetree.broadcast(tree if rank == 0 else None)
+    assert found["torch"] is torch
+    assert torch.equal(found["q"].int_repr(), quantized.int_repr())
+    gathered = statetree.gather(tree, dst=0)
+    assert gathered["q"].is_meta == gathered["w"].is_meta == (rank == 1)
+    assert (gathered["q"].dtype, gathered["q"].shape) == (torch.qint8, (4,))
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_modules_go_by_name_and_quantized_tensors_go_to_meta():
+    run_ranks(2, send_modules_and_quantized)
+
+
 def send_distributed():
     ranks = tuple(range(4))
     layouts = {

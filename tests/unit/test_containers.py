@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import functools
 import gc
 import pickle
 import subprocess
@@ -631,3 +632,78 @@ def test_a_dict_whose_items_are_its_attributes():
             copied.rate = 0.5
             assert (copied["rate"], vars(copied) is copied, type(copied)) == (0.5, True, AttrDict)
     assert tree.rate == 0.1
+
+
+class FactoryOfTensors:
+    def __init__(self, values):
+        self.values = values
+
+    def __call__(self):
+        return self.values
+
+    def made(self):
+        return self.values
+
+
+class Defaults(defaultdict):
+    pass
+
+
+FACTORIES = {
+    "partial": lambda values: (functools.partial(torch.add, values, 1), lambda factory: factory.args[0]),
+    "callable object": lambda values: (FactoryOfTensors(values), lambda factory: factory.values),
+    "method": lambda values: (FactoryOfTensors(values).made, lambda factory: factory.__self__.values),
+}
+
+
+@pytest.mark.parametrize("cls", [defaultdict, Defaults], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("name", FACTORIES)
+@pytest.mark.parametrize("verb", ["offload", "stage", "copy_into"])
+def test_tensors_in_default_factories_are_copied(verb, name, cls):
+    values = torch.arange(4.0)
+    factory, held = FACTORIES[name](values)
+    tree = cls(factory, a=torch.ones(2))
+    with st.Stager() as stager:
+        found = {
+            "offload": st.offload,
+            "stage": stager.stage,
+            "copy_into": lambda tree: st.copy_into(tree, st.offload(tree)),
+        }[verb](tree)
+        values.fill_(9)
+        assert type(found) is cls
+        assert list(found) == ["a"]
+        assert torch.equal(held(found.default_factory), torch.arange(4.0))
+        assert found["b"] is not None
+    assert st.unflatten(*reversed(st.flatten(tree))).default_factory is factory
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [None, list, functools.partial(int, 3), lambda: 3, torch.Tensor],
+    ids=lambda factory: type(factory).__name__,
+)
+def test_other_default_factories_are_no_children(factory):
+    tree = defaultdict(factory, a=1)
+    assert st.flatten(tree)[0] == [1]
+    assert st.offload(tree).default_factory is factory
+
+
+def test_fields_in_slots_come_in_the_order_of_the_fields():
+    @dataclasses.dataclass(slots=True)
+    class Base:
+        zebra: int
+        ant: int
+
+    @dataclasses.dataclass(slots=True)
+    class Below(Base):
+        moth: int
+
+    @attrs.define
+    class Attrs:
+        zebra: int
+        ant: int
+
+    assert [str(path) for path in st.paths(Base(1, 2))] == ["zebra", "ant"]
+    assert st.flatten(Below(1, 2, 3))[0] == [1, 2, 3]
+    assert st.flatten(Attrs(1, 2))[0] == [1, 2]
+    assert st.offload(Below(1, 2, 3)) == Below(1, 2, 3)

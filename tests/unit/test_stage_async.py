@@ -483,6 +483,15 @@ def without_collector():
     gc.enable()
 
 
+def test_the_causes_of_an_error_name_the_leaf_as_it_does(stager):
+    error = stager.stage_async({"a": {"bad": Stubborn()}}).exception(60)
+    assert isinstance(error, st.UnsupportedLeaf)
+    told = "".join(traceback.format_exception(error))
+    assert "not now" in told
+    assert "a.bad" in str(error.__cause__)
+    assert "%PATH%" not in told
+
+
 @pytest.mark.usefixtures("without_collector")
 def test_a_dropped_stager_completes_its_stages_and_is_freed_with_its_thread(options):
     stager = st.Stager(max_snapshots=4, **options)

@@ -1200,3 +1200,18 @@ def test_a_stage_that_failed_takes_no_lease(options):
         assert isinstance(failed.exception(), st.UnsupportedLeaf)
         assert torch.equal(stager.stage({"w": torch.ones(3)})["w"], torch.ones(3))
     assert isinstance(caught.value.__cause__, MemoryError)
+
+
+def test_memory_that_becomes_idle_is_let_go_of_when_it_is_asked_for(options):
+    tree = [torch.zeros(1 << 18)]
+    with st.Stager(max_snapshots=4, **options) as stager:
+        staged = [stager.stage(tree) for _ in range(4)]
+        assert stager.nbytes == 4 << 20
+        del staged[2:]
+        assert stager.nbytes == 3 << 20
+        staged.clear()
+        assert stager.nbytes == 1 << 20
+        allocations = stager.stats.allocations
+        again = stager.stage(tree)
+        assert stager.stats.allocations == allocations
+        assert_trees_equal(again, tree, storages=False)

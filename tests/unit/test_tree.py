@@ -646,3 +646,31 @@ def test_containers_that_appear_again_are_one_container_again():
 def test_a_spec_is_what_flatten_returned():
     with pytest.raises(TypeError, match=r"unflatten: expected the TreeSpec that flatten returned, got list"):
         st.unflatten([1], [2])
+
+
+VERBS = {
+    "paths": st.paths,
+    "to_flat": st.to_flat,
+    "map_leaves": lambda tree: st.map_leaves(id, tree),
+    "map_with_path": lambda tree: st.map_with_path(print, tree),
+    "offload": st.offload,
+    "allocate_like": st.allocate_like,
+    "copy_into": lambda tree: st.copy_into(tree, {}),
+    "similarity": lambda tree: st.similarity({}, tree),
+    "gather": st.gather,
+    "broadcast": st.broadcast,
+    "distribute": lambda tree: st.distribute(tree, {}),
+    "reshard": lambda tree: st.reshard(tree, {}),
+    "partition_replicas": st.partition_replicas,
+    "stream": lambda tree: list(st.stream(tree, st.offload)),
+    "chain": st.chain(st.offload, st.offload),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_cycle_is_refused_in_the_name_of_the_verb(verb):
+    tree = {"a": []}
+    tree["a"].append(tree)
+    with pytest.raises(st.CyclicTree, match=rf"^{verb}: the container at a\.0 is the one at <root>") as caught:
+        VERBS[verb](tree)
+    assert caught.value.path == st.Path(("a", 0))

@@ -458,3 +458,44 @@ def test_parts_of_a_parameter_and_its_data_are_two_views_of_one_storage():
     apart = unpacked([parameter, parameter.data])
     assert len(apart.parts) == 2
     assert len(set(apart.columns.storage_keys)) == 1
+
+
+def zeros_without_memory(*shape):
+    return torch._efficientzerotensor(shape)
+
+
+@pytest.mark.parametrize("count", [1, 70], ids=["few", "many"])
+def test_zeros_that_autograd_keeps_without_memory_come_out_as_zeros(count):
+    tree = {"ones": torch.ones(2), **{f"z{n}": zeros_without_memory(3) for n in range(count)}}
+    expected = {"ones": torch.ones(2), **{f"z{n}": torch.zeros(3) for n in range(count)}}
+    for verb in (st.offload, st.broadcast, lambda tree: st.distribute(tree, expected, src=0)):
+        for _ in range(3):  # the last times, ordinary tensors would be recognised
+            assert_trees_equal(verb(tree), expected)
+    with st.Stager() as stager:
+        assert_trees_equal(stager.stage(tree), expected)
+    assert not st.similarity(expected, tree)
+    with pytest.raises(st.TreeMismatch, match="memory differs at z0"):
+        st.copy_into(expected, tree)
+
+
+def quantized(per_channel):
+    values = torch.arange(6.0).view(2, 3)
+    if per_channel:
+        return torch.quantize_per_channel(values, torch.ones(2), torch.zeros(2, dtype=torch.long), 0, torch.qint8)
+    return torch.quantize_per_tensor(values, 0.5, 1, torch.quint8)
+
+
+@pytest.mark.parametrize("per_channel", [False, True], ids=["per tensor", "per channel"])
+def test_quantized_tensors_on_meta_have_a_dtype_and_a_shape(per_channel):
+    tree = {"q": quantized(per_channel)}
+    for verb in (st.allocate_like, st.offload):
+        found = verb(tree, device="meta")
+        assert found["q"].is_meta
+        assert (found["q"].dtype, found["q"].shape) == (tree["q"].dtype, tree["q"].shape)
+        assert st.offload(found, device="meta")["q"].dtype == tree["q"].dtype
+        assert st.similarity(found, found)
+        assert not st.similarity(found, tree)
+        assert not st.similarity(tree, found)
+        with pytest.raises(st.UnsupportedLeaf, match="allocate_like: the leaf at q is quantized and on meta") as caught:
+            st.allocate_like(found)
+        assert len(str(caught.value)) < 200

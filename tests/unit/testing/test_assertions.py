@@ -2,9 +2,11 @@
 
 import ast
 import dataclasses
+from array import array
 from collections import OrderedDict, defaultdict, deque
 from functools import partial
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -313,3 +315,44 @@ def test_what_judges_the_engines_does_not_use_them(file):
     imported |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
     ours = {name for name in imported if name.split(".")[0] == "statetree"}
     assert {name for name in ours if not name.startswith("statetree.testing")} == set()
+
+
+def holding(value):
+    held = Held()
+    held.w = value
+    return held
+
+
+def add_to_generator(tree):
+    torch.rand(3, generator=tree[0])
+
+
+OPAQUE_CHANGES = {
+    "an array": (lambda: np.arange(4.0), lambda tree: tree[0].__setitem__(0, 9.0)),
+    "an array of dates": (lambda: np.zeros(2, "datetime64[s]"), lambda tree: tree[0].__setitem__(0, 9)),
+    "an array in an object": (lambda: holding(np.arange(4)), lambda tree: tree[0].w.__setitem__(0, 9)),
+    "a bytearray": (lambda: bytearray(b"x"), lambda tree: tree[0].append(1)),
+    "an array of the standard library": (lambda: array("d", [1.0]), lambda tree: tree[0].append(2.0)),
+    "a set": (lambda: {1, 2}, lambda tree: tree[0].add(5)),
+    "a generator": (torch.Generator, add_to_generator),
+    "a generator of NumPy": (lambda: np.random.default_rng(0), lambda tree: tree[0].random()),
+    "random numbers": (lambda: Random(0), lambda tree: tree[0].random()),
+}
+
+
+@pytest.mark.parametrize("name", OPAQUE_CHANGES)
+def test_changes_inside_opaque_objects_are_noticed(name):
+    make, change = OPAQUE_CHANGES[name]
+    assert_pure(lambda tree: None, [make()])
+    assert_pure(st.offload, [make()])
+    with pytest.raises(AssertionError, match=r"Watch: .* changed"):
+        assert_pure(change, [make()])
+
+
+def test_arrays_that_share_memory_with_tensors_are_not_independent():
+    numbers = np.arange(6.0)
+    for one, other in (([numbers], [torch.from_numpy(numbers)]), ([torch.from_numpy(numbers)[2:]], [numbers[3:5]])):
+        with pytest.raises(AssertionError, match=r"the array at .* shares the memory of"):
+            assert_independent(one, other)
+    assert_independent([numbers[:3]], [torch.from_numpy(numbers)[3:]])
+    assert_independent([numbers], [torch.from_numpy(numbers.copy())])

@@ -1,3 +1,4 @@
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -297,3 +298,21 @@ def test_threads_take_turns():
     with ThreadPoolExecutor(4) as threads:
         results = list(threads.map(lambda value: run_ranks(2, add_up, value), range(8)))
     assert [total[0].item() for [(_, total), _] in results] == [11.0 * value for value in range(8)]
+
+
+def start_a_process():
+    process = multiprocessing.get_context("spawn").Process(target=nothing)
+    process.start()
+    process.join(60)
+    return process.exitcode
+
+
+def test_ranks_may_start_processes():
+    assert run_ranks(1, start_a_process) == [0]
+
+
+@pytest.mark.parametrize("world_size", [0, -1])
+def test_there_has_to_be_a_rank(world_size):
+    for run in (run_ranks, rank_outcomes):
+        with pytest.raises(ValueError, match=f"must be at least 1: expected a positive number, got {world_size}"):
+            run(world_size, nothing)
