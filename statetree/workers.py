@@ -26,7 +26,10 @@ def submit(executor: Executor, function: Callable[..., Any], *args: Any) -> None
     _thread.start_new_thread(_submit, (outcome, executor, function, args))
     error = outcome.get()
     if error is not None:
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # its traceback holds this frame, and with that the call
 
 
 def _submit(

@@ -171,9 +171,8 @@ def _shared_memory(one: Judge, other: Judge) -> Iterator[str]:
 
 def _region_of_array(array: Any) -> Region:
     numpy = sys.modules["numpy"]
-    low, high = (getattr(numpy, "byte_bounds", None) or numpy.lib.array_utils.byte_bounds)(
-        array
-    )  # before 2.0, and since
+    bounds = getattr(numpy, "byte_bounds", None) or numpy.lib.array_utils.byte_bounds  # before 2.0, and since
+    low, high = bounds(array)
     return Region(0, low, 0, high - low)
 
 
