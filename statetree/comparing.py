@@ -204,10 +204,16 @@ def taken_over(leaf: Any) -> bool:
 
 def settled(leaf: Any) -> Any:
     """Return the tensor that a collective under way will have become; other leaves as they are."""
-    leaf_type = leaf_type_of(type(leaf))
-    if getattr(leaf_type, "name", None) == "AsyncCollectiveTensor" and leaf_type is not None:
+    if may_be_under_way(type(leaf)):
+        leaf_type = leaf_type_of(type(leaf))
+        assert leaf_type is not None
         return settled(leaf_type.unpack(leaf)[0][0])
     return leaf
+
+
+def may_be_under_way(cls: type) -> bool:
+    """Whether leaves of a class may stand for tensors that a collective has not yet written."""
+    return getattr(leaf_type_of(cls), "name", None) == "AsyncCollectiveTensor"
 
 
 def safely_equal(a: Any, b: Any) -> bool:

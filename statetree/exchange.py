@@ -8,12 +8,13 @@ under way, the next is packed.
 from __future__ import annotations
 
 from collections import defaultdict
-from itertools import islice
+from itertools import groupby, islice
+from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from statetree.plans import Copy, Move, Plan, Transfer
+from statetree.plans import Cut, Move, Plan, Transfer
 from statetree.torch_internals import copy_each
 
 if TYPE_CHECKING:
@@ -44,14 +45,25 @@ class Pieces(NamedTuple):
 Moved = tuple[int, Transfer]
 
 
+#: A box: the number of a move, which of its pieces, and where in that.
+Place = tuple[int, int, Cut]
+
+
+class _Run(NamedTuple):
+    """Boxes of one shape that lie one behind the other in a bucket."""
+
+    sizes: tuple[int, ...]
+    boxes: list[Place]
+
+
 class _Section(NamedTuple):
-    """Elements of one dtype in a bucket: where they begin and end in bytes, and what they are."""
+    """Elements of one dtype in a bucket: where they begin and end in bytes, how many each run has, and the runs."""
 
     dtype: torch.dtype
     start: int
     stop: int
-    transfers: list[Moved]
     counts: list[int]
+    runs: list[_Run]
 
 
 class _Side(NamedTuple):
@@ -75,7 +87,8 @@ class _Step(NamedTuple):
 
     sent: _Side
     received: _Side
-    copies: list[tuple[int, Copy]]
+    copied: list[Place]
+    written: list[Place]
 
 
 class _Size(NamedTuple):
@@ -157,7 +170,7 @@ class Exchange:
             under_way = _start(step, taken[number % 2], pieces, group)
             if finish is not None:
                 finish()
-            _copy_here(step.copies, pieces)
+            _copy_here(step, pieces)
             finish = under_way
         if finish is not None:
             finish()
@@ -172,7 +185,12 @@ class Exchange:
             sends = [(share.move, transfer) for share in shares for transfer in share.sends]
             receives = [(share.move, transfer) for share in shares for transfer in share.receives]
             copies = [(share.move, copy) for share in shares for copy in share.copies]
-            step = _Step(_lay_out(sends, self._dtypes), _lay_out(receives, self._dtypes), copies)
+            step = _Step(
+                _lay_out(sends, self._dtypes),
+                _lay_out(receives, self._dtypes),
+                [(move, copy.source, copy.source_cut) for move, copy in copies],
+                [(move, copy.target, copy.target_cut) for move, copy in copies],
+            )
             count += len(sends) + len(receives) + len(copies)
             if count <= _MAX_KEPT:
                 made.append(step)
@@ -196,18 +214,21 @@ def _lay_out(transfers: list[Moved], dtypes: Sequence[torch.dtype]) -> _Side:
     stretches: list[tuple[int, int, int]] = []
     placed: dict[tuple[int, ...], tuple[int, int]] = {}  # peers that get the same share a stretch
     position = 0
-    kinds = sorted(set(dtypes), key=lambda dtype: (-dtype.itemsize, str(dtype)))
+    kinds = {dtype: (-dtype.itemsize, str(dtype)) for dtype in dtypes}
     for peer, own in sorted(by_peer.items()):
         key = tuple(map(id, own))
         if key not in placed:
             start = position
-            for dtype in kinds:
-                listed = own if len(kinds) == 1 else [moved for moved in own if dtypes[moved[0]] == dtype]
-                if listed:
-                    counts = [transfer.numel for _, transfer in listed]
-                    stop = position + sum(counts) * dtype.itemsize
-                    sections.append(_Section(dtype, position, stop, listed, counts))
-                    position = _aligned(stop)
+            own = sorted(own, key=lambda moved: (kinds[dtypes[moved[0]]], moved[1].sizes))
+            for dtype, listed in groupby(own, key=lambda moved: dtypes[moved[0]]):
+                runs = [
+                    _Run(sizes, [(move, transfer.piece, transfer.cut) for move, transfer in alike])
+                    for sizes, alike in groupby(listed, key=lambda moved: moved[1].sizes)
+                ]
+                counts = [prod(run.sizes) * len(run.boxes) for run in runs]
+                stop = position + sum(counts) * dtype.itemsize
+                sections.append(_Section(dtype, position, stop, counts, runs))
+                position = _aligned(stop)
             placed[key] = (start, position)
         stretches.append((peer, *placed[key]))
     return _Side(sections, stretches, large, position)
@@ -227,11 +248,8 @@ def _large_enough(bucket: torch.Tensor, step: _Step, pieces: Sequence[Pieces]) -
 def _extra_bytes(size: _Size, pieces: Sequence[Pieces], device: torch.device) -> int:
     """Return how many bytes a bucket needs for large boxes that cannot travel as they lie."""
     boxes = [
-        *(_cut(pieces[move].sources[transfer.piece], transfer.start, transfer.sizes) for move, transfer in size.sent),
-        *(
-            _cut(pieces[move].targets[transfer.piece], transfer.start, transfer.sizes)
-            for move, transfer in size.received
-        ),
+        *(_cut(pieces[move].sources[transfer.piece], transfer.cut) for move, transfer in size.sent),
+        *(_cut(pieces[move].targets[transfer.piece], transfer.cut) for move, transfer in size.received),
     ]
     return sum(_aligned(box.numel() * box.itemsize) for box in boxes if not _can_travel(box, device))
 
@@ -266,7 +284,7 @@ def _start(step: _Step, bucket: torch.Tensor, pieces: Sequence[Pieces], group: G
     unpacked: list[tuple[torch.Tensor, torch.Tensor]] = []  # large boxes that do not lie in one stretch of memory
     written: list[torch.Tensor] = []
     for move, transfer in step.received.large:
-        box = whole = _cut(targets[move][transfer.piece], transfer.start, transfer.sizes)
+        box = whole = _cut(targets[move][transfer.piece], transfer.cut)
         if _can_travel(box, bucket.device):
             written.append(box)  # by the backend, which tells nobody
         else:
@@ -277,7 +295,7 @@ def _start(step: _Step, bucket: torch.Tensor, pieces: Sequence[Pieces], group: G
     copy_each(places, boxes)
     sent = [(peer, outgoing[start:stop]) for peer, start, stop in step.sent.stretches]
     for move, transfer in step.sent.large:
-        box = _cut(sources[move][transfer.piece], transfer.start, transfer.sizes)
+        box = _cut(sources[move][transfer.piece], transfer.cut)
         if not _can_travel(box, bucket.device):
             whole = room.like(box)
             copy_each([whole], [box])
@@ -303,13 +321,10 @@ def _as_bytes(box: torch.Tensor) -> torch.Tensor:
     return box.view(-1).view(torch.uint8)
 
 
-def _cut(piece: torch.Tensor, start: tuple[int, ...] | None, sizes: tuple[int, ...]) -> torch.Tensor:
+def _cut(piece: torch.Tensor, cut: Cut) -> torch.Tensor:
     """Return a box of a piece."""
-    if start is None:
-        return piece
-    for dim, (first, size) in enumerate(zip(start, sizes, strict=True)):
-        if size != piece.shape[dim]:
-            piece = piece.narrow(dim, first, size)
+    for dim, first, size in cut:
+        piece = piece.narrow(dim, first, size)
     return piece
 
 
@@ -318,14 +333,14 @@ def _pairs(side: _Side, bucket: torch.Tensor, tensors: list[Sequence[torch.Tenso
     places: list[torch.Tensor] = []
     boxes: list[torch.Tensor] = []
     for section in side.sections:
-        slots = bucket[section.start : section.stop].view(section.dtype).split(section.counts)
-        for slot, (move, transfer) in zip(slots, section.transfers, strict=True):
-            places.append(slot.view(transfer.sizes))
-            boxes.append(_cut(tensors[move][transfer.piece], transfer.start, transfer.sizes))
+        stretches = bucket[section.start : section.stop].view(section.dtype).split(section.counts)
+        for stretch, (sizes, run) in zip(stretches, section.runs, strict=True):
+            places += stretch.view(len(run), *sizes).unbind()
+            boxes += [_cut(tensors[move][piece], cut) for move, piece, cut in run]
     return places, boxes
 
 
-def _copy_here(copies: Sequence[tuple[int, Copy]], pieces: Sequence[Pieces]) -> None:
-    sources = [_cut(pieces[move].sources[copy.source], copy.source_start, copy.sizes) for move, copy in copies]
-    targets = [_cut(pieces[move].targets[copy.target], copy.target_start, copy.sizes) for move, copy in copies]
+def _copy_here(step: _Step, pieces: Sequence[Pieces]) -> None:
+    sources = [_cut(pieces[move].sources[piece], cut) for move, piece, cut in step.copied]
+    targets = [_cut(pieces[move].targets[piece], cut) for move, piece, cut in step.written]
     copy_each(targets, sources)

@@ -28,15 +28,16 @@ class Move(NamedTuple):
     dtype: torch.dtype
 
 
-class Transfer(NamedTuple):
-    """Elements that go to peers, or come from one: a box of one of this rank's pieces.
+#: A box of a piece, by the dims in which it is smaller than the piece: each with the first index and the size.
+Cut = tuple[tuple[int, int, int], ...]
 
-    ``start`` says where it begins in the piece, and is ``None`` if it is the whole piece.
-    """
+
+class Transfer(NamedTuple):
+    """Elements that go to peers, or come from one: a box of one of this rank's pieces."""
 
     peers: tuple[int, ...]
     piece: int
-    start: tuple[int, ...] | None
+    cut: Cut
     sizes: tuple[int, ...]
     numel: int
 
@@ -45,10 +46,9 @@ class Copy(NamedTuple):
     """Elements that stay on this rank: they go from one of its pieces to another."""
 
     source: int
+    source_cut: Cut
     target: int
-    source_start: tuple[int, ...] | None
-    target_start: tuple[int, ...] | None
-    sizes: tuple[int, ...]
+    target_cut: Cut
 
 
 class Share(NamedTuple):
@@ -297,7 +297,7 @@ class _Table:
             for peer, rest in zip(incoming.peer.tolist(), _within(incoming, self._targets), strict=True)
         ]
         copies = [
-            Copy(source[0], target[0], source[1], target[1], target[2])
+            Copy(*source[:2], *target[:2])
             for source, target in zip(
                 _within(staying._replace(piece=self._piece_of[staying.box]), self._sources),
                 _within(staying, self._targets),
@@ -342,13 +342,11 @@ def _may_stay(owner: torch.Tensor, rank: torch.Tensor | int, preferred: int | No
     return (owner != preferred) | (owner == rank)
 
 
-def _within(
-    cuts: _Cuts, pieces: tuple[torch.Tensor, torch.Tensor]
-) -> Iterator[tuple[int, tuple[int, ...] | None, tuple[int, ...], int]]:
-    """Yield, for each cut: its piece, where it begins in it (``None`` if it is all of it), its shape and volume."""
+def _within(cuts: _Cuts, pieces: tuple[torch.Tensor, torch.Tensor]) -> Iterator[tuple[int, Cut, tuple[int, ...], int]]:
+    """Yield, for each box that moves: its piece, where it lies in that, its shape and volume."""
     starts, stops = pieces[0][cuts.piece], pieces[1][cuts.piece]
-    whole = ((cuts.low == starts) & (cuts.high == stops)).all(1)
     sizes = cuts.high - cuts.low
-    columns = (cuts.piece, whole, cuts.low - starts, sizes, sizes.prod(1))
-    for piece, is_all, start, size, numel in zip(*(column.tolist() for column in columns), strict=True):
-        yield piece, None if is_all else tuple(start), tuple(size), numel
+    columns = (cuts.piece, cuts.low - starts, sizes, stops - starts, sizes.prod(1))
+    for piece, first, size, full, numel in zip(*(column.tolist() for column in columns), strict=True):
+        dims = enumerate(zip(first, size, full, strict=True))
+        yield piece, tuple((dim, at, part) for dim, (at, part, whole) in dims if part != whole), tuple(size), numel

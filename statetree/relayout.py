@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,7 @@ from statetree.tree import unflatten
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from statetree.boxes import Box
     from statetree.groups import Group
     from statetree.treespec import TreeSpec
 
@@ -137,7 +139,12 @@ class Relayout:
 
 def _own_part(holding: Holding, rank: int) -> Layout:
     """Return the layout of a tensor as if the other ranks had nothing of it."""
-    return layout_of(holding.shape, {rank: holding.boxes})
+    return _part_on(rank, holding.shape, tuple(holding.boxes))
+
+
+@lru_cache(maxsize=4096)
+def _part_on(rank: int, shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Layout:
+    return layout_of(shape, {rank: boxes})
 
 
 def unfit(source: Survey, wanted: Survey, partners: Sequence[int], moving: Sequence[int]) -> list[Difference]:
@@ -214,7 +221,12 @@ def apart(items: Sequence[Item]) -> list[Item]:
     """Return what moves, with sources that are not changed by writing into any of the receipts."""
     written = {storage_key(piece.untyped_storage()) for _, receipt, _ in items for piece in receipt.pieces}
 
-    def kept(piece: torch.Tensor) -> torch.Tensor:
-        return piece.clone() if storage_key(piece.untyped_storage()) in written else piece
+    def is_written(piece: torch.Tensor) -> bool:
+        return storage_key(piece.untyped_storage()) in written
 
-    return [(sent._replace(pieces=list(map(kept, sent.pieces))), received, dtype) for sent, received, dtype in items]
+    def kept(source: Source) -> Source:
+        if not any(map(is_written, source.pieces)):
+            return source
+        return Source(source.layout, [piece.clone() if is_written(piece) else piece for piece in source.pieces])
+
+    return [(kept(sent), received, dtype) for sent, received, dtype in items]

@@ -12,7 +12,7 @@ from statetree.agreement import CONTAINER, Agreed, Entry, Statement, agree, dige
 from statetree.boxes import Box
 from statetree.chunks import Holding, Layout, layout_of
 from statetree.columns import Columns
-from statetree.comparing import settled
+from statetree.comparing import may_be_under_way, settled
 from statetree.errors import UnsupportedLeaf
 from statetree.leaves import QUANTIZED, facts, holds_tensor, is_distributed, leaf_type_of
 from statetree.paths import Path, exactly, unique_keys
@@ -44,7 +44,7 @@ class Survey:
 
     def __init__(self, verb: str, tree: Any, group: Group) -> None:
         leaves, self.spec = flatten_for_copy(tree, holds_tensor, verb=verb)
-        self.leaves = list(map(settled, leaves))
+        self.leaves = list(map(settled, leaves)) if any(map(may_be_under_way, set(map(type, leaves)))) else leaves
         self.verb = verb
 
         outline = _outline_of(self.spec)

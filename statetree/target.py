@@ -24,7 +24,7 @@ from statetree.transforms.copy_into import prepared_copy
 from statetree.unpacking import unpack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from statetree.groups import Group
     from statetree.treespec import TreeSpec
@@ -90,20 +90,21 @@ class Target:
 
     def check_writable(self, indices: Sequence[int]) -> None:
         """Raise ``TreeMismatch`` if elements cannot be put into some of the leaves."""
-        named = self._spec.paths()
         refuse(
             self._wanted.verb,
             [
-                Difference(named[index], "writability", "a tensor to move", why)
+                Difference(self._spec.paths()[index], "writability", "a tensor to move", why)
                 for index in indices
-                for why in dict.fromkeys(self._why_unwritable(index))
+                for why in sorted(self._why_unwritable(index))
             ],
         )
 
-    def _why_unwritable(self, index: int) -> Iterator[str]:
+    def _why_unwritable(self, index: int) -> set[str]:
+        found = set(map(_why_unwritable, self.receipt_pieces(index)))
         if self.is_distributed(index) and self._holding(index).device == "meta":
-            yield _WITHOUT_MEMORY  # also on ranks that hold nothing of it
-        yield from filter(None, map(_why_unwritable, self.receipt_pieces(index)))
+            found.add(_WITHOUT_MEMORY)  # also on ranks that hold nothing of it
+        found.discard("")
+        return found
 
     def check_apart(self, moving: Sequence[int]) -> None:
         """Raise ``TreeMismatch`` if elements that move would be put over those of another leaf.
@@ -122,12 +123,14 @@ class Target:
                 held = self.receipt_pieces(index)
                 pieces += held
                 owners += [index] * len(held)
-        named = self._spec.paths()
         refuse(
             self._wanted.verb,
             [
                 Difference(
-                    named[owners[b]], "overlap", "values of its own", f"a tensor that overlaps {named[owners[a]]}"
+                    self._spec.paths()[owners[b]],
+                    "overlap",
+                    "values of its own",
+                    f"a tensor that overlaps {self._spec.paths()[owners[a]]}",
                 )
                 for a, b in shared_elements(Columns(pieces))
                 if not moved.isdisjoint((owners[a], owners[b]))  # of others, prepare_copy knows more

@@ -78,7 +78,9 @@ class DTensorType(WrapperType):
 
     def holding(self, value: Any, group: Group) -> Holding:
         """Return which chunks of a ``DTensor`` this rank of a group holds, and where the others are."""
-        spec, local = value._spec, settled(value._local_tensor)
+        spec, local = value._spec, value._local_tensor
+        if type(local) is not torch.Tensor:
+            local = settled(local)
         if type(local) is not torch.Tensor:
             if hasattr(local, "__create_chunk_list__"):
                 return listed_chunks(value)
@@ -100,15 +102,20 @@ class DTensorType(WrapperType):
                 f"shape of {held}, got {tuple(local.shape)}. Make it with distribute_tensor or from_local(shape=...)."
             )
             raise UnsupportedLeaf(msg)
-        tie = location_of(local)
-        return known.holding._replace(pieces=pieces, tie=tie, device=local.device.type)
+        text, detail, layout, boxes, summands = known[:5]
+        return Holding(
+            text, detail, shape, dtype, layout, boxes, pieces, location_of(local), local.device.type, summands
+        )
 
 
 class _Described(NamedTuple):
-    """What all tensors of one shape, dtype, mesh and placements have in common."""
+    """What all tensors of one shape, dtype, mesh and placements have in common: the first five as in ``Holding``."""
 
-    holding: Holding
+    text: str
+    detail: str
+    layout: Layout
     boxes: Sequence[Box]
+    summands: tuple[str, tuple[Layout, ...]] | None
     only: torch.Size | None  # the shape of the local tensor, if it is the only piece
     mesh: Any  # so that its id is not handed out again
 
@@ -120,19 +127,10 @@ def _described(spec: Any, shape: tuple[int, ...], dtype: torch.dtype, group: Gro
     layout = mesh_layout(shape, mesh_shape, members, splits)
     boxes = layout.boxes_of(group.rank)
     kind = "DTensor on meta" if on_meta else "DTensor"
-    holding = Holding(
-        f"a {kind} {dtype} {shape} {spec.placements} over a mesh {mesh_shape} of {mesh.device_type}",
-        f"{ranks}{spec.shard_order}",
-        shape,
-        dtype,
-        layout,
-        boxes,
-        (),
-        None,
-        "",
-        _summands(spec, shape, dtype, mesh_shape, members, splits, summed) if summed else None,
-    )
-    return _Described(holding, boxes, torch.Size(boxes[0].sizes) if len(boxes) == 1 else None, mesh)
+    text = f"a {kind} {dtype} {shape} {spec.placements} over a mesh {mesh_shape} of {mesh.device_type}"
+    summands = _summands(spec, shape, dtype, mesh_shape, members, splits, summed) if summed else None
+    only = torch.Size(boxes[0].sizes) if len(boxes) == 1 else None
+    return _Described(text, f"{ranks}{spec.shard_order}", layout, boxes, summands, only, mesh)
 
 
 def _splits(spec: Any) -> tuple[tuple[Split, ...], list[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -180,6 +180,11 @@ def _put_wholes(leaves: list[Any], survey: Survey, device: torch.device | str | 
 def _empty(
     shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device | str | int | None
 ) -> torch.Tensor:
-    if len(stride) == len(shape) and is_dense(contiguous=False, shape=shape, stride=stride):
+    if _is_dense(tuple(shape), tuple(stride)):
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)
     return torch.empty(shape, dtype=dtype, device=device)
+
+
+@lru_cache(maxsize=4096)
+def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    return len(stride) == len(shape) and is_dense(contiguous=False, shape=shape, stride=stride)

@@ -46,7 +46,9 @@ def test_plain_values_are_what_pickle_makes_of_them(value, protocol):
     assert type(found) is type(value)
 
 
-@pytest.mark.parametrize("value", [{1, 2, "a"}, set(), b"", b"x" * 300, b"y"], ids=repr)
+@pytest.mark.parametrize(
+    "value", [{1, 2, "a"}, set(), b"", b"x" * 300, b"y"], ids=["set", "empty set", "empty", "long", "short"]
+)
 def test_sets_and_bytes_of_protocol_4(value):
     assert read(pickle.dumps(value, 4), is_modern=True) == value
 

@@ -77,7 +77,7 @@ class Ranks:
     def send(self, rank, share, wires):
         itemsize = self.moves[share.move].dtype.itemsize
         for transfer in share.sends:
-            piece = self.box(self.sources[rank][share.move][transfer.piece], transfer.start, transfer.sizes)
+            piece = self.box(self.sources[rank][share.move][transfer.piece], transfer.cut, transfer.sizes)
             assert transfer.numel == piece.numel() > 0
             assert len(set(transfer.peers)) == len(transfer.peers)
             for peer in transfer.peers:
@@ -90,21 +90,23 @@ class Ranks:
             [peer] = transfer.peers
             move, piece = wires[peer, rank].pop(0)
             assert move == share.move
-            place = self.box(self.targets[rank][share.move][transfer.piece], transfer.start, transfer.sizes)
+            place = self.box(self.targets[rank][share.move][transfer.piece], transfer.cut, transfer.sizes)
             assert transfer.numel == place.numel()
             self.put(place, piece)
             self.received[-1][rank] += transfer.numel * self.moves[share.move].dtype.itemsize
         for copy in share.copies:
-            piece = self.box(self.sources[rank][share.move][copy.source], copy.source_start, copy.sizes)
-            self.put(self.box(self.targets[rank][share.move][copy.target], copy.target_start, copy.sizes), piece)
+            piece = self.box(self.sources[rank][share.move][copy.source], copy.source_cut)
+            self.put(self.box(self.targets[rank][share.move][copy.target], copy.target_cut), piece)
 
     @staticmethod
-    def box(piece, start, sizes):
-        if start is None:
-            assert sizes == tuple(piece.shape)
-            return piece
-        assert sizes != tuple(piece.shape)
-        return cut(piece, (start, tuple(first + size for first, size in zip(start, sizes, strict=True))))
+    def box(piece, bounds, sizes=None):
+        start, stop = [0] * piece.dim(), list(piece.shape)
+        for dim, first, size in bounds:
+            assert size < stop[dim] == piece.shape[dim], "each dim once, and only if it is cut"
+            start[dim], stop[dim] = first, first + size
+        found = cut(piece, (tuple(start), tuple(stop)))
+        assert sizes in {None, tuple(found.shape)}
+        return found
 
     @staticmethod
     def put(place, piece):
