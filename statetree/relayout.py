@@ -174,7 +174,7 @@ def _unfit(source: Survey, index: int, wanted: Survey, partner: int) -> list[Dif
     found: list[tuple[str, Any, Any]] = []
     if isinstance(ours, str) or isinstance(theirs, str):
         found.append(("leaf type", _shown(ours), _shown(theirs)))
-    else:
+    elif ours != theirs:
         found += [(kind, a, b) for kind, a, b in zip(("dtype", "shape"), ours, theirs, strict=True) if a != b]
     target = wanted.holdings.get(partner)
     if target is not None and target.summands is not None:

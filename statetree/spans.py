@@ -89,7 +89,7 @@ def holds_memory(tensor: torch.Tensor) -> bool:
     if tensor.is_meta:
         return True
     itemsize = tensor.dtype.itemsize
-    reach = extent_bytes(tensor.shape, tensor.stride(), itemsize)
+    reach = tensor.nbytes if tensor.is_contiguous() else extent_bytes(tensor.shape, tensor.stride(), itemsize)
     return not reach or tensor.storage_offset() * itemsize + reach <= tensor.untyped_storage().nbytes()
 
 
