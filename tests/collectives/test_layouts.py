@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import statetree
+from statetree import plans
 from statetree.testing import Layout, run_ranks
 from tests.collectives.checks import attempt, check_in_step, group_of
 from tests.trees.classes import TwoTensors
@@ -374,3 +375,23 @@ def gather_nothing():
 @RANKS
 def test_tensors_without_elements(world_size):
     run_ranks(world_size, gather_nothing)
+
+
+def take_slices_of_many():
+    """Take this rank's own part of many alike tensors: how they are cut is found out once."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    mesh = line(*range(size))
+    full = {f"w{i}": torch.arange(size * 6).view(size * 2, 3) + i for i in range(20)}
+    like = {key: DTensor.from_local(torch.zeros(2, 3, dtype=torch.int64), mesh, [Shard(0)]) for key in full}
+    with pytest.MonkeyPatch.context() as patch:
+        made = []
+        init = plans._Table.__init__
+        patch.setattr(plans._Table, "__init__", lambda *args: made.append(init(*args)))
+        found = statetree.distribute(full, like)
+    assert len(made) == 1
+    for key, leaf in found.items():
+        assert torch.equal(leaf._local_tensor, full[key][2 * rank : 2 * rank + 2])
+
+
+def test_slices_of_many_tensors_are_planned_once():
+    run_ranks(2, take_slices_of_many)
