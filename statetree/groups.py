@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from datetime import timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,22 @@ Message = tuple[int, torch.Tensor]
 Timeout = float | timedelta | None
 
 
+class Positions(NamedTuple):
+    """Where the ranks of a mesh are, in row-major order.
+
+    Attributes:
+        shape: The shape of the mesh.
+        ranks: Its global ranks, as a text.
+        members: Their ranks within the group; -1 for those outside of it.
+        mesh: The mesh, so that its id is not handed out again.
+    """
+
+    shape: tuple[int, ...]
+    ranks: str
+    members: tuple[int, ...]
+    mesh: DeviceMesh
+
+
 class Group:
     """The ranks of a process group; a single rank where there is no process group.
 
@@ -44,6 +60,7 @@ class Group:
         self.size = len(self.global_ranks)
         self.timeout: timedelta | None = None
         self._refusal: Exception | None = None
+        self._positions: dict[int, Positions] = {}
         #: What leaf types want to keep for the time of a call.
         self.memo: dict[Any, Any] = {}
 
@@ -76,14 +93,15 @@ class Group:
         """The group's rank for each global one."""
         return {rank: index for index, rank in enumerate(self.global_ranks)}
 
-    def positions(self, mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Return the shape of a mesh, its global ranks, and their ranks within the group (-1 for those outside of it).
-
-        Ranks are listed in row-major order.
-        """
-        grid = mesh.mesh
-        ranks = tuple(grid.flatten().tolist())
-        return tuple(grid.shape), ranks, tuple(self.index.get(rank, -1) for rank in ranks)
+    def positions(self, mesh: DeviceMesh) -> Positions:
+        """Return where the ranks of a mesh are."""
+        known = self._positions.get(id(mesh))
+        if known is None:
+            grid = mesh.mesh
+            ranks = grid.flatten().tolist()
+            members = tuple(self.index.get(rank, -1) for rank in ranks)
+            known = self._positions[id(mesh)] = Positions(tuple(grid.shape), str(ranks), members, mesh)
+        return known
 
     @cached_property
     def devices(self) -> list[str]:

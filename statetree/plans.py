@@ -7,6 +7,7 @@ moves each of them serves, comes out the same on all ranks.
 
 from __future__ import annotations
 
+from itertools import compress, pairwise, repeat
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -239,9 +240,13 @@ class _Cuts(NamedTuple):
 
     def sorted(self) -> _Cuts:
         """Return them in the common order."""
+        columns = [self.box, *self.low.unbind(1), *self.high.unbind(1)]
+        if bool((self.box[1:] > self.box[:-1]).all()):
+            return self
         order = torch.arange(len(self.box))
-        for column in (*self.high.flip(1).unbind(1), *self.low.flip(1).unbind(1), self.box):
-            order = order[column[order].argsort(stable=True)]
+        for column in reversed(columns):
+            if not torch.equal(column[1:], column[:-1]):
+                order = order[column[order].argsort(stable=True)]
         return self.at(order)
 
 
@@ -258,7 +263,6 @@ class _Table:
         self._sources = (source.starts[mine], source.stops[mine])
         self._targets = (target.starts[here], target.stops[here])
         count = len(owner)
-        held = source.ranks * count + boxes.which  # which rank has which box
         #: For every distinct box that this rank has, the piece that holds it.
         self._piece_of = torch.full((count,), -1)
         own_boxes = boxes.which[mine]
@@ -266,16 +270,18 @@ class _Table:
 
         lows, highs = _intersections(*self._targets, boxes.starts, boxes.stops)
         piece, box = (highs > lows).all(2).nonzero(as_tuple=True)
-        stays = torch.isin(rank * count + box, held) & _may_stay(owner[box], rank, preferred)
+        stays = (self._piece_of[box] >= 0) & _may_stay(owner[box], rank, preferred)
         incoming = _Cuts(box, piece, owner[box], lows[piece, box], highs[piece, box])
         self._staying = incoming.at(stays)
         self._incoming = incoming.at(~stays).sorted()
 
+        held = source.ranks * count + boxes.which  # which rank has which box
         own = (owner == rank).nonzero()[:, 0]
         lows, highs = _intersections(boxes.starts[own], boxes.stops[own], target.starts, target.stops)
         found, row = (highs > lows).all(2).nonzero(as_tuple=True)
         peer, box = target.ranks[row], own[found]
-        stays = torch.isin(peer * count + box, held) & _may_stay(owner[box], peer, preferred)
+        stays = peer == rank if owners is None else torch.isin(peer * count + box, held)
+        stays &= _may_stay(owner[box], peer, preferred)
         outgoing = _Cuts(box, self._piece_of[box], peer, lows[found, row], highs[found, row])
         self._outgoing = outgoing.at(~stays).sorted()
         self._whole: tuple[list[Transfer], list[Transfer], list[Copy]] | None = None
@@ -292,19 +298,10 @@ class _Table:
         outgoing, incoming, staying = (
             self._clipped(cuts, part) for cuts in (self._outgoing, self._incoming, self._staying)
         )
-        receives = [
-            Transfer((peer,), *rest)
-            for peer, rest in zip(incoming.peer.tolist(), _within(incoming, self._targets), strict=True)
-        ]
-        copies = [
-            Copy(*source[:2], *target[:2])
-            for source, target in zip(
-                _within(staying._replace(piece=self._piece_of[staying.box]), self._sources),
-                _within(staying, self._targets),
-                strict=True,
-            )
-        ]
-        return self._sends(outgoing), receives, copies
+        receives = list(map(Transfer, zip(incoming.peer.tolist(), strict=True), *_within(incoming, self._targets)))
+        sources, source_cuts, *_ = _within(staying._replace(piece=self._piece_of[staying.box]), self._sources)
+        targets, target_cuts, *_ = _within(staying, self._targets)
+        return self._sends(outgoing), receives, list(map(Copy, sources, source_cuts, targets, target_cuts))
 
     def _sends(self, cuts: _Cuts) -> list[Transfer]:
         """Return transfers in which peers that get the same are named together."""
@@ -314,12 +311,10 @@ class _Table:
         first = torch.ones(len(rows), dtype=torch.bool)
         first[1:] = (rows[1:] != rows[:-1]).any(1)
         begins = first.nonzero()[:, 0]
-        ends = [*begins[1:].tolist(), len(rows)]
         peers = cuts.peer.tolist()
-        return [
-            Transfer(tuple(peers[begin:end]), *rest)
-            for begin, end, rest in zip(begins.tolist(), ends, _within(cuts.at(begins), self._sources), strict=True)
-        ]
+        bounds = [*begins.tolist(), len(rows)]
+        together = [tuple(peers[begin:end]) for begin, end in pairwise(bounds)]
+        return list(map(Transfer, together, *_within(cuts.at(begins), self._sources)))
 
     def _clipped(self, cuts: _Cuts, part: Part) -> _Cuts:
         """Return what lies in one slab of each box."""
@@ -342,11 +337,23 @@ def _may_stay(owner: torch.Tensor, rank: torch.Tensor | int, preferred: int | No
     return (owner != preferred) | (owner == rank)
 
 
-def _within(cuts: _Cuts, pieces: tuple[torch.Tensor, torch.Tensor]) -> Iterator[tuple[int, Cut, tuple[int, ...], int]]:
-    """Yield, for each box that moves: its piece, where it lies in that, its shape and volume."""
+def _within(
+    cuts: _Cuts, pieces: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[list[int], list[Cut], list[tuple[int, ...]], list[int]]:
+    """Return, for each box that moves: its piece, where it lies in that, its shape and volume."""
     starts, stops = pieces[0][cuts.piece], pieces[1][cuts.piece]
     sizes = cuts.high - cuts.low
-    columns = (cuts.piece, cuts.low - starts, sizes, stops - starts, sizes.prod(1))
-    for piece, first, size, full, numel in zip(*(column.tolist() for column in columns), strict=True):
-        dims = enumerate(zip(first, size, full, strict=True))
-        yield piece, tuple((dim, at, part) for dim, (at, part, whole) in dims if part != whole), tuple(size), numel
+    shapes = list(map(tuple, sizes.tolist()))
+    bounds = _bounds(cuts.low - starts, sizes, sizes != stops - starts)
+    return cuts.piece.tolist(), bounds, shapes, sizes.prod(1).tolist()
+
+
+def _bounds(firsts: torch.Tensor, sizes: torch.Tensor, cut: torch.Tensor) -> list[Cut]:
+    """Return, for each box, in which dims it is cut, and how."""
+    somewhere = cut.any(0)
+    dims = somewhere.nonzero()[:, 0].tolist()
+    columns = [zip(repeat(dim), firsts[:, dim].tolist(), sizes[:, dim].tolist(), strict=False) for dim in dims]
+    if torch.equal(somewhere, cut.all(0)):  # all boxes in the same dims
+        return list(zip(*columns, strict=True)) if dims else [()] * len(cut)
+    chosen = zip(*columns, strict=True), cut[:, dims].tolist()
+    return [tuple(compress(row, kept)) for row, kept in zip(*chosen, strict=True)]

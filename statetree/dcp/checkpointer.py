@@ -53,7 +53,7 @@ class Checkpointer:
         relative to other collectives as well: the first of them makes two gloo groups of the same ranks.
 
     Raises:
-        TypeError, ValueError: If ``keep`` is not an integer, or less than one.
+        TypeError, ValueError: If ``keep`` is not an integer, or less than one, or ``stager`` cannot stage.
 
     Example:
         >>> import tempfile, torch
@@ -82,6 +82,9 @@ class Checkpointer:
         if keep is not None and keep < 1:
             msg = f"Checkpointer: keep must be at least 1, or None: expected a positive number, got {keep}."
             raise ValueError(msg)
+        if stager is not None and not callable(getattr(stager, "stage", None)):
+            msg = f"Checkpointer: stager must have a stage method: expected a Stager or an AsyncStager, got {stager!r}."
+            raise TypeError(msg)
         self.directory = Path(directory)
         self.keep = keep
         self._series = Series(self.directory)
@@ -166,6 +169,7 @@ class Checkpointer:
         Raises:
             CheckpointError: If there is none, or it cannot be read, or an earlier save in the background failed. Or if
                 another process removed the given step meanwhile. (Without one, the latest is looked for again.)
+            ValueError: If the step is not an integer, or negative.
             RankMismatch: If the ranks pass different steps. All ranks raise. Or if this process is not in the group.
             TreeMismatch, UnsupportedLeaf: As ``statetree.dcp.load``.
         """
@@ -173,7 +177,9 @@ class Checkpointer:
             self._check_open("restore")
             self._settle()
             group = self._background("restore", "restore").group
-            _check_same("restore", "step", str(step), group)
+            _check_same("restore", "step", repr(step), group)
+            if step is not None:
+                _check_step("restore", step)
             found = _by_first("restore", group, lambda: self._find(step))
             while True:
                 path = self._series.path(found)

@@ -122,7 +122,7 @@ class _Described(NamedTuple):
 
 def _described(spec: Any, shape: tuple[int, ...], dtype: torch.dtype, group: Group, *, on_meta: bool) -> _Described:
     mesh = spec.mesh
-    mesh_shape, ranks, members = group.positions(mesh)
+    mesh_shape, ranks, members, _ = group.positions(mesh)
     splits, summed = _splits(spec)
     layout = mesh_layout(shape, mesh_shape, members, splits)
     boxes = layout.boxes_of(group.rank)

@@ -190,6 +190,19 @@ def test_steps_are_numbers(step, tmp_path):
         Checkpointer(tmp_path).save(step, {})
 
 
+@pytest.mark.parametrize("step", [-1, True, "1", 1.0])
+def test_steps_to_restore_are_numbers(step, tmp_path):
+    saved = Checkpointer(tmp_path)
+    saved.save(1, {"a": 1})
+    with pytest.raises(ValueError, match=r"restore: step must be a number"):
+        saved.restore(None, step)
+
+
+def test_a_stager_can_stage(tmp_path):
+    with pytest.raises(TypeError, match=r"stager must have a stage method: expected .*, got 3"):
+        Checkpointer(tmp_path, stager=3)
+
+
 def test_keep_is_positive(tmp_path):
     with pytest.raises(ValueError, match=r"keep must be at least 1"):
         Checkpointer(tmp_path, keep=0)
