@@ -63,7 +63,8 @@ def count() -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         options = ["-q", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={folder}/counts"]
         command = ["valgrind", *options, sys.executable, "-m", __spec__.name, _COUNTING]
-        environment = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
+        environment |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
         subprocess.run(
             command, check=True, env=environment, cwd=Path(__file__).parents[1], timeout=TIMEOUT_S, capture_output=True
         )
