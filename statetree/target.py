@@ -271,6 +271,8 @@ def _device_of(leaf: Any) -> torch.device:
 
 def bare(leaf: torch.Tensor) -> torch.Tensor:
     """Return a plain tensor leaf without class and gradient, as it is moved."""
+    if type(leaf) is torch.Tensor:
+        return movable(leaf)
     return movable(leaf.detach().as_subclass(torch.Tensor))
 
 
