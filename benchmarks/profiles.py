@@ -1,4 +1,4 @@
-"""Where the time goes: the work of the rows that run in one process, by its phases.
+"""Where the time goes: the work of the rows that have figures to reach, by its phases.
 
 ``python -m benchmarks.profiles`` prints a table and writes ``results/profiles.json``. A profiler would time every call
 of every function; here a clock is read only where the engines' functions begin and end, some dozens of times a run.
@@ -22,15 +22,19 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks import rows_copy, rows_similarity, rows_stage, rows_tree
+from benchmarks import rows_copy, rows_exchange, rows_similarity, rows_stage, rows_tree
 from benchmarks.machine import load, machine, versions
-from benchmarks.measure import WrongResult
+from benchmarks.measure import Alone, WrongResult
+from benchmarks.ranks import TIMEOUT_S, InStep, RankRow
 from benchmarks.states import few_large, many_small
+from statetree.testing import run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from benchmarks.measure import Contender
     from benchmarks.rows import Row
+    from benchmarks.states import State
 
 #: The results that are kept beside the code.
 PROFILES: Final = Path(__file__).parent / "results" / "profiles.json"
@@ -54,20 +58,31 @@ PHASES: Final = {
         "statetree.geometry.Geometry.fits",
         "statetree.snapshots.Snapshot.is_leased",
         "statetree.snapshots.Snapshot.was_sent",
+        "statetree.survey.Survey.__init__",
+        "statetree.survey.Survey.check_readable",
+        "statetree.survey.Survey.entries",
+        "statetree.relayout.unfit",
+        "statetree.relayout.apart",
+        "statetree.target.Target.check_writable",
+        "statetree.target.Target.check_apart",
     ),
     "plan": (
         "statetree.spans.lay_out",
         "statetree.geometry.Geometry.__init__",
         "statetree.treespec.TreeSpec.flat_keys",
+        "statetree.collectives.depart",
     ),
     "allocation": (
         "statetree.spans.replicate",
         "statetree.snapshots.Snapshot.__init__",
+        "statetree.target.allocated",
+        "statetree.transforms.gather._put_wholes",
     ),
     "bytes": (
         "statetree.torch_internals.copy_all",
         "statetree.torch_internals.copy_each",
         "statetree.torch_internals.clone_all",
+        "statetree.exchange.Exchange.run",
     ),
     "rebuild": (
         "statetree.tree.to_flat",
@@ -77,6 +92,7 @@ PHASES: Final = {
         "statetree.snapshots.Snapshot.fill",
         "statetree.transforms.copy_into._Job.result",
     ),
+    "waiting": ("statetree.groups.Group._wait",),
 }
 #: What is in none of them.
 REST: Final = "rest"
@@ -92,9 +108,11 @@ ROWS: Final = tuple(
         (rows_copy.ROWS, "allocate_like", (many_small,)),
         (rows_similarity.ROWS, "similarity", (many_small,)),
         (rows_tree.ROWS, "flat", (many_small,)),
+        (rows_exchange.ROWS, "gather", (rows_exchange.small,)),
+        (rows_exchange.ROWS, "distribute", (rows_exchange.small,)),
     )
     for row in rows
-    if row.group == group and row.state in states
+    if row.group == group and row.state in states and getattr(row, "ranks", 1) <= 2
 )
 
 
@@ -189,21 +207,39 @@ class Profile:
 def profile(row: Row, scale: float = 1.0, seconds: float = SECONDS) -> Profile:
     """Run statetree's part of a row again and again, with the clock and without it in turns.
 
+    Of several ranks, the first one's profile is returned.
+
     Raises:
         WrongResult: If what it returns is wrong.
     """
-    state = row.state(scale)
-    own = next(contender for contender in row.contenders(state) if contender.role == "ours")
+    parts = (row.state, row.contenders, scale, seconds)
+    if not isinstance(row, RankRow):
+        return profile_here(row.work, *parts, Alone())
+    return run_ranks(row.ranks, profile_here, row.work, *parts, InStep(), timeout=TIMEOUT_S)[0]
+
+
+def profile_here(
+    work: str,
+    make_state: Callable[[float], State],
+    make_contenders: Callable[[State], Sequence[Contender]],
+    scale: float,
+    seconds: float,
+    company: Alone,
+) -> Profile:
+    """Do so in this process, in step with the company."""
+    state = make_state(scale)
+    own = next(contender for contender in make_contenders(state) if contender.role == "ours")
 
     def run(clock: PhaseClock) -> float:
         arguments = () if own.fresh is None else (own.fresh(),)
         gc.collect()
+        company.ready()
         start = time.perf_counter()
         with clock.phase(REST):
             result = own.run(*arguments)
         elapsed = time.perf_counter() - start
         if not samples and not own.check(result):  # the others are the same once more
-            msg = f"{row.work}: the result is wrong: expected the work to be done, got {type(result)}."
+            msg = f"{work}: the result is wrong: expected the work to be done, got {type(result)}."
             raise WrongResult(msg)
         return elapsed
 
@@ -216,7 +252,7 @@ def profile(row: Row, scale: float = 1.0, seconds: float = SECONDS) -> Profile:
     gc.disable()
     try:
         began = time.perf_counter()
-        while len(samples) < RUNS or time.perf_counter() - began < seconds:
+        while not company.decide(done=len(samples) >= RUNS and time.perf_counter() - began >= seconds):
             unwatched.append(run(PhaseClock()))
             clock = PhaseClock()
             with clock.watching():
@@ -226,7 +262,7 @@ def profile(row: Row, scale: float = 1.0, seconds: float = SECONDS) -> Profile:
         gc.enable()
         gc.unfreeze()
     phases = {name: statistics.median(sample[name] for sample in samples) for name in NAMES}
-    title = f"{row.work}, {state.title}"
+    title = f"{work}, {state.title}"
     return Profile(title, state.num_leaves, state.nbytes, len(samples), statistics.median(unwatched), phases)
 
 

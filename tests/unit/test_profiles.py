@@ -65,11 +65,13 @@ def test_a_row_is_taken_to_pieces(number):
         "allocate_like": {"flatten", "checks", "allocation", "rebuild"},
         "similarity": {"flatten", "checks"},
         "to_flat + from_flat": {"flatten", "plan", "rebuild"},
+        "gather to all": {"flatten", "checks", "plan", "allocation", "bytes", "rebuild", "waiting"},
+        "distribute from one": {"flatten", "checks", "plan", "allocation", "bytes", "rebuild", "waiting"},
     }[row.work]
     assert {name for name, seconds in found.phases_s.items() if seconds} == expected | {"rest"}
 
 
-def test_each_kind_of_work_in_one_process_has_a_profile():
+def test_each_kind_of_work_with_figures_to_reach_has_a_profile():
     assert [row.work for row in profiles.ROWS] == [
         "stage again",
         "stage again",
@@ -78,12 +80,14 @@ def test_each_kind_of_work_in_one_process_has_a_profile():
         "allocate_like",
         "similarity",
         "to_flat + from_flat",
+        "gather to all",
+        "distribute from one",
     ]
 
 
 def test_a_wrong_result_has_no_profile():
     def never(state):
-        contenders = profiles.ROWS[-1].contenders(state)
+        contenders = profiles.ROWS[0].contenders(state)
         return [type(contenders[0])("statetree", "ours", contenders[0].run, lambda _: False)]
 
     with pytest.raises(WrongResult, match="the result is wrong"):
