@@ -20,7 +20,7 @@ from functools import wraps
 from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from benchmarks import rows_copy, rows_exchange, rows_similarity, rows_stage, rows_tree
 from benchmarks.machine import load, machine, versions
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from benchmarks.measure import Contender
     from benchmarks.rows import Row
     from benchmarks.states import State
+
+T = TypeVar("T")
 
 #: The results that are kept beside the code.
 PROFILES: Final = Path(__file__).parent / "results" / "profiles.json"
@@ -139,6 +141,11 @@ class PhaseClock:
             self._turn()
             self._open.pop()
 
+    def take(self) -> dict[str, float]:
+        """Return the time spent so far, and begin anew."""
+        spent, self.spent = self.spent, dict.fromkeys(NAMES, 0.0)
+        return spent
+
     def _turn(self) -> None:
         now = time.perf_counter()
         if self._open:
@@ -230,6 +237,8 @@ def profile_here(
     state = make_state(scale)
     own = next(contender for contender in make_contenders(state) if contender.role == "ours")
 
+    checked: list[bool] = []
+
     def run(clock: PhaseClock) -> float:
         arguments = () if own.fresh is None else (own.fresh(),)
         gc.collect()
@@ -238,26 +247,30 @@ def profile_here(
         with clock.phase(REST):
             result = own.run(*arguments)
         elapsed = time.perf_counter() - start
-        if not samples and not own.check(result):  # the others are the same once more
+        if not checked and not own.check(result):  # the others are the same once more
             msg = f"{work}: the result is wrong: expected the work to be done, got {type(result)}."
             raise WrongResult(msg)
+        checked.append(True)
         return elapsed
 
-    samples: list[dict[str, float]] = []
-    unwatched: list[float] = []
+    def again(once: Callable[[], T]) -> list[T]:
+        found: list[T] = []
+        began = time.perf_counter()
+        while not company.decide(done=len(found) >= RUNS and time.perf_counter() - began >= seconds / 2):
+            found.append(once())
+        return found
+
     for _ in range(3):  # caches fill
         run(PhaseClock())
     gc.collect()
     gc.freeze()
     gc.disable()
     try:
-        began = time.perf_counter()
-        while not company.decide(done=len(samples) >= RUNS and time.perf_counter() - began >= seconds):
-            unwatched.append(run(PhaseClock()))
-            clock = PhaseClock()
-            with clock.watching():
-                run(clock)
-            samples.append(clock.spent)
+        # First without the clock: Python runs code slowly for a while after functions that it calls were replaced.
+        unwatched = again(lambda: run(PhaseClock()))
+        clock = PhaseClock()
+        with clock.watching():
+            samples = again(lambda: (run(clock), clock.take())[1])
     finally:
         gc.enable()
         gc.unfreeze()
