@@ -16,6 +16,7 @@ import torch
 from benchmarks import (
     rows_copy,
     rows_exchange,
+    rows_gpu,
     rows_growth,
     rows_import,
     rows_plan,
@@ -37,6 +38,7 @@ ROWS: Final = (
     *rows_copy.ROWS,
     *rows_similarity.ROWS,
     *rows_tree.ROWS,
+    *rows_gpu.ROWS,
     *rows_exchange.ROWS,
     *rows_growth.ROWS,
     *rows_plan.ROWS,

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import instructions, memory, plots, readme, rows
+from benchmarks import instructions, memory, plots, readme, rows, rows_gpu
 from benchmarks.__main__ import main
 from benchmarks.catalogue import GROUPS, ROWS
 from benchmarks.checks import has_leaves_of, holds_values_of, is_copy_of, is_like
@@ -110,6 +110,16 @@ def test_every_contender_does_its_work_and_every_aim_has_its_figures(group):
         if row.group == group:
             result = row.measure(TINY, TWICE)
             assert all(isinstance(aim.holds(aim.value(result)), bool) for aim in row.aims)
+
+
+@pytest.mark.parametrize("row", rows_gpu.ROWS_ON_CUDA, ids=lambda row: f"{row.work}, {row.contenders.__name__}")
+def test_the_rows_for_gpus_do_their_work_without_one(row):
+    result = row.measure(TINY, TWICE)
+    assert all(isinstance(aim.holds(aim.value(result)), bool) for aim in row.aims)
+
+
+def test_rows_for_gpus_are_measured_where_there_is_one():
+    assert ("gpu" in GROUPS) == torch.cuda.is_available()
 
 
 class TestMeasure:
