@@ -212,7 +212,7 @@ class Profile:
 
 
 def profile(row: Row, scale: float = 1.0, seconds: float = SECONDS) -> Profile:
-    """Run statetree's part of a row again and again, with the clock and without it in turns.
+    """Run statetree's part of a row again and again, first without the clock and then with it.
 
     Of several ranks, the first one's profile is returned.
 

@@ -7,7 +7,6 @@ the next collective works.
 
 from __future__ import annotations
 
-import gc
 import json
 import struct
 from collections import defaultdict
@@ -125,7 +124,7 @@ def agree(verb: str, group: Group, prepare: Callable[[], tuple[Statement, T]]) -
     """
     try:
         group.check_usable()
-        statement, result = _without_collections(prepare)
+        statement, result = prepare()
     except BaseException as error:
         # Also an interrupt: the others must not be left waiting.
         tell_failure(group, error)
@@ -142,21 +141,6 @@ def agree(verb: str, group: Group, prepare: Callable[[], tuple[Statement, T]]) -
     options, entries, details = (present or messages)[0][1:4]
     sizes = [message[4] for message in messages]
     return Agreed((options, entries, details), same, sizes, absent=len(present) < len(messages)), result
-
-
-def _without_collections(function: Callable[[], T]) -> T:
-    """Call a function without collecting garbage on the way.
-
-    For functions that make many objects which live until somewhat later: every collection on the way moves them to an
-    older generation, until there is a full one, which takes 0.2 s in a process that has imported torch.
-    """
-    enabled = gc.isenabled()
-    try:
-        gc.disable()
-        return function()
-    finally:
-        if enabled:
-            gc.enable()  # nothing that a signal handler could interrupt lies between
 
 
 def tell_failure(group: Group, error: BaseException) -> None:

@@ -1,6 +1,7 @@
 """Exchange: moves the chunks of tensors between ranks, in rounds of bounded size.
 
-What is small travels packed: for each peer one stretch of bytes, in which the elements of each dtype lie together.
+What is small travels packed: for each peer one stretch of bytes, in which the elements of each dtype lie together, and
+among these the boxes of each shape.
 What is large travels by itself, straight from one tensor to the other where both are contiguous. While one round is
 under way, the next is packed.
 """
@@ -200,7 +201,11 @@ class Exchange:
 
 
 def _lay_out(transfers: list[Moved], dtypes: Sequence[torch.dtype]) -> _Side:
-    """Give every transfer its place in a bucket. Both ends of a transfer come to the same order."""
+    """Give every transfer its place in a bucket.
+
+    Both ends of a transfer come to the same order: they list what goes from one to the other alike, and it is sorted,
+    stably, by what both know of it.
+    """
     large: list[Moved] = []
     by_peer: defaultdict[int, list[Moved]] = defaultdict(list)
     for moved in transfers:

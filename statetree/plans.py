@@ -275,11 +275,11 @@ class _Table:
         self._staying = incoming.at(stays)
         self._incoming = incoming.at(~stays).sorted()
 
-        held = source.ranks * count + boxes.which  # which rank has which box
         own = (owner == rank).nonzero()[:, 0]
         lows, highs = _intersections(boxes.starts[own], boxes.stops[own], target.starts, target.stops)
         found, row = (highs > lows).all(2).nonzero(as_tuple=True)
         peer, box = target.ranks[row], own[found]
+        held = source.ranks * count + boxes.which  # which rank has which box
         stays = peer == rank if owners is None else torch.isin(peer * count + box, held)
         stays &= _may_stay(owner[box], peer, preferred)
         outgoing = _Cuts(box, self._piece_of[box], peer, lows[found, row], highs[found, row])

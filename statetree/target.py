@@ -90,13 +90,11 @@ class Target:
 
     def check_writable(self, indices: Sequence[int]) -> None:
         """Raise ``TreeMismatch`` if elements cannot be put into some of the leaves."""
+        found = [(index, why) for index in indices for why in sorted(self._why_unwritable(index))]
+        named = self._spec.paths() if found else []
         refuse(
             self._wanted.verb,
-            [
-                Difference(self._spec.paths()[index], "writability", "a tensor to move", why)
-                for index in indices
-                for why in sorted(self._why_unwritable(index))
-            ],
+            [Difference(named[index], "writability", "a tensor to move", why) for index, why in found],
         )
 
     def _why_unwritable(self, index: int) -> set[str]:
@@ -123,17 +121,14 @@ class Target:
                 held = self.receipt_pieces(index)
                 pieces += held
                 owners += [index] * len(held)
+        shared = [(owners[a], owners[b]) for a, b in shared_elements(Columns(pieces))]
+        shared = [pair for pair in shared if not moved.isdisjoint(pair)]  # of others, prepare_copy knows more
+        named = self._spec.paths() if shared else []
         refuse(
             self._wanted.verb,
             [
-                Difference(
-                    self._spec.paths()[owners[b]],
-                    "overlap",
-                    "values of its own",
-                    f"a tensor that overlaps {self._spec.paths()[owners[a]]}",
-                )
-                for a, b in shared_elements(Columns(pieces))
-                if not moved.isdisjoint((owners[a], owners[b]))  # of others, prepare_copy knows more
+                Difference(named[b], "overlap", "values of its own", f"a tensor that overlaps {named[a]}")
+                for a, b in shared
             ],
         )
 

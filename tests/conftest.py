@@ -3,7 +3,6 @@
 ``dev`` while working, ``ci`` in `make test` and wherever CI is set, ``thorough`` in `make thorough`.
 """
 
-import gc
 import os
 import re
 from collections.abc import Iterator
@@ -39,7 +38,6 @@ def _state_of_the_thread() -> Iterator[None]:
         "no mode of __torch_dispatch__ is on": not torch._C._len_torch_dispatch_stack(),
         "no mode of __torch_function__ is on": not torch._C._len_torch_function_stack(),
         "the default dtype is float32": torch.get_default_dtype() is torch.float32,
-        "garbage is collected": gc.isenabled(),
     }
     wrong = [what for what, holds in state.items() if not holds]
     assert not wrong, f"left by this test, not so any more: {', '.join(wrong)}"

@@ -82,7 +82,7 @@ class Checkpointer:
         if keep is not None and keep < 1:
             msg = f"Checkpointer: keep must be at least 1, or None: expected a positive number, got {keep}."
             raise ValueError(msg)
-        if stager is not None and not callable(getattr(stager, "stage", None)):
+        if stager is not None and (isinstance(stager, type) or not callable(getattr(stager, "stage", None))):
             msg = f"Checkpointer: stager must have a stage method: expected a Stager or an AsyncStager, got {stager!r}."
             raise TypeError(msg)
         self.directory = Path(directory)

@@ -102,14 +102,14 @@ class DTensorType(WrapperType):
                 f"shape of {held}, got {tuple(local.shape)}. Make it with distribute_tensor or from_local(shape=...)."
             )
             raise UnsupportedLeaf(msg)
-        text, detail, layout, boxes, summands = known[:5]
+        text, detail, layout, boxes, summands, _, _ = known
         return Holding(
             text, detail, shape, dtype, layout, boxes, pieces, location_of(local), local.device.type, summands
         )
 
 
 class _Described(NamedTuple):
-    """What all tensors of one shape, dtype, mesh and placements have in common: the first five as in ``Holding``."""
+    """What all tensors of one shape, dtype, mesh and placements have in common."""
 
     text: str
     detail: str

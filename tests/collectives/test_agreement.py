@@ -1,12 +1,10 @@
 """Ranks that disagree: every one of them raises, nobody hangs, and the group is in step afterwards."""
 
-import gc
 import random
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
 
 import statetree
 from statetree.testing import Layout, run_ranks
@@ -191,31 +189,3 @@ def differ_in_like():
 
 def test_layouts_to_take_must_agree():
     run_ranks(2, differ_in_like)
-
-
-def collect_no_garbage():
-    """Collect garbage while a rank prepares neither, nor leave the collector in another state than it was in."""
-    mesh = Layout((4, 3), tuple(range(dist.get_world_size())), ("S0",)).device_mesh()
-    tree = {f"w{i}": DTensor.from_local(torch.full((2, 3), float(i)), mesh, [Shard(0)]) for i in range(300)}
-    begun = []
-    gc.callbacks.append(lambda phase, info: begun.append(info["generation"]) if phase == "start" else None)
-    thresholds = gc.get_threshold()
-    try:
-        gc.set_threshold(100, 5, 5)  # 300 leaves take thousands of objects
-        for enabled in (True, False):
-            (gc.enable if enabled else gc.disable)()
-            begun.clear()
-            statetree.gather(tree)
-            assert gc.isenabled() == enabled
-            assert (len(begun) <= 20) if enabled else not begun, begun
-            assert attempt(lambda: statetree.gather(tree, bucket_bytes=-1))[0] == "ValueError"
-            assert gc.isenabled() == enabled
-    finally:
-        gc.set_threshold(*thresholds)
-        gc.enable()
-        gc.callbacks.pop()
-    check_in_step()
-
-
-def test_no_garbage_is_collected_while_a_rank_prepares():
-    run_ranks(2, collect_no_garbage)

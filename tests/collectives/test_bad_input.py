@@ -6,9 +6,11 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
 
 import statetree
 from statetree.testing import Layout, Watch, run_ranks
+from statetree.treespec import TreeSpec
 from tests.collectives.checks import attempt, blank, check_in_step
 
 RANKS = pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -290,3 +292,22 @@ def go_deep():
 @RANKS
 def test_deep_trees_are_moved(world_size):
     run_ranks(world_size, go_deep)
+
+
+def lack_memory_in_many():
+    """Take many targets without memory: the paths of a tree are made once for all that is wrong, not for each."""
+    mesh = Layout((4, 3), tuple(range(dist.get_world_size())), ("S0",)).device_mesh()
+    like = {f"w{i}": DTensor.from_local(torch.empty(2, 3, device="meta"), mesh, [Shard(0)]) for i in range(50)}
+    full = {key: torch.zeros(4, 3) for key in like}
+    made = []
+    paths = TreeSpec.paths
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TreeSpec, "paths", lambda spec: made.append(spec) or paths(spec))
+        name, message = attempt(lambda: statetree.distribute(full, like, in_place=True))
+    assert name == "TreeMismatch"
+    assert "w0" in message
+    assert len(made) < 10
+
+
+def test_many_faults_are_told_at_once():
+    run_ranks(2, lack_memory_in_many)

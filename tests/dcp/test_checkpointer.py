@@ -198,9 +198,10 @@ def test_steps_to_restore_are_numbers(step, tmp_path):
         saved.restore(None, step)
 
 
-def test_a_stager_can_stage(tmp_path):
-    with pytest.raises(TypeError, match=r"stager must have a stage method: expected .*, got 3"):
-        Checkpointer(tmp_path, stager=3)
+@pytest.mark.parametrize("stager", [3, statetree.Stager])
+def test_a_stager_can_stage(stager, tmp_path):
+    with pytest.raises(TypeError, match=r"stager must have a stage method: expected .*, got "):
+        Checkpointer(tmp_path, stager=stager)
 
 
 def test_keep_is_positive(tmp_path):
