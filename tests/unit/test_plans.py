@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from statetree import plans
 from statetree.boxes import Box, in_slabs
 from statetree.chunks import layout_of, whole_on
 from statetree.plans import Move, Plan, choose_owners, owners_of
@@ -214,3 +215,14 @@ class TestOwners:
         for (layout, _), owners in zip(held, choose_owners(held, size), strict=True):
             loads[owners[0]] += layout.numel
         assert max(loads) - min(loads) <= 50
+
+
+def test_boxes_that_are_cut_in_different_dims():
+    firsts = torch.tensor([[0, 0], [2, 0], [0, 1], [2, 1]])
+    sizes = torch.tensor([[4, 3], [2, 3], [4, 2], [2, 2]])
+    full = torch.tensor([4, 3])
+    expected = [(), ((0, 2, 2),), ((1, 1, 2),), ((0, 2, 2), (1, 1, 2))]
+    assert plans._bounds(firsts, sizes, sizes != full) == expected
+    for row, bounds in enumerate(expected):  # and each by itself: all boxes cut in the same dims
+        assert plans._bounds(firsts[row : row + 1], sizes[row : row + 1], (sizes != full)[row : row + 1]) == [bounds]
+    assert plans._bounds(torch.zeros(2, 0), torch.zeros(2, 0), torch.zeros(2, 0, dtype=torch.bool)) == [(), ()]
