@@ -5,6 +5,8 @@
 - A ``text`` block is what the block before it prints. A block that prints has one.
 - Lines of ``console`` blocks that begin with ``$ statetree`` are commands, the others are what they print.
 - ``sh`` blocks and blocks without a language are not executed: installations, and ``make``.
+- Readers put the Python blocks of a page into one file, except a block of which the paragraph above says that it goes
+  "into a file of its own". ``Page.scripts`` are these files.
 
 ``...`` in expected output stands for anything.
 """
@@ -12,10 +14,12 @@
 from __future__ import annotations
 
 import ast
+import code
 import contextlib
 import doctest
 import io
 import shlex
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -28,6 +32,7 @@ from statetree.cli.app import main
 
 EXECUTED = ("python", "console")
 NOT_EXECUTED = ("sh", "")
+ALONE = "into a file of its own"
 _CHECKER = doctest.OutputChecker()
 
 
@@ -39,6 +44,45 @@ class Block:
     line: int
     text: str
     output: str = ""
+
+
+class Script:
+    """Python blocks of a page, which a reader puts into one file or types one after the other."""
+
+    def __init__(self, path: Path, blocks: list[Block]) -> None:
+        self.path = path
+        self.blocks = blocks
+        self.statements = [statement for block in blocks for statement in ast.parse(block.text).body]
+
+    def __str__(self) -> str:
+        return f"{self.path.stem}:{self.blocks[0].line}"
+
+    def can_be_typed(self) -> bool:
+        """Return whether Python's prompt takes it: ranks import what they run, and an empty line ends a class."""
+        names = {alias.name for node in self.statements if isinstance(node, ast.ImportFrom) for alias in node.names}
+        return "run_ranks" not in names and not any(isinstance(node, ast.ClassDef) for node in self.statements)
+
+    def type(self) -> None:
+        """Type the lines at a prompt, with an empty one after each block."""
+        console = _Prompt()
+        for block in self.blocks:
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                for line in [*block.text.split("\n"), ""]:
+                    console.push(line)
+            if console.complaints:
+                raise AssertionError(f"{self.path}:{block.line}: the prompt says: {''.join(console.complaints)}")
+            compare(self.path, block.line, block.output, printed.getvalue())
+
+    def execute(self, folder: Path) -> None:
+        """Run the file in a folder, as a program."""
+        file = folder / "example.py"
+        file.write_text("\n\n".join(block.text for block in self.blocks), encoding="utf-8")
+        done = subprocess.run(
+            [sys.executable, file.name], cwd=folder, capture_output=True, text=True, timeout=240, check=False
+        )
+        if done.returncode != 0:
+            raise AssertionError(f"{self.path}: as a file it fails:\n{done.stderr}")
+        compare(self.path, self.blocks[0].line, "".join(block.output for block in self.blocks), done.stdout)
 
 
 class Page:
@@ -60,6 +104,16 @@ class Page:
         ]
         return ast.unparse(ast.Module(statements, []))
 
+    def scripts(self) -> list[Script]:
+        """Return the files into which a reader puts the Python blocks."""
+        lines = self.text.split("\n")
+        together, alone = [], []
+        for block in self.blocks:
+            if block.language == "python":
+                above = "\n".join(lines[: block.line - 1]).removesuffix("```python").rstrip().split("\n\n")[-1]
+                (alone if ALONE in " ".join(above.split()) else together).append(block)
+        return [Script(self.path, blocks) for blocks in (together, *([block] for block in alone)) if blocks]
+
     def run(self, name: str, folder: Path) -> None:
         """Execute the page as a module of this name.
 
@@ -79,14 +133,15 @@ class Page:
     def _check(self, block: Block, printed: str | None) -> None:
         if block.language == "console":
             for command, expected, line in _commands(block):
-                self._compare(expected, _run_command(command), line)
+                compare(self.path, line, expected, _run_command(command))
         elif printed is not None:
-            self._compare(block.output, printed, block.line)
+            compare(self.path, block.line, block.output, printed)
 
-    def _compare(self, expected: str, printed: str, line: int) -> None:
-        if not _CHECKER.check_output(expected, printed, doctest.ELLIPSIS):
-            msg = f"{self.path}:{line}: expected output:\n{expected}\ngot:\n{printed}"
-            raise AssertionError(msg)
+
+def compare(path: Path, line: int, expected: str, printed: str) -> None:
+    """Fail if something else was printed than a page says."""
+    if not _CHECKER.check_output(expected, printed, doctest.ELLIPSIS):
+        raise AssertionError(f"{path}:{line}: expected output:\n{expected}\ngot:\n{printed}")
 
 
 def fenced(text: str) -> Iterator[Block]:
@@ -140,6 +195,24 @@ def _run_python(block: Block, module: types.ModuleType, path: Path) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(compile(tree, str(path), "exec"), vars(module))
     return printed.getvalue()
+
+
+class _Prompt(code.InteractiveConsole):
+    """Python's prompt: it keeps what it complains of, and does not show what calls return."""
+
+    def __init__(self) -> None:
+        super().__init__({"__name__": "__main__"})
+        self.complaints: list[str] = []
+
+    def write(self, data: str) -> None:
+        self.complaints.append(data)
+
+    def push(self, line: str) -> bool:
+        shown, sys.displayhook = sys.displayhook, lambda value: None
+        try:
+            return super().push(line)
+        finally:
+            sys.displayhook = shown
 
 
 def _defines(statement: ast.stmt) -> bool:

@@ -6,10 +6,14 @@ from pathlib import Path
 import pytest
 
 from statetree.testing import close_ranks
-from tests.docs.snippets import Page
+from tests.docs.snippets import Page, Script
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+#: The pages whose blocks readers try. The tutorial and the how-tos' index say how.
+TRIED = ["README.md", "docs/index.md", "docs/tutorial.md", "docs/errors.md", "docs/howto/*.md"]
+SCRIPTS = [script for pattern in TRIED for path in sorted(ROOT.glob(pattern)) for script in Page(path).scripts()]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -24,6 +28,17 @@ def test_every_snippet_runs(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     Page(path).run("page_" + re.sub(r"\W", "_", str(path.relative_to(ROOT))), tmp_path)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=str)
+def test_the_blocks_of_a_page_make_a_program(script, tmp_path):
+    script.execute(tmp_path)
+
+
+@pytest.mark.parametrize("script", list(filter(Script.can_be_typed, SCRIPTS)), ids=str)
+def test_the_blocks_of_a_page_can_be_typed(script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script.type()
 
 
 def _run(text: str, tmp_path: Path) -> None:
@@ -65,3 +80,60 @@ def test_blocks_share_a_module_and_keep_their_lines(tmp_path):
     with pytest.raises(KeyError, match="no") as caught:
         Page(page).run("page_of_a_test", tmp_path)
     assert caught.traceback[-1].lineno + 1 == 19
+
+
+def _scripts(tmp_path: Path, *blocks: str) -> list[Script]:
+    page = tmp_path / "page.md"
+    page.write_text("\n".join(f"```python\n{block}```\n" for block in blocks))
+    return Page(page).scripts()
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        "def f():\n    a = 1\n\n    return a\n",
+        "with open('new', 'w'):\n    pass\nx = 1\n",
+        "try:\n    x = 1\nfinally:\n    x = 2\nprint(x)\n",
+        "1 / 0\n",
+    ],
+    ids=["an empty line in a function", "no empty line after with", "none after try", "an exception"],
+)
+def test_what_cannot_be_typed_is_noticed(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (script,) = _scripts(tmp_path, block)
+    with pytest.raises(AssertionError, match="the prompt says"):
+        script.type()
+
+
+def test_what_is_typed_prints_what_the_page_shows_and_no_values(tmp_path):
+    (script,) = _scripts(tmp_path, "3\nif True:\n    x = 1\n", "x\n")
+    script.type()
+    (script,) = _scripts(tmp_path, "print(3)\n")
+    with pytest.raises(AssertionError, match="expected output"):
+        script.type()
+
+
+def test_a_program_fails_with_its_error_and_other_output(tmp_path):
+    (script,) = _scripts(tmp_path, "x = 1\n", "assert x == 2, 'not two'\n")
+    with pytest.raises(AssertionError, match="not two"):
+        script.execute(tmp_path)
+    (script,) = _scripts(tmp_path, "x = 1\n", "print(x)\n")
+    with pytest.raises(AssertionError, match="expected output"):
+        script.execute(tmp_path)
+
+
+def test_a_block_goes_into_a_file_of_its_own_where_the_text_above_it_says_so(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\na = 1\n```\n\nThis goes into a file\nof its own:\n\n```python\nb = 1\n```\n\n"
+        "And this does not:\n\n```python\nc = 1\n```\n"
+    )
+    assert [[block.text for block in script.blocks] for script in Page(page).scripts()] == [
+        ["a = 1\n", "c = 1\n"],
+        ["b = 1\n"],
+    ]
+
+
+def test_ranks_and_classes_are_not_for_the_prompt(tmp_path):
+    blocks = ["from statetree.testing import run_ranks\n", "class A:\n    pass\n", "import torch\n"]
+    assert [_scripts(tmp_path, block)[0].can_be_typed() for block in blocks] == [False, False, True]

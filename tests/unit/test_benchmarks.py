@@ -99,9 +99,32 @@ class TestCommand:
 
 def test_the_readme_shows_the_recorded_run():
     recorded = json.loads((ROOT / "benchmarks/results/latest.json").read_text())
-    shown = readme.README.read_text(encoding="utf-8").split(readme.BEGIN)[1].split(readme.END)[0]
+    text = readme.README.read_text(encoding="utf-8")
+    shown = text.split(readme.BEGIN)[1].split(readme.END)[0]
     assert shown == readme.figures(recorded)
     assert "`StateDictStager`" in shown
+    assert text.split(readme.BEGIN_LINE)[1].split(readme.END_LINE)[0] == readme.line(recorded)
+
+
+def test_the_line_of_the_readme_says_what_its_table_says():
+    recorded = json.loads((ROOT / "benchmarks/results/latest.json").read_text())
+    line, table = readme.line(recorded), readme.figures(recorded)
+    for title, work in readme.LINE.items():
+        (ratio,) = re.findall(rf"(\*\*[\d.]+\xd7\*\*) {re.escape(work)}", line)
+        (row,) = [cells for cells in table.splitlines() if cells.startswith(f"| {title} |")]
+        assert ratio in row
+
+
+def test_a_run_is_put_into_the_readme_between_its_marks(tmp_path):
+    recorded = json.loads((ROOT / "benchmarks/results/latest.json").read_text())
+    file = tmp_path / "README.md"
+    line, table = readme.BEGIN_LINE + "1\n" + readme.END_LINE, readme.BEGIN + "2\n" + readme.END
+    file.write_text(f"before\n{line}between\n{table}after\n", encoding="utf-8")
+    readme.write(recorded, file)
+    shown = file.read_text(encoding="utf-8")
+    assert shown.replace(readme.line(recorded), "1\n").replace(readme.figures(recorded), "2\n") == (
+        f"before\n{line}between\n{table}after\n"
+    )
 
 
 @pytest.mark.parametrize("group", GROUPS)
