@@ -271,8 +271,8 @@ def _element(tensor: torch.Tensor, index: tuple[int, ...]) -> str:
     element = tensor.detach()[index]
     try:
         return str(element.item())
-    except (RuntimeError, NotImplementedError):  # a dtype that has no Python number
-        return str(element)
+    except RuntimeError:  # a dtype that has no Python number
+        return f"0x{bytes(element.view(-1).view(torch.uint8).tolist())[::-1].hex()}"
 
 
 def essential(recipe: Recipe) -> Sequence[Recipe]:

@@ -44,7 +44,9 @@ class WrapperType:
             value.stride(),
             value.requires_grad,
         )
-        carried = {name: held for name, held in attributes_of(value).items() if name not in inner and _is_state(name)}
+        carried = {name: held for name, held in attributes_of(value).items() if name not in inner}
+        if value.layout is torch.jagged:
+            carried = {name: held for name, held in carried.items() if not name.startswith("_sym_")}  # cached sizes
         if carried:
             # What the class sets by itself comes back by itself; the rest was set by somebody else.
             own = attributes_of(context.rebuild(list(tensors.values())))
@@ -75,11 +77,6 @@ class WrapperType:
             facts["metadata"] = context["ragged_idx"]
             facts["offsets"] = value.offsets().tolist()
         return facts
-
-
-def _is_state(name: str) -> bool:
-    """Whether an attribute is not one of those in which torch caches the symbolic sizes of jagged tensors."""
-    return not name.startswith("_sym_")
 
 
 def _is_changed(held: Any, own: Any) -> bool:

@@ -59,3 +59,10 @@ def test_meta_tensors_are_like_each_other_wherever_they_begin():
     result = st.copy_into(here, there)
     assert result[0] is there[0]
     assert torch.equal(there[2], ramp(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float4_e2m1fn_x2, torch.uint4, torch.bits8], ids=str)
+def test_elements_that_python_has_no_number_for_are_shown_as_bits(dtype):
+    one, other = (torch.tensor(bits, dtype=torch.uint8).view(dtype) for bits in ([1, 0x2A], [1, 0x2B]))
+    report = st.similarity({"w": one}, {"w": other}, values=True)
+    assert "value differs at w: 0x2a at index (1,) (1 of 2 elements differ) against 0x2b at index (1,)" in str(report)

@@ -54,6 +54,12 @@ def test_attributes_that_a_user_adds_are_kept():
     assert again.tensor is not tensor.tensor
 
 
+def test_names_that_jagged_tensors_cache_under_are_a_users_elsewhere():
+    tensor = two(2)
+    tensor._sym_sizes = 7
+    assert alone(tensor)._sym_sizes == 7
+
+
 def test_attributes_that_the_class_sets_are_kept_if_they_were_changed():
     tensor = counting()
     tensor.calls, tensor.log = 5, ["called"]
