@@ -45,6 +45,21 @@ TESTS = {
         "unit/test_overlaps.py",
         "unit/transforms/test_copy_into.py",
     ),
+    "geometry.py": ("unit/test_geometry.py", "unit/test_stager.py"),
+    "pool.py": ("unit/test_pool.py", "unit/test_stager.py"),
+    "snapshots.py": (
+        "unit/test_pool.py",
+        "unit/test_stage_async.py",
+        "unit/test_stager.py",
+        "unit/test_shared_memory.py",
+    ),
+    "stager.py": ("unit/test_pool.py", "unit/test_stage_async.py", "unit/test_stager.py", "unit/test_shared_memory.py"),
+    "exchange.py": (
+        "collectives/test_ties.py",
+        "collectives/test_memory.py",
+        "collectives/test_layouts.py",
+        "collectives/test_streaming.py",
+    ),
     "transforms/copy_into.py": ("unit/transforms/test_copy_into.py", "laws/test_all_or_nothing.py"),
     "transforms/similarity.py": ("unit/transforms/test_similarity.py", "laws/test_similarity.py"),
 }

@@ -32,7 +32,7 @@ from statetree.testing.assertions import (
     assert_trees_equal,
     tree_differences,
 )
-from statetree.testing.container_plan import Node, Value
+from statetree.testing.container_plan import Again, Node, Value
 from statetree.testing.layout import Layout
 from statetree.testing.optimizer_plan import OptimizerPlan
 from statetree.testing.plans import Plan, build
@@ -66,6 +66,7 @@ _STRATEGIES = (
 )
 
 __all__ = [
+    "Again",
     "Layout",
     "Node",
     "OptimizerPlan",

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from collections import deque
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from statetree.testing.judge import Judge
-from statetree.testing.regions import Region
 from statetree.testing.report import Strictness
+from statetree.testing.sharing import Holdings, shared_memory, shared_objects
+from statetree.testing.structure import outline, structure_differences
 from statetree.testing.watch import Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from statetree.testing.regions import View
+    from collections.abc import Callable
 
 T = TypeVar("T")
 SHOWN = 20
@@ -102,11 +99,12 @@ def assert_pure(transform: Callable[[Any], T], tree: Any) -> T:
 
 
 def assert_structure_preserved(transform: Callable[[Any], T], tree: Any) -> T:
-    """Assert that the result of a transform has the containers of its argument.
+    """Assert that the result of a transform has the containers that its argument had before the call.
 
     Of the same types, with the same keys in the same order, the same attributes and the same lengths; a leaf may have
     become any other leaf, but no container. Containers are subclasses of ``dict``, ``list``, ``tuple`` and ``deque``,
-    dataclasses and attrs classes.
+    dataclasses and attrs classes. Of their attributes, other than fields, those that hold nothing but containers and
+    plain values (as the ``_metadata`` of a state dict does) must have the same values; in others there are leaves.
 
     Args:
         transform: A function of one tree.
@@ -118,66 +116,46 @@ def assert_structure_preserved(transform: Callable[[Any], T], tree: Any) -> T:
     Raises:
         AssertionError: It names the places where structures differ.
     """
+    before = outline(tree)
     result = transform(tree)
-    found = Judge(Strictness(ties=False, leaves=False)).run(tree, result).found
+    found = structure_differences(before, outline(result))
     _report("assert_structure_preserved: the structures differ", found)
     return result
 
 
 def assert_independent(a: Any, b: Any, *, containers: bool = True) -> None:
-    """Assert that two trees share no memory, so that what happens to one does not happen to the other.
+    """Assert that two trees share nothing, so that what happens to one does not happen to the other.
 
-    Tensors are looked for at any depth, in opaque objects too.
+    They share memory if tensors or storages lie on one storage, or if the ranges of bytes from the first to the last
+    overlap of tensors, gradients, arrays of NumPy, and whatever else lets others write into its memory (``bytearray``,
+    ``array.array``, a ``memoryview``). They share an object if the very same one is in both, and it can be changed:
+    containers, tensors, instances of dataclasses and of any other class, random generators. What has a hash of its
+    value promises not to change and may be in both: numbers, strings, tuples, frozen dataclasses (but not what lies
+    in these); so may functions, classes, modules and enums. All this is looked for at any depth, in opaque objects too.
 
     Args:
         a: Any value.
         b: Another one.
-        containers: Whether they may not share a dict, list, deque or set either.
+        containers: Whether they may not share an object either. (A transform that does not copy what it cannot look
+            into, as ``map_leaves``, passes opaque objects on: these then are in both.)
 
     Raises:
         AssertionError: It names the places.
+
+    Example:
+        >>> from statetree.testing import assert_independent
+        >>> state = {"steps": [1]}
+        >>> assert_independent(state, dict(state))
+        Traceback (most recent call last):
+        ...
+        AssertionError: assert_independent: the trees are not independent in 1 place:
+          ['steps'] is the object at ['steps']
     """
-    one, other = (Judge(Strictness(ties=False)).run(side, side) for side in (a, b))
-    found = list(_shared_memory(one, other))
+    one, other = Holdings(a), Holdings(b)
+    found = list(shared_memory(one, other))
     if containers:
-        mine = {met.left: met.path for met in one.objects}
-        found += [
-            f"{_name(met.path)} is the container at {_name(mine[met.left])}"
-            for met in other.objects
-            if met.left in mine and isinstance(other.alive[met.left], (dict, list, deque, set))
-        ]
+        found += shared_objects(one, other)
     _report("assert_independent: the trees are not independent", found)
-
-
-def _shared_memory(one: Judge, other: Judge) -> Iterator[str]:
-    storages: dict[int, View] = {view.left.storage: view for view in one.views}
-    for view in other.views:
-        if view.left.storage in storages:
-            yield f"{_name(view.path)} lies on the storage of {_name(storages[view.left.storage].path)}"
-    for view in other.views:
-        for mine in one.views:
-            if mine.left.storage != view.left.storage and mine.left.overlaps_in_memory(view.left):
-                yield f"{_name(view.path)} lies in the memory of {_name(mine.path)}"
-    for a, b in ((one, other), (other, one)):
-        for path, array in a.arrays:
-            for view in b.views:
-                if view.left.overlaps_in_memory(_region_of_array(array)):
-                    yield f"the array at {_name(path)} shares the memory of {_name(view.path)}"
-    for path, array in other.arrays:
-        for name, its in one.arrays:
-            if sys.modules["numpy"].shares_memory(its, array):
-                yield f"{_name(path)} shares the memory of the array at {_name(name)}"
-
-
-def _region_of_array(array: Any) -> Region:
-    numpy = sys.modules["numpy"]
-    bounds = getattr(numpy, "byte_bounds", None) or numpy.lib.array_utils.byte_bounds  # before 2.0, and since
-    low, high = bounds(array)
-    return Region(0, low, 0, high - low)
-
-
-def _name(path: str) -> str:
-    return path or "<root>"
 
 
 def _report(head: str, found: list[str]) -> None:

@@ -61,7 +61,23 @@ class Node(Printed):
         made = NODES[self.kind](children, self.keys)
         for name, value in self.attributes:
             setattr(made, name, value.make(numbers))
+        numbers.made.append(made)
         return made
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Again(Printed):
+    """What the tree holds already, once more: the same object, not an equal one.
+
+    Attributes:
+        index: Which of the containers and tensors before it, modulo their number. If there are none, it is ``None``.
+    """
+
+    index: int = 0
+
+    def make(self, numbers: Numbers) -> Any:
+        """Return what was made before."""
+        return numbers.made[self.index % len(numbers.made)] if numbers.made else None
 
 
 def _items(children: list[Any], keys: tuple[Any, ...]) -> dict[Any, Any]:

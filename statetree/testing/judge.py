@@ -7,35 +7,21 @@ written down here a second time.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import sys
-import types
 import weakref
-from collections import OrderedDict, defaultdict, deque
-from typing import Any
+from collections import deque
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.testing.objects import brief, number_bits, reduced
-from statetree.testing.report import Strictness
+from statetree.testing.anatomy import anatomy
+from statetree.testing.objects import reduced, stands_on_c
 from statetree.testing.tensor_judge import TensorJudge
 from statetree.testing.ties import Met, changed_identities, changed_ties
+from statetree.testing.values import IDENTITIES, PLAIN, same_plain
 
-BY_VALUE = (bool, int, str, bytes, bytearray, range, type(None), type(...), type(NotImplemented), torch.Size, slice)
-BY_IDENTITY = (
-    type,
-    enum.Enum,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.ModuleType,
-    types.CodeType,
-    torch.dtype,
-    torch.layout,
-    torch.memory_format,
-    torch.qscheme,
-)
-#: What a tree's structure is made of; a ``torch.Size`` is a value.
-CONTAINERS = (dict, list, tuple, deque)
+if TYPE_CHECKING:
+    from statetree.testing.report import Strictness
 
 
 class Judge(TensorJudge):
@@ -45,9 +31,9 @@ class Judge(TensorJudge):
         super().__init__(strictness)
         self._seen: set[tuple[int, int]] = set()
 
-    def run(self, left: Any, right: Any) -> Judge:
-        """Compare two trees; ``found`` says afterwards where they differ."""
-        pending = [("", left, right)]
+    def run(self, left: Any, right: Any, path: str = "") -> Judge:
+        """Compare two trees, or what lies at a path; ``found`` says afterwards where they differ."""
+        pending = [(path, left, right)]
         while pending:
             path, a, b = pending.pop()
             try:
@@ -69,24 +55,18 @@ class Judge(TensorJudge):
     # Values of any kind
 
     def _judge(self, path: str, a: Any, b: Any) -> None:
-        if not self.strictness.leaves and not (_is_container(a) or _is_container(b)):
-            return
         cls = type(a)
         if cls is not type(b):
             self.differ(path, "type differs", cls, type(b))
             return
-        if cls in BY_VALUE:
-            if a != b:
+        if cls in PLAIN:
+            if not same_plain(a, b):
                 self.differ(path, "value differs", a, b)
             return
         if _is_of_numpy("dtype", a):
             self.expect(path, "dtype differs", a, b)
             return
-        if cls is float or cls is complex:
-            if number_bits(a) != number_bits(b):
-                self.differ(path, "value differs", a, b)
-            return
-        if isinstance(a, BY_IDENTITY):
+        if isinstance(a, IDENTITIES):
             if a is not b:
                 self.differ(path, "object differs", a, b)
             return
@@ -102,16 +82,14 @@ class Judge(TensorJudge):
             self.judge_storage(path, a, b)
         elif _is_of_numpy("ndarray", a):
             self.judge_array(path, a, b)
-        elif isinstance(a, dict):
-            self._judge_dict(path, a, b)
-        elif isinstance(a, (list, tuple, deque)):
-            self._judge_sequence(path, a, b)
+        elif isinstance(a, (dict, list, tuple, deque)):
+            self._judge_container(path, a, b)
         elif isinstance(a, (set, frozenset)):
             self._judge_set(path, a, b)
         elif isinstance(a, weakref.ref):
             if a() is not b():
                 self.differ(path, "referent differs", a(), b())
-        elif dataclasses.is_dataclass(cls) or hasattr(cls, "__attrs_attrs__"):
+        elif (dataclasses.is_dataclass(cls) or hasattr(cls, "__attrs_attrs__")) and not stands_on_c(cls):
             self.judge_attributes(path, a, b)
         else:
             self._judge_object(path, a, b)
@@ -124,39 +102,19 @@ class Judge(TensorJudge):
 
     # Containers
 
-    def _judge_dict(self, path: str, a: Any, b: Any) -> None:
-        base = OrderedDict if isinstance(a, OrderedDict) else dict
-        keys, others = list(base.__iter__(a)), list(base.__iter__(b))
-        if len(keys) != len(others):
-            self.differ(path, "number of keys differs", keys, others)
-        for index, (key, other) in enumerate(zip(keys, others, strict=False)):
-            self._judge_structure(f"{path}<key {index}>", key, other)
-        for key, other in zip(keys, others, strict=False):
-            self.later(f"{path}[{brief(key)}]", dict.__getitem__(a, key), dict.__getitem__(b, other))
-        if isinstance(a, defaultdict):
-            factory: Any = vars(defaultdict)["default_factory"].__get__
-            self._judge_structure(f"{path}.default_factory", factory(a), factory(b))
-        self.judge_attributes(path, a, b)
-
-    def _judge_structure(self, path: str, a: Any, b: Any) -> None:
-        """Have two values judged that belong to the structure, whether or not leaves are looked at."""
-        if self.strictness.leaves:
-            self.later(path, a, b)
-        else:
-            judge = Judge(Strictness(ties=False)).run(a, b)
-            if judge.found:
-                self.differ(path, "value differs", a, b)
-
-    def _judge_sequence(self, path: str, a: Any, b: Any) -> None:
-        base = next(base for base in (list, tuple, deque) if isinstance(a, base))
-        items, others = list(base.__iter__(a)), list(base.__iter__(b))
-        if len(items) != len(others):
-            self.differ(path, "length differs", len(items), len(others))
-        if base is deque:
-            self.expect(path, "maxlen differs", deque.maxlen.__get__(a), deque.maxlen.__get__(b))
-        for index, (item, other) in enumerate(zip(items, others, strict=False)):
-            self.later(f"{path}[{index}]", item, other)
-        if base is tuple and hasattr(type(a), "n_sequence_fields"):  # may have fields beyond the sequence
+    def _judge_container(self, path: str, a: Any, b: Any) -> None:
+        one, other = anatomy(a), anatomy(b)
+        if len(one.keys) != len(other.keys):
+            self.differ(path, "number of keys differs", *([key for _, key in body.keys] for body in (one, other)))
+        elif len(one.items) != len(other.items):
+            self.differ(path, "length differs", len(one.items), len(other.items))
+        for (step, part), (_, its) in zip(one.keys, other.keys, strict=False):
+            self.later(path + step, part, its)
+        for (step, part), (_, its) in zip(one.items, other.items, strict=False):
+            self.later(path + step, part, its)
+        for (step, part), (_, its) in zip(one.settings, other.settings, strict=True):
+            self.later(path + step, part, its)
+        if hasattr(type(a), "n_sequence_fields"):  # may have fields beyond the sequence
             self.later(f"{path}.__reduce__()", a.__reduce__()[1], b.__reduce__()[1])
         self.judge_attributes(path, a, b)
 
@@ -194,10 +152,3 @@ def _is_of_numpy(name: str, value: Any) -> bool:
     """Whether a value is of a class of NumPy's, which nobody has to have installed."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, getattr(numpy, name))
-
-
-def _is_container(value: Any) -> bool:
-    cls = type(value)
-    if cls in BY_VALUE or isinstance(value, type):
-        return False
-    return isinstance(value, CONTAINERS) or dataclasses.is_dataclass(cls) or hasattr(cls, "__attrs_attrs__")

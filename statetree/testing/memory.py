@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from statetree.testing.regions import raw_bytes
+from statetree.testing.regions import crossing, raw_bytes
 from statetree.testing.walk import inner_tensors, walk
 
 
@@ -48,15 +48,8 @@ def scribble(tree: Any) -> int:
 def shares_memory(left: Any, right: Any) -> bool:
     """Whether any storage of one tree overlaps one of the other, by address: whoever made it."""
     mine, others = storages(left), storages(right)  # held: some are made on request, and none may take another's place
-    return any(
-        start < stop_b and start_b < stop
-        for start, stop in map(_range, mine)
-        for start_b, stop_b in map(_range, others)
-    )
-
-
-def _range(storage: torch.UntypedStorage) -> tuple[int, int]:
-    return (storage.data_ptr(), storage.data_ptr() + storage.nbytes()) if storage.nbytes() else (0, 0)
+    ranges = [[(storage.data_ptr(), storage.nbytes(), True) for storage in side] for side in (mine, others)]
+    return any(True for _ in crossing(*ranges))
 
 
 def plain_tensors(tree: Any) -> list[torch.Tensor]:

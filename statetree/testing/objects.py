@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copyreg
-import struct
 import types
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 HEAP_TYPE = 1 << 9  # set for classes made by a class statement, whose slots are Python's
-
-
-def number_bits(value: complex) -> bytes:
-    """Return the bits of a number, which tell zeros of different signs apart."""
-    return struct.pack("<dd", value.real, value.imag)
+#: What pickle refuses, but can be told apart all the same.
+_REDUCERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
+    types.MappingProxyType: lambda view: (types.MappingProxyType, (dict(view),)),
+    memoryview: lambda view: (memoryview, (view.tobytes(), view.format, view.shape, view.readonly)),
+}
 
 
 def attributes_of(value: Any, skip: frozenset[str] = frozenset()) -> dict[str, Any]:
@@ -30,10 +32,15 @@ def attributes_of(value: Any, skip: frozenset[str] = frozenset()) -> dict[str, A
     return {**result, **dict(sorted(slots.items()))}
 
 
+def stands_on_c(cls: type) -> bool:
+    """Whether instances of a class may hold something besides attributes: one of its bases is written in C."""
+    return any(base is not object and not base.__flags__ & HEAP_TYPE for base in cls.__mro__)
+
+
 def reduced(value: Any) -> Any:
     """Return what pickle would make of an object, with its iterators spelled out; ``None`` if it cannot."""
     try:
-        reducer = copyreg.dispatch_table.get(type(value))
+        reducer = _REDUCERS.get(type(value)) or copyreg.dispatch_table.get(type(value))
         result = value.__reduce_ex__(4) if reducer is None else reducer(value)
     except Exception:
         return None

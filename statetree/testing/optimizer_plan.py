@@ -29,7 +29,10 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], ...]] = {
     "Adafactor": ({},),
     "LBFGS": ({},),
     "SparseAdam": ({},),
+    **({"Muon": ({},)} if hasattr(torch.optim, "Muon") else {}),
 }
+#: How many dims the parameters of an optimizer must have, and how long each of them is at least.
+SIDES: dict[str, tuple[int, int, int]] = {"Adafactor": (0, 2, 1), "LBFGS": (0, 2, 1), "Muon": (2, 2, 1)}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

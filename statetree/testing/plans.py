@@ -19,10 +19,16 @@ _NAMED = (type, types.FunctionType, types.BuiltinFunctionType)
 
 
 class Numbers:
-    """Makes tensors whose elements are unique by position, over all tensors of a tree, and holds shared storages."""
+    """Makes tensors whose elements are unique by position, over all tensors of a tree, and holds what is shared.
+
+    Attributes:
+        next: The next number.
+        made: The containers, objects and tensors of the tree so far, each as soon as it was whole.
+    """
 
     def __init__(self) -> None:
         self.next = 1
+        self.made: list[Any] = []
         self._bases: dict[int, torch.Tensor] = {}
 
     def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -81,20 +87,39 @@ def build(plan: Any) -> Any:
 
 
 def code(value: Any) -> str:
-    """Return an expression for a plan, or for a plain value in one."""
-    if isinstance(value, float) and type(value) is float:
-        return repr(value) if math.isfinite(value) else f'float("{value}")'
+    """Return an expression for a plan, or for a plain value in one.
+
+    It needs the names of ``statetree.testing``, its module ``samples``, and torch.
+    """
+    if type(value) is float:
+        return _code_of_float(value)
     if type(value) is complex:
         return f"complex({code(value.real)}, {code(value.imag)})"
     if type(value) is tuple:
         return f"({', '.join(map(code, value))}{',' if len(value) == 1 else ''})"
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return f"{_name(type(value))}{code(tuple(value))}"
     if isinstance(value, enum.Enum):
-        return f"{type(value).__name__}.{value.name}"
+        return f"{_name(type(value))}.{value.name}"
     if isinstance(value, _NAMED):
-        return value.__name__
+        return _name(value)
     if isinstance(value, torch.device):
         return f'torch.device("{value}")'
     return repr(value)
+
+
+def _code_of_float(value: float) -> str:
+    if math.isfinite(value):
+        return repr(value)
+    written = f'float("{value}")'
+    bits, usual = (
+        torch.tensor(number, dtype=torch.float64).view(torch.int64).item() for number in (value, eval(written))
+    )
+    return written if bits == usual else f"torch.tensor({bits}).view(torch.float64).item()"
+
+
+def _name(value: Any) -> str:
+    return f"samples.{value.__name__}" if value.__module__.endswith(".samples") else value.__name__
 
 
 def _alike(value: Any, default: Any) -> bool:

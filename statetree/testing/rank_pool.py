@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import tempfile
 import time
-from dataclasses import dataclass
-from multiprocessing.connection import wait
+import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from statetree.testing.rank_worker import ARE_YOU_IN_STEP, Answer, serve
+from statetree.testing.rank_line import Line, framed, wait_for_any
+from statetree.testing.rank_worker import Answer, is_in_step, pickled_call, serve
 
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
+#: How long the collective takes at most with which the ranks find out whether they are in step.
+IN_STEP_TIMEOUT_S = 5.0
 #: How long a process may take to write down where it hangs.
 STACK_S = 0.5
 #: How long a process may take to end by itself: those that are measured write down what they did.
@@ -28,14 +29,15 @@ ENDING_S = 10.0
 WORKER_FILE = str(Path(serve.__code__.co_filename))
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Outcome:
     """How a function ended on one rank.
 
     Attributes:
         rank: Which one it is.
-        status: ``returned``, ``raised``, ``died`` (its process ended), ``hung`` (its process was killed) or ``strayed``
-            (it returned, but the ranks have not made the same collectives).
+        status: ``returned``, ``raised`` (also if what it returned cannot be unpickled), ``died`` (its process ended),
+            ``hung`` (its process was killed) or ``strayed`` (it returned, but the ranks have not made the same
+            collectives).
         value: What was returned, or the exception that was raised, if it can be pickled.
         report: The traceback of what was raised, where it hung, or how its process ended.
     """
@@ -63,9 +65,9 @@ class RankPool:
         self.sound = True
         self._owner = os.getpid()
         self._idle: set[int] = set()  # the ranks that wait for a call, and end when none can come any more
+        self._worn = False
         self._folder = tempfile.TemporaryDirectory(prefix="statetree-ranks-", ignore_cleanup_errors=True)
-        self._pipes: list[Connection] = []
-        self._processes: list[Any] = []
+        self._lines: list[Line] = []
         context = _context()
         try:
             for rank in range(world_size):
@@ -76,92 +78,106 @@ class RankPool:
             raise
 
     def _start(self, context: Any, rank: int, world_size: int, collective_timeout: float) -> None:
-        mine, its = context.Pipe()
-        self._pipes.append(mine)
-        with its:  # closed, so that the end of the process is the end of the pipe
+        self._stack_file(rank).touch()
+        mine, its = socket.socketpair()
+        with its:  # closed here, so that only the process has it
             process = context.Process(
                 target=serve, args=(rank, world_size, self._folder.name, collective_timeout, its), daemon=True
             )
+            self._lines.append(Line(mine, process))
             process.start()
-        self._processes.append(process)
 
     def call(self, call: bytes, *, deadline: float, grace_s: float) -> list[Outcome]:
         """Run a pickled call on all ranks.
 
         Args:
-            call: The path of modules, and the pickled function with its arguments.
-            deadline: When to kill those that still run, by the monotonic clock.
+            call: The function and its arguments, as ``pickled_call`` returns them.
+            deadline: When to kill those that still run, by the monotonic clock. Nothing here waits longer, but for the
+                moment in which they say where they hang.
             grace_s: How long the others may go on once one has failed.
         """
         self.sound = False  # until it has ended well
-        self._idle.clear()
-        for pipe in self._pipes:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # seen below: it has died
-                pipe.send_bytes(call)
-        answers: dict[int, Answer | None] = {}
-        while len(answers) < len(self._pipes):
-            ready = self._ready(answers, deadline - time.monotonic())
-            if not ready:
-                break
-            for rank in ready:
-                answers[rank] = answer = self._receive(rank)
-                if answer is not None:
-                    self._idle.add(rank)
-                if answer is None or answer.status != "returned":
-                    deadline = min(deadline, time.monotonic() + grace_s)
-        outcomes = [self._outcome(rank, answers) for rank in range(len(self._pipes))]
-        return self._checked(outcomes, [answer for answer in answers.values() if answer is not None])
+        outcomes = self._exchange(call, deadline, grace_s)
+        if any(outcome.status != "returned" for outcome in outcomes):
+            return outcomes
+        outcomes = self._checked(outcomes, deadline)
+        self.sound = not self._worn and all(outcome.status == "returned" for outcome in outcomes)
+        return outcomes
 
     def close(self) -> None:
         """End the processes, those that do not end by themselves too, and remove what they left."""
         if os.getpid() != self._owner:
             return
-        for pipe in self._pipes:
-            pipe.close()
-        for rank, process in enumerate(self._processes):
+        for line in self._lines:
+            line.close()
+        started = [(rank, line.process) for rank, line in enumerate(self._lines) if line.process.pid is not None]
+        until = time.monotonic() + ENDING_S
+        for rank, process in started:
             if rank in self._idle:
-                process.join(ENDING_S)
+                process.join(max(0.0, until - time.monotonic()))
             process.kill()
-        for process in self._processes:
-            process.join()
+        for _, process in started:
+            process.join(ENDING_S)  # a process that was killed ends, but for one that waits for a broken disk
         self._folder.cleanup()
 
-    def _ready(self, answers: dict[int, Answer | None], timeout: float) -> list[int]:
-        pending = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
-        ready = wait(list(pending), timeout=max(0.0, timeout))
-        return [rank for pipe, rank in pending.items() if pipe in ready]
+    def _exchange(self, call: bytes, deadline: float, grace_s: float) -> list[Outcome]:
+        self._idle.clear()
+        message = framed(call)
+        for line in self._lines:
+            line.tell(message)
+        pending = dict(enumerate(self._lines))
+        outcomes: dict[int, Outcome] = {}
+        while pending:
+            left = max(0.0, deadline - time.monotonic())
+            wait_for_any(pending.values(), left)
+            done = [rank for rank, line in pending.items() if line.advance()]
+            if not done and not left:
+                break
+            for rank in done:
+                outcomes[rank] = self._outcome(rank, pending.pop(rank))
+                if outcomes[rank].status != "returned":
+                    deadline = min(deadline, time.monotonic() + grace_s)
+        for rank in pending:
+            outcomes[rank] = Outcome(rank, "hung", None, f"It did not end in time, and was killed. {self._stack(rank)}")
+        return [outcomes[rank] for rank in range(len(self._lines))]
 
-    def _receive(self, rank: int) -> Answer | None:
-        try:
-            answer = pickle.loads(self._pipes[rank].recv_bytes())
-        except (EOFError, ConnectionResetError):
-            return None
+    def _outcome(self, rank: int, line: Line) -> Outcome:
+        pickled = line.answer()
+        if pickled is None:
+            return Outcome(rank, "died", None, f"Its process ended with exit code {line.process.exitcode}.")
+        self._idle.add(rank)
+        answer = pickle.loads(pickled)
         assert isinstance(answer, Answer)
-        return answer
-
-    def _are_in_step(self) -> bool:
-        """Have the ranks make one more collective, and return whether it comes out right."""
+        self._worn = self._worn or answer.worn
         try:
-            for pipe in self._pipes:
-                pipe.send_bytes(ARE_YOU_IN_STEP)
-            return all([pickle.loads(pipe.recv_bytes()) for pipe in self._pipes])  # noqa: C419 - all must answer
-        except (EOFError, ConnectionResetError, BrokenPipeError):  # one died after it had returned
-            return False
+            value = pickle.loads(answer.value)
+        except Exception as error:
+            if answer.status == "raised":
+                return Outcome(rank, "raised", None, answer.traceback)
+            report = "".join(traceback.format_exception(error))
+            return Outcome(rank, "raised", error, f"What it returned cannot be unpickled.\n{report}")
+        return Outcome(rank, answer.status, value, answer.traceback)
 
-    def _outcome(self, rank: int, answers: dict[int, Answer | None]) -> Outcome:
-        if rank not in answers:
-            return Outcome(rank, "hung", None, f"It did not end in time, and was killed. {self._stack(rank)}")
-        answer = answers[rank]
-        if answer is None:
-            self._processes[rank].join()
-            return Outcome(rank, "died", None, f"Its process ended with exit code {self._processes[rank].exitcode}.")
-        return Outcome(rank, answer.status, answer.value, answer.traceback)
+    def _checked(self, outcomes: list[Outcome], deadline: float) -> list[Outcome]:
+        """Have the ranks make one more collective; return what is to be said of them if it does not come out right."""
+        left = max(0.0, deadline - time.monotonic())
+        # At most half of the time, so that those which only wait for another one are not taken for hung themselves.
+        steps = self._exchange(pickled_call(is_in_step, (min(IN_STEP_TIMEOUT_S, left / 2),)), deadline, left)
+        if any(step.status in ("hung", "died") for step in steps):
+            return [_lost(step) if step.status in ("hung", "died") else outcomes[step.rank] for step in steps]
+        if not all(step.value is True for step in steps):
+            text = "It returned, but the ranks did not make the same collectives: the next one did not come out right."
+            return [Outcome(outcome.rank, "strayed", outcome.value, text) for outcome in outcomes]
+        return outcomes
+
+    def _stack_file(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"stack{rank}"
 
     def _stack(self, rank: int) -> str:
         """Have a process that hangs write down where, and return that."""
-        pid = self._processes[rank].pid
+        pid = self._lines[rank].process.pid
         assert pid is not None
-        file = Path(self._folder.name) / f"stack{rank}"
+        file = self._stack_file(rank)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
         until = time.monotonic() + STACK_S
@@ -169,18 +185,15 @@ class RankPool:
             time.sleep(0.01)
         lines = file.read_text().splitlines()
         if not lines:
-            return "It does not say where: it may be stopped."
+            return "It does not say where: it may be stopped, or not have begun."
         own = next((index for index, line in enumerate(lines) if WORKER_FILE in line), len(lines))
         return "\n".join(lines[:own])
 
-    def _checked(self, outcomes: list[Outcome], answers: list[Answer]) -> list[Outcome]:
-        if any(outcome.status != "returned" for outcome in outcomes):
-            return outcomes
-        if not self._are_in_step():
-            text = "It returned, but the ranks did not make the same collectives: the next one did not come out right."
-            return [Outcome(outcome.rank, "strayed", outcome.value, text) for outcome in outcomes]
-        self.sound = not any(answer.worn for answer in answers)
-        return outcomes
+
+def _lost(step: Outcome) -> Outcome:
+    """Return what is to be said of a rank that hung or died in the collective after a call."""
+    text = "It had returned, and was to make one more collective, to see whether the ranks had made the same ones."
+    return dataclasses.replace(step, report=f"{text} {step.report}")
 
 
 def _context() -> Any:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
-import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from statetree.testing.rank_pool import Outcome, RankPool, close_kept_pools, kept_pools
+from statetree.testing.rank_worker import pickled_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,7 +47,7 @@ def run_ranks(
         world_size: How many ranks there are.
         fn: A function that can be pickled: from the top level of a module, or a ``functools.partial`` of one.
         args: What it is given, pickled as well.
-        timeout: Seconds until the ranks are killed.
+        timeout: Seconds until the ranks are killed, whatever they do: run, send much, or be stopped.
         collective_timeout: Seconds that a collective waits for the other ranks before it raises.
         fresh: Whether to use new processes, and to end them afterwards.
 
@@ -57,7 +56,8 @@ def run_ranks(
 
     Raises:
         AssertionError: If ``fn`` raised on any rank, did not end in time (the report then says where it hung), its
-            process died, or the ranks did not make the same collectives. It holds what every rank has to say.
+            process died, the ranks did not make the same collectives, or what it returned cannot be unpickled. It holds
+            what every rank has to say, and its cause is the first exception that a rank raised.
         ValueError: If there would be no rank.
 
     Example:
@@ -73,7 +73,9 @@ def run_ranks(
     if failures:
         name = getattr(fn, "__qualname__", None) or repr(fn)
         lines = [f"run_ranks: {name} failed on {len(failures)} of {world_size} ranks.", *map(str, failures)]
-        raise AssertionError("\n".join(lines))
+        raised = (outcome.value for outcome in failures if outcome.status == "raised")
+        cause = next((value for value in raised if isinstance(value, BaseException)), None)
+        raise AssertionError("\n".join(lines)) from cause
     return [outcome.value for outcome in outcomes]
 
 
@@ -120,15 +122,13 @@ def close_ranks() -> None:
 
 def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     try:
-        call = pickle.dumps((fn, args))
+        return pickled_call(fn, args)
     except Exception as error:
         error.add_note(
             "run_ranks: the function and its arguments must be picklable: a function from the top level of a module, "
             "or a functools.partial of one."
         )
         raise
-    # First the path, so that what the call names can be imported.
-    return pickle.dumps((sys.path, call))
 
 
 @contextlib.contextmanager

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+L = TypeVar("L")
 
 
 class Region(NamedTuple):
@@ -22,13 +24,6 @@ class Region(NamedTuple):
         """Return the same bytes with their address, for storages that are pieces of others."""
         return self if not self.address else Region(0, 0, self.address + self.start, self.length)
 
-    def overlaps_in_memory(self, other: Region) -> bool:
-        """Whether two ranges have bytes in common, whatever their storages are."""
-        if not (self.address and other.address):
-            return False
-        mine, its = self.address + self.start, other.address + other.start
-        return mine < its + other.length and its < mine + self.length
-
 
 class View(NamedTuple):
     """A plain tensor, or a storage, met on both sides."""
@@ -42,18 +37,22 @@ class View(NamedTuple):
         return View(self.path, self.left.in_memory(), self.right.in_memory())
 
 
-def overlapping(views: list[View], side: str) -> Iterator[tuple[str, str]]:
-    """Return the pairs of views whose ranges of bytes overlap, each pair once."""
-    placed = sorted((getattr(view, side), view.path) for view in views)
-    active: list[tuple[Region, str]] = []
-    for region, path in placed:
-        active = [
-            (other, name)
-            for other, name in active
-            if other.storage == region.storage and other.start + other.length > region.start
-        ]
-        yield from ((min(name, path), max(name, path)) for _, name in active)
-        active.append((region, path))
+def crossing(one: list[tuple[int, int, L]], other: list[tuple[int, int, L]]) -> Iterator[tuple[L, L]]:
+    """Yield pairs of ranges of memory that have bytes in common: at least one of each group that lies over each other.
+
+    Args:
+        one: Ranges: the first address, the number of bytes, and what the range is called.
+        other: Others.
+    """
+    placed = [(*place, side) for side, places in enumerate((one, other)) for place in places if place[1]]
+    placed.sort(key=lambda place: place[:2])
+    farthest: list[tuple[int, L | None]] = [(0, None), (0, None)]  # where what was met on either side ends
+    for start, length, label, side in placed:
+        end, partner = farthest[1 - side]
+        if partner is not None and start < end:
+            yield (partner, label) if side else (label, partner)
+        if start + length > farthest[side][0]:
+            farthest[side] = start + length, label
 
 
 def region_of(tensor: torch.Tensor) -> Region:

@@ -14,17 +14,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Strictness:
-    """What is compared besides containers and leaves.
-
-    ``assert_trees_equal`` describes the fields of the same names. ``leaves`` is whether leaves are looked at, at all.
-    """
+    """What is compared besides containers and leaves; ``assert_trees_equal`` describes the fields of the same names."""
 
     ties: bool = True
     strides: bool = True
     device: bool = False
     containers: bool = False
     storages: bool = True
-    leaves: bool = True
 
 
 class Report:
@@ -36,7 +32,6 @@ class Report:
         self.views: list[View] = []
         self.tensors: list[Met] = []
         self.objects: list[Met] = []
-        self.arrays: list[tuple[str, Any]] = []
         self.alive: dict[int, Any] = {}  # no id is handed out twice
         self.inside: list[tuple[str, Any, Any]] = []  # what the value under judgement holds
 

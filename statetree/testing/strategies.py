@@ -14,9 +14,9 @@ import torch
 from hypothesis import note
 from hypothesis import strategies as st
 
-from statetree.testing.container_plan import MAPPINGS, PAIRS, SEQUENCES, WITH_ATTRIBUTES, Node, Value
+from statetree.testing.container_plan import MAPPINGS, PAIRS, SEQUENCES, WITH_ATTRIBUTES, Again, Node, Value
 from statetree.testing.layout import LOCAL_GEOMETRIES, Layout, mesh_shape, meshes, over_later_dims
-from statetree.testing.optimizer_plan import OPTIMIZERS, OptimizerPlan
+from statetree.testing.optimizer_plan import OPTIMIZERS, SIDES, OptimizerPlan
 from statetree.testing.plans import Plan, build
 from statetree.testing.samples import Color, NamedPair, Pair, a_factory
 from statetree.testing.tensor_plan import DTYPES, GEOMETRIES, VIEWS, WRAPS, TensorPlan, ViewPlan
@@ -113,7 +113,9 @@ def tree_plans(
 ) -> st.SearchStrategy[Any]:
     """Plans of trees (see ``state_trees``)."""
     chosen = st.one_of(tensor_plans(), st.builds(Value, plain_values())) if leaves is None else leaves.map(_planned)
-    return st.recursive(chosen, lambda smaller: _nodes(smaller, opaque=opaque), max_leaves=max_leaves)
+    trees = st.recursive(chosen, lambda smaller: _nodes(smaller, opaque=opaque), max_leaves=max_leaves)
+    fewest = st.sampled_from([0, 2, 2])  # else half of all trees would be leaves, or empty
+    return st.one_of(trees, fewest.flatmap(lambda count: _nodes(trees, opaque=opaque, fewest=count)))
 
 
 def state_trees(
@@ -133,14 +135,21 @@ def state_trees(
     return _built(tree_plans(leaves, max_leaves=max_leaves, opaque=opaque))
 
 
+_wrapped = st.builds(TensorPlan, wrap=st.sampled_from(tuple(WRAPS)))
+
+
 def tied_plans(*, max_leaves: int = 12, opaque: bool = True) -> st.SearchStrategy[Any]:
     """Plans of trees whose leaves share storages (see ``tied_trees``)."""
-    leaves = st.one_of(view_plans(), view_plans(), st.builds(TensorPlan), st.builds(Value, plain_values()))
+    again = st.builds(Again, st.integers(0, 7))
+    views = (view_plans(max_bases=1), view_plans(max_bases=2), view_plans())
+    leaves = st.one_of(*views, again, _wrapped, st.builds(Value, plain_values()))
     return tree_plans(leaves, max_leaves=max_leaves, opaque=opaque)
 
 
 def tied_trees(*, max_leaves: int = 12, opaque: bool = True) -> st.SearchStrategy[Any]:
     """Trees whose leaves are views that overlap in a few storages, among others.
+
+    Tensors and containers appear in several places: the very same object.
 
     Args:
         max_leaves: As for ``state_trees``.
@@ -153,14 +162,14 @@ def tied_trees(*, max_leaves: int = 12, opaque: bool = True) -> st.SearchStrateg
 def optimizer_plans(draw: st.DrawFn, *, names: Sequence[str] = tuple(OPTIMIZERS)) -> OptimizerPlan:
     """Plans of states of optimizers (see ``optimizer_states``)."""
     name = draw(st.sampled_from(names))
-    least = 1 if name in {"Adafactor", "LBFGS"} else 0  # which look for means and maxima
-    sides = st.lists(st.integers(least, 3), max_size=2).map(tuple)
+    fewest, most, least = SIDES.get(name, (0, 2, 0))
+    sides = st.lists(st.integers(least, 3), min_size=fewest, max_size=most).map(tuple)
     group = st.lists(sides, min_size=1, max_size=2).map(tuple)
     return OptimizerPlan(
         name=name,
         variant=draw(st.integers(0, len(OPTIMIZERS[name]) - 1)),
         shapes=tuple(draw(st.lists(group, min_size=1, max_size=2))),
-        steps=draw(st.integers(0, 2)),
+        steps=draw(st.integers(1, 3)),
         dtype=draw(st.sampled_from([torch.float32, torch.float64])),
     )
 
@@ -240,18 +249,18 @@ def _planned(leaf: Any) -> Any:
     return leaf if isinstance(leaf, Plan) else Value(leaf)
 
 
-def _nodes(children: st.SearchStrategy[Any], *, opaque: bool) -> st.SearchStrategy[Any]:
+def _nodes(children: st.SearchStrategy[Any], *, opaque: bool, fewest: int = 0) -> st.SearchStrategy[Any]:
     @st.composite
     def mappings(draw: st.DrawFn) -> Node:
         kind = draw(st.sampled_from(list(MAPPINGS)))
-        items = draw(st.lists(st.tuples(keys(), children), max_size=4, unique_by=_key_of))
+        items = draw(st.lists(st.tuples(keys(), children), min_size=fewest, max_size=4, unique_by=_key_of))
         attributes = draw(_attributes(kind, children))
         return Node(kind, tuple(child for _, child in items), tuple(key for key, _ in items), attributes)
 
     @st.composite
     def sequences(draw: st.DrawFn) -> Node:
         kind = draw(st.sampled_from(list(SEQUENCES)))
-        items = draw(st.lists(children, max_size=4))
+        items = draw(st.lists(children, min_size=fewest, max_size=4))
         return Node(kind, tuple(items), attributes=draw(_attributes(kind, children)))
 
     @st.composite
@@ -260,7 +269,7 @@ def _nodes(children: st.SearchStrategy[Any], *, opaque: bool) -> st.SearchStrate
 
     @st.composite
     def things(draw: st.DrawFn) -> Node:
-        return Node("Thing", tuple(draw(st.lists(children, max_size=3))))
+        return Node("Thing", tuple(draw(st.lists(children, min_size=fewest, max_size=3))))
 
     return st.one_of(mappings(), sequences(), pairs(), *([things()] if opaque else []))
 

@@ -36,6 +36,9 @@ DTYPES = (
     torch.uint32,
     torch.uint64,
     torch.float8_e8m0fnu,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.float4_e2m1fn_x2,
 )
 _COUNTABLE = frozenset(
     dtype for dtype in DTYPES if dtype.itemsize > 1 and (dtype.is_floating_point or dtype.is_complex)
@@ -60,7 +63,9 @@ class TensorPlan(Printed):
 
     def make(self, numbers: Numbers) -> torch.Tensor:
         """Make the tensor."""
-        return WRAPS[self.wrap](GEOMETRIES[self.geometry](self, numbers), numbers)
+        made = WRAPS[self.wrap](GEOMETRIES[self.geometry](self, numbers), numbers)
+        numbers.made.append(made)
+        return made
 
 
 def _contiguous(plan: TensorPlan, numbers: Numbers) -> torch.Tensor:
@@ -160,7 +165,9 @@ class ViewPlan(Printed):
     def make(self, numbers: Numbers) -> Any:
         """Make the view, and the storage if it is the first one on it."""
         base = numbers.base(self.base)
-        return VIEWS[self.kind](base, min(self.start, self.stop), max(self.start, self.stop))
+        made = VIEWS[self.kind](base, min(self.start, self.stop), max(self.start, self.stop))
+        numbers.made.append(made)
+        return made
 
 
 VIEWS: dict[str, Callable[[torch.Tensor, int, int], Any]] = {

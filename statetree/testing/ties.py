@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
-from statetree.testing.regions import overlapping
-
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -27,6 +25,8 @@ class Met(NamedTuple):
 def changed_ties(views: Sequence[View], *, storages: bool, distances: bool) -> Iterator[str]:
     """Compare which views share storages, and how those that do lie to each other.
 
+    Either side may be a copy of the other: what a copy may do is accepted both ways.
+
     Args:
         views: What was met.
         storages: Whether views that do not overlap must share a storage object, if they did.
@@ -34,44 +34,46 @@ def changed_ties(views: Sequence[View], *, storages: bool, distances: bool) -> I
     """
     if not storages:
         views = [view.in_memory() for view in views]
-    taken = sorted(
-        (view for view in views if view.left.length),
-        key=lambda view: (view.left.storage, view.left.start, view.left.length),
-    )
-    clusters = _clusters(taken, FAR_BYTES if storages else 0)
-    for first, *others in clusters.values():
-        for view in others:
-            apart, now = view.left.start - first.left.start, view.right.start - first.right.start
-            if view.right.storage != first.right.storage:
-                yield f"storage of {first.path} and {view.path} is one on the left, two on the right"
-            elif now != apart and distances:
-                yield f"overlap differs: {view.path} lay {apart} bytes from {first.path}, now {now}"
-    if storages:
-        yield from _changed_storages(views, Counter(storage for storage, _ in clusters))
-    if distances:
-        overlaps = [set(overlapping(taken, side)) for side in ("left", "right")]
-        for one, other in sorted(overlaps[0] ^ overlaps[1]):
-            yield f"overlap differs: {one} and {other} overlap on one side only"
+    found: dict[str, None] = {}
+    for one, other in (("left", "right"), ("right", "left")):
+        clusters = _clusters(views, one, FAR_BYTES if storages else 0)
+        for first, *others in clusters:
+            for view in others:
+                if getattr(view, other).storage != getattr(first, other).storage:
+                    found[f"storage of {first.path} and {view.path} is one on the {one}, two on the {other}"] = None
+                elif distances and _apart(first, view, one) != _apart(first, view, other):
+                    far = f"{_apart(first, view, 'left')} bytes from {first.path}, now {_apart(first, view, 'right')}"
+                    found[f"overlap differs: {view.path} lay {far}"] = None
+        if storages:
+            # Where a storage was cut at its gaps, nobody can say on which part a tensor without elements belongs.
+            parts = Counter(getattr(first, one).storage for first, *_ in clusters)
+            whole = [view for view in views if parts[getattr(view, one).storage] <= 1]
+            met = [Met(view.path, view.left.storage, view.right.storage) for view in whole]
+            found.update(dict.fromkeys(_torn(met, "storage", one, other)))
+    yield from found
 
 
-def _clusters(taken: Sequence[View], gap_bytes: int) -> dict[tuple[int, int], list[View]]:
-    """Group views that lie on one storage with no wider gap between them, by the first of each group."""
-    clusters: dict[tuple[int, int], list[View]] = {}
-    first: View | None = None
-    end = 0
-    for view in taken:
-        if first is None or view.left.storage != first.left.storage or view.left.start >= end + gap_bytes:
-            first, end = view, 0
-        clusters.setdefault((first.left.storage, first.left.start), []).append(view)
-        end = max(end, view.left.start + view.left.length)
+def _apart(first: View, view: View, side: str) -> int:
+    return int(getattr(view, side).start - getattr(first, side).start)
+
+
+def _clusters(views: Sequence[View], side: str, gap_bytes: int) -> list[list[View]]:
+    """Group views that lie on one storage with no wider gap between them."""
+
+    def place(view: View) -> tuple[int, int, int]:
+        region = getattr(view, side)
+        return region.storage, region.start, region.length
+
+    clusters: list[list[View]] = []
+    last, end = None, 0
+    for view in sorted((view for view in views if getattr(view, side).length), key=place):
+        storage, start, length = place(view)
+        if storage != last or start >= end + gap_bytes:
+            clusters.append([])
+            last, end = storage, 0
+        clusters[-1].append(view)
+        end = max(end, start + length)
     return clusters
-
-
-def _changed_storages(views: Sequence[View], parts: Counter[int]) -> Iterator[str]:
-    met = [Met(view.path, view.left.storage, view.right.storage) for view in views]
-    yield from _torn(met, "storage", "right", "left")
-    # Where a storage was cut at its gaps, nobody can say on which part a tensor without elements belongs.
-    yield from _torn([place for place in met if parts[place.left] <= 1], "storage", "left", "right")
 
 
 def changed_identities(met: Sequence[Met], what: str) -> Iterator[str]:

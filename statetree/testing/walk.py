@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import types
 import weakref
-from collections import deque
-from pathlib import PosixPath, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.testing.objects import attributes_of, reduced
+from statetree.testing.anatomy import anatomy, is_container, is_sharded
+from statetree.testing.objects import reduced, stands_on_c
+from statetree.testing.values import IDENTITIES, PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-# Passed by identity: what hangs on them is not part of a tree.
-_IDENTITIES = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, types.CodeType, weakref.ref)
-#: Types whose instances are compared as they are.
-VALUES: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes)
-VALUES += (torch.dtype, torch.device, torch.Size, torch.layout)
-VALUES += (PurePosixPath, PureWindowsPath, PosixPath)  # which cache their parts
-_SEQUENCES = (list, tuple, deque, set, frozenset)
-#: Attributes with which torch notes on a jagged tensor's values, whenever they are read, what it may compile for.
-NOTED_BY_TORCH = ("_dynamo", "_specialize_on")
 
 
 def walk(tree: Any) -> Iterator[Any]:
@@ -31,51 +20,40 @@ def walk(tree: Any) -> Iterator[Any]:
     return (value for _, value in walk_with_paths(tree))
 
 
-def walk_with_paths(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what ``walk`` does, with the path that leads there."""
+def walk_with_paths(tree: Any, *, gradients: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yield what ``walk`` does, with the path that leads there; and, if asked to, the gradients of tensors."""
     pending, seen = [("", tree)], {}
     while pending:
         path, value = pending.pop()
-        if type(value) in VALUES or isinstance(value, _IDENTITIES) or id(value) in seen:
+        if type(value) in PLAIN or isinstance(value, (*IDENTITIES, weakref.ref)) or id(value) in seen:
             continue
         seen[id(value)] = value
         yield path, value
         pending.extend((path + step, child) for step, child in children(value))
+        if gradients and isinstance(value, torch.Tensor) and value.is_leaf and value.grad is not None:
+            pending.append((f"{path}.grad", value.grad))
 
 
 def children(value: Any) -> list[tuple[str, Any]]:
     """Return what lies one level below a value, with the step that leads there."""
-    if isinstance(value, torch.Tensor):
-        found = [(f".<inner {index}>", inner) for index, inner in enumerate(inner_tensors(value))]
-        if value.layout is torch.jagged:  # it caches what it is asked for among its attributes
-            return found
-        return found + [(f".{name}", held) for name, held in vars(value).items() if not name.startswith(NOTED_BY_TORCH)]
     if isinstance(value, torch.storage.TypedStorage):
         return [("._untyped_storage", value._untyped_storage)]
     if isinstance(value, torch.UntypedStorage):
         return []
-    contained = _contained(value)
-    attributes = [(f".{name}", held) for name, held in attributes_of(value).items()]
-    if not attributes and contained is None:
-        parts = reduced(value)
-        return [(".__reduce__", part) for part in parts[1:]] if isinstance(parts, list) else []
-    return (contained or []) + attributes
-
-
-def _contained(value: Any) -> list[tuple[str, Any]] | None:
-    """Return the items of a container, as its base class has them; ``None`` for what is none."""
-    if isinstance(value, dict):
-        keys = list(dict.keys(value))
-        items = [(f"[{key!r:.40}]", dict.__getitem__(value, key)) for key in keys]
-        return [*((f"<key {index}>", key) for index, key in enumerate(keys)), *items]
-    base = next((base for base in _SEQUENCES if isinstance(value, base)), None)
-    if base is None:
-        return None
-    return [(f"[{index}]", item) for index, item in enumerate(base.__iter__(value))]
+    body = anatomy(value)
+    parts = body.parts()
+    if isinstance(value, torch.Tensor):
+        return [(f".<inner {index}>", inner) for index, inner in enumerate(inner_tensors(value))] + parts
+    if not is_container(value) and (not body.attributes or stands_on_c(body.cls)):
+        held = reduced(value)
+        parts += [(".__reduce__", part) for part in held[1:]] if isinstance(held, list) else []
+    return parts
 
 
 def inner_tensors(value: torch.Tensor) -> list[Any]:
     """Return the tensors that a tensor is made of, if it is not simply a view on a storage."""
+    if is_sharded(value):
+        return []  # its shards lie in its attributes
     if hasattr(value, "__tensor_flatten__"):
         return [getattr(value, name) for name in value.__tensor_flatten__()[0]]
     if value.is_nested:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import pickle
-from collections import OrderedDict, deque
 from typing import Any, NamedTuple
 
 import torch
 
-from statetree.testing.memory import storage_of, storages
+from statetree.testing.anatomy import Anatomy, anatomy, is_container
+from statetree.testing.memory import storage_of
 from statetree.testing.objects import attributes_of
 from statetree.testing.regions import raw_bytes
-from statetree.testing.walk import NOTED_BY_TORCH, VALUES, walk_with_paths
-
-_SEQUENCES: tuple[Any, ...] = (list, tuple, deque, set, frozenset)
+from statetree.testing.values import same_plain
+from statetree.testing.walk import walk_with_paths
 
 
 class _Tensor(NamedTuple):
     version: int | None
+    dtype: torch.dtype
     shape: tuple[int, ...] | None
     stride: tuple[int, ...] | None
     offset: int | None
@@ -26,7 +26,8 @@ class _Tensor(NamedTuple):
     is_leaf: bool
     bits: tuple[bool, bool]
     grad: int
-    cls: type
+    hooks: int
+    retains_grad: bool
 
 
 def _record(value: torch.Tensor) -> _Tensor:
@@ -38,6 +39,7 @@ def _record(value: torch.Tensor) -> _Tensor:
 
     return _Tensor(
         version=ask(lambda: value._version),
+        dtype=value.dtype,
         shape=ask(lambda: tuple(map(str, value.shape))),
         stride=ask(lambda: tuple(map(str, value.stride()))),
         offset=ask(value.storage_offset),
@@ -46,24 +48,18 @@ def _record(value: torch.Tensor) -> _Tensor:
         is_leaf=value.is_leaf,
         bits=(bool(ask(value.is_conj)), bool(ask(value.is_neg))),
         grad=id(value.grad) if value.is_leaf else 0,
-        cls=type(value),
+        hooks=len(ask(lambda: value._backward_hooks) or ()),
+        retains_grad=bool(ask(lambda: value.retains_grad)),
     )
 
 
-def _held(value: Any) -> list[Any]:
-    """Return the identities of what a container holds, in its order, and of what lies in an object's attributes."""
-    found: list[Any] = []
-    if isinstance(value, torch.Tensor) and value.layout is torch.jagged:
-        return found
-    if isinstance(value, dict):
-        base = OrderedDict if isinstance(value, OrderedDict) else dict
-        keys = list(base.__iter__(value))
-        found += keys + [dict.__getitem__(value, key) for key in keys]
-    else:
-        found += next((base.__iter__(value) for base in _SEQUENCES if isinstance(value, base)), ())
-    # Members of classes written in C are made anew whenever they are asked for.
-    kept = {name: held for name, held in attributes_of(value).items() if not name.startswith(NOTED_BY_TORCH)}
-    return [held if type(held) in VALUES else id(held) for held in (*found, *kept.values())]
+def _same_body(now: Anatomy, before: Anatomy) -> bool:
+    """Whether an object holds the very same things as before, under the same names; plain values may be equal ones."""
+    if now.cls is not before.cls or list(now.attributes) != list(before.attributes):
+        return False
+    parts, others = now.parts(), before.parts()
+    pairs = zip(parts, others, strict=False)
+    return len(parts) == len(others) and all(a is b or same_plain(a, b) for (_, a), (_, b) in pairs)
 
 
 _REDUCE: Any = object.__reduce__
@@ -73,13 +69,13 @@ def _state_of(value: Any) -> Any:
     """Return what an object written in C holds (an array, a ``bytearray``, a generator); ``None`` of others."""
     if isinstance(value, torch.Generator):
         return value.get_state().tolist()
-    if isinstance(value, (torch.Tensor, torch.storage.TypedStorage, torch.UntypedStorage, dict, *_SEQUENCES)):
+    if is_container(value) or isinstance(value, (torch.Tensor, torch.storage.TypedStorage, torch.UntypedStorage)):
         return None
     if attributes_of(value) and getattr(type(value), "__reduce__", None) is _REDUCE:
         return None  # these are all that it holds, and are looked at one by one
     try:
         with memoryview(value) as view:
-            return view.format, view.shape, view.tobytes()
+            return view.format, view.shape, view.strides, view.readonly, view.tobytes()
     except (TypeError, ValueError, BufferError):  # it has no such memory
         pass
     try:
@@ -91,8 +87,9 @@ def _state_of(value: Any) -> Any:
 class Watch:
     """Remembers everything about a tree that a pure transform may not change.
 
-    Identities of containers and of what they hold, attributes, versions, geometry, gradients, bytes, storage sizes, and
-    what lies in arrays of NumPy, sets, generators and other objects that can be pickled.
+    Classes and identities of containers and of what they hold (plain values by type and bits), attributes, default
+    factories, versions, dtypes, geometry, gradients, hooks, bytes, storage sizes, and what lies in arrays of NumPy,
+    sets, random generators and other objects that can be pickled. Not how far Python's own generators have run.
 
     Example:
         >>> import torch
@@ -108,19 +105,19 @@ class Watch:
 
     def __init__(self, tree: Any) -> None:
         self.tree = tree
-        self._objects = list(walk_with_paths(tree))
-        self._below = [_held(value) for _, value in self._objects]
+        self._objects = list(walk_with_paths(tree, gradients=True))
+        self._bodies = [anatomy(value) for _, value in self._objects]
         self._states = [_state_of(value) for _, value in self._objects]
         self._tensors = [(path, value) for path, value in self._objects if isinstance(value, torch.Tensor)]
-        self._grads = [value.grad for _, value in self._tensors if value.is_leaf]
         self._records = [_record(value) for _, value in self._tensors]
-        self._storages = storages(tree) + storages([grad for grad in self._grads if grad is not None])
+        owned = [storage for _, value in self._objects if (storage := storage_of(value)) is not None]
+        self._storages = list({storage._cdata: storage for storage in owned}.values())
         self._bytes = [(storage.nbytes(), raw_bytes(storage).clone()) for storage in self._storages]
 
     def check(self) -> None:
         """Raise ``AssertionError`` if anything is different now."""
-        for (path, value), before in zip(self._objects, self._below, strict=True):
-            if _held(value) != before:
+        for (path, value), before in zip(self._objects, self._bodies, strict=True):
+            if not _same_body(anatomy(value), before):
                 raise AssertionError(f"Watch: the contents or attributes of the {_described(path, value)} changed")
         for (path, value), state in zip(self._objects, self._states, strict=True):
             if state is not None and _state_of(value) != state:
@@ -141,8 +138,7 @@ class Watch:
     def _on(self, storage: torch.UntypedStorage) -> list[str]:
         """Return where the tensors are that lie on a storage."""
         held = [(path, storage_of(value)) for path, value in self._objects]
-        paths = [path or "<root>" for path, own in held if own is not None and own._cdata == storage._cdata]
-        return paths or ["a gradient"]
+        return [path or "<root>" for path, own in held if own is not None and own._cdata == storage._cdata]
 
 
 def _described(path: str, value: Any) -> str:

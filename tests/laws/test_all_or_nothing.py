@@ -7,16 +7,20 @@ from hypothesis import example, given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from statetree.testing import TensorPlan, Watch, assert_trees_equal, build, tied_plans, tree_plans
+from statetree.testing import Node, TensorPlan, Watch, assert_trees_equal, build, tied_plans, tree_plans
+from tests.laws.drawn import near
 
 plans = hyp.one_of(tree_plans(max_leaves=8), tied_plans(max_leaves=8))
+pairs_of_plans = hyp.one_of(near(plans), hyp.tuples(plans, plans))
 CELLS = 8
+LATE_MISMATCH = Node("list", (TensorPlan(), TensorPlan((3,))))
 
 
-@given(one=plans, other=plans, cast=hyp.booleans())
-@example(one=TensorPlan(), other=TensorPlan(dtype=torch.float64), cast=True)
-def test_any_two_trees(one, other, cast):
-    source, target = build(one), build(other)
+@given(pair=pairs_of_plans, cast=hyp.booleans())
+@example(pair=(TensorPlan(), TensorPlan(dtype=torch.float64)), cast=True)
+@example(pair=(LATE_MISMATCH, Node("list", (TensorPlan(), TensorPlan()))), cast=False)
+def test_any_two_trees(pair, cast):
+    source, target = map(build, pair)
     watch = Watch(target)
     try:
         result = st.copy_into(source, target, cast=cast)

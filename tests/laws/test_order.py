@@ -41,8 +41,6 @@ def test_sorted_paths_do_not_depend_on_the_order_of_mappings(plan, random):
 @given(plan=plans, random=randoms)
 def test_trees_match_whatever_the_order_of_mappings(plan, random):
     tree, other = build(plan), build(reordered(plan, random))
-    paths = st.map_with_path(lambda path, leaf: st.Path(path), tree)
-    assert paths is not None
     (leaves, spec), (others, other_spec) = st.flatten(tree), st.flatten(other)
     order, found = matched(spec, leaves, other_spec, others)
     assert found == []

@@ -1,6 +1,7 @@
 """The judge of all other tests, judged: it must notice every one of a list of planted faults."""
 
 import copy
+import dataclasses
 import functools
 import threading
 import types
@@ -25,7 +26,9 @@ from tests.trees.containers import (
     TypedPoint,
 )
 from tests.trees.corpus import Color, Held
-from tests.trees.fields import Frozen, Slotted, State
+from tests.trees.fields import Failure, Frozen, Slotted, State
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # said once
 
 FAULTS = []
 KEPT = []  # what is referred to weakly
@@ -547,6 +550,138 @@ def nested_number():
     return [torch.nested.nested_tensor(left)], [torch.nested.nested_tensor(right)]
 
 
+@fault
+def slice_bounds():
+    return [slice(0, 1)], [slice(0, True)]
+
+
+@fault
+def sign_in_a_slice():
+    return [slice(0.0, 1)], [slice(-0.0, 1)]
+
+
+@fault
+def range_of_the_same_numbers():
+    return [range(0, 3, 2)], [range(0, 4, 2)]
+
+
+@fault
+def bytes_of_a_bytearray():
+    return [bytearray(b"a")], [bytearray(b"b")]
+
+
+@fault
+def bytearray_turned_into_bytes():
+    return [bytearray(b"a")], [b"a"]
+
+
+@dataclasses.dataclass(init=False)
+class FloatData(float):
+    note: int = 0
+
+
+@dataclasses.dataclass(init=False)
+class BytesData(bytearray):
+    note: int = 0
+
+
+@fault
+def number_below_a_dataclass():
+    return [FloatData(1.0)], [FloatData(2.0)]
+
+
+@fault
+def bytes_below_a_dataclass():
+    return [BytesData(b"a")], [BytesData(b"b")]
+
+
+@fault
+def arguments_of_a_dataclass_that_is_an_error():
+    left, right = Failure("text"), Failure("text")
+    right.args = ("other",)
+    return [left], [right]
+
+
+@fault
+def order_of_an_array():
+    left = np.arange(4.0).reshape(2, 2).T
+    return [left], [np.ascontiguousarray(left)]
+
+
+@fault
+def mask_of_an_array():
+    return [np.ma.array([1, 2], mask=[0, 1])], [np.ma.array([1, 2], mask=[0, 0])]
+
+
+@fault
+def masked_value_of_an_array():
+    return [np.ma.array([1, 2], mask=[0, 1])], [np.ma.array([1, 3], mask=[0, 1])]
+
+
+class NotedArray(np.ndarray):
+    """An array with attributes."""
+
+
+@fault
+def attribute_of_an_array():
+    left, right = (np.zeros(2).view(NotedArray) for _ in range(2))
+    left.note, right.note = 1, True
+    return [left], [right]
+
+
+@fault
+def object_in_an_array():
+    return [np.array([1, None], dtype=object)], [np.array([True, None], dtype=object)]
+
+
+@fault
+def item_of_a_read_only_mapping():
+    return [types.MappingProxyType({"a": 1})], [types.MappingProxyType({"a": True})]
+
+
+@fault
+def bytes_of_a_memoryview():
+    return [memoryview(b"ab")], [memoryview(b"ac")]
+
+
+@fault
+def shape_of_a_memoryview():
+    return [memoryview(b"abcd")], [memoryview(b"abcd").cast("B", (2, 2))]
+
+
+@fault
+def gap_opened():
+    left, right = torch.zeros(6), torch.zeros(3 << 20)
+    return [left[:2], left[4:]], [right[:2], right[-2:]]
+
+
+@fault
+def gap_moved_far_away():
+    left, right = torch.zeros(3 << 20), torch.zeros(3 << 20)
+    return [left[:2], left[2:4], left[-2:]], [right[:2], right[-4:-2], right[-2:]]
+
+
+def wrapper_with(name):
+    """Return two wrappers with different values in an attribute that torch's own classes keep for themselves."""
+    left, right = (TwoTensors(values(2), values(2)) for _ in range(2))
+    setattr(left, name, 1)
+    setattr(right, name, 2)
+    return [left], [right]
+
+
+FAULTS += [
+    pytest.param(functools.partial(wrapper_with, own), id=f"wrapper_attribute{own}")
+    for own in ("_spec", "_size", "_strides", "_metadata_cache", "_ragged_idx", "_sym_sizes", "_dynamo_note")
+]
+
+
+@fault
+def jagged_attribute():
+    left, right = (torch.nested.nested_tensor_from_jagged(values(4), torch.tensor([0, 1, 4])) for _ in range(2))
+    left.note, right.note = 1, True
+    return [left], [right]
+
+
 @pytest.mark.parametrize("make", FAULTS)
 def test_a_planted_fault_is_noticed(make):
     left, right = make()
@@ -557,7 +692,7 @@ def test_a_planted_fault_is_noticed(make):
 
 
 def test_there_are_enough_faults():
-    assert len(FAULTS) >= 25
+    assert len(FAULTS) >= 100
 
 
 @pytest.mark.usefixtures("one_rank_group")
@@ -567,3 +702,32 @@ def test_another_mesh_is_noticed():
     assert_trees_equal(left, left)
     with pytest.raises(AssertionError, match=r"mesh differs at \[0\]"):
         assert_trees_equal(left, right)
+
+
+def test_bits_are_compared_on_the_cpu(monkeypatch):
+    """Trees may lie on different devices: without a GPU, all that can be seen is that both sides are brought."""
+    brought, cpu = [], torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: brought.append(tensor) or cpu(tensor))
+    assert_trees_equal([values(3)], [values(3)])
+    assert len(brought) == 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_faults_are_noticed_across_devices():
+    right = values(3).cuda()
+    for one, other in (([values(3)], [right]), ([right], [values(3)])):
+        assert_trees_equal(one, other)
+        with pytest.raises(AssertionError, match=r"device differs at \[0\]"):
+            assert_trees_equal(one, other, device=True)
+    right[1] = 7
+    for one, other in (([values(3)], [right]), ([right], [values(3)])):
+        with pytest.raises(AssertionError, match=r"elements differ at \[0\], 1 of 3, the first at index \(1,\)"):
+            assert_trees_equal(one, other)
+
+
+@pytest.mark.parametrize("device", [False, True])
+def test_meta_tensors_are_told_from_real_ones_and_compared_by_geometry(device):
+    assert_trees_equal([values(3).to("meta")], [values(3).to("meta")], device=device)
+    for one, other in (([values(3)], [values(3).to("meta")]), ([values(3).to("meta")], [values(3)])):
+        with pytest.raises(AssertionError, match=r"is_meta differs at \[0\]"):
+            assert_trees_equal(one, other, device=device)

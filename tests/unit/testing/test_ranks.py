@@ -1,8 +1,11 @@
+import contextlib
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -16,6 +19,20 @@ from statetree.testing.ranks import close_ranks
 
 ROOT = Path(__file__).parents[3]
 CALLS = []
+ALARM_S = 90
+
+
+@pytest.fixture(autouse=True)
+def _is_never_for_ever():
+    def fail(*_):
+        msg = f"the test took longer than {ALARM_S} s"
+        raise TimeoutError(msg)
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(ALARM_S)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 def end_with(code):
@@ -108,6 +125,72 @@ def return_unpicklable():
 
 def leave(error):
     raise error
+
+
+def stop(process, delay_s):
+    time.sleep(delay_s)
+    os.kill(process, signal.SIGSTOP)
+
+
+class Reduced:
+    """What calls a function when it is pickled, and another one when it is unpickled."""
+
+    def __init__(self, call, *args, pickled=None):
+        self.call, self.args, self.pickled = call, args, pickled
+
+    def __reduce__(self):
+        if self.pickled is not None:
+            self.pickled()
+        return self.call, self.args
+
+
+def signal_when_received(rank, number):
+    """Return what makes whoever receives it send a signal to the process that sent it."""
+    return Reduced(os.kill, os.getpid(), number) if dist.get_rank() == rank else None
+
+
+def stop_while_sending(rank, delay_s):
+    """Return much, and stop shortly after that was pickled."""
+    stopping = threading.Thread(target=stop, args=(os.getpid(), delay_s))
+    return (b"x" * 100_000_000, Reduced(int, pickled=stopping.start)) if dist.get_rank() == rank else None
+
+
+def close_the_line(rank):
+    if dist.get_rank() == rank:
+        for file in map(int, os.listdir("/dev/fd")):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file)) as copy:
+                if copy.family == socket.AF_UNIX:
+                    os.close(file)
+        time.sleep(600)
+
+
+def exit_and_leave_a_child(rank, folder):
+    """End, while a process that this one has started holds all its files open."""
+    if dist.get_rank() == rank:
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(0)
+        (folder / "child").write_text(str(child))
+        os._exit(3)
+
+
+def complain(process, text):
+    if os.getpid() == process:
+        raise RuntimeError(text)
+
+
+def return_what_cannot_be_unpickled_in(process, rank):
+    return Reduced(complain, process, "not here") if dist.get_rank() == rank else dist.get_rank()
+
+
+class NotUnpickledIn(ValueError):
+    def __reduce__(self):
+        return complain, self.args
+
+
+def raise_what_cannot_be_unpickled_in(process):
+    raise NotUnpickledIn(process, "not here")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -204,6 +287,87 @@ def test_after_a_failure_there_are_new_processes_in_step(make, reason):
     assert not any(map(alive, before))
     assert not set(run_ranks(2, pid)) & set(before)
     assert run_ranks(2, add_up, 1)[1][0] == 1
+
+
+@pytest.mark.parametrize("megabytes", [0, 10])
+def test_a_rank_that_was_stopped_between_calls_is_hung(megabytes):
+    before = run_ranks(2, pid)
+    os.kill(before[1], signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(AssertionError, match=r"failed on 1 of 2 ranks.\n--- rank 1 hung\n.*it may be stopped"):
+        run_ranks(2, len, b"x" * megabytes * 1_000_000, timeout=2)
+    assert time.monotonic() - started < 10
+    assert not any(map(alive, before))
+    assert run_ranks(2, add_up, 1)[1][0] == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [(signal.SIGSTOP, "hung\n.*it may be stopped"), (signal.SIGKILL, "died\n.*exit code -9")],
+    ids=["stops", "dies"],
+)
+def test_a_rank_that_stops_or_dies_after_its_answer_is_named(number, reason):
+    started = time.monotonic()
+    with pytest.raises(AssertionError, match=f"failed on 1 of 2 ranks.\n--- rank 1 {reason}"):
+        run_ranks(2, signal_when_received, 1, number, timeout=3)
+    assert time.monotonic() - started < 10
+    assert run_ranks(2, add_up, 1)[1][0] == 1
+
+
+@pytest.mark.parametrize("delay_s", [0, 0.03, 0.1])
+def test_a_rank_that_stops_while_it_sends_is_hung(delay_s):
+    started = time.monotonic()
+    with pytest.raises(AssertionError, match=r"--- rank 1 hung\n.*it may be stopped"):
+        run_ranks(2, stop_while_sending, 1, delay_s, timeout=3)
+    assert time.monotonic() - started < 10
+
+
+def test_a_rank_that_closes_its_line_is_hung():
+    started = time.monotonic()
+    with pytest.raises(AssertionError, match="--- rank 1 hung"):
+        run_ranks(2, close_the_line, 1, timeout=3)
+    assert time.monotonic() - started < 10
+
+
+def test_a_rank_has_died_even_if_a_process_that_it_started_has_not(tmp_path):
+    started = time.monotonic()
+    with pytest.raises(AssertionError, match=r"--- rank 1 died\nIts process ended with exit code 3."):
+        run_ranks(2, exit_and_leave_a_child, 1, tmp_path)
+    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+    assert time.monotonic() - started < 20
+
+
+def test_ranks_that_had_no_time_to_begin_are_hung():
+    outcomes = rank_outcomes(2, time.sleep, 30, timeout=0)
+    assert [outcome.status for outcome in outcomes] == ["hung", "hung"]
+
+
+def test_large_arguments_and_results_of_all_ranks():
+    data = torch.arange(3_000_000)
+    assert all(torch.equal(found, data) for found in run_ranks(3, partial(torch.add, data), 0))
+
+
+def test_a_result_that_cannot_be_unpickled_is_a_failure_of_its_rank():
+    with pytest.raises(
+        AssertionError, match=r"failed on 1 of 2 ranks.\n--- rank 1 raised\n.*cannot be unpickled"
+    ) as caught:
+        run_ranks(2, return_what_cannot_be_unpickled_in, os.getpid(), 1)
+    assert "RuntimeError: not here" in str(caught.value)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert run_ranks(2, add_up, 1)[1][0] == 1
+
+
+def test_an_exception_that_cannot_be_unpickled_is_told_all_the_same():
+    outcomes = rank_outcomes(1, raise_what_cannot_be_unpickled_in, os.getpid())
+    assert (outcomes[0].status, outcomes[0].value) == ("raised", None)
+    assert "in raise_what_cannot_be_unpickled_in" in outcomes[0].report
+
+
+def test_the_failure_has_the_first_exception_of_a_rank_as_its_cause():
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(4, raise_on, [1, 3])
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert str(caught.value.__cause__) == "it is rank 1"
 
 
 def test_collectives_have_a_timeout_of_their_own():

@@ -1,5 +1,6 @@
 import itertools
 import pickle
+import struct
 import subprocess
 import sys
 from collections import Counter
@@ -12,6 +13,7 @@ from hypothesis import strategies as hyp
 import statetree as st
 import statetree.testing
 from statetree.testing import (
+    Again,
     Node,
     OptimizerPlan,
     TensorPlan,
@@ -35,11 +37,7 @@ from statetree.testing.optimizer_plan import OPTIMIZERS
 from statetree.testing.strategies import plain_values, view_plans
 from statetree.testing.tensor_plan import DTYPES, GEOMETRIES, VIEWS, WRAPS
 
-NAMES = {
-    **{name: getattr(samples, name) for name in samples.__all__},
-    **{plan.__name__: plan for plan in (Node, OptimizerPlan, TensorPlan, Value, ViewPlan)},
-    "torch": torch,
-}
+NAMES = {**vars(statetree.testing), "samples": samples, "torch": torch}
 plans = hyp.one_of(tree_plans(), tied_plans(), optimizer_plans())
 
 
@@ -74,6 +72,21 @@ def test_plans_print_only_what_is_not_as_usual():
     assert repr(TensorPlan(geometry="gaps")) == "TensorPlan(geometry='gaps')"
     assert repr(Node("dict", (Value(float("nan")),), (True,))) == "Node('dict', (Value(float(\"nan\")),), (True,))"
     assert repr(ViewPlan(kind="slice", start=3)) == "ViewPlan(kind='slice', start=3)"
+
+
+@pytest.mark.parametrize("bits", [0x7FF8 << 48, 0xFFF8 << 48, (0x7FF8 << 48) + 5, 0x7FF0 << 48, 0xFFF0 << 48, 1 << 63])
+def test_odd_floats_print_as_what_they_are(bits):
+    plan = Value(struct.unpack("<d", struct.pack("<Q", bits))[0])
+    again = eval(repr(plan), dict(NAMES))
+    assert struct.unpack("<Q", struct.pack("<d", again.value))[0] == bits
+
+
+def test_what_was_made_before_comes_again():
+    tree = build(Node("list", (TensorPlan(), Node("list", (Again(),)), Again(1), Again(3))))
+    assert tree[1][0] is tree[0]
+    assert tree[2] is tree[1]
+    assert tree[3] is tree[1]  # there were two
+    assert build(Node("list", (Again(5),))) == [None]
 
 
 def test_what_is_no_plan_is_built_as_it_is():
@@ -138,6 +151,14 @@ def drawn(strategy, chosen, wanted):
     return set(wanted) - found
 
 
+def shared(plan):
+    """Say what the tensors of a tree have in common, if anything."""
+    leaves = leaves_of(build(plan))
+    if len(set(map(id, leaves))) < len(leaves):
+        return "object"
+    return "storage" if len({leaf.untyped_storage()._cdata for leaf in leaves}) < len(leaves) else ""
+
+
 @pytest.mark.parametrize(
     ("strategy", "chosen", "wanted"),
     [
@@ -147,10 +168,11 @@ def drawn(strategy, chosen, wanted):
         (tensor_plans(), lambda plan: len(plan.shape), range(4)),
         (view_plans(), lambda plan: plan.kind, VIEWS),
         (tree_plans(), lambda plan: getattr(plan, "kind", ""), NODES),
+        (tied_plans(), shared, ["object", "storage"]),
         (optimizer_plans(), lambda plan: plan.name, OPTIMIZERS),
         (plain_values(), type, [type(None), bool, int, float, complex, str, bytes]),
     ],
-    ids=["dtypes", "geometries", "wraps", "dims", "views", "nodes", "optimizers", "values"],
+    ids=["dtypes", "geometries", "wraps", "dims", "views", "nodes", "shared", "optimizers", "values"],
 )
 def test_everything_comes_up(strategy, chosen, wanted):
     assert drawn(strategy, chosen, wanted) == set()
@@ -193,16 +215,22 @@ def test_a_failure_shows_the_code_that_makes_its_tree():
 # Optimizers
 
 
+def test_there_are_all_of_torch():
+    found = {name for name in dir(torch.optim) if isinstance(getattr(torch.optim, name), type)}
+    assert found - {"Optimizer"} == set(OPTIMIZERS)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_and_variant_steps(name):
     for variant, _ in enumerate(OPTIMIZERS[name]):
-        plan = OptimizerPlan(name, variant, (((2, 3), (4,)), ((1,),)), steps=2)
+        shapes = (((2, 3), (2, 2)), ((1, 1),)) if name == "Muon" else (((2, 3), (4,)), ((1,),))
+        plan = OptimizerPlan(name, variant, shapes, steps=2)
         state = build(plan)
         assert len(state["model"]) == 3
         kept = leaves_of(state["optimizer"])
         assert kept or name in {"SGD"}
         assert_trees_equal(state, build(plan))
-        before = build(OptimizerPlan(name, variant, (((2, 3), (4,)), ((1,),)), steps=0))
+        before = build(OptimizerPlan(name, variant, shapes, steps=0))
         assert not torch.equal(state["model"]["p0"], before["model"]["p0"])
 
 

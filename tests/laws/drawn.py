@@ -1,0 +1,53 @@
+"""What some laws need drawn: pairs of trees that differ in one place, and trees in which containers appear twice."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from hypothesis import strategies as hyp
+
+from statetree.testing import Node, TensorPlan, Value, tensor_plans
+
+#: Where something is in a plan: the numbers of children, from the root on.
+Place = tuple[int, ...]
+LEAVES = hyp.one_of(tensor_plans(), hyp.builds(TensorPlan), hyp.builds(Value, hyp.integers()))
+
+
+def _places(plan: Any, at: Place = ()) -> Iterator[Place]:
+    yield at
+    if isinstance(plan, Node):
+        for index, child in enumerate(plan.children):
+            yield from _places(child, (*at, index))
+
+
+def _replaced(plan: Any, place: Place, new: Any) -> Any:
+    if not place:
+        return new
+    index, *rest = place
+    children = list(plan.children)
+    children[index] = _replaced(children[index], tuple(rest), new)
+    return Node(plan.kind, tuple(children), plan.keys, plan.attributes)
+
+
+@hyp.composite
+def near(draw: hyp.DrawFn, plans: hyp.SearchStrategy[Any]) -> tuple[Any, Any]:
+    """A plan, and another one in which a leaf or a subtree is replaced, in either order.
+
+    Two trees drawn apart seldom have more in common than their type.
+    """
+    plan = draw(plans)
+    other = _replaced(plan, draw(hyp.sampled_from(list(_places(plan)))), draw(LEAVES))
+    return (other, plan) if draw(hyp.booleans()) else (plan, other)
+
+
+def with_shared_containers(plans: hyp.SearchStrategy[Any]) -> hyp.SearchStrategy[Any]:
+    """Those of some plans whose containers can stay one where they are one.
+
+    Attributes and opaque objects share containers with nothing around them (docs/limits.md).
+    """
+    return plans.filter(_has_no_insides)
+
+
+def _has_no_insides(plan: Any) -> bool:
+    if not isinstance(plan, Node):
+        return True
+    return plan.kind != "Thing" and not plan.attributes and all(map(_has_no_insides, plan.children))
