@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 
 
 def main() -> int:
     """Run the ``statetree`` command. Returns its exit status."""
     try:
+        for name in ("click", "rich"):
+            import_module(name)
         from statetree.cli.app import main as run
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("click", "rich"):

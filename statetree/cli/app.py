@@ -1,18 +1,16 @@
-"""The ``statetree`` command: its arguments, and what becomes of errors."""
+"""The ``statetree`` command: its arguments."""
 
 from __future__ import annotations
 
-import io
-import os
-import sys
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
 
+from statetree.cli.completion import SHELLS, completion_script
 from statetree.cli.names import printable
-from statetree.errors import StateTreeError
+from statetree.cli.process import DIFFERENT, FAILED, NAME, SAME, run
+from statetree.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,10 +19,6 @@ if TYPE_CHECKING:
 
     from statetree.cli.edits import Rename
 
-SAME: Final = 0
-DIFFERENT: Final = 1
-FAILED: Final = 2
-_INTERRUPTED: Final = 130
 _UNITS: Final = {
     "": 1,
     "k": 10**3,
@@ -36,7 +30,6 @@ _UNITS: Final = {
     "gi": 2**30,
     "ti": 2**40,
 }
-_SHELLS: Final = ("bash", "zsh", "fish")
 
 
 def _bytes(text: str) -> int:
@@ -97,6 +90,9 @@ def cli() -> None:
     A checkpoint is a torch file (.pt, .pth, .ckpt), a safetensors file or the index of several
     (.safetensors, .safetensors.index.json), or a directory of torch.distributed.checkpoint (no suffix).
     Files are not trusted: nothing in them is executed.
+
+    The exit status is 0, or 2 after an error (diff: 1 if they differ); 130, 143 or 129 if it was interrupted,
+    terminated or hung up; and 141 if whoever read its output stopped.
     """
 
 
@@ -136,16 +132,18 @@ def show(
       statetree show --verify model.pt
     """
     from statetree.cli.opening import opened
-    from statetree.cli.show import show as run
+    from statetree.cli.show import show as show_checkpoint
 
     with opened(file, follow_links=follow_links) as checkpoint:
         _warn_of_foreign(checkpoint.foreign)
         verdict = ""
         if is_verified:
-            from statetree.cli.verify import verify
+            from statetree.cli.verify import verify, why_nothing
 
             verdict = verify(checkpoint, follow_links=follow_links)
-        run(checkpoint, depth=depth, sort=sort, patterns=patterns, as_json=as_json)
+            if not verdict:
+                raise CheckpointError(why_nothing(checkpoint))
+        show_checkpoint(checkpoint, depth=depth, sort=sort, patterns=patterns, as_json=as_json)
         if verdict:
             click.echo(verdict, err=as_json)
 
@@ -161,7 +159,8 @@ def diff(left: Path, right: Path, values: bool, patterns: Sequence[str], as_json
     """Show where LEFT and RIGHT differ: structure, dtypes, shapes, ties and, with --values, elements.
 
     They may be of different formats. The exit status is 0 if they are the same, 1 if they differ, and 2 if a
-    checkpoint cannot be read, or holds objects of classes that are not loaded and may differ in their --values.
+    checkpoint cannot be read, if nothing matches, or if one holds objects of classes that are not loaded and may
+    differ in their --values.
 
     \b
     Examples:
@@ -169,12 +168,12 @@ def diff(left: Path, right: Path, values: bool, patterns: Sequence[str], as_json
       statetree diff --values model.pt model.safetensors
       statetree diff --values --match 'model.*' --json a.ckpt b.ckpt
     """
-    from statetree.cli.diff import diff as run
+    from statetree.cli.diff import diff as compare
     from statetree.cli.opening import opened
 
     with opened(left, follow_links=follow_links) as one, opened(right, follow_links=follow_links) as other:
         _warn_of_foreign([*one.foreign, *other.foreign])
-        differ = run(one, other, patterns=patterns, values=values, as_json=as_json)
+        differ = compare(one, other, patterns=patterns, values=values, as_json=as_json)
         return FAILED if differ is None else DIFFERENT if differ else SAME
 
 
@@ -182,12 +181,20 @@ def diff(left: Path, right: Path, values: bool, patterns: Sequence[str], as_json
 @click.argument("source", type=_CHECKPOINT)
 @click.argument("destination", type=_CHECKPOINT)
 @_match
-@click.option("--cast", "dtype", type=_dtype, metavar="DTYPE", help="Convert floating-point tensors to a dtype.")
+@click.option(
+    "--cast", "dtype", type=_dtype, metavar="DTYPE",
+    help="Convert all floating-point tensors to a dtype, also counters such as an optimizer's step (bfloat16 cannot "
+    "hold 257). --match does not limit it, but leaves entries out.",
+)  # fmt: skip
 @click.option(
     "--rename", "renames", type=_rename, multiple=True, metavar="REGEX=REPL",
     help="Replace in keys what matches (may be given several times; \\1 is a group).",
 )  # fmt: skip
-@click.option("--shard-bytes", type=_bytes, metavar="SIZE", help="Begin a new file after so many bytes (5GB, 500MiB).")
+@click.option(
+    "--shard-bytes", type=_bytes, metavar="SIZE",
+    help="Begin a new file after so many bytes (5GB, 500MiB). X.safetensors is then written as "
+    "X.safetensors.index.json and X-00001-of-….safetensors.",
+)  # fmt: skip
 @click.option("--digest", is_flag=True, help="Write SHA-256 digests beside it, for show --verify.")
 @click.option("--drop-values", is_flag=True, help="Leave out plain values that the format cannot hold, and list them.")
 @click.option("--force", is_flag=True, help="Replace a checkpoint that is there already.")
@@ -207,7 +214,7 @@ def convert(
     """Write SOURCE to DESTINATION, in the format that its suffix stands for.
 
     It is written a piece at a time, and appears whole or not at all. Tensors that share bytes go on doing so in torch
-    files; other formats hold each of them.
+    files; other formats hold each of them. Whoever may not read SOURCE may not read DESTINATION, either.
 
     \b
     Examples:
@@ -217,18 +224,18 @@ def convert(
       statetree convert --digest model.safetensors.index.json model.pt
     """
     from statetree.cli.convert import Options
-    from statetree.cli.convert import convert as run
+    from statetree.cli.convert import convert as write
     from statetree.cli.opening import opened
 
     with opened(source, follow_links=follow_links) as checkpoint:
         _warn_of_foreign(checkpoint.foreign)
         options = Options(patterns, renames, dtype, shard_bytes, digest, drop_values, force)
-        for note in run(checkpoint, destination, options):
+        for note in write(checkpoint, destination, options):
             click.echo(f"note: {note}", err=True)
 
 
 @cli.command()
-@click.argument("shell", type=click.Choice(_SHELLS))
+@click.argument("shell", type=click.Choice(SHELLS))
 def completion(shell: str) -> None:
     """Print a script that completes the arguments of statetree in a SHELL.
 
@@ -238,11 +245,7 @@ def completion(shell: str) -> None:
       statetree completion zsh >> ~/.zshrc
       statetree completion fish > ~/.config/fish/completions/statetree.fish
     """
-    from click.shell_completion import get_completion_class
-
-    found = get_completion_class(shell)
-    assert found is not None
-    click.echo(found(cli, {}, "statetree", "_STATETREE_COMPLETE").source())
+    click.echo(completion_script(shell, NAME, cli), nl=False)
 
 
 def _warn_of_foreign(names: Sequence[str]) -> None:
@@ -257,25 +260,4 @@ def main(args: Sequence[str] | None = None) -> int:
     Args:
         args: Its arguments; by default the process'.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # one that knows few characters shows the others as escapes
-            stream.reconfigure(errors="backslashreplace")
-    try:
-        status = cli.main(args=None if args is None else list(args), prog_name="statetree", standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        return FAILED
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted", err=True)
-        return _INTERRUPTED
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the last flush has somewhere to go
-        return FAILED
-    except (StateTreeError, OSError, MemoryError) as error:
-        text = f"{type(error).__name__}: {error}" if not isinstance(error, StateTreeError) else str(error)
-        click.echo("error: " + "\n".join(map(printable, text.split("\n"))), err=True)
-        return FAILED
-    except Exception:  # noqa: BLE001 - Python's own status for it, 1, would mean that checkpoints differ
-        click.echo(f"error: statetree has a fault. Please report this:\n{traceback.format_exc()}", err=True)
-        return FAILED
-    return status if isinstance(status, int) else SAME
+    return run(cli, args)

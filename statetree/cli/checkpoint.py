@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from statetree.cli.progress import Progress
+    from statetree.cli.stored import Storage
     from statetree.dcp.outline import Entry, Outline
 
 TORCH: Final = "torch"
@@ -41,6 +42,7 @@ class Checkpoint:
         files: Its files.
         checks: Returns the checksums that it stores.
         foreign: Names of classes that were not loaded.
+        storages: All storages that the pickles speak of, those of objects that are not loaded, too.
         metadata: Texts that the file holds beside the tree.
         is_nested: Whether the file says how its entries are nested.
         containers: What stands as a mapping in the tree, by its path, since its class is not loaded.
@@ -56,6 +58,7 @@ class Checkpoint:
         *,
         checks: Callable[[], Iterable[Check]] = tuple,
         foreign: Sequence[str] = (),
+        storages: Sequence[Storage] = (),
         metadata: dict[str, str] | None = None,
         is_nested: bool = True,
         containers: dict[str, str] | None = None,
@@ -67,6 +70,7 @@ class Checkpoint:
         self.files = files
         self.checks = checks
         self.foreign = foreign
+        self.storages = storages
         self.metadata = metadata or {}
         self.is_nested = is_nested
         self.containers = containers or {}

@@ -11,6 +11,7 @@ from statetree.cli.names import brief, matches
 from statetree.cli.progress import progress
 from statetree.cli.stored import Composite, StoredStorage, StoredTensor
 from statetree.cli.ties import find_ties
+from statetree.errors import CheckpointError
 from statetree.paths import render_key
 
 if TYPE_CHECKING:
@@ -62,6 +63,10 @@ def compare(left: Checkpoint, right: Checkpoint, patterns: Sequence[str], *, val
             found += differences
             if values and not differences and is_value(a.value) and why_not_plain(a.value):
                 undecided.append(a.key)
+    if patterns and not shared and not found:
+        count = len(left.entries()) + len(right.entries())
+        msg = f"diff: none of the {count} keys matches: expected one or more. Check --match."
+        raise CheckpointError(msg)
     notes = []
     if undecided:
         named = brief(", ".join(undecided))

@@ -15,13 +15,13 @@ from statetree.cli.checkpoint import (
     tensors_in,
     why_not_plain,
 )
-from statetree.cli.describing import human
-from statetree.cli.destination import check_destination, folder_beside, publish
+from statetree.cli.describing import dtype_text, human
+from statetree.cli.destination import check_destination, folder_beside, keep_private, publish, writing_to
 from statetree.cli.digests import Written, digests_path, digests_text
-from statetree.cli.edits import Rename, cast, matching, without
+from statetree.cli.edits import Rename, cast, matching, overflowing, without
 from statetree.cli.files import Files
 from statetree.cli.names import printable
-from statetree.cli.opening import INDEX, format_of
+from statetree.cli.opening import INDEX, destination_format
 from statetree.cli.progress import progress
 from statetree.cli.stored import Composite, StoredStorage, StoredTensor
 from statetree.cli.ties import find_ties
@@ -60,19 +60,25 @@ def convert(source: Checkpoint, destination: Path, options: Options) -> list[str
     Raises:
         CheckpointError: If something cannot be read or written; the destination is then as it was.
     """
-    kind = format_of(destination)
+    kind = destination_format(destination)
     main = _main_file(destination, kind, options)
-    check_destination(main, is_directory=kind == DCP, force=options.force)
+    with writing_to(main):
+        check_destination(main, is_directory=kind == DCP, force=options.force)
     job = _Job(source, kind, options)
     _check_size(source, job.nbytes, main)
     check_sums(source)
-    with folder_beside(main) as folder:
+    with writing_to(main), folder_beside(main) as folder:
         with progress(f"writing {printable(main.name)}", job.nbytes) as advance:
             written = job.write(folder, main.name, advance)
         names = [file.name for file in written]
         if options.digest:
             names.append(_write_digests(folder, main, written, is_directory=kind == DCP))
+        keep_private(folder, names, source.files)
         publish(folder, main, names, is_directory=kind == DCP, force=options.force)
+    job.note_overflows()
+    if main != destination:
+        others = f"{len(written) - 1} file{'s' * (len(written) != 2)} beside it"
+        job.notes.append(f"{printable(str(destination))}: written as {printable(main.name)} and {others}")
     return job.notes
 
 
@@ -103,7 +109,8 @@ def _check_size(source: Checkpoint, nbytes: int, main: Path) -> None:
             f"of views that repeat their elements: expected at most {_MAX_GROWTH} times its size. Use --match."
         )
         raise CheckpointError(msg)
-    free = shutil.disk_usage(main.parent).free
+    with writing_to(main):
+        free = shutil.disk_usage(main.parent).free
     if nbytes > free:
         msg = f"convert: {main.parent} has {human(free)} free: expected {human(nbytes)} or more. Make room."
         raise CheckpointError(msg)
@@ -126,10 +133,12 @@ class _Job:
             tree = matching(source.outline(), options.patterns, options.renames)
         outline = outline_of(tree)
         if options.dtype is not None:
-            tree, untied = cast(tree, outline.entries, options.dtype)
-            outline = outline_of(tree)
-            self._note("are no longer tied, since they lie on one storage with other dtypes", untied)
+            result = cast(tree, outline.entries, options.dtype)
+            tree, outline = result.tree, outline_of(result.tree)
+            self._note("are no longer tied, since they lie on one storage with other dtypes", result.untied)
+            self._note("not cast: only plain tensors of real numbers are", result.kept)
         self._outline = outline
+        self._entries = outline.entries
         for key, what in source.containers.items():
             self._note(f"is {what}, and becomes a dict", [key])
         self._prepare = {TORCH: self._as_torch, SAFETENSORS: self._as_safetensors, DCP: self._as_dcp}[kind]
@@ -138,6 +147,23 @@ class _Job:
     def _note(self, what: str, keys: Sequence[str]) -> None:
         if keys:
             self.notes.append(f"{', '.join(map(printable, keys))}: {what}")
+
+    def note_overflows(self) -> None:
+        """Note what a cast did to large elements. This is known only once they were written."""
+        dtype = dtype_text(self._options.dtype)
+        self._note(
+            f"has elements beyond the range of {dtype}, which are infinite, NaN or cut off now",
+            overflowing(self._entries),
+        )
+
+    def _note_names(self) -> None:
+        """Note the entries that could not get their plain names, as others have these."""
+        names: dict[str, list[str]] = {}
+        for entry in self._outline.entries:
+            if entry.key != str(entry.path):
+                names.setdefault(str(entry.path), []).append(entry.key)
+        for plain, keys in names.items():
+            self._note(f"so named, since {printable(plain)!r} would not be the name of one entry alone", keys)
 
     def _refuse_unknown(self) -> None:
         unknown = {entry.key: why_not_plain(entry.value) for entry in self._outline.entries if is_value(entry.value)}
@@ -164,6 +190,7 @@ class _Job:
             tree = self._without_values(tree, lambda value: bool(why_not_plain(value)))
             self._outline = outline_of(tree)
         self._refuse_unknown()
+        self._refuse_parts("torch files", lambda leaf: isinstance(leaf, Composite) and leaf.call is None)
         self._note_header()
         file = TorchFile(tree)
 
@@ -182,6 +209,7 @@ class _Job:
         self._note_header()
         self._refuse_parts("DCP directories", lambda leaf: isinstance(leaf, Composite) and leaf.call is None)
         self._refuse_parts("DCP directories", lambda leaf: isinstance(leaf, Composite) and leaf.kind == "meta")
+        self._note_names()
         self._note_ties()
 
         def write(folder: Path, _name: str, advance: Progress) -> list[Written]:
@@ -214,6 +242,7 @@ class _Job:
         if lines:
             msg = f"convert: safetensors cannot hold\n  {shown(lines)}\nUse --cast, --rename or --match."
             raise CheckpointError(msg)
+        self._note_names()
         self._note_ties()
 
         def write(folder: Path, name: str, advance: Progress) -> list[Written]:

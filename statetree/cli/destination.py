@@ -7,9 +7,10 @@ import json
 import os
 import re
 import shutil
+import stat
 import uuid
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from statetree.cli.digests import digests_path
 from statetree.cli.formats.safetensors_writer import INDEX
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _METADATA: Final = ".metadata"
 _MAX_INDEX_BYTES: Final = 256 << 20
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_LINKS: Final = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES)
 
 
@@ -47,24 +49,61 @@ def check_destination(path: Path, *, is_directory: bool, force: bool) -> None:
         _refuse(path, "it is no regular file", "Choose another name.")
 
 
-def _refuse(path: Path, what: str, remedy: str) -> None:
+def _refuse(path: Path, what: str, remedy: str) -> NoReturn:
     msg = f"convert: cannot write {path}: {what}. {remedy}"
     raise CheckpointError(msg)
 
 
 @contextmanager
-def folder_beside(path: Path) -> Iterator[Path]:
-    """Make a folder beside a path for the block to write to. It is removed in the end, with what is still in it."""
-    folder = path.with_name(f".{path.name}.partial-{uuid.uuid4().hex}")
-    folder.mkdir()
+def writing_to(path: Path) -> Iterator[None]:
+    """Say of errors of the system in the block that they are about a destination."""
     try:
+        yield
+    except OSError as error:
+        remedy = "Make room." if error.errno in _FULL else "Check its permissions, and the disk."
+        _refuse(path, error.strerror or str(error), remedy)
+
+
+@contextmanager
+def folder_beside(path: Path) -> Iterator[Path]:
+    """Make a folder beside a path for the block to write to, which nobody else can read.
+
+    It is removed in the end, with what is still in it.
+    """
+    folder = path.with_name(f".{path.name}.partial-{uuid.uuid4().hex}")
+    try:
+        folder.mkdir(mode=0o700)
         yield folder
     finally:
+        _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    try:
         shutil.rmtree(folder, ignore_errors=True)
+    except BaseException:  # an interrupt: the next one is ignored
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def keep_private(folder: Path, names: Sequence[str], sources: Sequence[Path]) -> None:
+    """Take away permissions from files that what they were made of does not give, either."""
+    allowed = stat.S_IRUSR | stat.S_IWUSR | _common([source.stat().st_mode for source in sources])
+    for name in names:
+        mode = stat.S_IMODE((folder / name).stat().st_mode)
+        if mode & ~allowed:
+            (folder / name).chmod(mode & allowed)
+
+
+def _common(modes: Sequence[int]) -> int:
+    common = 0o777
+    for mode in modes:
+        common &= mode
+    return common
 
 
 def publish(folder: Path, path: Path, names: Sequence[str], *, is_directory: bool, force: bool) -> None:
-    """Move what was written to where it belongs.
+    """Move what was written to where it belongs. If that fails, what was there is there again.
 
     Args:
         folder: Where it was written.
@@ -75,48 +114,75 @@ def publish(folder: Path, path: Path, names: Sequence[str], *, is_directory: boo
     """
     for name in names:
         _sync(folder / name)
-    sync_directory(folder)
     if is_directory:
-        _publish_directory(folder, path, force=force)
+        _open_up(folder, [folder / name for name in names])
+    sync_directory(folder)
+    moves = {folder: path} if is_directory else {folder / name: path.with_name(name) for name in names}
+    old = _replaced(path, list(moves.values()), is_directory=is_directory) if force else []
+    if not is_directory and len(moves) == 1 and old == [path]:
+        os.replace(folder / names[0], path)  # at no time is there none
     else:
-        _publish_files(folder, path, names, force=force)
+        with _set_aside(path, old), _undone_on_failure(moves):
+            for source, target in moves.items():
+                _place(source, target)
     sync_directory(path.parent)
 
 
-def _publish_directory(folder: Path, path: Path, *, force: bool) -> None:
+def _open_up(folder: Path, files: Sequence[Path]) -> None:
+    """Let those enter a folder who may read all that is in it, and those change it who may change that."""
+    allowed = _common([file.stat().st_mode for file in files]) & 0o666
+    folder.chmod(stat.S_IMODE(folder.stat().st_mode) | allowed | (allowed & 0o444) >> 2)
+
+
+def _replaced(path: Path, targets: Sequence[Path], *, is_directory: bool) -> list[Path]:
+    """Return what is there of a checkpoint that is to be replaced: first the file that speaks of the others."""
+    if is_directory:
+        return [path] if path.exists() else []
+    parts = dict.fromkeys([path, digests_path(path, is_directory=False), *_shards_of(path), *targets])
+    return [part for part in parts if part.is_file() or part.is_symlink()]
+
+
+@contextmanager
+def _set_aside(path: Path, old: Sequence[Path]) -> Iterator[None]:
+    """Move files or directories away while the block puts others in their places. If it fails, they come back."""
     aside = path.with_name(f".{path.name}.removed-{uuid.uuid4().hex}")
-    if force and path.exists():
-        os.rename(path, aside)
+    is_done = False
     try:
-        os.rename(folder, path)
-    except OSError as error:
-        if aside.exists():
-            os.rename(aside, path)
-        _refuse(path, f"it cannot be put there: {error}", "Choose another name.")
-    shutil.rmtree(aside, ignore_errors=True)
+        if old:
+            aside.mkdir(mode=0o700)
+        for place in old:
+            os.rename(place, aside / place.name)
+        yield
+        is_done = True
+    finally:
+        if not is_done:
+            _bring_back(aside, old)
+        _remove(aside)
 
 
-def _publish_files(folder: Path, path: Path, names: Sequence[str], *, force: bool) -> None:
-    placed: list[Path] = []
-    targets = [path.with_name(name) for name in names]
-    replaced: list[Path] = []
-    if force:
-        replaced = [shard for shard in _shards_of(path) if shard not in targets]
-        digests_path(path, is_directory=False).unlink(missing_ok=True)
-        if targets[0] != path:
-            path.unlink(missing_ok=True)  # an index must not speak of other files than its own
+def _bring_back(aside: Path, old: Sequence[Path]) -> None:
+    for place in old:
+        kept = aside / place.name
+        try:
+            if os.path.lexists(kept):
+                os.rename(kept, place)
+        except OSError as error:
+            _refuse(place, f"what was there cannot be put back ({error.strerror or error})", f"It is in {aside}.")
+
+
+@contextmanager
+def _undone_on_failure(moves: dict[Path, Path]) -> Iterator[None]:
+    """Take back moves, as far as they were made, if the block fails."""
     try:
-        for name, target in zip(names, targets, strict=True):
-            _place(folder / name, target, force=force)
-            placed.append(target)
+        yield
     except BaseException:
-        for target in placed:
+        for source, target in moves.items():
             with suppress(OSError):
-                target.unlink()
+                if not source.exists():
+                    os.rename(target, source)
+                elif target.exists() and source.samefile(target):  # a second name of it
+                    target.unlink()
         raise
-    for shard in replaced:
-        with suppress(OSError):
-            shard.unlink()
 
 
 def _shards_of(path: Path) -> list[Path]:
@@ -125,17 +191,17 @@ def _shards_of(path: Path) -> list[Path]:
     if stem == path.name or not path.is_file() or path.stat().st_size > _MAX_INDEX_BYTES:
         return []
     try:
-        names = set(json.loads(path.read_bytes())["weight_map"].values())
+        names = set(json.loads(path.read_text("utf-8"))["weight_map"].values())
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):  # it is no index of ours
         return []
     is_shard = re.compile(rf"{re.escape(stem)}-\d{{5,}}-of-\d{{5,}}\.safetensors")
     return [path.with_name(name) for name in sorted(names, key=str) if type(name) is str and is_shard.fullmatch(name)]
 
 
-def _place(source: Path, target: Path, *, force: bool) -> None:
-    """Give a file its name, which nothing else gets in between."""
-    if force:
-        os.replace(source, target)
+def _place(source: Path, target: Path) -> None:
+    """Give a file or directory its name, which nothing else gets in between."""
+    if source.is_dir():
+        os.rename(source, target)
         return
     try:
         os.link(source, target)

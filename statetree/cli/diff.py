@@ -11,6 +11,7 @@ import click
 
 from statetree.cli.comparing import Comparison, Found, compare
 from statetree.cli.names import printable
+from statetree.cli.text import is_coloured
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,7 +35,7 @@ def _is_undecided(found: Comparison) -> bool:
 
 
 def _lines(left: Checkpoint, right: Checkpoint, found: Comparison, *, values: bool) -> Iterator[str]:
-    in_colour = sys.stdout.isatty()
+    in_colour = is_coloured(sys.stdout)
 
     def paint(text: str, colour: str) -> str:
         return click.style(text, fg=colour) if in_colour else text
@@ -48,6 +49,9 @@ def _lines(left: Checkpoint, right: Checkpoint, found: Comparison, *, values: bo
             gone = difference.right == "nothing"
             text = difference.left if gone else difference.right
             yield paint(f"{'-' if gone else '+'} {key}: {printable(text)}", "red" if gone else "green")
+            continue
+        if difference.kind == "ties":
+            yield f"~ {key}: {printable(difference.left)} on the left, {printable(difference.right)} on the right"
             continue
         sides = f"{paint(printable(difference.left), 'red')} against {paint(printable(difference.right), 'green')}"
         yield f"~ {key}: {difference.kind} {sides}{_elements(difference)}"

@@ -92,6 +92,9 @@ def check_digests(path: Path, folder: Path, used: Sequence[Path], files: Files, 
         refuse(path, f"it has {region.length} bytes: expected at most {_MAX_BYTES}")
     table = _table(path, region.read(0, region.length, "the digests"))
     missing = [file.relative_to(folder).as_posix() for file in used if file.relative_to(folder).as_posix() not in table]
+    if missing and len(missing) == len(used):
+        remedy = "Give the checkpoint that name, or leave out --verify."
+        refuse(path, f"the digests were written for another name ({next(iter(table), '')!r})", remedy)
     if missing:
         refuse(path, f"it lists no digests of {missing[0]!r}")
     count = 0
@@ -112,7 +115,7 @@ def check_digests(path: Path, folder: Path, used: Sequence[Path], files: Files, 
 
 def _table(path: Path, text: bytes) -> dict[str, list[list[Any]]]:
     try:
-        table = json.loads(text)
+        table = json.loads(text.decode("utf-8"))
         if table["version"] != 1 or table["algorithm"] != "sha256":
             refuse(path, "it is of an unknown version", "Use the version of statetree that wrote it.")
         files: dict[str, list[list[Any]]] = table["files"]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 import torch
 
 from statetree.cli.checkpoint import tensors_in
 from statetree.cli.names import matches
-from statetree.cli.stored import CastStorage, DenseStorage, Storage, StoredStorage, StoredTensor
+from statetree.cli.stored import CastStorage, Composite, DenseStorage, Storage, StoredStorage, StoredTensor
 from statetree.cli.ties import find_ties
 from statetree.errors import CheckpointError
 from statetree.paths import render_key
@@ -96,7 +96,18 @@ class _Selection:
         self._moved: dict[tuple[int, int], list[tuple[str, int]]] = {}  # by mapping, and child before which it goes
         self._left: set[int] = set()
         if any(key != entry.key for key, entry in zip(self._keys, outline.entries, strict=True)):
+            self._refuse_collisions()
             self._move()
+
+    def _refuse_collisions(self) -> None:
+        """Raise if an entry would get the key of another one, however that is nested."""
+        entries = [entry for entry, is_chosen in zip(self._outline.entries, self._chosen, strict=True) if is_chosen]
+        keys = [key for key, is_chosen in zip(self._keys, self._chosen, strict=True) if is_chosen]
+        moved = {key for key, entry in zip(keys, entries, strict=True) if key != entry.key}
+        plain = [str(entry.path) if key == entry.key else key for key, entry in zip(keys, entries, strict=True)]
+        twice = next((key for key, count in Counter(plain).items() if count > 1 and key in moved), None)
+        if twice is not None:
+            _refuse_twice(twice)
 
     def _move(self) -> None:
         """Find new places for entries whose keys change."""
@@ -162,9 +173,7 @@ class _Selection:
         if _is_sequence(node) and len(children) != len(node.children):
             raise CheckpointError(self._hole(node, made))
         if len(set(keys)) != len(keys):
-            twice = Counter(keys).most_common(1)[0][0]
-            msg = f"convert: two entries would have the key {twice!r}: expected one each. Change --rename."
-            raise CheckpointError(msg)
+            _refuse_twice(Counter(keys).most_common(1)[0][0])
         return node.kind.unflatten(node.aux, tuple(keys), children)
 
     def _hole(self, node: Node, made: list[Any]) -> str:
@@ -177,12 +186,31 @@ class _Selection:
         )
 
 
+def _refuse_twice(key: Any) -> NoReturn:
+    msg = f"convert: two entries would have the key {key!r}: expected one each. Change --rename."
+    raise CheckpointError(msg)
+
+
 def _is_sequence(node: Node) -> bool:
     return not issubclass(node.kind.cls, dict)
 
 
-def cast(tree: Any, entries: Sequence[Entry], dtype: torch.dtype) -> tuple[Any, list[str]]:
-    """Return a tree whose floating-point tensors have another dtype, and the keys of those that are untied by it.
+class Cast(NamedTuple):
+    """What became of a cast.
+
+    Attributes:
+        tree: The tree, its floating-point tensors of another dtype.
+        untied: The keys of those that are no longer tied.
+        kept: The keys of other tensors of numbers that are no integers, which keep their dtypes.
+    """
+
+    tree: Any
+    untied: list[str]
+    kept: list[str]
+
+
+def cast(tree: Any, entries: Sequence[Entry], dtype: torch.dtype) -> Cast:
+    """Convert the floating-point tensors of a tree.
 
     Tensors that share a storage go on sharing one, unless something of another dtype lies on it.
     """
@@ -216,7 +244,29 @@ def cast(tree: Any, entries: Sequence[Entry], dtype: torch.dtype) -> tuple[Any, 
     result = map_leaves(convert, tree)
     ties = find_ties(entries)
     lost = [entry.key for index, entry in enumerate(entries) if id(entry.value) in untied and index in ties.group_of]
-    return result, lost
+    return Cast(result, lost, [entry.key for entry in entries if _is_passed_over(entry.value, dtype)])
+
+
+def _is_passed_over(leaf: Any, dtype: torch.dtype) -> bool:
+    """Whether a leaf is not cast though its elements are no integers: complex ones, and tensors of several parts."""
+    if isinstance(leaf, Composite):
+        return leaf.dtype is None or (_is_fractional(leaf.dtype) and leaf.dtype != dtype)
+    return isinstance(leaf, StoredTensor) and _is_fractional(leaf.dtype) and not is_castable(leaf.dtype)
+
+
+def _is_fractional(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def overflowing(entries: Sequence[Entry]) -> list[str]:
+    """Return the keys of tensors with elements that a cast, as they were read, found beyond the range of its dtype."""
+    return [
+        entry.key
+        for entry in entries
+        if any(
+            isinstance(part.storage, CastStorage) and part.storage.has_overflowed for part in tensors_in(entry.value)
+        )
+    ]
 
 
 def is_castable(dtype: torch.dtype) -> bool:

@@ -7,16 +7,19 @@ import mmap
 import os
 import stat
 from collections import OrderedDict
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from statetree.cli.names import inside, refuse
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     import torch
 
 _MAX_OPEN: Final = 64
+_CHECK: Final = "Check its permissions, and the disk."
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
@@ -89,7 +92,7 @@ class Files:
         except FileNotFoundError:
             refuse(path, "there is no such file", "Check the name.")
         except (OSError, ValueError) as error:
-            refuse(path, f"it cannot be opened: {error}", "Check its permissions.")
+            refuse(path, f"it cannot be opened: {getattr(error, 'strerror', None) or error}", "Check its permissions.")
         return Region(self._handles, path, 0, about.st_size)
 
 
@@ -124,7 +127,10 @@ class Region:
     def read(self, start: int, length: int, entry: str) -> bytes:
         """Return bytes. Little enough of them: memory is taken for all."""
         place = self.part(start, length, entry)
-        found = os.pread(self._handles.get(self.path), length, place.start)
+        try:
+            found = os.pread(self._handles.get(self.path), length, place.start)
+        except OSError as error:
+            refuse(self.label, f"{entry} cannot be read: {error.strerror or error}", _CHECK)
         if len(found) != length:
             refuse(
                 self.path, f"{entry} ends after {len(found)} of {length} bytes: the file was cut off while it was read"
@@ -140,12 +146,24 @@ class Region:
             try:
                 count = os.preadv(self._handles.get(self.path), [view[done:]], place.start + done)
             except OSError as error:
-                refuse(self.label, f"{entry} cannot be read: {error}", "Check the disk.")
+                refuse(self.label, f"{entry} cannot be read: {error.strerror or error}", _CHECK)
             if not count:
                 refuse(
                     self.path, f"{entry} ends after {done} of {len(view)} bytes: the file was cut off while it was read"
                 )
             done += count
+
+    def read_runs(self, target: torch.Tensor, starts: Iterable[int], length: int, entry: str) -> None:
+        """Fill a contiguous tensor with runs of bytes of one length, one after the other."""
+        size = target.dtype.itemsize
+        handle, view = self._handles.get(self.path), memory_of(target)
+        for number, start in enumerate(starts):
+            done, count = number * length, 0
+            if 0 <= start <= self.length - length:
+                with suppress(OSError):
+                    count = os.preadv(handle, [view[done : done + length]], self.start + start)
+            if count != length:
+                self.read_into(target[done // size : (done + length) // size], start, entry)  # or says what is wrong
 
     def mapped(self) -> mmap.mmap:
         """Return the bytes without reading them, with ``lead`` bytes before them. The piece must not be empty."""

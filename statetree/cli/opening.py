@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from statetree.cli.checkpoint import DCP, SAFETENSORS, TORCH, Checkpoint
 from statetree.cli.files import Files
 from statetree.cli.names import refuse
+from statetree.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,13 +16,14 @@ if TYPE_CHECKING:
 
 TORCH_SUFFIXES: Final = (".pt", ".pth", ".ckpt")
 INDEX: Final = ".safetensors.index.json"
+_ENDS: Final = f"{', '.join(TORCH_SUFFIXES)}, .safetensors or {INDEX}"
+_LINK: Final = "If torch.save wrote it, link or rename it to a name that ends in .pt."
 
 
-def format_of(path: Path) -> str:
-    """Return the format that a name stands for.
+def _format_of(path: Path) -> str | None:
+    """Return the format that a name stands for; ``None`` if it has a suffix that stands for none.
 
-    Raises:
-        CheckpointError: If it stands for none.
+    What begins with a digit, as in ``run-v1.5``, is no suffix.
     """
     name = path.name.lower()
     if path.is_dir():
@@ -30,13 +32,36 @@ def format_of(path: Path) -> str:
         return TORCH
     if name.endswith((".safetensors", INDEX)):
         return SAFETENSORS
-    if path.suffix:
-        refuse(
-            path,
-            f"the suffix {path.suffix!r} stands for no format",
-            f"Use {', '.join(TORCH_SUFFIXES)}, .safetensors or {INDEX}, or no suffix for a DCP directory.",
+    return None if path.suffix and not path.suffix[1].isdigit() else DCP
+
+
+def source_format(path: Path) -> str:
+    """Return the format of a checkpoint that is to be read.
+
+    Raises:
+        CheckpointError: If its name stands for none.
+    """
+    found = _format_of(path)
+    if found is None or (found == DCP and path.is_file()):
+        what = f"the suffix {path.suffix!r} stands for no format" if found is None else "a file without a known suffix"
+        refuse(path, what, f"{_LINK} Formats go by the names' ends: {_ENDS}.")
+    return found
+
+
+def destination_format(path: Path) -> str:
+    """Return the format in which a checkpoint is to be written.
+
+    Raises:
+        CheckpointError: If its name stands for none.
+    """
+    found = _format_of(path)
+    if found is None:
+        msg = (
+            f"convert: cannot write {path}: the suffix {path.suffix!r} stands for no format. "
+            f"Use {_ENDS}, or no suffix for a DCP directory."
         )
-    return DCP
+        raise CheckpointError(msg)
+    return found
 
 
 @contextmanager
@@ -50,17 +75,24 @@ def opened(path: Path, *, follow_links: bool = False) -> Iterator[Checkpoint]:
     Raises:
         CheckpointError: If it cannot be read.
     """
-    kind = format_of(path)
     with Files(follow_links=follow_links) as files:
-        if kind == TORCH:
-            from statetree.cli.formats.torch_file import read_torch
+        try:
+            checkpoint = _read(path, files)
+        except OSError as error:
+            refuse(path, f"it cannot be read: {error.strerror or error}", "Check its permissions, and the disk.")
+        yield checkpoint
 
-            yield read_torch(path, files)
-        elif kind == SAFETENSORS:
-            from statetree.cli.formats.safetensors_file import read_index, read_safetensors
 
-            yield (read_index if path.name.lower().endswith(INDEX) else read_safetensors)(path, files)
-        else:
-            from statetree.cli.formats.dcp_directory import read_directory
+def _read(path: Path, files: Files) -> Checkpoint:
+    kind = source_format(path)
+    if kind == TORCH:
+        from statetree.cli.formats.torch_file import read_torch
 
-            yield read_directory(path, files)
+        return read_torch(path, files)
+    if kind == SAFETENSORS:
+        from statetree.cli.formats.safetensors_file import read_index, read_safetensors
+
+        return (read_index if path.name.lower().endswith(INDEX) else read_safetensors)(path, files)
+    from statetree.cli.formats.dcp_directory import read_directory
+
+    return read_directory(path, files)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from statetree.cli.checkpoint import is_value
+from statetree.cli.checkpoint import is_value, tensors_in
 from statetree.cli.describing import dtype_text, shape_text, sort_of, type_text, value_text
 from statetree.cli.names import matches, printable
 from statetree.cli.stored import Composite, StoredStorage, StoredTensor
@@ -85,6 +85,15 @@ def rows_of(checkpoint: Checkpoint, patterns: Sequence[str]) -> list[Row]:
             )
         )
     return rows
+
+
+def unread_bytes(checkpoint: Checkpoint) -> int:
+    """Return how many bytes lie in storages that no entry has: those of objects that are not loaded."""
+    if not checkpoint.foreign:
+        return 0
+    used = {id(part.storage) for entry in checkpoint.entries() for part in tensors_in(entry.value)}
+    used |= {id(entry.value.storage) for entry in checkpoint.entries() if isinstance(entry.value, StoredStorage)}
+    return sum(storage.nbytes for storage in checkpoint.storages if id(storage) not in used)
 
 
 def _labels(path: Sequence[Any]) -> tuple[str, ...]:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
 from statetree.cli.checkpoint import TITLES, Checkpoint
 from statetree.cli.describing import human, value_text
 from statetree.cli.names import printable
-from statetree.cli.rows import Group, Row, counted, grouped, rows_of, sorting
+from statetree.cli.rows import Group, Row, counted, grouped, rows_of, sorting, unread_bytes
 from statetree.cli.text import Line, write_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-_SIMPLE: Final = (str, int, float, bool, type(None))
+_SIMPLE: Final = (str, int, type(None))
 
 
 def show(checkpoint: Checkpoint, *, depth: int | None, sort: str, patterns: Sequence[str], as_json: bool) -> None:
@@ -35,17 +36,29 @@ def _summary(checkpoint: Checkpoint, rows: Sequence[Row], total: int) -> str:
     tensors = sum(row.sort != "value" for row in rows)
     what = counted(tensors, len(rows) - tensors)
     words = f"{printable(str(checkpoint.path))}: {TITLES[checkpoint.kind]}, {human(checkpoint.nbytes)}: {what}"
-    return f"{words}, {human(total)} of elements"
+    unread = unread_bytes(checkpoint)
+    more = f", {human(unread)} in objects that are not loaded" if unread else ""
+    return f"{words}, {human(total)} of elements{more}"
 
 
 def _line(item: Row | Group, name: str, total: int) -> Line:
     if isinstance(item, Group):
-        return Line(name, *item.cells, human(item.own_bytes), _share(item.own_bytes, total), "", is_group=True)
+        ties = _ties_elsewhere(item) if not item.order else ""
+        return Line(name, *item.cells, human(item.own_bytes), _share(item.own_bytes, total), ties, is_group=True)
     if item.sort == "value":
         return Line(name, *item.cells, "", "", "")
     share = "" if item.tied_to else _share(item.own_bytes, total)
     notes = [f"= {printable(item.tied_to)}"] * bool(item.tied_to) + list(item.notes)
     return Line(name, *item.cells, human(item.nbytes), share, ", ".join(notes))
+
+
+def _ties_elsewhere(group: Group) -> str:
+    """Say how many of the entries of a group that is summed up have no bytes of their own, but those of others."""
+    keys = {row.key for row in group.rows}
+    tied = [row.tied_to for row in group.rows if row.tied_to and row.tied_to not in keys]
+    if len(tied) == 1:
+        return f"1 = {printable(tied[0])}"
+    return f"{len(tied)} tied elsewhere" if tied else ""
 
 
 def _share(nbytes: int, total: int) -> str:
@@ -93,15 +106,21 @@ def _as_json(checkpoint: Checkpoint, rows: Sequence[Row]) -> dict[str, Any]:
         "format": checkpoint.kind,
         "bytes": checkpoint.nbytes,
         "element_bytes": sum(row.own_bytes for row in rows),
+        "not_loaded_bytes": unread_bytes(checkpoint),
         "metadata": checkpoint.metadata,
         "not_loaded": sorted(checkpoint.foreign),
         "entries": [_entry_json(row) for row in rows],
     }
 
 
+def _is_json(value: Any) -> bool:
+    """Whether JSON can hold a value: it has neither infinity nor NaN."""
+    return math.isfinite(value) if isinstance(value, float) else isinstance(value, _SIMPLE)
+
+
 def _entry_json(row: Row) -> dict[str, Any]:
     if row.sort == "value":
-        value = row.leaf if isinstance(row.leaf, _SIMPLE) and row.leaf == row.leaf else value_text(row.leaf)
+        value = row.leaf if _is_json(row.leaf) else value_text(row.leaf)
         return {"key": row.key, "sort": "value", "type": row.dtype, "value": value}
     found = {
         "key": row.key,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from itertools import product
+from operator import mul
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
 
 #: How much is read or written at once.
 BUCKET_BYTES: Final = 16 << 20
+#: So much is read at once even if little of it is of use, and so much by itself if what is around it is of none.
+_NEAR_BYTES: Final = 1 << 20
+_RUN_BYTES: Final = 512
 
 
 class Storage:
@@ -56,25 +61,70 @@ class FileStorage(Storage):
         return target
 
     def elements(self, view: StoredTensor, start: int, stop: int) -> torch.Tensor:
-        """Read from the file, or, where the elements do not lie side by side, from its pages in memory."""
+        """Read from the file: all at once, or in pieces where the elements do not lie side by side.
+
+        (Mapped into memory, a file that is cut off meanwhile would end the process.)
+        """
         if view.is_contiguous:
             return super().elements(view, start, stop)
-        if start == stop:
-            return torch.empty(0, dtype=view.dtype, device="cpu")
         number = _NUMBERS[view.dtype.itemsize]
         flat = torch.empty(stop - start, dtype=number, device="cpu")
-        with self.region.mapped() as mapped:
-            skip = self.region.lead + view.offset * number.itemsize
-            whole = torch.frombuffer(mapped, dtype=number, count=view.span // number.itemsize, offset=skip)
-            done = 0
-            for offsets, sizes in boxes_of(view.shape, start, stop):
-                box = whole.as_strided(view.shape, view.stride)
-                for dim, (offset, length) in enumerate(zip(offsets, sizes, strict=True)):
-                    box = box.narrow(dim, offset, length)
-                flat[done : done + box.numel()].view(sizes).copy_(box)
-                done += box.numel()
-            del whole, box  # what is mapped cannot be closed before
+        done = 0
+        for offsets, sizes in boxes_of(view.shape, start, stop):
+            count = math.prod(sizes)
+            first = view.offset + sum(map(mul, offsets, view.stride))
+            self._gather(flat[done : done + count].view(sizes), view.stride, first)
+            done += count
         return flat.view(view.dtype)
+
+    def _gather(self, target: torch.Tensor, stride: tuple[int, ...], offset: int) -> None:
+        """Fill a tensor with the elements that lie at strides from an offset."""
+        order = sorted(range(target.dim()), key=stride.__getitem__, reverse=True)
+        sizes = [target.shape[dim] if stride[dim] else 1 for dim in order]  # expanded elements are read once
+        found = torch.empty(sizes, dtype=target.dtype, device="cpu")
+        self._fill(found, tuple(stride[dim] for dim in order), offset)
+        target.permute(order).copy_(found.expand(target.permute(order).shape))
+
+    def _fill(self, target: torch.Tensor, stride: tuple[int, ...], offset: int) -> None:
+        """Fill a contiguous tensor whose dims come in the order of their strides: largest first."""
+        size = target.element_size()
+        pending = [(target, offset)]
+        while pending:
+            part, begin = pending.pop()
+            shape = tuple(part.shape)
+            span, run = extent_bytes(shape, stride, size), _num_side_by_side(shape, stride)
+            if span <= max(_NEAR_BYTES, 2 * part.numel() * size):
+                found = self.read(begin * size, begin * size + span).view(part.dtype)
+                part.copy_(found.as_strided(shape, stride))
+            elif run * size >= _RUN_BYTES:
+                outer = _outer_dims(shape, run)
+                steps = (range(0, count * step, step) for count, step in zip(shape[:outer], stride, strict=False))
+                starts = ((begin + sum(each)) * size for each in product(*steps))
+                self.region.read_runs(part.view(-1), starts, run * size, self.entry)
+            else:
+                dim = next(dim for dim, count in enumerate(shape) if count > 1)
+                half = shape[dim] // 2
+                pending.append((part.narrow(dim, half, shape[dim] - half), begin + half * stride[dim]))
+                pending.append((part.narrow(dim, 0, half), begin))
+
+
+def _num_side_by_side(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Return how many elements of the inner dims lie side by side."""
+    run = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size > 1 and step != run:
+            break
+        run *= size
+    return run
+
+
+def _outer_dims(shape: tuple[int, ...], run: int) -> int:
+    """Return how many dims there are above those that together have so many elements."""
+    outer = len(shape)
+    while run > 1 or (outer and shape[outer - 1] == 1):
+        outer -= 1
+        run //= shape[outer]
+    return outer
 
 
 #: Integers of each size: elements are moved as these, since not every dtype can be copied.
@@ -149,24 +199,37 @@ def _copy_box(target: torch.Tensor, source: StoredTensor, offsets: list[int]) ->
 
 
 class CastStorage(Storage):
-    """A storage whose elements are converted as they are read."""
+    """A storage whose elements are converted as they are read.
+
+    Attributes:
+        has_overflowed: Whether a finite element was read that lies beyond the range of the other dtype.
+    """
 
     def __init__(self, inner: Storage, dtype: torch.dtype, to: torch.dtype) -> None:
         super().__init__(inner.entry, inner.nbytes // dtype.itemsize * to.itemsize)
+        self.has_overflowed = False
         self._inner = inner
         self._dtype = dtype
         self._to = to
+        self._largest = torch.finfo(to).max if torch.finfo(to).max < torch.finfo(dtype).max else None
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """Read and convert."""
         size, to = self._dtype.itemsize, self._to.itemsize
         read = self._inner.read(start // to * size, -(-stop // to) * size).view(self._dtype)
-        return read.to(self._to).view(torch.uint8)[start % to :][: stop - start]
+        return self._converted(read).view(torch.uint8)[start % to :][: stop - start]
 
     def elements(self, view: StoredTensor, start: int, stop: int) -> torch.Tensor:
         """Read and convert."""
         before = view.changed(storage=self._inner, dtype=self._dtype)
-        return self._inner.elements(before, start, stop).to(self._to)
+        return self._converted(self._inner.elements(before, start, stop))
+
+    def _converted(self, elements: torch.Tensor) -> torch.Tensor:
+        if self._largest is not None and not self.has_overflowed:
+            wide = elements if elements.dtype is torch.float64 else elements.to(torch.float32)
+            is_beyond = wide.abs() > self._largest
+            self.has_overflowed = bool(is_beyond.any()) and bool((is_beyond & wide.isfinite()).any())
+        return elements.to(self._to)
 
 
 class DenseStorage(Storage):

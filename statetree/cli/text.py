@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import IO, TYPE_CHECKING, Final, NamedTuple
 
 import click
@@ -30,9 +31,14 @@ class Line(NamedTuple):
 _RIGHT: Final = (False, False, False, True, True, False)
 
 
+def is_coloured(stream: IO[str]) -> bool:
+    """Whether text may be coloured: on terminals, unless https://no-color.org or the terminal's kind forbids it."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
 def write_lines(lines: Iterable[Line], stream: IO[str]) -> None:
     """Write lines, their columns aligned."""
-    in_colour = stream.isatty()
+    in_colour = is_coloured(stream)
     pending: list[Line] = []
     for line in lines:
         pending.append(line)

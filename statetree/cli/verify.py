@@ -9,7 +9,7 @@ from statetree.cli.progress import progress
 
 
 def verify(checkpoint: Checkpoint, *, follow_links: bool = False) -> str:
-    """Check all stored checksums and digests. Returns what was checked, in words.
+    """Check all stored checksums and digests. Returns what was checked, in words; empty if there are none.
 
     Args:
         checkpoint: What to check.
@@ -28,9 +28,7 @@ def verify(checkpoint: Checkpoint, *, follow_links: bool = False) -> str:
     count = check_sums(checkpoint)
     if count:
         words.append(f"{count} checksums")
-    if words:
-        return f"verified: {' and '.join(words)} agree"
-    return f"nothing to verify: {_why_nothing(checkpoint)} (convert --digest writes digests)"
+    return f"verified: {' and '.join(words)} agree" if words else ""
 
 
 def check_sums(checkpoint: Checkpoint) -> int:
@@ -43,5 +41,9 @@ def check_sums(checkpoint: Checkpoint) -> int:
     return count
 
 
-def _why_nothing(checkpoint: Checkpoint) -> str:
-    return "safetensors has no checksums" if checkpoint.kind == SAFETENSORS else "a file of old torch has no checksums"
+def why_nothing(checkpoint: Checkpoint) -> str:
+    """Return the message that there is nothing to verify a checkpoint by."""
+    what = "safetensors has" if checkpoint.kind == SAFETENSORS else "a file of old torch has"
+    digests = digests_path(checkpoint.path, is_directory=checkpoint.kind == DCP).name
+    why = f"{what} no checksums, and there is no {digests}"
+    return f"show: nothing to verify {checkpoint.path} by: {why}. Have convert --digest write digests."

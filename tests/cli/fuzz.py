@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
+import torch.distributed.checkpoint as torch_dcp
 
 from statetree.cli.app import main
 from statetree.cli.checkpoint import tensors_in
@@ -32,6 +33,7 @@ from statetree.cli.verify import verify
 from statetree.errors import StateTreeError
 from tests.cli.hostile import archive, pickled
 from tests.cli.states import bits, flat_state, nested_state, tied_state, write
+from tests.trees import quiet
 
 #: What one file may cost.
 SECONDS = 30
@@ -73,7 +75,9 @@ def targets(folder: Path) -> list[Target]:
     flat = write(flat_state(), folder / "flat.safetensors")
     main(["convert", "--shard-bytes", "300", str(flat), str(folder / "shards.safetensors")])
     index = folder / "shards.safetensors.index.json"
-    directory = write(nested_state(), folder / "dcp")
+    directory, of_torch = write(nested_state(), folder / "dcp"), folder / "of_torch"
+    with quiet():
+        torch_dcp.save({"model": {"a.b": bits(2)}, "list": [bits(3), {"c": 1}], "s": 1}, checkpoint_id=of_torch)
     main(["convert", "--digest", str(zips[1]), str(folder / "digest.pt")])
     alike = {
         f"w{start}": bits(2, 2, start=start) for start in range(6)
@@ -111,6 +115,7 @@ def targets(folder: Path) -> list[Target]:
         Target("safetensors", [flat.read_bytes(), safetensors.torch.save({"a": bits(3)})], plain("a.safetensors")),
         Target("safetensors index", [index.read_bytes()], beside(index.name, index)),
         Target("dcp metadata", [(directory / ".metadata").read_bytes()], beside(".metadata", directory)),
+        Target("dcp paths", [(of_torch / ".metadata").read_bytes()], beside(".metadata", of_torch)),
         Target("dcp data", [(directory / "__0_0.distcp").read_bytes()], beside("__0_0.distcp", directory)),
         Target(
             "digests",

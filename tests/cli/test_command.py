@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -52,14 +54,49 @@ def test_a_reader_that_goes_away_is_no_error(files):
         assert b"Traceback" not in process.stderr.read()
 
 
-def test_the_extra_is_named_when_it_is_missing(files):
+@pytest.mark.parametrize("command", [["show"], ["show", "--json"], ["diff", "--values"], ["--help"], ["nonsense"]])
+def test_nobody_reading_is_not_a_difference(command, files):
+    paths = {"show": files[:1], "diff": [files[0], files[0]]}.get(command[0], [])
+    read, write_end = os.pipe()
+    os.close(read)
+    ran = subprocess.run(
+        [sys.executable, "-m", "statetree", *command, *map(str, paths)],
+        stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    os.close(write_end)
+    assert ran.returncode == (2 if command == ["nonsense"] else 141)
+    assert "Traceback" not in ran.stderr
+    assert "Exception ignored" not in ran.stderr
+
+
+def test_what_cannot_be_written_out_is_a_failure(files):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "statetree", "show", str(files[0])]
+        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert ran.returncode == 2
+    assert "No space left on device" in ran.stderr
+    assert "Exception ignored" not in ran.stderr
+
+
+@pytest.mark.parametrize("closed", [1, 2])
+def test_closed_streams(closed, files):
+    for paths, status in (((files[0], files[0]), 0), (files, 1), ((files[0], "none.pt"), 2)):
+        command = f"{sys.executable} -m statetree diff --values {paths[0]} {paths[1]} {closed}>&-"
+        ran = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120, check=False)
+        assert ran.returncode == status
+        assert "fault" not in ran.stderr
+
+
+@pytest.mark.parametrize("missing", ["click", "rich"])
+def test_the_extra_is_named_when_it_is_missing(missing, files):
     code = (
-        "import sys; sys.modules['click'] = None; sys.argv = ['statetree', 'show', 'x.pt']\n"
+        f"import sys; sys.modules[{missing!r}] = None; sys.argv = ['statetree', 'show', {str(files[0])!r}]\n"
         "from statetree.__main__ import main; sys.exit(main())"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert ran.returncode == 2
-    assert "pip install 'statetree[cli]'" in ran.stderr
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert f"the command needs the extra cli ({missing} is missing): pip install 'statetree[cli]'" in ran.stderr
+    assert "Traceback" not in ran.stderr
 
 
 @pytest.mark.parametrize("command", [[], ["show"], ["diff"], ["convert"], ["completion"]])
@@ -69,20 +106,52 @@ def test_help_has_examples(command, statetree):
     assert ("Examples:" in ran.out and f"statetree {command[0]} " in ran.out) if command else "Commands:" in ran.out
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_scripts(shell, statetree):
+OPTIONS_OF_DIFF = {"--values", "--match", "--json", "--follow-links", "-h", "--help"}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["statetree", ""], {"show", "diff", "convert", "completion"}),
+        (["statetree", "con"], {"convert"}),
+        (["statetree", "--"], {"--version", "--help"}),
+        (["statetree", "diff", "-"], OPTIONS_OF_DIFF),
+        (["statetree", "diff", "a.pt", "--m"], {"--match"}),
+        (["statetree", "show", "--sort", ""], {"file", "name", "size"}),
+        (["statetree", "show", "--sort", "n"], {"name"}),
+        (["statetree", "completion", ""], {"bash", "zsh", "fish"}),
+        (["statetree", "completion", "z"], {"zsh"}),
+        (["statetree", "show", ""], {"a.pt", "b b.pt"}),
+        (["statetree", "show", "--json", "a"], {"a.pt"}),
+        (["statetree", "convert", "--match", "x", "a.pt", "b"], {"b b.pt"}),
+    ],
+)
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_scripts_complete(shell, words, expected, tmp_path, statetree):
+    """The function that both shells call, by bash; it starts no other program."""
+    (tmp_path / "a.pt").touch()
+    (tmp_path / "b b.pt").touch()
     ran = statetree("completion", shell)
     assert ran.status == 0
-    assert "_STATETREE_COMPLETE" in ran.out
+    script = ran.out.removeprefix("autoload -U +X bashcompinit && bashcompinit\n")
+    assert script.endswith("-F _statetree statetree\n")
+    given = " ".join(f"'{word}'" for word in words)
+    call = f"PATH=; COMP_WORDS=({given}); _statetree statetree '{words[-1]}' '{words[-2]}'"
+    done = subprocess.run(
+        ["bash", "-c", f"{script}\n{call}\nprintf '%s\\n' \"${{COMPREPLY[@]}}\""],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert (set(done.stdout.splitlines()), done.stderr) == (expected, "")
 
 
-def test_completion_completes():
-    env = {"_STATETREE_COMPLETE": "bash_complete", "COMP_WORDS": "statetree con", "COMP_CWORD": "1", "PATH": ""}
-    code = "from statetree.cli.app import cli; cli(prog_name='statetree')"
-    ran = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert "convert" in ran.stdout
+def test_completion_for_fish(statetree):
+    lines = statetree("completion", "fish").out.splitlines()
+    assert "complete -c statetree -n '__fish_seen_subcommand_from show' -l sort -r -f -a 'file name size'" in lines[2]
+    assert {line.split(" -a ")[1].split()[0] for line in lines if "__fish_use_subcommand" in line} == {
+        *("show", "diff", "convert", "completion"),
+    }
+    diff = [line for line in lines if "from diff'" in line]
+    assert all(any(f"-l {option[2:]} " in line for line in diff) for option in OPTIONS_OF_DIFF if option[:2] == "--")
 
 
 def test_the_entry_point_is_declared():
@@ -174,7 +243,90 @@ def test_interrupts_end_quietly(files, tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "c.pt").exists()
 
 
-def test_json_is_json_whatever_the_names(tmp_path):
-    path = write({'"\n\x00é\u202e': bits(1), "nan": float("nan"), "inf": float("inf")}, tmp_path / "a.pt")
-    found = json.loads(started("show", "--json", path).stdout)
-    assert [entry["key"] for entry in found["entries"]] == ['"\n\x00é\u202e', "nan", "inf"]
+def refuse_constant(name):
+    pytest.fail(f"{name} is no JSON")
+
+
+def test_json_is_json_whatever_the_names_and_values(tmp_path):
+    values = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf"), "large": 2**70}
+    path = write({'"\n\x00é\u202e': bits(1), **values}, tmp_path / "a.pt")
+    found = json.loads(started("show", "--json", path).stdout, parse_constant=refuse_constant)
+    assert [entry["key"] for entry in found["entries"]] == ['"\n\x00é\u202e', *values]
+    shown = [entry["value"] for entry in found["entries"][1:]]
+    assert shown == ["nan", "inf", "-inf", 2**70]
+
+
+SLOW = """
+import os, sys, time
+import statetree.cli.stored as stored
+from statetree.cli.app import main
+read = stored.FileStorage.read
+def slow(self, start, stop):
+    os.write(3, b"reading")
+    time.sleep(0.05)
+    return read(self, start, stop)
+stored.FileStorage.read = slow
+import shutil
+remove = shutil.rmtree
+def slowly(*args, **options):
+    time.sleep(0.3)
+    remove(*args, **options)
+shutil.rmtree = slowly
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "status"),
+    [
+        ("b.pt", [signal.SIGINT], 130),
+        ("b.safetensors", [signal.SIGTERM], 143),
+        ("b", [signal.SIGHUP], 129),
+        ("b", [signal.SIGINT, signal.SIGINT, signal.SIGTERM], 130),
+    ],
+)
+def test_signals_leave_nothing_behind(name, numbers, status, tmp_path):
+    source = write({f"w{number}": bits(100, start=number) for number in range(200)}, tmp_path / "a.pt")
+    read, write_end = os.pipe()
+    command = [sys.executable, "-c", SLOW, "convert", source, tmp_path / name]
+    with subprocess.Popen(
+        ["bash", "-c", 'exec "$@" 3>&$0', str(write_end), *command],
+        pass_fds=[write_end], stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert os.read(read, 7) == b"reading"
+        os.read(read, 7)
+        assert any(".partial-" in path.name for path in tmp_path.iterdir())
+        for number in numbers:
+            process.send_signal(number)
+            time.sleep(0.1)
+        _, err = process.communicate(timeout=120)
+    os.close(read)
+    os.close(write_end)
+    assert process.returncode == status, err
+    assert err.strip() == ("interrupted" if status == 130 else f"stopped by {signal.Signals(status - 128).name}")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
+
+
+def test_signals_that_are_ignored_stay_ignored(files, tmp_path):
+    """As under ``nohup``."""
+    code = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n{SLOW}"
+    code = code.replace("os.write(3,", "os.kill(os.getpid(), signal.SIGHUP), (")
+    ran = subprocess.run([sys.executable, "-c", code, "convert", files[0], tmp_path / "c.pt"], timeout=120, check=False)
+    assert ran.returncode == 0
+
+
+def test_handlers_of_signals_are_put_back(files, statetree):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    assert statetree("show", files[0]).status == 0
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+
+
+@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_colours_are_left_out_where_they_are_not_wanted(name, value, files, statetree, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    commands = [("show", files[0]), ("diff", "--values", *files)]
+    assert all("\x1b" in statetree(*command).out for command in commands)
+    monkeypatch.setenv(name, value)
+    assert not any("\x1b" in statetree(*command).out for command in commands)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import pickle
 from collections import Counter, OrderedDict, namedtuple
 
 import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as torch_dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from statetree.cli import convert as conversion
 from statetree.cli import elements, stored
 from statetree.cli.formats import dcp_writer, torch_writer
+from statetree.cli.opening import opened
 from statetree.testing import assert_trees_equal
 from tests.cli.hostile import Raw, Storage, archive, pickle_of
 from tests.cli.states import bits, flat_state, load, nested_state, tied_state, write
@@ -90,6 +95,43 @@ def test_ties_are_reported_where_they_are_lost(name, tmp_path, statetree):
         assert torch.equal(loaded[key], tensor), key
 
 
+@pytest.mark.parametrize("near", [1, 64, 1 << 20])
+@pytest.mark.parametrize("run", [1, 16, 512])
+def test_views_of_any_strides_are_read_whole_and_in_part(near, run, tmp_path, monkeypatch):
+    monkeypatch.setattr(stored, "_NEAR_BYTES", near)
+    monkeypatch.setattr(stored, "_RUN_BYTES", run)
+    monkeypatch.setattr(stored, "BUCKET_BYTES", 40)
+    base = torch.arange(9000, dtype=torch.int16)
+    shapes = [(), (0, 3), (5,), (4, 6), (4, 1, 6), (2, 3, 5)]
+    strides = [(1, 7, 100), (200, 1, 5), (0, 40, 1), (3, 3, 3), (100, 1, 0), (1, 1000, 2)]
+    views = [base.as_strided(shape, stride[: len(shape)], 11) for shape in shapes for stride in strides]
+    with opened(write({str(number): view for number, view in enumerate(views)}, tmp_path / "a.pt")) as checkpoint:
+        for view, entry in zip(views, checkpoint.entries(), strict=True):
+            flat = view.reshape(-1)
+            assert torch.equal(torch.cat([flat[:0], *entry.value.pieces()]), flat)
+            assert torch.equal(entry.value.read(len(flat) // 3, len(flat) // 2), flat[len(flat) // 3 : len(flat) // 2])
+
+
+@pytest.mark.parametrize("is_transposed", [True, False])
+@pytest.mark.parametrize("name", ["b.pt", "b.safetensors", "b"])
+def test_a_file_that_is_cut_off_meanwhile_is_an_error(name, is_transposed, tmp_path, statetree, monkeypatch):
+    """Mapped into memory, it would end the process by SIGBUS."""
+    state = {"a": bits(3000, 3000).t() if is_transposed else bits(3000, 3000)}
+    source = write(state, tmp_path / "a.pt")
+    original = conversion.check_sums
+
+    def cut(checkpoint):
+        count = original(checkpoint)
+        os.truncate(source, 1 << 20)
+        return count
+
+    monkeypatch.setattr("statetree.cli.convert.check_sums", cut)
+    ran = statetree("convert", source, tmp_path / name)
+    assert ran.status == 2
+    assert "the file was cut off while it was read" in ran.err
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
 def test_only_the_bytes_in_use_are_written(tmp_path, statetree):
     source = write({"w": torch.arange(1_000_000.0)[500_000:500_010]}, tmp_path / "a.pt")
     converted(statetree, source, tmp_path / "b.pt")
@@ -136,6 +178,31 @@ def test_objects_in_parts_go_to_directories_as_statetree_saves_them(tmp_path, st
     loaded = dcp.load(template, checkpoint_id=tmp_path / "b")
     assert torch.equal(loaded["coo"].to_dense(), torch.eye(3))
     assert torch.equal(loaded["conj"], state["conj"])
+
+
+def test_sparse_tensors_come_back_from_directories(tmp_path, statetree):
+    state = {
+        "coo": torch.tensor([[0, 2.0], [3, 0]]).to_sparse(),
+        "repeated": torch.sparse_coo_tensor([[0, 0], [1, 1]], [1.0, 2.0], (2, 3), check_invariants=True),
+        "csr": torch.tensor([[0, 2.0, 0], [3, 0, 5]]).to_sparse_csr(),
+        "csc": torch.tensor([[0, 2.0, 0], [3, 0, 5]]).to_sparse_csc(),
+        "bsr": torch.eye(4).to_sparse_bsr((2, 2)),
+    }
+    with quiet():
+        converted(statetree, write(state, tmp_path / "a"), tmp_path / "b.pt")
+        converted(statetree, tmp_path / "a", tmp_path / "c")
+        converted(statetree, tmp_path / "c", tmp_path / "d.pt")
+        for name in ("b.pt", "d.pt"):
+            assert_trees_equal(load(tmp_path / name), state, ties=False)
+        assert statetree("diff", "--values", tmp_path / "a", tmp_path / "b.pt").status == 0
+
+
+def test_other_tensors_of_several_parts_are_named(tmp_path, statetree):
+    with quiet():
+        state = {"q": torch.quantize_per_tensor(torch.ones(2, 2), 0.5, 1, torch.qint8), "w": bits(1)}
+        ran = statetree("convert", write(state, tmp_path / "a"), tmp_path / "b.pt")
+    assert ran.status == 2
+    assert "torch files cannot hold these tensors of several parts:\n  q: quantized" in ran.err
 
 
 def test_dtypes_that_torch_cannot_copy_go_through_every_format_that_has_them(tmp_path, statetree):
@@ -189,12 +256,49 @@ def test_dcp_itself_loads_what_is_written(tmp_path, statetree):
     assert_trees_equal(template, state, ties=False)
 
 
-def test_dcp_checkpoints_without_structure_are_flat(tmp_path, statetree):
-    state = {"model": {"w": bits(2, 3)}, "step": 3}
+def test_checkpoints_of_dcp_itself_are_nested_as_dcp_nests_them(tmp_path, statetree):
+    state = {
+        "model": {"embed.weight": bits(2, 3)},
+        "step": 3,
+        "optimizer": {"state": {0: {"m": bits(4)}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]},
+        "list": [bits(1), 2, None, [bits(2)]],
+    }
     with quiet():
         torch_dcp.save(state, checkpoint_id=tmp_path / "a")
+        dcp_to_torch_save(tmp_path / "a", tmp_path / "expected.pt")
     converted(statetree, tmp_path / "a", tmp_path / "b.pt")
-    assert_trees_equal(load(tmp_path / "b.pt"), {"model.w": bits(2, 3), "step": 3}, ties=False)
+    assert list(load(tmp_path / "b.pt")) == ["model", "step", "optimizer", "list"]
+    assert_trees_equal(load(tmp_path / "b.pt"), load(tmp_path / "expected.pt"), ties=False)
+    assert statetree("diff", "--values", tmp_path / "a", tmp_path / "b.pt").status == 0
+    assert statetree("diff", "--values", tmp_path / "a", write(state, tmp_path / "c.pt")).status == 0
+    converted(statetree, "--match", "model.*", tmp_path / "a", tmp_path / "d.pt")
+    assert list(load(tmp_path / "d.pt")["model"]) == ["embed.weight"]
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        None,
+        [],
+        {"w": "w", "x": ()},
+        {"w": ("a",), "x": ("a",)},
+        {"w": ("a",), "x": ("a", "b")},
+        {"w": ("a", "b"), "x": ("a",)},
+        {"w": (0,), "x": (1,)},
+        {"w": ("a", 0), "x": ("a", "b")},
+        {"w": ("a", 2**60), "x": ("b",)},
+        {"w": ("a", -1), "x": ("b",)},
+        {"w": ("a", True), "x": ("a", 1.0)},
+    ],
+    ids=str,
+)
+def test_paths_that_contradict_each_other_are_passed_over(paths, tmp_path, statetree):
+    with quiet():
+        torch_dcp.save({"w": bits(1), "x": bits(2)}, checkpoint_id=tmp_path / "a")
+    metadata = pickle.loads((tmp_path / "a" / ".metadata").read_bytes())
+    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(dataclasses.replace(metadata, planner_data=paths)))
+    converted(statetree, tmp_path / "a", tmp_path / "b.pt")
+    assert_trees_equal(load(tmp_path / "b.pt"), {"w": bits(1), "x": bits(2)}, ties=False)
 
 
 def test_pieces_of_ranks_are_put_together(tmp_path, statetree):
@@ -222,8 +326,6 @@ def test_pieces_of_ranks_are_put_together(tmp_path, statetree):
                 stored[MetadataIndex("w", offsets)] = stored_piece("data", start, file.tell() - start)
     entry = TensorStorageMetadata(TensorProperties(dtype=torch.int32), whole.shape, chunks)
     torch_dcp.FileSystemWriter  # noqa: B018 - its module registers what is pickled
-    import pickle
-
     (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(Metadata({"w": entry}, storage_data=stored)))
     converted(statetree, tmp_path / "a", tmp_path / "b.pt")
     assert torch.equal(load(tmp_path / "b.pt")["w"], whole)
@@ -276,6 +378,30 @@ def test_casting_keeps_ties(tmp_path, statetree):
     pointers = {loaded[key].untyped_storage().data_ptr() for key in ("whole", "same", "transposed", "strided")}
     assert len(pointers) == 1
     assert "as floats, more: are no longer tied" in ran.err
+
+
+def test_what_casting_leaves_and_loses_is_noted(tmp_path, statetree):
+    state = {
+        "c": torch.ones(2, dtype=torch.complex64),
+        "s": torch.eye(3).to_sparse(),
+        "i": torch.arange(3),
+        "large": torch.tensor([1.0, 70000.0]),
+        "inf": torch.tensor([1.0, float("inf"), float("nan")]),
+        "ok": torch.tensor([65504.0]),
+    }
+    source = write(state, tmp_path / "a.pt")
+    for name in ("b.pt", "b"):
+        ran = converted(statetree, "--cast", "float16", source, tmp_path / name)
+        assert "note: c, s: not cast: only plain tensors of real numbers are\n" in ran.err
+        assert (
+            "note: large: has elements beyond the range of float16, which are infinite, NaN or cut off now\n" in ran.err
+        )
+        assert load(tmp_path / "b.pt")["large"].tolist() == [1.0, float("inf")]
+    del state["c"], state["s"]
+    source = write(state, tmp_path / "c.pt")
+    assert "large" in converted(statetree, "--cast", "float8_e4m3fn", source, tmp_path / "e.safetensors").err
+    assert converted(statetree, "--cast", "bfloat16", source, tmp_path / "d.pt").err == ""
+    assert converted(statetree, "--cast", "float64", source, tmp_path / "f.pt").err == ""
 
 
 @pytest.mark.parametrize("dtype", ["int64", "complex64", "nonsense", "float4_e2m1fn_x2", "bool"])
@@ -337,7 +463,7 @@ def test_renaming(renames, expected, tmp_path, statetree):
 @pytest.mark.parametrize(
     ("rename", "message"),
     [
-        ("module.*=same", "two entries would have the key 'same'"),
+        ("module.*=same", "two entries would have the key 'model.same'"),
         ("^list.0=x", "it is an item of a sequence"),
         ("(=x", "expected a regular expression"),
         ("a=\\1", "expected a regular expression"),
@@ -350,6 +476,36 @@ def test_impossible_renames_are_refused(rename, message, tmp_path, statetree):
     assert ran.status == 2
     assert message in ran.err
     assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_names_do_not_collide_across_nesting(tmp_path, statetree):
+    nested = write({"model": {"a": {"w": bits(1)}, "x": {"y": {"w": bits(2)}}}}, tmp_path / "nested.pt")
+    flat = write({"model": {"a": {"w": bits(1)}, "x.y.w": bits(2)}}, tmp_path / "flat.pt")
+    for source in (nested, flat):
+        for name in NAMES:
+            ran = statetree("convert", "--rename", r"^model\.a=model.x.y", source, tmp_path / name)
+            assert ran.status == 2
+            assert "two entries would have the key 'model.x.y.w'" in ran.err
+    ran = statetree("convert", "--rename", r"^model\.a\.w=model.x", nested, tmp_path / "a.safetensors")
+    assert "two entries would have the key 'x'" in ran.err
+    converted(statetree, "--match", "model.a.*", "--rename", r"^model\.a=model.x.y", nested, tmp_path / "a.safetensors")
+    assert set(load(tmp_path / "a.safetensors")) == {"model.x.y.w"}
+
+
+@pytest.mark.parametrize(
+    ("state", "names", "plain"),
+    [
+        ({"a.b": bits(1), "a": {"b": bits(2)}}, ["['a.b']", "['a']['b']"], "a.b"),
+        ({1: bits(1), "1": bits(2)}, ["[1]", "['1']"], "1"),
+    ],
+)
+def test_names_that_are_not_the_plain_ones_are_noted(state, names, plain, tmp_path, statetree):
+    source = write({**state, "c": bits(3)}, tmp_path / "a.pt")
+    for name in ("b.safetensors", "b"):
+        ran = converted(statetree, source, tmp_path / name)
+        assert f"note: {', '.join(names)}: so named, since '{plain}' would not be the name of one entry" in ran.err
+    assert set(load(tmp_path / "b.safetensors")) == {*names, "c"}
+    assert converted(statetree, source, tmp_path / "b.pt").err == ""
 
 
 def test_values_are_refused_by_safetensors_unless_dropped(tmp_path, statetree):
@@ -410,8 +566,23 @@ def test_shards(tmp_path, statetree):
     converted(statetree, "--shard-bytes", "5kB", source, tmp_path / "d")
     assert len(list((tmp_path / "d").glob("*.distcp"))) > 2
     assert_trees_equal(load(tmp_path / "d"), flat_state(), ties=False)
+    ran = converted(statetree, "--force", "--shard-bytes", "200B", source, tmp_path / "m.safetensors")
+    count = len(files)
+    assert f"m.safetensors: written as m.safetensors.index.json and {count} files beside it\n" in ran.err
     assert statetree("convert", "--shard-bytes", "5kB", source, tmp_path / "x.pt").status == 2
     assert statetree("convert", "--shard-bytes", "0", source, tmp_path / "x").status == 2
+
+
+def test_dots_in_the_names_of_directories(tmp_path, statetree):
+    source = write({"w": bits(1)}, tmp_path / "a.pt")
+    for name in ("run-v1.5", "llama-3.1-8B"):
+        converted(statetree, source, tmp_path / name)
+        assert (tmp_path / name).is_dir()
+        assert statetree("diff", source, tmp_path / name).status == 0
+    for name in ("model.safetensor", "model.bin", "model.pth.tar"):
+        ran = statetree("convert", source, tmp_path / name)
+        assert ran.status == 2
+        assert f"error: convert: cannot write {tmp_path / name}: the suffix" in ran.err
 
 
 def test_headers_keep_their_texts_between_safetensors(tmp_path, statetree):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import io
+import json
 import os
+import shutil
 from contextlib import suppress
 
 import pytest
@@ -135,7 +138,7 @@ def test_what_was_there_comes_back_if_the_new_directory_cannot_take_its_place(so
     monkeypatch.setattr("os.rename", rename)
     ran = statetree("convert", "--force", source, tmp_path / "b")
     assert ran.status == 2
-    assert "it cannot be put there: [Errno 28] No space left" in ran.err
+    assert ran.err == f"error: convert: cannot write {tmp_path / 'b'}: No space left on device. Make room.\n"
     assert names(tmp_path) == before
     assert set(load(tmp_path / "b")) == {"old"}
 
@@ -153,6 +156,139 @@ def test_shards_that_cannot_all_be_placed_leave_none(number, source, tmp_path, s
     ran = statetree("convert", "--shard-bytes", 100, source, tmp_path / "m.safetensors")
     assert ran.status == 2
     assert names(tmp_path) == ["a.pt"]
+
+
+STEPS = ("os.rename", "os.replace", "os.link", "os.unlink", "os.mkdir", "os.chmod", "os.fsync", "shutil.rmtree")
+
+
+def failing_at(patch, step, is_done, error):
+    """Have the N-th step of all that change names raise an error, before or after it is done."""
+    count = iter(range(1, 10_000))
+    raised = []
+    for name in STEPS:
+        module, _, function = name.partition(".")
+        original = getattr({"os": os, "shutil": shutil}[module], function)
+
+        def once(*args, original=original, **options):
+            fails = next(count) == step
+            if fails:
+                raised.append(original.__name__)
+            if fails and not is_done:
+                raise error
+            result = original(*args, **options)
+            if fails:
+                raise error
+            return result
+
+        patch.setattr(name, once)
+    return raised
+
+
+def published(folder):
+    """The checkpoints in a folder, by what they hold."""
+    found = {}
+    for path in folder.iterdir():
+        if path.name.endswith(".json") and not path.name.endswith("sha256.json"):
+            shards = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+            found[path.name] = [key for shard in shards for key in load(folder / shard)]
+        elif not path.name.startswith((".", "m-")) and not path.name.endswith("sha256.json"):
+            found[path.name] = list(load(path))
+    return found
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("is_done", [False, True])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("b.pt", []),
+        ("b.pt", ["--digest"]),
+        ("b", ["--digest"]),
+        ("m.safetensors", ["--shard-bytes", 100, "--digest"]),
+    ],
+)
+def test_the_old_one_stays_or_the_new_one_is_whole(
+    name, options, is_done, error, source, tmp_path, statetree, monkeypatch
+):
+    folder = tmp_path / "to"
+    folder.mkdir()
+    old = write({"x": bits(40, start=5), "old": bits(30)}, tmp_path / "old.pt")
+    command = ("convert", "--force", *options, source, folder / name)
+    assert statetree("convert", *options, old, folder / name).status == 0
+    before = names(folder)
+    assert list(published(folder).values()) == [["x", "old"]]
+    outcomes = set()
+    for step in range(1, 200):
+        with monkeypatch.context() as patch:
+            raised = failing_at(patch, step, is_done, error)
+            ran = statetree(*command)
+        (keys,) = published(folder).values()
+        is_new = keys == ["w", "x"]
+        assert is_new or keys == ["x", "old"], (step, raised)
+        main = next(folder / found for found in published(folder))
+        is_left = raised in (["rmtree"], ["unlink"]) and isinstance(error, OSError)  # it cannot be removed
+        if options:
+            assert statetree("show", "--verify", main).status == 0, (step, raised)
+        if not raised:
+            assert ran.status == 0
+            break
+        outcomes.add(is_new)
+        if not is_left:
+            assert [path for path in os.listdir(folder) if path.startswith(".")] == [], (step, raised)
+        assert ran.status in (0, 2, 130)
+        assert ran.status or is_new
+        if is_new or is_left:
+            shutil.rmtree(folder)
+            folder.mkdir()
+            assert statetree("convert", *options, old, folder / name).status == 0
+        assert names(folder) == before, (step, raised)
+    else:
+        pytest.fail("it never succeeds")
+    assert False in outcomes
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("of", "umask", "expected"), [(0o600, 0o022, 0o600), (0o664, 0o022, 0o644), (0o644, 0o077, 0o600)]
+)
+def test_a_private_source_makes_a_private_destination(of, umask, expected, name, source, tmp_path, statetree):
+    source.chmod(of)
+    before = os.umask(umask)
+    try:
+        assert statetree("convert", "--digest", source, tmp_path / name).status == 0
+        assert statetree("convert", "--force", tmp_path / name, tmp_path / f"next-{name}").status == 0
+    finally:
+        os.umask(before)
+    for target in (tmp_path / name, tmp_path / f"next-{name}"):
+        files = [file for file in target.rglob("*") if file.is_file()] or [target]
+        assert {oct(file.stat().st_mode & 0o777) for file in files} == {oct(expected)}
+        if target.is_dir():
+            assert oct(target.stat().st_mode & 0o777) == oct(expected | (expected & 0o444) >> 2)
+
+
+def test_errors_of_the_system_name_the_destination(source, tmp_path, statetree, monkeypatch):
+    def refused(*args, **options):
+        raise PermissionError(errno.EACCES, "Permission denied", "/tmp/.b.pt.partial-0")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.mkdir", refused)
+        ran = statetree("convert", source, tmp_path / "b.pt")
+    place = f"error: convert: cannot write {tmp_path / 'b.pt'}"
+    assert ran.err == f"{place}: Permission denied. Check its permissions, and the disk.\n"
+    with monkeypatch.context() as patch:
+        patch.setattr("os.stat", refused)
+        patch.setattr("os.path.lexists", refused)
+        assert "error: read: " in statetree("show", source).err
+    for target in ("b.pt", "b.safetensors", "b"):
+        with monkeypatch.context() as patch:
+            patch.setattr("pathlib.Path.open", lambda *_: FullDisk())
+            ran = statetree("convert", source, tmp_path / target)
+        assert ran.err == f"error: convert: cannot write {tmp_path / target}: No space left on device. Make room.\n"
+
+
+class FullDisk(io.BytesIO):
+    def write(self, _):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_file_systems_without_links(source, tmp_path, statetree, monkeypatch):

@@ -195,6 +195,8 @@ def test_ties_are_compared_between_torch_files(tmp_path, statetree):
     state["row"] = state["row"].clone()
     ran = statetree("diff", "--values", "--json", one, write(state, tmp_path / "b.pt"))
     assert differences(ran) == {("whole", "ties")}
+    line = "~ whole: shares bytes with same, transposed, row, strided on the left, shares bytes with same, transposed"
+    assert line in statetree("diff", one, tmp_path / "b.pt").out
     ran = statetree(
         "diff",
         "--values",
@@ -230,6 +232,13 @@ def test_matching(tmp_path, statetree):
     one = write({"a": bits(1), "b": bits(2)}, tmp_path / "a.pt")
     other = write({"a": bits(1), "b": bits(3)}, tmp_path / "b.pt")
     assert statetree("diff", "--match", "a*", one, other).status == 0
+    ran = statetree("diff", "--match", "typo", one, other)
+    assert (ran.status, ran.out) == (2, "")
+    assert "none of the 4 keys matches: expected one or more. Check --match." in ran.err
+    third = write({"a": bits(1), "c": bits(1)}, tmp_path / "c.pt")
+    assert statetree("diff", "--match", "c", one, third).status == 1
+    assert statetree("diff", one, write({}, tmp_path / "d.pt")).status == 1
+    assert statetree("diff", tmp_path / "d.pt", tmp_path / "d.pt").status == 0
     assert statetree("diff", one, other).status == 1
 
 

@@ -11,7 +11,7 @@ from tests.cli.fuzz import exercise, run, targets
 
 NAMES = [
     *("torch zip", "torch pickle", "old torch", "safetensors", "safetensors index"),
-    *("dcp metadata", "dcp data", "digests"),
+    *("dcp metadata", "dcp paths", "dcp data", "digests"),
 ]
 
 

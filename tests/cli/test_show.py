@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import pytest
 import torch
+import torch.distributed.checkpoint as torch_dcp
 
 from tests.cli.states import bits, flat_state, nested_state, tied_state, write
+from tests.trees import quiet
 
 FORMATS = ["a.pt", "a.safetensors", "a"]
 
@@ -177,3 +181,62 @@ def test_an_empty_checkpoint(name, tmp_path, statetree):
     ran = statetree("show", write({}, tmp_path / name))
     assert ran.status == 0
     assert "0 tensors" in ran.out
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_what_is_not_loaded_is_measured(is_new, tmp_path, statetree):
+    model = torch.nn.Linear(100, 50)
+    torch.save(model, tmp_path / "a.pt", _use_new_zipfile_serialization=is_new)
+    ran = statetree("show", tmp_path / "a.pt")
+    assert ran.status == 0
+    assert ran.out.splitlines()[0].endswith("1 value, 0 B of elements, 19.7 KiB in objects that are not loaded")
+    assert statetree("show", "--json", tmp_path / "a.pt").json["not_loaded_bytes"] == 5050 * 4
+    torch.save({"model": model, "w": model.weight, "s": bits(2).untyped_storage()}, tmp_path / "b.pt")
+    assert "8 B in objects" not in statetree("show", tmp_path / "b.pt").out
+    assert statetree("show", "--json", tmp_path / "b.pt").json["not_loaded_bytes"] == 50 * 4
+    torch.save({"w": model.weight}, tmp_path / "c.pt")
+    assert "not loaded" not in statetree("show", tmp_path / "c.pt").out
+
+
+def test_what_is_not_loaded_is_measured_in_directories(tmp_path, statetree):
+    with quiet():
+        torch_dcp.save({"w": bits(3), "args": Namespace(mean=bits(5))}, checkpoint_id=tmp_path / "a")
+    ran = statetree("show", tmp_path / "a")
+    assert ran.out.splitlines()[0].endswith("1 tensor, 1 value, 12 B of elements, 20 B in objects that are not loaded")
+
+
+def test_sums_of_tied_entries_say_so(tmp_path, statetree):
+    embed, more = bits(4, 3), bits(2)
+    state = {"embed": {"weight": embed}, "head": {"weight": embed}, "all": {"a": embed, "b": more, "c": embed[1:]}}
+    lines = statetree("show", "--depth", 1, write(state, tmp_path / "a.pt")).out.splitlines()
+    assert lines[1].split()[-2:] == ["B", "85.7%"]
+    assert lines[2].endswith("1 = embed.weight")
+    assert lines[3].endswith("2 tied elsewhere")
+
+
+@pytest.mark.parametrize("name", ["model.bin", "model.pth.tar", "model"])
+def test_files_of_other_names_are_to_be_renamed(name, tmp_path, statetree):
+    torch.save({"w": bits(1)}, tmp_path / name)
+    ran = statetree("show", tmp_path / name)
+    assert ran.status == 2
+    assert "If torch.save wrote it, link or rename it to a name that ends in .pt." in ran.err
+
+
+def test_a_zip_archive_is_no_safetensors_file(tmp_path, statetree):
+    torch.save({"w": bits(1)}, tmp_path / "a.safetensors")
+    ran = statetree("show", tmp_path / "a.safetensors")
+    assert ran.status == 2
+    assert "it looks like a zip archive. If torch.save wrote it, give it a name that ends in .pt." in ran.err
+
+
+@pytest.mark.parametrize("how", ["is_dir", "stat"])
+def test_places_without_permission_are_named(how, tmp_path, statetree, monkeypatch):
+    def refused(*_args, **_options):
+        raise PermissionError(13, "Permission denied")
+
+    path = write({"w": bits(1)}, tmp_path / "a.pt")
+    monkeypatch.setattr(f"pathlib.Path.{how}", refused)
+    ran = statetree("show", path)
+    assert (
+        ran.err == f"error: read: {path}: it cannot be read: Permission denied. Check its permissions, and the disk.\n"
+    )

@@ -87,8 +87,28 @@ def test_checksums_of_archives_are_checked_without_digests(name, tmp_path, state
 
 def test_that_there_is_nothing_to_check_is_said(tmp_path, statetree):
     ran = statetree("show", "--verify", write({"w": bits(1)}, tmp_path / "a.safetensors"))
-    assert ran.status == 0
-    assert "nothing to verify: safetensors has no checksums" in ran.out
+    assert (ran.status, ran.out) == (2, "")
+    assert "a.safetensors by: safetensors has no checksums, and there is no a.safetensors.sha256.json" in ran.err
+    torch.save({"w": bits(1)}, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+    ran = statetree("show", "--verify", tmp_path / "a.pt")
+    assert ran.status == 2
+    assert "a file of old torch has no checksums" in ran.err
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_digests_of_a_checkpoint_that_was_moved_say_so(name, tmp_path, statetree):
+    path = made(name, tmp_path, statetree, "--digest")
+    if path.is_dir():
+        path.rename(tmp_path / "c")
+        assert statetree("show", "--verify", tmp_path / "c").status == 0
+        return
+    if name.endswith("json"):
+        return  # its shards keep their names
+    moved = path.rename(tmp_path / f"c{path.suffix}")
+    (tmp_path / f"{path.name}.sha256.json").rename(tmp_path / f"{moved.name}.sha256.json")
+    ran = statetree("show", "--verify", moved)
+    assert ran.status == 2
+    assert f"the digests were written for another name ('{path.name}')" in ran.err
 
 
 def test_replacing_a_checkpoint_removes_its_digests(tmp_path, statetree):

@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 import re
 from collections import OrderedDict
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from statetree.cli.checkpoint import DCP, Check, Checkpoint
+from statetree.cli.formats.nesting import nested, read_paths
 from statetree.cli.formats.torch_file import Archive
+from statetree.cli.formats.torch_objects import REBUILD_SPARSE, TorchObjects
 from statetree.cli.names import refuse
 from statetree.cli.stored import ChunkedStorage, Composite, StoredTensor
 from statetree.dcp.keys import UnknownKey, key_of
@@ -18,14 +22,14 @@ from statetree.dcp.metadata import read_metadata
 from statetree.dcp.outline import STRUCTURE_KEY
 from statetree.dcp.structure import SavedNode, Structure, read, why_not_rebuilt
 from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY
+from statetree.pickles import BadPickle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from torch.distributed.checkpoint.metadata import Metadata
-
     from statetree.cli.files import Files, Region
+    from statetree.cli.stored import Storage
     from statetree.dcp.metadata import Stored
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -49,7 +53,7 @@ def read_directory(path: Path, files: Files) -> Checkpoint:
     metadata_file = files.open(path / _METADATA)
     if metadata_file.length > _MAX_METADATA_BYTES:
         refuse(metadata_file.path, f"it has {metadata_file.length} bytes: expected at most {_MAX_METADATA_BYTES}")
-    directory = _Directory(path, files, read_metadata(path))
+    directory = _Directory(path, files, metadata_file)
     tree, is_nested = directory.tree()
     used = [path / name for name in sorted({stored.name for stored in directory.metadata.storage_data.values()})]
     paths = [metadata_file.path, *used]
@@ -62,17 +66,20 @@ def read_directory(path: Path, files: Files) -> Checkpoint:
         paths,
         checks=directory.checks,
         foreign=list(directory.foreign),
+        storages=directory.storages,
         containers=directory.containers,
         is_nested=is_nested,
     )
 
 
 class _Directory:
-    def __init__(self, path: Path, files: Files, metadata: Metadata) -> None:
+    def __init__(self, path: Path, files: Files, metadata_file: Region) -> None:
         self.path = path
-        self.metadata = metadata
+        self.metadata = read_metadata(path)
+        self._metadata_file = metadata_file
         self.foreign: dict[str, None] = {}
         self.containers: dict[str, str] = {}
+        self.storages: list[Storage] = []
         self._files = files
         self._opened: OrderedDict[MetadataIndex, Archive] = OrderedDict()
 
@@ -98,11 +105,15 @@ class _Directory:
             yield from self.archive(index).checks()
 
     def tree(self) -> tuple[Any, bool]:
-        """Return the tree, and whether it is known how it was nested."""
+        """Return the tree, and whether it is known in full how it was nested.
+
+        (DCP's own paths have texts for all keys, and lists for tuples.)
+        """
         entries = self.metadata.state_dict_metadata
         values = {key: self._value(key) for key in entries if key != STRUCTURE_KEY}
         if not isinstance(entries.get(STRUCTURE_KEY), BytesStorageMetadata):
-            return values, False
+            paths = read_paths(self._metadata_file.read(0, self._metadata_file.length, "the metadata"))
+            return nested(values, paths) or values, False
         saved = read(self._plain(STRUCTURE_KEY))
         for entry in saved.entries:
             wants_tensor = entry.sort in (TENSOR_ENTRY, PARTS_ENTRY)
@@ -140,6 +151,7 @@ class _Directory:
     def _plain(self, key: str) -> Any:
         archive = Archive(self.region(MetadataIndex(key)))
         self.foreign.update(archive.foreign)
+        self.storages += archive.storages()
         return archive.tree
 
     def _tensor(self, key: str, entry: TensorStorageMetadata) -> StoredTensor:
@@ -193,8 +205,30 @@ def _overlap(boxes: list[Box]) -> bool:
 def _leaf(sort: str, keys: tuple[str, ...], facts: str, values: dict[str, Any]) -> Any:
     if sort != PARTS_ENTRY:
         return values[keys[0]]
-    kind = re.search(r"'leaf type': '([^']*)'", facts)
-    return Composite(kind[1] if kind else "in parts", tuple(values[key] for key in keys))
+    return _composite(tuple(values[key] for key in keys), facts)
+
+
+def _composite(parts: tuple[StoredTensor, ...], facts: str) -> Composite:
+    """Return what stands for a tensor of several parts. Sparse ones are as torch's files have them."""
+    layout = re.search(r"'layout': torch\.(sparse_\w+)", facts)
+    shape = re.search(r"'shape': torch\.Size\(\[([\d, ]*)\]\)", facts)
+    if layout is not None and shape is not None and len(parts) == (2 if layout[1] == "sparse_coo" else 3):
+        size = torch.Size(int(length) for length in shape[1].split(",") if length.strip())
+        is_coalesced = ("'coalesced': True" in facts,) if layout[1] == "sparse_coo" else ()
+        data = (*parts[::-1], size, *is_coalesced)
+        with suppress(BadPickle, ValueError, OverflowError):  # facts out of a file may say anything
+            made: Composite = TorchObjects().call(REBUILD_SPARSE, (getattr(torch, layout[1], None), data))
+            return made
+    return Composite(_kind(facts), parts)
+
+
+def _kind(facts: str) -> str:
+    """Return what a tensor of several parts is called: its layout, its dtype, or the name of its leaf type."""
+    for pattern in (r"'layout': (?:torch\.|')(?!strided)(\w+)", r"'leaf type': '(?!Tensor')([^']*)'", r"torch\.(\w+)"):
+        found = re.search(pattern, facts.replace("torch.strided", ""))
+        if found is not None:
+            return found[1]
+    return "in parts"
 
 
 def _as_mapping(node: SavedNode) -> SavedNode:

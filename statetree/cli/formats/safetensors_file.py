@@ -107,7 +107,7 @@ def _parse(region: Region, text: bytes, what: str) -> Any:
         return made
 
     try:
-        return json.loads(text, object_pairs_hook=pairs)
+        return json.loads(text.decode("utf-8"), object_pairs_hook=pairs)  # of bytes, it would guess the encoding
     except (ValueError, RecursionError) as error:
         refuse(region.path, f"{what} is no JSON: {str(error)[:100]}")
 
@@ -116,7 +116,10 @@ def _read(region: Region) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Return the tensors and the metadata of one file."""
     if region.length < 8:
         refuse(region.path, f"it ends after {region.length} bytes: expected a safetensors file")
-    size = int.from_bytes(region.read(0, 8, "the size of the header"), "little")
+    beginning = region.read(0, 8, "the size of the header")
+    if beginning.startswith(b"PK\x03\x04"):
+        refuse(region.path, "it looks like a zip archive", "If torch.save wrote it, give it a name that ends in .pt.")
+    size = int.from_bytes(beginning, "little")
     header = _parse(region, region.read(8, _bounded(region, size, "the header"), "the header"), "the header")
     if not isinstance(header, dict):
         refuse(region.path, "the header is no JSON object")

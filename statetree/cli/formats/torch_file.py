@@ -38,7 +38,14 @@ def read_torch(path: Path, files: Files) -> Checkpoint:
     if is_zip(region):
         archive = Archive(region)
         return Checkpoint(
-            path, TORCH, archive.tree, region.length, [path], checks=archive.checks, foreign=list(archive.foreign)
+            path,
+            TORCH,
+            archive.tree,
+            region.length,
+            [path],
+            checks=archive.checks,
+            foreign=list(archive.foreign),
+            storages=archive.storages(),
         )
     if not region.length:
         refuse(path, "it is empty")
@@ -47,8 +54,8 @@ def read_torch(path: Path, files: Files) -> Checkpoint:
             path, "it is neither a zip archive of torch.save nor one of its older files", "Pass what torch.save wrote."
         )
     objects = TorchObjects()
-    tree = _read_old(region, objects)
-    return Checkpoint(path, TORCH, tree, region.length, [path], foreign=list(objects.foreign))
+    tree, storages = _read_old(region, objects)
+    return Checkpoint(path, TORCH, tree, region.length, [path], foreign=list(objects.foreign), storages=storages)
 
 
 class Archive:
@@ -108,6 +115,10 @@ class Archive:
             self._storages[key] = StoredStorage(FileStorage(member.name, region), kind.dtype)
         return self._storages[key]
 
+    def storages(self) -> list[Storage]:
+        """Return the storages that the pickle speaks of."""
+        return [stored.storage for stored in self._storages.values()]
+
     def checks(self) -> list[Check]:
         """Return the checksums of all members."""
         return [
@@ -148,8 +159,8 @@ class _OldStorage(Storage):
         return FileStorage(self.entry, self.region).elements(view, start, stop)
 
 
-def _read_old(region: Region, objects: TorchObjects) -> Any:
-    """Return the tree of a file of torch before 1.6: pickles, then storages."""
+def _read_old(region: Region, objects: TorchObjects) -> tuple[Any, list[Storage]]:
+    """Return the tree and the storages of a file of torch before 1.6: pickles, then storages."""
     storages: dict[str, tuple[_OldStorage, int, StoredStorage]] = {}
 
     def storage(pid: Any) -> Any:
@@ -175,7 +186,7 @@ def _read_old(region: Region, objects: TorchObjects) -> Any:
             refuse(region.path, str(bad))
     if end != region.length:
         refuse(region.path, f"it goes on after its end at byte {end}")
-    return tree
+    return tree, [made for made, _, _ in storages.values()]
 
 
 def _old_tree(reader: Reader) -> Any:

@@ -21,6 +21,7 @@ _LAYOUTS: Final = {str(layout): layout for layout in vars(torch).values() if isi
 _VALUES: Final = (torch.dtype, torch.qscheme, torch.layout, torch.memory_format)
 _BELOW_A_BYTE: Final = (torch.quint4x2, torch.quint2x4)
 _UTILS: Final = "torch._utils."
+REBUILD_SPARSE: Final = f"{_UTILS}_rebuild_sparse_tensor"
 #: Classes that are no functions to call, but arguments of these.
 _CLASSES: Final = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter"})
 _CONTAINERS: Final = frozenset(
@@ -65,7 +66,7 @@ class TorchObjects:
             f"{_UTILS}_rebuild_tensor_v3": self._tensor_v3,
             f"{_UTILS}_rebuild_parameter": self._parameter,
             f"{_UTILS}_rebuild_parameter_with_state": self._parameter_with_state,
-            f"{_UTILS}_rebuild_sparse_tensor": self._sparse,
+            REBUILD_SPARSE: self._sparse,
             f"{_UTILS}_rebuild_nested_tensor": self._nested,
             f"{_UTILS}_rebuild_qtensor": self._quantized,
             f"{_UTILS}_rebuild_meta_tensor_no_storage": self._meta,
@@ -149,7 +150,7 @@ class TorchObjects:
         parts = _parts(*(part for part in data if isinstance(part, StoredTensor)))
         values = 1 if layout == torch.sparse_coo else 2
         shape = size_of(data[values + 1])
-        call = (f"{_UTILS}_rebuild_sparse_tensor", (layout, data))
+        call = (REBUILD_SPARSE, (layout, data))
         # Values first: the order in which statetree.dcp saves them.
         return Composite(str(layout).split(".")[-1], parts[::-1], dtype=parts[values].dtype, shape=shape, call=call)
 

@@ -183,11 +183,7 @@ class _Call:
 def _reduced(obj: Any) -> Any:
     """Return how an object other than a strided tensor is pickled."""
     if isinstance(obj, Composite):
-        if obj.call is None:
-            msg = (
-                f"convert: a tensor is stored in parts ({obj.kind}), of which torch files cannot be made. Use --match."
-            )
-            raise CheckpointError(msg)
+        assert obj.call is not None, obj.kind  # convert looks before
         name, args = obj.call
         return rebuild_function(name), tuple(
             rebuild_function(arg.name) if isinstance(arg, Named) else arg for arg in args
