@@ -275,6 +275,13 @@ shutil.rmtree = slowly
 sys.exit(main(sys.argv[1:]))
 """
 
+#: Whoever starts the tests may ignore signals, as a shell does for what runs in its background.
+LISTENING = """
+import signal
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)
+"""
+
 
 @pytest.mark.parametrize(
     ("name", "numbers", "status"),
@@ -288,7 +295,7 @@ sys.exit(main(sys.argv[1:]))
 def test_signals_leave_nothing_behind(name, numbers, status, tmp_path):
     source = write({f"w{number}": bits(100, start=number) for number in range(200)}, tmp_path / "a.pt")
     read, write_end = os.pipe()
-    command = [sys.executable, "-c", SLOW, "convert", source, tmp_path / name]
+    command = [sys.executable, "-c", LISTENING + SLOW, "convert", source, tmp_path / name]
     with subprocess.Popen(
         ["bash", "-c", 'exec "$@" 3>&$0', str(write_end), *command],
         pass_fds=[write_end], stderr=subprocess.PIPE, text=True,

@@ -25,6 +25,7 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import click
 
@@ -208,11 +209,9 @@ class _Prompt(code.InteractiveConsole):
         self.complaints.append(data)
 
     def push(self, line: str) -> bool:
-        shown, sys.displayhook = sys.displayhook, lambda value: None
-        try:
+        hooks = {"displayhook": lambda _: None, "excepthook": sys.__excepthook__}  # process groups leave one of theirs
+        with mock.patch.multiple(sys, **hooks):
             return super().push(line)
-        finally:
-            sys.displayhook = shown
 
 
 def _defines(statement: ast.stmt) -> bool:

@@ -48,7 +48,7 @@ def strategies() -> None:
 def plans(layout: testing.Layout) -> None:
     plan: testing.Plan = testing.TensorPlan(shape=(2, 3), dtype=torch.float32)
     assert_type(testing.build(plan), Any)
-    made: list[testing.Plan] = [testing.Value(1), testing.ViewPlan(0)]
+    made: list[testing.Plan] = [testing.Value(1), testing.ViewPlan(0), testing.Again(0)]
     assert_type(testing.build(testing.Node("list", tuple(made))), Any)
     assert_type(layout.full(), torch.Tensor)
     assert_type(layout.local(0), torch.Tensor | None)
