@@ -88,7 +88,7 @@ def _stopped_by_signals() -> Iterator[None]:
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         before = {each: signal.getsignal(each) for each in _STOPPING}
-        before = {each: handler for each, handler in before.items() if handler is not signal.SIG_IGN}
+        before = {each: handler for each, handler in before.items() if handler not in (signal.SIG_IGN, None)}
     try:
         for each in before:
             signal.signal(each, stop)

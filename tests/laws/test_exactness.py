@@ -35,6 +35,7 @@ def test_stage(plan, share_memory):
 
 @given(plan=with_shared_containers(tied_plans(opaque=False)))
 @example(plan=Node("list", (Node("dict"), Again())))
+@example(plan=Node("list", (Node("Thing", (Node("dict"),)), Node("Thing", (Again(),)))))
 def test_stage_keeps_one_container_one(plan):
     tree = build(plan)
     with st.Stager() as stager:
