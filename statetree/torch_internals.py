@@ -6,7 +6,7 @@ Tried with torch 2.11.0 and 2.13.0. (``leaf_types`` touch what is private to the
 from __future__ import annotations
 
 import sys
-from functools import wraps
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 import torch
@@ -147,14 +147,31 @@ def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
 
 
 def plain_pair(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tensors on the memory of two others: copied one into the other, they make those read the same."""
-    if target.dtype in COPIED_AS_INTEGERS and target.dtype == source.dtype:
-        target, source = as_copied(target), as_copied(source)
-    if target.dtype.is_complex and target.is_conj():
+    """Return a tensor on the memory of the target, and one to copy into it, so that the target reads like the source.
+
+    Elements that are converted are so first: torch gives a conjugate bit to complex tensors only, a negative one to
+    whatever it cannot negate, and to unsigned integers, which then wrap around.
+    """
+    if target.dtype != source.dtype and (target.is_neg() or target.is_conj()):
+        source = source.resolve_conj().resolve_neg().to(target.dtype)
+    target, source = without_common_bits(target, source)
+    if target.is_conj():
         target, source = torch._conj(target), torch._conj(source)
     if target.is_neg():
         target, source = torch._neg_view(target), torch._neg_view(source)
+    if target.dtype == source.dtype:
+        target, source = as_copied(target), as_copied(source)
     return target, source
+
+
+@cache
+def can_negate(dtype: torch.dtype) -> bool:
+    """Whether torch can read a tensor of a dtype that has a negative bit, and a conjugate one too if it is complex."""
+    try:
+        torch._neg_view(torch.zeros(1, dtype=dtype, device="cpu").conj()).clone()
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, non_blocking: bool = False) -> None:

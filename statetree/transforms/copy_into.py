@@ -13,7 +13,14 @@ from statetree.comparing import Pairing, paired_parts, set_apart, settled, taken
 from statetree.errors import Difference, TreeMismatch
 from statetree.overlaps import all_apart, conflicts, overlaps_itself, reads_of_written
 from statetree.spans import check_memory, extents, replicate
-from statetree.torch_internals import COPIED_AS_INTEGERS, WITHOUT_KERNELS, copy_all, plain_pair, quietly
+from statetree.torch_internals import (
+    COPIED_AS_INTEGERS,
+    WITHOUT_KERNELS,
+    can_negate,
+    copy_all,
+    plain_pair,
+    quietly,
+)
 from statetree.tree import unflatten
 from statetree.unpacking import unpack
 
@@ -146,6 +153,7 @@ class _Job:
     def differences(self, *, cast: bool) -> list[Difference]:
         """Return why the tensors cannot be copied, as far as it does not show in the leaves' facts."""
         self._check_dtypes(cast=cast)
+        self._check_negatives()
         self._check_memory(self.sources)
         self._check_memory(self.targets)
         if any(self.targets.inference) or not all(self.targets.contiguous):
@@ -175,6 +183,18 @@ class _Job:
         for index, (a, b) in enumerate(zip(self.sources.dtypes, self.targets.dtypes, strict=True)):
             if a != b and not (cast and castable(a, b)):
                 self._refuse(self.leaves[index], "dtype", a, b)
+
+    def _check_negatives(self) -> None:
+        """Refuse negative bits on what torch cannot negate: only its private functions set them there."""
+        dtypes = {*self.sources.dtypes, *self.targets.dtypes}
+        if all(map(can_negate, dtypes)):
+            return
+        bits = zip(self.sources.neg, self.targets.neg, self.sources.dtypes, self.targets.dtypes, strict=True)
+        for index, (neg, target_neg, dtype, target_dtype) in enumerate(bits):
+            if neg == target_neg and dtype == target_dtype:
+                continue
+            if (neg and not can_negate(dtype)) or (target_neg and not can_negate(target_dtype)):
+                self._refuse(self.leaves[index], "negative bit", neg, target_neg)
 
     def _check_memory(self, columns: Columns) -> None:
         check_memory("copy_into", columns, lambda index: self._path(self.leaves[index]))

@@ -1,6 +1,7 @@
 """What some laws need drawn: pairs of trees that differ in one place, and trees in which containers appear twice."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as hyp
@@ -19,6 +20,10 @@ def _places(plan: Any, at: Place = ()) -> Iterator[Place]:
             yield from _places(child, (*at, index))
 
 
+def _at(plan: Any, place: Place) -> Any:
+    return _at(plan.children[place[0]], place[1:]) if place else plan
+
+
 def _replaced(plan: Any, place: Place, new: Any) -> Any:
     if not place:
         return new
@@ -32,10 +37,15 @@ def _replaced(plan: Any, place: Place, new: Any) -> Any:
 def near(draw: hyp.DrawFn, plans: hyp.SearchStrategy[Any]) -> tuple[Any, Any]:
     """A plan, and another one in which a leaf or a subtree is replaced, in either order.
 
-    Two trees drawn apart seldom have more in common than their type.
+    Two trees drawn apart seldom have more in common than their type, and two tensors seldom their shape: half of the
+    tensors that replace others are only of another dtype, geometry or class.
     """
     plan = draw(plans)
-    other = _replaced(plan, draw(hyp.sampled_from(list(_places(plan)))), draw(LEAVES))
+    place = draw(hyp.sampled_from(list(_places(plan))))
+    old, new = _at(plan, place), draw(LEAVES)
+    if isinstance(old, TensorPlan) and isinstance(new, TensorPlan) and draw(hyp.booleans()):
+        new = replace(new, shape=old.shape)
+    other = _replaced(plan, place, new)
     return (other, plan) if draw(hyp.booleans()) else (plan, other)
 
 

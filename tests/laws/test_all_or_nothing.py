@@ -18,6 +18,8 @@ LATE_MISMATCH = Node("list", (TensorPlan(), TensorPlan((3,))))
 
 @given(pair=pairs_of_plans, cast=hyp.booleans())
 @example(pair=(TensorPlan(), TensorPlan(dtype=torch.float64)), cast=True)
+@example(pair=(TensorPlan(dtype=torch.float8_e4m3fn), TensorPlan(geometry="negated")), cast=True)
+@example(pair=(TensorPlan(), TensorPlan(dtype=torch.complex64, geometry="conjugated")), cast=True)
 @example(pair=(LATE_MISMATCH, Node("list", (TensorPlan(), TensorPlan()))), cast=False)
 def test_any_two_trees(pair, cast):
     source, target = map(build, pair)

@@ -3,6 +3,7 @@
 import contextlib
 import re
 from collections import OrderedDict, defaultdict, namedtuple
+from itertools import product
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import statetree as st
 from statetree.testing import Watch, assert_trees_equal
 from statetree.testing.memory import raw_bytes, shares_memory
+from statetree.torch_internals import can_negate
 from statetree.transforms.copy_into import castable
 from tests.faults import fail_each
 from tests.trees.classes import TwoTensors
@@ -746,6 +748,69 @@ def test_the_whole_matrix_of_casts_is_all_or_nothing():
             assert torch.equal(first, torch.zeros(2)), (source, target)
             assert torch.equal(raw_bytes(dst.untyped_storage()), before), (source, target)
     assert allowed > 100
+
+
+def with_bits(tensor, *, conj, neg):
+    tensor = tensor.conj() if conj else tensor
+    return torch._neg_view(tensor) if neg else tensor
+
+
+def read_with_bits(base, *, conj, neg):
+    """Return what ``with_bits`` of a tensor reads as, without its kernels."""
+    base = base.conj().resolve_conj() if conj else base
+    return torch.neg(base) if neg else base
+
+
+#: Conjugate and negative bits. What is not complex has no conjugate one.
+BITS = [{"conj": conj, "neg": neg} for conj in (False, True) for neg in (False, True)]
+
+
+@pytest.mark.parametrize("target_bits", BITS, ids=str)
+@pytest.mark.parametrize("source_bits", BITS, ids=str)
+def test_the_matrix_of_casts_with_conjugate_and_negative_bits(source_bits, target_bits):
+    """Elements are converted before a bit of the target is undone, and what cannot be read is refused in time."""
+    done = 0
+    dtypes = [dtype for dtype in every_dtype() if not str(dtype).startswith("torch.q")]
+    for source, target in product(dtypes, repeat=2):
+        if not (source == target or castable(source, target)):
+            continue
+        if (source_bits["conj"] and not source.is_complex) or (target_bits["conj"] and not target.is_complex):
+            continue
+        below_source, below, first = raw_tensor(source), raw_tensor(target), torch.zeros(2)
+        before = raw_bytes(below.untyped_storage()).clone()
+        src, dst = with_bits(below_source, **source_bits), with_bits(below, **target_bits)
+        try:
+            st.copy_into([ramp(2), src], [first, dst], cast=True)
+        except st.TreeMismatch as error:
+            assert {found.kind for found in error.differences} == {"negative bit"}
+            assert not can_negate(source) or not can_negate(target)
+            assert torch.equal(first, torch.zeros(2))
+            assert torch.equal(raw_bytes(below.untyped_storage()), before), (source, target)
+            continue
+        done += 1
+        assert torch.equal(first, ramp(2))
+        if src.is_neg() and dst.is_neg() and source == target:
+            src, dst = torch._neg_view(src), torch._neg_view(dst)  # what both have cancels out, readable or not
+        conj, neg = dst.is_conj(), dst.is_neg()
+        expected = read_with_bits(below_source, conj=src.is_conj(), neg=src.is_neg())
+        expected = expected if source == target else expected.to(target)
+        found = read_with_bits(below, conj=conj, neg=neg)
+        assert torch.equal(raw_bytes(found.untyped_storage()), raw_bytes(expected.untyped_storage())), (source, target)
+    assert done >= 5  # all to all that is complex, but for torch.complex32 where it would have to be negated
+
+
+@pytest.mark.parametrize("source", [torch.float8_e4m3fn, torch.uint8, torch.bool, torch.float64], ids=str)
+def test_numbers_are_converted_before_a_view_undoes_their_sign(source):
+    imaginary = torch.zeros(3, dtype=torch.complex64)
+    st.copy_into([torch.ones(3).to(source)], [imaginary.conj().imag], cast=True)
+    assert torch.equal(imaginary.imag, -torch.ones(3))
+    st.copy_into([torch.ones(3).to(source)], [imaginary.conj()], cast=True)
+    assert torch.equal(imaginary, torch.ones(3, dtype=torch.complex64))
+
+
+def test_a_negative_bit_on_what_cannot_be_negated_is_refused():
+    dst = [torch.zeros(2), torch._neg_view(torch.zeros(2, dtype=torch.uint32))]
+    refused([ramp(2), torch.ones(2, dtype=torch.uint32)], dst, "negative bit differs at 1: expected True, got False")
 
 
 @pytest.mark.parametrize("source", [torch.int8, torch.uint8, torch.int16, torch.uint16, torch.bool], ids=str)
