@@ -19,7 +19,7 @@ from statetree.leaf_types.opaque import OPAQUE
 from statetree.leaves import facts, leaf_type_of
 from statetree.matching import matched
 from statetree.spans import holds_memory, is_whole
-from statetree.torch_internals import COPIED_AS_INTEGERS, without_common_bits
+from statetree.torch_internals import COPIED_AS_INTEGERS, can_negate, negated_view, without_common_bits
 from statetree.tree import flatten_for
 from statetree.unpacking import Kept, Packed, Recipe, Unpacked, are_views, located
 
@@ -232,8 +232,15 @@ def safely_equal(a: Any, b: Any) -> bool:
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two plain tensors of one dtype and shape hold the same elements, bit by bit (NaNs and zeros' signs)."""
+    if _is_unreadable(a, b):
+        return False
     a, b = without_common_bits(a, b)
     return _bits(a).equal(_bits(b))
+
+
+def _is_unreadable(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether only one of two tensors has a negative bit, on what torch cannot negate (private functions set it)."""
+    return a.is_neg() != b.is_neg() and not can_negate(a.dtype)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -258,6 +265,8 @@ def first_difference(a: torch.Tensor, b: torch.Tensor) -> tuple[str, str]:
     """Return how two tensors read at the first index at which they differ, and how often they do."""
     if a.is_meta or b.is_meta:
         return ("no bytes" if a.is_meta else "bytes", "no bytes" if b.is_meta else "bytes")
+    if _is_unreadable(a, b):
+        return (f"negative bit {a.is_neg()}", f"negative bit {b.is_neg()}")
     bits_a, bits_b = map(_bits, without_common_bits(a, b))
     unequal = (bits_a != bits_b).reshape(max(a.numel(), 1), -1).any(1)
     position = int(unequal.nonzero()[0])
@@ -268,6 +277,8 @@ def first_difference(a: torch.Tensor, b: torch.Tensor) -> tuple[str, str]:
 
 
 def _element(tensor: torch.Tensor, index: tuple[int, ...]) -> str:
+    if tensor.is_neg() and not can_negate(tensor.dtype):
+        return f"-({_element(negated_view(tensor), index)})"
     element = tensor.detach()[index]
     try:
         return str(element.item())

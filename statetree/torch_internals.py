@@ -123,11 +123,16 @@ def as_copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(copied_dtype(tensor.dtype)) if tensor.dtype in COPIED_AS_INTEGERS else tensor
 
 
+def negated_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view whose negative bit is the other way about."""
+    return torch._neg_view(tensor)
+
+
 def without_common_bits(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Drop conjugate and negative bits that both have: they cost a pass, and some dtypes have no kernel for it."""
     a, b = a.detach(), b.detach()
     if a.is_neg() and b.is_neg():
-        a, b = torch._neg_view(a), torch._neg_view(b)
+        a, b = negated_view(a), negated_view(b)
     if a.is_conj() and b.is_conj():
         a, b = a.conj(), b.conj()
     return a, b
@@ -158,7 +163,7 @@ def plain_pair(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor
     if target.is_conj():
         target, source = torch._conj(target), torch._conj(source)
     if target.is_neg():
-        target, source = torch._neg_view(target), torch._neg_view(source)
+        target, source = negated_view(target), negated_view(source)
     if target.dtype == source.dtype:
         target, source = as_copied(target), as_copied(source)
     return target, source
@@ -168,7 +173,7 @@ def plain_pair(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor
 def can_negate(dtype: torch.dtype) -> bool:
     """Whether torch can read a tensor of a dtype that has a negative bit, and a conjugate one too if it is complex."""
     try:
-        torch._neg_view(torch.zeros(1, dtype=dtype, device="cpu").conj()).clone()
+        negated_view(torch.zeros(1, dtype=dtype, device="cpu").conj()).clone()
     except (NotImplementedError, RuntimeError):
         return False
     return True

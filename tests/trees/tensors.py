@@ -25,6 +25,16 @@ def of_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     return raw.view(dtype).reshape(shape)
 
 
+#: Conjugate and negative bits. What is not complex has no conjugate one.
+BITS = [{"conj": conj, "neg": neg} for conj in (False, True) for neg in (False, True)]
+
+
+def with_bits(tensor: torch.Tensor, *, conj: bool, neg: bool) -> torch.Tensor:
+    """Return a view of a tensor that is conjugated and negated by bits alone, also where torch could not read it."""
+    tensor = tensor.conj() if conj else tensor
+    return torch._neg_view(tensor) if neg else tensor
+
+
 QUANTIZED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)} - QUANTIZED, key=str)
 

@@ -18,6 +18,7 @@ from statetree.torch_internals import can_negate
 from statetree.transforms.copy_into import castable
 from tests.faults import fail_each
 from tests.trees.classes import TwoTensors
+from tests.trees.tensors import BITS, DTYPES, of_bytes, with_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -717,26 +718,14 @@ def test_shapes_are_not_broadcast_by_a_cast():
     )
 
 
-def every_dtype():
-    names = sorted(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))
-    return sorted({getattr(torch, name) for name in names}, key=str)
-
-
-def raw_tensor(dtype, count=6):
-    bits = torch.arange(1, 1 + count * dtype.itemsize).to(torch.uint8)
-    bits = bits % 2 if dtype is torch.bool else bits
-    return torch.empty(0, dtype=dtype).set_(bits.untyped_storage(), 0, (count,), (1,))
-
-
 def test_the_whole_matrix_of_casts_is_all_or_nothing():
     """Whatever cast=True says yes to is then done; whatever it says no to leaves everything as it was."""
     allowed = 0
-    dtypes = [dtype for dtype in every_dtype() if not str(dtype).startswith(("torch.q", "torch.quint"))]
-    assert len(dtypes) > 35
-    for source in dtypes:
-        for target in dtypes:
-            first, dst = torch.zeros(2), raw_tensor(target)
-            src = raw_tensor(source)
+    assert len(DTYPES) > 35
+    for source in DTYPES:
+        for target in DTYPES:
+            first, dst = torch.zeros(2), of_bytes(target, (6,))
+            src = of_bytes(source, (6,))
             before = raw_bytes(dst.untyped_storage()).clone()
             if castable(source, target) or source == target:
                 st.copy_into([ramp(2), src], [first, dst], cast=True)
@@ -750,19 +739,10 @@ def test_the_whole_matrix_of_casts_is_all_or_nothing():
     assert allowed > 100
 
 
-def with_bits(tensor, *, conj, neg):
-    tensor = tensor.conj() if conj else tensor
-    return torch._neg_view(tensor) if neg else tensor
-
-
 def read_with_bits(base, *, conj, neg):
     """Return what ``with_bits`` of a tensor reads as, without its kernels."""
     base = base.conj().resolve_conj() if conj else base
     return torch.neg(base) if neg else base
-
-
-#: Conjugate and negative bits. What is not complex has no conjugate one.
-BITS = [{"conj": conj, "neg": neg} for conj in (False, True) for neg in (False, True)]
 
 
 @pytest.mark.parametrize("target_bits", BITS, ids=str)
@@ -770,13 +750,12 @@ BITS = [{"conj": conj, "neg": neg} for conj in (False, True) for neg in (False, 
 def test_the_matrix_of_casts_with_conjugate_and_negative_bits(source_bits, target_bits):
     """Elements are converted before a bit of the target is undone, and what cannot be read is refused in time."""
     done = 0
-    dtypes = [dtype for dtype in every_dtype() if not str(dtype).startswith("torch.q")]
-    for source, target in product(dtypes, repeat=2):
+    for source, target in product(DTYPES, repeat=2):
         if not (source == target or castable(source, target)):
             continue
         if (source_bits["conj"] and not source.is_complex) or (target_bits["conj"] and not target.is_complex):
             continue
-        below_source, below, first = raw_tensor(source), raw_tensor(target), torch.zeros(2)
+        below_source, below, first = of_bytes(source, (6,)), of_bytes(target, (6,)), torch.zeros(2)
         before = raw_bytes(below.untyped_storage()).clone()
         src, dst = with_bits(below_source, **source_bits), with_bits(below, **target_bits)
         try:
@@ -818,8 +797,8 @@ def test_integer_casts_lose_nothing(source):
     low, high = (0, 1) if source is torch.bool else (torch.iinfo(source).min, torch.iinfo(source).max)
     values = torch.arange(low, high + 1, max(1, (high - low) // 5000)).to(source)
     values[-1] = high
-    for target in every_dtype():
-        if source == target or str(target).startswith(("torch.q", "torch.quint")) or not castable(source, target):
+    for target in DTYPES:
+        if source == target or not castable(source, target):
             continue
         dst = torch.zeros(len(values), dtype=target)
         st.copy_into([values], [dst], cast=True)

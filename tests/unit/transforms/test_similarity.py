@@ -6,6 +6,7 @@ import enum
 import math
 import re
 from collections import OrderedDict, namedtuple
+from itertools import product
 
 import numpy as np
 import pytest
@@ -14,8 +15,10 @@ import torch
 import statetree as st
 from statetree import Path
 from statetree.testing import Watch, assert_trees_equal
+from statetree.torch_internals import can_negate
 from tests.trees import TREES
 from tests.trees.classes import TwoTensors
+from tests.trees.tensors import BITS, DTYPES, of_bytes, with_bits
 
 Point = namedtuple("Point", "x y")
 pytestmark = [
@@ -197,6 +200,18 @@ def test_bits_are_what_they_stand_for():
     assert both([z.conj()], [z.conj().resolve_conj()], values=True)
     assert both([z.conj().imag], [-z.imag], values=True)
     assert not both([z.conj()], [z], values=True)
+
+
+def test_bits_on_every_dtype():
+    """Also where private functions have set a negative bit on what torch cannot negate, and so not read."""
+    for dtype in DTYPES:
+        for mine, others in product(BITS, repeat=2):
+            a, b = (with_bits(of_bytes(dtype, (2,)), **bits) for bits in (mine, others))
+            if both([a], [b], values=True):
+                st.copy_into([a], [b])
+                assert both([a], [b], values=True)
+            elif a.is_neg() != b.is_neg() and not can_negate(dtype):
+                differs([a], [b], "value", "0", values=True)
 
 
 # Every difference
