@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from statetree.cli.stored import Composite, StoredStorage, StoredTensor, Unread
+from statetree.cli.stored import Composite, StoredStorage, StoredTensor
 from statetree.pickles import Foreign
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def why_not_plain(value: Any) -> str:
     pending = [value]
     while pending:
         part = pending.pop()
-        if isinstance(part, (Foreign, Unread)):
+        if isinstance(part, Foreign):
             return repr(part)
         if isinstance(part, dict):
             pending += [*part.keys(), *part.values(), *getattr(part, "__dict__", {}).values()]

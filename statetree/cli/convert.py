@@ -16,7 +16,14 @@ from statetree.cli.checkpoint import (
     why_not_plain,
 )
 from statetree.cli.describing import dtype_text, human
-from statetree.cli.destination import check_destination, folder_beside, keep_private, publish, writing_to
+from statetree.cli.destination import (
+    absolute,
+    check_destination,
+    folder_beside,
+    keep_private,
+    publish,
+    writing_to,
+)
 from statetree.cli.digests import Written, digests_path, digests_text
 from statetree.cli.edits import Rename, cast, matching, overflowing, without
 from statetree.cli.files import Files
@@ -67,14 +74,15 @@ def convert(source: Checkpoint, destination: Path, options: Options) -> list[str
     job = _Job(source, kind, options)
     _check_size(source, job.nbytes, main)
     check_sums(source)
-    with writing_to(main), folder_beside(main) as folder:
-        with progress(f"writing {printable(main.name)}", job.nbytes) as advance:
-            written = job.write(folder, main.name, advance)
+    place = absolute(main)
+    with writing_to(main), folder_beside(place) as folder:
+        with progress(f"writing {printable(place.name)}", job.nbytes) as advance:
+            written = job.write(folder, place.name, advance)
         names = [file.name for file in written]
         if options.digest:
-            names.append(_write_digests(folder, main, written, is_directory=kind == DCP))
+            names.append(_write_digests(folder, place, written, is_directory=kind == DCP))
         keep_private(folder, names, source.files)
-        publish(folder, main, names, is_directory=kind == DCP, force=options.force)
+        publish(folder, place, names, is_directory=kind == DCP, force=options.force)
     job.note_overflows()
     if main != destination:
         others = f"{len(written) - 1} file{'s' * (len(written) != 2)} beside it"
@@ -218,7 +226,6 @@ class _Job:
         return self._logical_bytes(), write
 
     def _as_safetensors(self, _tree: Any) -> tuple[int, Callable[[Path, str, Progress], list[Written]]]:
-        from statetree.cli.formats.safetensors_file import METADATA
         from statetree.cli.formats.safetensors_writer import why_not_stored, write_safetensors
 
         entries = self._outline.entries
@@ -235,10 +242,8 @@ class _Job:
         self._outline = Outline(self._outline.nodes, [entry for entry in entries if entry.key not in set(values)])
         self._refuse_parts("safetensors", lambda leaf: strided(leaf) is None)
         tensors = {entry.key: _view(entry) for entry in self._outline.entries}
-        bad = {key: why_not_stored(tensor.dtype) for key, tensor in tensors.items()}
+        bad = {key: why_not_stored(key, tensor) for key, tensor in tensors.items()}
         lines = [f"{printable(key)}: {why}" for key, why in bad.items() if why]
-        if METADATA in tensors:
-            lines.append(f"{METADATA}: a name that safetensors keep for themselves")
         if lines:
             msg = f"convert: safetensors cannot hold\n  {shown(lines)}\nUse --cast, --rename or --match."
             raise CheckpointError(msg)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _METADATA: Final = ".metadata"
+_PIECES: Final = ".distcp"
+_LONGEST_NAME: Final = 100
 _MAX_INDEX_BYTES: Final = 256 << 20
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_LINKS: Final = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES)
@@ -43,10 +45,23 @@ def check_destination(path: Path, *, is_directory: bool, force: bool) -> None:
     if is_directory:
         if not path.is_dir() or path.is_symlink():
             _refuse(path, "it is no directory", "Choose another name.")
-        if not (path / _METADATA).is_file() and any(path.iterdir()):
-            _refuse(path, "it is a directory of other files, which --force does not remove", "Choose another name.")
+        other = next((file for file in sorted(path.iterdir()) if not _is_part(file)), None)
+        if other is not None or (any(path.iterdir()) and not (path / _METADATA).is_file()):
+            what = f"it holds {other.name!r}, which is" if other else "what it holds is"
+            _refuse(path, f"{what} no part of a DCP checkpoint: --force does not remove that", "Choose another name.")
     elif not path.is_file():
         _refuse(path, "it is no regular file", "Choose another name.")
+
+
+def _is_part(file: Path) -> bool:
+    """Whether something in a directory is, by its name, a file of a DCP checkpoint."""
+    is_named_so = file.suffix == _PIECES or file.name in (_METADATA, digests_path(file.parent, is_directory=True).name)
+    return is_named_so and file.is_file() and not file.is_symlink()
+
+
+def absolute(path: Path) -> Path:
+    """Return where a destination lies, even if the current directory is what it replaces. A link stays one."""
+    return path.parent.resolve() / path.name if path.name else path.resolve()
 
 
 def _refuse(path: Path, what: str, remedy: str) -> NoReturn:
@@ -70,12 +85,16 @@ def folder_beside(path: Path) -> Iterator[Path]:
 
     It is removed in the end, with what is still in it.
     """
-    folder = path.with_name(f".{path.name}.partial-{uuid.uuid4().hex}")
+    folder = _new_name(path, "partial")
     try:
         folder.mkdir(mode=0o700)
         yield folder
     finally:
         _remove(folder)
+
+
+def _new_name(path: Path, what: str) -> Path:
+    return path.with_name(f".{path.name[:_LONGEST_NAME]}.{what}-{uuid.uuid4().hex}")
 
 
 def _remove(folder: Path) -> None:
@@ -145,7 +164,7 @@ def _replaced(path: Path, targets: Sequence[Path], *, is_directory: bool) -> lis
 @contextmanager
 def _set_aside(path: Path, old: Sequence[Path]) -> Iterator[None]:
     """Move files or directories away while the block puts others in their places. If it fails, they come back."""
-    aside = path.with_name(f".{path.name}.removed-{uuid.uuid4().hex}")
+    aside = _new_name(path, "removed")
     is_done = False
     try:
         if old:

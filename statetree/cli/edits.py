@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 import torch
@@ -45,7 +46,7 @@ class Rename(NamedTuple):
         try:
             made = cls(re.compile(found[1]), found[2])
             made.pattern.sub(made.replacement, "")
-            re.compile(f"(?:{found[1]})|").sub(found[2], "")  # always matches, so that a wrong group shows
+            re.compile(f"{found[1]}|").sub(found[2], "")  # always matches, so that a wrong group shows
         except (re.error, IndexError) as error:
             msg = f"expected a regular expression and a replacement: {error}"
             raise ValueError(msg) from None
@@ -118,22 +119,22 @@ class _Selection:
         nodes = self._outline.nodes
         pending: list[tuple[int, tuple[tuple[int, str, int], ...], str]] = [(len(nodes) - 1, (), "")]
         while pending:
-            index, above, prefix = pending.pop()
+            index, above, start = pending.pop()
             for step, child in zip(nodes[index].keys, nodes[index].children, strict=True):
-                chain = (*above, (index, prefix, child))
-                text = render_key(step)
+                chain = (*above, (index, start, child))
                 if child < 0:
-                    pending.append((~child, chain, f"{prefix}.{text}" if above else text))
+                    pending.append((~child, chain, f"{start}{render_key(step)}."))
                 elif self._chosen[child] and self._keys[child] != self._outline.entries[child].key:
                     self._place(child, chain)
+        for moved in self._moved.values():
+            moved.sort(key=itemgetter(1))  # the order in which they were
 
     def _place(self, entry: int, chain: Sequence[tuple[int, str, int]]) -> None:
         key, old = self._keys[entry], self._outline.entries[entry].key
         if _is_sequence(self._outline.nodes[chain[-1][0]]):
             msg = f"convert: cannot rename {old}: it is an item of a sequence, which would get a hole. Narrow --rename."
             raise CheckpointError(msg)
-        for index, prefix, child in reversed(chain):
-            start = f"{prefix}." if prefix else ""
+        for index, start, child in reversed(chain):
             if key.startswith(start) and key != start and not _is_sequence(self._outline.nodes[index]):
                 self._moved.setdefault((index, child), []).append((key[len(start) :], entry))
                 self._left.add(entry)
@@ -232,7 +233,7 @@ def cast(tree: Any, entries: Sequence[Entry], dtype: torch.dtype) -> Cast:
         return made[id(leaf)]
 
     def new(leaf: StoredTensor) -> StoredTensor:
-        if len(dtypes[id(leaf.storage)]) > 1:
+        if len(dtypes[id(leaf.storage)]) > 1 or (leaf.is_neg and dtype.itemsize == 1):  # torch negates no such bytes
             untied.add(id(leaf))
             dense = leaf.changed(storage=DenseStorage(leaf), stride=None, offset=0, is_conj=False, is_neg=False)
             return dense.changed(storage=CastStorage(dense.storage, leaf.dtype, dtype), dtype=dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
@@ -12,6 +12,9 @@ from statetree.torch_internals import WITHOUT_KERNELS
 
 if TYPE_CHECKING:
     from statetree.cli.progress import Progress
+
+
+_HALF: Final = 2**32
 
 
 class Unequal(NamedTuple):
@@ -79,25 +82,45 @@ def _differs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
     left_numbers, right_numbers = _numbers(a), _numbers(b)
     if left_numbers is None or right_numbers is None:
         return torch.ones(len(a), dtype=torch.bool)
-    found = (left_numbers != right_numbers) & ~(left_numbers.isnan() & right_numbers.isnan())
+    found = ~_same(left_numbers, right_numbers)
     return found if bool(found.any()) else None
 
 
-def _numbers(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return elements as numbers of the widest kind; ``None`` if they cannot be converted."""
+class _Numbers(NamedTuple):
+    """Numbers, each ``high * 2**32 + low``: integers have 64 bits, of which one float64 has no place for all."""
+
+    high: torch.Tensor
+    low: torch.Tensor
+
+
+def _numbers(tensor: torch.Tensor) -> _Numbers | None:
+    """Return elements as numbers, exactly; ``None`` if they cannot be converted."""
     if tensor.dtype in WITHOUT_KERNELS:
         return None
+    if tensor.dtype in (torch.int64, torch.uint64):
+        whole = tensor.view(torch.int64)
+        is_signed = tensor.dtype is torch.int64
+        high = whole.div(_HALF, rounding_mode="trunc") if is_signed else whole >> 32 & (_HALF - 1)
+        return _Numbers(high.to(torch.float64), (whole - high * _HALF).to(torch.float64))
     try:
-        return tensor.to(torch.complex128 if tensor.dtype.is_complex else torch.float64)
+        wide = tensor.to(torch.complex128 if tensor.dtype.is_complex else torch.float64)
     except (RuntimeError, NotImplementedError):  # two numbers in a byte
         return None
+    parts = torch.view_as_real(wide) if wide.is_complex() else wide
+    high = torch.where(parts.isfinite(), (parts / _HALF).trunc(), 0.0)
+    low = parts - high * _HALF
+    return _Numbers(*map(torch.view_as_complex, (high, low))) if wide.is_complex() else _Numbers(high, low)
 
 
-def _measured(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
+def _same(a: _Numbers, b: _Numbers) -> torch.Tensor:
+    return ((a.high == b.high) & (a.low == b.low)) | (a.low.isnan() & b.low.isnan())
+
+
+def _measured(a: _Numbers, b: _Numbers) -> tuple[float, float]:
     """Return the largest absolute and relative difference; infinity where one is no number and the other is."""
-    apart = (a - b).abs()
-    larger = torch.maximum(a.abs(), b.abs())
-    same = (a == b) | (a.isnan() & b.isnan())
+    apart = ((a.high - b.high) * _HALF + (a.low - b.low)).abs()
+    larger = torch.maximum(*((each.high * _HALF + each.low).abs() for each in (a, b)))
+    same = _same(a, b)
     relative = torch.where(larger == 0, torch.zeros_like(apart), apart / larger)
     found = (
         float(torch.where(same, torch.zeros_like(apart), part).nan_to_num(nan=math.inf, posinf=math.inf).max())

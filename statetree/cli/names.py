@@ -11,6 +11,7 @@ from statetree.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_LONGEST: Final = 1000
 #: What to do about a file that is not what it says it is.
 DISTRUST: Final = "It is damaged, truncated or hostile: get another copy."
 
@@ -25,6 +26,15 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
+def is_text(text: str) -> bool:
+    """Whether a text has an encoding: JSON and pickles can also write halves of characters (lone surrogates)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def brief(text: str, limit: int = 60) -> str:
     """Return a text cut down to a length, printable."""
     cut = text[: limit - 1] + "…" if len(text) > limit else text
@@ -37,8 +47,9 @@ def matches(key: str, patterns: Sequence[str]) -> bool:
 
 
 def refuse(file: Path | str, what: str, remedy: str = DISTRUST) -> NoReturn:
-    """Raise the error for a file that cannot be read."""
-    msg = f"read: {file}: {what}. {remedy}"
+    """Raise the error for a file that cannot be read. Names in it may be of any length: what is said is cut short."""
+    said = what if len(what) <= _LONGEST else f"{what[: _LONGEST // 2]}…{what[-_LONGEST // 2 :]}"
+    msg = f"read: {file}: {said}. {remedy}"
     raise CheckpointError(msg)
 
 

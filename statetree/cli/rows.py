@@ -31,7 +31,7 @@ class Row(NamedTuple):
         dtype: Its dtype, or the type of a plain value.
         shape: Its shape, or ``None``.
         nbytes: How many bytes its elements take.
-        own_bytes: How many of these no entry before it has.
+        own_bytes: How many of these no row before it has.
         tied_to: The key of the first entry that it shares bytes with; empty for that entry, and without ties.
         notes: What else there is to say.
         leaf: What it is.
@@ -61,10 +61,11 @@ def rows_of(checkpoint: Checkpoint, patterns: Sequence[str]) -> list[Row]:
     entries = checkpoint.entries()
     ties = find_ties(entries)
     sizes = [len(group) for group in ties.groups]
+    chosen = [index for index, entry in enumerate(entries) if matches(entry.key, patterns)]
+    own_bytes = find_ties([entries[index] for index in chosen]).own_bytes if patterns else ties.own_bytes
     rows = []
-    for index, entry in enumerate(entries):
-        if not matches(entry.key, patterns):
-            continue
+    for index, nbytes in zip(chosen, own_bytes, strict=True):
+        entry = entries[index]
         group = ties.group_of.get(index)
         first = entries[ties.groups[group][0]].key if group is not None else ""
         notes = list(_notes(entry.value))
@@ -78,7 +79,7 @@ def rows_of(checkpoint: Checkpoint, patterns: Sequence[str]) -> list[Row]:
                 _dtype(entry.value),
                 getattr(entry.value, "shape", None) if not is_value(entry.value) else None,
                 _nbytes(entry.value),
-                ties.own_bytes[index] if not isinstance(entry.value, StoredStorage) else _nbytes(entry.value),
+                nbytes if not isinstance(entry.value, StoredStorage) else _nbytes(entry.value),
                 "" if first == entry.key else first,
                 tuple(notes),
                 entry.value,

@@ -47,7 +47,7 @@ def _line(item: Row | Group, name: str, total: int) -> Line:
         return Line(name, *item.cells, human(item.own_bytes), _share(item.own_bytes, total), ties, is_group=True)
     if item.sort == "value":
         return Line(name, *item.cells, "", "", "")
-    share = "" if item.tied_to else _share(item.own_bytes, total)
+    share = _share(item.own_bytes, total) if item.own_bytes or not item.tied_to else ""
     notes = [f"= {printable(item.tied_to)}"] * bool(item.tied_to) + list(item.notes)
     return Line(name, *item.cells, human(item.nbytes), share, ", ".join(notes))
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from itertools import product
 from operator import mul
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from statetree.cli.gathering import gather
 from statetree.spans import extent_bytes
 from statetree.torch_internals import quietly, set_bits
 
@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 #: How much is read or written at once.
 BUCKET_BYTES: Final = 16 << 20
-#: So much is read at once even if little of it is of use, and so much by itself if what is around it is of none.
-_NEAR_BYTES: Final = 1 << 20
-_RUN_BYTES: Final = 512
+_CHECKED_AT_ONCE: Final = 1 << 18
 
 
 class Storage:
@@ -73,58 +71,9 @@ class FileStorage(Storage):
         for offsets, sizes in boxes_of(view.shape, start, stop):
             count = math.prod(sizes)
             first = view.offset + sum(map(mul, offsets, view.stride))
-            self._gather(flat[done : done + count].view(sizes), view.stride, first)
+            gather(self.region, self.entry, flat[done : done + count].view(sizes), view.stride, first)
             done += count
         return flat.view(view.dtype)
-
-    def _gather(self, target: torch.Tensor, stride: tuple[int, ...], offset: int) -> None:
-        """Fill a tensor with the elements that lie at strides from an offset."""
-        order = sorted(range(target.dim()), key=stride.__getitem__, reverse=True)
-        sizes = [target.shape[dim] if stride[dim] else 1 for dim in order]  # expanded elements are read once
-        found = torch.empty(sizes, dtype=target.dtype, device="cpu")
-        self._fill(found, tuple(stride[dim] for dim in order), offset)
-        target.permute(order).copy_(found.expand(target.permute(order).shape))
-
-    def _fill(self, target: torch.Tensor, stride: tuple[int, ...], offset: int) -> None:
-        """Fill a contiguous tensor whose dims come in the order of their strides: largest first."""
-        size = target.element_size()
-        pending = [(target, offset)]
-        while pending:
-            part, begin = pending.pop()
-            shape = tuple(part.shape)
-            span, run = extent_bytes(shape, stride, size), _num_side_by_side(shape, stride)
-            if span <= max(_NEAR_BYTES, 2 * part.numel() * size):
-                found = self.read(begin * size, begin * size + span).view(part.dtype)
-                part.copy_(found.as_strided(shape, stride))
-            elif run * size >= _RUN_BYTES:
-                outer = _outer_dims(shape, run)
-                steps = (range(0, count * step, step) for count, step in zip(shape[:outer], stride, strict=False))
-                starts = ((begin + sum(each)) * size for each in product(*steps))
-                self.region.read_runs(part.view(-1), starts, run * size, self.entry)
-            else:
-                dim = next(dim for dim, count in enumerate(shape) if count > 1)
-                half = shape[dim] // 2
-                pending.append((part.narrow(dim, half, shape[dim] - half), begin + half * stride[dim]))
-                pending.append((part.narrow(dim, 0, half), begin))
-
-
-def _num_side_by_side(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Return how many elements of the inner dims lie side by side."""
-    run = 1
-    for size, step in zip(reversed(shape), reversed(stride), strict=True):
-        if size > 1 and step != run:
-            break
-        run *= size
-    return run
-
-
-def _outer_dims(shape: tuple[int, ...], run: int) -> int:
-    """Return how many dims there are above those that together have so many elements."""
-    outer = len(shape)
-    while run > 1 or (outer and shape[outer - 1] == 1):
-        outer -= 1
-        run //= shape[outer]
-    return outer
 
 
 #: Integers of each size: elements are moved as these, since not every dtype can be copied.
@@ -182,20 +131,10 @@ class ChunkedStorage(Storage):
 
 
 def _copy_box(target: torch.Tensor, source: StoredTensor, offsets: list[int]) -> None:
-    """Copy a box of a tensor: whole rows are read, at most a bucket of them at once, and cut to the box."""
-    number = _NUMBERS[source.dtype.itemsize]
-    if not source.shape:
-        target.copy_(source.read(0, 1).view(number).view(()))
-        return
-    row = math.prod(source.shape[1:])
-    step = max(1, BUCKET_BYTES // max(1, row * number.itemsize))
-    for at in range(0, target.shape[0], step):
-        count = min(step, target.shape[0] - at)
-        first = offsets[0] + at
-        box = source.read(first * row, (first + count) * row).view(number).view(count, *source.shape[1:])
-        for dim, begin in enumerate(offsets[1:], 1):
-            box = box.narrow(dim, begin, target.shape[dim])
-        target.narrow(0, at, count).copy_(box)
+    """Copy a box of a tensor, and read no more than that: its rows may be as long as all of the tensor."""
+    begin = source.offset + sum(map(mul, offsets, source.stride))
+    box = source.changed(shape=tuple(target.shape), offset=begin)
+    target.copy_(box.read(0, box.numel).view(target.dtype).view(target.shape))
 
 
 class CastStorage(Storage):
@@ -211,7 +150,7 @@ class CastStorage(Storage):
         self._inner = inner
         self._dtype = dtype
         self._to = to
-        self._largest = torch.finfo(to).max if torch.finfo(to).max < torch.finfo(dtype).max else None
+        self._can_overflow = torch.finfo(to).max < torch.finfo(dtype).max
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """Read and convert."""
@@ -225,11 +164,14 @@ class CastStorage(Storage):
         return self._converted(self._inner.elements(before, start, stop))
 
     def _converted(self, elements: torch.Tensor) -> torch.Tensor:
-        if self._largest is not None and not self.has_overflowed:
-            wide = elements if elements.dtype is torch.float64 else elements.to(torch.float32)
-            is_beyond = wide.abs() > self._largest
-            self.has_overflowed = bool(is_beyond.any()) and bool((is_beyond & wide.isfinite()).any())
+        if self._can_overflow and not self.has_overflowed:
+            self.has_overflowed = any(map(self._is_beyond, elements.split(_CHECKED_AT_ONCE)))
         return elements.to(self._to)
+
+    def _is_beyond(self, elements: torch.Tensor) -> bool:
+        wide = elements if elements.dtype is torch.float64 else elements.to(torch.float32)
+        is_beyond = wide.abs() > torch.finfo(self._to).max
+        return bool(is_beyond.any()) and bool((is_beyond & wide.isfinite()).any())
 
 
 class DenseStorage(Storage):
@@ -361,16 +303,6 @@ class StoredStorage:
     def __init__(self, storage: Storage, dtype: torch.dtype | None) -> None:
         self.storage = storage
         self.dtype = dtype
-
-
-class Unread:
-    """A plain value that was not read."""
-
-    def __init__(self, why: str) -> None:
-        self.why = why
-
-    def __repr__(self) -> str:
-        return f"<{self.why}>"
 
 
 def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import math
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.cli.checkpoint import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from statetree.cli.stored import StoredTensor
     from statetree.dcp.outline import Entry
+
+
+_MAX_COMPARISONS: Final = 100_000
 
 
 class Ties(NamedTuple):
@@ -26,25 +31,30 @@ class Ties(NamedTuple):
     own_bytes: list[int]
 
 
+class _Extent(NamedTuple):
+    """The bytes of a storage in which a part of an entry lies."""
+
+    begin: int
+    stop: int
+    entry: int
+    view: StoredTensor
+
+
 def find_ties(entries: Sequence[Entry]) -> Ties:
     """Return which entries share bytes."""
-    spans: dict[int, list[tuple[int, int, int]]] = {}
+    spans: dict[int, list[_Extent]] = {}
     own_bytes = [0] * len(entries)
     for index, entry in enumerate(entries):
         for part in tensors_in(entry.value):
             own_bytes[index] += min(part.nbytes, part.span)
             if part.numel:
                 begin = part.offset * part.dtype.itemsize
-                spans.setdefault(id(part.storage), []).append((begin, begin + part.span, index))
+                spans.setdefault(id(part.storage), []).append(_Extent(begin, begin + part.span, index, part))
     leader: dict[int, int] = {}
+    spare = _MAX_COMPARISONS
     for found in spans.values():
-        end, first = -1, -1
-        for begin, stop, index in sorted(found):
-            if begin < end and index != first:
-                _join(leader, first, index)
-            elif begin >= end:
-                first = index
-            end = max(end, stop)
+        if len(found) > 1:
+            spare = _join_sharing(leader, found, spare)
     members: dict[int, list[int]] = {}
     for index in sorted(leader):
         members.setdefault(_lead(leader, index), []).append(index)
@@ -55,6 +65,54 @@ def find_ties(entries: Sequence[Entry]) -> Ties:
             own_bytes[index] = 0
         own_bytes[group[0]] = union
     return Ties(groups, {index: number for number, group in enumerate(groups) for index in group}, own_bytes)
+
+
+def _join_sharing(leader: dict[int, int], found: list[_Extent], spare: int) -> int:
+    """Join entries that share bytes of one storage. Returns how many more views may be compared, pair by pair.
+
+    If that is none, all whose extents overlap are taken to share bytes.
+    """
+    alike: dict[Any, int] = {}
+    open_: list[_Extent] = []
+    for row in sorted(found, key=lambda row: row[:3]):
+        shape = (row.begin, row.view.dtype.itemsize, row.view.shape, row.view.stride)
+        if alike.setdefault(shape, row.entry) != row.entry:
+            _join(leader, alike[shape], row.entry)
+            continue
+        open_ = [other for other in open_ if other.stop > row.begin]
+        spare -= len(open_)
+        for other in open_:
+            if other.entry != row.entry and (spare < 0 or share_bytes(other.view, row.view)):
+                _join(leader, other.entry, row.entry)
+        open_.append(row)
+        if spare < 0:
+            open_ = [max(open_, key=lambda row: row.stop)]
+    return spare
+
+
+def share_bytes(a: StoredTensor, b: StoredTensor) -> bool:
+    """Whether two views on one storage, whose extents overlap, have bytes in common, as far as that is easy to tell.
+
+    Columns of a matrix have none, though one lies between the elements of the other. This is seen where both views
+    consist of runs of bytes at multiples of one distance: the runs lie apart in every such stretch if they do in one.
+    """
+    shift = b.offset * b.dtype.itemsize - a.offset * a.dtype.itemsize
+    steps = (_steps(a), _steps(b))
+    for least in {step for each in steps for step, _ in each}:
+        distance = math.gcd(*(step for each in steps for step, _ in each if step >= least))
+        run, other = (
+            view.dtype.itemsize + sum(step * (size - 1) for step, size in each if step < least)
+            for view, each in zip((a, b), steps, strict=True)
+        )
+        if run <= shift % distance <= distance - other:
+            return False
+    return True
+
+
+def _steps(view: StoredTensor) -> list[tuple[int, int]]:
+    """Return how far apart in bytes a view's elements lie in each dim, and how many there are."""
+    size = view.dtype.itemsize
+    return [(step * size, count) for step, count in zip(view.stride, view.shape, strict=True) if step and count > 1]
 
 
 def _lead(leader: dict[int, int], index: int) -> int:

@@ -101,6 +101,9 @@ def read_metadata(directory: Path, file_name: str = ".metadata") -> Metadata:
         CheckpointError: If the directory or the file is missing, damaged, or refers to anything else.
     """
     path = directory / file_name
+    if not path.resolve().is_relative_to(directory.resolve()):
+        msg = f"load: the metadata of the checkpoint {directory} lie outside of it: {file_name} is a link. Load a copy."
+        raise CheckpointError(msg)
     try:
         data = path.read_bytes()
     except OSError as error:

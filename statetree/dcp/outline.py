@@ -33,13 +33,18 @@ class Entry(NamedTuple):
         path: Where it lies.
         key: The key of its entry in the checkpoint.
         value: The leaf.
-        dcp_path: The path as DCP would have it, for tools that put DCP's flat dicts together again.
+        dcp_path: Where tools put it that nest DCP's flat dicts again: its path as DCP would have it, or its key where
+            they could not follow that.
     """
 
     path: Path
     key: str
     value: Any
     dcp_path: tuple[str | int, ...]
+
+    def dcp_path_of(self, key: str) -> tuple[str | int, ...]:
+        """Return the path for one of the keys under which this is saved: its own, or that of one of its parts."""
+        return self.dcp_path if key == self.key else (key,)
 
 
 class Node(NamedTuple):
@@ -82,8 +87,20 @@ def outline_of(tree: Any, *, verb: str = "read") -> Outline:
     whole = _whole_nodes(leaves, spec)
     found = _Found(leaves, spec, whole)
     keys = _unique(found.plain_keys, found.paths)
-    entries = [Entry(*row) for row in zip(map(Path, found.paths), keys, found.values, found.dcp_paths, strict=True)]
+    nested = _nested(keys, found.dcp_paths)
+    entries = [Entry(*row) for row in zip(map(Path, found.paths), keys, found.values, nested, strict=True)]
     return Outline(found.nodes(), entries)
+
+
+def _nested(keys: Sequence[str], paths: Sequence[tuple[str | int, ...]]) -> list[tuple[str | int, ...]]:
+    """Return paths by which DCP's tools can nest entries: those that make their keys, and have no leaf above."""
+    leaves = set(paths)
+    return [
+        path
+        if key == ".".join(map(str, path)) and not any(path[:count] in leaves for count in range(1, len(path)))
+        else (key,)
+        for key, path in zip(keys, paths, strict=True)
+    ]
 
 
 def _whole_nodes(leaves: Sequence[Any], spec: TreeSpec) -> dict[int, Callable[[], Any]]:

@@ -108,7 +108,7 @@ def _prepared(state: Any, group: ProcessGroup | None, *, with_structure: bool) -
             prepared.flat[entry.key] = _pickled(entry.value, entry.path)
         else:
             prepared.flat.update(zip(keys, map(to_save, content.tensors), strict=True))
-        prepared.dcp_paths.update({key: (key,) for key in keys} if len(keys) != 1 else {keys[0]: entry.dcp_path})
+        prepared.dcp_paths.update((key, entry.dcp_path_of(key)) for key in keys)
         if content.sort == PARTS_ENTRY:
             prepared.inseparable.update(keys)
         saved.append(SavedEntry(content.sort, keys, content.facts))

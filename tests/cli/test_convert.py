@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from statetree.cli import convert as conversion
-from statetree.cli import elements, stored
-from statetree.cli.formats import dcp_writer, torch_writer
+from statetree.cli import elements, files, gathering, stored
+from statetree.cli.formats import dcp_writer, safetensors_writer, torch_writer
 from statetree.cli.opening import opened
 from statetree.testing import assert_trees_equal
 from tests.cli.hostile import Raw, Storage, archive, pickle_of
@@ -98,8 +98,8 @@ def test_ties_are_reported_where_they_are_lost(name, tmp_path, statetree):
 @pytest.mark.parametrize("near", [1, 64, 1 << 20])
 @pytest.mark.parametrize("run", [1, 16, 512])
 def test_views_of_any_strides_are_read_whole_and_in_part(near, run, tmp_path, monkeypatch):
-    monkeypatch.setattr(stored, "_NEAR_BYTES", near)
-    monkeypatch.setattr(stored, "_RUN_BYTES", run)
+    monkeypatch.setattr(gathering, "_NEAR_BYTES", near)
+    monkeypatch.setattr(gathering, "_RUN_BYTES", run)
     monkeypatch.setattr(stored, "BUCKET_BYTES", 40)
     base = torch.arange(9000, dtype=torch.int16)
     shapes = [(), (0, 3), (5,), (4, 6), (4, 1, 6), (2, 3, 5)]
@@ -301,6 +301,45 @@ def test_paths_that_contradict_each_other_are_passed_over(paths, tmp_path, state
     assert_trees_equal(load(tmp_path / "b.pt"), {"w": bits(1), "x": bits(2)}, ties=False)
 
 
+@pytest.mark.parametrize("kind", ["keys that read alike", "a leaf beside what is below it"])
+def test_dcp_itself_loads_names_that_its_paths_do_not_make(kind, tmp_path, statetree):
+    inner = {1: bits(1), "1": bits(2)} if kind == "keys that read alike" else {1: {"w": bits(1)}, "1": [3]}
+    state = {"b": inner, "c": bits(3)}
+    converted(statetree, write(state, tmp_path / "a.pt"), tmp_path / "a")
+    dcp_to_torch_save(tmp_path / "a", tmp_path / "b.pt")
+    loaded = torch.load(tmp_path / "b.pt", weights_only=True)
+    expected = [bits(1), bits(2)] if kind == "keys that read alike" else [bits(1)]
+    assert_trees_equal([tensor for tensor in leaves_of(loaded) if tensor.numel() < 3], expected, ties=False)
+    assert torch.equal(loaded["c"], bits(3))
+    assert_trees_equal(load(tmp_path / "a"), state, ties=False)
+
+
+def leaves_of(tree):
+    """The tensors in nested dicts."""
+    if isinstance(tree, dict):
+        return [tensor for value in tree.values() for tensor in leaves_of(value)]
+    return [tree] if isinstance(tree, torch.Tensor) else []
+
+
+@pytest.mark.parametrize("shape", [(1, 4000), (3, 2, 1000), (4000,)])
+def test_pieces_with_long_rows_are_read_in_part(shape, tmp_path, statetree, monkeypatch):
+    state = {"w": bits(*shape, dtype=torch.int16)}
+    with quiet():
+        torch_dcp.save(state, checkpoint_id=tmp_path / "a")
+    most = []
+    read_into = files.Region.read_into
+
+    def noted(self, target, start, entry):
+        most.append(target.nbytes)
+        read_into(self, target, start, entry)
+
+    monkeypatch.setattr(stored, "BUCKET_BYTES", 64)
+    monkeypatch.setattr(files.Region, "read_into", noted)
+    converted(statetree, tmp_path / "a", tmp_path / "b.safetensors")
+    assert max(most) <= 64
+    assert torch.equal(load(tmp_path / "b.safetensors")["w"], state["w"])
+
+
 def test_pieces_of_ranks_are_put_together(tmp_path, statetree):
     """A tensor in boxes of odd sizes, as a two-dimensional sharding would leave it."""
     from torch.distributed.checkpoint.metadata import (
@@ -411,6 +450,17 @@ def test_casting_is_to_floating_point(dtype, tmp_path, statetree):
     assert "no floating-point dtype" in ran.err
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float16"])
+def test_negated_views_are_cast(dtype, name, tmp_path, statetree):
+    state = {"w": torch.arange(6.0).to(torch.complex64).mul(1 + 1j).conj().imag}
+    assert state["w"].is_neg()
+    converted(statetree, "--cast", dtype, write(state, tmp_path / "of.pt"), tmp_path / name)
+    found = load(tmp_path / name)["w"]
+    assert found.dtype is getattr(torch, dtype)
+    assert found.float().tolist() == [-0.0, -1.0, -2.0, -3.0, -4.0, -5.0]
+
+
 def test_matching_keeps_the_nesting(tmp_path, statetree):
     source = write(nested_state(), tmp_path / "a.pt")
     converted(statetree, "--match", "model.*", "--match", "*exp_avg", source, tmp_path / "b.pt")
@@ -442,6 +492,7 @@ def test_matching_makes_no_holes(tmp_path, statetree):
         (["^=p."], {"p.model.module.0.w": 0, "p.model.module.1.w": 1, "p.n": 2}),
         ([r"\.w$=.w=w"], {"model": {"module.0.w=w": 0, "module.1.w=w": 1}, "n": 2}),
         (["no such key=x"], {"model": {"module.0.w": 0, "module.1.w": 1}, "n": 2}),
+        (["(?i)^N$=m", "(?x) w $ =v"], {"model": {"module.0.v": 0, "module.1.v": 1}, "m": 2}),
     ],
 )
 def test_renaming(renames, expected, tmp_path, statetree):
@@ -476,6 +527,14 @@ def test_impossible_renames_are_refused(rename, message, tmp_path, statetree):
     assert ran.status == 2
     assert message in ran.err
     assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_renaming_below_a_key_without_a_name(tmp_path, statetree):
+    source = write({"": {"": {"w": bits(1)}, "v": bits(2)}, "model": bits(3)}, tmp_path / "a.pt")
+    converted(statetree, "--rename", r"^\.=p.", source, tmp_path / "b.pt")
+    assert_trees_equal(load(tmp_path / "b.pt"), {"p..w": bits(1), "p.v": bits(2), "model": bits(3)}, ties=False)
+    converted(statetree, "--rename", r"^\.\.w=.x", source, tmp_path / "c.pt")
+    assert_trees_equal(load(tmp_path / "c.pt"), {"": {"x": bits(1), "v": bits(2)}, "model": bits(3)}, ties=False)
 
 
 def test_names_do_not_collide_across_nesting(tmp_path, statetree):
@@ -535,12 +594,31 @@ def test_unknown_classes_are_refused_unless_dropped(name, tmp_path, statetree):
         ({"s": torch.eye(2).to_sparse()}, "s: sparse_coo"),
         ({"c": torch.ones(2, dtype=torch.complex128)}, "c: safetensors have no complex128"),
         ({"__metadata__": torch.ones(1)}, "a name that safetensors keep"),
+        ({"a\ud800": torch.ones(1)}, "a\\ud800: a name that is no text"),
     ],
 )
 def test_what_safetensors_cannot_hold_is_refused(state, message, tmp_path, statetree):
     ran = statetree("convert", write(state, tmp_path / "a.pt"), tmp_path / "b.safetensors")
     assert ran.status == 2
     assert message in ran.err
+
+
+def test_numbers_of_half_a_byte_need_a_shape(tmp_path, statetree):
+    state = {"f": torch.zeros((), dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}
+    ran = statetree("convert", write(state, tmp_path / "a.pt"), tmp_path / "b.safetensors")
+    assert ran.status == 2
+    assert "f: two numbers in a byte, which no shape stands for" in ran.err
+
+
+def test_headers_that_are_too_long_are_refused(tmp_path, statetree, monkeypatch):
+    state = {f"w{number}": bits(2, start=number) for number in range(20)}
+    source = write(state, tmp_path / "a.pt")
+    monkeypatch.setattr(safetensors_writer, "MAX_HEADER_BYTES", 1000)
+    ran = statetree("convert", source, tmp_path / "b.safetensors")
+    assert ran.status == 2
+    assert "the header of b.safetensors takes 1176 bytes: expected at most 1000" in ran.err
+    assert os.listdir(tmp_path) == ["a.pt"]
+    converted(statetree, "--shard-bytes", "80", source, tmp_path / "b.safetensors")
 
 
 def test_containers_of_unknown_classes_become_mappings(tmp_path, statetree):

@@ -98,10 +98,52 @@ def test_a_directory_of_other_files_is_never_removed(source, tmp_path, statetree
     (tmp_path / "home" / "precious").write_text("x")
     ran = statetree("convert", "--force", source, tmp_path / "home")
     assert ran.status == 2
-    assert "a directory of other files, which --force does not remove" in ran.err
+    assert "it holds 'precious', which is no part of a DCP checkpoint: --force does not remove that" in ran.err
     (tmp_path / "empty").mkdir()
     assert statetree("convert", source, tmp_path / "empty").status == 2
     assert statetree("convert", "--force", source, tmp_path / "empty").status == 0
+
+
+OTHERS = {
+    "a.pt": lambda path, source: shutil.copy(source, path),
+    "folder": lambda path, _: path.mkdir(),
+    "folder.distcp": lambda path, _: path.mkdir(),
+    "link.distcp": lambda path, source: path.symlink_to(source),
+    "notes": lambda path, _: path.touch(),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_else_lies_in_the_directory_of_a_checkpoint_is_never_removed(name, source, tmp_path, statetree):
+    assert statetree("convert", "--digest", source, tmp_path / "b").status == 0
+    assert statetree("convert", "--force", "--digest", source, tmp_path / "b").status == 0
+    OTHERS[name](tmp_path / "b" / name, source)
+    before = names(tmp_path)
+    ran = statetree("convert", "--force", tmp_path / "b" / name if name == "a.pt" else source, tmp_path / "b")
+    assert ran.status == 2
+    assert f"it holds {name!r}, which is no part of a DCP checkpoint" in ran.err
+    assert names(tmp_path) == before
+
+
+@pytest.mark.parametrize("destination", [".", "../b", ""])
+def test_the_current_directory_may_be_replaced(destination, source, tmp_path, statetree, monkeypatch):
+    assert statetree("convert", "--match", "w", source, tmp_path / "b").status == 0
+    monkeypatch.chdir(tmp_path / "b")
+    assert statetree("convert", source, destination).status == 2
+    ran = statetree("convert", "--force", "../a.pt", destination)
+    assert ran.status == 0, ran.err
+    monkeypatch.chdir(tmp_path)
+    assert set(load(tmp_path / "b")) == {"w", "x"}
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_may_be_long(name, source, tmp_path, statetree):
+    place = tmp_path / f"{'n' * (243 - len(name))}{name}"  # and .sha256.json beside it
+    assert statetree("convert", source, place).status == 0
+    assert statetree("convert", "--force", source, place).status == 0
+    assert names(tmp_path)[0] == "a.pt"
+    assert set(load(place)) == {"w", "x"}
 
 
 def test_places_that_cannot_be_written(source, tmp_path, statetree):

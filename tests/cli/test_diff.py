@@ -85,6 +85,32 @@ def test_values_are_measured(tmp_path, statetree):
     assert statetree("diff", one, tmp_path / "b.safetensors").status == 0
 
 
+LARGE = 2**53
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "max_abs"),
+    [
+        (torch.tensor([LARGE]), torch.tensor([LARGE + 1]), 1),
+        (torch.tensor([-LARGE - 1]), torch.tensor([-LARGE]), 1),
+        (torch.tensor([2**63], dtype=torch.uint64), torch.tensor([2**63 + 3], dtype=torch.uint64), 3),
+        (torch.tensor([-(2**63)]), torch.tensor([2**63 - 1]), 2**64),
+        (torch.tensor([2**62 + 1]), torch.tensor([2.0**62], dtype=torch.float64), 1),
+        (torch.tensor([-(2**62) - 1]), torch.tensor([-(2**62)], dtype=torch.complex128), 1),
+        (torch.tensor([2**63 - 1]), torch.tensor([2**63 - 1], dtype=torch.uint64), None),
+        (torch.tensor([-1, -(2**63)]), torch.tensor([-1, -(2.0**63)]), None),
+        (torch.tensor([5, 2**40]), torch.tensor([5, 2**40], dtype=torch.complex64), None),
+        (torch.tensor([1]), torch.tensor([float("-inf")]), "inf"),
+        (torch.tensor([-1e-310], dtype=torch.float64), torch.tensor([0]), 1e-310),
+    ],
+)
+def test_large_integers_are_measured_exactly(one, other, max_abs, tmp_path, statetree):
+    paths = write({"w": one}, tmp_path / "a.pt"), write({"w": other}, tmp_path / "b.pt")
+    for left, right in (paths, paths[::-1]):
+        rows = statetree("diff", "--values", "--json", left, right).json["differences"]
+        assert [row["max_abs"] for row in rows if row["kind"] == "value"] == ([] if max_abs is None else [max_abs])
+
+
 @pytest.mark.parametrize("start", [0, BUCKET_BYTES - 1, BUCKET_BYTES, BUCKET_BYTES + 5])
 def test_differences_are_found_beyond_the_first_bucket(start, tmp_path, statetree):
     state = {"w": torch.zeros(BUCKET_BYTES + 6, dtype=torch.uint8)}

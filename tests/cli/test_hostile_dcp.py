@@ -89,6 +89,15 @@ def test_names_stay_inside(name, directory, statetree):
     refused(statetree("show", directory), str(directory))
 
 
+@pytest.mark.parametrize("goal", ["../elsewhere", "inside"])
+def test_the_metadata_lie_inside(goal, directory, statetree):
+    (directory / ".metadata").rename(directory / goal)
+    (directory / ".metadata").symlink_to(goal)
+    ran = statetree("show", "--follow-links", directory)
+    assert ran.status == (0 if goal == "inside" else 2)
+    assert ("its .metadata is a link that leads out of it" in ran.err) is (ran.status == 2)
+
+
 def pieces(metadata, *boxes):
     """Make a tensor consist of boxes, each given by offsets and sizes."""
     place = info(metadata)

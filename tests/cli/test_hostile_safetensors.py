@@ -53,6 +53,8 @@ HEADERS = {
     "one place": ({"a": {**entry(), "data_offsets": [0]}}, "is damaged"),
     "a number": ({"a": 1}, "is damaged"),
     "metadata": ({"__metadata__": {"a": 1}, "a": entry()}, "metadata that are no texts"),
+    "half a character": (b'{"\\ud800":' + json.dumps(entry()).encode() + b"}", "names or metadata that are no texts"),
+    "half a character in metadata": ({"__metadata__": {"a": "\udc00"}, "a": entry()}, "metadata that are no texts"),
     "metadata list": ({"__metadata__": [1], "a": entry()}, "metadata that are no texts"),
     "long number": (b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,16]}}', "no JSON"),
     "odd halves": ({"a": entry(shape=(31,), dtype="F4")}, "odd number"),
@@ -64,6 +66,14 @@ def test_bad_headers_are_refused(name, tmp_path, statetree):
     header, message = HEADERS[name]
     path = safetensors(tmp_path / "a.safetensors", header, bytes(16))
     refused(statetree("show", path), str(path), message)
+
+
+def test_what_is_said_of_long_names_is_short(tmp_path, statetree):
+    path = safetensors(tmp_path / "a.safetensors", {"k" * 100_000: entry(dtype="F33")}, bytes(16))
+    ran = statetree("show", path)
+    refused(ran, str(path), "the tensor 'kkk")
+    assert "has the dtype 'F33', which torch does not have" in ran.err
+    assert len(ran.err) < 2000
 
 
 @pytest.mark.parametrize("size", [0, 1, 10**8 + 1, 2**63, 2**64 - 1])

@@ -96,6 +96,21 @@ def test_ties_are_marked_and_counted_once(tmp_path, statetree):
     assert "expanded" in text
 
 
+def test_bytes_of_ties_to_what_is_left_out_are_counted(tmp_path, statetree):
+    shared = bits(100)
+    path = write({"embed": shared, "head": shared, "tail": shared[:50], "own": bits(25)}, tmp_path / "a.pt")
+    ran = statetree("show", "--json", "--match", "[!e]*", path)
+    assert ran.json["element_bytes"] == 400 + 100
+    assert by_key(ran)["head"]["tied_to"] == by_key(ran)["tail"]["tied_to"] == "embed"
+    lines = statetree("show", "--match", "[!e]*", path).out.splitlines()
+    assert "500 B of elements" in lines[0]
+    assert [" ".join(line.split()) for line in lines[1:]] == [
+        "head float32 [100] 400 B 80.0% = embed",
+        "tail float32 [50] 200 B = embed",
+        "own float32 [25] 100 B 20.0%",
+    ]
+
+
 def test_depth_sums_up(tmp_path, statetree):
     ran = statetree("show", "--depth", 1, write(nested_state(), tmp_path / "a.pt"))
     keys = [line.split()[0] for line in ran.out.splitlines()[1:]]

@@ -58,6 +58,17 @@ def test_tools_of_dcp_nest_ours(tmp_path):
     assert loaded["optimizer"]["param_groups"][0]["lr"] == state["optimizer"]["param_groups"][0]["lr"]
 
 
+@pytest.mark.parametrize("inner", [{1: torch.ones(2), "1": torch.zeros(2)}, {1: {"w": torch.ones(2)}, "1": [3]}])
+def test_tools_of_dcp_read_ours_where_paths_do_not_tell_entries_apart(inner, tmp_path):
+    dcp.save({"b": inner, "c": {"d": torch.ones(3)}}, checkpoint_id=tmp_path / "ours")
+    dcp_to_torch_save(tmp_path / "ours", tmp_path / "file.pt")
+    loaded = torch.load(tmp_path / "file.pt")
+    assert torch.equal(loaded["c"]["d"], torch.ones(3))
+    wanted = [leaf for leaf in statetree.flatten(inner)[0] if isinstance(leaf, torch.Tensor)]
+    found = [leaf for leaf in statetree.flatten(loaded)[0] if isinstance(leaf, torch.Tensor) and leaf.numel() == 2]
+    assert_trees_equal(found, wanted, ties=False)
+
+
 def test_ours_reads_dcps_with_a_template(tmp_path):
     state = trained()
     torch_dcp.save(state, checkpoint_id=tmp_path)

@@ -275,6 +275,12 @@ def test_file_names_stay_inside(name, checkpoint):
     refused(checkpoint, "is damaged")
 
 
+def test_the_metadata_lie_inside(checkpoint):
+    (checkpoint / ".metadata").rename(checkpoint.parent / "outside")
+    (checkpoint / ".metadata").symlink_to("../outside")
+    refused(checkpoint, "lie outside of it")
+
+
 def pieces(metadata, *boxes):
     """Make w consist of pieces, each given by its offset and its length."""
     place = info(metadata)

@@ -50,6 +50,8 @@ def read_directory(path: Path, files: Files) -> Checkpoint:
         refuse(path, "there is no such directory" if not path.exists() else "it is no directory", "Check the name.")
     if not (path / _METADATA).is_file():
         refuse(path, f"it has no {_METADATA} file: it is no DCP checkpoint, or an incomplete one", "Check the name.")
+    if not (path / _METADATA).resolve().is_relative_to(path.resolve()):
+        refuse(path, f"its {_METADATA} is a link that leads out of it", "Get a copy with the file itself.")
     metadata_file = files.open(path / _METADATA)
     if metadata_file.length > _MAX_METADATA_BYTES:
         refuse(metadata_file.path, f"it has {metadata_file.length} bytes: expected at most {_MAX_METADATA_BYTES}")

@@ -49,7 +49,7 @@ def write_directory(folder: Path, outline: Outline, shard_bytes: int | None, pro
     """
     writer = _Writer(folder, shard_bytes, progress)
     taken = {entry.key for entry in outline.entries}
-    saved = []
+    saved: list[SavedEntry] = []
     dcp_paths: dict[str, tuple[str | int, ...]] = {}
     for entry in outline.entries:
         leaf = entry.value
@@ -57,11 +57,9 @@ def write_directory(folder: Path, outline: Outline, shard_bytes: int | None, pro
         if is_value(leaf):
             writer.add_value(entry.key, leaf)
             saved.append(SavedEntry(VALUE_ENTRY, (entry.key,)))
-            dcp_paths[entry.key] = entry.dcp_path
         elif view is not None and view.dtype not in WITHOUT_KERNELS:
             writer.add_tensor(entry.key, view)
             saved.append(SavedEntry(TENSOR_ENTRY, (entry.key,)))
-            dcp_paths[entry.key] = entry.dcp_path
         else:
             content = content_of("convert", loaded(leaf), entry.path)
             keys = []
@@ -70,7 +68,7 @@ def write_directory(folder: Path, outline: Outline, shard_bytes: int | None, pro
                 taken.add(keys[-1])
                 writer.add_small(keys[-1], to_save(part))
             saved.append(SavedEntry(PARTS_ENTRY, tuple(keys), content.facts))
-            dcp_paths.update((key, (key,)) for key in keys)
+        dcp_paths.update((key, entry.dcp_path_of(key)) for key in saved[-1].keys)
     writer.add_value(STRUCTURE_KEY, structure.written(outline.nodes, saved))
     dcp_paths[STRUCTURE_KEY] = (STRUCTURE_KEY,)
     return writer.finish(dcp_paths)

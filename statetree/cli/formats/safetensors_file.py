@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from statetree.cli.checkpoint import SAFETENSORS, Checkpoint
-from statetree.cli.names import refuse
+from statetree.cli.names import is_text, refuse
 from statetree.cli.stored import FileStorage, StoredTensor
 
 if TYPE_CHECKING:
@@ -126,6 +126,8 @@ def _read(region: Region) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     metadata = header.pop(METADATA, None) or {}
     if not isinstance(metadata, dict) or not all(type(value) is str for value in metadata.values()):
         refuse(region.path, "the header has metadata that are no texts")
+    if not all(map(is_text, [*header, *metadata, *metadata.values()])):
+        refuse(region.path, "the header has names or metadata that are no texts")
     data = region.part(8 + size, region.length - 8 - size, "the data")
     places = [(*_place(region, key, entry), key) for key, entry in header.items()]
     end = 0

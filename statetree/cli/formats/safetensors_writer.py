@@ -7,12 +7,12 @@ from typing import IO, TYPE_CHECKING, Final
 
 from statetree.cli.digests import Part, Written
 from statetree.cli.files import memory_of
-from statetree.cli.formats.safetensors_file import DTYPES, METADATA, PACKED
+from statetree.cli.formats.safetensors_file import DTYPES, MAX_HEADER_BYTES, METADATA, PACKED
+from statetree.cli.names import is_text
+from statetree.errors import CheckpointError
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import torch
 
     from statetree.cli.progress import Progress
     from statetree.cli.stored import StoredTensor
@@ -22,9 +22,15 @@ INDEX: Final = ".safetensors.index.json"
 SUFFIX: Final = ".safetensors"
 
 
-def why_not_stored(dtype: torch.dtype) -> str:
-    """Say why the format cannot hold a dtype; empty if it can."""
-    return "" if dtype in _NAMES else f"safetensors have no {str(dtype).removeprefix('torch.')}"
+def why_not_stored(key: str, tensor: StoredTensor) -> str:
+    """Say why the format cannot hold a tensor under a name; empty if it can."""
+    if tensor.dtype not in _NAMES:
+        return f"safetensors have no {str(tensor.dtype).removeprefix('torch.')}"
+    if _NAMES[tensor.dtype] == PACKED and not tensor.shape:
+        return "two numbers in a byte, which no shape stands for"
+    if key == METADATA:
+        return "a name that safetensors keep for themselves"
+    return "" if is_text(key) else "a name that is no text, which safetensors cannot encode"
 
 
 def write_safetensors(
@@ -89,6 +95,12 @@ def _write(
         at += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        msg = (
+            f"convert: the header of {name} takes {len(text)} bytes: expected at most {MAX_HEADER_BYTES}. "
+            "Pass --shard-bytes, shorten names (--rename), or choose with --match."
+        )
+        raise CheckpointError(msg)
     with (folder / name).open("xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         return Written(name, _write_tensors(file, ordered, progress))
