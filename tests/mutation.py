@@ -281,9 +281,9 @@ def survives(mutant: Mutant) -> tuple[bool, str]:
         if status < 0:
             return False, signal.Signals(-status).name
         text = report.read_text(errors="replace")
-        if status not in {0, 1, 2}:  # passed, failed, could not be imported
-            raise RuntimeError(f"the tests did not run: {text[-2000:]}")
         failed = [line for line in text.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        if status not in {0, 1, 2} and not failed:  # passed, failed, could not be imported
+            raise RuntimeError(f"the tests did not run: {text[-2000:]}")
         return not status, failed[0] if failed else text[-200:]
 
 
