@@ -39,7 +39,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## Train, checkpoint, kill and resume a small transformer
 	@$(BIN)/python examples/train_resume.py
 
-# The profile is ci (200 examples, the same ones every time), so that a run here means what a run there means.
+# The profile is ci (100 examples, the same ones every time), so that a run here means what a run there means.
 test: $(STAMP)  ## Run the tests
 	@HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-ci}" $(PYTEST) --numprocesses=2 $(ARGS)
 

@@ -18,9 +18,9 @@ UNTIMED = settings(
     suppress_health_check=[HealthCheck.too_slow],
 )
 
-settings.register_profile("dev", UNTIMED, max_examples=100)
+settings.register_profile("dev", UNTIMED, max_examples=50)
 # The same examples every time: a red run must come from the change at hand. dev and thorough explore.
-settings.register_profile("ci", UNTIMED, max_examples=200, derandomize=True, database=None)
+settings.register_profile("ci", UNTIMED, max_examples=100, derandomize=True, database=None)
 settings.register_profile("thorough", UNTIMED, max_examples=3000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
 

@@ -29,6 +29,7 @@ from statetree.testing import run_ranks
 
 ROOT = Path(__file__).parents[2]
 TINY = 0.0005
+ONCE = Budget(rounds=1, most=1, seconds=0)
 TWICE = Budget(rounds=2, most=2, seconds=0)
 
 
@@ -131,13 +132,13 @@ def test_a_run_is_put_into_the_readme_between_its_marks(tmp_path):
 def test_every_contender_does_its_work_and_every_aim_has_its_figures(group):
     for row in ROWS:
         if row.group == group:
-            result = row.measure(TINY, TWICE)
+            result = row.measure(TINY, ONCE)
             assert all(isinstance(aim.holds(aim.value(result)), bool) for aim in row.aims)
 
 
 @pytest.mark.parametrize("row", rows_gpu.ROWS_ON_CUDA, ids=lambda row: f"{row.work}, {row.contenders.__name__}")
 def test_the_rows_for_gpus_do_their_work_without_one(row):
-    result = row.measure(TINY, TWICE)
+    result = row.measure(TINY, ONCE)
     assert all(isinstance(aim.holds(aim.value(result)), bool) for aim in row.aims)
 
 
