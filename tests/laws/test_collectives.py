@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
+from torch.distributed.tensor import DTensor
 
 import statetree
 from statetree.testing import Layout, layouts, run_ranks
@@ -139,3 +140,18 @@ def move_large_boxes():
 
 def test_large_boxes_arrive():
     run_ranks(2, move_large_boxes)
+
+
+def move_large_boxes_with_bits():
+    """Send boxes that lie in one stretch of memory, which does not hold what they read as."""
+    numbers = torch.arange(1 << 20, dtype=torch.float32).view(1024, 1024)
+    for whole in (torch.complex(numbers, numbers + 0.5).conj(), torch._neg_view(numbers)):
+        held = Layout((1024, 1024), (0, 1), ("S0",), whole.dtype).build()
+        local = whole.chunk(2)[dist.get_rank()]
+        rows = DTensor.from_local(local, held.device_mesh, held.placements, run_check=False)
+        assert rows.to_local().is_conj() or rows.to_local().is_neg()
+        assert torch.equal(statetree.gather({"w": rows})["w"], whole)
+
+
+def test_large_boxes_with_conjugate_and_negative_bits_arrive():
+    run_ranks(2, move_large_boxes_with_bits)
