@@ -15,7 +15,7 @@ from statetree.cli.stored import CastStorage, Composite, DenseStorage, Storage, 
 from statetree.cli.ties import find_ties
 from statetree.errors import CheckpointError
 from statetree.paths import render_key
-from statetree.torch_internals import WITHOUT_KERNELS
+from statetree.torch_internals import WITHOUT_KERNELS, can_negate
 from statetree.tree import map_leaves
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ def cast(tree: Any, entries: Sequence[Entry], dtype: torch.dtype) -> Cast:
         return made[id(leaf)]
 
     def new(leaf: StoredTensor) -> StoredTensor:
-        if len(dtypes[id(leaf.storage)]) > 1 or (leaf.is_neg and dtype.itemsize == 1):  # torch negates no such bytes
+        if len(dtypes[id(leaf.storage)]) > 1 or (leaf.is_neg and not can_negate(dtype)):
             untied.add(id(leaf))
             dense = leaf.changed(storage=DenseStorage(leaf), stride=None, offset=0, is_conj=False, is_neg=False)
             return dense.changed(storage=CastStorage(dense.storage, leaf.dtype, dtype), dtype=dtype)

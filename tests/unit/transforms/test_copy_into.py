@@ -792,6 +792,18 @@ def test_a_negative_bit_on_what_cannot_be_negated_is_refused():
     refused([ramp(2), torch.ones(2, dtype=torch.uint32)], dst, "negative bit differs at 1: expected True, got False")
 
 
+def test_a_lack_of_memory_does_not_pass_for_a_lack_of_kernels(monkeypatch):
+    def no_memory(*args, **kwargs):
+        raise RuntimeError("not enough memory")
+
+    can_negate.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", no_memory)
+        with pytest.raises(RuntimeError, match="not enough memory"):
+            can_negate(torch.float32)
+    assert can_negate(torch.float32)
+
+
 @pytest.mark.parametrize("source", [torch.int8, torch.uint8, torch.int16, torch.uint16, torch.bool], ids=str)
 def test_integer_casts_lose_nothing(source):
     low, high = (0, 1) if source is torch.bool else (torch.iinfo(source).min, torch.iinfo(source).max)
