@@ -187,18 +187,20 @@ def _collisions(columns: Columns) -> Iterator[tuple[list[int], list[tuple[int, i
 
 
 def _colliding(columns: Columns, cluster: list[int], reach: list[int]) -> list[tuple[int, int]]:
-    """Mark the bytes of one tensor after the other, and see which were marked before."""
+    """Mark the bytes of one tensor after the other with its number, and see whose they were before."""
     start = columns.pointers
     begin = start[cluster[0]]
-    marks = torch.zeros(max(start[index] + reach[index] for index in cluster) - begin, dtype=torch.bool, device="cpu")
+    stop = max(start[index] + reach[index] for index in cluster)
+    marks = torch.zeros(stop - begin, dtype=torch.uint8 if len(cluster) < 256 else torch.int32, device="cpu")
     found = []
-    for index in cluster:
+    for number, index in enumerate(cluster, 1):
         itemsize = columns.dtypes[index].itemsize
         strides = [step * itemsize for step in columns.strides[index]]
         elements = marks.as_strided((*columns.shapes[index], itemsize), (*strides, 1), start[index] - begin)
-        if bool(elements.any()):
-            found.append((_overlapping_partner(cluster, index, start, reach), index))
-        elements.fill_(True)  # noqa: FBT003 - an element
+        while other := int(elements.max()):
+            found.append((cluster[other - 1], index))
+            elements.masked_fill_(elements == other, 0)
+        elements.fill_(number)
     return found
 
 

@@ -122,6 +122,12 @@ def plain_over_distributed():
     return refusal(lambda: statetree.distribute(full, {"a": local(memory), "b": memory}))
 
 
+def plain_that_agree_over_distributed():
+    memory = torch.zeros(8)
+    full = {"a": numbers(8), "b": numbers(3, start=100), "c": numbers(3, start=102)}
+    return refusal(lambda: statetree.distribute(full, {"a": local(memory[:4]), "b": memory[3:6], "c": memory[5:]}))
+
+
 @pytest.mark.parametrize(
     ("refused", "reason"),
     [
@@ -129,8 +135,15 @@ def plain_over_distributed():
         (functools.partial(overlapping, None), "TreeMismatch: distribute: overlap at b: .* overlaps a"),
         (functools.partial(overlapping, 0), "TreeMismatch: distribute: overlap at b: .* overlaps a"),
         (plain_over_distributed, "TreeMismatch: distribute: overlap at a: .* overlaps b"),
+        (plain_that_agree_over_distributed, "TreeMismatch: distribute: overlap at b: .* overlaps a"),
     ],
-    ids=["tied plain tensors", "overlapping, sliced", "overlapping, sent", "a plain tensor over a local one"],
+    ids=[
+        "tied plain tensors",
+        "overlapping, sliced",
+        "overlapping, sent",
+        "a plain tensor over a local one",
+        "plain tensors that agree where they overlap, over a local one",
+    ],
 )
 def test_targets_that_cannot_hold_two_values_are_refused(refused, reason):
     for found in run_ranks(2, refused):
