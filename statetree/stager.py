@@ -296,7 +296,7 @@ class Stager:
         if columns.tensors:
             snapshot = self._idle_snapshot("prewarm", columns)
             snapshot.touch()
-            self._trim(snapshot, is_idle=True)
+            self._trim(snapshot)
 
     @property
     def stats(self) -> StagerStats:
@@ -312,8 +312,7 @@ class Stager:
         if not self._owner:  # no call is under way
             with self._lock:
                 if self._snapshots:
-                    latest = self._snapshots[-1]
-                    self._trim(latest, is_idle=not latest.is_leased())
+                    self._trim(self._snapshots[-1])
         return self._pool.nbytes + sum(snapshot.nbytes for snapshot in list(self._snapshots))
 
     def close(self) -> None:
@@ -414,11 +413,13 @@ class Stager:
         )
         raise StagerBusy(msg)
 
-    def _trim(self, latest: Snapshot, *, is_idle: bool = False) -> None:
+    def _trim(self, latest: Snapshot) -> None:
         """Keep at most one idle snapshot beside the live ones: the latest, if that is idle."""
         self._pool.clear()
         idle = [snapshot for snapshot in self._snapshots if snapshot is not latest and not snapshot.is_leased()]
-        for snapshot in idle if is_idle else idle[:-1]:
+        if idle and latest.is_leased():
+            idle.pop()
+        for snapshot in idle:
             self._snapshots.remove(snapshot)
 
 

@@ -103,9 +103,7 @@ def flatten_plain(tree: Any, depth: int) -> tuple[list[Any], TreeSpec]:
 
 
 def _any_key(holds_tensor: Callable[[Any], bool], keys: tuple[Any, ...]) -> bool:
-    if _SIMPLE_KEYS.issuperset(map(type, keys)):
-        return False
-    return any(type(key) is not Attr and holds_tensor(key) for key in keys)
+    return not _SIMPLE_KEYS.issuperset(map(type, keys)) and any(map(holds_tensor, keys))
 
 
 def _only_atoms(leaves: Iterable[Any]) -> bool:
@@ -134,7 +132,7 @@ class _Frame:
 
 
 #: Keys of these types hold no tensors.
-_SIMPLE_KEYS: Final = frozenset({str, int, bool, float, bytes, type(None)})
+_SIMPLE_KEYS: Final = frozenset({str, int, bool, float, bytes, type(None), Attr})
 
 
 def _flatten(

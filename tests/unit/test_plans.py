@@ -176,6 +176,13 @@ def test_small_moves_share_a_round_and_large_ones_take_several():
     assert [len(batch) for batch in Plan([small] * 5, 0, 2, 63).batches] == [1] * 5
 
 
+def test_a_move_takes_the_room_of_what_a_rank_has_and_gets():
+    first, second = Box((0,), (2,)), Box((2,), (4,))
+    swap = Move(layout_of((4,), {0: [first], 1: [second]}), layout_of((4,), {0: [second], 1: [first]}), torch.float32)
+    assert [len(batch) for batch in Plan([swap] * 4, 0, 2, 32).batches] == [2, 2]
+    assert [len(batch) for batch in Plan([swap] * 2, 0, 2, 31).batches] == [1, 1]
+
+
 def test_nothing_to_move_is_no_round():
     assert list(Plan([], 0, 2, 64).rounds()) == []
 

@@ -17,6 +17,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import statetree as st
 from statetree import buffers
@@ -1015,6 +1016,15 @@ def test_prewarm_does_not_disturb_what_is_staged(options):
         stager.prewarm(make_state(LARGE))
         staged.pop("expanded")
         assert_trees_equal(staged, expected, storages=False)
+
+
+def test_prewarm_lets_go_of_what_has_become_idle(options):
+    with st.Stager(max_snapshots=3, **options) as stager:
+        large, small = stager.stage([ramp(LARGE)]), stager.stage([ramp(SMALL)])
+        memory = StorageWeakRef(large[0].untyped_storage())
+        del large, small
+        stager.prewarm([ramp(SMALL)])
+        assert memory.expired()
 
 
 # Kinds of memory

@@ -632,7 +632,7 @@ def test_specs_can_be_carried_to_another_process():
 
 
 def test_containers_that_appear_again_are_one_container_again():
-    inner, empty = {"a": 1}, []
+    inner, empty = {"a": [1]}, []
     tree = [inner, inner, (inner, [2, inner], empty), empty, 3]
     leaves, spec = flatten_for_copy(tree, lambda _: False, shared=True)
     result = unflatten_copy(spec, leaves)
@@ -641,6 +641,19 @@ def test_containers_that_appear_again_are_one_container_again():
     assert all(found is result[0] for found in (result[1], result[2][0], result[2][1][1]))
     assert result[3] is result[2][2]
     assert result[3] is not empty
+
+
+def test_a_tree_with_a_cycle_is_one_leaf_of_a_copy():
+    tree = cyclic_list()
+    leaves, spec = flatten_for_copy(tree, lambda _: False, shared=True)
+    assert len(leaves) == 1
+    assert leaves[0] is tree
+    assert spec == st.flatten(0)[1]
+
+
+def test_only_mappings_with_tensors_in_their_keys_are_leaves_of_a_copy():
+    leaves, _ = flatten_for_copy([{(1,): 2}, {(3,): 4}, {"x": 5}], lambda key: key == (1,))
+    assert leaves == [{(1,): 2}, 4, 5]
 
 
 def test_a_spec_is_what_flatten_returned():

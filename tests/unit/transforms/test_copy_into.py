@@ -912,6 +912,28 @@ def test_what_a_wrapper_holds_inside_must_fit(part, reason):
     assert not dst[1].a.any()
 
 
+class Shelf:
+    """A leaf of any number of tensors. Its leaf type tells nothing about them."""
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+
+
+class ShelfType:
+    def unpack(self, value):
+        return list(value.tensors), None
+
+    def pack(self, context, parts):
+        return Shelf(parts)
+
+
+def test_leaves_that_only_show_when_taken_apart_that_they_do_not_fit():
+    st.register_leaf_type(Shelf, ShelfType())
+    refused([ramp(2), Shelf([ramp(2)])], [ramp(2), Shelf([ramp(2), ramp(3)])], "parts differs at 1: .*taken apart diff")
+    with pytest.raises(st.UnsupportedLeaf, match=r"copy_into: cannot take apart the leaf at 1 .*TypeError"):
+        st.copy_into([ramp(2), Shelf(None)], [ramp(2), Shelf([])])
+
+
 @pytest.mark.usefixtures("one_rank_group")
 def test_other_placements_are_a_case_for_reshard():
     mesh = init_device_mesh("cpu", (1,))
