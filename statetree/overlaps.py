@@ -160,7 +160,7 @@ def _conflicts_by_trial(
         values.append(source if source.dtype == dtype else source.to(dtype=dtype))
     copy_each(views, [value.to("cpu") for value in values])
     lost = [index for index, view, value in zip(cluster, views, values, strict=True) if not same_bytes(view, value)]
-    return [(index, _overlapping_partner(cluster, index, start, reach)) for index in lost]
+    return [(index, _overwriter(cluster, index, start, reach)) for index in lost]
 
 
 def shared_elements(columns: Columns) -> list[tuple[int, int]]:
@@ -204,9 +204,7 @@ def _colliding(columns: Columns, cluster: list[int], reach: list[int]) -> list[t
     return found
 
 
-def _overlapping_partner(cluster: list[int], index: int, start: Sequence[int], reach: list[int]) -> int:
-    for other in reversed(cluster):
-        apart = start[other] >= start[index] + reach[index] or start[index] >= start[other] + reach[other]
-        if other != index and not apart:
-            return other
-    return cluster[-1]
+def _overwriter(cluster: list[int], index: int, start: Sequence[int], reach: list[int]) -> int:
+    """Return the last of the tensors, which are sorted by where they begin, that lies over one of them."""
+    stop = start[index] + reach[index]
+    return next(other for other in reversed(cluster) if other != index and start[other] < stop)

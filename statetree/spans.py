@@ -182,7 +182,6 @@ def _cut(columns: Columns, reach: list[int], members: list[int], layout: Layout)
         if number == 0:
             for index in empty:
                 layout.span_of[index] = len(layout.spans)
-                layout.offsets[index] = 0
         first = run[0]
         layout.spans.append(Span(first, start, stop))
         layout.dense.append(

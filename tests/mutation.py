@@ -86,6 +86,16 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "depth > MAX_ATTRIBUTE_DEPTH  ->  depth >= MAX_ATTRIBUTE_DEPTH",
     ): "attributes that lie deeper are children instead of metadata, and come out the same",
     (
+        "instances.py",
+        "kept = None if is_field else freeze(value, plain + 1)",
+        "1  ->  2",
+    ): "attributes that lie deeper are children instead of metadata, and come out the same",
+    (
+        "instances.py",
+        "return cls(zip(value, [_copy_plain(item, depth + 1) for item in items], strict=True))",
+        "1  ->  2",
+    ): "what lies deeper is taken apart as a tree, and comes out the same",
+    (
         "kinds.py",
         "if is_atom_type(cls) or issubclass(cls, torch.Tensor):",
         "is_atom_type(cls) or issubclass(cls, torch.Tensor)  ->  is_atom_type(cls) and issubclass(cls, torch.Tensor)",
@@ -102,9 +112,9 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "it does not matter which is which",
     (
         "overlaps.py",
-        "return cluster[-1]",
-        "return cluster[-1]  ->  return None",
-    ): "a tensor that collides overlaps some other: never reached",
+        "reach = covered + sum((size - 1) * step for step, size in dims[position:]) + 1",
+        "size - 1  ->  size + 1",
+    ): "more places are made than are looked at",
     (
         "snapshots.py",
         "synchronize(accelerators)",

@@ -92,6 +92,11 @@ def test_ranks_outside_of_the_group_hold_nothing():
     assert not layout.is_complete
 
 
+def test_each_rank_holds_a_scalar():
+    layout = mesh_layout((), (2,), (0, 1), ())
+    assert [layout.boxes_of(rank) for rank in (0, 1)] == [[Box((), ())]] * 2
+
+
 @pytest.mark.parametrize(
     ("boxes", "complete"),
     [

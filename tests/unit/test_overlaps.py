@@ -231,8 +231,8 @@ def test_the_conflicting_pair_is_named():
 
 
 def test_the_partner_that_is_named_overlaps():
-    base = torch.zeros(7)
-    chain = [base[:3], base[2:5], base[4:]]
+    base = torch.zeros(6)
+    chain = [base[:3], base[2:5], base[3:]]  # the first and the last touch
     assert found(chain, [ramp(3, start=start) for start in (0, 10, 20)]) == [(0, 1), (1, 2)]
     assert shared_elements(Columns(chain)) == [(0, 1), (1, 2)]
     assert shared_elements(Columns([base[::5], base[3:5], base[4:6]])) == [(1, 2), (0, 2)]

@@ -6,7 +6,7 @@ from math import prod
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from statetree import plans
@@ -25,7 +25,10 @@ def cut(tensor, box):
 def layouts_of(draw, shape):
     """Layouts that hold all of a shape: slabs, each on one rank or on several."""
     whole = Box((0,) * len(shape), shape)
-    slabs = draw(st.sampled_from([[whole], in_slabs(whole, 2), in_slabs(whole, 3), in_slabs(whole, 7)]))
+    ways = [[whole], in_slabs(whole, 2), in_slabs(whole, 3), in_slabs(whole, 7)]
+    if shape:  # across all other slabs
+        ways.append([Box((*whole.start[:-1], last), (*shape[:-1], last + 1)) for last in range(shape[-1])])
+    slabs = draw(st.sampled_from(ways))
     held = defaultdict(list)
     for part in slabs:
         for rank in draw(st.sets(st.integers(0, RANKS - 1), min_size=1)):
@@ -122,7 +125,17 @@ class Ranks:
                 yield rank, move, box, piece
 
 
+ROWS, COLUMNS = (
+    layout_of((4, 4), {rank: [Box(*bounds[number]) for number in (rank, rank + 2)] for rank in (0, 1)})
+    for bounds in (
+        [((number, 0), (number + 1, 4)) for number in range(4)],
+        [((0, number), (4, number + 1)) for number in range(4)],
+    )
+)
+
+
 @given(given=st.lists(moves(), max_size=4), bucket_bytes=st.sampled_from([1 << 20, 1, 24, 100]))
+@example(given=[Move(ROWS, COLUMNS, torch.int64)], bucket_bytes=1 << 20)
 def test_every_element_arrives_once(given, bucket_bytes):
     ranks = Ranks(given, bucket_bytes)
     ranks.run()

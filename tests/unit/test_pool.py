@@ -118,6 +118,21 @@ def test_a_shared_block_is_taken_only_for_exactly_what_it_holds():
     assert take_block(pool, LARGE_BYTES + 64).data_ptr() == block.data_ptr()
 
 
+def test_idle_blocks_are_freed_where_memory_is_short(memory, monkeypatch):
+    pool = Pool(memory)
+    pool.give([take_block(pool, LARGE_BYTES)])
+
+    def block(self, size):
+        if pool.nbytes:
+            raise MemoryError
+        return real(self, size)
+
+    real = Memory.block
+    monkeypatch.setattr(Memory, "block", block)
+    assert take_block(pool, 2 * LARGE_BYTES).nbytes == 2 * LARGE_BYTES
+    assert pool.nbytes == 0
+
+
 def test_clear_frees_the_blocks(memory):
     pool = Pool(memory)
     pool.give(pool.take([LARGE_BYTES, 5])[1])

@@ -253,6 +253,13 @@ def cyclic_attribute_in_a_dict():
     return tree
 
 
+def cyclic_dict_as_attribute():
+    tree = DictWithAttributes(a=1)
+    tree.held = {"b": 1}
+    tree.held["me"] = tree.held
+    return tree
+
+
 def cyclic_tuple_attribute():
     tree = TupleWithAttributes((1, 2))
     tree.me = (tree,)
@@ -283,6 +290,7 @@ CYCLES = {
     cyclic_dataclass: "0.nested.0.weight",
     cyclic_attribute: "x.me",
     cyclic_attribute_in_a_dict: "held.deep.0",
+    cyclic_dict_as_attribute: "held.me",
     cyclic_tuple_attribute: "0.me.0",
     cyclic_slot: "0.extra.0",
     cyclic_registered: "left.again",
