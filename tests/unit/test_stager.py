@@ -1036,6 +1036,11 @@ def test_shared_memory_is_shared():
         assert all(tensor.is_shared() for tensor in staged.values())
 
 
+def test_memory_is_shared_only_where_it_is_asked_for():
+    with st.Stager() as stager:
+        assert not any(tensor.is_shared() for tensor in stager.stage([ramp(SMALL), ramp(LARGE)]))
+
+
 def test_a_staged_tree_in_shared_memory_reaches_another_process_as_the_same_memory():
     with st.Stager(share_memory=True) as stager:
         staged = stager.stage({"s": ramp(SMALL), "l": ramp(LARGE)})
