@@ -127,7 +127,7 @@ def test_elements_arrive_where_they_belong(world_size, share):
 
 
 def move_large_boxes():
-    """Move boxes that are too large to be packed with others, and no stretch of memory on one side or the other."""
+    """Move boxes that are too large to be packed with others, and no stretch of memory on one side or on both."""
     ranks = tuple(range(dist.get_world_size()))
     full = torch.arange(1 << 20, dtype=torch.float32).view(1024, 1024)
     rows, columns = (Layout((1024, 1024), ranks, (placement,)).build() for placement in ("S0", "S1"))
@@ -136,6 +136,9 @@ def move_large_boxes():
     for source, target, dim in ((rows, columns, 1), (columns, rows, 0)):
         found = statetree.reshard({"w": source}, {"w": target})["w"].to_local()
         assert torch.equal(found, full.chunk(len(ranks), dim)[dist.get_rank()])
+    local = full.chunk(len(ranks), 1)[dist.get_rank()]
+    strided = DTensor.from_local(local, columns.device_mesh, columns.placements, run_check=False)
+    assert torch.equal(statetree.gather({"w": strided})["w"], full)
 
 
 def test_large_boxes_arrive():
