@@ -9,7 +9,7 @@ import sys
 import threading
 import traceback
 import weakref
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 
 import pytest
 import torch
@@ -625,6 +625,20 @@ def test_signals_at_any_moment(options):
         process.kill()
         process.wait()
     assert process.returncode == 0, err
+
+
+def test_the_worker_is_started_where_no_signal_handler_runs(monkeypatch):
+    callers = []
+
+    def submit(self, *args):
+        callers.append(threading.current_thread())
+        return real(self, *args)
+
+    real = ThreadPoolExecutor.submit
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
+    with st.Stager() as stager:
+        assert stager.stage_async(1).result(60) == 1
+    assert callers[0] is not threading.main_thread()
 
 
 # Modes of the calling thread
