@@ -281,6 +281,8 @@ def test_memory_at_odd_addresses_is_refused_where_it_may_matter():
     assert found([odd, number], [ramp(8), ramp(8)])
     assert found([odd, number], [torch.zeros(8), torch.zeros(8)])  # it would not matter, but is not tried
     assert found([odd], [torch.ones(8)]) == []
+    source = ramp(8)
+    assert found([odd, odd[2:]], [source, source[2:]]) == []  # whatever the values
 
 
 def test_neither_targets_nor_sources_change():
