@@ -5,7 +5,7 @@ from math import prod
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from statetree.boxes import Box
@@ -66,6 +66,7 @@ def test_each_rank_holds_what_torch_would_give_it(mesh, data):
 
 
 @given(mesh=meshes())
+@example(mesh=((2, 1, 2), (2, 2), (Split(0, 0, 1), Split(1, 2, 1))))
 def test_boxes_that_several_ranks_hold_are_listed_once(mesh):
     shape, mesh_shape, splits = mesh
     layout = mesh_layout(shape, mesh_shape, tuple(range(prod(mesh_shape))), splits)

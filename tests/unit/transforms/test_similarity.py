@@ -501,6 +501,12 @@ def test_an_object_that_cannot_be_taken_apart_does_not_hide_the_others():
     assert {difference.path[0]: difference.kind for difference in found} == {0: "leaf type", 1: "value", 3: "parts"}
 
 
+def test_all_that_is_taken_apart_differently_is_named():
+    left, right = [Box(w=ramp(2)), Box(w=ramp(2))], [Box(w=[ramp(2), ramp(3)]), Box(w=[])]
+    parts = [difference for difference in both(left, right, values=True).differences if difference.kind == "parts"]
+    assert [difference.path for difference in parts] == [Path((0,)), Path((1,))]
+
+
 def test_what_is_freed_inside_is_like_nothing_but_itself():
     def wrapper():
         return TwoTensors(ramp(2), ramp(2))
