@@ -33,7 +33,7 @@ TESTS = {
     "tree.py": ("unit/test_tree.py", "unit/test_containers.py", "laws/test_round_trips.py", "unit/test_paths.py"),
     "treespec.py": ("unit/test_treespec.py", "unit/test_tree.py", "unit/test_matching.py", "unit/test_paths.py"),
     "instances.py": ("unit/test_containers.py", "unit/test_tree.py", "unit/test_treespec.py"),
-    "kinds.py": ("unit/test_containers.py", "unit/test_tree.py"),
+    "kinds.py": ("unit/test_containers.py", "unit/test_matching.py", "unit/test_tree.py"),
     "spans.py": ("unit/test_spans.py", "unit/test_geometry.py", "unit/transforms/test_offload.py", "laws/test_ties.py"),
     "chunks.py": ("unit/test_chunks.py", "collectives/test_layouts.py", "collectives/test_custom_chunks.py"),
     "boxes.py": ("unit/test_boxes.py", "collectives/test_layouts.py", "collectives/test_custom_chunks.py"),
@@ -87,6 +87,16 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "what is smaller travels packed, and arrives all the same",
     (
         "exchange.py",
+        "count += len(sends) + len(receives) + len(copies)",
+        "len(sends) + len(receives) + len(copies)  ->  len(sends) + len(receives) - len(copies)",
+    ): "it decides whether rounds are kept or laid out again",
+    (
+        "exchange.py",
+        "return bucket if need <= bucket.numel() else bucket.new_empty(need)",
+        "need <= bucket.numel()  ->  need < bucket.numel()",
+    ): "a bucket of the same size will do as well",
+    (
+        "exchange.py",
         "most = [0, 0]",
         "0  ->  1",
     ): "a bucket of one byte, which no round needs, is taken where one of none would do",
@@ -100,6 +110,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "kept = None if is_field else freeze(value, plain + 1)",
         "1  ->  2",
     ): "attributes that lie deeper are children instead of metadata, and come out the same",
+    (
+        "instances.py",
+        "if depth > 2 * MAX_ATTRIBUTE_DEPTH:",
+        "depth > 2 * MAX_ATTRIBUTE_DEPTH  ->  depth >= 2 * MAX_ATTRIBUTE_DEPTH",
+    ): "what lies deeper is taken apart as a tree, and comes out the same",
     (
         "instances.py",
         "return cls(zip(value, [_copy_plain(item, depth + 1) for item in items], strict=True))",
@@ -130,6 +145,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "synchronize(accelerators)",
         "synchronize(accelerators)  ->  pass",
     ): "without an accelerator there is nothing to wait for",
+    (
+        "spans.py",
+        'if begin + need > have or (storage.data_ptr() == 0 and storage.device.type != "meta"):',
+        "0  ->  1",
+    ): "torch raises where it is asked for the address of a storage that has a size and no memory",
     (
         "transforms/copy_into.py",
         "whole = 2 / torch.finfo(target).eps  # every integer up to here is a value of the target",
@@ -204,7 +224,7 @@ def _changes(node: ast.AST) -> Iterator[Callable[[ast.AST], ast.AST]]:
         yield lambda new: _set(new, "test", ast.UnaryOp(ast.Not(), new.test))
     elif isinstance(node, ast.comprehension) and node.ifs:
         yield lambda new: _set(new, "ifs", [ast.UnaryOp(ast.Not(), new.ifs[0]), *new.ifs[1:]])
-    elif isinstance(node, ast.Call) and len(node.args) >= 2 and not _is_symmetric(node.func):
+    elif isinstance(node, ast.Call) and len(node.args) >= 2 and not _is_symmetric(node):
         yield lambda new: _set(new, "args", [new.args[1], new.args[0], *new.args[2:]])
     elif _is_statement_to_drop(node):
         yield lambda _: ast.Pass()
@@ -225,9 +245,11 @@ def _is_statement_to_drop(node: ast.AST) -> bool:
     )
 
 
-def _is_symmetric(function: ast.expr) -> bool:
-    name = getattr(function, "attr", getattr(function, "id", ""))
-    return name in {"min", "max", "minimum", "maximum", "same_bytes"}
+def _is_symmetric(call: ast.Call) -> bool:
+    """Whether it makes no difference which of the first two arguments is which."""
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    alike = ast.dump(call.args[0]) == ast.dump(call.args[1])
+    return alike or name in {"min", "max", "minimum", "maximum", "same_bytes"}
 
 
 def _is_negative(node: ast.expr) -> bool:

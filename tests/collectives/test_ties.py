@@ -47,6 +47,14 @@ def sent_by(call):
     return result, sum(sent)
 
 
+def gather_shards():
+    return sent_by(lambda: statetree.gather({"a": shards()}))[1]
+
+
+def test_a_rank_sends_the_bytes_of_its_shard():
+    assert run_ranks(2, gather_shards) == [5 * 3 * 4] * 2
+
+
 def memory(leaf):
     return [tensor.data_ptr() for tensor in locals_of(leaf)]
 

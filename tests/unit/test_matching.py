@@ -23,7 +23,7 @@ from tests.trees.containers import (
     TypedPoint,
     hostile_dict,
 )
-from tests.trees.fields import Defined, Derived, Frozen, Numbered, Registered, SameKeys, Slotted, State
+from tests.trees.fields import Defined, Derived, Frozen, KnownToOptree, Numbered, Registered, SameKeys, Slotted, State
 
 
 def match(left, right):
@@ -171,6 +171,7 @@ def test_attributes_that_hold_tensors_must_be_there_on_both_sides():
         (1, [1], [("", "structure")]),
         ([1], 1, [("", "structure")]),
         (Numbered(1), Numbered(1, 2), [("", "metadata")]),
+        (KnownToOptree(1), KnownToOptree(1, 2), [("", "length")]),
         (Registered(1, 2, "a"), Registered(1, 2, "b"), [("", "metadata")]),
         (Registered(1, [2], "a"), Registered(1, [2, 3], "a"), [("right", "length")]),
         (State(1, 2, [3]), State(1, 2, (3,)), [("nested", "structure")]),
