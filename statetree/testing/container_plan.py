@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from statetree.testing import samples
-from statetree.testing.plans import Printed
+from statetree.testing.arguments import check_one_of, refuse
+from statetree.testing.plans import Plan, Printed
 from statetree.testing.samples import (
     DictSubclass,
     FrozenPair,
@@ -54,6 +55,16 @@ class Node(Printed):
     children: tuple[Any, ...] = ()
     keys: tuple[Any, ...] = ()
     attributes: tuple[tuple[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_one_of("Node: kind", self.kind, NODES)
+        for child in (*self.children, *(value for _, value in self.attributes)):
+            if not isinstance(child, Plan):
+                refuse("Node: children", "plans, such as Value(1)", child, TypeError)
+        if self.kind in PAIRS and len(self.children) != 2:
+            refuse("Node: children", f"two in a {self.kind}", self.children)
+        if self.kind in MAPPINGS and len(self.keys) != len(self.children):
+            refuse("Node: keys", f"{len(self.children)}, one for each child", self.keys)
 
     def make(self, numbers: Numbers) -> Any:
         """Make the children, and the container of them."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from statetree.testing.arguments import check_at_least, check_one_of
 from statetree.testing.plans import Numbers, Printed
 
 if TYPE_CHECKING:
@@ -52,6 +53,11 @@ class OptimizerPlan(Printed):
     shapes: tuple[tuple[tuple[int, ...], ...], ...] = (((2,),),)
     steps: int = 1
     dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        check_one_of("OptimizerPlan: name", self.name, OPTIMIZERS)
+        check_one_of("OptimizerPlan: variant", self.variant, range(len(OPTIMIZERS[self.name])))
+        check_at_least("OptimizerPlan: steps", self.steps, 0)
 
     def make(self, numbers: Numbers) -> dict[str, Any]:
         """Make the parameters, step, and return the state of both as a training loop would save it."""

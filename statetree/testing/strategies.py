@@ -14,12 +14,13 @@ import torch
 from hypothesis import note
 from hypothesis import strategies as st
 
+from statetree.testing.arguments import check_at_least, check_some_of, refuse
 from statetree.testing.container_plan import MAPPINGS, PAIRS, SEQUENCES, WITH_ATTRIBUTES, Again, Node, Value
 from statetree.testing.layout import LOCAL_GEOMETRIES, Layout, mesh_shape, meshes, over_later_dims
 from statetree.testing.optimizer_plan import OPTIMIZERS, SIDES, OptimizerPlan
 from statetree.testing.plans import Plan, build
 from statetree.testing.samples import Color, NamedPair, Pair, a_factory
-from statetree.testing.tensor_plan import DTYPES, GEOMETRIES, VIEWS, WRAPS, TensorPlan, ViewPlan
+from statetree.testing.tensor_plan import DTYPES, GEOMETRIES, USUAL_WRAPS, VIEWS, WRAPS, TensorPlan, ViewPlan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,11 +30,15 @@ AWKWARD_KEYS = (
     *(True, False, None, 0.0, -0.0, 1.0, NAN, "0", "1", "True", "None", "", ".", "[0]", "['a']", "\ud800", b"a"),
     *(Color.RED, (0,), ("0",), (False, "a"), (), frozenset({"a", "b"}), NamedPair(1, "a"), int),
 )
+#: The simplest leaf. It is drawn in one choice, so that what shrinks ends here, and not with an empty object.
+_NOTHING = st.just(Value(None))
 
 
-def shapes(*, max_dims: int = 3, max_side: int = 3) -> st.SearchStrategy[tuple[int, ...]]:
+def shapes(*, min_dims: int = 0, max_dims: int = 3, max_side: int = 3) -> st.SearchStrategy[tuple[int, ...]]:
     """Shapes, with sides of 0 and 1 among them."""
-    return st.lists(st.integers(0, max_side), max_size=max_dims).map(tuple)
+    check_at_least("max_dims", max_dims, 0)
+    check_at_least("max_side", max_side, 0)
+    return st.lists(st.integers(0, max_side), min_size=min_dims, max_size=max_dims).map(tuple)
 
 
 def tensor_plans(
@@ -42,9 +47,12 @@ def tensor_plans(
     max_dims: int = 3,
     max_side: int = 3,
     geometries: Sequence[str] = tuple(GEOMETRIES),
-    wraps: Sequence[str] = tuple(WRAPS),
+    wraps: Sequence[str] = USUAL_WRAPS,
 ) -> st.SearchStrategy[TensorPlan]:
     """Plans of single tensors (see ``tensors``)."""
+    check_some_of("dtypes", dtypes, DTYPES)
+    check_some_of("geometries", geometries, GEOMETRIES)
+    check_some_of("wraps", wraps, WRAPS)
     return st.builds(
         TensorPlan,
         shape=shapes(max_dims=max_dims, max_side=max_side),
@@ -60,7 +68,7 @@ def tensors(
     max_dims: int = 3,
     max_side: int = 3,
     geometries: Sequence[str] = tuple(GEOMETRIES),
-    wraps: Sequence[str] = tuple(WRAPS),
+    wraps: Sequence[str] = USUAL_WRAPS,
 ) -> st.SearchStrategy[torch.Tensor]:
     """Tensors whose elements are unique by position.
 
@@ -72,7 +80,8 @@ def tensors(
             storage), ``expanded``, ``channels_last``, ``conjugated``, ``negated``, ``meta``. What a dtype cannot be is
             contiguous.
         wraps: What they are: ``tensor``, ``requires_grad``, ``parameter``, ``frozen`` (a parameter), ``buffer``,
-            ``subclass``, ``attribute`` (with an attribute that holds another tensor).
+            ``subclass``, ``attribute`` (with an attribute that holds another tensor); not by default ``computed`` (no
+            leaf of autograd, as transforms return them).
     """
     plans = tensor_plans(dtypes=dtypes, max_dims=max_dims, max_side=max_side, geometries=geometries, wraps=wraps)
     return _built(plans)
@@ -112,7 +121,11 @@ def tree_plans(
     leaves: st.SearchStrategy[Any] | None = None, *, max_leaves: int = 12, opaque: bool = True
 ) -> st.SearchStrategy[Any]:
     """Plans of trees (see ``state_trees``)."""
-    chosen = st.one_of(tensor_plans(), st.builds(Value, plain_values())) if leaves is None else leaves.map(_planned)
+    check_at_least("max_leaves", max_leaves, 1)
+    if not (leaves is None or isinstance(leaves, st.SearchStrategy)):
+        refuse("leaves", "a strategy, or None", leaves, TypeError)
+    usual = st.one_of(_NOTHING, tensor_plans(), tensor_plans(), st.builds(Value, plain_values()))
+    chosen = usual if leaves is None else leaves.map(_planned)
     trees = st.recursive(chosen, lambda smaller: _nodes(smaller, opaque=opaque), max_leaves=max_leaves)
     fewest = st.sampled_from([0, 2, 2])  # else half of all trees would be leaves, or empty
     return st.one_of(trees, fewest.flatmap(lambda count: _nodes(trees, opaque=opaque, fewest=count)))
@@ -135,14 +148,14 @@ def state_trees(
     return _built(tree_plans(leaves, max_leaves=max_leaves, opaque=opaque))
 
 
-_wrapped = st.builds(TensorPlan, wrap=st.sampled_from(tuple(WRAPS)))
+_wrapped = st.builds(TensorPlan, wrap=st.sampled_from(USUAL_WRAPS))
 
 
 def tied_plans(*, max_leaves: int = 12, opaque: bool = True) -> st.SearchStrategy[Any]:
     """Plans of trees whose leaves share storages (see ``tied_trees``)."""
     again = st.builds(Again, st.integers(0, 7))
     views = (view_plans(max_bases=1), view_plans(max_bases=2), view_plans())
-    leaves = st.one_of(*views, again, _wrapped, st.builds(Value, plain_values()))
+    leaves = st.one_of(_NOTHING, *views, again, _wrapped, st.builds(Value, plain_values()))
     return tree_plans(leaves, max_leaves=max_leaves, opaque=opaque)
 
 
@@ -158,9 +171,14 @@ def tied_trees(*, max_leaves: int = 12, opaque: bool = True) -> st.SearchStrateg
     return _built(tied_plans(max_leaves=max_leaves, opaque=opaque))
 
 
-@st.composite
-def optimizer_plans(draw: st.DrawFn, *, names: Sequence[str] = tuple(OPTIMIZERS)) -> OptimizerPlan:
+def optimizer_plans(*, names: Sequence[str] = tuple(OPTIMIZERS)) -> st.SearchStrategy[OptimizerPlan]:
     """Plans of states of optimizers (see ``optimizer_states``)."""
+    check_some_of("names", names, OPTIMIZERS)
+    return _optimizer_plans(names)
+
+
+@st.composite
+def _optimizer_plans(draw: st.DrawFn, names: Sequence[str]) -> OptimizerPlan:
     name = draw(st.sampled_from(names))
     fewest, most, least = SIDES.get(name, (0, 2, 0))
     sides = st.lists(st.integers(least, 3), min_size=fewest, max_size=most).map(tuple)

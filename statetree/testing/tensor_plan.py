@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from statetree.testing.arguments import check_one_of, check_shape
 from statetree.testing.plans import Printed
 from statetree.testing.samples import TensorSubclass
 
@@ -60,6 +61,12 @@ class TensorPlan(Printed):
     dtype: torch.dtype = torch.float32
     geometry: str = "contiguous"
     wrap: str = "tensor"
+
+    def __post_init__(self) -> None:
+        check_shape("TensorPlan: shape", self.shape)
+        check_one_of("TensorPlan: dtype", self.dtype, DTYPES)
+        check_one_of("TensorPlan: geometry", self.geometry, GEOMETRIES)
+        check_one_of("TensorPlan: wrap", self.wrap, WRAPS)
 
     def make(self, numbers: Numbers) -> torch.Tensor:
         """Make the tensor."""
@@ -126,6 +133,11 @@ def _requires_grad(tensor: torch.Tensor, _: Numbers) -> torch.Tensor:
     return tensor.requires_grad_() if tensor.dtype in _COUNTABLE else tensor
 
 
+def _computed(tensor: torch.Tensor, numbers: Numbers) -> torch.Tensor:
+    with torch.enable_grad():
+        return _requires_grad(tensor, numbers)[...]
+
+
 def _parameter(tensor: torch.Tensor, _: Numbers) -> torch.Tensor:
     return torch.nn.Parameter(tensor, requires_grad=tensor.dtype in _COUNTABLE)
 
@@ -143,7 +155,10 @@ WRAPS: dict[str, Callable[[torch.Tensor, Numbers], torch.Tensor]] = {
     "buffer": lambda tensor, _: torch.nn.Buffer(tensor),
     "subclass": lambda tensor, _: torch.Tensor._make_subclass(TensorSubclass, tensor),
     "attribute": _attribute,
+    "computed": _computed,
 }
+#: What is drawn if nothing else is asked for. Transforms return leaves of autograd, which equal no computed tensor.
+USUAL_WRAPS = tuple(wrap for wrap in WRAPS if wrap != "computed")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -161,6 +176,9 @@ class ViewPlan(Printed):
     kind: str = "whole"
     start: int = 0
     stop: int = 24
+
+    def __post_init__(self) -> None:
+        check_one_of("ViewPlan: kind", self.kind, VIEWS)
 
     def make(self, numbers: Numbers) -> Any:
         """Make the view, and the storage if it is the first one on it."""

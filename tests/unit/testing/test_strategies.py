@@ -1,9 +1,12 @@
+import ast
 import itertools
 import pickle
 import struct
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from statetree.testing import (
     TensorPlan,
     Value,
     ViewPlan,
+    assert_pure,
     assert_trees_equal,
     build,
     optimizer_plans,
@@ -35,9 +39,10 @@ from statetree.testing.container_plan import MAPPINGS, NODES
 from statetree.testing.memory import storages
 from statetree.testing.optimizer_plan import OPTIMIZERS
 from statetree.testing.strategies import plain_values, view_plans
-from statetree.testing.tensor_plan import DTYPES, GEOMETRIES, VIEWS, WRAPS
+from statetree.testing.tensor_plan import DTYPES, GEOMETRIES, USUAL_WRAPS, VIEWS
+from tests.docs.snippets import fenced
 
-NAMES = {**vars(statetree.testing), "samples": samples, "torch": torch}
+HOW_TO = Path(__file__).parents[3] / "docs" / "howto" / "test_transform.md"
 plans = hyp.one_of(tree_plans(), tied_plans(), optimizer_plans())
 
 
@@ -46,6 +51,18 @@ def leaves_of(tree):
 
 
 # Plans
+
+
+def names_to_paste():
+    """Return the names that the how-to page has a reader import before code is pasted."""
+    [block] = [block for block in fenced(HOW_TO.read_text(encoding="utf-8")) if "samples" in block.text]
+    imports = [node for node in ast.parse(block.text).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    names = {}
+    exec(compile(ast.Module(imports, []), HOW_TO, "exec"), names)
+    return names
+
+
+NAMES = names_to_paste()
 
 
 @given(plan=plans)
@@ -92,6 +109,22 @@ def test_what_was_made_before_comes_again():
 def test_what_is_no_plan_is_built_as_it_is():
     value = [1]
     assert build(value) is value
+
+
+@given(tree=hyp.one_of(state_trees(), tied_trees()))
+def test_tensors_are_leaves_of_autograd_unless_others_are_asked_for(tree):
+    assert all(leaf.is_leaf for leaf in leaves_of(tree))
+
+
+@given(plan=hyp.builds(replace, tensor_plans(), wrap=hyp.just("computed")))
+def test_computed_tensors_are_no_leaves_of_autograd(plan):
+    tensor, plain = build(plan), build(replace(plan, wrap="tensor"))
+    assert tensor.is_leaf == (not tensor.requires_grad)
+    assert tensor.requires_grad == build(replace(plan, wrap="requires_grad")).requires_grad
+    assert_trees_equal(tensor.detach(), plain)
+    copy = assert_pure(st.offload, tensor)
+    assert copy.is_leaf
+    assert_trees_equal(copy.detach(), st.offload(plain))
 
 
 # Trees
@@ -164,7 +197,7 @@ def shared(plan):
     [
         (tensor_plans(), lambda plan: plan.dtype, DTYPES),
         (tensor_plans(), lambda plan: plan.geometry, GEOMETRIES),
-        (tensor_plans(), lambda plan: plan.wrap, WRAPS),
+        (tensor_plans(), lambda plan: plan.wrap, USUAL_WRAPS),
         (tensor_plans(), lambda plan: len(plan.shape), range(4)),
         (view_plans(), lambda plan: plan.kind, VIEWS),
         (tree_plans(), lambda plan: getattr(plan, "kind", ""), NODES),
@@ -193,8 +226,14 @@ def test_everything_comes_up(strategy, chosen, wanted):
             lambda plan: plan.name == "Adam" and plan.steps > 0,
             "OptimizerPlan('Adam', shapes=(((),),))",
         ),
+        (
+            tree_plans(),
+            lambda plan: getattr(plan, "kind", "") == "list" and len(plan.children) == 3,
+            "Node('list', (Value(None), Value(None), Value(None)))",
+        ),
+        (tied_plans(), lambda plan: getattr(plan, "kind", "") == "Pair", "Node('Pair', (Value(None), Value(None)))"),
     ],
-    ids=["tensor", "three elements", "mapping", "kind", "optimizer"],
+    ids=["tensor", "three elements", "mapping", "kind", "optimizer", "children", "tied children"],
 )
 def test_plans_shrink_to_small_ones(strategy, holds, smallest):
     found = find(strategy, holds, settings=settings(max_examples=2000, database=None))
@@ -210,6 +249,46 @@ def test_a_failure_shows_the_code_that_makes_its_tree():
     with pytest.raises(AssertionError) as caught:
         fails()
     assert any(line.startswith("from build(TensorPlan(") for line in caught.value.__notes__)
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "message"),
+    [
+        ("tensors(geometries=['strided'])", ValueError, "geometries: expected one of 'contiguous', .*'meta', got 's"),
+        ("tensors(geometries='gaps')", TypeError, "geometries: expected a list or tuple of some of 'cont.*'gaps'"),
+        ("tensor_plans(wraps=['param'])", ValueError, "wraps: expected one of 'tensor', .*, got 'param'"),
+        ("tensors(dtypes=['float32'])", ValueError, "dtypes: expected one of torch.float32, .*, got 'float32'"),
+        ("tensors(dtypes=torch.float32)", TypeError, "dtypes: expected a list or tuple .*, got torch.float32"),
+        ("tensors(dtypes=[])", ValueError, r"dtypes: expected one at least of torch.float32, .*, got \[\]"),
+        ("tensors(max_dims=-1)", ValueError, "max_dims: expected at least 0, got -1"),
+        ("tensors(max_side=1.0)", TypeError, "max_side: expected a whole number, got 1.0"),
+        ("optimizer_states(names=['adam'])", ValueError, "names: expected one of 'SGD', 'Adam', .*, got 'adam'"),
+        ("optimizer_plans(names='Adam')", TypeError, "names: expected a list or tuple of some of .*, got 'Adam'"),
+        ("state_trees(max_leaves=0)", ValueError, "max_leaves: expected at least 1, got 0"),
+        ("state_trees([1])", TypeError, r"leaves: expected a strategy, or None, got \[1\]"),
+        ("Node('Dict')", ValueError, "Node: kind: expected one of 'dict', .*'Thing', got 'Dict'"),
+        ("Node(['dict'])", ValueError, r"Node: kind: expected one of 'dict', .*, got \['dict'\]"),
+        ("Node('dict', (1,), ('a',))", TypeError, "Node: children: expected plans, such as Value.1., got 1"),
+        ("Node('OrderedDict', attributes=(('a', 1),))", TypeError, "Node: children: expected plans, .*, got 1"),
+        ("Node('Pair', (Value(1),))", ValueError, r"Node: children: expected two in a Pair, got \(Value\(1\),\)"),
+        ("Node('dict', (Value(1),))", ValueError, r"Node: keys: expected 1, one for each child, got \(\)"),
+        ("TensorPlan(3)", TypeError, "TensorPlan: shape: expected a tuple of sizes, got 3"),
+        ("TensorPlan((2, -1))", ValueError, "TensorPlan: shape: expected at least 0, got -1"),
+        ("TensorPlan(dtype='int8')", ValueError, "TensorPlan: dtype: expected one of torch.float32, .*, got 'int8'"),
+        ("TensorPlan(geometry='gap')", ValueError, "TensorPlan: geometry: expected one of 'contiguous', .*, got 'gap'"),
+        ("TensorPlan(wrap='param')", ValueError, "TensorPlan: wrap: expected one of 'tensor', .*, got 'param'"),
+        ("ViewPlan(kind='x')", ValueError, "ViewPlan: kind: expected one of 'whole', .*, got 'x'"),
+        ("OptimizerPlan('adam')", ValueError, "OptimizerPlan: name: expected one of 'SGD', .*, got 'adam'"),
+        ("OptimizerPlan('Adam', 9)", ValueError, "OptimizerPlan: variant: expected one of 0, 1, 2, got 9"),
+        ("OptimizerPlan(steps=-1)", ValueError, "OptimizerPlan: steps: expected at least 0, got -1"),
+    ],
+)
+def test_bad_arguments_are_refused_at_once(code, error, message):
+    with pytest.raises(error, match=message):
+        eval(code)
 
 
 # Optimizers

@@ -1,0 +1,44 @@
+"""Refuses arguments of plans and strategies when they are given, not when something is drawn or built of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, NoReturn
+
+
+def refuse(name: str, expected: str, given: object, error: type[Exception] = ValueError) -> NoReturn:
+    """Raise, saying which argument it is, what it may be, and what it is."""
+    msg = f"{name}: expected {expected}, got {given!r}."
+    raise error(msg)
+
+
+def check_one_of(name: str, given: object, allowed: Collection[Any]) -> None:
+    """Refuse what is not among some values."""
+    if given not in tuple(allowed):  # of a dict, even what cannot be hashed
+        refuse(name, f"one of {', '.join(map(repr, allowed))}", given)
+
+
+def check_some_of(name: str, given: object, allowed: Collection[Any]) -> None:
+    """Refuse what is no sequence of some values, or an empty one."""
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        refuse(name, f"a list or tuple of some of {', '.join(map(repr, allowed))}", given, TypeError)
+    if not given:
+        refuse(name, f"one at least of {', '.join(map(repr, allowed))}", given)
+    for value in given:
+        check_one_of(name, value, allowed)
+
+
+def check_at_least(name: str, given: object, least: int) -> None:
+    """Refuse what is no whole number, or too small."""
+    if not isinstance(given, int):
+        refuse(name, "a whole number", given, TypeError)
+    if given < least:
+        refuse(name, f"at least {least}", given)
+
+
+def check_shape(name: str, given: object) -> None:
+    """Refuse what is no shape of a tensor."""
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        refuse(name, "a tuple of sizes", given, TypeError)
+    for size in given:
+        check_at_least(name, size, 0)
