@@ -6,15 +6,24 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from statetree.testing.arguments import check_one_of, check_shape, refuse
 from statetree.testing.plans import Numbers, Printed
+from statetree.testing.tensor_plan import DTYPES
 
 #: How the local tensors of a layout may lie in their storages.
 LOCAL_GEOMETRIES = ("contiguous", "transposed", "inside")
+_SUMMED = frozenset(
+    {
+        *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+        *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8),
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -25,7 +34,7 @@ class Layout(Printed):
         shape: The global shape.
         mesh: The ranks of the mesh, as nested tuples.
         placements: One for each dim of the mesh: ``R`` (replicate), ``S1`` (shard dim 1), ``S1/2`` (strided: dim 1 is
-            cut in two, and each piece is sharded), ``P`` (partial sums).
+            cut in two, and each piece is sharded), ``P`` (partial sums, of a dtype in which they are exact).
         dtype: The dtype.
         geometry: How local tensors lie in their storages: one of ``LOCAL_GEOMETRIES``.
 
@@ -45,9 +54,23 @@ class Layout(Printed):
     dtype: torch.dtype = torch.float32
     geometry: str = "contiguous"
 
+    def __post_init__(self) -> None:
+        check_shape("Layout: shape", self.shape)
+        if not _is_mesh(self.mesh):
+            refuse("Layout: mesh", "ranks, each once, in nested tuples of equal lengths", self.mesh)
+        if len(self.placements) != len(mesh_shape(self.mesh)):
+            refuse("Layout: placements", f"one for each of {len(mesh_shape(self.mesh))} dims", self.placements)
+        kinds = ("R", "P", *(f"S{dim}" for dim in range(len(self.shape))))
+        for kind in self.placements:
+            check_one_of("Layout: placements", re.sub(r"(?<=\d)/[1-9]\d*$", "", str(kind)), kinds)
+        check_one_of("Layout: dtype", self.dtype, DTYPES)
+        if "P" in self.placements and largest_sum(self.dtype) < self._total_weight():
+            refuse("Layout: dtype", "one in which sums of placement P are exact, as torch.float32", self.dtype)
+        check_one_of("Layout: geometry", self.geometry, LOCAL_GEOMETRIES)
+
     def full(self) -> torch.Tensor:
         """Return the whole tensor. Its elements are unique by position, but for partial sums in short dtypes."""
-        return _times(self._elements(), math.prod(_total(size) for size in self._partial_sizes()))
+        return _times(self._elements(), self._total_weight())
 
     def local(self, rank: int) -> torch.Tensor | None:
         """Return what a rank holds, or ``None`` if it is not in the mesh."""
@@ -95,17 +118,18 @@ class Layout(Printed):
         return [_torch_placement(kind) for kind in self.placements]
 
     def _elements(self) -> torch.Tensor:
-        if "P" in self.placements and self.dtype.itemsize <= 2:  # so that sums are exact
-            count = math.prod(self.shape)
-            return (torch.arange(count, device="cpu") % 16 + 1).to(self.dtype).reshape(self.shape)
-        return Numbers()(self.shape, self.dtype)
+        if "P" not in self.placements:
+            return Numbers()(self.shape, self.dtype)
+        most = largest_sum(self.dtype) // self._total_weight()
+        numbers = torch.arange(math.prod(self.shape), device="cpu").reshape(self.shape) % most + 1
+        return numbers.to(self.dtype) * (1 - 1j) if self.dtype.is_complex else numbers.to(self.dtype)
 
     def _mesh_tensor(self) -> torch.Tensor:
         return torch.tensor(self.mesh, device="cpu")
 
-    def _partial_sizes(self) -> list[int]:
+    def _total_weight(self) -> int:
         sizes = self._mesh_tensor().shape
-        return [size for size, kind in zip(sizes, self.placements, strict=True) if kind == "P"]
+        return math.prod(total(size) for size, kind in zip(sizes, self.placements, strict=True) if kind == "P")
 
     def _coordinate(self, rank: int) -> tuple[int, ...] | None:
         found = (self._mesh_tensor() == rank).nonzero().tolist()
@@ -121,18 +145,29 @@ def meshes(world_size: int, *, subsets: bool = True) -> list[tuple[Any, ...]]:
         world_size: How many ranks there are.
         subsets: Whether there are meshes that leave ranks out.
     """
-    everyone = tuple(range(world_size))
-    found = [everyone, (everyone,), tuple((rank,) for rank in everyone)]
-    for rows in range(2, world_size // 2 + 1):
-        columns = world_size // rows
-        if rows * columns == world_size:
-            grid = tuple(everyone[row * columns : (row + 1) * columns] for row in range(rows))
-            found += [grid, tuple(zip(*grid, strict=True))]
-            if rows % 2 == 0 and rows > 2:
-                found.append(tuple(zip(grid[::2], grid[1::2], strict=True)))
+    everyone = range(world_size)
+    found = _grids(everyone, 3)
     if subsets and world_size > 1:
-        found += [everyone[:-1], everyone[1:], (0, world_size - 1), (everyone[-1:],)]
-    return list(dict.fromkeys(found))
+        for ranks in (everyone[:-1], everyone[1:], everyone[:: world_size - 1], everyone[-1:]):
+            found += _grids(ranks, 2)
+    return sorted(dict.fromkeys(found), key=lambda mesh: len(mesh_shape(mesh)))
+
+
+def _grids(ranks: range, most_dims: int) -> list[tuple[Any, ...]]:
+    """Return the meshes of some ranks, by rows and by columns, those of fewer dims first."""
+    flat = torch.tensor(ranks, device="cpu")
+    sizes = [size for size in range(1, len(ranks) + 1) if len(ranks) % size == 0]
+    found = []
+    for dims in range(1, most_dims + 1):
+        for shape in itertools.product(sizes, repeat=dims):
+            if math.prod(shape) == len(ranks):
+                by_columns = flat.reshape(shape[::-1]).permute(*reversed(range(dims)))
+                found += [_nested(flat.reshape(shape).tolist()), _nested(by_columns.tolist())]
+    return found
+
+
+def _nested(ranks: Any) -> Any:
+    return tuple(map(_nested, ranks)) if isinstance(ranks, list) else ranks
 
 
 def mesh_shape(mesh: tuple[Any, ...]) -> tuple[int, ...]:
@@ -185,8 +220,26 @@ def _times(tensor: torch.Tensor, factor: int) -> torch.Tensor:
     return tensor if factor == 1 else tensor * factor  # not every dtype can be multiplied
 
 
-def _total(size: int) -> int:
+def total(size: int) -> int:
+    """Return the sum of what the ranks of a dim of this size weigh: 1, 2, 3 and so on."""
     return size * (size + 1) // 2
+
+
+def largest_sum(dtype: torch.dtype) -> int:
+    """Return up to which number all sums in a dtype are exact, in whatever order: 0 if torch does not sum it."""
+    if dtype not in _SUMMED:
+        return 0
+    is_whole = not (dtype.is_floating_point or dtype.is_complex)
+    return torch.iinfo(dtype).max if is_whole else round(2 / torch.finfo(dtype).eps)
+
+
+def _is_mesh(mesh: Any) -> bool:
+    try:
+        ranks = torch.tensor(mesh, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    is_filled = isinstance(mesh, tuple) and ranks.dtype is torch.int64 and ranks.numel() > 0
+    return is_filled and int(ranks.min()) >= 0 and len(ranks.unique()) == ranks.numel()
 
 
 def over_later_dims(placements: tuple[str, ...], mesh: tuple[Any, ...]) -> tuple[str, ...]:
