@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 HEADER = struct.Struct("!Q")
 #: How much is received at once.
 PIECE_BYTES = 1 << 20
+#: How long is waited at once: the system counts milliseconds in 32 bits.
+MAX_WAIT_S = 3600.0
 
 
 class Line:
@@ -94,11 +96,11 @@ class Line:
 
 
 def wait_for_any(lines: Iterable[Line], timeout: float) -> None:
-    """Wait until one of several lines can ``advance``."""
+    """Wait until one of several lines can ``advance``, or an hour."""
     with selectors.DefaultSelector() as selector:
         for line in lines:
             line.watch(selector)
-        selector.select(timeout)
+        selector.select(min(timeout, MAX_WAIT_S))
 
 
 def framed(message: bytes) -> bytes:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from statetree.testing.rank_line import Line, framed, wait_for_any
-from statetree.testing.rank_worker import Answer, is_in_step, pickled_call, serve
+from statetree.testing.rank_worker import Answer, Surroundings, is_in_step, pickled_call, serve
 
 #: How long the collective takes at most with which the ranks find out whether they are in step.
 IN_STEP_TIMEOUT_S = 5.0
@@ -25,6 +25,11 @@ IN_STEP_TIMEOUT_S = 5.0
 STACK_S = 0.5
 #: How long a process may take to end by itself: those that are measured write down what they did.
 ENDING_S = 10.0
+#: What is said of a process that has ended before it was one of the ranks: most likely by importing the main module.
+NOT_BEGUN = (
+    "It had not begun. Ranks import the main module: in a script, keep what calls run_ranks under "
+    '`if __name__ == "__main__":`, and do not read the script from standard input.'
+)
 #: Below its frames nothing is the user's.
 WORKER_FILE = str(Path(serve.__code__.co_filename))
 
@@ -78,14 +83,20 @@ class RankPool:
             raise
 
     def _start(self, context: Any, rank: int, world_size: int, collective_timeout: float) -> None:
-        self._stack_file(rank).touch()
         mine, its = socket.socketpair()
         with its:  # closed here, so that only the process has it
             process = context.Process(
-                target=serve, args=(rank, world_size, self._folder.name, collective_timeout, its), daemon=True
+                target=serve,
+                args=(rank, world_size, self._folder.name, collective_timeout, its, Surroundings.here()),
+                daemon=True,
             )
             self._lines.append(Line(mine, process))
             process.start()
+
+    @property
+    def lives(self) -> bool:
+        """Whether none of the processes has ended."""
+        return all(line.process.is_alive() for line in self._lines)
 
     def call(self, call: bytes, *, deadline: float, grace_s: float) -> list[Outcome]:
         """Run a pickled call on all ranks.
@@ -144,7 +155,8 @@ class RankPool:
     def _outcome(self, rank: int, line: Line) -> Outcome:
         pickled = line.answer()
         if pickled is None:
-            return Outcome(rank, "died", None, f"Its process ended with exit code {line.process.exitcode}.")
+            report = f"Its process ended with exit code {line.process.exitcode}."
+            return Outcome(rank, "died", None, report if self._has_begun(rank) else f"{report} {NOT_BEGUN}")
         self._idle.add(rank)
         answer = pickle.loads(pickled)
         assert isinstance(answer, Answer)
@@ -162,13 +174,19 @@ class RankPool:
         """Have the ranks make one more collective; return what is to be said of them if it does not come out right."""
         left = max(0.0, deadline - time.monotonic())
         # At most half of the time, so that those which only wait for another one are not taken for hung themselves.
-        steps = self._exchange(pickled_call(is_in_step, (min(IN_STEP_TIMEOUT_S, left / 2),)), deadline, left)
+        steps = self._exchange(pickled_call(is_in_step, (min(IN_STEP_TIMEOUT_S, left / 2),), left), deadline, left)
         if any(step.status in ("hung", "died") for step in steps):
             return [_lost(step) if step.status in ("hung", "died") else outcomes[step.rank] for step in steps]
         if not all(step.value is True for step in steps):
             text = "It returned, but the ranks did not make the same collectives: the next one did not come out right."
-            return [Outcome(outcome.rank, "strayed", outcome.value, text) for outcome in outcomes]
+            return [
+                Outcome(rank, "strayed", outcome.value, f"{text}\n{step.report}".rstrip())
+                for rank, (outcome, step) in enumerate(zip(outcomes, steps, strict=True))
+            ]
         return outcomes
+
+    def _has_begun(self, rank: int) -> bool:
+        return self._stack_file(rank).exists()
 
     def _stack_file(self, rank: int) -> Path:
         return Path(self._folder.name) / f"stack{rank}"
@@ -181,9 +199,9 @@ class RankPool:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
         until = time.monotonic() + STACK_S
-        while time.monotonic() < until and not file.stat().st_size:
+        while time.monotonic() < until and not (self._has_begun(rank) and file.stat().st_size):
             time.sleep(0.01)
-        lines = file.read_text().splitlines()
+        lines = file.read_text().splitlines() if self._has_begun(rank) else []
         if not lines:
             return "It does not say where: it may be stopped, or not have begun."
         own = next((index for index, line in enumerate(lines) if WORKER_FILE in line), len(lines))

@@ -8,11 +8,13 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import sys
+import threading
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 #: Each process group has several open files and threads: a process that has so many files open is not used again.
 MAX_OPEN_FILES = 512
+#: How long after a call's time is over its rank ends by itself, if no one has ended it.
+LATE_S = 30.0
 
 
 class Answer(NamedTuple):
@@ -39,30 +43,68 @@ class Answer(NamedTuple):
     worn: bool
 
 
-def serve(rank: int, world_size: int, folder: str, collective_timeout: float, end: socket.socket) -> None:
+class Surroundings(NamedTuple):
+    """What a rank takes over from its caller: how modules and files are found, and the environment variables."""
+
+    path: list[str]
+    environment: dict[str, str]
+    directory: str
+
+    @classmethod
+    def here(cls) -> Surroundings:
+        """Return those of this process."""
+        return cls(sys.path, dict(os.environ), os.getcwd())
+
+    def take_over(self) -> None:
+        """Make them those of this process."""
+        sys.path[:] = self.path
+        if os.environ != self.environment:
+            os.environ.clear()
+            os.environ.update(self.environment)
+        os.chdir(self.directory)
+
+
+def serve(
+    rank: int, world_size: int, folder: str, collective_timeout: float, end: socket.socket, caller: Surroundings
+) -> None:
     """Join the group, and answer the calls that come through a socket until there is no one at its other end."""
+    threading.Thread(target=_end_with_the_caller, args=(folder,), daemon=True).start()
     # Daemons, which ranks are so that they end with whoever started them, may not start processes, but DCP does.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     end.settimeout(None)  # whatever was the default where it was made
     with (Path(folder) / f"stack{rank}").open("w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
-        failure = _join(rank, world_size, folder, collective_timeout)
+        failure = _join(rank, world_size, folder, collective_timeout, caller)
         with contextlib.suppress(ConnectionError), end.makefile("rb") as stream:
             while (call := read_message(stream)) is not None:
-                end.sendall(framed(failure or _answer(call)))
+                end.sendall(framed(failure or _answer(call, stack)))
+    _leave(folder)
+
+
+def _leave(folder: str) -> None:
+    shutil.rmtree(folder, ignore_errors=True)  # the caller does so too, unless it was killed
     # In an orderly exit, threads of groups that are out of step would be waited for.
     os._exit(0)
 
 
-def pickled_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Return a call as a rank takes it: the path of modules comes first, so that what the call names is found."""
-    return pickle.dumps((sys.path, pickle.dumps((fn, args))))
+def _end_with_the_caller(folder: str) -> None:
+    """End this process when the one that started it has ended: nothing else does so while a function runs."""
+    caller = multiprocessing.parent_process()
+    assert caller is not None
+    caller.join()
+    _leave(folder)
 
 
-def _join(rank: int, world_size: int, folder: str, collective_timeout: float) -> bytes | None:
+def pickled_call(fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> bytes:
+    """Return a call as a rank takes it: the surroundings come first, so that what the call names is found."""
+    return pickle.dumps((timeout_s, Surroundings.here(), pickle.dumps((fn, args))))
+
+
+def _join(rank: int, world_size: int, folder: str, collective_timeout: float, caller: Surroundings) -> bytes | None:
     """Start the process group; return what to answer to all calls if that fails."""
     torch.set_num_threads(1)
     try:
+        caller.take_over()
         dist.init_process_group(
             "gloo",
             init_method=(Path(folder) / "store").as_uri(),
@@ -75,15 +117,19 @@ def _join(rank: int, world_size: int, folder: str, collective_timeout: float) ->
     return None
 
 
-def _answer(call: bytes) -> bytes:
+def _answer(call: bytes, stack: IO[str]) -> bytes:
     try:
-        path, rest = pickle.loads(call)
-        sys.path[:] = path
+        timeout_s, caller, rest = pickle.loads(call)
+        # Should the caller be gone, and C code keep the thread that notices from running, this ends the process.
+        faulthandler.dump_traceback_later(timeout_s + LATE_S, exit=True, file=stack)
+        caller.take_over()
         fn, args = pickle.loads(rest)
         value = fn(*args)
         return pickle.dumps(Answer("returned", pickle.dumps(value), "", _is_worn()))
     except BaseException as error:
         return _failure(error)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _failure(error: BaseException) -> bytes:
@@ -103,7 +149,7 @@ def is_in_step(timeout_s: float) -> bool:
         return True
     timeout = datetime.timedelta(seconds=timeout_s)
     group: Any = dist.group.WORLD
-    ranks = torch.tensor([dist.get_rank() + 1])
+    ranks = torch.tensor([dist.get_rank() + 1], device="cpu")
     options = dist.AllreduceOptions()
     options.timeout = timeout
     group.allreduce([ranks], options).wait(timeout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import numbers
 import os
 import threading
 import time
@@ -22,6 +23,8 @@ R = TypeVar("R")
 GRACE_S = 5.0
 #: How long a collective waits for the other ranks before it raises.
 COLLECTIVE_TIMEOUT_S = 30.0
+#: What is no limit: three years, and what all clocks can count.
+NO_LIMIT_S = 1e8
 
 _lock = threading.RLock()
 
@@ -37,18 +40,21 @@ def run_ranks(
     """Run ``fn(*args)`` on every rank of a gloo group, and return what the ranks returned.
 
     The ranks are processes that are kept for the next call, so that a property may call this for each of its examples.
-    They are replaced after any failure, and end with this process. The default process group is ``world_size`` ranks
-    on the CPU; ``torch.distributed.get_rank()`` tells which one it is. Each rank has one thread for torch's
-    operations. What ``fn`` leaves behind in a process (a default dtype, groups, meshes) is there in the next call:
-    cache groups rather than making them for each example. Ranks import the main module: a script has to keep its calls
-    under ``if __name__ == "__main__":``.
+    They are replaced after any failure, and end with this process, also if it is killed. The default process group is
+    ``world_size`` ranks on the CPU; ``torch.distributed.get_rank()`` tells which one it is. Each rank has one thread
+    for torch's operations. What ``fn`` leaves behind in a process (a default dtype, groups, meshes) is there in the
+    next call: cache groups rather than making them for each example. But each call begins with this process's
+    ``sys.path``, environment variables and working directory. (What is read when torch is imported, as
+    ``OMP_NUM_THREADS`` is, has to be set before the first call, ``fresh`` or not.) Ranks import the main module: a
+    script has to keep its calls under ``if __name__ == "__main__":``.
 
     Args:
         world_size: How many ranks there are.
         fn: A function that can be pickled: from the top level of a module, or a ``functools.partial`` of one.
         args: What it is given, pickled as well.
-        timeout: Seconds until the ranks are killed, whatever they do: run, send much, or be stopped.
-        collective_timeout: Seconds that a collective waits for the other ranks before it raises.
+        timeout: Seconds until the ranks are killed, whatever they do: run, send much, or be stopped. ``math.inf`` for
+            no limit.
+        collective_timeout: Seconds that a collective waits for the other ranks before it raises, or ``math.inf``.
         fresh: Whether to use new processes, and to end them afterwards.
 
     Returns:
@@ -57,8 +63,9 @@ def run_ranks(
     Raises:
         AssertionError: If ``fn`` raised on any rank, did not end in time (the report then says where it hung), its
             process died, the ranks did not make the same collectives, or what it returned cannot be unpickled. It holds
-            what every rank has to say, and its cause is the first exception that a rank raised.
-        ValueError: If there would be no rank.
+            what is to be said of every rank that failed, and its cause is the first exception that a rank raised.
+        ValueError: If there would be no rank, or a timeout is negative.
+        TypeError: If a timeout is not a number.
 
     Example:
         >>> import torch.distributed as dist
@@ -66,7 +73,8 @@ def run_ranks(
         >>> run_ranks(2, dist.get_rank)
         [0, 1]
     """
-    call = _pickled(fn, args)
+    timeout = _seconds("timeout", timeout)
+    call = _pickled(fn, args, timeout)
     with _pool(world_size, collective_timeout, fresh=fresh) as pool:
         outcomes = pool.call(call, deadline=time.monotonic() + timeout, grace_s=GRACE_S)
     failures = [outcome for outcome in outcomes if outcome.status != "returned"]
@@ -109,7 +117,8 @@ def rank_outcomes(
         >>> [outcome.status for outcome in rank_outcomes(2, os._exit, 3)]
         ['died', 'died']
     """
-    call = _pickled(fn, args)
+    timeout = _seconds("timeout", timeout)
+    call = _pickled(fn, args, timeout)
     with _pool(world_size, collective_timeout, fresh=fresh) as pool:
         return pool.call(call, deadline=time.monotonic() + timeout, grace_s=timeout)
 
@@ -120,9 +129,20 @@ def close_ranks() -> None:
         close_kept_pools()
 
 
-def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+def _seconds(name: str, value: Any) -> float:
+    is_number = isinstance(value, numbers.Real)
+    if is_number and value >= 0:
+        return min(float(value), NO_LIMIT_S)
+    msg = (
+        f"run_ranks: {name} cannot be used: expected a number of seconds that is not negative, got {value!r}. "
+        "Pass math.inf for no limit."
+    )
+    raise ValueError(msg) if is_number else TypeError(msg)
+
+
+def _pickled(fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> bytes:
     try:
-        return pickled_call(fn, args)
+        return pickled_call(fn, args, timeout_s)
     except Exception as error:
         error.add_note(
             "run_ranks: the function and its arguments must be picklable: a function from the top level of a module, "
@@ -137,6 +157,7 @@ def _pool(world_size: int, collective_timeout: float, *, fresh: bool) -> Iterato
     if world_size < 1:
         msg = f"run_ranks: world_size must be at least 1: expected a positive number, got {world_size}."
         raise ValueError(msg)
+    collective_timeout = _seconds("collective_timeout", collective_timeout)
     if fresh:
         pool = RankPool(world_size, collective_timeout)
         try:
@@ -148,6 +169,8 @@ def _pool(world_size: int, collective_timeout: float, *, fresh: bool) -> Iterato
         pools = kept_pools()
         # A forked child does not own its parent's processes.
         key = (os.getpid(), world_size, collective_timeout)
+        if key in pools and not pools[key].lives:  # killed since the last call, so not the fault of this one
+            pools.pop(key).close()
         if key not in pools:
             pools[key] = RankPool(world_size, collective_timeout)
         pool = pools[key]

@@ -1,4 +1,7 @@
 import contextlib
+import ctypes
+import datetime
+import math
 import multiprocessing
 import os
 import signal
@@ -14,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from statetree.testing import rank_outcomes, run_ranks
+from statetree.testing import rank_outcomes, rank_worker, run_ranks
 from statetree.testing.ranks import close_ranks
 
 ROOT = Path(__file__).parents[3]
@@ -86,6 +89,20 @@ def barrier_on(rank):
 
 def wait_for_the_others():
     dist.barrier()
+
+
+def surroundings(variable):
+    return os.environ.get(variable), os.getcwd()
+
+
+def change_surroundings(variable, directory):
+    os.environ[variable] = "changed"
+    os.chdir(directory)
+
+
+def new_tensors_have_no_elements(value):
+    torch.set_default_device("meta")
+    return value
 
 
 def settings():
@@ -272,7 +289,7 @@ def test_when_one_rank_raises_the_others_say_where_they_wait_for_it():
         (lambda: run_ranks(2, end_with, 7), "exit code 7"),
         (lambda: run_ranks(2, signal_on, 0, signal.SIGKILL), "exit code -9"),
         (lambda: run_ranks(2, signal_on, 0, signal.SIGSTOP, timeout=3), "It does not say where: it may be stopped"),
-        (lambda: run_ranks(2, barrier_on, 1), "strayed\n.*did not make the same collectives"),
+        (lambda: run_ranks(2, barrier_on, 1), "strayed\n[^\n]*the same collectives[^\n]*\nTraceback.*Error: "),
         (lambda: run_ranks(2, return_unpicklable), "Can't pickle|Can't get local object"),
         (lambda: run_ranks(2, raise_unpicklable), "1 and 2"),
         (lambda: run_ranks(2, leave, SystemExit(3)), "SystemExit: 3"),
@@ -380,6 +397,63 @@ def test_sub_groups():
     assert run_ranks(4, sub_group) == [1, 1, 5, 5]
 
 
+@pytest.mark.parametrize("fresh", [False, True], ids=["kept", "fresh"])
+def test_each_call_begins_with_the_surroundings_of_its_caller(fresh, tmp_path, monkeypatch):
+    variable = "STATETREE_TEST_VARIABLE"
+    here = os.getcwd()
+    run_ranks(2, change_surroundings, variable, str(tmp_path), fresh=fresh)
+    assert run_ranks(2, surroundings, variable, fresh=fresh) == [(None, here)] * 2
+    monkeypatch.setenv(variable, "set")
+    monkeypatch.chdir(tmp_path)
+    assert run_ranks(2, surroundings, variable, fresh=fresh) == [("set", os.getcwd())] * 2
+
+
+def test_new_processes_join_their_group_in_the_surroundings_of_their_caller(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    outcomes = rank_outcomes(1, pid)
+    assert outcomes[0].status == "raised"
+    assert "no-such-interface" in outcomes[0].report
+
+
+def test_a_rank_that_was_killed_between_calls_is_replaced():
+    before = run_ranks(2, pid)
+    os.kill(before[1], signal.SIGKILL)
+    until = time.monotonic() + 10
+    while alive(before[1]) and time.monotonic() < until:
+        time.sleep(0.01)
+    time.sleep(0.1)  # until this process has been told
+    assert not set(run_ranks(2, pid)) & set(before)
+    assert not any(map(alive, before))
+
+
+def test_a_default_device_does_not_look_like_another_collective():
+    assert run_ranks(2, new_tensors_have_no_elements, 3, fresh=True) == [3, 3]
+
+
+@pytest.mark.parametrize("run", [run_ranks, rank_outcomes])
+def test_no_limit(run):
+    assert len(run(2, pid, timeout=math.inf, collective_timeout=math.inf)) == 2
+    assert len(run(2, pid, timeout=10**9)) == 2
+
+
+@pytest.mark.parametrize("run", [run_ranks, rank_outcomes])
+@pytest.mark.parametrize("name", ["timeout", "collective_timeout"])
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        (None, TypeError),
+        ("3", TypeError),
+        (datetime.timedelta(seconds=3), TypeError),
+        (-1, ValueError),
+        (math.nan, ValueError),
+    ],
+    ids=repr,
+)
+def test_timeouts_that_cannot_be(run, name, value, error):
+    with pytest.raises(error, match=f"run_ranks: {name} cannot be used: expected a number of seconds .* Pass math.inf"):
+        run(2, nothing, **{name: value})
+
+
 def test_processes_that_hold_many_groups_are_replaced():
     first = run_ranks(2, new_groups, 100)
     assert not set(run_ranks(2, new_groups, 1)) & set(first)
@@ -440,20 +514,93 @@ if __name__ == "__main__":
 def test_processes_end_with_the_one_that_started_them(end, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(end=end))
-    done = subprocess.run(
-        [sys.executable, script],
+    done = run_python([script])
+    pids = list(map(int, done.stdout.split()))
+    assert len(pids) == 2, done.stderr
+    assert end_soon(pids)
+
+
+def run_python(arguments, **variables):
+    return subprocess.run(
+        [sys.executable, *arguments],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
     )
-    pids = list(map(int, done.stdout.split()))
-    assert len(pids) == 2, done.stderr
+
+
+def end_soon(pids):
     until = time.monotonic() + 10
     while any(map(alive, pids)) and time.monotonic() < until:
         time.sleep(0.05)
-    assert not any(map(alive, pids))
+    return not any(map(alive, pids))
+
+
+BUSY = """
+import os, signal, sys, threading, time
+from pathlib import Path
+import torch.distributed as dist
+from statetree.testing import run_ranks
+def work(folder):
+    (folder / str(os.getpid())).touch()
+    if dist.get_rank():
+        dist.barrier()
+    while True:
+        pass
+def kill_when_busy(folder, number):
+    while len(os.listdir(folder)) < 2:
+        time.sleep(0.01)
+    os.kill(os.getpid(), number)
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    threading.Thread(target=kill_when_busy, args=(folder, int(sys.argv[2]))).start()
+    run_ranks(2, work, folder)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
+def test_processes_that_work_end_with_the_one_that_started_them(number, tmp_path):
+    script, busy, temporary = tmp_path / "script.py", tmp_path / "busy", tmp_path / "temporary"
+    script.write_text(BUSY)
+    busy.mkdir()
+    temporary.mkdir()
+    done = run_python([script, busy, str(int(number))], TMPDIR=str(temporary))
+    assert done.returncode == -number, done.stderr
+    assert end_soon([int(file.name) for file in busy.iterdir()])
+    assert not list(temporary.glob("statetree-*"))
+
+
+def sleep_in_c(seconds):
+    ctypes.PyDLL(None).sleep(seconds)  # keeps all of Python's threads from running
+
+
+def answer_late(folder):
+    rank_worker.LATE_S = 0.3
+    with (folder / "stack").open("w") as stack:
+        rank_worker._answer(rank_worker.pickled_call(sleep_in_c, (60,), 0.2), stack)
+
+
+def test_a_call_that_no_one_ends_ends_its_process_after_its_timeout(tmp_path):
+    outcomes = rank_outcomes(1, answer_late, tmp_path, timeout=20)
+    assert (outcomes[0].status, outcomes[0].report) == ("died", "Its process ended with exit code 1.")
+    assert "in sleep_in_c" in (tmp_path / "stack").read_text()
+
+
+UNGUARDED = """
+import os
+from statetree.testing import run_ranks
+run_ranks(2, os.getpid)
+"""
+
+
+def test_a_main_module_that_ranks_cannot_import(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(UNGUARDED)
+    done = run_python([script])
+    assert "exit code 1. It had not begun. Ranks import the main module: " in done.stderr
+    assert 'under `if __name__ == "__main__":`' in done.stderr
 
 
 def test_threads_take_turns():
