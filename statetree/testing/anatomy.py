@@ -9,15 +9,6 @@ import torch
 
 from statetree.testing.objects import attributes_of, brief
 
-#: Attributes, or the beginnings of their names, that tensors of torch's own classes keep for themselves; they are
-#: compared by what they mean.
-_OWN_ATTRIBUTES = {
-    "torch.distributed.tensor.DTensor": ("_spec",),
-    "torch.nested._internal.nested_tensor.NestedTensor": (
-        *("_ragged_idx", "_size", "_strides", "_metadata_cache"),
-        "_sym_",  # where it caches sizes: names that begin so
-    ),
-}
 #: Attributes with which torch notes on a jagged tensor's values, whenever they are read, what it may compile for.
 _NOTED_BY_TORCH = ("_dynamo", "_specialize_on")
 _SEQUENCES: tuple[Any, ...] = (list, tuple, deque, set, frozenset)
@@ -70,10 +61,13 @@ def anatomy(value: Any) -> Anatomy:
         settings = [(".maxlen", _maxlen(value))]
     elif isinstance(value, defaultdict):
         settings = [(".default_factory", _default_factory(value))]
-    return Anatomy(type(value), keys, items, settings, _attributes(value))
+    attributes = attributes_of(value)
+    if isinstance(value, torch.Tensor):
+        attributes = {name: held for name, held in attributes.items() if not name.startswith(_NOTED_BY_TORCH)}
+    return Anatomy(type(value), keys, items, settings, attributes)
 
 
-def is_container(value: Any) -> bool:
+def is_collection(value: Any) -> bool:
     """Whether a value contains others: a mapping, a sequence or a set."""
     return isinstance(value, (dict, *_SEQUENCES))
 
@@ -81,21 +75,3 @@ def is_container(value: Any) -> bool:
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a ``ShardedTensor``, which refuses to be asked for most of what others answer."""
     return any(base.__name__ == "ShardedTensor" for base in type(tensor).__mro__)
-
-
-def own_attributes(tensor: torch.Tensor) -> frozenset[str]:
-    """Return the names of the attributes that a tensor's class, if it is one of torch's, keeps for itself."""
-    names: set[str] = set()
-    for base in type(tensor).__mro__:
-        own = _OWN_ATTRIBUTES.get(f"{base.__module__}.{base.__qualname__}", ())
-        names |= {*own, *(name for name in vars(tensor) if name.startswith(own))}
-    return frozenset(names)
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    """Return the instance attributes, without those that torch changes when it reads a tensor."""
-    if not isinstance(value, torch.Tensor):
-        return attributes_of(value)
-    jagged = not is_sharded(value) and value.layout is torch.jagged
-    skip = own_attributes(value) if jagged else frozenset()  # it caches what it is asked for
-    return {name: held for name, held in attributes_of(value, skip).items() if not name.startswith(_NOTED_BY_TORCH)}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from statetree.testing.judge import Judge
-from statetree.testing.report import Strictness
-from statetree.testing.sharing import Holdings, shared_memory, shared_objects
+from statetree.testing.report import Strictness, raise_for
+from statetree.testing.sharing import Holdings, shared_graphs, shared_memory, shared_objects
 from statetree.testing.structure import outline, structure_differences
 from statetree.testing.watch import Watch
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
-SHOWN = 20
 
 
 def assert_trees_equal(
@@ -59,7 +58,7 @@ def assert_trees_equal(
           strides differ at ['w']: (1, 2) against (3, 1)
     """
     strictness = Strictness(ties, strides, device, containers, storages)
-    _report("assert_trees_equal: the trees differ", Judge(strictness).run(a, b).found)
+    raise_for("assert_trees_equal: the trees differ", Judge(strictness).run(a, b).found)
 
 
 def tree_differences(
@@ -89,13 +88,13 @@ def assert_pure(transform: Callable[[Any], T], tree: Any) -> T:
         What the transform returned.
 
     Raises:
-        AssertionError: It names what changed.
+        AssertionError: It names what changed, and where.
     """
     watch = Watch(tree)
     try:
         return transform(tree)
     finally:
-        watch.check()
+        raise_for("assert_pure: the argument changed", watch.changes())
 
 
 def assert_structure_preserved(transform: Callable[[Any], T], tree: Any) -> T:
@@ -119,7 +118,7 @@ def assert_structure_preserved(transform: Callable[[Any], T], tree: Any) -> T:
     before = outline(tree)
     result = transform(tree)
     found = structure_differences(before, outline(result))
-    _report("assert_structure_preserved: the structures differ", found)
+    raise_for("assert_structure_preserved: the structures differ", found)
     return result
 
 
@@ -129,9 +128,11 @@ def assert_independent(a: Any, b: Any, *, containers: bool = True) -> None:
     They share memory if tensors or storages lie on one storage, or if the ranges of bytes from the first to the last
     overlap of tensors, gradients, arrays of NumPy, and whatever else lets others write into its memory (``bytearray``,
     ``array.array``, a ``memoryview``). They share an object if the very same one is in both, and it can be changed:
-    containers, tensors, instances of dataclasses and of any other class, random generators. What has a hash of its
-    value promises not to change and may be in both: numbers, strings, tuples, frozen dataclasses (but not what lies
-    in these); so may functions, classes, modules and enums. All this is looked for at any depth, in opaque objects too.
+    containers, tensors, instances of dataclasses and of any other class, random generators; and what autograd has
+    recorded of the tensors, through which a gradient would flow into leaves of both. What has a hash of its value
+    promises not to change and may be in both: numbers, strings, tuples, frozen dataclasses (but not what lies in
+    these); so may functions, classes, modules, enums and loggers. All this is looked for at any depth, in opaque
+    objects too.
 
     Args:
         a: Any value.
@@ -154,13 +155,5 @@ def assert_independent(a: Any, b: Any, *, containers: bool = True) -> None:
     one, other = Holdings(a), Holdings(b)
     found = list(shared_memory(one, other))
     if containers:
-        found += shared_objects(one, other)
-    _report("assert_independent: the trees are not independent", found)
-
-
-def _report(head: str, found: list[str]) -> None:
-    if not found:
-        return
-    places = f"{len(found)} place{'s' if len(found) > 1 else ''}"
-    more = [f"... and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
-    raise AssertionError("\n  ".join([f"{head} in {places}:", *found[:SHOWN], *more]))
+        found += [*shared_objects(one, other), *shared_graphs(one, other)]
+    raise_for("assert_independent: the trees are not independent", found)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from statetree.testing.anatomy import anatomy
-from statetree.testing.objects import reduced, stands_on_c
+from statetree.testing.objects import is_made_of_attributes, place, reduced, refuses_pickle, stands_on_c
 from statetree.testing.tensor_judge import TensorJudge
 from statetree.testing.ties import Met, changed_identities, changed_ties
 from statetree.testing.values import IDENTITIES, PLAIN, same_plain
@@ -39,7 +39,7 @@ class Judge(TensorJudge):
             try:
                 self._judge(path, a, b)
             except Exception as error:
-                error.add_note(f"statetree.testing: while comparing what is at {path or '<root>'}")
+                error.add_note(f"statetree.testing: while comparing what is at {place(path)}")
                 raise
             # What one value brings up is judged before its next sibling, so that the report reads top down.
             pending += reversed(self.inside)
@@ -96,22 +96,24 @@ class Judge(TensorJudge):
 
     def _meet(self, path: str, a: Any, b: Any) -> None:
         if isinstance(a, torch.Tensor):
-            self.tensors.append(Met(path, id(a), id(b)))
-        elif type(a) is not tuple:  # equal tuples may be one object by interning
-            self.objects.append(Met(path, id(a), id(b)))
+            self.tensors.append(Met(place(path), id(a), id(b)))
+        elif type(a) not in (tuple, frozenset):  # equal ones may be one object by interning
+            self.objects.append(Met(place(path), id(a), id(b)))
 
     # Containers
 
     def _judge_container(self, path: str, a: Any, b: Any) -> None:
         one, other = anatomy(a), anatomy(b)
-        if len(one.keys) != len(other.keys):
-            self.differ(path, "number of keys differs", *([key for _, key in body.keys] for body in (one, other)))
-        elif len(one.items) != len(other.items):
-            self.differ(path, "length differs", len(one.items), len(other.items))
-        for (step, part), (_, its) in zip(one.keys, other.keys, strict=False):
-            self.later(path + step, part, its)
-        for (step, part), (_, its) in zip(one.items, other.items, strict=False):
-            self.later(path + step, part, its)
+        if isinstance(a, dict):
+            keys, others = ([key for _, key in body.keys] for body in (one, other))
+            for left, right in self.match_keys(path, keys, others, self._same_value):
+                self.later(path + one.keys[left][0], keys[left], others[right])
+                self.later(path + one.items[left][0], one.items[left][1], other.items[right][1])
+        else:
+            if len(one.items) != len(other.items):
+                self.differ(path, "length differs", len(one.items), len(other.items))
+            for (step, part), (_, its) in zip(one.items, other.items, strict=False):
+                self.later(path + step, part, its)
         for (step, part), (_, its) in zip(one.settings, other.settings, strict=True):
             self.later(path + step, part, its)
         if hasattr(type(a), "n_sequence_fields"):  # may have fields beyond the sequence
@@ -120,25 +122,19 @@ class Judge(TensorJudge):
 
     def _judge_set(self, path: str, a: Any, b: Any) -> None:
         left, right = list(a), list(b)
-        elements = dataclasses.replace(self.strictness, ties=False, containers=False)
-        if len(left) != len(right):
-            self.differ(path, "number of elements differs", len(left), len(right))
-            return
-        for index, element in enumerate(left):
-            fits = [
-                position
-                for position, other in enumerate(right)
-                if other is element or not Judge(elements).run(element, other).found
-            ]
-            if not fits:
-                self.differ(path, "element differs", element, right)
-                return
-            self.later(f"{path}{{{index}}}", element, right.pop(fits[0]))
+        for index, partner in self.match(path, "element", left, right, self._same_value).pairs:
+            self.later(f"{path}{{{index}}}", left[index], right[partner])
         self.judge_attributes(path, a, b)
+
+    def _same_value(self, a: Any, b: Any) -> bool:
+        """Whether two elements are the same in themselves."""
+        return not Judge(dataclasses.replace(self.strictness, ties=False, containers=False)).run(a, b).found
 
     def _judge_object(self, path: str, a: Any, b: Any) -> None:
         one, other = reduced(a), reduced(b)
-        if one is None or other is None:
+        if (one and other and is_made_of_attributes(type(a))) or (one is other is None and refuses_pickle(type(a))):
+            self.judge_attributes(path, a, b)
+        elif one is None or other is None:
             if a is not b:
                 self.differ(path, "object cannot be compared and differs", a, b)
         elif isinstance(one, str) or isinstance(other, str):

@@ -5,11 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from statetree.testing.objects import attributes_of, brief
+from statetree.testing.objects import attributes_of, brief, contrast, place
+from statetree.testing.pairing import pair_up
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from statetree.testing.pairing import Pairing
     from statetree.testing.regions import View
     from statetree.testing.ties import Met
+
+
+#: How many of the elements that are on one side only are shown.
+SHOWN_ALONE = 5
+#: How many of the places that differ are.
+SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -21,6 +31,14 @@ class Strictness:
     device: bool = False
     containers: bool = False
     storages: bool = True
+
+
+def raise_for(head: str, found: list[str]) -> None:
+    """Raise an ``AssertionError`` with what was found, if anything was."""
+    if found:
+        places = f"{len(found)} place{'s' if len(found) > 1 else ''}"
+        more = [f"... and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
+        raise AssertionError("\n  ".join([f"{head} in {places}:", *found[:SHOWN], *more]))
 
 
 class Report:
@@ -37,8 +55,8 @@ class Report:
 
     def differ(self, path: str, what: str, a: Any = None, b: Any = None) -> None:
         """Note a difference, with what each side holds."""
-        sides = "" if a is None and b is None else f": {brief(a)} against {brief(b)}"
-        self.found.append(f"{what} at {path or '<root>'}{sides}")
+        sides = "" if a is None and b is None else f": {contrast(a, b)}"
+        self.found.append(f"{what} at {place(path)}{sides}")
 
     def expect(self, path: str, what: str, a: Any, b: Any) -> bool:
         """Note a difference unless two values are equal and of one type; return whether they are."""
@@ -50,6 +68,28 @@ class Report:
     def later(self, path: str, a: Any, b: Any) -> None:
         """Have two values judged that the present ones hold."""
         self.inside.append((path, a, b))
+
+    def match(
+        self, path: str, what: str, left: Sequence[Any], right: Sequence[Any], same: Callable[[Any, Any], bool]
+    ) -> Pairing:
+        """Pair the elements of two collections, and note those that are on one side only."""
+        pairing = pair_up(left, right, same)
+        for side, elements, alone in (("left", left, pairing.only_left), ("right", right, pairing.only_right)):
+            if alone:
+                count = f"{len(alone)} {what}s are" if len(alone) > 1 else f"1 {what} is"
+                shown = ", ".join(brief(elements[position]) for position in alone[:SHOWN_ALONE])
+                more = ", ..." if len(alone) > SHOWN_ALONE else ""
+                self.found.append(f"{count} only on the {side} at {place(path)}: {shown}{more}")
+        return pairing
+
+    def match_keys(
+        self, path: str, left: Sequence[Any], right: Sequence[Any], same: Callable[[Any, Any], bool]
+    ) -> list[tuple[int, int]]:
+        """As ``match``, for keys, whose order counts."""
+        pairing = self.match(path, "key", left, right, same)
+        if (places := pairing.first_out_of_order()) is not None:
+            self.differ(path, "order of keys differs", left[places[0]], right[places[1]])
+        return pairing.pairs
 
     def judge_attributes(self, path: str, a: Any, b: Any, *, skip: frozenset[str] = frozenset()) -> None:
         """Compare instance attributes, and their order."""

@@ -1,4 +1,4 @@
-"""What two trees have in common: memory, and objects that can be changed."""
+"""What two trees have in common: memory, history of autograd, and objects that can be changed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from statetree.testing.judge import Judge
 from statetree.testing.objects import reduced
 from statetree.testing.regions import Region, crossing
 from statetree.testing.report import Strictness
+from statetree.testing.walk import gradient_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,9 +24,9 @@ class Holdings:
     def __init__(self, tree: Any) -> None:
         judge = Judge(Strictness(ties=False)).run(tree, tree)
         for met in list(judge.tensors):
-            tensor = judge.alive[met.left]
-            if tensor.is_leaf and tensor.grad is not None:
-                judge.run(tensor.grad, tensor.grad, f"{met.path}.grad")
+            gradient = gradient_of(judge.alive[met.left])
+            if gradient is not None:
+                judge.run(gradient, gradient, f"{met.path}.grad")
         self.paths = {met.left: met.path for met in (*judge.objects, *judge.tensors)}
         self.values = judge.alive
         self.regions = [(view.left, view.path) for view in judge.views]
@@ -40,7 +41,7 @@ def shared_memory(one: Holdings, other: Holdings) -> Iterator[str]:
     storages = {region.storage: path for region, path in one.regions if region.storage}
     for region, path in other.regions:
         if region.storage in storages:
-            yield f"{_name(path)} lies on the storage of {_name(storages[region.storage])}"
+            yield f"{path} lies on the storage of {storages[region.storage]}"
     ranges = [
         [
             (region.address + region.start, region.length, (path, region.storage))
@@ -51,7 +52,7 @@ def shared_memory(one: Holdings, other: Holdings) -> Iterator[str]:
     ]
     for (mine, its_storage), (path, storage) in crossing(*ranges):
         if not (storage and storage == its_storage):
-            yield f"{_name(path)} lies in the memory of {_name(mine)}"
+            yield f"{path} lies in the memory of {mine}"
 
 
 def shared_objects(one: Holdings, other: Holdings) -> Iterator[str]:
@@ -60,7 +61,35 @@ def shared_objects(one: Holdings, other: Holdings) -> Iterator[str]:
     insides = {id(getattr(value, "__dict__", None)) for value in other.values.values()}
     for identity, path in other.paths.items():
         if identity in one.paths and identity not in insides and is_changeable(other.values[identity]):
-            yield f"{_name(path)} is the object at {_name(one.paths[identity])}"
+            yield f"{path} is the object at {one.paths[identity]}"
+
+
+def shared_graphs(one: Holdings, other: Holdings) -> Iterator[str]:
+    """Name tensors that have operations of autograd in common: what is done with one changes the other's gradient."""
+    mine, theirs = _graph(one, other), _graph(other, one)
+    met = {path: mine[identity][1] for identity, (_, path) in theirs.items() if identity in mine}
+    for path, its in met.items():
+        yield f"{path} has operations of autograd in common with {its}"
+
+
+def _graph(holdings: Holdings, others: Holdings) -> dict[int, tuple[Any, str]]:
+    """Return the operations that made a tree's tensors and the leaves that they started from, with the first's path.
+
+    Not those of tensors that are in the other tree as well: these are named as such.
+    """
+    found: dict[int, tuple[Any, str]] = {}
+    for identity, path in holdings.paths.items():
+        tensor = holdings.values[identity]
+        if identity in others.paths or not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
+            continue
+        pending = [tensor if tensor.is_leaf else tensor.grad_fn]
+        while pending:
+            step = pending.pop()
+            if step is not None and id(step) not in found:
+                found[id(step)] = step, path
+                pending += [node for node, _ in getattr(step, "next_functions", ())]
+                pending.append(getattr(step, "variable", None))  # the leaf below an AccumulateGrad
+    return found
 
 
 def is_changeable(value: Any) -> bool:
@@ -88,7 +117,3 @@ def buffer_region(value: Any) -> Region | None:
             return Region(0, ctypes.addressof(ctypes.c_char.from_buffer(value)), 0, view.nbytes)
     except (TypeError, ValueError, BufferError):  # there is none, it is empty, or it is read-only
         return None
-
-
-def _name(path: str) -> str:
-    return path or "<root>"

@@ -27,7 +27,8 @@ class Outline:
         keys: Of a mapping.
         settings: Default factory or greatest length, with the steps that lead there.
         names: Of the attributes, in their order.
-        parts: The items and attributes.
+        items: What it contains, with the steps that lead there; of a mapping in the order of its keys.
+        attributes: Likewise.
     """
 
     cls: type
@@ -37,7 +38,8 @@ class Outline:
     keys: list[Any] = dataclasses.field(default_factory=list)
     settings: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
     names: list[str] = dataclasses.field(default_factory=list)
-    parts: list[tuple[str, Outline]] = dataclasses.field(default_factory=list)
+    items: list[tuple[str, Outline]] = dataclasses.field(default_factory=list)
+    attributes: list[tuple[str, Outline]] = dataclasses.field(default_factory=list)
 
 
 def outline(tree: Any) -> Outline:
@@ -62,12 +64,12 @@ def outline(tree: Any) -> Outline:
         made.keys = [key for _, key in body.keys]
         made.settings = body.settings
         made.names = list(body.attributes)
-        made.parts = [(step, place(item, exact=made.exact)) for step, item in body.items]
+        made.items = [(step, place(item, exact=made.exact)) for step, item in body.items]
         fields = body.attributes if getattr(value, "__dict__", None) is value else _fields(made.cls)
         for name, held in body.attributes.items():
             is_field = name.partition(" of ")[0] in fields  # slots are named with their class
             exact = made.exact or (not is_field and _is_plain_data(held))
-            made.parts.append((f".{name}", place(held, exact=exact)))
+            made.attributes.append((f".{name}", place(held, exact=exact)))
     return root
 
 
@@ -80,37 +82,39 @@ def structure_differences(left: Outline, right: Outline) -> list[str]:
         if (id(a), id(b)) in seen:
             continue
         seen.add((id(a), id(b)))
-        counts = len(report.found)
-        _compare(report, path, a, b)
-        if len(report.found) == counts:
-            pairs = list(zip(a.parts, b.parts, strict=True))
-            pending += [(path + step, one, other) for (step, one), (_, other) in reversed(pairs)]
+        pending += [(path + step, one, other) for step, one, other in reversed(_compare(report, path, a, b))]
     return report.found
 
 
-def _compare(report: Report, path: str, a: Outline, b: Outline) -> None:
-    """Compare two places without what lies in them."""
+def _compare(report: Report, path: str, a: Outline, b: Outline) -> list[tuple[str, Outline, Outline]]:
+    """Compare two places without what lies in them; return what lies in both, with the step that leads there."""
     if not (a.exact or a.is_container or b.is_container):
-        return
+        return []
     if a.cls is not b.cls:
         report.differ(path, "type differs", a.cls, b.cls)
-    elif not a.is_container:
-        _expect_same(report, path, a.value, b.value)
-    elif len(a.keys) != len(b.keys):
-        report.differ(path, "number of keys differs", a.keys, b.keys)
-    elif a.names != b.names:
+        return []
+    if not a.is_container:
+        if not _is_same(a.value, b.value):
+            report.differ(path, "value differs", a.value, b.value)
+        return []
+    if a.names != b.names:
         report.differ(path, "attributes differ", a.names, b.names)
-    elif len(a.parts) != len(b.parts):
-        report.differ(path, "length differs", len(a.parts) - len(a.names), len(b.parts) - len(b.names))
-    for index, (key, other) in enumerate(zip(a.keys, b.keys, strict=False)):
-        _expect_same(report, f"{path}<key {index}>", key, other)
-    for (step, setting), (_, other) in zip(a.settings, b.settings, strict=False):
-        _expect_same(report, path + step, setting, other)
+        return []
+    for (step, setting), (_, other) in zip(a.settings, b.settings, strict=True):
+        if not _is_same(setting, other):
+            report.differ(path + step, "value differs", setting, other)
+    if issubclass(a.cls, dict):
+        pairs = report.match_keys(path, a.keys, b.keys, _is_same)
+    else:
+        if len(a.items) != len(b.items):
+            report.differ(path, "length differs", len(a.items), len(b.items))
+        pairs = [(index, index) for index in range(min(len(a.items), len(b.items)))]
+    items = [(*a.items[left], b.items[right][1]) for left, right in pairs]
+    return items + [(step, one, other) for (step, one), (_, other) in zip(a.attributes, b.attributes, strict=True)]
 
 
-def _expect_same(report: Report, path: str, a: Any, b: Any) -> None:
-    if Judge(Strictness(ties=False)).run(a, b).found:
-        report.differ(path, "value differs", a, b)
+def _is_same(a: Any, b: Any) -> bool:
+    return not Judge(Strictness(ties=False)).run(a, b).found
 
 
 def _is_container(value: Any) -> bool:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from statetree.testing.anatomy import is_sharded, own_attributes
-from statetree.testing.objects import brief, reduced
+from statetree.testing.anatomy import is_sharded
+from statetree.testing.objects import brief, place, reduced
 from statetree.testing.regions import Region, View, bits_of, raw_bytes, region_of
 from statetree.testing.report import Report
 
@@ -22,9 +22,8 @@ class TensorJudge(Report):
             a, b = a._untyped_storage, b._untyped_storage
         if self.expect(path, "bytes differ in number", a.nbytes(), b.nbytes()):
             one, other = raw_bytes(a).cpu(), raw_bytes(b).cpu()
-            if not torch.equal(one, other):
-                self._differ_first(path, "byte", one != other, one, other)
-            self.views.append(View(path, *(Region(s._cdata, s.data_ptr(), 0, s.nbytes()) for s in (a, b))))
+            self._expect_bits(path, one, other, one.unsqueeze(-1), other.unsqueeze(-1))
+            self.views.append(View(place(path), *(Region(s._cdata, s.data_ptr(), 0, s.nbytes()) for s in (a, b))))
 
     def judge_array(self, path: str, a: Any, b: Any) -> None:
         """Compare two NumPy arrays by what pickle would make of them: it keeps the order of dims, but no gaps."""
@@ -32,7 +31,7 @@ class TensorJudge(Report):
             a, b = a.copy(order="C"), b.copy(order="C")
         same = [self.expect(path, f"{name} differs", getattr(a, name), getattr(b, name)) for name in ("dtype", "shape")]
         if all(same) and not a.dtype.hasobject and a.tobytes() != b.tobytes():
-            self.differ(path, "elements differ", a, b)
+            self._expect_bits(path, a, b, _bits_of_array(a), _bits_of_array(b))
         elif all(same):
             self.later(f"{path}.__reduce__", reduced(a), reduced(b))
         self.judge_attributes(path, a, b)
@@ -85,7 +84,9 @@ class TensorJudge(Report):
         self.expect(path, "shape differs", *shapes)
         if not ragged:
             self._expect_strides(path, a, b)
+        described: tuple[str, ...] = ()
         if hasattr(a, "placements") and hasattr(a, "device_mesh"):
+            described = ("_spec",)  # by its placements, mesh, shape and strides
             self.expect(path, "placements differ", a.placements, b.placements)
             if a.device_mesh != b.device_mesh:
                 self.differ(path, "mesh differs", a.device_mesh, b.device_mesh)
@@ -95,7 +96,7 @@ class TensorJudge(Report):
             for name in names:
                 if name != "device_mesh":
                     self.later(f"{path}.{name}", getattr(a, name), getattr(b, name))
-        self.judge_attributes(path, a, b, skip=own_attributes(a) | own_attributes(b) | set(names))
+        self.judge_attributes(path, a, b, skip=frozenset({*names, *described}))
 
     def _judge_elements(self, path: str, a: torch.Tensor, b: torch.Tensor) -> None:
         if a.is_nested:
@@ -136,7 +137,7 @@ class TensorJudge(Report):
             return
         if not a.is_meta:
             self._judge_bits(path, a, b)
-        self.views.append(View(path, region_of(a), region_of(b)))
+        self.views.append(View(place(path), region_of(a), region_of(b)))
 
     def _judge_scales(self, path: str, a: torch.Tensor, b: torch.Tensor) -> None:
         if not self.expect(path, "quantization scheme differs", a.qscheme(), b.qscheme()):
@@ -155,20 +156,30 @@ class TensorJudge(Report):
             if one is not other:
                 self.differ(path, "one storage is freed")
             return
-        one, other = one.cpu(), other.cpu()  # the trees may be on different devices
-        if not torch.equal(one, other):
-            self._differ_first(path, "index", (one != other).any(-1), a, b)
+        self._expect_bits(path, a, b, one.cpu(), other.cpu())  # the trees may be on different devices
 
-    def _differ_first(self, path: str, unit: str, places: torch.Tensor, a: Any, b: Any) -> None:
+    def _expect_bits(self, path: str, a: Any, b: Any, one: torch.Tensor, other: torch.Tensor) -> None:
+        """Note where the elements of tensors or arrays differ, of which the bytes are given: those of each, last."""
+        if torch.equal(one, other):
+            return
+        places = (one != other).any(-1)
         index = tuple(places.nonzero()[0].tolist())
-        count = f"{int(places.sum())} of {places.numel()}"
-        sides = " against ".join(_element(side, index) for side in (a, b))
-        shown = index if unit == "index" else index[0]
-        self.found.append(f"elements differ at {path or '<root>'}, {count}, the first at {unit} {shown}: {sides}")
+        mine, others = _element(a, index), _element(b, index)
+        if mine == others:  # it takes the bits to tell them apart
+            mine, others = (f"{mine} of bytes {bytes(bits[index].tolist()).hex()}" for bits in (one, other))
+        self.found.append(
+            f"elements differ at {place(path)}, {int(places.sum())} of {places.numel()}, "
+            f"the first at index {index}: {mine} against {others}"
+        )
 
 
-def _element(tensor: torch.Tensor, index: tuple[int, ...]) -> str:
+def _bits_of_array(array: Any) -> torch.Tensor:
+    flat = torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8)
+    return flat.view(*array.shape, array.itemsize)
+
+
+def _element(array: Any, index: tuple[int, ...]) -> str:
     try:
-        return brief(tensor[index].item())
+        return brief(array[index].item())
     except (RuntimeError, NotImplementedError):  # torch cannot say it for every dtype
-        return "?"
+        return "an element"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import logging
 import struct
 import types
 from pathlib import PosixPath, PurePosixPath, PureWindowsPath
@@ -27,6 +28,7 @@ IDENTITIES = (
     types.BuiltinFunctionType,
     types.ModuleType,
     types.CodeType,
+    logging.Logger,  # every copy of one is the same
 )
 
 
@@ -35,9 +37,10 @@ def same_plain(a: Any, b: Any) -> bool:
     if type(a) is not type(b) or type(a) not in PLAIN:
         return False
     if isinstance(a, (float, complex)):
-        return _bits(a) == _bits(b)
+        return bits_of_number(a) == bits_of_number(b)
     return bool(a == b)
 
 
-def _bits(number: complex) -> bytes:
+def bits_of_number(number: complex) -> bytes:
+    """Return the bits of a float or a complex number."""
     return struct.pack("<dd", number.real, number.imag)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.testing.anatomy import anatomy, is_container, is_sharded
+from statetree.testing.anatomy import anatomy, is_collection, is_sharded
 from statetree.testing.objects import reduced, stands_on_c
 from statetree.testing.values import IDENTITIES, PLAIN
 
@@ -30,8 +30,13 @@ def walk_with_paths(tree: Any, *, gradients: bool = False) -> Iterator[tuple[str
         seen[id(value)] = value
         yield path, value
         pending.extend((path + step, child) for step, child in children(value))
-        if gradients and isinstance(value, torch.Tensor) and value.is_leaf and value.grad is not None:
-            pending.append((f"{path}.grad", value.grad))
+        if gradients and isinstance(value, torch.Tensor) and (gradient := gradient_of(value)) is not None:
+            pending.append((f"{path}.grad", gradient))
+
+
+def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient of a tensor, without torch's warning where there can be none."""
+    return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
 
 
 def children(value: Any) -> list[tuple[str, Any]]:
@@ -44,7 +49,7 @@ def children(value: Any) -> list[tuple[str, Any]]:
     parts = body.parts()
     if isinstance(value, torch.Tensor):
         return [(f".<inner {index}>", inner) for index, inner in enumerate(inner_tensors(value))] + parts
-    if not is_container(value) and (not body.attributes or stands_on_c(body.cls)):
+    if not is_collection(value) and (not body.attributes or stands_on_c(body.cls)):
         held = reduced(value)
         parts += [(".__reduce__", part) for part in held[1:]] if isinstance(held, list) else []
     return parts

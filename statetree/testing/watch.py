@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from statetree.testing.anatomy import Anatomy, anatomy, is_container
+from statetree.testing.anatomy import Anatomy, anatomy, is_collection
 from statetree.testing.memory import storage_of
-from statetree.testing.objects import attributes_of
+from statetree.testing.objects import attributes_of, contrast, place
 from statetree.testing.regions import raw_bytes
-from statetree.testing.values import same_plain
-from statetree.testing.walk import walk_with_paths
+from statetree.testing.report import raise_for
+from statetree.testing.values import PLAIN, same_plain
+from statetree.testing.walk import gradient_of, walk_with_paths
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+#: What is recorded as addresses, which would tell a reader nothing.
+_IDENTITIES = {"pointer", "grad", "hooks"}
 
 
 class _Tensor(NamedTuple):
@@ -26,7 +34,7 @@ class _Tensor(NamedTuple):
     is_leaf: bool
     bits: tuple[bool, bool]
     grad: int
-    hooks: int
+    hooks: tuple[int, ...]
     retains_grad: bool
 
 
@@ -37,6 +45,7 @@ def _record(value: torch.Tensor) -> _Tensor:
         except (RuntimeError, NotImplementedError, ValueError, AttributeError, TypeError):
             return None
 
+    kept = [ask(lambda: value._backward_hooks), ask(lambda: value._post_accumulate_grad_hooks)]
     return _Tensor(
         version=ask(lambda: value._version),
         dtype=value.dtype,
@@ -47,19 +56,34 @@ def _record(value: torch.Tensor) -> _Tensor:
         requires_grad=value.requires_grad,
         is_leaf=value.is_leaf,
         bits=(bool(ask(value.is_conj)), bool(ask(value.is_neg))),
-        grad=id(value.grad) if value.is_leaf else 0,
-        hooks=len(ask(lambda: value._backward_hooks) or ()),
+        grad=id(gradient_of(value)),
+        hooks=tuple(id(hook) for hooks in kept for hook in (hooks or {}).values()),
         retains_grad=bool(ask(lambda: value.retains_grad)),
     )
 
 
-def _same_body(now: Anatomy, before: Anatomy) -> bool:
-    """Whether an object holds the very same things as before, under the same names; plain values may be equal ones."""
-    if now.cls is not before.cls or list(now.attributes) != list(before.attributes):
-        return False
+def _body_changes(path: str, now: Anatomy, before: Anatomy) -> Iterator[str]:
+    """Say what an object holds that it did not, by name; plain values may be equal ones."""
+    if now.cls is not before.cls:
+        yield f"the class of what is at {place(path)} was {before.cls} and is {now.cls}"
     parts, others = now.parts(), before.parts()
-    pairs = zip(parts, others, strict=False)
-    return len(parts) == len(others) and all(a is b or same_plain(a, b) for (_, a), (_, b) in pairs)
+    if len(parts) == len(others) and all(
+        step == other and (part is its or same_plain(part, its))
+        for (step, part), (other, its) in zip(parts, others, strict=True)
+    ):
+        return
+    present, past = dict(parts), dict(others)
+    found = [f"{path}{step} is gone" for step in past if step not in present]
+    found += [f"{path}{step} is new" for step in present if step not in past]
+    for step in present.keys() & past.keys():
+        part, its = present[step], past[step]
+        if type(part) in PLAIN and type(its) in PLAIN:
+            if not same_plain(part, its):
+                found.append(f"{path}{step} changed: {contrast(its, part)}")
+        elif part is not its:
+            found.append(f"{path}{step} is another object")
+    named = [line for line in found if not line.startswith(f"{path}<key ")]
+    yield from named or [f"the order or the keys of the {_described(path, now.cls)} changed"]
 
 
 _REDUCE: Any = object.__reduce__
@@ -69,7 +93,7 @@ def _state_of(value: Any) -> Any:
     """Return what an object written in C holds (an array, a ``bytearray``, a generator); ``None`` of others."""
     if isinstance(value, torch.Generator):
         return value.get_state().tolist()
-    if is_container(value) or isinstance(value, (torch.Tensor, torch.storage.TypedStorage, torch.UntypedStorage)):
+    if is_collection(value) or isinstance(value, (torch.Tensor, torch.storage.TypedStorage, torch.UntypedStorage)):
         return None
     if attributes_of(value) and getattr(type(value), "__reduce__", None) is _REDUCE:
         return None  # these are all that it holds, and are looked at one by one
@@ -100,7 +124,9 @@ class Watch:
         >>> watch.check()
         Traceback (most recent call last):
         ...
-        AssertionError: Watch: the tensor at ['w'] changed: its version was 0 and is 1
+        AssertionError: Watch: the tree changed in 2 places:
+          the version of the tensor at ['w'] changed from 0 to 1
+          bytes below ['w'] changed
     """
 
     def __init__(self, tree: Any) -> None:
@@ -114,32 +140,34 @@ class Watch:
         self._storages = list({storage._cdata: storage for storage in owned}.values())
         self._bytes = [(storage.nbytes(), raw_bytes(storage).clone()) for storage in self._storages]
 
-    def check(self) -> None:
-        """Raise ``AssertionError`` if anything is different now."""
+    def changes(self) -> list[str]:
+        """Return what is different now, one line for each place."""
+        found: list[str] = []
         for (path, value), before in zip(self._objects, self._bodies, strict=True):
-            if not _same_body(anatomy(value), before):
-                raise AssertionError(f"Watch: the contents or attributes of the {_described(path, value)} changed")
+            found += _body_changes(path, anatomy(value), before)
         for (path, value), state in zip(self._objects, self._states, strict=True):
             if state is not None and _state_of(value) != state:
-                raise AssertionError(f"Watch: what the {_described(path, value)} holds changed")
-        for (path, value), before_record in zip(self._tensors, self._records, strict=True):
-            now = _record(value)._asdict()
-            changed = [
-                f"its {name} was {was} and is {now[name]}"
-                for name, was in before_record._asdict().items()
-                if was != now[name]
-            ]
-            if changed:
-                raise AssertionError(f"Watch: the tensor at {path or '<root>'} changed: {', '.join(changed)}")
-        for storage, (nbytes, before_bytes) in zip(self._storages, self._bytes, strict=True):
-            if storage.nbytes() != nbytes or not torch.equal(raw_bytes(storage), before_bytes):
-                raise AssertionError(f"Watch: bytes below {', '.join(self._on(storage))} changed")
+                found.append(f"what the {_described(path, type(value))} holds changed")
+        for (path, value), past in zip(self._tensors, self._records, strict=True):
+            now = _record(value)
+            for name, was, present in zip(_Tensor._fields, past, now, strict=True):
+                if was != present:
+                    values = "" if name in _IDENTITIES else f" from {was} to {present}"
+                    found.append(f"the {name} of the tensor at {place(path)} changed{values}")
+        for storage, (nbytes, past_bytes) in zip(self._storages, self._bytes, strict=True):
+            if storage.nbytes() != nbytes or not torch.equal(raw_bytes(storage), past_bytes):
+                found.append(f"bytes below {', '.join(self._on(storage))} changed")
+        return found
+
+    def check(self) -> None:
+        """Raise ``AssertionError`` if anything is different now."""
+        raise_for("Watch: the tree changed", self.changes())
 
     def _on(self, storage: torch.UntypedStorage) -> list[str]:
         """Return where the tensors are that lie on a storage."""
         held = [(path, storage_of(value)) for path, value in self._objects]
-        return [path or "<root>" for path, own in held if own is not None and own._cdata == storage._cdata]
+        return [place(path) for path, own in held if own is not None and own._cdata == storage._cdata]
 
 
-def _described(path: str, value: Any) -> str:
-    return f"{type(value).__qualname__} at {path or '<root>'}"
+def _described(path: str, cls: type) -> str:
+    return f"{cls.__qualname__} at {place(path)}"

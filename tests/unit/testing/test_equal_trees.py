@@ -1,6 +1,7 @@
 """No false alarms: trees that are equal by construction are accepted by every assertion, in both orders."""
 
 import array
+import copy
 import dataclasses
 import datetime
 import decimal
@@ -54,6 +55,11 @@ def empty_containers():
 @equal
 def keys_of_many_types():
     return {1: 0, "1": 1, 1.5: 2, (1, "a"): 3, None: 4, float("nan"): 5, b"1": 6, frozenset({1}): 7}
+
+
+@equal
+def equal_keys_in_two_places():
+    return [{frozenset({1}): 0}, {frozenset({1}): 1}]
 
 
 @equal
@@ -372,6 +378,16 @@ def test_equal_distributed_tensors_are_accepted():
     assert_trees_equal(left, right, containers=True)
     assert_trees_equal(right, left, containers=True)
     assert_independent(left, right)
+
+
+def test_a_module_that_refuses_to_be_pickled_is_compared_by_its_attributes():
+    module = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2))
+    copied = copy.deepcopy(module)
+    assert_trees_equal([module], [copied])
+    with torch.no_grad():
+        copied.bias.add_(1)
+    (line,) = tree_differences([module], [copied])
+    assert line.startswith("elements differ at [0]._parameters['bias'], 2 of 2")
 
 
 def test_a_dataclass_that_cannot_be_pickled_is_compared_by_its_fields():

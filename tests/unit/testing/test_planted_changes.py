@@ -1,5 +1,6 @@
 """What ``assert_pure`` and ``Watch`` must notice: a list of planted changes, each to a fresh tree."""
 
+import copy
 import dataclasses
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -12,7 +13,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from statetree.testing import Watch, assert_pure
+from statetree.testing import Watch, assert_pure, assert_trees_equal
 from tests.trees import Ramp
 from tests.trees.classes import TwoTensors
 from tests.trees.containers import ListWithAttributes, ListWithSlots
@@ -48,6 +49,24 @@ def held(**attributes):
     result = Held()
     vars(result).update(attributes)
     return result
+
+
+def hooked():
+    tensor = values(2).requires_grad_()
+    tensor.register_hook(print)
+    return [tensor]
+
+
+def replace_hook(tree):
+    tree[0]._backward_hooks.clear()
+    tree[0].register_hook(repr)
+
+
+def retained():
+    tensor = values(2).requires_grad_() * 2
+    tensor.retain_grad()
+    tensor.sum().backward()
+    return [tensor]
 
 
 def swap_key(tree):
@@ -150,6 +169,13 @@ CHANGES = {
     "a gradient written": (lambda: [with_gradient()], lambda tree: tree[0].grad.numpy().__setitem__(0, 9)),
     "a gradient dropped": (lambda: [with_gradient()], set_to("grad", None)),
     "a hook": (lambda: [values(2).requires_grad_()], lambda tree: tree[0].register_hook(print)),
+    "a hook for another": (hooked, replace_hook),
+    "a hook after accumulation": (
+        lambda: [values(2).requires_grad_()],
+        lambda tree: tree[0].register_post_accumulate_grad_hook(print),
+    ),
+    "a retained gradient written": (retained, lambda tree: tree[0].grad.zero_()),
+    "a retained gradient dropped": (retained, set_to("grad", None)),
     "a gradient retained": (lambda: [values(2).requires_grad_() * 2], lambda tree: tree[0].retain_grad()),
     "an attribute of a tensor": (lambda: [values(2)], set_to("note", 1)),
     "shared memory": (lambda: [values(2)], lambda tree: tree[0].share_memory_()),
@@ -185,14 +211,14 @@ CHANGES = {
 def test_a_planted_change_is_noticed(name):
     make, change = CHANGES[name]
     assert_pure(lambda tree: None, make())
-    with pytest.raises(AssertionError, match=r"^Watch: .* changed"):
+    with pytest.raises(AssertionError, match=r"^assert_pure: the argument changed in \d+ place"):
         assert_pure(change, make())
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_planted_change_deep_in_a_tree_is_noticed(name):
     make, change = CHANGES[name]
-    with pytest.raises(AssertionError, match=r"^Watch: .* changed"):
+    with pytest.raises(AssertionError, match=r"^assert_pure: the argument changed in \d+ place"):
         assert_pure(lambda tree: change(tree["deep"][0].content), {"deep": (SimpleNamespace(content=make()),)})
 
 
@@ -207,6 +233,27 @@ def test_reading_changes_nothing():
     assert_pure(lambda tree: (repr(tree), jagged.max(), jagged.unbind(), jagged * 2, tree[1].numpy().sum()), tree)
 
 
+def test_looking_for_the_attributes_of_an_exception_changes_nothing():
+    tree = {"last": KeyError("a")}
+    copied = copy.deepcopy(tree)
+    assert_pure(lambda tree: vars(tree["last"]), tree)
+    assert_trees_equal(tree, copied)
+
+
+@pytest.mark.usefixtures("one_rank_group")
+def test_what_torch_notes_on_distributed_tensors_is_no_change():
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("rows", "columns"))
+    tensor = DTensor.from_local(values(4), mesh, [Shard(0), Replicate()])
+
+    def read(tree):
+        (tensor,) = tree
+        mesh = tensor.device_mesh
+        hash(tensor._spec), hash(mesh), mesh["rows"], mesh.get_group("columns"), mesh._flatten("all")
+        return copy.deepcopy(tree), tensor + 1, tensor.full_tensor(), tensor.redistribute(placements=[Replicate()] * 2)
+
+    assert_pure(read, [tensor])
+
+
 @pytest.mark.usefixtures("one_rank_group")
 @pytest.mark.parametrize("change", ["element", "layout"])
 def test_changes_of_distributed_tensors_are_noticed(change):
@@ -218,5 +265,5 @@ def test_changes_of_distributed_tensors_are_noticed(change):
         tensor._local_tensor.add_(1)
     else:
         tensor._spec = other._spec
-    with pytest.raises(AssertionError, match=r"^Watch: .* changed"):
+    with pytest.raises(AssertionError, match=r"^Watch: the tree changed in \d+ place"):
         watch.check()

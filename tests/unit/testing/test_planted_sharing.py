@@ -1,5 +1,7 @@
 """What ``assert_independent`` must notice: planted pairs of trees that have something in common."""
 
+import copy
+import logging
 import random
 import time
 from array import array
@@ -341,10 +343,35 @@ def clones():
     return [base], [base.clone()]
 
 
-@planted(ALLOWED)
-def computed_with_gradients():
+@planted(OBJECTS)
+def a_leaf_of_autograd():
     base = values(4).requires_grad_()
     return [base], [base * 2]
+
+
+@planted(OBJECTS)
+def an_operation_of_autograd():
+    middle = values(4).requires_grad_().exp()
+    return [middle + 1], {"a": middle.detach(), "b": (middle * 2).sum()}
+
+
+@planted(OBJECTS)
+def a_retained_gradient():
+    left, right = values(4).requires_grad_() * 2, values(4).requires_grad_() * 3
+    left.retain_grad()
+    left.sum().backward()
+    right.held = left.grad
+    return [left], [right]
+
+
+@planted(ALLOWED)
+def computed_with_gradients_apart():
+    return [values(4).requires_grad_() * 2], [(values(4).requires_grad_() * 2).detach().requires_grad_()]
+
+
+@planted(ALLOWED)
+def a_logger():
+    return [held(log=logging.getLogger("shared"))], copy.deepcopy([held(log=logging.getLogger("shared"))])
 
 
 @planted(ALLOWED)
@@ -389,7 +416,10 @@ def test_shared_memory_is_noticed(make, containers):
 def test_shared_objects_are_noticed(make):
     left, right = make()
     for one, other in ((left, right), (right, left)):
-        with pytest.raises(AssertionError, match=r"(?s)^assert_independent: .* is the object at"):
+        with pytest.raises(
+            AssertionError,
+            match=r"(?s)^assert_independent: .* (is the object at|has operations of autograd in common with)",
+        ):
             assert_independent(one, other)
 
 
