@@ -53,7 +53,11 @@ class Surroundings(NamedTuple):
     @classmethod
     def here(cls) -> Surroundings:
         """Return those of this process."""
-        return cls(sys.path, dict(os.environ), os.getcwd())
+        try:
+            directory = os.getcwd()
+        except FileNotFoundError:  # it was removed
+            directory = os.curdir
+        return cls(sys.path, dict(os.environ), directory)
 
     def take_over(self) -> None:
         """Make them those of this process."""

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from functools import partial
@@ -555,21 +556,21 @@ def kill_when_busy(folder, number):
     os.kill(os.getpid(), number)
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    threading.Thread(target=kill_when_busy, args=(folder, int(sys.argv[2]))).start()
+    threading.Thread(target=kill_when_busy, args=(folder, int(sys.argv[2])), daemon=True).start()
     run_ranks(2, work, folder)
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
 def test_processes_that_work_end_with_the_one_that_started_them(number, tmp_path):
-    script, busy, temporary = tmp_path / "script.py", tmp_path / "busy", tmp_path / "temporary"
+    script, busy = tmp_path / "script.py", tmp_path / "busy"
     script.write_text(BUSY)
     busy.mkdir()
-    temporary.mkdir()
-    done = run_python([script, busy, str(int(number))], TMPDIR=str(temporary))
-    assert done.returncode == -number, done.stderr
-    assert end_soon([int(file.name) for file in busy.iterdir()])
-    assert not list(temporary.glob("statetree-*"))
+    with tempfile.TemporaryDirectory() as temporary:  # whose path is short, as those of sockets have to be
+        done = run_python([script, busy, str(int(number))], TMPDIR=temporary)
+        assert done.returncode == -number, done.stderr
+        assert end_soon([int(file.name) for file in busy.iterdir()])
+        assert not list(Path(temporary).glob("statetree-*"))
 
 
 def sleep_in_c(seconds):
@@ -627,3 +628,12 @@ def test_there_has_to_be_a_rank(world_size):
     for run in (run_ranks, rank_outcomes):
         with pytest.raises(ValueError, match=f"must be at least 1: expected a positive number, got {world_size}"):
             run(world_size, nothing)
+
+
+def test_the_working_directory_may_have_been_removed_since_the_ranks_began(tmp_path, monkeypatch):
+    run_ranks(1, dist.get_rank)
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert run_ranks(1, dist.get_rank) == [0]
