@@ -197,9 +197,11 @@ def _colliding(columns: Columns, cluster: list[int], reach: list[int]) -> list[t
         itemsize = columns.dtypes[index].itemsize
         strides = [step * itemsize for step in columns.strides[index]]
         elements = marks.as_strided((*columns.shapes[index], itemsize), (*strides, 1), start[index] - begin)
-        while other := int(elements.max()):
-            found.append((cluster[other - 1], index))
-            elements.masked_fill_(elements == other, 0)
+        if bool(elements.any()):
+            before = elements.clone()  # an expanded tensor cannot be written to in places
+            while other := int(before.max()):
+                found.append((cluster[other - 1], index))
+                before.masked_fill_(before == other, 0)
         elements.fill_(number)
     return found
 

@@ -157,7 +157,7 @@ WRAPS: dict[str, Callable[[torch.Tensor, Numbers], torch.Tensor]] = {
     "attribute": _attribute,
     "computed": _computed,
 }
-#: What is drawn if nothing else is asked for. Transforms return leaves of autograd, which equal no computed tensor.
+#: What is drawn if nothing else is asked for: leaves of autograd, as transforms return them.
 USUAL_WRAPS = tuple(wrap for wrap in WRAPS if wrap != "computed")
 
 

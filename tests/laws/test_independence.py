@@ -5,7 +5,18 @@ from collections import deque
 from hypothesis import example, given
 from hypothesis import strategies as hyp
 
-from statetree.testing import Node, Value, assert_trees_equal, build, optimizer_plans, samples, tied_plans, tree_plans
+from statetree.testing import (
+    Node,
+    Value,
+    assert_independent,
+    assert_trees_equal,
+    build,
+    optimizer_plans,
+    samples,
+    tensor_plans,
+    tied_plans,
+    tree_plans,
+)
 from statetree.testing.memory import scribble, shares_memory
 from statetree.testing.walk import walk
 from tests.contract.verbs import VERBS
@@ -20,6 +31,12 @@ plans = hyp.one_of(tree_plans(), tied_plans(), optimizer_plans())
 def test_nothing_is_shared(plan, verb):
     tree = build(plan)
     assert not shares_memory(tree, verb.apply(tree))
+
+
+@given(plan=tree_plans(tensor_plans(wraps=["tensor", "computed", "parameter"])), verb=fresh)
+def test_no_gradient_flows_from_a_result_into_its_source(plan, verb):
+    tree = build(plan)
+    assert_independent(tree, verb.apply(tree), containers=verb.copies)
 
 
 @given(plan=plans, verb=copies)

@@ -236,6 +236,7 @@ def test_the_partner_that_is_named_overlaps():
     assert found(chain, [ramp(3, start=start) for start in (0, 10, 20)]) == [(0, 1), (1, 2)]
     assert shared_elements(Columns(chain)) == [(0, 1), (1, 2)]
     assert shared_elements(Columns([base[::5], base[3:5], base[4:6]])) == [(1, 2), (0, 2)]
+    assert shared_elements(Columns([base[:2].expand(3, 2), base[1:2].expand(4)])) == [(0, 1)]
     assert shared_elements(Columns([base] * 300)) == [(index, index + 1) for index in range(299)]
 
 
