@@ -106,7 +106,7 @@ class Judge(TensorJudge):
         one, other = anatomy(a), anatomy(b)
         if isinstance(a, dict):
             keys, others = ([key for _, key in body.keys] for body in (one, other))
-            for left, right in self.match_keys(path, keys, others, self._same_value):
+            for left, right in self.match(path, "key", keys, others, self._same_value, ordered=True):
                 self.later(path + one.keys[left][0], keys[left], others[right])
                 self.later(path + one.items[left][0], one.items[left][1], other.items[right][1])
         else:
@@ -122,7 +122,7 @@ class Judge(TensorJudge):
 
     def _judge_set(self, path: str, a: Any, b: Any) -> None:
         left, right = list(a), list(b)
-        for index, partner in self.match(path, "element", left, right, self._same_value).pairs:
+        for index, partner in self.match(path, "element", left, right, self._same_value):
             self.later(f"{path}{{{index}}}", left[index], right[partner])
         self.judge_attributes(path, a, b)
 

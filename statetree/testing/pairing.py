@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from statetree.testing.values import IDENTITIES, PLAIN, bits_of_number
@@ -26,34 +27,38 @@ class Pairing(NamedTuple):
         )
 
 
-def pair_up(left: Sequence[Any], right: Sequence[Any], same: Callable[[Any, Any], bool]) -> Pairing:
+def pair_up(
+    left: Sequence[Any], right: Sequence[Any], same: Callable[[Any, Any], bool], *, ordered: bool = False
+) -> Pairing:
     """Give every element of one collection one of the other that is the same.
 
     Args:
         left: The elements of one.
         right: The elements of the other.
-        same: Asked about elements of which their value does not tell by itself: one by one, so that few should be.
+        same: Asked about elements which their value does not tell apart at once: one by one, so few should be.
+        ordered: Whether of those, if there are as many on both sides, the first belongs to the first, and so on.
     """
+    names, others = list(map(_name, left)), list(map(_name, right))
     by_name: dict[Hashable, deque[int]] = defaultdict(deque)
-    others: list[int] = []
-    for position, element in enumerate(right):
-        name = _name(element)
-        others.append(position) if name is None else by_name[name].append(position)
+    for position, name in enumerate(others):
+        by_name[name].append(position)
+    nameless = by_name.pop(None, deque())
+    in_order = ordered and len(nameless) == names.count(None)
     pairs: list[tuple[int, int]] = []
     only_left: list[int] = []
-    for position, element in enumerate(left):
-        name = _name(element)
-        if name is not None:
-            partner = by_name[name].popleft() if by_name.get(name) else None
+    for position, name in enumerate(names):
+        among = nameless if name is None else by_name[name]
+        if name is None and not in_order:
+            mine = left[position]
+            partner = next((place for place in among if right[place] is mine or same(mine, right[place])), None)
         else:
-            partner = next((other for other in others if right[other] is element or same(element, right[other])), None)
-            if partner is not None:
-                others.remove(partner)
+            partner = next(iter(among), None)
         if partner is None:
             only_left.append(position)
         else:
+            among.remove(partner)
             pairs.append((position, partner))
-    return Pairing(pairs, only_left, sorted([*others, *(place for places in by_name.values() for place in places)]))
+    return Pairing(pairs, only_left, sorted([*nameless, *chain.from_iterable(by_name.values())]))
 
 
 def _name(value: Any) -> Hashable | None:

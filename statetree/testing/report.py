@@ -11,7 +11,6 @@ from statetree.testing.pairing import pair_up
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from statetree.testing.pairing import Pairing
     from statetree.testing.regions import View
     from statetree.testing.ties import Met
 
@@ -70,25 +69,25 @@ class Report:
         self.inside.append((path, a, b))
 
     def match(
-        self, path: str, what: str, left: Sequence[Any], right: Sequence[Any], same: Callable[[Any, Any], bool]
-    ) -> Pairing:
-        """Pair the elements of two collections, and note those that are on one side only."""
-        pairing = pair_up(left, right, same)
+        self,
+        path: str,
+        what: str,
+        left: Sequence[Any],
+        right: Sequence[Any],
+        same: Callable[[Any, Any], bool],
+        *,
+        ordered: bool = False,
+    ) -> list[tuple[int, int]]:
+        """Pair the elements of two collections as ``pair_up`` does; note those on one side only, and another order."""
+        pairing = pair_up(left, right, same, ordered=ordered)
         for side, elements, alone in (("left", left, pairing.only_left), ("right", right, pairing.only_right)):
             if alone:
                 count = f"{len(alone)} {what}s are" if len(alone) > 1 else f"1 {what} is"
                 shown = ", ".join(brief(elements[position]) for position in alone[:SHOWN_ALONE])
                 more = ", ..." if len(alone) > SHOWN_ALONE else ""
                 self.found.append(f"{count} only on the {side} at {place(path)}: {shown}{more}")
-        return pairing
-
-    def match_keys(
-        self, path: str, left: Sequence[Any], right: Sequence[Any], same: Callable[[Any, Any], bool]
-    ) -> list[tuple[int, int]]:
-        """As ``match``, for keys, whose order counts."""
-        pairing = self.match(path, "key", left, right, same)
-        if (places := pairing.first_out_of_order()) is not None:
-            self.differ(path, "order of keys differs", left[places[0]], right[places[1]])
+        if ordered and (places := pairing.first_out_of_order()) is not None:
+            self.differ(path, f"order of {what}s differs", left[places[0]], right[places[1]])
         return pairing.pairs
 
     def judge_attributes(self, path: str, a: Any, b: Any, *, skip: frozenset[str] = frozenset()) -> None:

@@ -104,7 +104,10 @@ def _compare(report: Report, path: str, a: Outline, b: Outline) -> list[tuple[st
         if not _is_same(setting, other):
             report.differ(path + step, "value differs", setting, other)
     if issubclass(a.cls, dict):
-        pairs = report.match_keys(path, a.keys, b.keys, _is_same)
+        pairs = report.match(path, "key", a.keys, b.keys, _is_same, ordered=True)
+        for left, right in pairs:
+            if not _is_same(a.keys[left], b.keys[right]):
+                report.differ(f"{path}<key {left}>", "value differs", a.keys[left], b.keys[right])
     else:
         if len(a.items) != len(b.items):
             report.differ(path, "length differs", len(a.items), len(b.items))

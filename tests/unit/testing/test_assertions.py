@@ -23,6 +23,7 @@ from statetree.testing import (
     assert_trees_equal,
     tree_differences,
 )
+from statetree.testing.objects import brief
 from tests.trees import DISTRIBUTED_TREES, TREES, Ramp
 from tests.trees.corpus import Held
 from tests.trees.fields import Frozen, State
@@ -96,6 +97,17 @@ def test_a_lost_key_is_one_difference_however_many_there_are():
     assert tree_differences(dict.fromkeys(range(9)), {}) == [
         "9 keys are only on the left at <root>: 0, 1, 2, 3, 4, ..."
     ]
+
+
+def test_keys_that_hold_tensors_are_compared_in_their_order():
+    left, right = ({torch.arange(3.0) + step: step for step in steps} for steps in ((0, 1), (0, 2)))
+    assert tree_differences(left, right) == [
+        "elements differ at <key 1>, 3 of 3, the first at index (0,): 1.0 against 2.0",
+        f"value differs at [{brief(list(left)[1])}]: 1 against 2",
+    ]
+    with pytest.raises(AssertionError, match="value differs at <key 1>: tensor"):
+        assert_structure_preserved(lambda _: right, left)
+    assert len(tree_differences(left, {next(iter(right)): 0})) == 1
 
 
 def test_values_are_compared_by_key_whatever_the_order():

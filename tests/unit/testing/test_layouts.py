@@ -1,6 +1,7 @@
 import pickle
 from collections import Counter
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
@@ -164,7 +165,8 @@ def test_what_is_special_about_layouts_comes_often(world_size):
     ids=["dims", "shards", "strided"],
 )
 def test_layouts_shrink_to_plain_ones(holds, smallest):
-    assert repr(find(layouts(4), holds, settings=settings(max_examples=2000, database=None))) == smallest
+    found = find(layouts(4), holds, settings=settings(max_examples=2000, database=None), random=Random(0))
+    assert repr(found) == smallest
 
 
 @pytest.mark.parametrize(
