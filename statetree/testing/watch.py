@@ -75,13 +75,12 @@ def _body_changes(path: str, now: Anatomy, before: Anatomy) -> Iterator[str]:
     present, past = dict(parts), dict(others)
     found = [f"{path}{step} is gone" for step in past if step not in present]
     found += [f"{path}{step} is new" for step in present if step not in past]
-    for step in present.keys() & past.keys():
-        part, its = present[step], past[step]
-        if type(part) in PLAIN and type(its) in PLAIN:
-            if not same_plain(part, its):
-                found.append(f"{path}{step} changed: {contrast(its, part)}")
-        elif part is not its:
-            found.append(f"{path}{step} is another object")
+    for step, part in present.items():
+        if step not in past or part is past[step] or same_plain(part, past[step]):
+            continue
+        is_plain = type(part) in PLAIN and type(past[step]) in PLAIN
+        what = f"changed: {contrast(past[step], part)}" if is_plain else "is another object"
+        found.append(f"{path}{step} {what}")
     named = [line for line in found if not line.startswith(f"{path}<key ")]
     yield from named or [f"the order or the keys of the {_described(path, now.cls)} changed"]
 
