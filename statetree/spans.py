@@ -117,8 +117,7 @@ def check_memory(verb: str, columns: Columns, where: Callable[[int], Any]) -> No
         if not need:
             continue
         begin = columns.tensors[index].storage_offset() * columns.dtypes[index].itemsize
-        storage = columns.storages[index]
-        if begin + need > have or (storage.data_ptr() == 0 and storage.device.type != "meta"):
+        if begin + need > have:
             path = where(index)
             msg = (
                 f"{verb}: the storage of the leaf at {path or '<root>'} was freed or resized: expected at least "

@@ -146,11 +146,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "synchronize(accelerators)  ->  pass",
     ): "without an accelerator there is nothing to wait for",
     (
-        "spans.py",
-        'if begin + need > have or (storage.data_ptr() == 0 and storage.device.type != "meta"):',
-        "0  ->  1",
-    ): "torch raises where it is asked for the address of a storage that has a size and no memory",
-    (
         "transforms/copy_into.py",
         "whole = 2 / torch.finfo(target).eps  # every integer up to here is a value of the target",
         "2  ->  3",
