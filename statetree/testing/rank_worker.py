@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from statetree.testing.parcels import packed
 from statetree.testing.rank_line import framed, read_message
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def _end_with_the_caller(folder: str) -> None:
 
 def pickled_call(fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> bytes:
     """Return a call as a rank takes it: the surroundings come first, so that what the call names is found."""
-    return pickle.dumps((timeout_s, Surroundings.here(), pickle.dumps((fn, args))))
+    return pickle.dumps((timeout_s, Surroundings.here(), packed((fn, args))))
 
 
 def _join(rank: int, world_size: int, folder: str, collective_timeout: float, caller: Surroundings) -> bytes | None:
@@ -129,7 +130,7 @@ def _answer(call: bytes, stack: IO[str]) -> bytes:
         caller.take_over()
         fn, args = pickle.loads(rest)
         value = fn(*args)
-        return pickle.dumps(Answer("returned", pickle.dumps(value), "", _is_worn()))
+        return pickle.dumps(Answer("returned", packed(value), "", _is_worn()))
     except BaseException as error:
         return _failure(error)
     finally:

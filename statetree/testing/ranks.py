@@ -9,6 +9,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from statetree.testing.arguments import check_at_least, refuse
 from statetree.testing.rank_pool import Outcome, RankPool, close_kept_pools, kept_pools
 from statetree.testing.rank_worker import pickled_call
 
@@ -51,21 +52,22 @@ def run_ranks(
     Args:
         world_size: How many ranks there are.
         fn: A function that can be pickled: from the top level of a module, or a ``functools.partial`` of one.
-        args: What it is given, pickled as well.
+        args: What it is given, pickled as well: tensors that share a storage share one on the rank too.
         timeout: Seconds until the ranks are killed, whatever they do: run, send much, or be stopped. ``math.inf`` for
             no limit.
         collective_timeout: Seconds that a collective waits for the other ranks before it raises, or ``math.inf``.
         fresh: Whether to use new processes, and to end them afterwards.
 
     Returns:
-        The results, pickled and unpickled, in the order of the ranks.
+        The results, pickled and unpickled, in the order of the ranks. Of tensors come elements and ties; no autograd
+        history, and no shared memory.
 
     Raises:
         AssertionError: If ``fn`` raised on any rank, did not end in time (the report then says where it hung), its
             process died, the ranks did not make the same collectives, or what it returned cannot be unpickled. It holds
             what is to be said of every rank that failed, and its cause is the first exception that a rank raised.
         ValueError: If there would be no rank, or a timeout is negative.
-        TypeError: If a timeout is not a number.
+        TypeError: If ``world_size`` is no whole number, a timeout no number, or ``fn`` cannot be called.
 
     Example:
         >>> import torch.distributed as dist
@@ -141,6 +143,8 @@ def _seconds(name: str, value: Any) -> float:
 
 
 def _pickled(fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> bytes:
+    if not callable(fn):
+        refuse("run_ranks: fn", "a function", fn, TypeError)
     try:
         return pickled_call(fn, args, timeout_s)
     except Exception as error:
@@ -154,9 +158,7 @@ def _pickled(fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) ->
 @contextlib.contextmanager
 def _pool(world_size: int, collective_timeout: float, *, fresh: bool) -> Iterator[RankPool]:
     """Lend a pool; keep it afterwards only if it is known to be sound."""
-    if world_size < 1:
-        msg = f"run_ranks: world_size must be at least 1: expected a positive number, got {world_size}."
-        raise ValueError(msg)
+    check_at_least("run_ranks: world_size", world_size, 1)
     collective_timeout = _seconds("collective_timeout", collective_timeout)
     if fresh:
         pool = RankPool(world_size, collective_timeout)

@@ -623,11 +623,20 @@ def test_ranks_may_start_processes():
     assert run_ranks(1, start_a_process) == [0]
 
 
-@pytest.mark.parametrize("world_size", [0, -1])
-def test_there_has_to_be_a_rank(world_size):
+@pytest.mark.parametrize(
+    ("world_size", "fn", "error", "message"),
+    [
+        (0, nothing, ValueError, "world_size: expected at least 1, got 0"),
+        (-1, nothing, ValueError, "world_size: expected at least 1, got -1"),
+        (True, nothing, TypeError, "world_size: expected a whole number, got True"),
+        ("2", nothing, TypeError, "world_size: expected a whole number, got '2'"),
+        (2, None, TypeError, "fn: expected a function, got None"),
+    ],
+)
+def test_wrong_arguments_are_named(world_size, fn, error, message):
     for run in (run_ranks, rank_outcomes):
-        with pytest.raises(ValueError, match=f"must be at least 1: expected a positive number, got {world_size}"):
-            run(world_size, nothing)
+        with pytest.raises(error, match=f"^run_ranks: {message}"):
+            run(world_size, fn)
 
 
 def test_the_working_directory_may_have_been_removed_since_the_ranks_began(tmp_path, monkeypatch):
