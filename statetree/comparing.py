@@ -232,13 +232,13 @@ def safely_equal(a: Any, b: Any) -> bool:
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two plain tensors of one dtype and shape hold the same elements, bit by bit (NaNs and zeros' signs)."""
-    if _is_unreadable(a, b):
+    if is_unreadable(a, b):
         return False
     a, b = without_common_bits(a, b)
     return _bits(a).equal(_bits(b))
 
 
-def _is_unreadable(a: torch.Tensor, b: torch.Tensor) -> bool:
+def is_unreadable(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether only one of two tensors has a negative bit, on what torch cannot negate (private functions set it)."""
     return a.is_neg() != b.is_neg() and not can_negate(a.dtype)
 
@@ -265,7 +265,7 @@ def first_difference(a: torch.Tensor, b: torch.Tensor) -> tuple[str, str]:
     """Return how two tensors read at the first index at which they differ, and how often they do."""
     if a.is_meta or b.is_meta:
         return ("no bytes" if a.is_meta else "bytes", "no bytes" if b.is_meta else "bytes")
-    if _is_unreadable(a, b):
+    if is_unreadable(a, b):
         return (f"negative bit {a.is_neg()}", f"negative bit {b.is_neg()}")
     bits_a, bits_b = map(_bits, without_common_bits(a, b))
     unequal = (bits_a != bits_b).reshape(max(a.numel(), 1), -1).any(1)

@@ -148,19 +148,36 @@ def _conflicts_by_trial(
     begin = start[cluster[0]] // alignment * alignment
     if any((start[index] - begin) % targets.dtypes[index].itemsize for index in cluster):
         return [(cluster[0], cluster[1])]  # foreign memory at odd addresses: not worth trying
-    scratch = torch.UntypedStorage(max(start[index] + reach[index] for index in cluster) - begin, device="cpu")
+    size = max(start[index] + reach[index] for index in cluster) - begin
+    scratch = torch.zeros(size, dtype=torch.uint8, device="cpu")
     views, values = [], []
     for index in cluster:
         dtype = targets.dtypes[index]
         view = torch.empty(0, dtype=dtype, device="cpu")
-        view.set_(scratch, (start[index] - begin) // dtype.itemsize, targets.shapes[index], targets.strides[index])
+        offset = (start[index] - begin) // dtype.itemsize
+        view.set_(scratch.untyped_storage(), offset, targets.shapes[index], targets.strides[index])
         set_bits(view, conj=targets.conj[index], neg=targets.neg[index])
         source = sources.tensors[index].detach()
         views.append(view)
         values.append(source if source.dtype == dtype else source.to(dtype=dtype))
     copy_each(views, [value.to("cpu") for value in values])
-    lost = [index for index, view, value in zip(cluster, views, values, strict=True) if not same_bytes(view, value)]
-    return [(index, _overwriter(cluster, index, start, reach)) for index in lost]
+    lost = [
+        number for number, (view, value) in enumerate(zip(views, values, strict=True)) if not same_bytes(view, value)
+    ]
+    if not lost:
+        return []
+    writers = _marks(len(cluster), size)
+    for number, index in enumerate(cluster):
+        _bytes_of(writers, targets, index, start[index] - begin).fill_(number)
+    found = []
+    for number in lost:
+        index = cluster[number]
+        there, last = (_bytes_of(memory, targets, index, start[index] - begin) for memory in (scratch, writers))
+        present = there.clone()
+        copy_each([views[number]], [values[number].to("cpu")])
+        found.append((index, cluster[int(last[there != present].max())]))
+        there.copy_(present)
+    return found
 
 
 def shared_elements(columns: Columns) -> list[tuple[int, int]]:
@@ -191,12 +208,10 @@ def _colliding(columns: Columns, cluster: list[int], reach: list[int]) -> list[t
     start = columns.pointers
     begin = start[cluster[0]]
     stop = max(start[index] + reach[index] for index in cluster)
-    marks = torch.zeros(stop - begin, dtype=torch.uint8 if len(cluster) < 256 else torch.int32, device="cpu")
+    marks = _marks(len(cluster), stop - begin)
     found = []
     for number, index in enumerate(cluster, 1):
-        itemsize = columns.dtypes[index].itemsize
-        strides = [step * itemsize for step in columns.strides[index]]
-        elements = marks.as_strided((*columns.shapes[index], itemsize), (*strides, 1), start[index] - begin)
+        elements = _bytes_of(marks, columns, index, start[index] - begin)
         if bool(elements.any()):
             before = elements.clone()  # an expanded tensor cannot be written to in places
             while other := int(before.max()):
@@ -206,7 +221,13 @@ def _colliding(columns: Columns, cluster: list[int], reach: list[int]) -> list[t
     return found
 
 
-def _overwriter(cluster: list[int], index: int, start: Sequence[int], reach: list[int]) -> int:
-    """Return the last of the tensors, which are sorted by where they begin, that lies over one of them."""
-    stop = start[index] + reach[index]
-    return next(other for other in reversed(cluster) if other != index and start[other] < stop)
+def _marks(most: int, nbytes: int) -> torch.Tensor:
+    """Return a zero for each byte, with room for numbers up to ``most``."""
+    return torch.zeros(nbytes, dtype=torch.uint8 if most < 256 else torch.int32, device="cpu")
+
+
+def _bytes_of(memory: torch.Tensor, columns: Columns, index: int, start: int) -> torch.Tensor:
+    """Return what lies in the place of each byte of a tensor, of whose memory the first is at ``start``."""
+    itemsize = columns.dtypes[index].itemsize
+    strides = [step * itemsize for step in columns.strides[index]]
+    return memory.as_strided((*columns.shapes[index], itemsize), (*strides, 1), start)

@@ -10,6 +10,7 @@ from statetree.columns import Columns
 from statetree.comparing import (
     Pairing,
     first_difference,
+    is_unreadable,
     paired_parts,
     safely_equal,
     same_bytes,
@@ -201,7 +202,7 @@ def _tie_conflicts(pairing: Pairing, left: _Parts, right: _Parts) -> list[tuple[
     readable = [
         index
         for index, (x, y) in enumerate(zip(a.tensors, b.tensors, strict=True))
-        if _can_be_written(x) and _can_be_written(y)
+        if _can_be_written(x) and _can_be_written(y) and not is_unreadable(x, y)
     ]
     a = Columns([a.tensors[index] for index in readable])
     b = Columns([b.tensors[index] for index in readable])

@@ -1,7 +1,6 @@
 """What every transform promises (DESIGN 3.2), checked for each of them on every tree of the corpus."""
 
 import contextlib
-import warnings
 
 import pytest
 import torch
@@ -82,7 +81,7 @@ def test_the_result_is_the_source_again(verb, tree):
         assert_trees_equal(result, source, ties=verb.prepare is None, storages=whole, containers=deep)
     else:
         found = tree_differences(result, source, storages=not verb.slabs and tree.name != "tied_far_apart")
-        assert [line for line in found if not line.startswith(("elements differ", "element differs"))] == []
+        assert [line for line in found if not line.startswith("elements differ")] == []
     if not verb.fresh:
         return
     tensors = plain_tensors(result)
@@ -283,7 +282,4 @@ def test_views_that_overlap_are_never_cut(verb):
 
 
 def test_the_corpus_is_not_empty():
-    assert len(TREES) > 100
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert all(tree.name for tree in TREES)
+    assert len({tree.name for tree in TREES}) == len(TREES) > 100

@@ -153,8 +153,13 @@ def test_conflicts(plans, kind, how, data):
     pairs = found(targets, sources)
     assert bool(pairs) == bool(truth)
     assert {first for first, _ in pairs} <= truth
-    for first, second in pairs:
-        assert first != second
+    for pair in pairs:
+        assert true_conflicts(*([side[index] for index in pair] for side in (targets, sources))) == {0, 1}
+
+
+def test_the_partner_is_the_one_that_disagrees():
+    base = torch.zeros(10)
+    assert found([base, base[2:3], base[9:]], [torch.zeros(10), torch.ones(1), torch.zeros(1)]) == [(0, 1)]
 
 
 @given(left=hyp.lists(views, max_size=4), right=hyp.lists(views, max_size=4), kind=kinds, same=hyp.booleans())

@@ -214,6 +214,16 @@ def test_bits_on_every_dtype():
                 differs([a], [b], "value", "0", values=True)
 
 
+def test_ties_are_compared_of_what_can_be_read():
+    flags = torch.tensor([True, False, True])
+    other = with_bits(flags.clone(), conj=False, neg=True)
+    report = both([flags, flags[1:]], [other, other[1:]], values=True)
+    assert [(difference.kind, str(difference.path)) for difference in report.differences] == [
+        ("value", "0"),
+        ("value", "1"),
+    ]
+
+
 # Every difference
 
 
