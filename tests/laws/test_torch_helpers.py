@@ -238,7 +238,6 @@ gathered_leaves = hyp.one_of(
 )
 
 
-@hypothesis.settings(max_examples=max(hypothesis.settings.default.max_examples // 2, 1))
 @given(
     plan=hyp.dictionaries(keys, gathered_leaves | hyp.lists(gathered_leaves, max_size=3), max_size=3),
     dst=hyp.integers(0, 1),
@@ -280,7 +279,6 @@ def spread_alike(sharded, plain):
 spread_layouts = layouts(2, strided=False, subsets=False).filter(lambda layout: layout.shape)
 
 
-@hypothesis.settings(max_examples=max(hypothesis.settings.default.max_examples // 2, 1))
 @given(
     sharded=hyp.dictionaries(keys, spread_layouts, max_size=3),
     plain=hyp.dictionaries(
