@@ -145,6 +145,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "synchronize(accelerators)",
         "synchronize(accelerators)  ->  pass",
     ): "without an accelerator there is nothing to wait for",
+    ("tree.py", "continue", "continue  ->  break"): "the loop around it goes on with the same iterator",
     (
         "transforms/copy_into.py",
         "whole = 2 / torch.finfo(target).eps  # every integer up to here is a value of the target",
