@@ -469,6 +469,18 @@ def set_element_type():
 
 
 @fault
+def set_of_others_than_the_list():
+    tensors = [torch.zeros(2) for _ in range(4)]
+    return [set(tensors[:2]), tensors[:2]], [set(tensors[:2]), tensors[2:]]
+
+
+@fault
+def set_of_others_than_the_other_set():
+    tensors = [torch.zeros(2) for _ in range(4)]
+    return [set(tensors[:2]), set(tensors[:2])], [set(tensors[:2]), set(tensors[1:3])]
+
+
+@fault
 def object_attribute():
     left, right = Held(), Held()
     left.deep, right.deep = [{"a": 1}], [{"a": 2}]
