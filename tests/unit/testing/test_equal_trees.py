@@ -277,7 +277,9 @@ def meta():
 
 @equal
 def fake():
-    return [FAKE.from_tensor(values(2))]
+    tensor = FAKE.from_tensor(values(2))
+    with FAKE:
+        return [tensor, tensor[1:]]
 
 
 @equal

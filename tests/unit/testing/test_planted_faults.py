@@ -370,6 +370,13 @@ def tie_of_meta_tensors_broken():
 
 
 @fault
+def tie_of_fake_tensors_broken():
+    with FakeTensorMode():
+        left, right = torch.empty(4), torch.empty(4)
+        return [left, left[1:]], [right, torch.empty(3)]
+
+
+@fault
 def tie_into_an_object_broken():
     left, right = Held(), Held()
     left.tensor, right.tensor = values(2), values(2)
