@@ -127,12 +127,12 @@ def assert_independent(a: Any, b: Any, *, containers: bool = True) -> None:
 
     They share memory if tensors or storages lie on one storage, or if the ranges of bytes from the first to the last
     overlap of tensors, gradients, arrays of NumPy, and whatever else lets others write into its memory (``bytearray``,
-    ``array.array``, a ``memoryview``). They share an object if the very same one is in both, and it can be changed:
-    containers, tensors, instances of dataclasses and of any other class, random generators; and what autograd has
-    recorded of the tensors, through which a gradient would flow into leaves of both. What has a hash of its value
-    promises not to change and may be in both: numbers, strings, tuples, frozen dataclasses (but not what lies in
+    ``array.array``, a ``memoryview``). They share what autograd has recorded of their tensors if a gradient would flow
+    through it into leaves of both. They share an object if the very same one is in both, and it can be changed:
+    containers, tensors, instances of dataclasses and of any other class, random generators. What has a hash of its
+    value promises not to change and may be in both: numbers, strings, tuples, frozen dataclasses (but not what lies in
     these); so may functions, classes, modules, enums and loggers. All this is looked for at any depth, in opaque
-    objects too.
+    objects too: in what pickle would make of them, and in attributes that it leaves out.
 
     Args:
         a: Any value.
@@ -153,7 +153,7 @@ def assert_independent(a: Any, b: Any, *, containers: bool = True) -> None:
           ['steps'] is the object at ['steps']
     """
     one, other = Holdings(a), Holdings(b)
-    found = list(shared_memory(one, other))
+    found = [*shared_memory(one, other), *shared_graphs(one, other)]
     if containers:
-        found += [*shared_objects(one, other), *shared_graphs(one, other)]
+        found += shared_objects(one, other)
     raise_for("assert_independent: the trees are not independent", found)

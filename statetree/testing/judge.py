@@ -17,27 +17,39 @@ import torch
 from statetree.testing.anatomy import anatomy
 from statetree.testing.objects import is_made_of_attributes, place, reduced, refuses_pickle, stands_on_c
 from statetree.testing.tensor_judge import TensorJudge
-from statetree.testing.ties import Met, changed_identities, changed_ties
+from statetree.testing.ties import Met, Partners, changed_identities, changed_ties
 from statetree.testing.values import IDENTITIES, PLAIN, same_plain
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from statetree.testing.report import Strictness
 
 
 class Judge(TensorJudge):
-    """Compares two trees, and collects where they differ."""
+    """Compares two trees, and collects where they differ.
 
-    def __init__(self, strictness: Strictness) -> None:
+    Args:
+        strictness: What is compared.
+        known: What is known of objects that may not be met with others than their partners.
+    """
+
+    def __init__(self, strictness: Strictness, known: Sequence[Partners] = ()) -> None:
         super().__init__(strictness)
         self._seen: set[tuple[int, int]] = set()
+        self._known = known
+        self._partners = Partners()
+        self._sets: deque[tuple[str, Any, Any]] = deque()
 
     def run(self, left: Any, right: Any, path: str = "") -> Judge:
         """Compare two trees, or what lies at a path; ``found`` says afterwards where they differ."""
         pending = [(path, left, right)]
-        while pending:
-            path, a, b = pending.pop()
+        while pending or self._sets:
+            # What is in a set belongs to what it was met with elsewhere, so all else comes first.
+            judge = self._judge if pending else self._judge_set
+            path, a, b = pending.pop() if pending else self._sets.popleft()
             try:
-                self._judge(path, a, b)
+                judge(path, a, b)
             except Exception as error:
                 error.add_note(f"statetree.testing: while comparing what is at {place(path)}")
                 raise
@@ -85,7 +97,9 @@ class Judge(TensorJudge):
         elif isinstance(a, (dict, list, tuple, deque)):
             self._judge_container(path, a, b)
         elif isinstance(a, (set, frozenset)):
-            self._judge_set(path, a, b)
+            self._partners.add_sets(a, b)
+            self._sets.append((path, a, b))
+            self.judge_attributes(path, a, b)
         elif isinstance(a, weakref.ref):
             if a() is not b():
                 self.differ(path, "referent differs", a(), b())
@@ -95,10 +109,12 @@ class Judge(TensorJudge):
             self._judge_object(path, a, b)
 
     def _meet(self, path: str, a: Any, b: Any) -> None:
-        if isinstance(a, torch.Tensor):
-            self.tensors.append(Met(place(path), id(a), id(b)))
-        elif type(a) not in (tuple, frozenset):  # equal ones may be one object by interning
-            self.objects.append(Met(place(path), id(a), id(b)))
+        if type(a) in (tuple, frozenset):  # equal ones may be one object by interning
+            return
+        if not all(known.fit(id(a), id(b)) for known in self._known):
+            self.differ(path, "partner differs", a, b)
+        self._partners.add(id(a), id(b))
+        (self.tensors if isinstance(a, torch.Tensor) else self.objects).append(Met(place(path), id(a), id(b)))
 
     # Containers
 
@@ -122,13 +138,17 @@ class Judge(TensorJudge):
 
     def _judge_set(self, path: str, a: Any, b: Any) -> None:
         left, right = list(a), list(b)
-        for index, partner in self.match(path, "element", left, right, self._same_value):
+        for index, partner in self.match(path, "element", left, right, self._same_partner, self._same_value):
             self.later(f"{path}{{{index}}}", left[index], right[partner])
-        self.judge_attributes(path, a, b)
 
-    def _same_value(self, a: Any, b: Any) -> bool:
+    def _same_partner(self, a: Any, b: Any) -> bool:
+        """Whether two elements are the same, and nothing in them was met with anything else."""
+        known = (*self._known, self._partners)
+        return all(one.fit(id(a), id(b)) for one in known) and self._same_value(a, b, known)
+
+    def _same_value(self, a: Any, b: Any, known: Sequence[Partners] = ()) -> bool:
         """Whether two elements are the same in themselves."""
-        return not Judge(dataclasses.replace(self.strictness, ties=False, containers=False)).run(a, b).found
+        return not Judge(dataclasses.replace(self.strictness, ties=False, containers=False), known).run(a, b).found
 
     def _judge_object(self, path: str, a: Any, b: Any) -> None:
         one, other = reduced(a), reduced(b)

@@ -40,7 +40,8 @@ def attributes_of(value: Any, skip: frozenset[str] = frozenset()) -> dict[str, A
     """
     cls: Any = type(value)
     caches = _caches_of(cls)
-    named = (getattr(value, "__dict__", None) or {}).items()
+    found = getattr(value, "__dict__", None)
+    named = found.items() if isinstance(found, dict) else ()  # ``list[int]`` passes on what its class has
     result = {name: kept for name, kept in named if name not in skip and not (caches and name.startswith(caches))}
     slots: dict[str, Any] = {}
     for base in type(value).__mro__:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
@@ -19,10 +20,11 @@ class Region(NamedTuple):
     address: int  # of the storage; 0 without memory
     start: int
     length: int
+    solid: bool = True  # whether every byte is one of an element
 
     def in_memory(self) -> Region:
         """Return the same bytes with their address, for storages that are pieces of others."""
-        return self if not self.address else Region(0, 0, self.address + self.start, self.length)
+        return self if not self.address else Region(0, 0, self.address + self.start, self.length, self.solid)
 
 
 class View(NamedTuple):
@@ -58,12 +60,14 @@ def crossing(one: list[tuple[int, int, L]], other: list[tuple[int, int, L]]) -> 
 def region_of(tensor: torch.Tensor) -> Region:
     """Return the range from the first byte of a tensor's elements to the last."""
     size = tensor.element_size()
-    length = 0
+    length = distinct = 0
     if tensor.numel():
-        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-        length = (last + 1) * size
+        dims = list(zip(tensor.shape, tensor.stride(), strict=True))
+        length = (sum((n - 1) * step for n, step in dims) + 1) * size
+        distinct = math.prod(n for n, step in dims if step) * size
     storage = tensor.untyped_storage()
-    return Region(storage._cdata, storage.data_ptr(), int(tensor.storage_offset()) * size, length)
+    address = 0 if storage.device.type == "meta" else storage.data_ptr()  # torch warns of asking fake ones
+    return Region(storage._cdata, address, int(tensor.storage_offset()) * size, length, length == distinct)
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from statetree.testing.judge import Judge
-from statetree.testing.objects import reduced
+from statetree.testing.objects import attributes_of, reduced
 from statetree.testing.regions import Region, crossing
 from statetree.testing.report import Strictness
 from statetree.testing.walk import gradient_of
@@ -19,15 +19,20 @@ if TYPE_CHECKING:
 
 
 class Holdings:
-    """Everything that a tree holds, gradients included."""
+    """Everything that a tree holds, gradients included, and what pickle leaves out of objects."""
 
     def __init__(self, tree: Any) -> None:
         judge = Judge(Strictness(ties=False)).run(tree, tree)
-        for met in list(judge.tensors):
-            gradient = gradient_of(judge.alive[met.left])
-            if gradient is not None:
-                judge.run(gradient, gradient, f"{met.path}.grad")
-        self.paths = {met.left: met.path for met in (*judge.objects, *judge.tensors)}
+        looked_at: set[int] = set()
+        while left := {met.left: met.path for met in (*judge.tensors, *judge.objects) if met.left not in looked_at}:
+            looked_at.update(left)
+            for identity, path in left.items():
+                value = judge.alive[identity]
+                tensor = isinstance(value, torch.Tensor)  # of which the judge knows what is torch's own
+                held = {"grad": gradient_of(value)} if tensor else attributes_of(value)
+                for name, part in held.items():
+                    judge.run(part, part, f"{path}.{name}")
+        self.paths = {met.left: met.path for met in reversed([*judge.objects, *judge.tensors])}
         self.values = judge.alive
         self.regions = [(view.left, view.path) for view in judge.views]
         for met in judge.objects:

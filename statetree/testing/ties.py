@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from statetree.testing.regions import View
 
@@ -22,6 +22,36 @@ class Met(NamedTuple):
     right: int
 
 
+class Partners:
+    """Which objects of two trees belong together, by where they were met: in the same places, or in the same sets."""
+
+    def __init__(self) -> None:
+        self._of_left: dict[int, int] = {}
+        self._of_right: dict[int, int] = {}
+        self._sets = 0
+        self._sets_of_left: dict[int, list[int]] = defaultdict(list)
+        self._sets_of_right: dict[int, list[int]] = defaultdict(list)
+
+    def add(self, left: int, right: int) -> None:
+        """Note two that were met in one place; what they were met with first counts."""
+        self._of_left.setdefault(left, right)
+        self._of_right.setdefault(right, left)
+
+    def add_sets(self, left: Iterable[Any], right: Iterable[Any]) -> None:
+        """Note two sets, of which nobody knows yet what in them belongs together."""
+        for elements, sets in ((left, self._sets_of_left), (right, self._sets_of_right)):
+            for element in elements:
+                sets[id(element)].append(self._sets)
+        self._sets += 1
+
+    def fit(self, left: int, right: int) -> bool:
+        """Whether nothing that was met speaks against two objects belonging together."""
+        partner, its = self._of_left.get(left), self._of_right.get(right)
+        if partner is its is None:
+            return self._sets_of_left.get(left) == self._sets_of_right.get(right)
+        return partner == right or its == left
+
+
 def changed_ties(views: Sequence[View], *, storages: bool, distances: bool) -> Iterator[str]:
     """Compare which views share storages, and how those that do lie to each other.
 
@@ -30,20 +60,32 @@ def changed_ties(views: Sequence[View], *, storages: bool, distances: bool) -> I
     Args:
         views: What was met.
         storages: Whether views that do not overlap must share a storage object, if they did.
-        distances: Whether views on one storage must be as many bytes apart as they were.
+        distances: Whether views on one storage must be as many bytes apart as they were, whose strides are the same.
     """
     if not storages:
         views = [view.in_memory() for view in views]
+    # With other strides, it takes more than the bytes from the first to the last to tell whether views overlap that
+    # leave some of these out.
+    solid = [view for view in views if distances or (view.left.solid and view.right.solid)]
+    runs = {side: _clusters(solid, side, 0) for side in ("left", "right")}
+    run_of = {side: {view: at for at, run in enumerate(runs[side]) for view in run} for side in runs}
     found: dict[str, None] = {}
     for one, other in (("left", "right"), ("right", "left")):
+        for left, right in _overlapping(runs[one], one):
+            if run_of[other][left] != run_of[other][right] and _apart(left, right, other) is not None:
+                both = f"{left.path} and {right.path} overlap on the {one}, not on the {other}"
+                found[f"overlap differs: {both}"] = None
         clusters = _clusters(views, one, FAR_BYTES if storages else 0)
         for first, *others in clusters:
             for view in others:
-                if getattr(view, other).storage != getattr(first, other).storage:
+                near, far = _apart(first, view, one), _apart(first, view, other)
+                if far is None:
                     found[f"storage of {first.path} and {view.path} is one on the {one}, two on the {other}"] = None
-                elif distances and _apart(first, view, one) != _apart(first, view, other):
-                    far = f"{_apart(first, view, 'left')} bytes from {first.path}, now {_apart(first, view, 'right')}"
-                    found[f"overlap differs: {view.path} lay {far}"] = None
+                elif (
+                    distances and near != far and len({run_of[side][first] == run_of[side][view] for side in runs}) == 1
+                ):
+                    before, now = (near, far) if one == "left" else (far, near)
+                    found[f"overlap differs: {view.path} lay {before} bytes from {first.path}, now {now}"] = None
         if storages:
             # Where a storage was cut at its gaps, nobody can say on which part a tensor without elements belongs.
             parts = Counter(getattr(first, one).storage for first, *_ in clusters)
@@ -53,8 +95,19 @@ def changed_ties(views: Sequence[View], *, storages: bool, distances: bool) -> I
     yield from found
 
 
-def _apart(first: View, view: View, side: str) -> int:
-    return int(getattr(view, side).start - getattr(first, side).start)
+def _apart(first: View, view: View, side: str) -> int | None:
+    """Return how many bytes lie between where two views begin; ``None`` if they are on two storages."""
+    one, other = getattr(first, side), getattr(view, side)
+    return int(other.start - one.start) if one.storage == other.storage else None
+
+
+def _overlapping(runs: Sequence[Sequence[View]], side: str) -> Iterator[tuple[View, View]]:
+    """Yield each view of a run but the first, after one of those before it that it overlaps with."""
+    for first, *others in runs:
+        reaching = first  # the one that ends last
+        for view in others:
+            yield reaching, view
+            reaching = max(reaching, view, key=lambda met: getattr(met, side).start + getattr(met, side).length)
 
 
 def _clusters(views: Sequence[View], side: str, gap_bytes: int) -> list[list[View]]:

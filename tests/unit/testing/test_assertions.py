@@ -63,10 +63,25 @@ def test_pieces_of_a_slab_are_accepted_only_if_asked_to():
         assert_trees_equal(left, right)
 
 
-def test_overlap_in_a_slab_is_noticed():
-    slab = torch.zeros(6)
-    with pytest.raises(AssertionError, match="overlap differs"):
-        assert_trees_equal([torch.zeros(4), torch.zeros(4)], [slab[:4], slab[2:]], storages=False)
+@pytest.mark.parametrize("strides", [False, True])
+def test_overlap_in_a_slab_is_noticed(strides):
+    slab, alone = torch.zeros(6), [torch.zeros(4), torch.zeros(4)]
+    for left, right, which in ((alone, [slab[:4], slab[2:]], "right"), ([slab[:4], slab[2:]], alone, "left")):
+        other = "left" if which == "right" else "right"
+        assert tree_differences(left, right, strides=strides, storages=False) == [
+            f"overlap differs: [0] and [1] overlap on the {which}, not on the {other}"
+        ]
+
+
+def test_overlap_is_compared_whatever_the_distances():
+    left, right = torch.zeros(9), torch.zeros(9)
+    assert_trees_equal([left[:2], left[1:3]], [right[4:6], right[3:5]], strides=False)
+    assert tree_differences([left[:6], left[1:3], left[5:8]], [right[:6], right[1:3], right[6:]], strides=False) == [
+        "overlap differs: [0] and [2] overlap on the left, not on the right"
+    ]
+    rows = torch.zeros(2, 2)  # in one tree the columns lie between each other
+    columns = torch.zeros(2, 2).t()
+    assert_trees_equal([rows[:, 0], rows[:, 1]], [columns[:, 0], columns[:, 1]], strides=False)
 
 
 def test_circles_and_depth_end():

@@ -135,6 +135,22 @@ def sets():
 
 
 @equal
+def sets_of_equal_tensors():
+    """In the order of their addresses, so that their places in the set say nothing."""
+    tensors = [torch.nn.Parameter(torch.zeros(2)) for _ in range(12)]
+    held = [Held() for _ in tensors]
+    for one, tensor in zip(held, tensors, strict=True):
+        one.tensor = tensor
+    return {"before": set(tensors), "listed": tensors, "after": {*tensors[:5]}, "inside": [{*held}, {*held[:4]}]}
+
+
+@equal
+def sets_of_equal_tensors_that_are_nowhere_else():
+    tensors = [torch.zeros(2) for _ in range(12)]
+    return [set(tensors), set(tensors[:8]), {(tensor,) for tensor in tensors}, frozenset(tensors[6:])]
+
+
+@equal
 def library_objects():
     return [
         datetime.datetime(2024, 1, 2, tzinfo=datetime.UTC),
@@ -261,7 +277,9 @@ def meta():
 
 @equal
 def fake():
-    return [FAKE.from_tensor(values(2))]
+    tensor = FAKE.from_tensor(values(2))
+    with FAKE:
+        return [tensor, tensor[1:]]
 
 
 @equal

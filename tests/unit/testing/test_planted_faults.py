@@ -370,6 +370,13 @@ def tie_of_meta_tensors_broken():
 
 
 @fault
+def tie_of_fake_tensors_broken():
+    with FakeTensorMode():
+        left, right = torch.empty(4), torch.empty(4)
+        return [left, left[1:]], [right, torch.empty(3)]
+
+
+@fault
 def tie_into_an_object_broken():
     left, right = Held(), Held()
     left.tensor, right.tensor = values(2), values(2)
@@ -466,6 +473,18 @@ def set_element():
 @fault
 def set_element_type():
     return [{1, 2}], [{True, 2}]
+
+
+@fault
+def set_of_others_than_the_list():
+    tensors = [torch.zeros(2) for _ in range(4)]
+    return [set(tensors[:2]), tensors[:2]], [set(tensors[:2]), tensors[2:]]
+
+
+@fault
+def set_of_others_than_the_other_set():
+    tensors = [torch.zeros(2) for _ in range(4)]
+    return [set(tensors[:2]), set(tensors[:2])], [set(tensors[:2]), set(tensors[1:3])]
 
 
 @fault
