@@ -9,7 +9,7 @@ import torch
 
 from statetree.testing.anatomy import Anatomy, anatomy, is_collection
 from statetree.testing.memory import storage_of
-from statetree.testing.objects import attributes_of, contrast, place
+from statetree.testing.objects import attributes_of, contrast, place, stands_on_c
 from statetree.testing.regions import raw_bytes
 from statetree.testing.report import raise_for
 from statetree.testing.values import PLAIN, same_plain
@@ -94,7 +94,8 @@ def _state_of(value: Any) -> Any:
         return value.get_state().tolist()
     if is_collection(value) or isinstance(value, (torch.Tensor, torch.storage.TypedStorage, torch.UntypedStorage)):
         return None
-    if attributes_of(value) and getattr(type(value), "__reduce__", None) is _REDUCE:
+    plain = not stands_on_c(type(value)) and getattr(type(value), "__reduce__", None) is _REDUCE
+    if plain and attributes_of(value):
         return None  # these are all that it holds, and are looked at one by one
     try:
         with memoryview(value) as view:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import io
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from random import Random
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from statetree.testing import Watch, assert_pure, assert_trees_equal
 from tests.trees import Ramp
-from tests.trees.classes import TwoTensors
+from tests.trees.classes import TwoTensors, Unflattened, subclassed
 from tests.trees.containers import ListWithAttributes, ListWithSlots
 from tests.trees.corpus import Held
 from tests.trees.fields import Defined, Failure, Slotted, State
@@ -108,6 +109,16 @@ def sparse():
     return torch.sparse_coo_tensor(torch.tensor([[0, 1]]), values(2), (3,), check_invariants=False)
 
 
+class FakeQuantWeight(torch.Tensor):
+    """Is no fake tensor."""
+
+
+def named_file():
+    file = io.BytesIO(b"abc")
+    file.name = "memory"
+    return file
+
+
 def optimizer():
     return torch.optim.SGD([torch.nn.Parameter(values(1))], lr=1)
 
@@ -187,6 +198,18 @@ CHANGES = {
     "a sparse tensor's values": (lambda: [sparse()], lambda tree: tree[0]._values().numpy().__setitem__(0, 9)),
     "a sparse tensor's shape": (lambda: [sparse()], lambda tree: tree[0].sparse_resize_((9,), 1, 0)),
     "an inner tensor": (lambda: [TwoTensors(values(1), values(1))], lambda tree: tree[0].a.add_(1)),
+    "a tensor below a wrapper without memory": (
+        lambda: [Unflattened(values(1))],
+        lambda tree: tree[0].inner.numpy().__setitem__(0, 9),
+    ),
+    "a tensor for another below a wrapper without memory": (
+        lambda: [Unflattened(values(1))],
+        set_to("inner", values(1)),
+    ),
+    "an element of a subclass, whatever its name": (
+        lambda: [subclassed(FakeQuantWeight, values(2))],
+        lambda tree: tree[0].numpy().__setitem__(0, 9),
+    ),
     # Objects
     "an attribute of an object": (lambda: [Held()], set_to("extra", 1)),
     "an argument of an error": (lambda: [ValueError([1])], lambda tree: tree[0].args[0].append(2)),
@@ -202,6 +225,8 @@ CHANGES = {
     "a generator": (lambda: [torch.Generator()], lambda tree: torch.rand(3, generator=tree[0])),
     "a generator of NumPy": (lambda: [np.random.default_rng(0)], lambda tree: tree[0].random()),
     "random numbers": (lambda: [Random(0)], lambda tree: tree[0].random()),
+    "a file in memory, with an attribute": (lambda: [named_file()], lambda tree: tree[0].write(b"z")),
+    "where a file in memory is read": (lambda: [named_file()], lambda tree: tree[0].seek(1)),
     "an iterator": (lambda: [iter([1, 2])], lambda tree: next(tree[0])),
     "the mode of a module": (lambda: [torch.nn.Linear(1, 1)], lambda tree: tree[0].eval()),
 }
