@@ -62,7 +62,12 @@ def tensor_plans(
         dtype=st.sampled_from(dtypes),
         geometry=st.sampled_from(geometries),
         wrap=st.sampled_from(wraps),
-    )
+    ).filter(can_be_shown)
+
+
+def can_be_shown(plan: TensorPlan) -> bool:
+    """Whether torch can print the tensor: a test that fails on another would fail with torch's error, not its own."""
+    return plan.shape != () or plan.dtype is not torch.float4_e2m1fn_x2
 
 
 def tensors(

@@ -39,8 +39,8 @@ from statetree.testing import (
 from statetree.testing.container_plan import MAPPINGS, NODES
 from statetree.testing.memory import storages
 from statetree.testing.optimizer_plan import OPTIMIZERS
-from statetree.testing.strategies import plain_values, view_plans
-from statetree.testing.tensor_plan import DTYPES, GEOMETRIES, USUAL_WRAPS, VIEWS
+from statetree.testing.strategies import can_be_shown, plain_values, view_plans
+from statetree.testing.tensor_plan import DTYPES, GEOMETRIES, USUAL_WRAPS, VIEWS, WRAPS
 from tests.docs.snippets import fenced
 
 HOW_TO = Path(__file__).parents[3] / "docs" / "howto" / "test_transform.md"
@@ -97,6 +97,13 @@ def test_odd_floats_print_as_what_they_are(bits):
     plan = Value(struct.unpack("<d", struct.pack("<Q", bits))[0])
     again = eval(repr(plan), dict(NAMES))
     assert struct.unpack("<Q", struct.pack("<d", again.value))[0] == bits
+
+
+def test_equal_sets_print_alike_whatever_their_order():
+    one, other = frozenset([0, 8]), frozenset([8, 0])
+    assert list(one) != list(other)
+    assert repr(Value((one,))) == repr(Value((other,))) == "Value((frozenset({0, 8}),))"
+    assert repr(Value(frozenset())) == "Value(frozenset())"
 
 
 def test_what_was_made_before_comes_again():
@@ -161,6 +168,25 @@ def test_trees_are_bounded(tree):
 def test_leaves_of_ones_own(tree):
     ours = (samples.Thing, str)  # a field of SlottedPair is a string
     assert all(type(leaf) is int for leaf in st.flatten(tree)[0] if not isinstance(leaf, ours))
+
+
+# Hypothesis shows what it drew when a test fails: a value that cannot be shown would hide the failure.
+
+
+@given(tree=hyp.one_of(state_trees(), tied_trees(), optimizer_states(), tensors(dtypes=[torch.float4_e2m1fn_x2])))
+def test_what_is_drawn_can_be_shown(tree):
+    repr([tree])
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_of_every_kind_can_be_shown(dtype, wrap):
+    for shape, geometry in itertools.product([(), (1,), (2,), (0, 2), (1, 2, 2)], GEOMETRIES):
+        plan = TensorPlan(shape, dtype, geometry, wrap)
+        if can_be_shown(plan):
+            repr(build(Node("dict", (plan,), ("w",))))
+        else:
+            assert plan.shape == ()
 
 
 @given(tensor=tensors(dtypes=[torch.int64], max_dims=2, max_side=2, geometries=["gaps"], wraps=["frozen"]))
