@@ -145,8 +145,23 @@ def test_tensors_of_trees_share_nothing(tree):
     assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(ranges))
 
 
-@given(tree=state_trees(tensor_plans(dtypes=[torch.float32], geometries=["contiguous"], wraps=["tensor"])))
-def test_elements_are_unique_by_position_over_a_tree(tree):
+FLOATS = {"dtypes": [torch.float32], "geometries": ["contiguous"], "wraps": ["tensor"]}
+
+
+@pytest.mark.parametrize(
+    "leaves",
+    [
+        tensor_plans(**FLOATS),
+        tensors(**FLOATS),
+        hyp.one_of(hyp.none(), tensors(**FLOATS) | hyp.booleans()),
+        tree_plans(tensors(**FLOATS), max_leaves=3),
+        state_trees(tensors(**FLOATS), max_leaves=3),
+    ],
+    ids=["plans", "tensors", "among others", "plans of trees", "trees"],
+)
+@given(data=hyp.data())
+def test_elements_are_unique_by_position_over_a_tree(leaves, data):
+    tree = data.draw(state_trees(leaves))
     counted = Counter(element for leaf in leaves_of(tree) for element in leaf.flatten().tolist())
     assert not counted or max(counted.values()) == 1
 
@@ -267,15 +282,21 @@ def test_plans_shrink_to_small_ones(strategy, holds, smallest):
     assert repr(found) == smallest
 
 
-def test_a_failure_shows_the_code_that_makes_its_tree():
+@pytest.mark.parametrize(
+    "trees",
+    [tensors(), state_trees(), state_trees(tensors()), state_trees(hyp.none() | tensors())],
+    ids=["tensors", "trees", "trees of tensors", "trees of tensors among others"],
+)
+def test_a_failure_shows_the_code_that_makes_its_tree(trees):
     @settings(max_examples=300, database=None, phases=[Phase.generate, Phase.shrink])
-    @given(tree=tensors())
+    @given(tree=trees)
     def fails(tree):
-        assert tree.is_contiguous()
+        assert all(leaf.is_contiguous() for leaf in leaves_of(tree))
 
     with pytest.raises(AssertionError) as caught:
         fails()
-    assert any(line.startswith("from build(TensorPlan(") for line in caught.value.__notes__)
+    [code] = [line.removeprefix("from ") for line in caught.value.__notes__ if line.startswith("from ")]
+    assert not all(leaf.is_contiguous() for leaf in leaves_of(eval(code, dict(NAMES))))
 
 
 # Arguments
