@@ -44,7 +44,7 @@ class Anatomy(NamedTuple):
 
 
 def anatomy(value: Any) -> Anatomy:
-    """Take an object apart, without a method of its own being called."""
+    """Take an object apart without calling its own methods; of those of its keys, ``__repr__`` and ``__hash__``."""
     keys: list[tuple[str, Any]] = []
     items: list[tuple[str, Any]] = []
     settings: list[tuple[str, Any]] = []
@@ -52,7 +52,7 @@ def anatomy(value: Any) -> Anatomy:
         base = OrderedDict if isinstance(value, OrderedDict) else dict
         listed = list(base.__iter__(value))
         keys = [(f"<key {index}>", key) for index, key in enumerate(listed)]
-        items = [(f"[{brief(key)}]", dict.__getitem__(value, key)) for key in listed]
+        items = [(f"[{_shown(key)}]", dict.__getitem__(value, key)) for key in listed]
     else:
         sequence = next((base for base in _SEQUENCES if isinstance(value, base)), None)
         if sequence is not None:
@@ -65,6 +65,10 @@ def anatomy(value: Any) -> Anatomy:
     if isinstance(value, torch.Tensor):
         attributes = {name: held for name, held in attributes.items() if not name.startswith(_NOTED_BY_TORCH)}
     return Anatomy(type(value), keys, items, settings, attributes)
+
+
+def _shown(key: Any) -> str:
+    return repr(key) if type(key) is str else brief(key)  # names of parameters are long, and differ at their ends
 
 
 def is_collection(value: Any) -> bool:

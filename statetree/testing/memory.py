@@ -24,15 +24,16 @@ def storage_of(value: Any) -> torch.UntypedStorage | None:
     """Return the host storage below a plain tensor or a storage, or ``None``."""
     if isinstance(value, torch.UntypedStorage):
         return value
-    if not isinstance(value, torch.Tensor) or "Fake" in type(value).__name__ or inner_tensors(value):
+    if not isinstance(value, torch.Tensor) or inner_tensors(value):
         return None
     if hasattr(type(value), "__tensor_flatten__"):
         return None
     try:
         storage = value.untyped_storage()
+        storage.data_ptr()  # that of a wrapper may be none: torch crashes when its bytes are read
     except (RuntimeError, NotImplementedError, ValueError):
         return None
-    return None if storage.device.type == "meta" else storage
+    return None if storage.device.type == "meta" else storage  # as those of fake tensors are
 
 
 def scribble(tree: Any) -> int:

@@ -97,6 +97,8 @@ def code(value: Any) -> str:
         return f"complex({code(value.real)}, {code(value.imag)})"
     if type(value) is tuple:
         return f"({', '.join(map(code, value))}{',' if len(value) == 1 else ''})"
+    if type(value) is frozenset and value:  # equal ones may differ in their order
+        return f"frozenset({{{', '.join(sorted(map(code, value)))}}})"
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return f"{_name(type(value))}{code(tuple(value))}"
     if isinstance(value, enum.Enum):

@@ -29,9 +29,9 @@ def walk_with_paths(tree: Any, *, gradients: bool = False) -> Iterator[tuple[str
             continue
         seen[id(value)] = value
         yield path, value
-        pending.extend((path + step, child) for step, child in children(value))
         if gradients and isinstance(value, torch.Tensor) and (gradient := gradient_of(value)) is not None:
             pending.append((f"{path}.grad", gradient))
+        pending.extend((path + step, child) for step, child in reversed(children(value)))
 
 
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:

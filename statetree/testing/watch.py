@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from statetree.testing.anatomy import Anatomy, anatomy, is_collection
 from statetree.testing.memory import storage_of
-from statetree.testing.objects import attributes_of, contrast, place
+from statetree.testing.objects import attributes_of, contrast, place, stands_on_c
 from statetree.testing.regions import raw_bytes
-from statetree.testing.report import raise_for
+from statetree.testing.report import SHOWN_ALONE, raise_for
 from statetree.testing.values import PLAIN, same_plain
 from statetree.testing.walk import gradient_of, walk_with_paths
 
@@ -21,6 +22,23 @@ if TYPE_CHECKING:
 
 #: What is recorded as addresses, which would tell a reader nothing.
 _IDENTITIES = {"pointer", "grad", "hooks"}
+
+
+class _Same:
+    """Something kept, so that nothing else gets its address, and equal to itself alone."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+
+class _Storage(NamedTuple):
+    storage: torch.UntypedStorage
+    nbytes: int
+    contents: torch.Tensor
+    paths: list[str]  # of what lies on it
 
 
 class _Tensor(NamedTuple):
@@ -34,7 +52,7 @@ class _Tensor(NamedTuple):
     is_leaf: bool
     bits: tuple[bool, bool]
     grad: int
-    hooks: tuple[int, ...]
+    hooks: tuple[_Same, ...]
     retains_grad: bool
 
 
@@ -57,7 +75,7 @@ def _record(value: torch.Tensor) -> _Tensor:
         is_leaf=value.is_leaf,
         bits=(bool(ask(value.is_conj)), bool(ask(value.is_neg))),
         grad=id(gradient_of(value)),
-        hooks=tuple(id(hook) for hooks in kept for hook in (hooks or {}).values()),
+        hooks=tuple(_Same(hook) for hooks in kept for hook in (hooks or {}).values()),
         retains_grad=bool(ask(lambda: value.retains_grad)),
     )
 
@@ -72,17 +90,27 @@ def _body_changes(path: str, now: Anatomy, before: Anatomy) -> Iterator[str]:
         for (step, part), (other, its) in zip(parts, others, strict=True)
     ):
         return
-    present, past = dict(parts), dict(others)
-    found = [f"{path}{step} is gone" for step in past if step not in present]
-    found += [f"{path}{step} is new" for step in present if step not in past]
-    for step, part in present.items():
-        if step not in past or part is past[step] or same_plain(part, past[step]):
+    present, past = _by_place(parts), _by_place(others)
+    found = [f"{path}{step} is gone" for step, nth in past if (step, nth) not in present]
+    found += [f"{path}{step} is new" for step, nth in present if (step, nth) not in past]
+    for at, part in present.items():
+        if at not in past or part is past[at] or same_plain(part, past[at]):
             continue
-        is_plain = type(part) in PLAIN and type(past[step]) in PLAIN
-        what = f"changed: {contrast(past[step], part)}" if is_plain else "is another object"
-        found.append(f"{path}{step} {what}")
+        is_plain = type(part) in PLAIN and type(past[at]) in PLAIN
+        what = f"changed: {contrast(past[at], part)}" if is_plain else "is another object"
+        found.append(f"{path}{at[0]} {what}")
     named = [line for line in found if not line.startswith(f"{path}<key ")]
     yield from named or [f"the order or the keys of the {_described(path, now.cls)} changed"]
+
+
+def _by_place(parts: list[tuple[str, Any]]) -> dict[tuple[str, int], Any]:
+    """Return the parts by their steps; of keys that look alike, by the first, the second, and so on."""
+    met: Counter[str] = Counter()
+    found = {}
+    for step, part in parts:
+        found[step, met[step]] = part
+        met[step] += 1
+    return found
 
 
 _REDUCE: Any = object.__reduce__
@@ -94,7 +122,8 @@ def _state_of(value: Any) -> Any:
         return value.get_state().tolist()
     if is_collection(value) or isinstance(value, (torch.Tensor, torch.storage.TypedStorage, torch.UntypedStorage)):
         return None
-    if attributes_of(value) and getattr(type(value), "__reduce__", None) is _REDUCE:
+    plain = not stands_on_c(type(value)) and getattr(type(value), "__reduce__", None) is _REDUCE
+    if plain and attributes_of(value):
         return None  # these are all that it holds, and are looked at one by one
     try:
         with memoryview(value) as view:
@@ -124,8 +153,8 @@ class Watch:
         Traceback (most recent call last):
         ...
         AssertionError: Watch: the tree changed in 2 places:
-          the version of the tensor at ['w'] changed from 0 to 1
           bytes below ['w'] changed
+          the version of the tensor at ['w'] changed from 0 to 1
     """
 
     def __init__(self, tree: Any) -> None:
@@ -135,9 +164,14 @@ class Watch:
         self._states = [_state_of(value) for _, value in self._objects]
         self._tensors = [(path, value) for path, value in self._objects if isinstance(value, torch.Tensor)]
         self._records = [_record(value) for _, value in self._tensors]
-        owned = [storage for _, value in self._objects if (storage := storage_of(value)) is not None]
-        self._storages = list({storage._cdata: storage for storage in owned}.values())
-        self._bytes = [(storage.nbytes(), raw_bytes(storage).clone()) for storage in self._storages]
+        self._storages: dict[int, _Storage] = {}
+        for path, value in self._objects:
+            storage = storage_of(value)
+            if storage is None:
+                continue
+            if storage._cdata not in self._storages:
+                self._storages[storage._cdata] = _Storage(storage, storage.nbytes(), raw_bytes(storage).clone(), [])
+            self._storages[storage._cdata].paths.append(place(path))
 
     def changes(self) -> list[str]:
         """Return what is different now, one line for each place."""
@@ -147,25 +181,21 @@ class Watch:
         for (path, value), state in zip(self._objects, self._states, strict=True):
             if state is not None and _state_of(value) != state:
                 found.append(f"what the {_described(path, type(value))} holds changed")
+        for storage, nbytes, past_bytes, paths in self._storages.values():
+            if storage.nbytes() != nbytes or not torch.equal(raw_bytes(storage), past_bytes):
+                more = ", ..." if len(paths) > SHOWN_ALONE else ""
+                found.append(f"bytes below {', '.join(paths[:SHOWN_ALONE])}{more} changed")
         for (path, value), past in zip(self._tensors, self._records, strict=True):
             now = _record(value)
             for name, was, present in zip(_Tensor._fields, past, now, strict=True):
                 if was != present:
                     values = "" if name in _IDENTITIES else f" from {was} to {present}"
                     found.append(f"the {name} of the tensor at {place(path)} changed{values}")
-        for storage, (nbytes, past_bytes) in zip(self._storages, self._bytes, strict=True):
-            if storage.nbytes() != nbytes or not torch.equal(raw_bytes(storage), past_bytes):
-                found.append(f"bytes below {', '.join(self._on(storage))} changed")
         return found
 
     def check(self) -> None:
         """Raise ``AssertionError`` if anything is different now."""
         raise_for("Watch: the tree changed", self.changes())
-
-    def _on(self, storage: torch.UntypedStorage) -> list[str]:
-        """Return where the tensors are that lie on a storage."""
-        held = [(path, storage_of(value)) for path, value in self._objects]
-        return [place(path) for path, own in held if own is not None and own._cdata == storage._cdata]
 
 
 def _described(path: str, cls: type) -> str:

@@ -101,6 +101,24 @@ class TwoTensors(torch.Tensor):
         return TwoTensors(a, b, args[0].note) if isinstance(a, torch.Tensor) else a
 
 
+class Unflattened(torch.Tensor):
+    """A wrapper of a tensor, without memory of its own, that does not say how it is taken apart."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Unflattened:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        bare = [arg.inner if isinstance(arg, Unflattened) else arg for arg in args]
+        return func(*bare, **(kwargs or {}))
+
+
 @tree()
 def wrappers(new: Ramp) -> Any:
     same, inner = new(2), TwoTensors(new(2), new(2), "inner")

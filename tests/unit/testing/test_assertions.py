@@ -125,6 +125,14 @@ def test_keys_that_hold_tensors_are_compared_in_their_order():
     assert len(tree_differences(left, {next(iter(right)): 0})) == 1
 
 
+def test_long_keys_are_named_in_full():
+    one, other = ({f"model.{80 * 'x'}.{name}": number for number, name in enumerate(names)} for names in ("ab", "ba"))
+    assert tree_differences(one, dict(sorted(other.items()))) == [
+        f"value differs at ['model.{80 * 'x'}.a']: 0 against 1",
+        f"value differs at ['model.{80 * 'x'}.b']: 1 against 0",
+    ]
+
+
 def test_values_are_compared_by_key_whatever_the_order():
     assert tree_differences({"a": 1, "b": 2, "c": 3}, {"b": 2, "a": 4, "c": 3}) == [
         "order of keys differs at <root>: 'a' against 'b'",

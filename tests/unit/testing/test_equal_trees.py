@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 import statetree as st
 from statetree.testing import assert_independent, assert_trees_equal, tree_differences
 from tests.trees import Ramp
-from tests.trees.classes import SlottedSubclass, TwoTensors, subclassed
+from tests.trees.classes import SlottedSubclass, TwoTensors, Unflattened, subclassed
 from tests.trees.containers import DictWithAttributes, ListWithSlots, Point
 from tests.trees.corpus import Held
 from tests.trees.fields import Defined, Failure, Frozen, Slotted, State
@@ -313,7 +313,7 @@ def quantized():
 @equal
 def wrappers():
     inner = values(2)
-    return [TwoTensors(inner, inner), TwoTensors(values(1), values(1), [1, {"a": 2}])]
+    return [TwoTensors(inner, inner), TwoTensors(values(1), values(1), [1, {"a": 2}]), Unflattened(inner)]
 
 
 @equal

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import io
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from random import Random
@@ -13,9 +14,10 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from statetree.testing import Watch, assert_pure, assert_trees_equal
+from statetree.testing import Watch, assert_pure, assert_trees_equal, memory
+from statetree.testing import watch as watch_module
 from tests.trees import Ramp
-from tests.trees.classes import TwoTensors
+from tests.trees.classes import TwoTensors, Unflattened, subclassed
 from tests.trees.containers import ListWithAttributes, ListWithSlots
 from tests.trees.corpus import Held
 from tests.trees.fields import Defined, Failure, Slotted, State
@@ -88,6 +90,21 @@ def slotted_list():
     return result
 
 
+def hooked_by_a_closure():
+    tensor = values(2).requires_grad_()
+    tensor.register_hook(lambda gradient: gradient)
+    return [tensor]
+
+
+def replace_hook_where_it_lay(tree):
+    [old] = map(id, tree[0]._backward_hooks.values())
+    tree[0]._backward_hooks.clear()
+    others = []
+    while len(others) < 100 and old not in map(id, others):
+        others.append(lambda gradient: gradient)
+    tree[0].register_hook(others[-1])
+
+
 def read_as_integers(tree):
     tree[0].data = tree[0].data.view(torch.int32)
 
@@ -106,6 +123,16 @@ def with_gradient():
 
 def sparse():
     return torch.sparse_coo_tensor(torch.tensor([[0, 1]]), values(2), (3,), check_invariants=False)
+
+
+class FakeQuantWeight(torch.Tensor):
+    """Is no fake tensor."""
+
+
+def named_file():
+    file = io.BytesIO(b"abc")
+    file.name = "memory"
+    return file
 
 
 def optimizer():
@@ -170,6 +197,7 @@ CHANGES = {
     "a gradient dropped": (lambda: [with_gradient()], set_to("grad", None)),
     "a hook": (lambda: [values(2).requires_grad_()], lambda tree: tree[0].register_hook(print)),
     "a hook for another": (hooked, replace_hook),
+    "a hook for another where it lay": (hooked_by_a_closure, replace_hook_where_it_lay),
     "a hook after accumulation": (
         lambda: [values(2).requires_grad_()],
         lambda tree: tree[0].register_post_accumulate_grad_hook(print),
@@ -187,6 +215,18 @@ CHANGES = {
     "a sparse tensor's values": (lambda: [sparse()], lambda tree: tree[0]._values().numpy().__setitem__(0, 9)),
     "a sparse tensor's shape": (lambda: [sparse()], lambda tree: tree[0].sparse_resize_((9,), 1, 0)),
     "an inner tensor": (lambda: [TwoTensors(values(1), values(1))], lambda tree: tree[0].a.add_(1)),
+    "a tensor below a wrapper without memory": (
+        lambda: [Unflattened(values(1))],
+        lambda tree: tree[0].inner.numpy().__setitem__(0, 9),
+    ),
+    "a tensor for another below a wrapper without memory": (
+        lambda: [Unflattened(values(1))],
+        set_to("inner", values(1)),
+    ),
+    "an element of a subclass, whatever its name": (
+        lambda: [subclassed(FakeQuantWeight, values(2))],
+        lambda tree: tree[0].numpy().__setitem__(0, 9),
+    ),
     # Objects
     "an attribute of an object": (lambda: [Held()], set_to("extra", 1)),
     "an argument of an error": (lambda: [ValueError([1])], lambda tree: tree[0].args[0].append(2)),
@@ -202,6 +242,8 @@ CHANGES = {
     "a generator": (lambda: [torch.Generator()], lambda tree: torch.rand(3, generator=tree[0])),
     "a generator of NumPy": (lambda: [np.random.default_rng(0)], lambda tree: tree[0].random()),
     "random numbers": (lambda: [Random(0)], lambda tree: tree[0].random()),
+    "a file in memory, with an attribute": (lambda: [named_file()], lambda tree: tree[0].write(b"z")),
+    "where a file in memory is read": (lambda: [named_file()], lambda tree: tree[0].seek(1)),
     "an iterator": (lambda: [iter([1, 2])], lambda tree: next(tree[0])),
     "the mode of a module": (lambda: [torch.nn.Linear(1, 1)], lambda tree: tree[0].eval()),
 }
@@ -220,6 +262,82 @@ def test_a_planted_change_deep_in_a_tree_is_noticed(name):
     make, change = CHANGES[name]
     with pytest.raises(AssertionError, match=r"^assert_pure: the argument changed in \d+ place"):
         assert_pure(lambda tree: change(tree["deep"][0].content), {"deep": (SimpleNamespace(content=make()),)})
+
+
+LONG = "model.layers." + 80 * "x"
+
+
+class Alike:
+    """Looks like every other one."""
+
+    def __repr__(self):
+        return "Alike()"
+
+
+def changes(tree, change):
+    watch = Watch(tree)
+    change(tree)
+    return watch.changes()
+
+
+def test_changes_below_long_keys_are_named():
+    tree = {f"{LONG}.{name}": 1 for name in "ab"}
+    assert changes(tree, put(f"{LONG}.b", 2)) == [f"['{LONG}.b'] changed: 1 against 2"]
+
+
+def test_changes_below_keys_that_look_alike_are_named():
+    one, other = Alike(), Alike()
+    assert changes({one: 1, other: 1}, put(one, 2)) == ["[Alike()] changed: 1 against 2"]
+    assert changes({one: 1, other: 1}, put(other, 2)) == ["[Alike()] changed: 1 against 2"]
+    assert changes({one: 1, other: 1}, lambda tree: tree.pop(one)) == ["[Alike()] is gone"]
+
+
+def test_changes_are_told_in_the_order_of_the_tree_bytes_first():
+    base = values(9)
+    tree = {"b": [base[:2], base[4:]], "a": values(2), "o": {"x": 1, "y": 1}, "l": [1, 2]}
+
+    def change(tree):
+        for tensor in (tree["a"], *tree["b"]):
+            tensor.add_(1)
+        tree["l"][:] = [3, 4]
+        tree["o"].update(x=2, y=2)
+
+    assert changes(tree, change) == [
+        "['o']['x'] changed: 1 against 2",
+        "['o']['y'] changed: 1 against 2",
+        "['l'][0] changed: 1 against 3",
+        "['l'][1] changed: 2 against 4",
+        "bytes below ['b'][0], ['b'][1] changed",
+        "bytes below ['a'] changed",
+        "the version of the tensor at ['b'][0] changed from 0 to 2",
+        "the version of the tensor at ['b'][1] changed from 0 to 2",
+        "the version of the tensor at ['a'] changed from 0 to 1",
+    ]
+
+
+def test_bytes_are_named_by_where_they_were():
+    def change(tree):
+        tree[0].numpy()[0] = 9
+        tree[0].data = values(3)
+
+    assert "bytes below [0] changed" in changes([values(2)], change)
+    assert changes(list(values(9).unbind()), lambda tree: tree[0].numpy().fill(9)) == [
+        "bytes below [0], [1], [2], [3], [4], ... changed"
+    ]
+
+
+def test_the_cost_of_changes_grows_with_their_number(monkeypatch):
+    asked = []
+    storage_of = memory.storage_of
+    monkeypatch.setattr(watch_module, "storage_of", lambda value: asked.append(value) or storage_of(value))
+
+    def asks(count):
+        asked.clear()
+        found = changes([values(1) for _ in range(count)], lambda tree: [tensor.add_(1) for tensor in tree])
+        assert len(found) == 2 * count
+        return len(asked)
+
+    assert asks(40) < 3 * asks(20)
 
 
 def test_a_plain_value_replaced_by_an_equal_one_is_no_change():

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from statetree.testing import assert_trees_equal, tree_differences
 from tests.trees import Ramp
-from tests.trees.classes import SlottedSubclass, TwoTensors, subclassed
+from tests.trees.classes import SlottedSubclass, TwoTensors, Unflattened, subclassed
 from tests.trees.containers import (
     DictWithAttributes,
     ListWithAttributes,
@@ -453,6 +453,18 @@ def wrapper_context():
 def wrapper_tie():
     left, right = values(2), values(2)
     return [TwoTensors(left, left)], [TwoTensors(right, right.clone())]
+
+
+@fault
+def tensor_below_a_wrapper_without_memory():
+    return [Unflattened(values(2))], [Unflattened(values(2) + 1)]
+
+
+@fault
+def shape_of_a_wrapper_without_memory():
+    left, right = Unflattened(values(2)), Unflattened(values(1))
+    right.inner = values(2)
+    return [left], [right]
 
 
 @fault

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import statetree as st
 from statetree.testing import assert_independent
 from tests.trees import DISTRIBUTED_TREES, TREES, Ramp
-from tests.trees.classes import TwoTensors
+from tests.trees.classes import TwoTensors, Unflattened
 from tests.trees.containers import ListWithAttributes
 from tests.trees.corpus import Color, Held
 from tests.trees.fields import Defined, Failure, Frozen, Slotted, State
@@ -99,6 +99,12 @@ def a_storage():
 def a_tensor_in_an_object():
     base = values(4)
     return [held(deep=[base])], [base]
+
+
+@planted(MEMORY)
+def a_tensor_below_wrappers_without_memory():
+    base = values(4)
+    return [Unflattened(base)], [Unflattened(base)]
 
 
 @planted(MEMORY)

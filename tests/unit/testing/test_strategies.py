@@ -39,8 +39,8 @@ from statetree.testing import (
 from statetree.testing.container_plan import MAPPINGS, NODES
 from statetree.testing.memory import storages
 from statetree.testing.optimizer_plan import OPTIMIZERS
-from statetree.testing.strategies import plain_values, view_plans
-from statetree.testing.tensor_plan import DTYPES, GEOMETRIES, USUAL_WRAPS, VIEWS
+from statetree.testing.strategies import can_be_shown, plain_values, view_plans
+from statetree.testing.tensor_plan import DTYPES, GEOMETRIES, USUAL_WRAPS, VIEWS, WRAPS
 from tests.docs.snippets import fenced
 
 HOW_TO = Path(__file__).parents[3] / "docs" / "howto" / "test_transform.md"
@@ -99,6 +99,13 @@ def test_odd_floats_print_as_what_they_are(bits):
     assert struct.unpack("<Q", struct.pack("<d", again.value))[0] == bits
 
 
+def test_equal_sets_print_alike_whatever_their_order():
+    one, other = frozenset([0, 8]), frozenset([8, 0])
+    assert list(one) != list(other)
+    assert repr(Value((one,))) == repr(Value((other,))) == "Value((frozenset({0, 8}),))"
+    assert repr(Value(frozenset())) == "Value(frozenset())"
+
+
 def test_what_was_made_before_comes_again():
     tree = build(Node("list", (TensorPlan(), Node("list", (Again(),)), Again(1), Again(3))))
     assert tree[1][0] is tree[0]
@@ -138,8 +145,23 @@ def test_tensors_of_trees_share_nothing(tree):
     assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(ranges))
 
 
-@given(tree=state_trees(tensor_plans(dtypes=[torch.float32], geometries=["contiguous"], wraps=["tensor"])))
-def test_elements_are_unique_by_position_over_a_tree(tree):
+FLOATS = {"dtypes": [torch.float32], "geometries": ["contiguous"], "wraps": ["tensor"]}
+
+
+@pytest.mark.parametrize(
+    "leaves",
+    [
+        tensor_plans(**FLOATS),
+        tensors(**FLOATS),
+        hyp.one_of(hyp.none(), tensors(**FLOATS) | hyp.booleans()),
+        tree_plans(tensors(**FLOATS), max_leaves=3),
+        state_trees(tensors(**FLOATS), max_leaves=3),
+    ],
+    ids=["plans", "tensors", "among others", "plans of trees", "trees"],
+)
+@given(data=hyp.data())
+def test_elements_are_unique_by_position_over_a_tree(leaves, data):
+    tree = data.draw(state_trees(leaves))
     counted = Counter(element for leaf in leaves_of(tree) for element in leaf.flatten().tolist())
     assert not counted or max(counted.values()) == 1
 
@@ -161,6 +183,25 @@ def test_trees_are_bounded(tree):
 def test_leaves_of_ones_own(tree):
     ours = (samples.Thing, str)  # a field of SlottedPair is a string
     assert all(type(leaf) is int for leaf in st.flatten(tree)[0] if not isinstance(leaf, ours))
+
+
+# Hypothesis shows what it drew when a test fails: a value that cannot be shown would hide the failure.
+
+
+@given(tree=hyp.one_of(state_trees(), tied_trees(), optimizer_states(), tensors(dtypes=[torch.float4_e2m1fn_x2])))
+def test_what_is_drawn_can_be_shown(tree):
+    repr([tree])
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_of_every_kind_can_be_shown(dtype, wrap):
+    for shape, geometry in itertools.product([(), (1,), (2,), (0, 2), (1, 2, 2)], GEOMETRIES):
+        plan = TensorPlan(shape, dtype, geometry, wrap)
+        if can_be_shown(plan):
+            repr(build(Node("dict", (plan,), ("w",))))
+        else:
+            assert plan.shape == ()
 
 
 @given(tensor=tensors(dtypes=[torch.int64], max_dims=2, max_side=2, geometries=["gaps"], wraps=["frozen"]))
@@ -241,15 +282,21 @@ def test_plans_shrink_to_small_ones(strategy, holds, smallest):
     assert repr(found) == smallest
 
 
-def test_a_failure_shows_the_code_that_makes_its_tree():
+@pytest.mark.parametrize(
+    "trees",
+    [tensors(), state_trees(), state_trees(tensors()), state_trees(hyp.none() | tensors())],
+    ids=["tensors", "trees", "trees of tensors", "trees of tensors among others"],
+)
+def test_a_failure_shows_the_code_that_makes_its_tree(trees):
     @settings(max_examples=300, database=None, phases=[Phase.generate, Phase.shrink])
-    @given(tree=tensors())
+    @given(tree=trees)
     def fails(tree):
-        assert tree.is_contiguous()
+        assert all(leaf.is_contiguous() for leaf in leaves_of(tree))
 
     with pytest.raises(AssertionError) as caught:
         fails()
-    assert any(line.startswith("from build(TensorPlan(") for line in caught.value.__notes__)
+    [code] = [line.removeprefix("from ") for line in caught.value.__notes__ if line.startswith("from ")]
+    assert not all(leaf.is_contiguous() for leaf in leaves_of(eval(code, dict(NAMES))))
 
 
 # Arguments
