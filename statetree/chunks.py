@@ -61,8 +61,6 @@ class Layout:
     @cached_property
     def distinct(self) -> Distinct:
         """The boxes, each once however many ranks hold it."""
-        if not len(self.ranks):
-            return Distinct(self.starts, self.stops, self.ranks)
         if self.disjoint or not self.shape:  # then boxes that begin in the same place are the same
             corners = (self.starts * torch.tensor(_row_major(self.shape), dtype=torch.int64)).sum(1)
             found, which = torch.unique(corners, return_inverse=True)

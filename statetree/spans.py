@@ -72,12 +72,10 @@ def extents(columns: Columns) -> list[int]:
 
 def is_dense(contiguous: bool, shape: Sequence[int], stride: Sequence[int]) -> bool:  # noqa: FBT001 - a column
     """Whether a tensor covers every byte between its first and its last one exactly once."""
-    if contiguous:
+    if contiguous or 0 in shape:
         return True
     expected = 1
     for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
-        if size == 0:
-            return True
         if step != expected:
             return False
         expected *= size

@@ -145,6 +145,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "synchronize(accelerators)",
         "synchronize(accelerators)  ->  pass",
     ): "without an accelerator there is nothing to wait for",
+    (
+        "spans.py",
+        "view = empty(0, dtype=dtype, device=device).set_(storage, start // dtype.itemsize + offset, shape, stride)",
+        "0  ->  1",
+    ): "what it has is replaced",
     ("tree.py", "continue", "continue  ->  break"): "the loop around it goes on with the same iterator",
     (
         "transforms/copy_into.py",

@@ -196,6 +196,12 @@ def test_a_move_takes_the_room_of_what_a_rank_has_and_gets():
     assert [len(batch) for batch in Plan([swap] * 2, 0, 2, 31).batches] == [1, 1]
 
 
+def test_boxes_that_only_touch_count_for_nothing():
+    first, second = Box((0,), (64,)), Box((64,), (128,))
+    there, back = layout_of((128,), {0: [first], 1: [second]}), layout_of((128,), {0: [second], 1: [first]})
+    assert len(Plan([Move(there, back, torch.float32)], 0, 2, 256).batches) == 2  # 256 bytes to send, 256 to receive
+
+
 def test_nothing_to_move_is_no_round():
     assert list(Plan([], 0, 2, 64).rounds()) == []
 

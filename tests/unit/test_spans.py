@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as hyp
 
 from statetree.buffers import LARGE_BYTES, Memory
@@ -64,6 +64,7 @@ geometries = hyp.lists(hyp.tuples(hyp.integers(0, 3), hyp.integers(0, 5)), max_s
 
 
 @given(geometry=geometries, dtype=hyp.sampled_from([torch.uint8, torch.float32, torch.complex128]))
+@example(geometry=((3, 0), (2, 5)), dtype=torch.uint8)
 def test_extent_and_density_are_what_the_elements_say(geometry, dtype):
     shape, stride = geometry
     tensor = torch.zeros(64, dtype=dtype).as_strided(shape, stride)
@@ -71,9 +72,9 @@ def test_extent_and_density_are_what_the_elements_say(geometry, dtype):
     extent = max(touched) - min(touched) + 1 if touched else 0
     assert extent_bytes(shape, stride, dtype.itemsize) == extent
     assert extents(Columns([tensor])) == [extent]
-    if touched:
-        once = len(touched) == extent == len(set(touched))
-        assert is_dense(tensor.is_contiguous(), shape, stride) == once
+    once = len(touched) == extent == len(set(touched))
+    assert is_dense(tensor.is_contiguous(), shape, stride) == once
+    assert is_dense(contiguous=False, shape=shape, stride=stride) == once
 
 
 # Cutting
