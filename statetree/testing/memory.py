@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from statetree.testing.regions import crossing, raw_bytes
+from statetree.testing.regions import crossing, raw_bytes, region_of
 from statetree.testing.walk import inner_tensors, walk
 
 
@@ -67,13 +67,11 @@ def covered_bytes(tree: Any) -> int:
             continue
         start, stop = 0, storage.nbytes()
         if isinstance(value, torch.Tensor):
-            if not value.numel():
+            region = region_of(value)
+            if not region.length:
                 continue
-            size = value.element_size()
-            start = int(value.storage_offset()) * size
-            last = sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
-            stop = start + (last + 1) * size
-            start -= start % 16  # a span begins where every dtype may
+            start = region.start - region.start % 16  # a span begins where every dtype may
+            stop = region.start + region.length
         known = reach.get(storage._cdata, (start, stop))
         reach[storage._cdata] = (min(start, known[0]), max(stop, known[1]))
     return sum(stop - start for start, stop in reach.values())

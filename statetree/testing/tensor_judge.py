@@ -123,9 +123,9 @@ class TensorJudge(Report):
                 self._judge_strided(f"{path}.{part}()", getattr(a, part)(), getattr(b, part)())
             self._judge_strided(f"{path}.values()", a.values(), b.values())
         else:
-            self._judge_strided(path, a.to_dense(), b.to_dense())
+            self._judge_strided(path, a.to_dense(), b.to_dense(), copied=True)
 
-    def _judge_strided(self, path: str, a: torch.Tensor, b: torch.Tensor) -> None:
+    def _judge_strided(self, path: str, a: torch.Tensor, b: torch.Tensor, *, copied: bool = False) -> None:
         facts = [
             self.expect(path, "dtype differs", a.dtype, b.dtype),
             self.expect(path, "shape differs", a.shape, b.shape),
@@ -142,7 +142,8 @@ class TensorJudge(Report):
             return
         if not a.is_meta:
             self._judge_bits(path, a, b)
-        self.views.append(View(place(path), region_of(a), region_of(b)))
+        if not copied:  # where copies lie says nothing of what they were made of
+            self.views.append(View(place(path), region_of(a), region_of(b)))
 
     def _judge_scales(self, path: str, a: torch.Tensor, b: torch.Tensor) -> None:
         if not self.expect(path, "quantization scheme differs", a.qscheme(), b.qscheme()):

@@ -289,6 +289,11 @@ def sparse():
 
 
 @equal
+def of_another_layout():
+    return [values(3, 3).to_mkldnn() for _ in range(4)]
+
+
+@equal
 def nested():
     return [torch.nested.nested_tensor([values(2), values(1)])]
 

@@ -417,6 +417,11 @@ def sparse_layout():
 
 
 @fault
+def value_of_another_layout():
+    return [values(3, 3).to_mkldnn()], [(values(3, 3) + 1).to_mkldnn()]
+
+
+@fault
 def sparse_explicit_zero():
     return [coo([1.0, 0.0])], [torch.tensor([1.0, 0.0, 0.0]).to_sparse()]
 
