@@ -30,7 +30,7 @@ def check_some_of(name: str, given: object, allowed: Collection[Any]) -> None:
 
 def check_at_least(name: str, given: object, least: int) -> None:
     """Refuse what is no whole number, or too small."""
-    if not isinstance(given, int):
+    if not isinstance(given, int) or isinstance(given, bool):
         refuse(name, "a whole number", given, TypeError)
     if given < least:
         refuse(name, f"at least {least}", given)
