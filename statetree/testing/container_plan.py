@@ -63,8 +63,16 @@ class Node(Printed):
                 refuse("Node: children", "plans, such as Value(1)", child, TypeError)
         if self.kind in PAIRS and len(self.children) != 2:
             refuse("Node: children", f"two in a {self.kind}", self.children)
+        if self.kind == "bounded" and len(self.children) > _BOUND:
+            refuse("Node: children", "five at most in a bounded", self.children)
+        if self.kind not in MAPPINGS and self.keys:
+            refuse("Node: keys", f"none in a {self.kind}", self.keys)
         if self.kind in MAPPINGS and len(self.keys) != len(self.children):
             refuse("Node: keys", f"{len(self.children)}, one for each child", self.keys)
+        if len(dict.fromkeys(self.keys)) < len(self.keys):
+            refuse("Node: keys", "different ones", self.keys)
+        if self.attributes and self.kind not in (*WITH_ATTRIBUTES, "Counter", "Pair", "Thing"):
+            refuse("Node: attributes", f"none in a {self.kind}", self.attributes)
 
     def make(self, numbers: Numbers) -> Any:
         """Make the children, and the container of them."""
@@ -107,6 +115,7 @@ def _thing(children: list[Any], _: tuple[Any, ...]) -> Thing:
     return thing
 
 
+_BOUND = 5
 MAPPINGS: dict[str, Callable[[list[Any], tuple[Any, ...]], Any]] = {
     "dict": _items,
     "OrderedDict": lambda children, keys: OrderedDict(_items(children, keys)),
@@ -120,7 +129,7 @@ SEQUENCES: dict[str, Callable[[list[Any], tuple[Any, ...]], Any]] = {
     "ListSubclass": lambda children, _: ListSubclass(children),
     "TupleSubclass": lambda children, _: TupleSubclass(children),
     "deque": lambda children, _: deque(children),
-    "bounded": lambda children, _: deque(children, maxlen=5),
+    "bounded": lambda children, _: deque(children, maxlen=_BOUND),
 }
 PAIRS: dict[str, Callable[[list[Any], tuple[Any, ...]], Any]] = {
     "NamedPair": lambda children, _: NamedPair(*children),

@@ -30,10 +30,12 @@ def storage_of(value: Any) -> torch.UntypedStorage | None:
         return None
     try:
         storage = value.untyped_storage()
+        if storage.device.type == "meta":  # as those of fake tensors are, which warn of their address
+            return None
         storage.data_ptr()  # that of a wrapper may be none: torch crashes when its bytes are read
     except (RuntimeError, NotImplementedError, ValueError):
         return None
-    return None if storage.device.type == "meta" else storage  # as those of fake tensors are
+    return storage
 
 
 def scribble(tree: Any) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.testing.arguments import check_at_least, check_one_of
+from statetree.testing.arguments import check_at_least, check_one_of, check_shape, refuse
 from statetree.testing.plans import Numbers, Printed
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], ...]] = {
     "SparseAdam": ({},),
     **({"Muon": ({},)} if hasattr(torch.optim, "Muon") else {}),
 }
-#: How many dims the parameters of an optimizer must have, and how long each of them is at least.
-SIDES: dict[str, tuple[int, int, int]] = {"Adafactor": (0, 2, 1), "LBFGS": (0, 2, 1), "Muon": (2, 2, 1)}
+#: How many dims the parameters of an optimizer must have (0: any number), and how long each of them is at least.
+SIDES: dict[str, tuple[int, int]] = {"Adafactor": (0, 1), "LBFGS": (0, 1), "Muon": (2, 1)}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -50,7 +51,7 @@ class OptimizerPlan(Printed):
 
     name: str = "SGD"
     variant: int = 0
-    shapes: tuple[tuple[tuple[int, ...], ...], ...] = (((2,),),)
+    shapes: tuple[tuple[tuple[int, ...], ...], ...] = (((2, 2),),)
     steps: int = 1
     dtype: torch.dtype = torch.float32
 
@@ -58,6 +59,15 @@ class OptimizerPlan(Printed):
         check_one_of("OptimizerPlan: name", self.name, OPTIMIZERS)
         check_one_of("OptimizerPlan: variant", self.variant, range(len(OPTIMIZERS[self.name])))
         check_at_least("OptimizerPlan: steps", self.steps, 0)
+        check_one_of("OptimizerPlan: dtype", self.dtype, (torch.float32, torch.float64, torch.float16, torch.bfloat16))
+        if not any(self.shapes):
+            refuse("OptimizerPlan: shapes", "one at least", self.shapes)
+        dims, least = SIDES.get(self.name, (0, 0))
+        for shape in itertools.chain.from_iterable(self.shapes):
+            check_shape("OptimizerPlan: shapes", shape)
+            if (dims and len(shape) != dims) or min(shape, default=least) < least:
+                sizes = f"{dims} sizes" if dims else "sizes"
+                refuse("OptimizerPlan: shapes", f"{sizes} of {least} at least in a {self.name}", shape)
 
     def make(self, numbers: Numbers) -> dict[str, Any]:
         """Make the parameters, step, and return the state of both as a training loop would save it."""

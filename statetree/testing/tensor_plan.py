@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.testing.arguments import check_one_of, check_shape
+from statetree.testing.arguments import check_at_least, check_one_of, check_shape
 from statetree.testing.plans import Printed
 from statetree.testing.samples import TensorSubclass
 
@@ -179,6 +179,8 @@ class ViewPlan(Printed):
 
     def __post_init__(self) -> None:
         check_one_of("ViewPlan: kind", self.kind, VIEWS)
+        for name in ("base", "start", "stop"):
+            check_at_least(f"ViewPlan: {name}", getattr(self, name), 0)
 
     def make(self, numbers: Numbers) -> Any:
         """Make the view, and the storage if it is the first one on it."""

@@ -1,9 +1,10 @@
 """What ``assert_independent`` must notice: planted pairs of trees that have something in common."""
 
 import copy
+import itertools
 import logging
 import random
-import time
+import sys
 from array import array
 from collections import OrderedDict, UserDict, defaultdict, deque
 from functools import partial
@@ -505,12 +506,21 @@ def test_copies_of_distributed_trees_are_independent(copied, tree):
 
 
 def test_the_cost_grows_with_the_number_of_tensors():
-    def seconds(count):
+    def steps(count):
         base, other = torch.zeros(count + 3), torch.zeros(count + 3)
         trees = [[memory[i : i + 3] for i in range(count)] for memory in (base, other)]
-        start = time.process_time()
-        assert_independent(*trees)
-        return time.process_time() - start
+        lines = itertools.count()
 
-    seconds(10)
-    assert seconds(4000) < 40 * max(seconds(400), 0.01)  # quadratic: 100 times, and minutes
+        def trace(frame, event, _):
+            next(lines)
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            assert_independent(*trees)
+        finally:
+            sys.settrace(before)
+        return next(lines)
+
+    assert steps(1200) < 4.5 * steps(300)

@@ -323,14 +323,39 @@ def test_a_failure_shows_the_code_that_makes_its_tree(trees):
         ("Node('OrderedDict', attributes=(('a', 1),))", TypeError, "Node: children: expected plans, .*, got 1"),
         ("Node('Pair', (Value(1),))", ValueError, r"Node: children: expected two in a Pair, got \(Value\(1\),\)"),
         ("Node('dict', (Value(1),))", ValueError, r"Node: keys: expected 1, one for each child, got \(\)"),
+        (
+            "Node('dict', (Value(1), Value(2)), (1, True))",
+            ValueError,
+            r"Node: keys: expected different ones, got \(1, T",
+        ),
+        ("Node('list', (Value(1),), ('a',))", ValueError, r"Node: keys: expected none in a list, got \('a',\)"),
+        ("Node('bounded', 6 * (Value(1),))", ValueError, "Node: children: expected five at most in a bounded, got "),
+        ("Node('dict', (), (), (('a', Value(1)),))", ValueError, "Node: attributes: expected none in a dict, got "),
         ("TensorPlan(3)", TypeError, "TensorPlan: shape: expected a tuple of sizes, got 3"),
         ("TensorPlan((2, -1))", ValueError, "TensorPlan: shape: expected at least 0, got -1"),
         ("TensorPlan(dtype='int8')", ValueError, "TensorPlan: dtype: expected one of torch.float32, .*, got 'int8'"),
         ("TensorPlan(geometry='gap')", ValueError, "TensorPlan: geometry: expected one of 'contiguous', .*, got 'gap'"),
         ("TensorPlan(wrap='param')", ValueError, "TensorPlan: wrap: expected one of 'tensor', .*, got 'param'"),
         ("ViewPlan(kind='x')", ValueError, "ViewPlan: kind: expected one of 'whole', .*, got 'x'"),
+        ("ViewPlan(base='x')", TypeError, "ViewPlan: base: expected a whole number, got 'x'"),
+        ("ViewPlan(kind='overlapping', start=-1)", ValueError, "ViewPlan: start: expected at least 0, got -1"),
+        ("ViewPlan(stop=-1)", ValueError, "ViewPlan: stop: expected at least 0, got -1"),
         ("OptimizerPlan('adam')", ValueError, "OptimizerPlan: name: expected one of 'SGD', .*, got 'adam'"),
         ("OptimizerPlan('Adam', 9)", ValueError, "OptimizerPlan: variant: expected one of 0, 1, 2, got 9"),
+        ("OptimizerPlan(dtype='float32')", ValueError, "OptimizerPlan: dtype: expected one of .*, got 'float32'"),
+        ("OptimizerPlan(shapes=((2,),))", TypeError, "OptimizerPlan: shapes: expected a tuple of sizes, got 2"),
+        ("OptimizerPlan(shapes=((),))", ValueError, r"OptimizerPlan: shapes: expected one at least, got \(\(\),\)"),
+        (
+            "OptimizerPlan('Muon', shapes=(((2,),),))",
+            ValueError,
+            r"OptimizerPlan: shapes: expected 2 sizes of 1 at least in a Muon, got \(2,\)",
+        ),
+        (
+            "OptimizerPlan('LBFGS', shapes=(((2, 0),),))",
+            ValueError,
+            r"OptimizerPlan: shapes: expected sizes of 1 at least in a LBFGS, got \(2, 0\)",
+        ),
+        ("statetree.testing.layouts(True)", TypeError, "world_size: expected a whole number, got True"),
         ("OptimizerPlan(steps=-1)", ValueError, "OptimizerPlan: steps: expected at least 0, got -1"),
     ],
 )
@@ -345,6 +370,24 @@ def test_bad_arguments_are_refused_at_once(code, error, message):
 def test_there_are_all_of_torch():
     found = {name for name in dir(torch.optim) if isinstance(getattr(torch.optim, name), type)}
     assert found - {"Optimizer"} == set(OPTIMIZERS)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_steps_over_its_usual_shapes(name):
+    assert build(OptimizerPlan(name))["model"]
+
+
+@pytest.mark.parametrize("kind", NODES)
+def test_attributes_are_refused_or_set(kind):
+    children = (Value(1), Value(2))
+    attributes = (("note", Value(3)),)
+    keys = (1, 2) if kind in MAPPINGS else ()
+    takes_any = hasattr(build(Node(kind, children, keys)), "__dict__")
+    if takes_any:
+        assert build(Node(kind, children, keys, attributes)).note == 3
+    else:
+        with pytest.raises(ValueError, match=f"Node: attributes: expected none in a {kind}, got"):
+            Node(kind, children, keys, attributes)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
