@@ -156,7 +156,8 @@ def changed(plan):
         yield dataclasses.replace(plan, shape=(*plan.shape, 2))
         yield dataclasses.replace(plan, dtype=torch.int16 if plan.dtype != torch.int16 else torch.float32)
     elif isinstance(plan, Node):
-        yield dataclasses.replace(plan, children=(*plan.children, Value(None)), keys=(*plan.keys, "new"))
+        more = (*plan.keys, "new") if plan.kind == "dict" else plan.keys
+        yield dataclasses.replace(plan, children=(*plan.children, Value(None)), keys=more)
         for index, child in enumerate(plan.children):
             before, after = plan.children[:index], plan.children[index + 1 :]
             remaining = plan.keys[:index] + plan.keys[index + 1 :]
