@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from statetree.dcp.groups import group_for
-from statetree.dcp.internals import is_alive
+from statetree.dcp.groups import from_all, group_for
+from statetree.dcp.internals import count_groups, is_alive
 from statetree.dcp.saving import write
 from statetree.errors import CheckpointError, chain_of
 from statetree.stager import Stager
@@ -116,8 +116,17 @@ def background_of(verb: str, parent: ProcessGroup | None, purpose: str) -> Backg
 
 
 def _group_like(parent: ProcessGroup) -> Any:
-    ranks = dist.get_process_group_ranks(parent)
-    # With local synchronization, ranks outside of the parent need not take part.
+    # Ranks only find each other if they are in equally many groups.
+    missing = max(from_all(count_groups(), parent)) - count_groups()
+    fillers = [_new_group([dist.get_rank()]) for _ in range(missing)]
+    group = _new_group(dist.get_process_group_ranks(parent))
+    for filler in fillers:
+        dist.destroy_process_group(filler)
+    return group
+
+
+def _new_group(ranks: list[int]) -> Any:
+    # With local synchronization, other ranks need not take part.
     return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
 

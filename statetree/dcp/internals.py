@@ -43,6 +43,11 @@ def is_alive(group: Any) -> bool:
         return False
 
 
+def count_groups() -> int:
+    """Return how many groups this process is in. Torch names those that are synchronized locally after it."""
+    return len(dist.distributed_c10d._world.pg_names)  # noqa: SLF001
+
+
 def is_cut_left_to_right(tensor: DTensor) -> bool:
     """Whether the dims of a mesh cut a tensor one after the other, which DCP takes for granted."""
     order = tensor._spec.shard_order or ()  # noqa: SLF001 - none beside _StridedShard, whose offsets DCP knows

@@ -252,6 +252,26 @@ def test_ranks_outside_of_the_group_are_refused(tmp_path):
     assert dcp.load(checkpoint_id=tmp_path / "one") == {"a": 1}
 
 
+def save_where_ranks_are_in_unequally_many_groups(directory: Path) -> Any:
+    """Ranks 1 and 2 alone are in the groups before the last, so that they count more than rank 3."""
+    for others in ([0, 1], [0, 1, 2], [1, 2, 3]):
+        group = dist.new_group(others)
+    rank = dist.get_rank()
+    if rank == 0:
+        return None
+    for name in ("first", "second"):  # each has a thread and a group of its own
+        with dcp.Checkpointer(directory / name, process_group=group) as series:
+            series.async_save(1, {"own": {rank: torch.arange(3) + rank}})
+            loaded = series.restore({"own": {rank: torch.zeros(3).long()}})
+    dcp.async_save({rank: 1}, checkpoint_id=directory / "async", process_group=group).result(60)
+    return loaded["own"][rank].tolist()
+
+
+def test_ranks_may_be_in_unequally_many_groups(tmp_path):
+    found = run_ranks(4, save_where_ranks_are_in_unequally_many_groups, tmp_path, timeout=30, fresh=True)
+    assert found == [None, [1, 2, 3], [2, 3, 4], [3, 4, 5]]
+
+
 def save_on_the_last_two(directory: Path) -> Any:
     group = dist.new_group([2, 3])
     rank = dist.get_rank()
