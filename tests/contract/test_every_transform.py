@@ -18,6 +18,7 @@ from tests.trees import TREES
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
     pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled"),  # torch 2.11
 ]
 
 # Their tensors have elements that share a place: copies can be made, but nothing can be written into them.
