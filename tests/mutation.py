@@ -136,6 +136,8 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "_all_apart(targets, sources)  ->  _all_apart(sources, targets)",
     ): "it does not matter which is which",
     ("overlaps.py", "last_key, last_stop = 0, -1", "-1  ->  1"): "no memory begins at an address that low",
+    ("overlaps.py", "last_key, last_stop = 0, -1", "0  ->  1"): "the first memory is a new one",
+    ("overlaps.py", "last_key, last_stop = 0, -1", "1  ->  2"): "no memory begins at a negative address",
     (
         "overlaps.py",
         "reach = covered + sum((size - 1) * step for step, size in dims[position:]) + 1",
