@@ -149,7 +149,7 @@ def _conflicts_by_trial(
     if any((start[index] - begin) % targets.dtypes[index].itemsize for index in cluster):
         return [(cluster[0], cluster[1])]  # foreign memory at odd addresses: not worth trying
     size = max(start[index] + reach[index] for index in cluster) - begin
-    scratch = torch.zeros(size, dtype=torch.uint8, device="cpu")
+    scratch = torch.empty(size, dtype=torch.uint8, device="cpu")
     views, values = [], []
     for index in cluster:
         dtype = targets.dtypes[index]
@@ -159,8 +159,8 @@ def _conflicts_by_trial(
         set_bits(view, conj=targets.conj[index], neg=targets.neg[index])
         source = sources.tensors[index].detach()
         views.append(view)
-        values.append(source if source.dtype == dtype else source.to(dtype=dtype))
-    copy_each(views, [value.to("cpu") for value in values])
+        values.append((source if source.dtype == dtype else source.to(dtype=dtype)).to("cpu"))
+    copy_each(views, values)
     lost = [
         number for number, (view, value) in enumerate(zip(views, values, strict=True)) if not same_bytes(view, value)
     ]
@@ -174,7 +174,7 @@ def _conflicts_by_trial(
         index = cluster[number]
         there, last = (_bytes_of(memory, targets, index, start[index] - begin) for memory in (scratch, writers))
         present = there.clone()
-        copy_each([views[number]], [values[number].to("cpu")])
+        copy_each([views[number]], [values[number]])
         found.append((index, cluster[int(last[there != present].max())]))
         there.copy_(present)
     return found

@@ -117,8 +117,8 @@ def background_of(verb: str, parent: ProcessGroup | None, purpose: str) -> Backg
 
 def _group_like(parent: ProcessGroup) -> Any:
     # Ranks only find each other if they are in equally many groups.
-    missing = max(from_all(count_groups(), parent)) - count_groups()
-    fillers = [_new_group([dist.get_rank()]) for _ in range(missing)]
+    own = count_groups()
+    fillers = [_new_group([dist.get_rank()]) for _ in range(max(from_all(own, parent)) - own)]
     group = _new_group(dist.get_process_group_ranks(parent))
     for filler in fillers:
         dist.destroy_process_group(filler)
