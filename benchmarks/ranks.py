@@ -14,7 +14,7 @@ import torch.distributed as dist
 from benchmarks.machine import Bystanders
 from benchmarks.measure import Alone, Budget, Contender, Timing, measure, peak
 from benchmarks.rows import Aim, Result, Row, may_try_again
-from statetree.exchange import Exchange
+from statetree.exchange.buckets import Exchange
 from statetree.testing import run_ranks
 
 if TYPE_CHECKING:

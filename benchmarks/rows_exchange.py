@@ -18,7 +18,7 @@ from benchmarks.peers import broadcast_state_dict, gather_state_dict
 from benchmarks.ranks import RankRow, sends_alike, sends_one_model, takes_at_most
 from benchmarks.rows import faster, within
 from benchmarks.states import MB, State, size
-from statetree.exchange import BUCKET_BYTES
+from statetree.exchange.buckets import BUCKET_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -13,10 +13,10 @@ from statetree.errors import (
     TreeTooDeep,
     UnsupportedLeaf,
 )
-from statetree.kinds import register_container
-from statetree.leaves import LeafType, register_leaf_type
+from statetree.tree.registry import register_container
+from statetree.leaves.registry import LeafType, register_leaf_type
 from statetree.paths import Path
-from statetree.stager import Stager
+from statetree.stager.stager import Stager
 from statetree.transforms.allocate_like import allocate_like
 from statetree.transforms.broadcast import broadcast
 from statetree.transforms.copy_into import copy_into
@@ -26,8 +26,8 @@ from statetree.transforms.offload import offload
 from statetree.transforms.partition_replicas import partition_replicas
 from statetree.transforms.reshard import reshard
 from statetree.transforms.similarity import Similarity, similarity
-from statetree.tree import flatten, from_flat, map_leaves, map_with_path, paths, to_flat, unflatten
-from statetree.treespec import TreeSpec
+from statetree.tree.flatten import flatten, from_flat, map_leaves, map_with_path, paths, to_flat, unflatten
+from statetree.tree.spec import TreeSpec
 
 __version__ = "0.1.0.dev0"
 

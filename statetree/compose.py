@@ -14,19 +14,19 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
-from statetree.agreement import Entry, Statement, agree, ready, tell_failure
+from statetree.exchange.consensus import Entry, Statement, agree, ready, tell_failure
 from statetree.errors import RankMismatch, StateTreeError, TreeMismatch
-from statetree.groups import group_of
-from statetree.leaves import global_bytes, holds_tensor, is_distributed
-from statetree.ties import tied_leaves
+from statetree.exchange.group import group_of
+from statetree.leaves.registry import global_bytes, holds_tensor, is_distributed
+from statetree.leaves.ties import tied_leaves
 from statetree.torch_internals import quietly
-from statetree.tree import flatten_for_copy, unflatten
-from statetree.unpacking import unpack
+from statetree.tree.flatten import flatten_for_copy, unflatten
+from statetree.leaves.parts import unpack
 
 if TYPE_CHECKING:
-    from statetree.groups import Group
+    from statetree.exchange.group import Group
     from statetree.paths import Path
-    from statetree.treespec import TreeSpec
+    from statetree.tree.spec import TreeSpec
 
 #: How many bytes of leaves a bucket takes, unless one leaf or one group of tied leaves is larger.
 BUCKET_BYTES: Final = 64 << 20

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from statetree.leaves import holds_tensor
-from statetree.tree import flatten_for_copy, unflatten
-from statetree.unpacking import Unpacked, unpack
+from statetree.leaves.registry import holds_tensor
+from statetree.tree.flatten import flatten_for_copy, unflatten
+from statetree.leaves.parts import Unpacked, unpack
 from tests.trees import quiet
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from statetree.spans import extent_bytes
+from statetree.spans.layout import extent_bytes
 
 if TYPE_CHECKING:
     from statetree.cli.files import Region

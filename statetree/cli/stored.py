@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from statetree.cli.gathering import gather
-from statetree.spans import extent_bytes
+from statetree.spans.layout import extent_bytes
 from statetree.torch_internals import quietly, set_bits
 
 if TYPE_CHECKING:

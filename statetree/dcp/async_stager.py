@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from statetree.stager import Stager
+from statetree.stager.stager import Stager
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

@@ -17,8 +17,8 @@ from statetree.dcp.groups import from_all, group_for
 from statetree.dcp.internals import count_groups, is_alive
 from statetree.dcp.saving import write
 from statetree.errors import CheckpointError, chain_of
-from statetree.stager import Stager
-from statetree.workers import submit
+from statetree.stager.stager import Stager
+from statetree.stager.workers import submit
 
 if TYPE_CHECKING:
     import os

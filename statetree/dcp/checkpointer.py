@@ -18,7 +18,7 @@ from statetree.dcp.loading import read
 from statetree.dcp.saving import write
 from statetree.dcp.series import Checkpoint, Partial, Series
 from statetree.errors import CheckpointError, RankMismatch, StagerBusy, StateTreeError, shown
-from statetree.stager import Stager
+from statetree.stager.stager import Stager
 
 if TYPE_CHECKING:
     import os

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from statetree.dcp.internals import is_alive, is_distributed
 from statetree.errors import CheckpointError
-from statetree.groups import Group, group_of
+from statetree.exchange.group import Group, group_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from statetree.leaves import is_plain
+from statetree.leaves.registry import is_plain
 from statetree.paths import Path, render_key, unique_keys
-from statetree.tree import flatten_for
+from statetree.tree.flatten import flatten_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from statetree.containers import Container
-    from statetree.treespec import TreeSpec
+    from statetree.tree.containers import Container
+    from statetree.tree.spec import TreeSpec
 
 #: The key of the entry that holds the structure. No other entry gets it.
 STRUCTURE_KEY: Final = "<statetree structure>"

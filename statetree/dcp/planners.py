@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
-from statetree.boxes import Box, is_covered
+from statetree.chunks.boxes import Box, is_covered
 from statetree.dcp.outline import STRUCTURE_KEY
 from statetree.errors import CheckpointError
 

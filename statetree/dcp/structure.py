@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from statetree.dcp.keys import UnknownKey, key_of, key_text, shown_key
 from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY, VALUE_ENTRY
 from statetree.errors import CheckpointError
-from statetree.instances import Attributes, freeze, thaw
-from statetree.kinds import container_of
+from statetree.tree.instances import Attributes, freeze, thaw
+from statetree.tree.registry import container_of
 from statetree.paths import Path
 
 if TYPE_CHECKING:

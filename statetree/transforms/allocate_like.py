@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from statetree.buffers import memory_of
+from statetree.spans.memory import memory_of
 from statetree.compose import leafwise
-from statetree.transforms._pipeline import replicated
+from statetree.leaves.replicas import replicated
 
 if TYPE_CHECKING:
     import torch

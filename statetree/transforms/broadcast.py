@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from statetree.agreement import Statement
-from statetree.collectives import Item, Receipt, check_bucket, check_rank, pieces_of
+from statetree.exchange.consensus import Statement
+from statetree.exchange.transfers import Item, Receipt, check_bucket, check_rank, pieces_of
 from statetree.compose import collective
 from statetree.errors import UnsupportedLeaf
-from statetree.exchange import BUCKET_BYTES
-from statetree.groups import Group, Timeout, group_of
-from statetree.spreading import Made, Parcel, Sent, packed, spread
-from statetree.summands import Source
-from statetree.survey import Survey, path_order
-from statetree.target import allocated
+from statetree.exchange.buckets import BUCKET_BYTES
+from statetree.exchange.group import Group, Timeout, group_of
+from statetree.exchange.from_source import Made, Parcel, Sent, packed, spread
+from statetree.exchange.partial_reduction import Source
+from statetree.exchange.manifest import Survey, path_order
+from statetree.exchange.destination import allocated
 from statetree.torch_internals import copy_each, quietly
-from statetree.tree import unflatten
+from statetree.tree.flatten import unflatten
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from statetree.chunks import Layout
+    from statetree.chunks.layouts import Layout
 
 
 @collective

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from statetree.buffers import Memory
-from statetree.columns import Columns
-from statetree.comparing import Pairing, paired_parts, set_apart, settled, taken_over
+from statetree.spans.memory import Memory
+from statetree.spans.columns import Columns
+from statetree.leaves.pairing import Pairing, paired_parts, set_apart, settled, taken_over
 from statetree.errors import Difference, TreeMismatch
-from statetree.overlaps import all_apart, conflicts, overlaps_itself, reads_of_written
-from statetree.spans import check_memory, extents, replicate
+from statetree.spans.overlaps import all_apart, conflicts, overlaps_itself, reads_of_written
+from statetree.spans.layout import check_memory, extents, replicate
 from statetree.torch_internals import (
     COPIED_AS_INTEGERS,
     WITHOUT_KERNELS,
@@ -21,8 +21,8 @@ from statetree.torch_internals import (
     plain_pair,
     quietly,
 )
-from statetree.tree import unflatten
-from statetree.unpacking import unpack
+from statetree.tree.flatten import unflatten
+from statetree.leaves.parts import unpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from statetree.agreement import Statement
-from statetree.chunks import whole_on
-from statetree.collectives import Item, check_bucket, check_rank
+from statetree.exchange.consensus import Statement
+from statetree.chunks.layouts import whole_on
+from statetree.exchange.transfers import Item, check_bucket, check_rank
 from statetree.compose import collective_unless
 from statetree.errors import UnsupportedLeaf
-from statetree.exchange import BUCKET_BYTES
-from statetree.groups import Group, Timeout, group_of
-from statetree.relayout import Relayout, apart, partners_of, unfit
-from statetree.spreading import Elements, Made, Parcel, Sent, packed, spread
-from statetree.summands import Source
-from statetree.survey import Survey, path_order
-from statetree.target import Target, bare, refuse
+from statetree.exchange.buckets import BUCKET_BYTES
+from statetree.exchange.group import Group, Timeout, group_of
+from statetree.exchange.relayout import Relayout, apart, partners_of, unfit
+from statetree.exchange.from_source import Elements, Made, Parcel, Sent, packed, spread
+from statetree.exchange.partial_reduction import Source
+from statetree.exchange.manifest import Survey, path_order
+from statetree.exchange.destination import Target, bare, refuse
 from statetree.torch_internals import quietly
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from statetree.chunks import Layout
-    from statetree.treespec import TreeSpec
+    from statetree.chunks.layouts import Layout
+    from statetree.tree.spec import TreeSpec
 
 
 @collective_unless(lambda options: options.get("src") is None)

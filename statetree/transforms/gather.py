@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from statetree.agreement import Statement
-from statetree.chunks import whole_on
-from statetree.collectives import (
+from statetree.exchange.consensus import Statement
+from statetree.chunks.layouts import whole_on
+from statetree.exchange.transfers import (
     Departure,
     Receipt,
     Terms,
@@ -22,21 +22,21 @@ from statetree.collectives import (
 )
 from statetree.compose import collective, leafwise, place_in_tree
 from statetree.errors import RankMismatch, StateTreeError
-from statetree.exchange import BUCKET_BYTES
-from statetree.groups import Group, Timeout, group_of
-from statetree.spans import is_dense
-from statetree.survey import Survey, agree_on_layouts
+from statetree.exchange.buckets import BUCKET_BYTES
+from statetree.exchange.group import Group, Timeout, group_of
+from statetree.spans.layout import is_dense
+from statetree.exchange.manifest import Survey, agree_on_layouts
 from statetree.torch_internals import quietly
 from statetree.transforms.allocate_like import allocate_like
 from statetree.transforms.offload import offload
-from statetree.tree import unflatten
+from statetree.tree.flatten import unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch.distributed import ProcessGroup
 
-    from statetree.chunks import Layout
+    from statetree.chunks.layouts import Layout
 
 
 @leafwise

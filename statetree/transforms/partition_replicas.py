@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from statetree.agreement import Entry, Statement
-from statetree.boxes import Box
-from statetree.buffers import memory_of
-from statetree.chunks import Layout, by_rank, layout_of, whole_on
+from statetree.exchange.consensus import Entry, Statement
+from statetree.chunks.boxes import Box
+from statetree.spans.memory import memory_of
+from statetree.chunks.layouts import Layout, by_rank, layout_of, whole_on
 from statetree.compose import collective
-from statetree.groups import Group, Timeout, group_of
-from statetree.leaves import facts, holds_tensor, is_plain
-from statetree.plans import choose_owners, owners_of
-from statetree.survey import Survey, agree_on_layouts
-from statetree.ties import tied_leaves
+from statetree.exchange.group import Group, Timeout, group_of
+from statetree.leaves.registry import facts, holds_tensor, is_plain
+from statetree.exchange.plan import choose_owners, owners_of
+from statetree.exchange.manifest import Survey, agree_on_layouts
+from statetree.leaves.ties import tied_leaves
 from statetree.torch_internals import quietly
-from statetree.transforms._pipeline import replicated
-from statetree.tree import flatten_for_copy, unflatten
-from statetree.unpacking import unpack
+from statetree.leaves.replicas import replicated
+from statetree.tree.flatten import flatten_for_copy, unflatten
+from statetree.leaves.parts import unpack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from statetree.agreement import Statement
-from statetree.collectives import Departure, check_bucket
+from statetree.exchange.consensus import Statement
+from statetree.exchange.transfers import Departure, check_bucket
 from statetree.compose import collective
-from statetree.exchange import BUCKET_BYTES
-from statetree.groups import Group, Timeout, group_of
-from statetree.relayout import Relayout
-from statetree.survey import Survey, agree_on_layouts
+from statetree.exchange.buckets import BUCKET_BYTES
+from statetree.exchange.group import Group, Timeout, group_of
+from statetree.exchange.relayout import Relayout
+from statetree.exchange.manifest import Survey, agree_on_layouts
 from statetree.torch_internals import quietly
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from statetree.chunks import Layout
+    from statetree.chunks.layouts import Layout
 
 
 @collective

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from statetree.atoms import same_value
-from statetree.columns import Columns
-from statetree.comparing import (
+from statetree.tree.atoms import same_value
+from statetree.spans.columns import Columns
+from statetree.leaves.pairing import (
     Pairing,
     first_difference,
     is_unreadable,
@@ -18,12 +18,12 @@ from statetree.comparing import (
     settled,
 )
 from statetree.errors import Difference, StateTreeError, shown
-from statetree.leaf_types.opaque import OPAQUE
-from statetree.leaves import leaf_type_of
-from statetree.overlaps import conflicts, lie_apart, overlaps_itself
-from statetree.spans import holds_memory
+from statetree.leaves.types.opaque import OPAQUE
+from statetree.leaves.registry import leaf_type_of
+from statetree.spans.overlaps import conflicts, lie_apart, overlaps_itself
+from statetree.spans.layout import holds_memory
 from statetree.torch_internals import quietly
-from statetree.unpacking import Kept, Packed, Recipe, Unpacked, unpack
+from statetree.leaves.parts import Kept, Packed, Recipe, Unpacked, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

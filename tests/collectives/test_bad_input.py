@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import statetree
 from statetree.testing import Layout, Watch, run_ranks
-from statetree.treespec import TreeSpec
+from statetree.tree.spec import TreeSpec
 from tests.collectives.checks import attempt, blank, check_in_step
 
 RANKS = pytest.mark.parametrize("world_size", [1, 2, 4])

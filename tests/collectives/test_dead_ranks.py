@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import statetree
-from statetree.groups import Group
+from statetree.exchange.group import Group
 from statetree.testing import Layout, rank_outcomes
 from tests.collectives.checks import attempt
 from tests.collectives.disagreements import VERBS, usual_call

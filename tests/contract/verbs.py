@@ -11,9 +11,9 @@ import torch
 
 import statetree as st
 from statetree import compose
-from statetree.leaves import holds_tensor
+from statetree.leaves.registry import holds_tensor
 from statetree.testing.memory import raw_bytes, storage_of
-from statetree.tree import flatten_for_copy
+from statetree.tree.flatten import flatten_for_copy
 
 
 class Verb(NamedTuple):

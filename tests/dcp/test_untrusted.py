@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 import statetree
 from statetree import dcp
-from statetree.boxes import Box, is_covered
+from statetree.chunks.boxes import Box, is_covered
 from statetree.dcp.structure import read
 
 

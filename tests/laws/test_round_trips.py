@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from statetree.matching import matched
+from statetree.tree.matching import matched
 from statetree.testing import (
     Node,
     TensorPlan,

@@ -36,7 +36,7 @@ def test_where_a_storage_is_cut_views_that_overlap_stay_together(cuts, gap):
     base = torch.arange(64, dtype=torch.uint8)
     sized = {1: torch.uint8, 2: torch.int16, 4: torch.float32, 8: torch.complex64}
     tree = [base[8 * (start // 8) :][: 8 * length].view(sized[size]) for start, length, size in cuts]
-    with mock.patch("statetree.spans.MIN_GAP_BYTES", gap):
+    with mock.patch("statetree.spans.layout.MIN_GAP_BYTES", gap):
         result = st.offload(tree)
     assert_trees_equal(result, tree, storages=False)
 

@@ -1,0 +1,339 @@
+"""Chunks: boxes in the global shape of a distributed tensor, and which rank of a group holds which.
+
+A ``Layout`` says this for all ranks, a ``Holding`` adds the tensors in which this rank holds its own boxes. Layouts
+are computed from metadata alone: from offsets and sizes, never from the assumption that shards are even.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import cached_property, lru_cache
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from statetree.chunks.boxes import Box, Interval, is_covered
+from statetree.torch_internals import storage_key
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping, Sequence
+
+
+class Layout:
+    """Which boxes of a global shape the ranks of a group hold. Empty boxes are left out.
+
+    Attributes:
+        shape: The global shape.
+        ranks: For every box, the rank (within the group) that holds it; rising.
+        starts: For every box, its first index in each dim.
+        stops: For every box, the index behind its last one in each dim.
+        disjoint: Whether boxes that are not the same are known to have no element in common.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        ranks: torch.Tensor,
+        starts: torch.Tensor,
+        stops: torch.Tensor,
+        *,
+        disjoint: bool = True,
+    ) -> None:
+        filled = (stops > starts).all(1)
+        order = ranks[filled].argsort(stable=True)
+        self.shape = tuple(shape)
+        self.disjoint = disjoint
+        self._boxes: dict[int, list[Box]] = {}
+        self.ranks, self.starts, self.stops = ranks[filled][order], starts[filled][order], stops[filled][order]
+
+    @cached_property
+    def numel(self) -> int:
+        """How many elements the global tensor has."""
+        return prod(self.shape)
+
+    @cached_property
+    def volumes(self) -> torch.Tensor:
+        """How many elements each box has."""
+        return (self.stops - self.starts).prod(1)
+
+    @cached_property
+    def distinct(self) -> Distinct:
+        """The boxes, each once however many ranks hold it."""
+        if self.disjoint or not self.shape:  # then boxes that begin in the same place are the same
+            corners = (self.starts * torch.tensor(_row_major(self.shape), dtype=torch.int64)).sum(1)
+            found, which = torch.unique(corners, return_inverse=True)
+        else:
+            found, which = torch.unique(torch.cat([self.starts, self.stops], 1), dim=0, return_inverse=True)
+        first = torch.full((len(found),), len(which))
+        first.scatter_reduce_(0, which, torch.arange(len(which)), "amin")
+        return Distinct(self.starts[first], self.stops[first], which)
+
+    def boxes_of(self, rank: int) -> list[Box]:
+        """Return one rank's boxes, in the order of the rows."""
+        if rank not in self._boxes:
+            mine = self.ranks == rank
+            self._boxes[rank] = [
+                Box(tuple(start), tuple(stop))
+                for start, stop in zip(self.starts[mine].tolist(), self.stops[mine].tolist(), strict=True)
+            ]
+        return self._boxes[rank]
+
+    @cached_property
+    def is_complete(self) -> bool:
+        """Whether the ranks hold every element between them."""
+        starts, stops, _ = self.distinct
+        if self.disjoint:
+            return int((stops - starts).prod(1).sum()) == self.numel
+        boxes = [Box(tuple(start), tuple(stop)) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
+        return is_covered(Box((0,) * len(self.shape), self.shape), boxes)
+
+
+def _row_major(shape: Sequence[int]) -> list[int]:
+    """Return how many elements apart neighbours in each dim are."""
+    return [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+
+
+class Distinct(NamedTuple):
+    """Boxes, each once, and for every row of a layout the index of its box."""
+
+    starts: torch.Tensor
+    stops: torch.Tensor
+    which: torch.Tensor
+
+
+class Holding(NamedTuple):
+    """What a rank knows of a distributed leaf.
+
+    Attributes:
+        text: What must be the same on all ranks: dtype, shape, placements.
+        detail: What usually is: exactly which ranks hold what.
+        shape: The global shape.
+        dtype: The dtype of the elements.
+        layout: Which rank holds which boxes; ``None`` where a rank knows only its own.
+        boxes: This rank's boxes.
+        pieces: The plain tensors of these boxes.
+        tie: Equal for leaves of this rank that lie in the same memory.
+        device: The type of the device that the elements lie on.
+        summands: Where ranks hold summands of the elements: how they are reduced, and the layout of each summand.
+    """
+
+    text: str
+    detail: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout | None
+    boxes: Sequence[Box]
+    pieces: Sequence[torch.Tensor]
+    tie: Hashable
+    device: str
+    summands: tuple[str, tuple[Layout, ...]] | None = None
+
+
+def location_of(piece: torch.Tensor) -> Hashable:
+    """Return what is equal for tensors that are the same view on the same memory."""
+    return (
+        storage_key(piece.untyped_storage()),
+        piece.storage_offset(),
+        piece.shape,
+        piece.stride(),
+        piece.is_conj(),
+        piece.is_neg(),
+    )
+
+
+def whole_on(shape: Sequence[int], ranks: Sequence[int]) -> Layout:
+    """Return the layout of a tensor that some ranks hold as a whole."""
+    return _whole_on(tuple(shape), tuple(ranks))
+
+
+@lru_cache(maxsize=4096)
+def _whole_on(shape: tuple[int, ...], ranks: tuple[int, ...]) -> Layout:
+    starts = torch.zeros(len(ranks), len(shape), dtype=torch.int64)
+    stops = torch.tensor(shape, dtype=torch.int64).expand(len(ranks), len(shape)).contiguous()
+    return Layout(shape, torch.tensor(ranks, dtype=torch.int64), starts, stops)
+
+
+def layout_of(shape: Sequence[int], boxes: Mapping[int, Sequence[Box]]) -> Layout:
+    """Return the layout in which each rank holds the boxes that are listed for it."""
+    rows = [(rank, *box) for rank, held in sorted(boxes.items()) for box in held]
+    dims = len(shape)
+    return Layout(
+        shape,
+        torch.tensor([rank for rank, _, _ in rows], dtype=torch.int64),
+        torch.tensor([start for _, start, _ in rows], dtype=torch.int64).view(len(rows), dims),
+        torch.tensor([stop for _, _, stop in rows], dtype=torch.int64).view(len(rows), dims),
+        disjoint=False,
+    )
+
+
+class Split(NamedTuple):
+    """How one mesh dim cuts one dim of a tensor.
+
+    Attributes:
+        mesh_dim: Which dim of the mesh.
+        dim: Which dim of the tensor.
+        factor: 1 for ``Shard``; for ``_StridedShard`` into how many pieces the dim is cut before each of them is.
+    """
+
+    mesh_dim: int
+    dim: int
+    factor: int
+
+
+@lru_cache(maxsize=4096)
+def mesh_layout(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], mesh_ranks: tuple[int, ...], splits: tuple[Split, ...]
+) -> Layout:
+    """Return the layout of a tensor over a mesh.
+
+    Args:
+        shape: The global shape.
+        mesh_shape: The shape of the mesh.
+        mesh_ranks: The mesh's ranks within the group, in row-major order; -1 for those that are not in it.
+        splits: How the mesh cuts the tensor, in the order in which it is cut. Mesh dims that do not appear replicate.
+    """
+    ranks, coordinates = _grid(mesh_shape, mesh_ranks)
+    columns = [_along(size, dim, mesh_shape, splits, coordinates) for dim, size in enumerate(shape)]
+    starts, stops, owners = [], [], []
+    for numbers in product(*(range(bounds.shape[1]) for bounds in columns)):
+        chosen = [bounds[:, number] for bounds, number in zip(columns, numbers, strict=True)]
+        bounds = torch.stack(chosen, 1) if chosen else torch.zeros(len(ranks), 0, 2, dtype=torch.int64)
+        starts.append(bounds[:, :, 0])
+        stops.append(bounds[:, :, 1])
+        owners.append(ranks)
+    return Layout(shape, torch.cat(owners), torch.cat(starts), torch.cat(stops))
+
+
+@lru_cache(maxsize=64)
+def _grid(mesh_shape: tuple[int, ...], mesh_ranks: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ranks of a mesh that are in the group, and their coordinates."""
+    ranks = torch.tensor(mesh_ranks, dtype=torch.int64)
+    coordinates = torch.cartesian_prod(*(torch.arange(size) for size in mesh_shape)).view(-1, len(mesh_shape))
+    inside = ranks >= 0
+    return ranks[inside], coordinates[inside]
+
+
+def _along(
+    size: int, dim: int, mesh_shape: tuple[int, ...], splits: tuple[Split, ...], coordinates: torch.Tensor
+) -> torch.Tensor:
+    """Return the intervals of one dim that each coordinate of the mesh holds: ``[coordinate, interval, 2]``."""
+    mine = [split for split in splits if split.dim == dim]
+    if not mine:
+        return torch.tensor([0, size]).expand(len(coordinates), 1, 2)
+    counts = tuple((mesh_shape[split.mesh_dim], split.factor) for split in mine)
+    table = _cut(size, counts)
+    row = torch.zeros(len(coordinates), dtype=torch.int64)
+    for split in mine:
+        row = row * mesh_shape[split.mesh_dim] + coordinates[:, split.mesh_dim]
+    return table[row]
+
+
+@lru_cache(maxsize=4096)
+def _cut(size: int, counts: tuple[tuple[int, int], ...]) -> torch.Tensor:
+    """Cut ``range(size)`` by one split after the other, and return the parts' intervals, padded with empty ones."""
+    if all(factor == 1 for _, factor in counts):
+        return _cut_evenly(size, [count for count, _ in counts])
+    parts: list[list[Interval]] = [[(0, size)]]
+    for count, factor in counts:
+        parts = [shard for part in parts for shard in cut_intervals(part, count, factor)]
+    most = max(1, *map(len, parts))
+    return torch.tensor([[*part, *[(0, 0)] * (most - len(part))] for part in parts]).view(len(parts), most, 2)
+
+
+def _cut_evenly(size: int, counts: Sequence[int]) -> torch.Tensor:
+    """Do as ``_cut`` for ``Shard`` alone, which leaves every part in one stretch."""
+    bounds = torch.tensor([[0, size]])
+    for count in counts:
+        start, stop = bounds[:, :1], bounds[:, 1:]
+        step = (stop - start + count - 1) // count
+        begins = torch.minimum(start + step * torch.arange(count), stop)
+        bounds = torch.stack([begins, torch.minimum(begins + step, stop)], 2).view(-1, 2)
+    return bounds.unsqueeze(1)
+
+
+def cut_intervals(part: Sequence[Interval], count: int, factor: int) -> list[list[Interval]]:
+    """Cut what a list of intervals covers into shards, as ``Shard`` (factor 1) and ``_StridedShard`` do.
+
+    Returns:
+        ``count`` lists of intervals, in the order of the local shard's elements. Neighbouring intervals are merged.
+    """
+    length = sum(stop - start for start, stop in part)
+    shards: list[list[Interval]] = [[] for _ in range(count)]
+    for begin, end in _chunk(0, length, factor):
+        for shard, (start, stop) in zip(shards, _chunk(begin, end, count), strict=True):
+            shard += _select(part, start, stop)
+    return [_merged(shard) for shard in shards]
+
+
+def _chunk(start: int, stop: int, count: int) -> list[Interval]:
+    """Cut an interval as ``torch.chunk`` does, with empty intervals at the end where that returns fewer."""
+    step = -(-(stop - start) // count)
+    return [(min(start + step * i, stop), min(start + step * (i + 1), stop)) for i in range(count)]
+
+
+def _select(part: Sequence[Interval], start: int, stop: int) -> list[Interval]:
+    """Return the elements ``start`` to ``stop`` of what a list of intervals covers."""
+    found = []
+    position = 0
+    for low, high in part:
+        first, last = max(start - position, 0), min(stop - position, high - low)
+        if first < last:
+            found.append((low + first, low + last))
+        position += high - low
+    return found
+
+
+def _merged(intervals: Sequence[Interval]) -> list[Interval]:
+    merged: list[Interval] = []
+    for start, stop in intervals:
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def local_pieces(local: torch.Tensor, boxes: Sequence[Box]) -> list[torch.Tensor] | None:
+    """Return the views of a local tensor that hold boxes, which are laid side by side in it.
+
+    Args:
+        local: The tensor in which a rank holds all its boxes, without the gaps between them.
+        boxes: The product of intervals in each dim, as ``mesh_layout`` gives them.
+
+    Returns:
+        The views, or ``None`` if the local tensor has another shape than the boxes make up.
+    """
+    offsets: list[dict[Interval, int]] = []
+    for dim in range(local.dim()):
+        position = 0
+        placed: dict[Interval, int] = {}
+        # Intervals come in the order of the local elements; product() varies the last dim first.
+        for box in boxes:
+            interval = (box.start[dim], box.stop[dim])
+            if interval not in placed:
+                placed[interval] = position
+                position += interval[1] - interval[0]
+        offsets.append(placed)
+        if boxes and position != local.shape[dim]:
+            return None
+    if not boxes:
+        return [] if not local.numel() else None
+    if len(boxes) == 1:
+        return [local] if boxes[0].sizes == tuple(local.shape) else None
+    pieces = []
+    for box in boxes:
+        piece = local
+        for dim, (start, stop) in enumerate(zip(*box, strict=True)):
+            piece = piece.narrow(dim, offsets[dim][start, stop], stop - start)
+        pieces.append(piece)
+    return pieces
+
+
+def by_rank(layout: Layout) -> dict[int, list[Box]]:
+    """Return the boxes that each rank holds."""
+    found: defaultdict[int, list[Box]] = defaultdict(list)
+    for rank, start, stop in zip(layout.ranks.tolist(), layout.starts.tolist(), layout.stops.tolist(), strict=True):
+        found[rank].append(Box(tuple(start), tuple(stop)))
+    return dict(found)

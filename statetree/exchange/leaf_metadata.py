@@ -1,0 +1,146 @@
+"""Blueprints: all of a list of leaves but their elements, so that another rank can make the same ones.
+
+Sent between the ranks of one job by pickle, as ``torch.distributed`` sends objects; never read from a file.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections import defaultdict
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from statetree.spans.memory import Memory
+from statetree.spans.columns import Columns
+from statetree.errors import UnsupportedLeaf
+from statetree.leaves.registry import is_plain
+from statetree.notes import describe_leaf
+from statetree.spans.layout import check_memory, extents, lay_out, make_views, raw
+from statetree.leaves.parts import Recipe, Unpacked, unpack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from statetree.paths import Path
+
+#: What a blueprint says of tensors, by the names that ``Columns`` has for it.
+_KNOWN = ("dtypes", "shapes", "strides", "offsets", "storage_keys", "contiguous", "nbytes", "conj", "neg")
+
+
+class Blueprint(NamedTuple):
+    """All of a list of leaves but their elements.
+
+    Attributes:
+        kept: The leaves that are plain values, in their places.
+        bare: The positions of leaves that are plain tensors.
+        recipes: How the other leaves are packed.
+        tensors: For each type of device, the indices of its plain tensors and what ``Columns`` knows about them.
+    """
+
+    kept: list[Any]
+    bare: Sequence[int]
+    recipes: dict[int, Recipe]
+    tensors: dict[str, tuple[list[int], dict[str, list[Any]]]]
+
+    def allocate(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the plain tensors that the leaves are packed from, and the spans on which their elements lie.
+
+        The spans are ``uint8`` tensors without contents, in the order in which ``draw`` gives the originals.
+        """
+        count = sum(len(indices) for indices, _ in self.tensors.values())
+        parts: list[Any] = [None] * count
+        spans: list[torch.Tensor] = []
+        for kind, (indices, known) in self.tensors.items():
+            columns = Columns(parts[: len(indices)])
+            columns.adopt({**known, "own_storages": len(set(known["storage_keys"])) == len(indices)})
+            layout = lay_out(columns, extents(columns))
+            device = torch.device(kind)
+            buffers = Memory(device).carve([span.stop - span.start for span in layout.spans])
+            for index, view in zip(indices, make_views(columns, layout, buffers, device), strict=True):
+                parts[index] = view
+            if kind != "meta":
+                spans += [
+                    raw(buffer.storage, buffer.start, buffer.start + span.stop - span.start)
+                    for buffer, span in zip(buffers, layout.spans, strict=True)
+                ]
+        return parts, spans
+
+    def pack(self, verb: str, parts: list[torch.Tensor], paths: Callable[[], Sequence[Path]]) -> list[Any]:
+        """Return leaves like those that the blueprint was drawn from.
+
+        Args:
+            verb: The collective, for messages.
+            parts: What ``allocate`` returned, with elements: how a leaf is packed may depend on them.
+            paths: Gives the paths of the leaves.
+        """
+        return Unpacked(verb, self.kept, paths, Columns(parts), (), self.bare, self.recipes).pack(parts)
+
+
+def draw(verb: str, leaves: list[Any], paths: Callable[[], Sequence[Path]]) -> tuple[Blueprint, list[torch.Tensor]]:
+    """Return the blueprint of leaves, and the spans on which their elements lie, as ``uint8`` tensors.
+
+    Raises:
+        UnsupportedLeaf: If a leaf cannot be taken apart, or its storage was freed.
+    """
+    unpacked = unpack(verb, leaves, paths, together=True)
+    check_memory(verb, unpacked.columns, lambda index: paths()[unpacked.owners[index]])
+    by_kind: defaultdict[str, list[int]] = defaultdict(list)
+    for index, device in enumerate(unpacked.columns.devices):
+        by_kind[device.type].append(index)
+    tensors = {}
+    spans: list[torch.Tensor] = []
+    for kind, indices in sorted(by_kind.items()):
+        columns = Columns([unpacked.parts[index] for index in indices])
+        numbers: dict[int, int] = {}
+        keys = [numbers.setdefault(key, len(numbers)) for key in columns.storage_keys]
+        known = {**{name: list(getattr(columns, name)) for name in _KNOWN}, "storage_keys": keys}
+        tensors[kind] = indices, known
+        if kind != "meta":
+            layout = lay_out(columns, extents(columns))
+            spans += [raw(columns.storages[span.source], span.start, span.stop) for span in layout.spans]
+    kept = [leaf if is_plain(leaf) else None for leaf in leaves]
+    return Blueprint(kept, list(unpacked.bare), dict(unpacked.recipes), tensors), spans
+
+
+class _Pickler(pickle.Pickler):
+    """Knows modules, which pickle does not: they go by their names, as functions and classes do."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, ModuleType) and sys.modules.get(value.__name__) is value:
+            return import_module, (value.__name__,)
+        return NotImplemented
+
+
+def _dumps(message: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, pickle.DEFAULT_PROTOCOL).dump(message)
+    return file.getvalue()
+
+
+def pickled(verb: str, message: Any, leaves: Sequence[Any], paths: Callable[[], Sequence[Path]]) -> bytes:
+    """Return a message that has blueprints of leaves in it as bytes.
+
+    Raises:
+        UnsupportedLeaf: If that cannot be done, with the path of the first plain value that is to blame.
+    """
+    try:
+        return _dumps(message)
+    except Exception as error:
+        for index, leaf in enumerate(leaves):
+            try:
+                if not isinstance(leaf, torch.Tensor):
+                    _dumps(leaf)
+            except Exception as own:
+                path = paths()[index]
+                msg = (
+                    f"{verb}: cannot send the leaf at {path or '<root>'} ({describe_leaf(leaf)}) to other ranks: "
+                    f"expected what can be pickled, got {type(own).__name__}: {own}. Leave it out."
+                )
+                raise UnsupportedLeaf(msg, path) from own
+        msg = f"{verb}: cannot send the tree's structure to other ranks: {type(error).__name__}: {error}. Simplify it."
+        raise UnsupportedLeaf(msg) from error

@@ -1,0 +1,118 @@
+"""Summands: tensors of which each rank holds an addend (``Partial``), put together before they are moved on.
+
+The ranks that hold summands of a box share the work: each receives one slab of all summands, and reduces it. What
+comes of it is a tensor that is sharded by slabs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import cache
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+
+from statetree.chunks.boxes import Box, in_slabs
+from statetree.chunks.layouts import Layout, by_rank, layout_of
+from statetree.exchange.buckets import Pieces
+from statetree.exchange.plan import Move
+from statetree.torch_internals import copied_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_COMBINE: Final[dict[str, Callable[..., torch.Tensor]]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+class Source(NamedTuple):
+    """Where the elements of a tensor come from: the layout, and this rank's pieces in the order of its rows."""
+
+    layout: Layout
+    pieces: Sequence[torch.Tensor]
+
+
+class Reduction(NamedTuple):
+    """Summands on their way to the ranks that put them together.
+
+    Attributes:
+        moves: Where each summand goes.
+        pieces: This rank's tensors for each of them.
+        reduced: The tensors that come of it, in other layouts. They hold their elements after ``finish``.
+        stacks: This rank's slabs of all summands of a tensor, one behind the other, and how they are put together.
+    """
+
+    moves: list[Move]
+    pieces: list[Pieces]
+    reduced: list[Source]
+    stacks: list[tuple[torch.Tensor, str]]
+
+    def finish(self) -> None:
+        """Put the summands together, once they have arrived."""
+        for stack, reduction in self.stacks:
+            _reduce(stack, reduction)
+
+
+def prepare_reduction(
+    sources: Sequence[Source],
+    dtypes: Sequence[torch.dtype],
+    summands: Sequence[tuple[str, tuple[Layout, ...]]],
+    rank: int,
+) -> Reduction:
+    """Take the memory for reducing tensors of which the ranks hold summands.
+
+    Args:
+        sources: The tensors. Each rank of a layout holds one summand of its boxes.
+        dtypes: Their dtypes.
+        summands: For each, how summands are put together, and the layout of every one of them.
+        rank: This rank.
+    """
+    found = Reduction([], [], [], [])
+    for (layout, own), dtype, (reduction, layouts) in zip(sources, dtypes, summands, strict=True):
+        target = _shared_out(layout)
+        stacks = [own[0].new_empty((len(layouts), *box.sizes)) for box in target.boxes_of(rank)]
+        for number, summand in enumerate(layouts):
+            found.moves.append(Move(summand, target, copied_dtype(dtype)))
+            mine = own if summand.boxes_of(rank) else []
+            found.pieces.append(Pieces(mine, [stack[number] for stack in stacks]))
+        found.reduced.append(Source(target, [stack[0] for stack in stacks]))
+        found.stacks.extend((stack.view(dtype), reduction) for stack in stacks)
+    return found
+
+
+def _shared_out(layout: Layout) -> Layout:
+    """Cut every box into slabs, one for each of the ranks that hold it."""
+    holders: defaultdict[Box, list[int]] = defaultdict(list)
+    for rank, boxes in by_rank(layout).items():
+        for box in boxes:
+            holders[box].append(rank)
+    shares: defaultdict[int, list[Box]] = defaultdict(list)
+    for box, ranks in holders.items():
+        slabs = in_slabs(box, len(ranks))
+        for number, slab in enumerate(slabs):
+            shares[ranks[number * len(ranks) // len(slabs)]].append(slab)
+    return layout_of(layout.shape, shares)
+
+
+@cache
+def reduces(reduction: str, dtype: torch.dtype) -> bool:
+    """Whether torch can put summands of a dtype together, and has that dtype again."""
+    try:
+        _reduce(torch.ones(2, 1, dtype=dtype), reduction)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def _reduce(stack: torch.Tensor, reduction: str) -> None:
+    """Put summands together in the place of the first."""
+    result = stack[0]
+    for summand in stack[1:]:
+        _COMBINE[reduction](result, summand, out=result)
+    if reduction == "avg":
+        result.div_(len(stack))

@@ -1,0 +1,319 @@
+"""Comparing two trees leaf by leaf: what ``similarity`` reports is what ``copy_into`` refuses.
+
+Leaves that are plain tensors on both sides are compared over columns, the others by the facts that their leaf types
+give. Nothing is written and no value's ``__eq__`` is trusted to work.
+"""
+
+from __future__ import annotations
+
+from operator import and_, itemgetter
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from statetree.spans.geometry_cache import place_of, recognise
+from statetree.tree.atoms import same_value
+from statetree.spans.columns import Columns
+from statetree.errors import Difference
+from statetree.leaves.types.opaque import OPAQUE
+from statetree.leaves.registry import facts, leaf_type_of
+from statetree.tree.matching import matched
+from statetree.spans.layout import holds_memory, is_whole
+from statetree.torch_internals import COPIED_AS_INTEGERS, can_negate, negated_view, without_common_bits
+from statetree.tree.flatten import flatten_for
+from statetree.leaves.parts import Kept, Packed, Recipe, Unpacked, are_views, located
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+
+_BARE: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+class Pairing:
+    """The leaves of two trees, side by side.
+
+    Attributes:
+        verb: On whose behalf, for messages.
+        spec: The structure of the left tree.
+        left: The left tree's leaves.
+        right: The right tree's leaves, in the order of the left ones; ``None`` for those that have no partner.
+        differences: Differences of structure. The leaves that they concern have no partner, and no position below.
+        bare: The positions at which both sides hold ordinary strided tensors with memory.
+        atoms: The positions at which both sides hold atoms.
+        others: All other positions.
+        columns: The columns of the ordinary tensors, left and right.
+    """
+
+    def __init__(self, verb: str, left: Any, right: Any) -> None:
+        self.verb = verb
+        self.left, self.spec = flatten_for(verb, left)
+        right_leaves, right_spec = flatten_for(verb, right)
+        order, self.differences = matched(self.spec, self.left, right_spec, right_leaves)
+        self.right = right_leaves
+        if order is not None:
+            self.right = [right_leaves[index] if index >= 0 else None for index in order]
+        self.bare: Sequence[int] = ()
+        self.atoms: Sequence[int] = ()
+        self.others: Sequence[int] = ()
+        self.columns = (Columns([]), Columns([]))
+        lonely = [index for index, partner in enumerate(order or ()) if partner < 0] if self.differences else []
+        self._find_bare(lonely)
+
+    def _find_bare(self, lonely: Sequence[int]) -> None:
+        left, right = self.left, self.right
+        columns = (Columns(left), Columns(right))
+        if not lonely and recognise(columns[0], memory=True) and recognise(columns[1], memory=True):
+            self.bare = range(len(left))
+        else:
+            classes = list(zip(map(type, left), map(type, right), strict=True))
+            kinds = {pair: _kind(*pair) for pair in set(classes)}
+            named = list(map(kinds.__getitem__, classes))
+            for index in lonely:
+                named[index] = "lonely"
+            self.bare, self.atoms, self.others = (
+                [index for index, kind in enumerate(named) if kind == wanted] for wanted in ("bare", "atoms", "others")
+            )
+            columns = (Columns([left[index] for index in self.bare]), Columns([right[index] for index in self.bare]))
+            if not all([recognise(side, memory=True) or are_views(side) for side in columns]):  # noqa: C419 - interrupts
+                self._keep_ordinary([False] * len(self.bare))
+                return
+        if _have_memory(columns[0]) and _have_memory(columns[1]):
+            self.columns = columns
+        else:
+            self._keep_ordinary(list(map(and_, *(map(_has_memory, side.tensors) for side in columns))))
+
+    def leave_out(self, positions: Collection[int]) -> None:
+        """Drop pairs of leaves, whose tensors need not be compared any more."""
+        self.bare, self.atoms, self.others = (
+            [index for index in kept if index not in positions] for kept in (self.bare, self.atoms, self.others)
+        )
+        self._find_columns()
+
+    def _keep_ordinary(self, ordinary: Sequence[bool]) -> None:
+        """Leave all but ordinary tensors to the general comparison."""
+        rest = [index for index, flag in zip(self.bare, ordinary, strict=True) if not flag]
+        self.others = sorted([*self.others, *rest])
+        self.bare = [index for index, flag in zip(self.bare, ordinary, strict=True) if flag]
+        self._find_columns()
+
+    def _find_columns(self) -> None:
+        self.columns = (
+            Columns([self.left[index] for index in self.bare]),
+            Columns([self.right[index] for index in self.bare]),
+        )
+
+
+def _have_memory(columns: Columns) -> bool:
+    """Whether all tensors have elements, in memory that is there. It may say no where they do."""
+    on_meta = not columns.on_cpu and any(device.type == "meta" for device in set(columns.devices))
+    if on_meta:
+        return False
+    place = place_of(columns)
+    return (0 not in columns.pointers if place is None else place.with_memory) and is_whole(columns)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return not tensor.is_meta and tensor.data_ptr() != 0 and holds_memory(tensor)
+
+
+def _kind(left: type, right: type) -> str:
+    if left in _BARE and right in _BARE:
+        return "bare"
+    return "atoms" if leaf_type_of(left) is None and leaf_type_of(right) is None else "others"
+
+
+def _look_alike(left: Columns, right: Columns) -> bool:
+    """Whether tensors were found to look like the same ones. It may say no where they do."""
+    return left.appearance is not None and left.appearance is right.appearance
+
+
+def set_apart(pairing: Pairing, *, plain: bool, dtypes: bool = True) -> list[Difference]:
+    """Return where trees differ in structure, leaf types, dtypes, shapes and layouts, and leave those leaves out.
+
+    What is left of the pairing differs in nothing but the elements of tensors, and what they lie in.
+
+    Args:
+        pairing: Two trees. It is changed.
+        plain: Whether plain and opaque values must agree in type, and what cannot be taken apart is a difference.
+        dtypes: Whether dtypes must agree.
+    """
+    found: list[tuple[int, str, Any, Any]] = []
+    left, right = pairing.columns
+    if not _look_alike(left, right) and ((dtypes and left.dtypes != right.dtypes) or left.shapes != right.shapes):
+        rows = zip(pairing.bare, left.dtypes, right.dtypes, left.shapes, right.shapes, strict=True)
+        for index, dtype_a, dtype_b, shape_a, shape_b in rows:
+            if dtypes and dtype_a != dtype_b:
+                found.append((index, "dtype", dtype_a, dtype_b))
+            if shape_a != shape_b:
+                found.append((index, "shape", tuple(shape_a), tuple(shape_b)))
+    if plain:
+        atoms = ((index, type(pairing.left[index]), type(pairing.right[index])) for index in pairing.atoms)
+        found += [(index, "type", a.__qualname__, b.__qualname__) for index, a, b in atoms if a is not b]
+    for index in pairing.others:
+        pair = pairing.left[index], pairing.right[index]
+        try:
+            facts_found = list(_leaf_difference(*pair, plain=plain, total=plain))
+        except Exception as error:
+            raise located(pairing.verb, "take apart", error, pairing.spec.paths, pairing.left, index) from error
+        found += [(index, kind, a, b) for kind, a, b in facts_found if dtypes or kind != "dtype"]
+    if not found:
+        return pairing.differences
+    pairing.leave_out({index for index, *_ in found})
+    named = pairing.spec.paths()
+    found.sort(key=itemgetter(0))
+    return [*pairing.differences, *(Difference(named[index], kind, a, b) for index, kind, a, b in found)]
+
+
+def _leaf_difference(a: Any, b: Any, *, plain: bool, total: bool) -> Iterator[tuple[str, Any, Any]]:
+    if taken_over(a) and taken_over(b):
+        if plain and type(a) is not type(b):
+            yield ("type", type(a).__qualname__, type(b).__qualname__)
+        return
+    try:
+        left, right = facts(settled(a)), facts(settled(b))
+    except Exception as error:
+        if not total:
+            raise
+        # similarity is total: what cannot be taken apart is like nothing
+        reason = str(error).replace("the leaf at %PATH%", "it")
+        yield ("leaf type", f"{type(a).__qualname__} ({reason})", type(b).__qualname__)
+        return
+    yield from fact_differences(left, right)
+
+
+def fact_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield ``(kind, left, right)`` for every fact that differs; only the leaf type if that does."""
+    if left["leaf type"] != right["leaf type"]:
+        yield ("leaf type", left["leaf type"], right["leaf type"])
+        return
+    for name in {**left, **right}:
+        a, b = left.get(name, "absent"), right.get(name, "absent")
+        if not safely_equal(a, b) or (name == "memory" and a == "freed"):  # nothing can be copied from or to that
+            yield (name, _shown(a), _shown(b))
+
+
+def _shown(fact: Any) -> Any:
+    return tuple(fact) if isinstance(fact, torch.Size) else fact
+
+
+def taken_over(leaf: Any) -> bool:
+    """Whether ``copy_into`` takes this leaf from its source: plain values and opaque objects."""
+    leaf_type = leaf_type_of(type(leaf))
+    return leaf_type is None or leaf_type is OPAQUE
+
+
+def settled(leaf: Any) -> Any:
+    """Return the tensor that a collective under way will have become; other leaves as they are."""
+    if may_be_under_way(type(leaf)):
+        leaf_type = leaf_type_of(type(leaf))
+        assert leaf_type is not None
+        return settled(leaf_type.unpack(leaf)[0][0])
+    return leaf
+
+
+def may_be_under_way(cls: type) -> bool:
+    """Whether leaves of a class may stand for tensors that a collective has not yet written."""
+    return getattr(leaf_type_of(cls), "name", None) == "AsyncCollectiveTensor"
+
+
+def safely_equal(a: Any, b: Any) -> bool:
+    """Whether two values are of one type and equal, tensors bit by bit. Never raises."""
+    if isinstance(a, torch.Tensor) and type(a) is type(b):
+        try:
+            return a is b or bool(a.dtype == b.dtype and a.shape == b.shape and same_bytes(a, b))
+        except Exception:  # noqa: BLE001 - total: a subclass may refuse anything
+            return False
+    if isinstance(a, dict) and type(a) is type(b):
+        return a.keys() == b.keys() and all(safely_equal(value, b[key]) for key, value in a.items())
+    if isinstance(a, (tuple, list)) and type(a) is type(b):
+        return len(a) == len(b) and all(map(safely_equal, a, b))
+    return same_value(a, b)
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two plain tensors of one dtype and shape hold the same elements, bit by bit (NaNs and zeros' signs)."""
+    if is_unreadable(a, b):
+        return False
+    a, b = without_common_bits(a, b)
+    return _bits(a).equal(_bits(b))
+
+
+def is_unreadable(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether only one of two tensors has a negative bit, on what torch cannot negate (private functions set it)."""
+    return a.is_neg() != b.is_neg() and not can_negate(a.dtype)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements' bits as integers on the CPU, in the order of the elements."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if plain.dtype in COPIED_AS_INTEGERS:
+        plain = plain.view(_BY_SIZE[plain.dtype.itemsize])
+    plain = plain.cpu().contiguous()
+    plain = plain.as_strided((plain.numel(),), (1,))  # one element may have any stride
+    if plain.dtype in _INTEGERS:
+        return plain
+    if plain.dtype.itemsize in _BY_SIZE:
+        return plain.view(_BY_SIZE[plain.dtype.itemsize])
+    return plain.view(torch.int64)  # complex128
+
+
+_BY_SIZE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS: Final = frozenset(_BY_SIZE.values())
+
+
+def first_difference(a: torch.Tensor, b: torch.Tensor) -> tuple[str, str]:
+    """Return how two tensors read at the first index at which they differ, and how often they do."""
+    if a.is_meta or b.is_meta:
+        return ("no bytes" if a.is_meta else "bytes", "no bytes" if b.is_meta else "bytes")
+    if is_unreadable(a, b):
+        return (f"negative bit {a.is_neg()}", f"negative bit {b.is_neg()}")
+    bits_a, bits_b = map(_bits, without_common_bits(a, b))
+    unequal = (bits_a != bits_b).reshape(max(a.numel(), 1), -1).any(1)
+    position = int(unequal.nonzero()[0])
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(position, device="cpu"), a.shape)) if a.dim() else ()
+    count = int(unequal.sum())
+    more = f" ({count} of {a.numel()} elements differ)"
+    return (f"{_element(a, index)} at index {index}{more}", f"{_element(b, index)} at index {index}")
+
+
+def _element(tensor: torch.Tensor, index: tuple[int, ...]) -> str:
+    if tensor.is_neg() and not can_negate(tensor.dtype):
+        return f"-({_element(negated_view(tensor), index)})"
+    element = tensor.detach()[index]
+    try:
+        return str(element.item())
+    except RuntimeError:  # a dtype that has no Python number
+        return f"0x{bytes(element.view(-1).view(torch.uint8).tolist())[::-1].hex()}"
+
+
+def essential(recipe: Recipe) -> Sequence[Recipe]:
+    """Return the recipes of what holds a leaf's elements: without the attributes and the identity of a tensor."""
+    if not isinstance(recipe, Packed):
+        return (recipe,)
+    trim = getattr(recipe.leaf_type, "essential", None)
+    inner: Sequence[Recipe] = recipe.inner if trim is None else trim(recipe.context, recipe.inner)
+    return inner
+
+
+def paired_parts(left: Unpacked, right: Unpacked) -> Iterator[tuple[int, int | None, int | None]]:
+    """Yield ``(leaf, part, part)``: which plain tensors of two unpacked lists of leaves face each other.
+
+    A ``None`` stands for the lack of one where the leaves are taken apart differently.
+    """
+    for leaf in range(len(left.leaves)):
+        for part_a, part_b in _paired(left.recipe(leaf), right.recipe(leaf)):
+            yield leaf, part_a, part_b
+
+
+def _paired(a: Recipe, b: Recipe) -> Iterator[tuple[int | None, int | None]]:
+    if isinstance(a, int) and isinstance(b, int):
+        yield a, b
+        return
+    if isinstance(a, Kept) or isinstance(b, Kept):
+        return
+    inner_a, inner_b = list(essential(a)), list(essential(b))
+    if len(inner_a) != len(inner_b):
+        yield None, None
+        return
+    for x, y in zip(inner_a, inner_b, strict=True):
+        yield from _paired(x, y)

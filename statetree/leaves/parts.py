@@ -1,0 +1,387 @@
+"""Leaves taken apart into plain tensors, and packed again: many at once, each tensor object once."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+
+from statetree.spans.geometry_cache import place_of, recognise, remember
+from statetree.spans.columns import Columns
+from statetree.errors import StateTreeError, UnsupportedLeaf
+from statetree.leaves.registry import QUANTIZED, LeafType, leaf_type_of
+from statetree.notes import describe_leaf
+from statetree.paths import Path
+from statetree.torch_internals import is_zero_tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+
+class Packed(NamedTuple):
+    """The recipe of a leaf that is more than one plain tensor.
+
+    ``inner`` holds, for each of its parts, another recipe: ``Packed``, ``Kept``, or the index of a plain tensor.
+    """
+
+    leaf_type: LeafType
+    context: Any
+    inner: tuple[Any, ...]
+    identity: int  # leaves that were one object become one object again
+
+
+class Kept(NamedTuple):
+    """The recipe of an atom: the value itself."""
+
+    value: Any
+
+
+class Member(NamedTuple):
+    """The recipe of one of several opaque leaves that are taken apart together, so that they go on sharing objects."""
+
+    whole: Packed
+    position: int
+
+
+Recipe = Packed | Kept | Member | int
+
+
+class Unpacked:
+    """The leaves of a tree, taken apart into plain tensors.
+
+    Attributes:
+        leaves: The leaves, as they were given.
+        parts: The plain tensors inside them, each tensor object once.
+        columns: What torch knows about the parts.
+        owners: For each part, the index of the leaf that it was first found in.
+        bare: The indices of the leaves that are plain tensors as they stand. They are the first parts, in this order.
+        recipes: How the other leaves are packed again, by their indices. Those in neither are atoms, and are kept.
+    """
+
+    __slots__ = ("_part_of", "_paths", "_verb", "bare", "columns", "leaves", "owners", "parts", "recipes")
+
+    def __init__(
+        self,
+        verb: str,
+        leaves: list[Any],
+        paths: Callable[[], Sequence[Path]],
+        columns: Columns,
+        owners: Sequence[int],
+        bare: Sequence[int],
+        recipes: Mapping[int, Recipe],
+    ) -> None:
+        self._verb = verb
+        self._paths = paths
+        self.leaves = leaves
+        self.columns = columns
+        self.parts = columns.tensors
+        self.owners = owners
+        self.bare = bare
+        self.recipes = recipes
+        self._part_of: dict[int, int] | None = None
+
+    def recipe(self, leaf: int) -> Recipe:
+        """Return how a leaf is packed again."""
+        if self._part_of is None:
+            self._part_of = {index: part for part, index in enumerate(self.bare)}
+        part = self._part_of.get(leaf)
+        return self.recipes.get(leaf, Kept(self.leaves[leaf])) if part is None else part
+
+    def parts_of(self, leaf: int) -> list[int]:
+        """Return the indices of all parts that a leaf consists of, those that it shares with others included."""
+        pending = [self.recipe(leaf)]
+        found = []
+        while pending:
+            recipe = pending.pop()
+            if isinstance(recipe, int):
+                found.append(recipe)
+            elif isinstance(recipe, Member):
+                pending.append(recipe.whole)
+            elif isinstance(recipe, Packed):
+                pending += recipe.inner
+        return found
+
+    def metadata_parts(self) -> list[int]:
+        """Return the indices of parts that hold more than a tensor's elements: indices, offsets, parts of objects.
+
+        Putting a leaf together may depend on what they contain.
+        """
+        recipes = (recipe.whole if isinstance(recipe, Member) else recipe for recipe in self.recipes.values())
+        pending = list({recipe.identity: recipe for recipe in recipes if isinstance(recipe, Packed)}.values())
+        found = []
+        while pending:
+            recipe = pending.pop()
+            elements = _holds_elements_only(recipe)
+            for part in recipe.inner:
+                if isinstance(part, Packed):
+                    pending.append(part)
+                elif isinstance(part, int) and not elements:
+                    found.append(part)
+        return found
+
+    def holds_distributed(self) -> bool:
+        """Whether a distributed tensor lies inside a leaf that is taken apart."""
+        pending = [recipe.whole if isinstance(recipe, Member) else recipe for recipe in self.recipes.values()]
+        while pending:
+            recipe = pending.pop()
+            if isinstance(recipe, Packed):
+                if hasattr(recipe.leaf_type, "holding") or hasattr(recipe.leaf_type, "chunks"):
+                    return True
+                pending += recipe.inner
+        return False
+
+    def pack(self, parts: Sequence[torch.Tensor]) -> list[Any]:
+        """Return the leaves with other plain tensors in place of the parts.
+
+        Raises:
+            UnsupportedLeaf: If a leaf cannot be put together again, with its path.
+        """
+        if len(self.bare) == len(self.leaves):
+            return list(parts)
+        result = list(self.leaves)
+        for index, part in zip(self.bare, parts, strict=False):  # bare leaves come first
+            result[index] = part
+        packer = _Packer(parts)
+        for index, recipe in self.recipes.items():
+            try:
+                result[index] = packer.pack(recipe)
+            except Exception as error:
+                raise located(self._verb, "put together", error, self._paths, self.leaves, index) from error
+        return result
+
+
+def _holds_elements_only(recipe: Packed) -> bool:
+    known = getattr(recipe.leaf_type, "elements_only", False)
+    return bool(known(recipe.context) if callable(known) else known)
+
+
+def unpack(
+    verb: str,
+    leaves: list[Any],
+    paths: Callable[[], Sequence[Path]],
+    *,
+    memory: bool = True,
+    together: bool = False,
+) -> Unpacked:
+    """Take leaves apart into plain tensors.
+
+    Args:
+        verb: The transform on whose behalf it is done, for messages.
+        leaves: Any leaves.
+        paths: Gives their paths, if one is needed for a message.
+        memory: Whether their memory will be read or written.
+        together: Whether objects that several opaque leaves hold are to be one again when they are packed.
+
+    Raises:
+        UnsupportedLeaf: If a leaf cannot be taken apart, with its path.
+    """
+    bare, rest, columns = _bare_tensors(leaves, memory=memory)
+    owners: Sequence[int] = bare
+    recipes: dict[int, Recipe] = {}
+    if rest:
+        unpacker = _Unpacker(list(columns.tensors))
+        owners = list(bare)
+        if together:
+            unpacker, recipes, more = _unpack_together(leaves, rest, unpacker)
+            owners += more
+        for index in rest:
+            if index in recipes:
+                continue
+            try:
+                recipes[index] = unpacker.unpack(leaves[index])
+            except Exception as error:
+                raise located(verb, "take apart", error, paths, leaves, index) from error
+            owners += [index] * (len(unpacker.parts) - len(owners))
+        if len(owners) > len(bare):
+            columns = Columns(unpacker.parts)
+    return Unpacked(verb, leaves, paths, columns, owners, bare, recipes)
+
+
+def _unpack_together(
+    leaves: list[Any], rest: Sequence[int], unpacker: _Unpacker
+) -> tuple[_Unpacker, dict[int, Recipe], list[int]]:
+    """Unpack all opaque leaves as one. None at all if that fails: then each must be tried by itself, to name it.
+
+    Returns:
+        The unpacker to go on with, the recipes by leaf, and the owners of the parts.
+    """
+    from statetree.leaves.types.opaque import OPAQUE
+
+    chosen = [index for index in rest if leaf_type_of(type(leaves[index])) is OPAQUE]
+    if len(chosen) < 2:
+        return unpacker, {}, []
+    attempt = _Unpacker(list(unpacker.parts))
+    owners: list[int] = []
+    try:
+        tensors, context, owner_of = OPAQUE.unpack_all([leaves[index] for index in chosen])
+        inner = []
+        for tensor, owner in zip(tensors, owner_of, strict=True):
+            inner.append(attempt.unpack(tensor))
+            owners += [chosen[owner]] * (len(attempt.parts) - len(unpacker.parts) - len(owners))
+    except Exception:  # noqa: BLE001 - user code raises it, and will do so again
+        return unpacker, {}, []
+    whole = Packed(OPAQUE, context, tuple(inner), -1)
+    return attempt, {index: Member(whole, position) for position, index in enumerate(chosen)}, owners
+
+
+def located(
+    verb: str, doing: str, error: Exception, paths: Callable[[], Sequence[Path]], leaves: list[Any], index: int
+) -> Exception:
+    """Return the error to raise for one that came up while a leaf was taken apart or put together."""
+    path = paths()[index]
+    inner = getattr(error, "path", None)
+    if isinstance(error, StateTreeError) and inner is not None:  # in a leaf's attributes, or in an opaque object
+        return type(error)(f"{verb}: inside the leaf at {path or '<root>'}: {error}", Path((*path, *inner)))
+    if isinstance(error, UnsupportedLeaf):
+        message = str(error).replace("%PATH%", str(path) or "<root>")
+        error.args = (message,)  # it is shown as the cause
+        return UnsupportedLeaf(f"{verb}: {message}", path)
+    msg = (
+        f"{verb}: cannot {doing} the leaf at {path or '<root>'} ({describe_leaf(leaves[index])}): "
+        f"{type(error).__name__}: {_first_line(error)}. {_remedy(error, leaves[index])}"
+    )
+    return UnsupportedLeaf(msg, path)
+
+
+#: How many characters of somebody else's message are shown.
+_LONGEST: Final = 200
+
+
+def _first_line(error: Exception) -> str:
+    """Return what an error says, without the tables and advice that torch appends."""
+    line = str(error).strip().split("\n", 1)[0].rstrip(".")
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}…"
+
+
+def _remedy(error: Exception, leaf: Any) -> str:
+    if isinstance(error, MemoryError):
+        return "Free memory, and try again."
+    if type(leaf).__module__.split(".")[0] in {"builtins", "torch"}:
+        return "Convert it first."
+    return "Register its class with register_leaf_type."
+
+
+_attributes_of: Final = attrgetter("__dict__")
+
+
+def _bare_tensors(leaves: list[Any], *, memory: bool) -> tuple[Sequence[int], list[int], Columns]:
+    """Tell the leaves apart.
+
+    It asks everything of all leaves at once. If any of the tensors is sparse, nested or quantized, none is bare.
+
+    Returns:
+        The positions of leaves that are distinct tensors and need no packing; those of all others but atoms; and the
+        columns of the former.
+    """
+    columns = Columns(leaves)
+    if recognise(columns, memory=memory) and _need_no_packing(columns):
+        return range(len(leaves)), [], columns
+    classes = list(map(type, leaves))
+    atoms = {cls for cls in set(classes) if leaf_type_of(cls) is None}
+    positions = [index for index, cls in enumerate(classes) if cls is torch.Tensor]
+    rest = [index for index, cls in enumerate(classes) if cls is not torch.Tensor and cls not in atoms]
+    tensors = [leaves[index] for index in positions]
+    columns = Columns(tensors)
+    if not ((recognise(columns, memory=memory) or are_views(columns)) and _need_no_packing(columns)):
+        first = {
+            id(tensor): index
+            for index, tensor in zip(reversed(positions), reversed(tensors), strict=True)
+            if not tensor.__dict__ and not tensor.requires_grad
+        }
+        bare = sorted(first.values())
+        columns = Columns([leaves[index] for index in bare])
+        if not are_views(columns):
+            bare, columns = [], Columns([])
+        chosen = set(bare)
+        rest = sorted([*rest, *(index for index in positions if index not in chosen)])
+        positions = bare
+    return positions, rest, columns
+
+
+def _need_no_packing(columns: Columns) -> bool:
+    """Whether strided tensors are distinct, of no subclass, and without attributes and gradients."""
+    if not columns.bare or any(columns.requires_grad) or any(map(_attributes_of, columns.tensors)):
+        return False
+    place = place_of(columns)
+    if place is not None and place.distinct:
+        return True
+    return len(set(map(id, columns.tensors))) == len(columns.tensors)
+
+
+def are_views(columns: Columns) -> bool:
+    """Whether tensors are strided views on storages, and not sparse, nested or quantized. If so, it remembers them."""
+    try:
+        plain = (
+            QUANTIZED.isdisjoint(columns.dtypes)
+            and len(columns.pointers) == len(columns.tensors)  # sparse tensors have no storage and refuse
+            and not any(columns.nested)
+            and not (0 in columns.pointers and any(map(is_zero_tensor, columns.tensors)))
+        )
+    except (RuntimeError, NotImplementedError):
+        return False
+    if plain:
+        remember(columns)
+    return plain
+
+
+class _Unpacker:
+    def __init__(self, parts: list[torch.Tensor]) -> None:
+        self.parts = parts
+        self._seen: dict[int, Recipe] = {id(part): index for index, part in enumerate(parts)}
+        self._open: set[int] = set()  # what is being unpacked
+        self._alive: list[Any] = []  # keeps the ids in _seen from being handed out again
+
+    def unpack(self, value: Any) -> Recipe:
+        """Unpack a leaf, or a tensor inside one."""
+        leaf_type = leaf_type_of(type(value))
+        if leaf_type is None:
+            return Kept(value)
+        identity = id(value)
+        seen = self._seen.get(identity)
+        if seen is not None:
+            return seen
+        if identity in self._open:
+            msg = (
+                f"the leaf at %PATH% ({describe_leaf(value)}) holds itself, in its attributes or its inner tensors: "
+                "expected no cycle. Remove the attribute."
+            )
+            raise UnsupportedLeaf(msg)
+        self._alive.append(value)
+        self._open.add(identity)
+        inner, context = leaf_type.unpack(value)
+        if context is None and len(inner) == 1 and inner[0] is value:
+            recipe: Recipe = self._plain(value)
+        else:
+            # Only the first part may be the value itself: that is its own memory. Anywhere else it is a cycle.
+            recipes = [
+                self._plain(part) if part is value and not position else self.unpack(part)
+                for position, part in enumerate(inner)
+            ]
+            recipe = Packed(leaf_type, context, tuple(recipes), identity)
+        self._open.discard(identity)
+        self._seen[identity] = recipe
+        return recipe
+
+    def _plain(self, value: torch.Tensor) -> int:
+        self.parts.append(value)
+        return len(self.parts) - 1
+
+
+class _Packer:
+    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
+        self._parts = parts
+        self._made: dict[int, Any] = {}
+
+    def pack(self, recipe: Recipe) -> Any:
+        if isinstance(recipe, int):
+            return self._parts[recipe]
+        if isinstance(recipe, Kept):
+            return recipe.value
+        if isinstance(recipe, Member):
+            return self.pack(recipe.whole)[recipe.position]
+        if recipe.identity in self._made:
+            return self._made[recipe.identity]
+        inner = [self.pack(part) for part in recipe.inner]
+        value = self._made[recipe.identity] = recipe.leaf_type.pack(recipe.context, inner)
+        return value

@@ -1,0 +1,257 @@
+"""Tensors of ``torch.distributed``: ``DTensor``, what it may hold, and results of collectives still under way."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from statetree.chunks.boxes import Box
+from statetree.chunks.layouts import Holding, Layout, Split, local_pieces, location_of, mesh_layout
+from statetree.leaves.pairing import settled
+from statetree.errors import UnsupportedLeaf
+from statetree.leaves.types.tensor import attributes_of, set_attributes
+from statetree.leaves.types.wrapper import WrapperType
+from statetree.exchange.partial_reduction import reduces
+from statetree.tree.flatten import flatten, unflatten
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from statetree.exchange.group import Group
+    from statetree.tree.spec import TreeSpec
+
+#: How summands are put together, by the names that ``Partial`` has for it.
+REDUCTIONS: Final = frozenset({"sum", "avg", "product", "max", "min"})
+
+
+class _Wrapper(NamedTuple):
+    """What a ``DTensor`` is beside its local tensor and the leaves of its attributes."""
+
+    cls: Any
+    spec: Any
+    requires_grad: bool
+    attributes: TreeSpec | None
+
+
+#: What a ``DTensor`` keeps for itself.
+_OWN: Final = frozenset({"_local_tensor", "_spec"})
+
+
+class DTensorType(WrapperType):
+    """``DTensor``: its local tensor, with the mesh and placements kept."""
+
+    elements_only = True
+
+    def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
+        attributes = vars(value) if type(value) is DTensor else attributes_of(value)
+        carried = {name: held for name, held in attributes.items() if name not in _OWN}
+        leaves, spec = flatten(carried) if carried else ([], None)
+        return [value._local_tensor, *leaves], _Wrapper(type(value), value._spec, value.requires_grad, spec)
+
+    def pack(self, context: Any, parts: Sequence[Any]) -> torch.Tensor:
+        local: torch.Tensor = parts[0]
+        # A DTensor takes over where its local tensor begins in its storage. It has no storage itself: torch would look
+        # for elements there when it pickles it, and crash.
+        begin = local
+        if type(local) is torch.Tensor and local.storage_offset():
+            begin = local.as_strided(local.shape, local.stride(), 0)
+        fresh: Any = context.cls(begin, context.spec, requires_grad=context.requires_grad)
+        fresh._local_tensor = local
+        if context.attributes is not None:
+            set_attributes(fresh, unflatten(context.attributes, parts[1:]))
+        return fresh  # type: ignore[no-any-return]
+
+    def essential(self, context: Any, inner: Sequence[Any]) -> Sequence[Any]:
+        return inner[:1]
+
+    def describe(self, value: Any) -> Mapping[str, Any]:
+        return {
+            "dtype": value.dtype,
+            "shape": value.shape,
+            "mesh": value.device_mesh,
+            "placements": value.placements,
+            "local shape": value._local_tensor.shape,
+        }
+
+    def holding(self, value: Any, group: Group) -> Holding:
+        """Return which chunks of a ``DTensor`` this rank of a group holds, and where the others are."""
+        spec, local = value._spec, value._local_tensor
+        if type(local) is not torch.Tensor:
+            local = settled(local)
+        if type(local) is not torch.Tensor:
+            if hasattr(local, "__create_chunk_list__"):
+                return listed_chunks(value)
+            msg = (
+                f"cannot tell the chunks of the leaf at %PATH%: expected a DTensor of plain tensors, got one of "
+                f"{type(local).__qualname__}. Take it apart first."
+            )
+            raise UnsupportedLeaf(msg)
+        shape, dtype = tuple(value.shape), local.dtype
+        key = (id(spec.mesh), spec.placements, spec.shard_order, shape, dtype, local.is_meta)
+        known = group.memo.get(key)
+        if known is None:
+            known = group.memo[key] = _described(spec, shape, dtype, group, on_meta=local.is_meta)
+        pieces = [local] if local.shape == known.only else local_pieces(local, known.boxes)
+        if pieces is None:
+            held = tuple(box.sizes for box in known.boxes)
+            msg = (
+                f"the local tensor of the leaf at %PATH% does not fit its placements {value.placements}: expected the "
+                f"shape of {held}, got {tuple(local.shape)}. Make it with distribute_tensor or from_local(shape=...)."
+            )
+            raise UnsupportedLeaf(msg)
+        text, detail, layout, boxes, summands, _, _ = known
+        return Holding(
+            text, detail, shape, dtype, layout, boxes, pieces, location_of(local), local.device.type, summands
+        )
+
+
+class _Described(NamedTuple):
+    """What all tensors of one shape, dtype, mesh and placements have in common."""
+
+    text: str
+    detail: str
+    layout: Layout
+    boxes: Sequence[Box]
+    summands: tuple[str, tuple[Layout, ...]] | None
+    only: torch.Size | None  # the shape of the local tensor, if it is the only piece
+    mesh: Any  # so that its id is not handed out again
+
+
+def _described(spec: Any, shape: tuple[int, ...], dtype: torch.dtype, group: Group, *, on_meta: bool) -> _Described:
+    mesh = spec.mesh
+    mesh_shape, ranks, members, _ = group.positions(mesh)
+    splits, summed = _splits(spec)
+    layout = mesh_layout(shape, mesh_shape, members, splits)
+    boxes = layout.boxes_of(group.rank)
+    kind = "DTensor on meta" if on_meta else "DTensor"
+    text = f"a {kind} {dtype} {shape} {spec.placements} over a mesh {mesh_shape} of {mesh.device_type}"
+    summands = _summands(spec, shape, dtype, mesh_shape, members, splits, summed) if summed else None
+    only = torch.Size(boxes[0].sizes) if len(boxes) == 1 else None
+    return _Described(text, f"{ranks}{spec.shard_order}", layout, boxes, summands, only, mesh)
+
+
+def _splits(spec: Any) -> tuple[tuple[Split, ...], list[int]]:
+    """Return how a mesh cuts a tensor, in the order in which it does, and which of its dims hold summands."""
+    splits = []
+    summed = []
+    for mesh_dim, placement in enumerate(spec.placements):
+        if placement.is_partial():
+            summed.append(mesh_dim)
+        elif not placement.is_replicate():
+            splits.append(Split(mesh_dim, placement.dim, int(getattr(placement, "split_factor", 1))))
+    order = spec.shard_order
+    if order is not None:  # not left to right, that is
+        position = {mesh_dim: place for entry in order for place, mesh_dim in enumerate(entry.mesh_dims)}
+        splits.sort(key=lambda split: position[split.mesh_dim])
+    return tuple(splits), summed
+
+
+def _summands(
+    spec: Any,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    mesh_shape: tuple[int, ...],
+    members: tuple[int, ...],
+    splits: tuple[Split, ...],
+    summed: list[int],
+) -> tuple[str, tuple[Layout, ...]]:
+    """Return how summands are reduced, and the layout of each."""
+    kinds = {(type(spec.placements[dim]).__name__, spec.placements[dim].reduce_op) for dim in summed}
+    name, reduction = next(iter(kinds))
+    if len(kinds) > 1 or name != "Partial" or reduction not in REDUCTIONS or not reduces(reduction, dtype):
+        msg = (
+            f"cannot reduce the leaf at %PATH%: expected Partial by one of {', '.join(sorted(REDUCTIONS))} of a dtype "
+            f"that torch computes with, got {spec.placements} of {dtype}. Redistribute it first."
+        )
+        raise UnsupportedLeaf(msg)
+    places = torch.arange(len(members)).view(mesh_shape)
+    # One row for each summand: the places in the mesh that hold it.
+    rows = places.movedim(summed, list(range(len(summed)))).reshape(prod(mesh_shape[dim] for dim in summed), -1)
+    layouts = []
+    for row in rows.tolist():
+        held = set(row)
+        chosen = tuple(rank if place in held else -1 for place, rank in enumerate(members))
+        layouts.append(mesh_layout(shape, mesh_shape, chosen, splits))
+    return reduction, tuple(layouts)
+
+
+def listed_chunks(value: Any) -> Holding:
+    """Return the chunks of a tensor that lists them itself, by the protocol of ``torch.distributed.checkpoint``."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    boxes, pieces = [], []
+    for number, chunk in enumerate(value.__create_chunk_list__()):
+        start = tuple(chunk.offsets)
+        box = Box(start, tuple(first + size for first, size in zip(start, chunk.sizes, strict=True)))
+        piece = value.__get_tensor_shard__(MetadataIndex("", chunk.offsets, number))
+        if all(chunk.sizes):
+            boxes.append(box)
+            pieces.append(piece.detach())
+    return known_here(value, tuple(value.shape), value.dtype, boxes, pieces)
+
+
+def known_here(
+    value: Any, shape: tuple[int, ...], dtype: torch.dtype, boxes: Sequence[Box], pieces: Sequence[torch.Tensor]
+) -> Holding:
+    """Return what is known of a distributed tensor of which each rank knows its own chunks only."""
+    for box, piece in zip(boxes, pieces, strict=True):
+        if tuple(piece.shape) != box.sizes or piece.dtype != dtype:
+            msg = (
+                f"a chunk of the leaf at %PATH% is not what its leaf type says: expected {dtype} {box.sizes}, got "
+                f"{piece.dtype} {tuple(piece.shape)}. Correct the leaf type."
+            )
+            raise UnsupportedLeaf(msg)
+    if len(set(boxes)) < len(boxes):
+        msg = "the leaf at %PATH% lists a chunk twice on one rank: expected each once. Correct the leaf type."
+        raise UnsupportedLeaf(msg)
+    tie = tuple(map(location_of, pieces))
+    return Holding(
+        f"a {type(value).__qualname__} {dtype} {shape}",
+        "",
+        shape,
+        dtype,
+        None,
+        boxes,
+        pieces,
+        (tie, id(value)) if not pieces else (tie, shape),
+        pieces[0].device.type if pieces else "",
+    )
+
+
+class LocalShardsType:
+    """``LocalShardsWrapper``: several shards as the local tensor of a ``DTensor`` (torchrec's)."""
+
+    name = "LocalShardsWrapper"
+    elements_only = True
+
+    def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
+        return value.local_shards(), (type(value), value.local_offsets())
+
+    def pack(self, context: Any, parts: Sequence[Any]) -> Any:
+        cls, offsets = context
+        return cls(list(parts), list(offsets))
+
+    def describe(self, value: Any) -> Mapping[str, Any]:
+        shapes = [tuple(shard.shape) for shard in value.local_shards()]
+        return {"dtype": value.dtype, "shards": list(zip(map(tuple, value.local_offsets()), shapes, strict=True))}
+
+
+class AsyncCollectiveType:
+    """``AsyncCollectiveTensor``: waited for, then the tensor that it wraps."""
+
+    name = "AsyncCollectiveTensor"
+
+    def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
+        waited: torch.Tensor = value.wait()
+        return [waited], "waited"
+
+    def pack(self, context: Any, parts: Sequence[Any]) -> Any:
+        return parts[0]
+
+
+DTENSOR = DTensorType()
+LOCAL_SHARDS = LocalShardsType()
+ASYNC_COLLECTIVE = AsyncCollectiveType()

@@ -1,0 +1,120 @@
+"""``ShardedTensor``, which FSDP1 state dicts hold: any number of local shards."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.remote_device import _remote_device
+
+from statetree.chunks.boxes import Box
+from statetree.chunks.layouts import Holding, layout_of, location_of
+from statetree.leaves.types.tensor import attributes_of, set_attributes
+from statetree.tree.flatten import flatten, unflatten
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from statetree.exchange.group import Group
+
+
+class ShardedTensorType:
+    """``ShardedTensor``: the tensors of its local shards, with metadata, sharding spec and process group kept."""
+
+    name = "ShardedTensor"
+    elements_only = True
+
+    def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
+        shards = value.local_shards()
+        context = (
+            [shard.metadata for shard in shards],
+            value.metadata(),
+            value._process_group,
+            value._init_rrefs,
+            value.sharding_spec(),
+        )
+        # What ShardedTensor keeps for itself begins with an underscore.
+        carried = {name: held for name, held in attributes_of(value).items() if not name.startswith("_")}
+        leaves, spec = flatten(carried)
+        return [*(shard.tensor for shard in shards), *leaves], (context, spec)
+
+    def pack(self, context: Any, parts: Sequence[Any]) -> Any:
+        (metadata, whole, group, init_rrefs, sharding_spec), carried = context
+        count = len(metadata)
+        if count and _is_elsewhere(parts[0], metadata[0], whole):
+            metadata, whole, sharding_spec = _moved(parts[0], metadata, whole)
+        shards = [Shard(tensor, shard) for tensor, shard in zip(parts[:count], metadata, strict=True)]
+        fresh = ShardedTensor._init_from_local_shards_and_global_metadata(
+            shards, whole, process_group=group, init_rrefs=init_rrefs, sharding_spec=sharding_spec
+        )
+        set_attributes(fresh, unflatten(carried, parts[count:]))
+        return fresh
+
+    def essential(self, context: Any, inner: Sequence[Any]) -> Sequence[Any]:
+        """Return what holds the elements, without the attributes."""
+        return inner[: len(context[0][0])]
+
+    def describe(self, value: Any) -> Mapping[str, Any]:
+        metadata = value.metadata()
+        return {
+            "dtype": metadata.tensor_properties.dtype,
+            "shape": metadata.size,
+            "shards": [(shard.shard_offsets, shard.shard_sizes) for shard in metadata.shards_metadata],
+            "local shards": [shard.metadata.shard_offsets for shard in value.local_shards()],
+        }
+
+    def holding(self, value: Any, group: Group) -> Holding:
+        """Return which chunks of a ``ShardedTensor`` this rank of a group holds, and where the others are."""
+        metadata = value.metadata()
+        shape, dtype = tuple(metadata.size), metadata.tensor_properties.dtype
+        held: dict[int, list[Box]] = {}
+        for shard in metadata.shards_metadata:
+            rank = group.index.get(shard.placement.rank(), -1)
+            if rank >= 0 and all(shard.shard_sizes):
+                held.setdefault(rank, []).append(_box(shard))
+        local = [shard for shard in value.local_shards() if all(shard.metadata.shard_sizes)]
+        pieces = [shard.tensor.detach() for shard in local]
+        kinds = sorted({shard.placement.device().type for shard in metadata.shards_metadata})
+        device = kinds[0] if kinds else "cpu"
+        kind = "ShardedTensor on meta" if device == "meta" else "ShardedTensor"
+        return Holding(
+            f"a {kind} {dtype} {shape} in {len(metadata.shards_metadata)} shards",
+            str([(shard.shard_offsets, shard.shard_sizes, str(shard.placement)) for shard in metadata.shards_metadata]),
+            shape,
+            dtype,
+            layout_of(shape, held),
+            [_box(shard.metadata) for shard in local],
+            pieces,
+            tuple(map(location_of, pieces)) if pieces else id(value),
+            device,
+        )
+
+
+def _is_elsewhere(tensor: torch.Tensor, shard: Any, whole: Any) -> bool:
+    """Whether a shard lies in other memory than its metadata say."""
+    expected = shard.placement.device(), whole.tensor_properties.pin_memory
+    return (tensor.device, tensor.is_pinned()) != expected
+
+
+def _moved(tensor: torch.Tensor, metadata: Sequence[Any], whole: Any) -> tuple[list[Any], Any, None]:
+    """Return metadata for shards in the memory in which a tensor lies; torch infers the sharding spec from them."""
+    local, whole = deepcopy((list(metadata), whole))
+    whole.tensor_properties.pin_memory = tensor.is_pinned()
+    own = {shard.placement.rank() for shard in local}
+    for shard in [*local, *whole.shards_metadata]:
+        rank, device = shard.placement.rank(), shard.placement.device()
+        if rank in own or device.type != tensor.device.type:
+            shard.placement = _remote_device(f"rank:{rank}/{tensor.device}")
+    return local, whole, None
+
+
+def _box(shard: Any) -> Box:
+    start = tuple(shard.shard_offsets)
+    return Box(start, tuple(first + size for first, size in zip(start, shard.shard_sizes, strict=True)))
+
+
+SHARDED = ShardedTensorType()

@@ -1,0 +1,221 @@
+"""Appearance and place: tensors that look and lie like ones seen before need not be asked again.
+
+The same states come back: staged every hundred steps, compared, copied into. What tensors look like (all but their
+memory) is remembered for a few lists of tensors, and compared in one call in C++ at a tenth of the cost of asking for
+each attribute. What follows from their addresses is remembered for a few lists of addresses. Nothing of the tensors
+themselves is kept.
+"""
+
+from __future__ import annotations
+
+import weakref
+from array import array
+from itertools import accumulate, chain
+from typing import TYPE_CHECKING, Any, Final
+
+from statetree.spans.columns import Columns, addresses, storage_sizes
+from statetree.torch_internals import geometry_guard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+#: The columns that are known of tensors that look the same: with an entry for each of them, and with one for all.
+_EACH: Final = (
+    "dtypes",
+    "shapes",
+    "strides",
+    "conj",
+    "neg",
+    "devices",
+    "contiguous",
+    "nbytes",
+    "requires_grad",
+    "nested",
+    "inference",
+)
+_ALL: Final = ("on_cpu", "bare")
+#: Of these, the columns that tell apart what the guards tell apart, nearly: they say where to look for an equal piece.
+_TELLING: Final = ("dtypes", "shapes", "requires_grad")
+#: Fewer tensors are asked as quickly as they are recognised.
+_FEWEST: Final = 64
+#: How many bytes all that is remembered may take, about, and how many of them go to each tensor: as entries of columns
+#: and places, and for a guard and what the columns refer to, unless these serve an equal piece of the list already.
+_MOST_BYTES: Final = 256 << 20
+_TENSOR_BYTES: Final = 128
+_GUARD_BYTES: Final = 480
+#: How many appearances are remembered at most, and how many places for each.
+_REMEMBERED: Final = 8
+_PLACES: Final = 4
+#: How many tensors are asked everything at a time.
+_PIECE: Final = 500
+
+
+class Place:
+    """Where tensors of one appearance lie, and what follows from that.
+
+    Attributes:
+        pointers: The addresses of the tensors.
+        with_memory: Whether all of them have elements in memory.
+        distinct: Whether the addresses tell that no tensor is given twice.
+        storage_bytes: How large their storages were when they were found to reach as far as the tensors do; ``None``
+            before.
+    """
+
+    __slots__ = ("__weakref__", "_apart", "_partner", "distinct", "pointers", "storage_bytes", "with_memory")
+
+    def __init__(self, columns: Columns) -> None:
+        self.pointers = columns.pointers
+        self.with_memory = 0 not in self.pointers
+        self.distinct = self.with_memory and len(set(self.pointers)) == len(self.pointers)
+        self.storage_bytes: array[int] | None = None
+        self._apart: bool | None = None
+        self._partner: tuple[weakref.ref[Place], bool] | None = None
+
+    def apart(self, columns: Columns) -> bool:
+        """Whether no two of these tensors lie over each other (see ``Columns.apart``)."""
+        if self._apart is None:
+            self._apart = columns.apart
+        return self._apart
+
+    def apart_from(self, other: Place, judge: Callable[[], bool]) -> bool:
+        """Return what ``judge`` says about the tensors here and those at another place. The last answer is kept."""
+        known = self._partner
+        if known is None or known[0]() is not other:
+            known = self._partner = (weakref.ref(other), judge())
+        return known[1]
+
+
+class _Piece:
+    """What a few tensors look like. Equal pieces of a list, as layers of a model make them, are one object."""
+
+    __slots__ = ("_guard", "facts")
+
+    def __init__(self, columns: Columns, known: dict[str, dict[Any, Any]]) -> None:
+        self._guard = geometry_guard(columns.tensors, columns.shapes, columns.strides)
+        self.facts: dict[str, Any] = {name: getattr(columns, name) for name in _ALL}
+        for name in _EACH:  # equal values, of which there are few, become one object
+            column = getattr(columns, name)
+            self.facts[name] = list(map(known.setdefault(name, {}).setdefault, column, column))
+
+    def is_of(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether tensors look like these. It may say no where they do."""
+        return self._guard is not None and self._guard(tensors)
+
+
+class Appearance:
+    """What a list of plain tensors looks like."""
+
+    __slots__ = ("_facts", "_pieces", "_places", "count", "nbytes")
+
+    def __init__(self, columns: Columns) -> None:
+        self.count = len(columns.tensors)
+        self._pieces, distinct = _cut(columns.tensors)
+        self._facts = _joined([piece.facts for piece in self._pieces])
+        self._places: tuple[Place, ...] = ()
+        #: How many bytes this takes, about.
+        self.nbytes = self.count * _TENSOR_BYTES + min(distinct * _PIECE, self.count) * _GUARD_BYTES
+
+    def is_of(self, columns: Columns, *, memory: bool) -> bool:
+        """Whether tensors look like these; then their columns are known. It may say no where they do."""
+        if len(columns.tensors) != self.count:
+            return False
+        pointers, sizes = array("Q"), array("Q")
+        for where, piece in zip(_slices(self.count), self._pieces, strict=True):
+            tensors = columns.tensors[where]
+            if not piece.is_of(tensors):
+                return False
+            pointers += addresses(tensors)
+            if memory:
+                sizes += storage_sizes(tensors)
+        columns.adopt(self._facts)
+        columns.adopt({"pointers": pointers, "storage_bytes": sizes} if memory else {"pointers": pointers})
+        columns.appearance = self
+        columns.place = next((place for place in self._places if place.pointers == pointers), None)
+        return True
+
+    def remember_place(self, columns: Columns) -> Place:
+        """Remember where tensors lie that were recognised."""
+        place = columns.place = Place(columns)
+        self._places = (place, *self._places[: _PLACES - 1])
+        return place
+
+
+def _slices(count: int) -> list[slice]:
+    """Cut a list: what was just looked at is still in the processor's cache for the next question."""
+    return [slice(start, start + _PIECE) for start in range(0, count, _PIECE)]
+
+
+def _cut(tensors: Sequence[torch.Tensor]) -> tuple[list[_Piece], int]:
+    """Return the pieces of a list, equal ones as one object, and how many of them are distinct."""
+    found: dict[Any, list[_Piece]] = {}
+    values: dict[str, dict[Any, Any]] = {}
+    pieces: list[_Piece] = []
+    for where in _slices(len(tensors)):
+        columns = Columns(tensors[where])
+        candidates = found.setdefault(tuple(tuple(getattr(columns, name)) for name in _TELLING), [])
+        piece = next((piece for piece in candidates if piece.is_of(columns.tensors)), None)
+        if piece is None:
+            piece = _Piece(columns, values)
+            candidates.append(piece)
+        pieces.append(piece)
+    return pieces, sum(map(len, found.values()))
+
+
+def _joined(pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Join the columns of pieces. Columns that are equal become one list."""
+    joined: dict[str, Any] = {}
+    for name in _EACH:
+        column = list(chain.from_iterable(facts[name] for facts in pieces))
+        alike = (other for other in joined.values() if type(other[0]) is type(column[0]) and other == column)
+        joined[name] = next(alike, column)
+    return joined | {name: all(facts[name] for facts in pieces) for name in _ALL}
+
+
+def place_of(columns: Columns) -> Place | None:
+    """Return where tensors lie, or ``None`` if they were not recognised."""
+    if columns.place is None and columns.appearance is not None:
+        return columns.appearance.remember_place(columns)
+    return columns.place
+
+
+_remembered: tuple[Appearance, ...] = ()
+_glimpsed: dict[int, Any] = {}  # by the number of tensors, what a few of them looked like
+
+
+def recognise(columns: Columns, *, memory: bool) -> bool:
+    """Whether tensors look like a list seen before, all of whose tensors were plain. Then their columns are known.
+
+    Args:
+        columns: The tensors.
+        memory: Whether to ask for the sizes of their storages as well, which is cheapest here.
+    """
+    return len(columns.tensors) >= _FEWEST and any(
+        appearance.is_of(columns, memory=memory) for appearance in _remembered
+    )
+
+
+def remember(columns: Columns) -> None:
+    """Remember what plain tensors look like, if a list like theirs was seen before: once is not worth its cost."""
+    global _remembered
+    count = len(columns.tensors)
+    if not _FEWEST <= count <= _MOST_BYTES // _TENSOR_BYTES:
+        return
+    sample = [(columns.dtypes[index], columns.shapes[index]) for index in range(0, count, count // 8)]
+    if _glimpsed.get(count) != sample:
+        if len(_glimpsed) >= _REMEMBERED:
+            _glimpsed.clear()
+        _glimpsed[count] = sample
+        return
+    _glimpsed.pop(count, None)  # another thread may have been quicker
+    latest = (Appearance(columns), *_remembered[: _REMEMBERED - 1])
+    totals = accumulate(appearance.nbytes for appearance in latest)
+    _remembered = tuple(appearance for appearance, total in zip(latest, totals, strict=True) if total <= _MOST_BYTES)
+
+
+def forget() -> None:
+    """Forget everything, for tests that must see both ways."""
+    global _remembered
+    _remembered = ()
+    _glimpsed.clear()

@@ -1,0 +1,318 @@
+"""Spans: the bytes of storages that plain tensors cover, copied once however many tensors look at them.
+
+Storages are cut into *spans* (stretches of bytes that the tensors' elements lie in), each of which is copied as a
+whole; tensors are *views* on spans. Overlap, strides, expanded dims and storage order come out as they were by
+themselves, and a ten-element view of a gigabyte costs ten elements.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+
+from statetree.spans.geometry_cache import place_of
+from statetree.spans.memory import LARGE_BYTES, Buffer, Memory
+from statetree.spans.columns import Columns
+from statetree.errors import UnsupportedLeaf
+from statetree.torch_internals import COPIED_AS_INTEGERS, clone_all, copy_all, set_bits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+#: A storage is cut at the gaps between its views where these take more than half of the hull and more than this.
+MIN_GAP_BYTES: Final = 1 << 20
+
+
+class Span(NamedTuple):
+    """Bytes ``start`` to ``stop`` of one storage. ``source`` is the index of a tensor on it."""
+
+    source: int
+    start: int
+    stop: int
+
+
+class Layout(NamedTuple):
+    """How tensors lie in spans.
+
+    Attributes:
+        spans: The spans that cover them.
+        span_of: For each tensor, the index of its span.
+        offsets: For each tensor, where it begins in its span, in elements.
+        dense: For each span, whether copying its first tensor copies every byte of it exactly once.
+    """
+
+    spans: list[Span]
+    span_of: list[int]
+    offsets: list[int]
+    dense: list[bool]
+
+
+def extent_bytes(shape: Sequence[int], stride: Sequence[int], itemsize: int) -> int:
+    """Return the distance from a tensor's first byte to behind its last one; 0 for an empty tensor."""
+    last = 0
+    for size, step in zip(shape, stride, strict=True):
+        if size == 0:
+            return 0
+        last += (size - 1) * step
+    return (last + 1) * itemsize
+
+
+def extents(columns: Columns) -> list[int]:
+    """Return ``extent_bytes`` of every tensor."""
+    if all(columns.contiguous):
+        return columns.nbytes
+    return [
+        nbytes if contiguous else extent_bytes(shape, stride, dtype.itemsize)
+        for nbytes, contiguous, shape, stride, dtype in zip(
+            columns.nbytes, columns.contiguous, columns.shapes, columns.strides, columns.dtypes, strict=True
+        )
+    ]
+
+
+def is_dense(contiguous: bool, shape: Sequence[int], stride: Sequence[int]) -> bool:  # noqa: FBT001 - a column
+    """Whether a tensor covers every byte between its first and its last one exactly once."""
+    if contiguous or 0 in shape:
+        return True
+    expected = 1
+    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def holds_memory(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor's storage reaches as far as its elements."""
+    if tensor.is_meta:
+        return True
+    itemsize = tensor.dtype.itemsize
+    reach = tensor.nbytes if tensor.is_contiguous() else extent_bytes(tensor.shape, tensor.stride(), itemsize)
+    return not reach or tensor.storage_offset() * itemsize + reach <= tensor.untyped_storage().nbytes()
+
+
+def is_whole(columns: Columns) -> bool:
+    """Do as ``Columns.whole``, and remember it where the tensors were recognised."""
+    place = place_of(columns)
+    if place is not None and place.storage_bytes == columns.storage_bytes:
+        return True
+    if place is not None and columns.whole:
+        place.storage_bytes = columns.storage_bytes
+    return columns.whole
+
+
+def check_memory(verb: str, columns: Columns, where: Callable[[int], Any]) -> None:
+    """Raise ``UnsupportedLeaf`` for the first tensor whose storage is freed or too small for it.
+
+    Args:
+        verb: For the message.
+        columns: The tensors.
+        where: Gives a tensor's path, by its index.
+    """
+    if is_whole(columns):
+        return
+    for index, (need, have) in enumerate(zip(extents(columns), columns.storage_bytes, strict=True)):
+        if not need:
+            continue
+        begin = columns.tensors[index].storage_offset() * columns.dtypes[index].itemsize
+        if begin + need > have:
+            path = where(index)
+            msg = (
+                f"{verb}: the storage of the leaf at {path or '<root>'} was freed or resized: expected at least "
+                f"{begin + need} bytes, got {have}. Restore it (FSDP: unshard or use its state_dict) first."
+            )
+            raise UnsupportedLeaf(msg, path)
+
+
+def lay_out(columns: Columns, reach: list[int]) -> Layout:
+    """Cut the storages of tensors into spans.
+
+    Args:
+        columns: The tensors.
+        reach: Their ``extents``.
+    """
+    count = len(columns.tensors)
+    if columns.own_storages:
+        starts = [offset * dtype.itemsize for offset, dtype in zip(columns.offsets, columns.dtypes, strict=True)]
+        spans = [
+            Span(index, start, start + length) for index, (start, length) in enumerate(zip(starts, reach, strict=True))
+        ]
+        dense = [_copies_as_tensor(columns, index) for index in range(count)]
+        return Layout(spans, list(range(count)), [0] * count, dense)
+    groups: dict[int, list[int]] = {}
+    for index, key in enumerate(columns.storage_keys):
+        groups.setdefault(key, []).append(index)
+    layout = Layout([], [0] * count, [0] * count, [])
+    for members in groups.values():
+        _cut(columns, reach, members, layout)
+    return layout
+
+
+def _cut(columns: Columns, reach: list[int], members: list[int], layout: Layout) -> None:
+    """Cut one storage into spans, and place its tensors in them."""
+    starts = {index: columns.offsets[index] * columns.dtypes[index].itemsize for index in members}
+    filled = sorted((index for index in members if reach[index]), key=starts.__getitem__)
+    runs: list[list[int]] = []  # tensors that overlap or touch
+    stops: list[int] = []
+    for index in filled:
+        if runs and starts[index] <= stops[-1]:
+            runs[-1].append(index)
+            stops[-1] = max(stops[-1], starts[index] + reach[index])
+        else:
+            runs.append([index])
+            stops.append(starts[index] + reach[index])
+    if runs:
+        hull = stops[-1] - starts[runs[0][0]]
+        gaps = hull - sum(stop - starts[run[0]] for run, stop in zip(runs, stops, strict=True))
+        if gaps <= MIN_GAP_BYTES or 2 * gaps <= hull:
+            runs, stops = [filled], [stops[-1]]
+    else:
+        runs, stops = [[members[0]]], [starts[members[0]]]
+    empty = [index for index in members if not reach[index]]
+    for number, (run, stop) in enumerate(zip(runs, stops, strict=True)):
+        # Every tensor must begin at a multiple of its own item size.
+        alignment = max(columns.dtypes[index].itemsize for index in run)
+        start = starts[run[0]] // alignment * alignment
+        for index in run:
+            layout.span_of[index] = len(layout.spans)
+            layout.offsets[index] = (starts[index] - start) // columns.dtypes[index].itemsize
+        if number == 0:
+            for index in empty:
+                layout.span_of[index] = len(layout.spans)
+        first = run[0]
+        layout.spans.append(Span(first, start, stop))
+        layout.dense.append(
+            starts[first] == start and reach[first] == stop - start and _copies_as_tensor(columns, first)
+        )
+
+
+def _copies_as_tensor(columns: Columns, index: int) -> bool:
+    """Whether copying a tensor into one of the same geometry copies every byte of its extent."""
+    return (
+        not columns.conj[index]
+        and not columns.neg[index]
+        and columns.dtypes[index] not in COPIED_AS_INTEGERS
+        and is_dense(columns.contiguous[index], columns.shapes[index], columns.strides[index])
+    )
+
+
+def make_views(columns: Columns, layout: Layout, buffers: Sequence[Buffer], device: torch.device) -> list[torch.Tensor]:
+    """Return for each tensor one of the same dtype, geometry and bits, on the buffer of its span."""
+    empty = torch.empty
+    views = []
+    for span, offset, dtype, shape, stride in zip(
+        layout.span_of, layout.offsets, columns.dtypes, columns.shapes, columns.strides, strict=True
+    ):
+        storage, start = buffers[span]
+        view = empty(0, dtype=dtype, device=device).set_(storage, start // dtype.itemsize + offset, shape, stride)
+        views.append(view)
+    if any(columns.neg) or any(columns.conj):
+        for view, conj, neg in zip(views, columns.conj, columns.neg, strict=True):
+            set_bits(view, conj=conj, neg=neg)
+    return views
+
+
+def raw(storage: torch.UntypedStorage, start: int, stop: int) -> torch.Tensor:
+    """Return bytes ``start`` to ``stop`` of a storage as a ``uint8`` tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (stop - start,), (1,))
+
+
+def copy_spans(
+    columns: Columns,
+    layout: Layout,
+    buffers: Sequence[Buffer],
+    views: Sequence[torch.Tensor],
+    *,
+    non_blocking: bool = False,
+) -> None:
+    """Copy the bytes of every span into its buffer.
+
+    Spans that one tensor covers exactly are copied as tensors, all in one call; the others as bytes.
+    """
+    targets, sources = [], []
+    for span, buffer, dense in zip(layout.spans, buffers, layout.dense, strict=True):
+        if span.start == span.stop:
+            continue
+        if dense:
+            targets.append(views[span.source])
+            sources.append(columns.tensors[span.source])
+        else:
+            targets.append(raw(buffer.storage, buffer.start, buffer.start + span.stop - span.start))
+            sources.append(raw(columns.storages[span.source], span.start, span.stop))
+    copy_all(targets, sources, non_blocking=non_blocking)
+
+
+def copy_bytes(sources: Columns, targets: Columns) -> None:
+    """Copy the bytes from each tensor's first to its last one into tensors of the same geometry elsewhere."""
+    into: list[torch.Tensor] = []
+    of: list[torch.Tensor] = []
+    for columns, pieces in ((targets, into), (sources, of)):
+        for index, length in enumerate(extents(columns)):
+            start = columns.offsets[index] * columns.dtypes[index].itemsize
+            pieces.append(raw(columns.storages[index], start, start + length))
+    copy_all(into, of)
+
+
+def replicate(columns: Columns, reach: list[int], memory: Memory, *, copy: bool) -> list[torch.Tensor]:
+    """Return tensors of the same dtypes, geometry and overlap in other memory.
+
+    Args:
+        columns: The tensors.
+        reach: Their ``extents``.
+        memory: Where the new ones lie. Meta tensors stay meta when they are copied, and become real when they are not.
+        copy: Whether the new tensors hold the same elements; otherwise their contents are undefined.
+    """
+    if copy and memory.device.type != "meta" and not columns.on_cpu:
+        meta = [device.type == "meta" for device in columns.devices]
+        if any(meta):
+            return _by_part(columns, reach, meta, Memory("meta"), memory, copy=copy)
+    if memory.is_plain_host and columns.own_storages:
+        clonable = _clonable(columns, reach)
+        if all(clonable):
+            return clone_all(columns.tensors) if copy else list(map(torch.empty_like, columns.tensors))
+        if any(clonable):
+            return _by_part(columns, reach, clonable, memory, memory, copy=copy)
+    layout = lay_out(columns, reach)
+    buffers = memory.carve([span.stop - span.start for span in layout.spans])
+    views = make_views(columns, layout, buffers, memory.device)
+    if copy and memory.device.type != "meta":
+        copy_spans(columns, layout, buffers, views)
+    return views
+
+
+def _by_part(
+    columns: Columns,
+    reach: list[int],
+    mask: Sequence[bool],
+    where_true: Memory,
+    where_false: Memory,
+    *,
+    copy: bool,
+) -> list[torch.Tensor]:
+    """Replicate the tensors for which ``mask`` holds apart from the others, with which they share no storage."""
+    result: list[torch.Tensor] = list(columns.tensors)
+    for wanted, memory in ((True, where_true), (False, where_false)):
+        chosen = [index for index, flag in enumerate(mask) if flag is wanted]
+        part = Columns([columns.tensors[index] for index in chosen])
+        fresh = replicate(part, [reach[index] for index in chosen], memory, copy=copy)
+        for index, tensor in zip(chosen, fresh, strict=True):
+            result[index] = tensor
+    return result
+
+
+def _clonable(columns: Columns, reach: list[int]) -> list[bool]:
+    """Return for which tensors with storages of their own ``clone`` gives exactly what a copied span would.
+
+    Small contiguous host tensors of ordinary dtypes, without conjugate or negative bit. (Large ones are better off on
+    huge pages.)
+    """
+    special = {dtype for dtype in set(columns.dtypes) if dtype.is_complex or dtype in COPIED_AS_INTEGERS}
+    ordinary = columns.on_cpu and not special and not any(columns.neg) and all(columns.contiguous)
+    if ordinary and max(reach, default=0) < LARGE_BYTES:
+        return [True] * len(reach)
+    return [
+        length < LARGE_BYTES and contiguous and not negative and dtype not in special and device.type == "cpu"
+        for length, contiguous, negative, dtype, device in zip(
+            reach, columns.contiguous, columns.neg, columns.dtypes, columns.devices, strict=True
+        )
+    ]

@@ -1,0 +1,95 @@
+"""Snapshots: memory laid out for one geometry, filled again and again, and leased while anything refers to it."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from statetree.spans.layout import Layout, make_views, raw
+from statetree.stager.streams import devices_of, synchronize
+from statetree.torch_internals import copy_all, count_references, storage_key, storages_sent
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from statetree.spans.memory import Buffer
+    from statetree.spans.columns import Columns
+    from statetree.stager.geometry import Geometry
+    from statetree.stager.pool import Pool
+
+_fresh: Final = attrgetter("data")  # a new tensor on the same memory, with a version counter of its own
+
+
+class Snapshot:
+    """Buffers laid out for one geometry, and the templates on them."""
+
+    def __init__(self, geometry: Geometry, columns: Columns, pool: Pool) -> None:
+        self.geometry = geometry
+        layout = geometry.layout
+        buffers, self._blocks = pool.take([span.stop - span.start for span in layout.spans])
+        self.templates = make_views(columns, layout, buffers, torch.device("cpu"))
+        self._plan_copies(layout, buffers)
+        storages = {storage_key(buffer.storage): buffer.storage for buffer in buffers}
+        self._storage_keys, self._storages = list(storages), list(storages.values())
+        del buffers, storages
+        self._unleased = self._count_references()
+
+    def _plan_copies(self, layout: Layout, buffers: Sequence[Buffer]) -> None:
+        self._dense: list[int] = []
+        self._dense_targets: list[torch.Tensor] = []
+        self._rough: list[tuple[torch.Tensor, int]] = []  # spans copied as bytes: the target, and which span
+        for index, (span, buffer, dense) in enumerate(zip(layout.spans, buffers, layout.dense, strict=True)):
+            if span.start == span.stop:
+                continue
+            if dense:
+                self._dense.append(span.source)
+                self._dense_targets.append(self.templates[span.source])
+            else:
+                target = raw(buffer.storage, buffer.start, buffer.start + span.stop - span.start)
+                self._rough.append((target, index))
+        self._all_dense = self._dense == list(range(len(self.templates)))
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of memory that it takes."""
+        return sum(block.nbytes for block in self._blocks)
+
+    def _count_references(self) -> int:
+        return count_references(self._storages, self._storage_keys)
+
+    def is_leased(self) -> bool:
+        """Whether anything refers to the memory but the snapshot itself."""
+        return self._count_references() != self._unleased
+
+    def was_sent(self) -> bool:
+        """Whether another process may have mapped the memory. What it does with it cannot be known here."""
+        return not storages_sent().isdisjoint(self._storage_keys)
+
+    def touch(self) -> None:
+        """Make the system provide the memory now, page by page."""
+        for block in self._blocks:
+            block.zero_()
+
+    def dissolve(self) -> list[torch.Tensor]:
+        """Give up the templates, and return the blocks of memory below them."""
+        blocks = self._blocks
+        self.templates, self._dense_targets, self._rough, self._blocks, self._storages = [], [], [], [], []
+        return blocks
+
+    def fill(self, columns: Columns) -> list[torch.Tensor]:
+        """Copy tensors of this geometry in, and return fresh tensors on the copies."""
+        tensors = columns.tensors
+        sources = list(tensors) if self._all_dense else [tensors[index] for index in self._dense]
+        targets = list(self._dense_targets)
+        if self._rough:
+            spans = self.geometry.spans_of(columns)
+            for target, index in self._rough:
+                span = spans[index]
+                targets.append(target)
+                sources.append(raw(columns.storages[span.source], span.start, span.stop))
+        accelerators = [] if columns.on_cpu else devices_of(columns.devices)
+        copy_all(targets, sources, non_blocking=bool(accelerators))
+        synchronize(accelerators)
+        return list(map(_fresh, self.templates))

@@ -1,0 +1,472 @@
+"""``Stager``: snapshots of a state in cached host memory, each immutable for as long as anything refers to it.
+
+How the cache works. The tensors of a tree have a *geometry*: dtypes, shapes, strides, and how they lie on storages.
+A *snapshot* is a set of buffers laid out for one geometry, with a private tensor (a template) on them for every
+tensor of the tree. Staging copies into the templates and hands out fresh tensors on the same memory. The snapshot is
+*leased* until no storage of it is referred to by anything but its templates, which the storages' reference counts
+tell; only then is it written again. Nothing is keyed by a source's address, so that addresses handed out twice and
+tensors made afresh for every stage need no special care: what has the same geometry fits.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from weakref import WeakSet
+
+from statetree.spans.memory import Memory, memory_of
+from statetree.spans.columns import Columns, storage_sizes
+from statetree.errors import StagerBusy, StagerClosed, clear_frames
+from statetree.stager.geometry import Geometry
+from statetree.leaves.registry import holds_tensor
+from statetree.stager.pool import Pool
+from statetree.stager.snapshot import Snapshot
+from statetree.spans.layout import check_memory, extents, replicate
+from statetree.stager.streams import Moment, SideStreams, devices_of
+from statetree.torch_internals import quietly
+from statetree.tree.flatten import flatten_for_copy, unflatten_copy
+from statetree.leaves.parts import Unpacked, unpack
+from statetree.stager.workers import submit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+    import torch
+
+    from statetree.tree.spec import TreeSpec
+
+
+class StagerStats(NamedTuple):
+    """What a stager has done so far.
+
+    Attributes:
+        stages: Trees staged.
+        allocations: Blocks of memory taken from the system: so many pinnings, and in shared memory descriptors.
+        allocated_bytes: Bytes in them, freed ones included.
+    """
+
+    stages: int
+    allocations: int
+    allocated_bytes: int
+
+
+class _Look(NamedTuple):
+    """A tree taken apart: everything about it but the elements of its tensors.
+
+    Attributes:
+        spec: Its structure.
+        unpacked: Its leaves.
+        columns: Those of its plain tensors that have memory.
+        meta: The indices of the others among all plain tensors.
+        owners: For each tensor in ``columns``, the index of its leaf.
+        moment: What the elements wait for, where they lie on an accelerator.
+    """
+
+    spec: TreeSpec
+    unpacked: Unpacked
+    columns: Columns
+    meta: list[int]
+    owners: Sequence[int]
+    moment: Moment
+
+    def check_memory(self, verb: str) -> None:
+        """Raise ``UnsupportedLeaf`` if the storage of a tensor is freed or too small for it."""
+        check_memory(verb, self.columns, lambda index: self.spec.paths()[self.owners[index]])
+
+    def check_memory_again(self, verb: str) -> None:
+        """Do as ``check_memory``, some time after it: copying from a storage freed meanwhile would crash."""
+        if storage_sizes(self.columns.tensors) != self.columns.storage_bytes:
+            self._replace(columns=Columns(self.columns.tensors)).check_memory(verb)
+
+
+class Stager:
+    """Copies trees into cached host memory: a ``deepcopy`` whose tensors land there.
+
+    What ``stage`` returns never changes: no later ``stage``, no change of the source and no failure writes to its
+    memory for as long as anything in this process refers to one of its tensors. Memory is reused once nothing does,
+    unless it was sent to another process. Containers that appear several times in a tree, and cycles, come out as
+    they were. (What containers and opaque objects have in common becomes separate.)
+
+    Threads may share a stager: they take turns. A process made by ``fork`` inherits it empty, with memory of its own
+    (and should not read trees that the parent staged into shared memory: the parent cannot know of it).
+
+    Args:
+        pin_memory: Take page-locked memory. Without an accelerator this warns once and is ignored.
+        share_memory: Take memory that other processes can map: a staged tree that is sent to one (through
+            ``torch.multiprocessing``) arrives as the same memory. It takes about a hundred file descriptors at most.
+        max_snapshots: How many staged trees may be alive at a time.
+
+    Raises:
+        TypeError, ValueError: If ``max_snapshots`` is not an integer, or less than one.
+
+    Example:
+        >>> import statetree as st, torch
+        >>> weights = torch.zeros(3)
+        >>> with st.Stager() as stager:
+        ...     staged = stager.stage({"w": weights, "step": 1})
+        ...     _ = weights.add_(1)
+        >>> staged
+        {'w': tensor([0., 0., 0.]), 'step': 1}
+    """
+
+    #: Whether other processes that staged trees were sent to are done with them once nothing here refers to them.
+    _receivers_are_done = False
+
+    def __init__(self, *, pin_memory: bool = False, share_memory: bool = False, max_snapshots: int = 2) -> None:
+        given: object = max_snapshots
+        if not isinstance(given, int) or isinstance(given, bool):
+            msg = f"Stager: max_snapshots must be a whole number: expected an int, got {given!r}."
+            raise TypeError(msg)
+        if max_snapshots < 1:
+            msg = f"Stager: max_snapshots must be at least 1: expected a positive number, got {max_snapshots}."
+            raise ValueError(msg)
+        self.max_snapshots = max_snapshots
+        self._memory = memory_of(pin_memory=pin_memory, share_memory=share_memory)
+        self._closed = False
+        self._start_empty()
+        _stagers.add(self)
+
+    def _start_empty(self) -> None:
+        self._pool = Pool(self._memory)
+        self._snapshots: list[Snapshot] = []
+        self._lock = threading.Lock()
+        self._owner = 0
+        self._stages = 0
+        self._worker = ThreadPoolExecutor(1, "statetree-stager")  # starts its thread when there is work
+        self._worker_runs = False
+        self._under_way: set[Future[Any]] = set()
+        self._side_streams = SideStreams()
+
+    def stage(self, tree: Any) -> Any:
+        """Return a copy of a tree whose tensors lie in the stager's host memory.
+
+        Every tensor comes out bit-identical, with dtype, strides, ties, class, attributes and ``requires_grad``.
+        Meta and fake tensors stay what they are. The second stage of an unchanged tree costs its flattening and
+        its bytes. Threads take turns.
+
+        Args:
+            tree: Any tree, also one with cycles and shared containers.
+
+        Returns:
+            A tree of the same structure on the CPU.
+
+        Raises:
+            StagerBusy: If ``max_snapshots`` staged trees are alive. Drop one, or raise the limit.
+            StagerClosed: After ``close``.
+            UnsupportedLeaf: If a leaf cannot be copied exactly.
+            OSError: If there is no shared memory, or no file descriptor, for another snapshot.
+        """
+        self._refuse_nested("stage")
+        with self._lock:
+            try:
+                self._begin("stage")
+                return self._copy("stage", self._look_at("stage", tree))
+            finally:
+                self._end()
+
+    def stage_async(self, tree: Any) -> Future[Any]:
+        """Stage a tree in the background.
+
+        The tree's structure, its plain values, its opaque objects and the memory of its tensors are those at the time
+        of the call; containers may be changed at once, and tensors be replaced, swapped (``.data``) or dropped. The
+        *elements* are read later: the memory must not be written, resized or freed before the future is done or
+        ``synchronize`` returns. Tensors on an accelerator are copied on a side stream, after all that the calling
+        thread has queued on its current streams.
+
+        To overlap staging with training, call this after ``optimizer.step()``, and wait before the next one::
+
+            optimizer.step()
+            staged = stager.stage_async({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+            ...  # the next batch
+            loss = compute_loss(model, batch)  # reads parameters only
+            loss.backward()  # writes gradients only
+            stager.synchronize()  # or staged.result()
+            optimizer.step()
+
+        What the forward pass itself writes does not wait: the running statistics of batch norm, caches, a generator's
+        state. Pass copies of such buffers, or wait before the forward pass.
+
+        Args:
+            tree: Any tree.
+
+        Returns:
+            A future of what ``stage`` returns, or of the very exception that it raises. It holds the staged tree, and
+            with that its memory, for as long as it is referred to. ``cancel`` works on stages not yet begun.
+
+        Raises:
+            StagerClosed: After ``close``. (Stages not yet begun when the stager is closed get it in their futures.)
+            StagerBusy: In a nested call: from inside an object that this thread is staging. (That too many staged
+                trees are alive comes through the future.)
+
+        Example:
+            >>> import statetree as st, torch
+            >>> weights = torch.ones(2)
+            >>> with st.Stager() as stager:
+            ...     future = stager.stage_async({"w": weights, "step": 1})
+            ...     stager.synchronize()
+            ...     _ = weights.zero_()
+            ...     future.result()
+            {'w': tensor([1., 1.]), 'step': 1}
+        """
+        self._refuse_nested("stage_async")
+        self._refuse_closed("stage_async")
+        try:
+            look = self._look_at("stage_async", tree, aside=True)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it belongs into the future
+            return _failed(error)
+        future: Future[Any] = Future()
+        future.add_done_callback(self._under_way.discard)
+        try:
+            self._under_way.add(future)
+            jobs: list[_Job] = [(future, self._finish, look)]
+            if self._worker_runs:
+                self._worker.submit(_fulfil, jobs)
+            else:
+                submit(self._worker, _fulfil, jobs)
+                self._worker_runs = True
+        except BaseException as error:
+            # Interrupted before it was queued, or after: it must not go on unseen, nor be waited for in vain.
+            if future.cancel():
+                future.set_running_or_notify_cancel()
+            if isinstance(error, RuntimeError):
+                self._refuse_closed("stage_async")  # another thread closed it meanwhile
+            raise
+        return future
+
+    def synchronize(self) -> None:
+        """Wait until no stage under way reads its tree any more. Errors stay in their futures.
+
+        Raises:
+            StagerBusy: In a nested call: from inside an object that this thread is staging.
+        """
+        self._refuse_nested("synchronize")
+        wait(tuple(self._under_way))
+
+    def _finish(self, look: _Look) -> Any:
+        with self._lock:
+            try:
+                self._begin("stage_async")
+                look.check_memory_again("stage_async")
+                with self._side_streams.after(look.moment):
+                    return self._copy("stage_async", look)
+            finally:
+                self._end()
+
+    @quietly
+    def _copy(self, verb: str, look: _Look) -> Any:
+        staged: list[torch.Tensor] = []
+        if look.columns.tensors:
+            snapshot = self._idle_snapshot(verb, look.columns)
+            staged = snapshot.fill(look.columns)
+            self._trim(snapshot)
+        try:
+            result = unflatten_copy(look.spec, look.unpacked.pack(_with_meta(look.unpacked.columns, staged, look.meta)))
+        except BaseException as error:
+            staged = []
+            clear_frames(error)  # they hold staged tensors, but a stage that failed takes no lease
+            raise
+        self._stages += 1
+        return result
+
+    def prewarm(self, tree: Any) -> None:
+        """Allocate, pin and fault in the memory that staging a tree like this one takes.
+
+        Args:
+            tree: A tree of the geometry that will be staged. It is not copied.
+
+        Raises:
+            StagerBusy, StagerClosed, UnsupportedLeaf, OSError: As ``stage``.
+        """
+        self._refuse_nested("prewarm")
+        with self._lock:
+            try:
+                self._begin("prewarm")
+                self._prewarm(tree)
+            finally:
+                self._end()
+
+    @quietly
+    def _prewarm(self, tree: Any) -> None:
+        columns = self._look_at("prewarm", tree).columns
+        if columns.tensors:
+            snapshot = self._idle_snapshot("prewarm", columns)
+            snapshot.touch()
+            self._trim(snapshot)
+
+    @property
+    def stats(self) -> StagerStats:
+        """What the stager has done so far. Staging a tree like the last ones allocates nothing."""
+        return StagerStats(self._stages, self._pool.allocations, self._pool.allocated_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of host memory that the stager holds: of the staged trees that are alive, and of one idle snapshot.
+
+        Memory beyond that is let go of when this is asked for, and by the next stage.
+        """
+        if not self._owner:  # no call is under way
+            with self._lock:
+                if self._snapshots:
+                    self._trim(self._snapshots[-1])
+        return self._pool.nbytes + sum(snapshot.nbytes for snapshot in list(self._snapshots))
+
+    def close(self) -> None:
+        """Release all memory. Staged trees stay valid. Closing again does nothing.
+
+        A stage under way in the background is completed; those not yet begun fail with ``StagerClosed``.
+        """
+        self._closed = True
+        self._worker.shutdown(wait=False)
+        if self._in_own_call():
+            return  # from inside an object that is being staged: the memory goes when that is over
+        with self._lock:
+            self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _in_own_call(self) -> bool:
+        """Whether this thread is inside a call of this stager: an object's ``__reduce__`` called it, say."""
+        return self._lock.locked() and self._owner == threading.get_ident()
+
+    def _refuse_nested(self, verb: str) -> None:
+        if self._in_own_call():
+            msg = f"{verb}: the stager is staging already: expected one call at a time, got a nested one."
+            raise StagerBusy(msg)
+
+    # The lock is held in plain with statements, and only flags that no interrupt can leave wrong are kept beside it.
+    def _begin(self, verb: str) -> None:
+        self._owner = threading.get_ident()
+        self._refuse_closed(verb)
+
+    def _refuse_closed(self, verb: str) -> None:
+        if self._closed:
+            msg = f"{verb}: the stager is closed: expected an open one. Make a new Stager."
+            raise StagerClosed(msg)
+
+    def _end(self) -> None:
+        self._owner = 0
+        if self._closed:
+            self._snapshots.clear()
+            self._pool.clear()
+
+    @quietly
+    def _look_at(self, verb: str, tree: Any, *, aside: bool = False) -> _Look:
+        """Take a tree apart, and with ``aside`` so that what becomes of it does not matter any more."""
+        leaves, spec = flatten_for_copy(tree, holds_tensor, verb=verb, shared=True)
+        unpacked = unpack(verb, leaves, spec.paths, together=True)
+        columns = unpacked.columns
+        if aside:
+            columns.tensors = list(map(_alias, columns.tensors))
+        meta: list[int] = []
+        if not columns.on_cpu:
+            meta = [index for index, device in enumerate(columns.devices) if device.type == "meta"]
+        if meta:
+            without = set(meta)
+            real = [index for index in range(len(columns.tensors)) if index not in without]
+            columns = Columns([columns.tensors[index] for index in real])
+            owners: Sequence[int] = [unpacked.owners[index] for index in real]
+        else:
+            owners = unpacked.owners
+        moment = Moment(() if columns.on_cpu else devices_of(columns.devices))
+        look = _Look(spec, unpacked, columns, meta, owners, moment)
+        look.check_memory(verb)
+        return look
+
+    def _idle_snapshot(self, verb: str, columns: Columns) -> Snapshot:
+        """Return a snapshot that fits and that nothing refers to, making one if there may be another."""
+        geometry: Geometry | None = None
+        for attempt in ("first", "after collecting garbage"):
+            idle = [snapshot for snapshot in self._snapshots if not snapshot.is_leased()]
+            if not self._receivers_are_done:
+                for snapshot in filter(Snapshot.was_sent, idle):
+                    self._snapshots.remove(snapshot)
+                idle = [snapshot for snapshot in idle if snapshot in self._snapshots]
+            for snapshot in idle:
+                if snapshot.geometry.fits(columns):
+                    return snapshot
+            if len(self._snapshots) - len(idle) < self.max_snapshots:
+                geometry = geometry or Geometry(columns)
+                for snapshot in idle:  # what they hold may serve the new one
+                    self._snapshots.remove(snapshot)
+                    self._pool.give(snapshot.dissolve())
+                snapshot = Snapshot(geometry, columns, self._pool)
+                self._snapshots.append(snapshot)
+                return snapshot
+            if attempt == "first":
+                # Staged trees in reference cycles (DCP leaves some behind) are garbage, but not yet known to be.
+                gc.collect()
+        alive = "1 staged tree is" if self.max_snapshots == 1 else f"{self.max_snapshots} staged trees are"
+        msg = (
+            f"{verb}: {alive} alive: expected at most max_snapshots={self.max_snapshots} "
+            "with this one. Drop one (a saving thread may still hold it), or make the Stager with more."
+        )
+        raise StagerBusy(msg)
+
+    def _trim(self, latest: Snapshot) -> None:
+        """Keep at most one idle snapshot beside the live ones: the latest, if that is idle."""
+        self._pool.clear()
+        idle = [snapshot for snapshot in self._snapshots if snapshot is not latest and not snapshot.is_leased()]
+        if idle and latest.is_leased():
+            idle.pop()
+        for snapshot in idle:
+            self._snapshots.remove(snapshot)
+
+
+#: What the worker does: whose future it is, and what is called with what.
+_Job = tuple["Future[Any]", "Callable[[_Look], Any]", _Look]
+
+
+def _fulfil(jobs: list[_Job]) -> None:
+    """Carry an action's result, or the very exception, into a future, unless that was cancelled."""
+    # An exception holds the frames that it passed through, and those below them. They must not hold its future.
+    future, action, look = jobs.pop()
+    if not future.cancelled() and future.set_running_or_notify_cancel():
+        try:
+            future.set_result(action(look))
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs into the future
+            future.set_exception(error)
+    del future, action, look
+
+
+def _failed(error: Exception) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future
+
+
+#: Returns a tensor on the same memory, which no change to the other's storage or shape reaches.
+_alias: Final = attrgetter("data")
+
+#: Every stager alive, for the only thing that befalls all of them.
+_stagers: WeakSet[Stager] = WeakSet()
+
+
+def _leave_to_the_parent() -> None:
+    """In a forked process: the worker's thread is gone, a lock may be held by nobody, shared memory is the parent's."""
+    for stager in tuple(_stagers):
+        stager._start_empty()  # noqa: SLF001 - a part of the class
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_the_parent)
+
+
+def _with_meta(columns: Columns, staged: list[torch.Tensor], meta: list[int]) -> list[torch.Tensor]:
+    """Put replicas of the meta tensors in their places among the staged ones."""
+    if not meta:
+        return staged
+    part = Columns([columns.tensors[index] for index in meta])
+    replicas = iter(replicate(part, extents(part), Memory("meta"), copy=False))
+    rest, places = iter(staged), set(meta)
+    return [next(replicas) if index in places else next(rest) for index in range(len(columns.tensors))]

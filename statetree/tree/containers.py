@@ -1,0 +1,57 @@
+"""Containers: how one level of a tree is taken apart and put together, per class (``kinds`` knows which).
+
+optree's own traversal is not used. Measured with optree 0.20 it takes 250 ns a leaf where asking for the types of a
+whole container at once takes 30, and its compiled rules for builtin classes cannot be changed: it drops
+``OrderedDict._metadata``, calls the constructors of namedtuple subclasses, and treats subclasses of ``dict`` and
+``list`` as leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from statetree.paths import Attr
+
+Flattened = tuple[Sequence[Any], tuple[Any, ...], Any]
+
+
+class Container:
+    """One container class: its children, the keys that lead to them, and what else rebuilding it takes.
+
+    ``family`` says which containers match each other where structure is compared: any two mappings do, as do a list
+    and a subclass of ``list``, but a list and a tuple do not.
+    """
+
+    __slots__ = ("cls", "family", "keyed")
+    #: Whether the auxiliary data is part of the structure that two trees are compared by.
+    compares_aux = False
+
+    def __init__(self, cls: type, family: Hashable, *, keyed: bool) -> None:
+        self.cls = cls
+        self.family = family
+        self.keyed = keyed  # children are matched by key, not by position
+
+    def flatten(self, container: Any, *, plain: int = 0) -> Flattened:
+        """Return children, their keys, and the auxiliary data.
+
+        With ``plain`` only atoms are of interest: ``NotPlain`` may be raised if the container holds anything else. It
+        counts how many attributes the traversal is in.
+        """
+        raise NotImplementedError
+
+    def unflatten(self, aux: Any, keys: tuple[Any, ...], children: Sequence[Any]) -> Any:
+        """Return a fresh container."""
+        raise NotImplementedError
+
+    def num_items(self, keys: tuple[Any, ...]) -> int:
+        """Return how many of the keys are the container's own, and not those of attributes."""
+        return sum(type(key) is not Attr for key in keys)
+
+    def __reduce__(self) -> tuple[Callable[[type], Container | None], tuple[type]]:
+        from statetree.tree.registry import container_of  # which makes containers
+
+        return (container_of, (self.cls,))
+
+    def __repr__(self) -> str:
+        return f"<container {self.cls.__qualname__}>"

@@ -1,0 +1,275 @@
+"""Containers with instance attributes: dataclasses, attrs classes, and subclasses of the builtin containers."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections import OrderedDict, defaultdict, deque
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import optree
+
+from statetree.tree.atoms import is_atom_type
+from statetree.tree.containers import Container
+from statetree.errors import CyclicTree, TreeTooDeep
+from statetree.paths import Attr
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Sequence
+
+    from statetree.tree.containers import Flattened
+
+
+#: How deep attributes of attributes may be nested and still be part of the structure. Deeper ones become leaves.
+MAX_ATTRIBUTE_DEPTH: Final = 8
+
+
+class NotPlain(Exception):
+    """Raised while freezing an attribute, as soon as something turns up that is no atom."""
+
+
+class Attributes(NamedTuple):
+    """The instance attributes of a container: those without a tensor inside are kept here, the others are children.
+
+    ``frozen`` holds, for each name, the attribute as ``freeze`` gives it, or ``None`` where it is a child.
+    ``are_items`` is whether the container is its own ``__dict__``: a dict whose items can be written as attributes.
+    """
+
+    names: tuple[str, ...]
+    frozen: tuple[Any, ...]
+    are_items: bool
+
+
+_default_factory: Any = vars(defaultdict)["default_factory"]
+
+
+_FACTORY: Final = "default_factory"
+_maxlen: Any = vars(deque)["maxlen"]
+
+
+class _Instance(Container):
+    """A class with instance attributes: dataclasses, attrs classes, and subclasses of the builtin containers.
+
+    The builtin part, if there is one, is read and written through the builtin class itself, so that no overridden
+    method and no constructor of the subclass runs.
+    """
+
+    __slots__ = ("base", "fields", "slots")
+
+    def __init__(self, cls: type, family: Hashable, *, base: Any, fields: Iterable[str] = ()) -> None:
+        keyed = base is object or issubclass(base, dict)
+        super().__init__(cls, family, keyed=keyed)
+        self.base = base
+        self.fields = tuple(fields)
+        self.slots = slots_of(cls)
+
+    def attributes(self, container: Any) -> tuple[dict[str, Any], bool]:
+        """Return the attributes that are not items, and whether others are."""
+        try:
+            found = object.__getattribute__(container, "__dict__")
+        except AttributeError:
+            found = {}
+        are_items = found is container
+        state = {} if are_items else dict(found)
+        for name, slot in self.slots.items():
+            try:
+                state[name] = slot.__get__(container)
+            except AttributeError:  # the slot was never set
+                continue
+        if self.slots and self.fields:  # slots are listed by name
+            state = {name: state[name] for name in (*filter(state.__contains__, self.fields), *state)}
+        return state, are_items
+
+    def flatten(self, container: Any, *, plain: int = 0) -> Flattened:
+        base = self.base
+        children: list[Any]
+        keys: tuple[Any, ...]
+        extra: Any = None
+        if base is object:
+            children, keys = [], ()
+        elif issubclass(base, dict):
+            children, keys = list(base.values(container)), tuple(base.__iter__(container))
+            if base is defaultdict:
+                extra = _default_factory.__get__(container)
+        else:
+            children = list(base.__iter__(container))
+            keys = tuple(range(len(children)))
+            if base is deque:
+                extra = _maxlen.__get__(container)
+        state, are_items = self.attributes(container)
+        if extra is not None and base is defaultdict and holds_tensors(extra):
+            state[_FACTORY], extra = extra, None
+        if not state and not are_items:
+            return children, keys, (extra, None)
+        frozen: list[Any] = []
+        for name, value in state.items():
+            is_field = name in self.fields
+            kept = None if is_field else freeze(value, plain + 1)
+            frozen.append(kept)
+            if kept is None:
+                if plain and not is_field:
+                    raise NotPlain
+                children.append(value)
+                keys = (*keys, name if is_field else Attr(name))
+        return children, keys, (extra, Attributes(tuple(state), tuple(frozen), are_items))
+
+    def unflatten(self, aux: Any, keys: tuple[Any, ...], children: Sequence[Any]) -> Any:
+        extra, attributes = aux
+        count = len(children)
+        if attributes is not None:
+            count -= sum(kept is None for kept in attributes.frozen)
+        fresh = self._builtin_part(extra, keys[:count], children[:count])
+        if attributes is not None:
+            self._set_attributes(fresh, attributes, children[count:])
+        return fresh
+
+    def _builtin_part(self, extra: Any, keys: tuple[Any, ...], items: Sequence[Any]) -> Any:
+        base, cls = self.base, self.cls
+        if base is tuple:
+            return tuple.__new__(cls, items)
+        fresh = base.__new__(cls)
+        if issubclass(base, dict):
+            if base is defaultdict:
+                _default_factory.__set__(fresh, extra)
+            store = base.__setitem__
+            for key, item in zip(keys, items, strict=True):
+                store(fresh, key, item)
+        elif base is list:
+            list.extend(fresh, items)
+        elif base is deque:
+            deque.__init__(fresh, items, extra)
+        return fresh
+
+    def _set_attributes(self, fresh: Any, attributes: Attributes, values: Sequence[Any]) -> None:
+        remaining = iter(values)
+        if attributes.are_items:
+            object.__setattr__(fresh, "__dict__", fresh)
+        for name, kept in zip(attributes.names, attributes.frozen, strict=True):
+            value = next(remaining) if kept is None else thaw(kept)
+            slot = _default_factory if name == _FACTORY and self.base is defaultdict else self.slots.get(name)
+            if slot is not None:
+                slot.__set__(fresh, value)
+            else:
+                fresh.__dict__[name] = value
+
+
+def holds_tensors(factory: Any) -> bool:
+    """Whether there are tensors in the default factory of a mapping, which then is a child as attributes are."""
+    from statetree.leaves.registry import holds_tensor  # leaves know containers
+
+    return not is_atom_type(type(factory)) and holds_tensor(factory)
+
+
+def _is_heap_type(cls: type) -> bool:
+    """Whether a class was made by a class statement, and not in C."""
+    return bool(cls.__flags__ & 1 << 9)  # Py_TPFLAGS_HEAPTYPE
+
+
+def slots_of(cls: type) -> dict[str, Any]:
+    """Return the descriptors of the ``__slots__`` of a class and its bases, without those of classes written in C.
+
+    Where a class repeats a slot of its base, the base's is called ``Base.name``.
+    """
+    slots: dict[str, Any] = {}
+    for base in cls.__mro__:
+        if _is_heap_type(base):
+            for name, member in vars(base).items():
+                if isinstance(member, types.MemberDescriptorType):
+                    slots[f"{base.__qualname__}.{name}" if name in slots else name] = member
+    return slots
+
+
+def freeze(value: Any, depth: int = 1) -> Any:
+    """Return what ``thaw`` makes fresh copies of a value from, or ``None`` if it holds anything but atoms.
+
+    Args:
+        value: An attribute of a container, or metadata of a leaf.
+        depth: In how many attributes it lies.
+    """
+    from statetree import tree  # attributes are trees themselves
+
+    try:
+        return (_copy_plain(value, depth),)
+    except NotPlain:
+        pass
+    if depth > MAX_ATTRIBUTE_DEPTH:
+        return None
+    try:
+        leaves, spec = tree.flatten_plain(value, depth)
+    except (NotPlain, CyclicTree, TreeTooDeep):
+        # What goes round in circles does so again when it is walked as a child, where the error can name the path.
+        return None
+    return (tuple(leaves), spec)
+
+
+def thaw(frozen: Any) -> Any:
+    """Return a fresh value from what ``freeze`` gave."""
+    from statetree import tree  # as above
+
+    return _copy_plain(frozen[0], 0) if len(frozen) == 1 else tree.unflatten(frozen[1], frozen[0])
+
+
+def _copy_plain(value: Any, depth: int) -> Any:
+    """Copy builtin containers of atoms, the quick way for the usual metadata (``_metadata`` of a state dict)."""
+    cls = type(value)
+    if is_atom_type(cls):
+        return value
+    if depth > 2 * MAX_ATTRIBUTE_DEPTH:
+        raise NotPlain
+    if cls is dict or (cls is OrderedDict and not vars(value)):
+        items = list(value.values())
+        classes = set(map(type, items))
+        if all(map(is_atom_type, classes)):
+            return cls(value)
+        if classes == {dict} and all(map(is_atom_type, set(map(type, chain.from_iterable(map(dict.values, items)))))):
+            return cls(zip(value, map(dict.copy, items), strict=True))  # such as the metadata of modules
+        return cls(zip(value, [_copy_plain(item, depth + 1) for item in items], strict=True))
+    if cls is list or cls is tuple:
+        return cls([_copy_plain(item, depth + 1) for item in value])
+    raise NotPlain
+
+
+class _NamedTuple(_Instance):
+    __slots__ = ("names",)
+
+    def __init__(self, cls: type) -> None:
+        super().__init__(cls, cls, base=tuple)
+        self.names = tuple(cls._fields)  # type: ignore[attr-defined]
+
+    def flatten(self, container: Any, *, plain: int = 0) -> Flattened:
+        children, keys, aux = super().flatten(container, plain=plain)
+        return children, self.names + keys[len(self.names) :], aux
+
+
+def _is_python_above(cls: type, base: type) -> bool:
+    """Whether nothing between a class and its base is written in C, so that the base can make its instances.
+
+    Exceptions and ``time.struct_time`` keep state of their own, for example.
+    """
+    return all(_is_heap_type(ancestor) for ancestor in cls.__mro__ if ancestor not in base.__mro__)
+
+
+def instance_container(cls: type) -> Container | None:
+    """Return how instances of a class are taken apart that is none of the builtin ones, or ``None`` for leaves."""
+    if optree.is_namedtuple_class(cls):
+        return _NamedTuple(cls)
+    families: tuple[tuple[type, Hashable], ...] = (
+        (OrderedDict, "mapping"),
+        (defaultdict, "mapping"),
+        (dict, "mapping"),
+        (list, "list"),
+        (tuple, "tuple"),
+        (deque, "deque"),
+    )
+    for base, family in families:
+        if issubclass(cls, base):
+            return _Instance(cls, family, base=base) if _is_python_above(cls, base) else None
+    fields: tuple[str, ...] | None = None
+    if dataclasses.is_dataclass(cls):
+        fields = tuple(field.name for field in dataclasses.fields(cls))
+    elif hasattr(cls, "__attrs_attrs__"):
+        fields = tuple(attribute.name for attribute in cls.__attrs_attrs__)
+    if fields is None or not _is_python_above(cls, object):
+        return None
+    return _Instance(cls, cls, base=object, fields=fields)

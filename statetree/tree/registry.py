@@ -1,0 +1,239 @@
+"""Which classes are containers, and of what kind: looked up here, and only here. One registry, open to users.
+
+Containers are the builtin ones, those that a user registered (kept in optree's registry, so that trees registered with
+optree work too), and those recognised when first met: subclasses of ``dict``, ``list``, ``tuple`` and ``deque``,
+namedtuples, torch's return types, dataclasses and attrs classes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections import Counter, OrderedDict, defaultdict, deque
+from typing import TYPE_CHECKING, Any, cast
+
+import optree
+import torch
+
+from statetree.tree.atoms import is_atom_type
+from statetree.tree.containers import Container
+from statetree.tree.instances import holds_tensors, instance_container
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from statetree.tree.containers import Flattened
+
+
+class _Dict(Container):
+    __slots__ = ()
+
+    def flatten(self, container: Any, *, plain: int = 0) -> Flattened:
+        return list(container.values()), tuple(container), None
+
+    def unflatten(self, aux: Any, keys: tuple[Any, ...], children: Sequence[Any]) -> Any:
+        return dict(zip(keys, children, strict=True))
+
+
+class _DefaultDict(_Dict):
+    __slots__ = ()
+
+    def flatten(self, container: Any, *, plain: int = 0) -> Flattened:
+        factory = container.default_factory
+        if factory is not None and holds_tensors(factory):
+            return _INSTANCE_OF_DEFAULTDICT.flatten(container, plain=plain)
+        return list(container.values()), tuple(container), factory
+
+    def unflatten(self, aux: Any, keys: tuple[Any, ...], children: Sequence[Any]) -> Any:
+        if type(aux) is tuple:
+            return _INSTANCE_OF_DEFAULTDICT.unflatten(aux, keys, children)
+        return defaultdict(aux, zip(keys, children, strict=True))
+
+
+_INSTANCE_OF_DEFAULTDICT = cast("Container", instance_container(defaultdict))
+
+
+class _List(Container):
+    __slots__ = ()
+
+    def flatten(self, container: Any, *, plain: int = 0) -> Flattened:
+        return container, tuple(range(len(container))), None
+
+    def unflatten(self, aux: Any, keys: tuple[Any, ...], children: Sequence[Any]) -> Any:
+        return list(children)
+
+
+class _Tuple(_List):
+    __slots__ = ()
+
+    def unflatten(self, aux: Any, keys: tuple[Any, ...], children: Sequence[Any]) -> Any:
+        return tuple(children)
+
+
+class _Deque(_List):
+    __slots__ = ()
+
+    def flatten(self, container: Any, *, plain: int = 0) -> Flattened:
+        return list(container), tuple(range(len(container))), container.maxlen
+
+    def unflatten(self, aux: Any, keys: tuple[Any, ...], children: Sequence[Any]) -> Any:
+        return deque(children, aux)
+
+
+class _StructSequence(Container):
+    """torch's return types: tuples with named fields whose constructor takes one sequence."""
+
+    __slots__ = ("fields",)
+
+    def __init__(self, cls: type) -> None:
+        super().__init__(cls, cls, keyed=False)
+        self.fields = tuple(optree.structseq_fields(cls))
+
+    def flatten(self, container: Any, *, plain: int = 0) -> Flattened:
+        return tuple(container), self.fields, None
+
+    def unflatten(self, aux: Any, keys: tuple[Any, ...], children: Sequence[Any]) -> Any:
+        return self.cls(tuple(children))
+
+
+class _Registered(Container):
+    """A class that a user registered, here or with optree."""
+
+    __slots__ = ("entry",)
+    compares_aux = True
+
+    def __init__(self, cls: type, entry: Any) -> None:
+        super().__init__(cls, cls, keyed=False)
+        self.entry = entry
+
+    def flatten(self, container: Any, *, plain: int = 0) -> Flattened:
+        result = self.entry.flatten_func(container)
+        children = list(result[0])
+        metadata = result[1]
+        entries = result[2] if len(result) > 2 and result[2] is not None else range(len(children))
+        keys = tuple(entries)
+        if len(keys) != len(children):
+            msg = (
+                f"flatten: the flatten function of {self.cls.__qualname__} returned {len(children)} children "
+                f"and {len(keys)} entries. Return one entry a child."
+            )
+            raise ValueError(msg)
+        return children, keys, metadata
+
+    def unflatten(self, aux: Any, keys: tuple[Any, ...], children: Sequence[Any]) -> Any:
+        return self.entry.unflatten_func(aux, tuple(children))
+
+
+#: The optree namespace that ``register_container`` writes to. Types in optree's global namespace are seen as well.
+NAMESPACE = "statetree"
+
+
+_BUILTIN: dict[type, Container | None] = {
+    dict: _Dict(dict, "mapping", keyed=True),
+    defaultdict: _DefaultDict(defaultdict, "mapping", keyed=True),
+    OrderedDict: instance_container(OrderedDict),
+    Counter: instance_container(Counter),
+    list: _List(list, "list", keyed=False),
+    tuple: _Tuple(tuple, "tuple", keyed=False),
+    deque: _Deque(deque, "deque", keyed=False),
+}
+
+
+#: Every class met so far: its container, or ``None`` where its instances are leaves.
+KINDS: dict[type, Container | None] = dict(_BUILTIN)
+
+
+#: The classes of ``KINDS`` whose instances are leaves, for asking about many at once.
+LEAF_CLASSES: set[type] = set()
+
+
+def container_of(cls: type) -> Container | None:
+    """Return how instances of a class are taken apart, or ``None`` where they are leaves."""
+    try:
+        return KINDS[cls]
+    except KeyError:
+        kind = _recognise(cls)
+        if kind is not None:
+            return KINDS.setdefault(cls, kind)  # another thread may have been quicker
+        if is_atom_type(cls) or issubclass(cls, torch.Tensor):
+            LEAF_CLASSES.add(cls)
+            KINDS[cls] = None
+        return None  # an unknown class may yet be registered with optree, so that it is asked about every time
+
+
+def declare_leaf_class(cls: type) -> None:
+    """Make instances of exactly this class leaves, whatever they derive from.
+
+    Raises:
+        ValueError: If it is a builtin container.
+    """
+    if cls in _BUILTIN:
+        msg = f"register_leaf_type: {cls.__qualname__} is a builtin container: expected a class of your own."
+        raise ValueError(msg)
+    LEAF_CLASSES.add(cls)
+    KINDS[cls] = None
+
+
+def register_container(
+    cls: type,
+    flatten: Callable[[Any], tuple[Iterable[Any], Any] | tuple[Iterable[Any], Any, Iterable[Any] | None]],
+    unflatten: Callable[[Any, tuple[Any, ...]], Any],
+) -> None:
+    """Make instances of exactly this class containers.
+
+    The functions have the form that ``optree.register_pytree_node`` takes, and are kept in optree's registry under
+    the namespace ``"statetree"``; classes registered with optree's global namespace need no second registration.
+
+    Args:
+        cls: The class. Its subclasses are not affected.
+        flatten: Returns ``(children, metadata)`` or ``(children, metadata, keys)`` of an instance. The keys are what
+            paths show; without them children are numbered. Metadata is shared between copies and must not be changed.
+        unflatten: Takes ``(metadata, children)`` and returns a fresh instance.
+
+    Raises:
+        ValueError: If the class is a builtin container, or registered already.
+
+    Example:
+        >>> import statetree as st
+        >>> class Pair:
+        ...     def __init__(self, left, right):
+        ...         self.left, self.right = left, right
+        >>> st.register_container(
+        ...     Pair,
+        ...     lambda p: ((p.left, p.right), None, ("left", "right")),
+        ...     lambda _, children: Pair(*children),
+        ... )
+        >>> [str(path) for path in st.paths({"p": Pair(1, 2)})]
+        ['p.left', 'p.right']
+    """
+    if not inspect.isclass(cls):
+        msg = f"register_container: expected a class, got {cls!r}."
+        raise TypeError(msg)
+    if cls in _BUILTIN or is_atom_type(cls) or issubclass(cls, torch.Tensor):
+        what = "a builtin container" if cls in _BUILTIN else "a leaf"
+        msg = f"register_container: {cls.__qualname__} is {what}: expected a class of your own. Derive one from it."
+        raise ValueError(msg)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # optree has rules of its own for namedtuples: override them
+        optree.register_pytree_node(cast("Any", cls), flatten, cast("Any", unflatten), namespace=NAMESPACE)
+    LEAF_CLASSES.discard(cls)
+    KINDS[cls] = _Registered(cls, _registered_entry(cls))
+
+
+def _registered_entry(cls: type) -> Any:
+    entry = optree.register_pytree_node.get(cls, namespace=NAMESPACE)
+    return entry if entry is not None and entry.type is cls else None
+
+
+def _recognise(cls: type) -> Container | None:
+    """Decide what a class is that is met for the first time."""
+    if is_atom_type(cls) or issubclass(cls, (torch.Tensor, torch.nn.Module)):
+        return None
+    entry = _registered_entry(cls)
+    if entry is not None:
+        return _Registered(cls, entry)
+    if optree.is_structseq_class(cls):
+        # Others, such as time.struct_time, have fields that the sequence does not show, or cannot be made at all.
+        complete = cls.n_fields == cls.n_sequence_fields and "__new__" in vars(cls)  # type: ignore[attr-defined]
+        return _StructSequence(cls) if complete else None
+    return instance_container(cls)
