@@ -13,7 +13,6 @@ from statetree.errors import (
     TreeTooDeep,
     UnsupportedLeaf,
 )
-from statetree.tree.registry import register_container
 from statetree.leaves.registry import LeafType, register_leaf_type
 from statetree.paths import Path
 from statetree.stager.stager import Stager
@@ -26,7 +25,9 @@ from statetree.transforms.offload import offload
 from statetree.transforms.partition_replicas import partition_replicas
 from statetree.transforms.reshard import reshard
 from statetree.transforms.similarity import Similarity, similarity
-from statetree.tree.flatten import flatten, from_flat, map_leaves, map_with_path, paths, to_flat, unflatten
+from statetree.tree.flatten import flatten, paths, unflatten
+from statetree.tree.mapping import from_flat, map_leaves, map_with_path, to_flat
+from statetree.tree.registry import register_container
 from statetree.tree.spec import TreeSpec
 
 __version__ = "0.1.0.dev0"

@@ -7,21 +7,22 @@ are applied bucket by bucket, so that what lies between two steps is a bucket an
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
+from statetree.declare import is_collective, is_leafwise
+from statetree.errors import RankMismatch, StateTreeError, TreeMismatch, place_in_tree
 from statetree.exchange.consensus import Entry, Statement, agree, ready, tell_failure
-from statetree.errors import RankMismatch, StateTreeError, TreeMismatch
 from statetree.exchange.group import group_of
-from statetree.leaves.registry import global_bytes, holds_tensor, is_distributed
+from statetree.leaves.builtin import global_bytes, holds_tensor, is_distributed
+from statetree.leaves.parts import unpack
 from statetree.leaves.ties import tied_leaves
 from statetree.torch_internals import quietly
 from statetree.tree.flatten import flatten_for_copy, unflatten
-from statetree.leaves.parts import unpack
 
 if TYPE_CHECKING:
     from statetree.exchange.group import Group
@@ -32,46 +33,7 @@ if TYPE_CHECKING:
 BUCKET_BYTES: Final = 64 << 20
 
 Step = Callable[[Any], Any]
-F = TypeVar("F", bound=Callable[..., Any])
 L = TypeVar("L")
-
-_LEAFWISE: Final[set[Callable[..., Any]]] = set()
-#: Transforms that every rank of a group has to call, each with a function that says for which options it has not.
-_COLLECTIVE: Final[dict[Callable[..., Any], Callable[[Mapping[str, Any]], bool]]] = {}
-
-
-def leafwise(transform: F) -> F:
-    """Declare that a transform treats leaves independently of each other, up to ties (a decorator)."""
-    _LEAFWISE.add(transform)
-    return transform
-
-
-def collective(transform: F) -> F:
-    """Declare that every rank of a group has to call a transform (a decorator).
-
-    It takes ``group`` and ``timeout`` by keyword. If it is leafwise, it has to be called with the same buckets, too.
-    """
-    _COLLECTIVE[transform] = lambda _: False
-    return transform
-
-
-def collective_unless(alone: Callable[[Mapping[str, Any]], bool]) -> Callable[[F], F]:
-    """Do as ``collective``, for a transform that with some options communicates with nobody (a decorator)."""
-
-    def declare(transform: F) -> F:
-        _COLLECTIVE[transform] = alone
-        return transform
-
-    return declare
-
-
-def _is_collective(step: Step) -> bool:
-    """Whether a step communicates with other ranks."""
-    try:
-        alone = _COLLECTIVE.get(getattr(step, "func", step))
-    except TypeError:  # a callable that cannot be hashed
-        return False
-    return alone is not None and not alone(getattr(step, "keywords", {}))
 
 
 def _group_of(verb: str, step: Step) -> Group:
@@ -82,21 +44,16 @@ def _group_of(verb: str, step: Step) -> Group:
 def _groups_of(verb: str, steps: Iterable[Step]) -> dict[Any, Group]:
     """Return the groups that steps communicate in, by what identifies them, in the order in which they come."""
     groups: dict[Any, Group] = {}
-    for step in filter(_is_collective, steps):
+    for step in filter(is_collective, steps):
         group = _group_of(verb, step)
         groups.setdefault(group.identity, group)
     return groups
 
 
-def is_leafwise(step: Step) -> bool:
+def _streams(step: Step) -> bool:
     """Whether a step is a leafwise transform, a partial of one, or a chain of such steps."""
     step = getattr(step, "func", step) if isinstance(step, partial) else step  # partials of partials are flat
-    if isinstance(step, Chain):
-        return all(map(is_leafwise, step.steps))
-    try:
-        return step in _LEAFWISE
-    except TypeError:  # a callable that cannot be hashed
-        return False
+    return all(map(_streams, step.steps)) if isinstance(step, Chain) else is_leafwise(step)
 
 
 def _tell_each(groups: Iterable[Group], error: BaseException) -> None:
@@ -115,7 +72,7 @@ class Chain:
     def __call__(self, tree: Any) -> Any:
         """Apply the steps in turn."""
         runs: list[list[Step]] = []
-        for streams, found in groupby(self.steps, is_leafwise):
+        for streams, found in groupby(self.steps, _streams):
             run = list(found)
             runs += [run] if streams else [[step] for step in run]
         for number, steps in enumerate(runs):
@@ -303,7 +260,7 @@ class _Together(_Alone):
         try:
             return step(bucket)
         except BaseException as error:
-            self.tell(error, heard=_group_of("stream", step).identity if _is_collective(step) else None)
+            self.tell(error, heard=_group_of("stream", step).identity if is_collective(step) else None)
             raise
 
     def tell(self, error: BaseException, /, *, heard: Any = None) -> None:
@@ -331,18 +288,6 @@ class _Together(_Alone):
 def _together(steps: Sequence[Step]) -> _Alone:
     groups = _groups_of("stream", steps)
     return _Together(groups) if groups else _Alone()
-
-
-def place_in_tree(error: StateTreeError, paths: Mapping[str, Path]) -> None:
-    """Correct the path of an error that came up in a flat dict of leaves.
-
-    Args:
-        error: The error.
-        paths: For each key of the dict, where its leaf lies in the tree.
-    """
-    path = getattr(error, "path", None)
-    if isinstance(path, tuple) and path and path[0] in paths:
-        error.path = type(paths[path[0]])((*paths[path[0]], *path[1:]))  # type: ignore[attr-defined]
 
 
 def _call(together: _Alone, steps: Sequence[Step], bucket: dict[str, Any], paths: dict[str, Path]) -> Any:

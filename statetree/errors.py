@@ -5,8 +5,10 @@ from __future__ import annotations
 import traceback
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from statetree.paths import Path
 
@@ -70,6 +72,21 @@ def clear_frames(error: BaseException) -> None:
         traceback.clear_frames(found.__traceback__)
 
 
+def describe_leaf(leaf: Any) -> str:
+    """Say what a leaf is: dtype, shape and device of a tensor, the class of anything else. Never raises."""
+    if isinstance(leaf, torch.Tensor):
+        try:
+            return f"{type(leaf).__qualname__} {leaf.dtype} {tuple(leaf.shape)} on {leaf.device}"
+        except Exception:  # noqa: BLE001 - half-initialised tensors refuse to say
+            return type(leaf).__qualname__
+    return type(leaf).__qualname__
+
+
+def note_leaf(error: BaseException, path: Path, leaf: Any) -> None:
+    """Add to an exception which leaf it concerns."""
+    error.add_note(f"statetree: at {str(path) or '<root>'}, {describe_leaf(leaf)}")
+
+
 class StateTreeError(Exception):
     """Base of every error that statetree raises by itself."""
 
@@ -130,3 +147,15 @@ class StagerBusy(StateTreeError, RuntimeError):
 
 class StagerClosed(StateTreeError, RuntimeError):
     """A stager was used after ``close``."""
+
+
+def place_in_tree(error: StateTreeError, paths: Mapping[str, Path]) -> None:
+    """Correct the path of an error that came up in a flat dict of leaves.
+
+    Args:
+        error: The error.
+        paths: For each key of the dict, where its leaf lies in the tree.
+    """
+    path = getattr(error, "path", None)
+    if isinstance(path, tuple) and path and path[0] in paths:
+        error.path = type(paths[path[0]])((*paths[path[0]], *path[1:]))  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from statetree.leaves.registry import holds_tensor
+from statetree.leaves.builtin import holds_tensor
 from statetree.tree.flatten import flatten_for_copy, unflatten
 from statetree.leaves.parts import Unpacked, unpack
 from tests.trees import quiet

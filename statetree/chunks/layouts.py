@@ -1,6 +1,6 @@
 """Chunks: boxes in the global shape of a distributed tensor, and which rank of a group holds which.
 
-A ``Layout`` says this for all ranks, a ``Holding`` adds the tensors in which this rank holds its own boxes. Layouts
+A ``ChunkLayout`` says this for all ranks, a ``LocalChunks`` adds the tensors in which this rank holds its own boxes. ChunkLayouts
 are computed from metadata alone: from offsets and sizes, never from the assumption that shards are even.
 """
 
@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from statetree.chunks.boxes import Box, Interval, is_covered
-from statetree.torch_internals import storage_key
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 
-class Layout:
+class ChunkLayout:
     """Which boxes of a global shape the ranks of a group hold. Empty boxes are left out.
 
     Attributes:
@@ -103,63 +102,23 @@ class Distinct(NamedTuple):
     which: torch.Tensor
 
 
-class Holding(NamedTuple):
-    """What a rank knows of a distributed leaf.
-
-    Attributes:
-        text: What must be the same on all ranks: dtype, shape, placements.
-        detail: What usually is: exactly which ranks hold what.
-        shape: The global shape.
-        dtype: The dtype of the elements.
-        layout: Which rank holds which boxes; ``None`` where a rank knows only its own.
-        boxes: This rank's boxes.
-        pieces: The plain tensors of these boxes.
-        tie: Equal for leaves of this rank that lie in the same memory.
-        device: The type of the device that the elements lie on.
-        summands: Where ranks hold summands of the elements: how they are reduced, and the layout of each summand.
-    """
-
-    text: str
-    detail: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    layout: Layout | None
-    boxes: Sequence[Box]
-    pieces: Sequence[torch.Tensor]
-    tie: Hashable
-    device: str
-    summands: tuple[str, tuple[Layout, ...]] | None = None
-
-
-def location_of(piece: torch.Tensor) -> Hashable:
-    """Return what is equal for tensors that are the same view on the same memory."""
-    return (
-        storage_key(piece.untyped_storage()),
-        piece.storage_offset(),
-        piece.shape,
-        piece.stride(),
-        piece.is_conj(),
-        piece.is_neg(),
-    )
-
-
-def whole_on(shape: Sequence[int], ranks: Sequence[int]) -> Layout:
+def whole_on(shape: Sequence[int], ranks: Sequence[int]) -> ChunkLayout:
     """Return the layout of a tensor that some ranks hold as a whole."""
     return _whole_on(tuple(shape), tuple(ranks))
 
 
 @lru_cache(maxsize=4096)
-def _whole_on(shape: tuple[int, ...], ranks: tuple[int, ...]) -> Layout:
+def _whole_on(shape: tuple[int, ...], ranks: tuple[int, ...]) -> ChunkLayout:
     starts = torch.zeros(len(ranks), len(shape), dtype=torch.int64)
     stops = torch.tensor(shape, dtype=torch.int64).expand(len(ranks), len(shape)).contiguous()
-    return Layout(shape, torch.tensor(ranks, dtype=torch.int64), starts, stops)
+    return ChunkLayout(shape, torch.tensor(ranks, dtype=torch.int64), starts, stops)
 
 
-def layout_of(shape: Sequence[int], boxes: Mapping[int, Sequence[Box]]) -> Layout:
+def layout_of(shape: Sequence[int], boxes: Mapping[int, Sequence[Box]]) -> ChunkLayout:
     """Return the layout in which each rank holds the boxes that are listed for it."""
     rows = [(rank, *box) for rank, held in sorted(boxes.items()) for box in held]
     dims = len(shape)
-    return Layout(
+    return ChunkLayout(
         shape,
         torch.tensor([rank for rank, _, _ in rows], dtype=torch.int64),
         torch.tensor([start for _, start, _ in rows], dtype=torch.int64).view(len(rows), dims),
@@ -185,7 +144,7 @@ class Split(NamedTuple):
 @lru_cache(maxsize=4096)
 def mesh_layout(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], mesh_ranks: tuple[int, ...], splits: tuple[Split, ...]
-) -> Layout:
+) -> ChunkLayout:
     """Return the layout of a tensor over a mesh.
 
     Args:
@@ -203,7 +162,7 @@ def mesh_layout(
         starts.append(bounds[:, :, 0])
         stops.append(bounds[:, :, 1])
         owners.append(ranks)
-    return Layout(shape, torch.cat(owners), torch.cat(starts), torch.cat(stops))
+    return ChunkLayout(shape, torch.cat(owners), torch.cat(starts), torch.cat(stops))
 
 
 @lru_cache(maxsize=64)
@@ -295,43 +254,7 @@ def _merged(intervals: Sequence[Interval]) -> list[Interval]:
     return merged
 
 
-def local_pieces(local: torch.Tensor, boxes: Sequence[Box]) -> list[torch.Tensor] | None:
-    """Return the views of a local tensor that hold boxes, which are laid side by side in it.
-
-    Args:
-        local: The tensor in which a rank holds all its boxes, without the gaps between them.
-        boxes: The product of intervals in each dim, as ``mesh_layout`` gives them.
-
-    Returns:
-        The views, or ``None`` if the local tensor has another shape than the boxes make up.
-    """
-    offsets: list[dict[Interval, int]] = []
-    for dim in range(local.dim()):
-        position = 0
-        placed: dict[Interval, int] = {}
-        # Intervals come in the order of the local elements; product() varies the last dim first.
-        for box in boxes:
-            interval = (box.start[dim], box.stop[dim])
-            if interval not in placed:
-                placed[interval] = position
-                position += interval[1] - interval[0]
-        offsets.append(placed)
-        if boxes and position != local.shape[dim]:
-            return None
-    if not boxes:
-        return [] if not local.numel() else None
-    if len(boxes) == 1:
-        return [local] if boxes[0].sizes == tuple(local.shape) else None
-    pieces = []
-    for box in boxes:
-        piece = local
-        for dim, (start, stop) in enumerate(zip(*box, strict=True)):
-            piece = piece.narrow(dim, offsets[dim][start, stop], stop - start)
-        pieces.append(piece)
-    return pieces
-
-
-def by_rank(layout: Layout) -> dict[int, list[Box]]:
+def by_rank(layout: ChunkLayout) -> dict[int, list[Box]]:
     """Return the boxes that each rank holds."""
     found: defaultdict[int, list[Box]] = defaultdict(list)
     for rank, start, stop in zip(layout.ranks.tolist(), layout.starts.tolist(), layout.stops.tolist(), strict=True):

@@ -16,7 +16,7 @@ from statetree.cli.ties import find_ties
 from statetree.errors import CheckpointError
 from statetree.paths import render_key
 from statetree.torch_internals import WITHOUT_KERNELS, can_negate
-from statetree.tree.flatten import map_leaves
+from statetree.tree.mapping import map_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

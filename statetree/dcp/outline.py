@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from statetree.leaves.registry import is_plain
+from statetree.leaves.builtin import is_plain
 from statetree.paths import Path, render_key, unique_keys
 from statetree.tree.flatten import flatten_for
 

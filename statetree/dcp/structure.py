@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from statetree.dcp.keys import UnknownKey, key_of, key_text, shown_key
 from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY, VALUE_ENTRY
 from statetree.errors import CheckpointError
-from statetree.tree.instances import Attributes, freeze, thaw
-from statetree.tree.registry import container_of
 from statetree.paths import Path
+from statetree.tree.instances import Attributes
+from statetree.tree.registry import container_of
+from statetree.tree.traversal import freeze
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -197,7 +198,7 @@ def _written_attributes(attributes: Attributes | None) -> Any:
         return False
     try:
         return [
-            [name, None if frozen is None else _written_value(thaw(frozen))]
+            [name, None if frozen is None else _written_value(frozen.thaw())]
             for name, frozen in zip(attributes.names, attributes.frozen, strict=True)
         ]
     except TypeError:

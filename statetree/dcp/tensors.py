@@ -9,22 +9,22 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from statetree.spans.memory import memory_of
-from statetree.leaves.pairing import settled
 from statetree.dcp.groups import ranks_of
 from statetree.dcp.internals import is_cut_left_to_right
 from statetree.dcp.keys import without_addresses
 from statetree.dcp.outline import WHOLE
 from statetree.errors import UnsupportedLeaf
+from statetree.exchange.manifest import holding_of
+from statetree.leaves.builtin import facts, is_distributed, is_plain, leaf_type_of, settled
+from statetree.leaves.parts import located, unpack
+from statetree.leaves.replicas import replicated
+from statetree.leaves.types.special import QUANTIZED
 from statetree.leaves.types.tensor import TENSOR
-from statetree.leaves.registry import QUANTIZED, facts, is_distributed, is_plain, leaf_type_of
-from statetree.spans.overlaps import overlaps_itself
 from statetree.paths import Path
 from statetree.spans.layout import extents, holds_memory
-from statetree.exchange.manifest import holding_of
+from statetree.spans.memory import memory_of
+from statetree.spans.overlaps import overlaps_itself
 from statetree.torch_internals import WITHOUT_KERNELS, as_copied, quietly
-from statetree.leaves.replicas import replicated
-from statetree.leaves.parts import located, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

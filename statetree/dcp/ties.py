@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from statetree.spans.columns import Columns
 from statetree.dcp.tensors import pieces_of
 from statetree.errors import Difference, TreeMismatch
+from statetree.spans.columns import Columns
 from statetree.spans.overlaps import sharing
 from statetree.transforms.allocate_like import allocate_like
 from statetree.transforms.copy_into import copy_into

@@ -6,22 +6,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.spans.memory import Memory
-from statetree.chunks.layouts import Holding, Layout, location_of, whole_on
-from statetree.exchange.transfers import Receipt, movable, pieces_of
-from statetree.spans.columns import Columns
-from statetree.compose import place_in_tree
-from statetree.errors import Difference, StateTreeError, TreeMismatch
-from statetree.leaves.types.tensor import TENSOR
-from statetree.leaves.registry import is_distributed, leaf_type_of
-from statetree.spans.overlaps import overlaps_itself, shared_elements
-from statetree.paths import Path
-from statetree.spans.layout import holds_memory
+from statetree.chunks.layouts import ChunkLayout, whole_on
+from statetree.chunks.local import LocalChunks, location_of
+from statetree.errors import Difference, StateTreeError, TreeMismatch, place_in_tree
 from statetree.exchange.manifest import Survey, holding_of, is_strided
-from statetree.torch_internals import storage_key
-from statetree.leaves.replicas import replicated
-from statetree.transforms.copy_into import prepared_copy
+from statetree.exchange.transfers import Receipt, movable, pieces_of
+from statetree.leaves.builtin import is_distributed, leaf_type_of
+from statetree.leaves.copying import prepared_copy
 from statetree.leaves.parts import unpack
+from statetree.leaves.replicas import replicated
+from statetree.leaves.types.tensor import TENSOR
+from statetree.paths import Path
+from statetree.spans.columns import Columns
+from statetree.spans.layout import holds_memory
+from statetree.spans.memory import Memory
+from statetree.spans.overlaps import overlaps_itself, shared_elements
+from statetree.torch_internals import storage_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -58,7 +58,7 @@ class Target:
         self._group = group
         leaves = [wanted.leaves[partner] for partner in partners]
         self.leaves = leaves if in_place else allocated(wanted.verb, leaves, spec)
-        self._holdings: dict[int, Holding] = {}
+        self._holdings: dict[int, LocalChunks] = {}
 
     def is_distributed(self, index: int) -> bool:
         """Whether the ranks hold different parts of a leaf."""
@@ -68,7 +68,7 @@ class Target:
         """Return the first of the leaves that lie in the same memory as this one."""
         return self._leaf_of[leader_of(self._wanted, self._partners[index])]
 
-    def receipt(self, index: int, layouts: dict[int, Layout]) -> Receipt:
+    def receipt(self, index: int, layouts: dict[int, ChunkLayout]) -> Receipt:
         """Return where elements are put.
 
         Args:
@@ -156,7 +156,7 @@ class Target:
             self.leaves[index] = result[keys[index]]
         return write
 
-    def _holding(self, index: int) -> Holding:
+    def _holding(self, index: int) -> LocalChunks:
         if index not in self._holdings:
             holding = holding_of(self.leaves[index], self._group)
             assert holding is not None

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from statetree.chunks.layouts import ChunkLayout, whole_on
+from statetree.errors import RankMismatch, StateTreeError
 from statetree.exchange.consensus import Statement, agree, ready
 from statetree.exchange.leaf_metadata import Blueprint, draw, pickled
-from statetree.chunks.layouts import Layout, whole_on
-from statetree.exchange.transfers import Departure, Item, Receipt, Terms, communicating_device, depart
-from statetree.errors import RankMismatch, StateTreeError
-from statetree.leaves.registry import holds_tensor
-from statetree.exchange.partial_reduction import Source
 from statetree.exchange.manifest import Survey, settle
+from statetree.exchange.partial_reduction import Source
+from statetree.exchange.transfers import Departure, Item, Receipt, Terms, communicating_device, depart
+from statetree.leaves.builtin import holds_tensor
 from statetree.tree.flatten import flatten_for_copy, unflatten
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def spread(
     group: Group,
     bucket_bytes: int,
     prepare: Callable[[], tuple[Statement, tuple[Survey | None, Sent]]],
-    make: Callable[[Parcel, Survey | None, dict[int, Layout], list[Any]], Made],
+    make: Callable[[Parcel, Survey | None, dict[int, ChunkLayout], list[Any]], Made],
 ) -> Any:
     """Give every rank one rank's tree.
 

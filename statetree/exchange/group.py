@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 from datetime import timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from statetree.chunks.ranks import Ranks
 from statetree.errors import RankMismatch
 from statetree.torch_internals import device_types, start_all_gather, start_broadcast, start_exchange
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 #: A peer's rank within the group, and the bytes (``uint8``, contiguous) that go to it or come from it.
 Message = tuple[int, torch.Tensor]
@@ -26,43 +26,19 @@ Message = tuple[int, torch.Tensor]
 Timeout = float | timedelta | None
 
 
-class Positions(NamedTuple):
-    """Where the ranks of a mesh are, in row-major order.
+class Group(Ranks):
+    """The ranks of a process group, and how they talk; a single rank where there is no process group.
 
     Attributes:
-        shape: The shape of the mesh.
-        ranks: Its global ranks, as a text.
-        members: Their ranks within the group; -1 for those outside of it.
-        mesh: The mesh, so that its id is not handed out again.
-    """
-
-    shape: tuple[int, ...]
-    ranks: str
-    members: tuple[int, ...]
-    mesh: DeviceMesh
-
-
-class Group:
-    """The ranks of a process group; a single rank where there is no process group.
-
-    Attributes:
-        rank: This process's rank within the group.
-        size: How many ranks there are.
-        global_ranks: The ranks of the group, as the default group counts them.
         timeout: How long a collective may take; ``None`` for as long as the group allows.
     """
 
     def __init__(self, process_group: ProcessGroup | None, rank: int, global_ranks: Sequence[int], verb: str) -> None:
+        super().__init__(rank, global_ranks)
         self._process_group = process_group
         self._verb = verb
-        self.rank = rank
-        self.global_ranks = tuple(global_ranks)
-        self.size = len(self.global_ranks)
         self.timeout: timedelta | None = None
         self._refusal: Exception | None = None
-        self._positions: dict[int, Positions] = {}
-        #: What leaf types want to keep for the time of a call.
-        self.memo: dict[Any, Any] = {}
 
     @property
     def identity(self) -> Any:
@@ -87,21 +63,6 @@ class Group:
         """Raise what was wrong with this rank's arguments for the group."""
         if self._refusal is not None:
             raise self._refusal
-
-    @cached_property
-    def index(self) -> dict[int, int]:
-        """The group's rank for each global one."""
-        return {rank: index for index, rank in enumerate(self.global_ranks)}
-
-    def positions(self, mesh: DeviceMesh) -> Positions:
-        """Return where the ranks of a mesh are."""
-        known = self._positions.get(id(mesh))
-        if known is None:
-            grid = mesh.mesh
-            ranks = grid.flatten().tolist()
-            members = tuple(self.index.get(rank, -1) for rank in ranks)
-            known = self._positions[id(mesh)] = Positions(tuple(grid.shape), str(ranks), members, mesh)
-        return known
 
     @cached_property
     def devices(self) -> list[str]:

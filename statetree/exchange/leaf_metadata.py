@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from statetree.spans.memory import Memory
-from statetree.spans.columns import Columns
-from statetree.errors import UnsupportedLeaf
-from statetree.leaves.registry import is_plain
-from statetree.notes import describe_leaf
-from statetree.spans.layout import check_memory, extents, lay_out, make_views, raw
+from statetree.errors import UnsupportedLeaf, describe_leaf
+from statetree.leaves.builtin import is_plain
 from statetree.leaves.parts import Recipe, Unpacked, unpack
+from statetree.spans.columns import Columns
+from statetree.spans.layout import check_memory, extents, lay_out, make_views, raw
+from statetree.spans.memory import Memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -8,23 +8,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from statetree.exchange.consensus import CONTAINER, Agreed, Entry, Statement, agree, digest, ready
 from statetree.chunks.boxes import Box
-from statetree.chunks.layouts import Holding, Layout, layout_of
-from statetree.spans.columns import Columns
-from statetree.leaves.pairing import may_be_under_way, settled
+from statetree.chunks.layouts import ChunkLayout, layout_of
+from statetree.chunks.local import LocalChunks
 from statetree.errors import UnsupportedLeaf
-from statetree.leaves.registry import QUANTIZED, facts, holds_tensor, is_distributed, leaf_type_of
+from statetree.exchange.consensus import CONTAINER, Agreed, Entry, Statement, agree, digest, ready
+from statetree.leaves.builtin import facts, holds_tensor, is_distributed, leaf_type_of, may_be_under_way, settled
+from statetree.leaves.parts import located, unpack
+from statetree.leaves.types.special import QUANTIZED
 from statetree.paths import Path, exactly, unique_keys
+from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory
 from statetree.tree.flatten import flatten, flatten_for_copy
-from statetree.leaves.parts import located, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from statetree.tree.containers import Container
     from statetree.exchange.group import Group
+    from statetree.tree.containers import Container
     from statetree.tree.spec import TreeSpec
 
 L = TypeVar("L")
@@ -51,7 +52,7 @@ class Survey:
         self.order = outline.order
         self._keys = outline.keys
         self._structure = outline.structure
-        self.holdings: dict[int, Holding] = {}
+        self.holdings: dict[int, LocalChunks] = {}
         self.leaders: dict[int, int] = {}
         #: For leaves that are not distributed, once somebody asked: the first one in each place in memory.
         self.places: dict[Any, int] = {}
@@ -63,7 +64,7 @@ class Survey:
                 key = (holding.text, holding.detail, tuple(holding.boxes), holding.tie)
                 self.leaders[index] = first.setdefault(key, index)
 
-    def _holding(self, index: int, group: Group) -> Holding | None:
+    def _holding(self, index: int, group: Group) -> LocalChunks | None:
         leaf = self.leaves[index]
         try:
             return holding_of(leaf, group)
@@ -98,7 +99,7 @@ class Survey:
         """Whether the layouts of all leaves are known without asking the other ranks."""
         return all(holding.layout is not None for holding in self.holdings.values())
 
-    def known_layouts(self, *, complete: bool) -> dict[int, Layout] | None:
+    def known_layouts(self, *, complete: bool) -> dict[int, ChunkLayout] | None:
         """Return the layouts of the distributed leaves, if this rank knows them by itself.
 
         Args:
@@ -177,7 +178,7 @@ def _container_text(kind: Container, names: tuple[Any, ...]) -> str:
     return f"a {family} with the keys {', '.join(sorted(map(exactly, names)))}"
 
 
-def holding_of(leaf: Any, group: Group) -> Holding | None:
+def holding_of(leaf: Any, group: Group) -> LocalChunks | None:
     """Return what this rank of a group holds of a distributed leaf; ``None`` if a leaf is not distributed.
 
     Raises:
@@ -190,21 +191,8 @@ def holding_of(leaf: Any, group: Group) -> Holding | None:
         if leaf.__dict__ and any(map(is_distributed, flatten(leaf.__dict__)[0])):
             raise _hidden(leaf)
         return None
-    holding = getattr(leaf_type, "holding", None)
-    if holding is not None:
-        found: Holding = holding(leaf, group)
-        return found
-    chunks = getattr(leaf_type, "chunks", None)
-    if chunks is not None:
-        from statetree.leaves.types.dtensor import known_here
-
-        shape, dtype, listed = chunks(leaf)
-        boxes = [Box(tuple(o), tuple(a + b for a, b in zip(o, t.shape, strict=True))) for o, t in listed]
-        return known_here(leaf, tuple(shape), dtype, boxes, [tensor.detach() for _, tensor in listed])
-    if hasattr(type(leaf), "__create_chunk_list__"):
-        from statetree.leaves.types.dtensor import listed_chunks
-
-        return listed_chunks(leaf)
+    if leaf_type.is_distributed(leaf):
+        return leaf_type.local_chunks(leaf, group)
     if _hides_chunks(leaf):
         raise _hidden(leaf)
     return None
@@ -244,7 +232,9 @@ def is_strided(leaf: torch.Tensor) -> bool:
     return leaf.layout is torch.strided and not leaf.is_nested and leaf.dtype not in QUANTIZED
 
 
-def settle(group: Group, survey: Survey, agreed: Agreed, *, complete: bool = True) -> tuple[dict[int, Layout], bytes]:
+def settle(
+    group: Group, survey: Survey, agreed: Agreed, *, complete: bool = True
+) -> tuple[dict[int, ChunkLayout], bytes]:
     """Return the layouts of the distributed leaves, and a digest of what the ranks had to tell each other for that.
 
     Where the ranks know only their own boxes, or see meshes or ties differently, they tell each other.
@@ -258,7 +248,7 @@ def settle(group: Group, survey: Survey, agreed: Agreed, *, complete: bool = Tru
     Raises:
         UnsupportedLeaf: If they do not. On every rank.
     """
-    layouts: dict[int, Layout] = {}
+    layouts: dict[int, ChunkLayout] = {}
     seen = b""
     if agreed.details_agree and survey.is_known:
         layouts = survey.known_layouts(complete=False) or {}
@@ -296,7 +286,7 @@ def settle(group: Group, survey: Survey, agreed: Agreed, *, complete: bool = Tru
     return layouts, seen
 
 
-def _incomplete(survey: Survey, layouts: dict[int, Layout]) -> int | None:
+def _incomplete(survey: Survey, layouts: dict[int, ChunkLayout]) -> int | None:
     """Return the first leaf of which the ranks hold only a part."""
     for index, layout in layouts.items():
         summands = survey.holdings[index].summands
@@ -317,7 +307,7 @@ def agree_on_layouts(
     verb: str,
     group: Group,
     prepare: Callable[[], tuple[Statement, Sequence[tuple[Survey, bool]], W]],
-    load: Callable[[W, Sequence[dict[int, Layout]], Any], L],
+    load: Callable[[W, Sequence[dict[int, ChunkLayout]], Any], L],
 ) -> tuple[W, L]:
     """Make sure that all ranks are ready and mean the same, and know who holds what.
 

@@ -7,33 +7,25 @@ comes of it is a tensor that is sharded by slabs.
 from __future__ import annotations
 
 from collections import defaultdict
-from functools import cache
-from typing import TYPE_CHECKING, Final, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from statetree.chunks.boxes import Box, in_slabs
-from statetree.chunks.layouts import Layout, by_rank, layout_of
+from statetree.chunks.layouts import ChunkLayout, by_rank, layout_of
+from statetree.chunks.reductions import reduce_in_place
 from statetree.exchange.buckets import Pieces
 from statetree.exchange.plan import Move
 from statetree.torch_internals import copied_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-_COMBINE: Final[dict[str, Callable[..., torch.Tensor]]] = {
-    "sum": torch.add,
-    "avg": torch.add,
-    "product": torch.mul,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
+    import torch
 
 
 class Source(NamedTuple):
     """Where the elements of a tensor come from: the layout, and this rank's pieces in the order of its rows."""
 
-    layout: Layout
+    layout: ChunkLayout
     pieces: Sequence[torch.Tensor]
 
 
@@ -55,13 +47,13 @@ class Reduction(NamedTuple):
     def finish(self) -> None:
         """Put the summands together, once they have arrived."""
         for stack, reduction in self.stacks:
-            _reduce(stack, reduction)
+            reduce_in_place(stack, reduction)
 
 
 def prepare_reduction(
     sources: Sequence[Source],
     dtypes: Sequence[torch.dtype],
-    summands: Sequence[tuple[str, tuple[Layout, ...]]],
+    summands: Sequence[tuple[str, tuple[ChunkLayout, ...]]],
     rank: int,
 ) -> Reduction:
     """Take the memory for reducing tensors of which the ranks hold summands.
@@ -85,7 +77,7 @@ def prepare_reduction(
     return found
 
 
-def _shared_out(layout: Layout) -> Layout:
+def _shared_out(layout: ChunkLayout) -> ChunkLayout:
     """Cut every box into slabs, one for each of the ranks that hold it."""
     holders: defaultdict[Box, list[int]] = defaultdict(list)
     for rank, boxes in by_rank(layout).items():
@@ -97,22 +89,3 @@ def _shared_out(layout: Layout) -> Layout:
         for number, slab in enumerate(slabs):
             shares[ranks[number * len(ranks) // len(slabs)]].append(slab)
     return layout_of(layout.shape, shares)
-
-
-@cache
-def reduces(reduction: str, dtype: torch.dtype) -> bool:
-    """Whether torch can put summands of a dtype together, and has that dtype again."""
-    try:
-        _reduce(torch.ones(2, 1, dtype=dtype), reduction)
-    except (RuntimeError, NotImplementedError):
-        return False
-    return True
-
-
-def _reduce(stack: torch.Tensor, reduction: str) -> None:
-    """Put summands together in the place of the first."""
-    result = stack[0]
-    for summand in stack[1:]:
-        _COMBINE[reduction](result, summand, out=result)
-    if reduction == "avg":
-        result.div_(len(stack))

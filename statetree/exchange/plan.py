@@ -18,14 +18,14 @@ from statetree.chunks.boxes import Box, slab, slab_grid
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from statetree.chunks.layouts import Layout
+    from statetree.chunks.layouts import ChunkLayout
 
 
 class Move(NamedTuple):
     """One global tensor on its way from one layout to another of the same shape."""
 
-    source: Layout
-    target: Layout
+    source: ChunkLayout
+    target: ChunkLayout
     dtype: torch.dtype
 
 
@@ -133,7 +133,7 @@ class Plan:
 
 
 def choose_owners(
-    held: Sequence[tuple[Layout, int]], size: int, source: int | None = None
+    held: Sequence[tuple[ChunkLayout, int]], size: int, source: int | None = None
 ) -> list[tuple[int, ...] | None]:
     """Choose, for every box of every layout, the one of the ranks that hold it which passes it on.
 
@@ -169,7 +169,7 @@ def choose_owners(
     return result
 
 
-def owners_of(layout: Layout, owners: tuple[int, ...] | None) -> torch.Tensor:
+def owners_of(layout: ChunkLayout, owners: tuple[int, ...] | None) -> torch.Tensor:
     """Return, for every distinct box of a layout, the rank that ``choose_owners`` chose."""
     if owners is not None:
         return torch.tensor(owners, dtype=torch.int64)
@@ -185,7 +185,7 @@ def _per_rank(ranks: torch.Tensor, volumes: torch.Tensor) -> int:
     return int(torch.zeros(int(ranks.max()) + 1, dtype=torch.int64).index_add_(0, ranks, volumes).max())
 
 
-def _most_sent(source: Layout, target: Layout, owners: tuple[int, ...] | None) -> int:
+def _most_sent(source: ChunkLayout, target: ChunkLayout, owners: tuple[int, ...] | None) -> int:
     """Return how many elements a rank sends at most: what it owns, to as many ranks as want each element."""
     boxes = source.distinct
     owned = _per_rank(owners_of(source, owners), (boxes.stops - boxes.starts).prod(1))
@@ -193,12 +193,12 @@ def _most_sent(source: Layout, target: Layout, owners: tuple[int, ...] | None) -
     return owned * copies
 
 
-def _most_held(target: Layout) -> int:
+def _most_held(target: ChunkLayout) -> int:
     """Return how many elements a rank receives at most."""
     return _per_rank(target.ranks, target.volumes)
 
 
-def _most_received(source: Layout, target: Layout) -> int:
+def _most_received(source: ChunkLayout, target: ChunkLayout) -> int:
     """Return how many elements a rank receives at most if every box of the source were as large as the largest."""
     boxes = source.distinct
     lows, highs = _intersections(target.starts, target.stops, boxes.starts, boxes.stops)
@@ -207,7 +207,7 @@ def _most_received(source: Layout, target: Layout) -> int:
     return _per_rank(target.ranks, senders) * largest
 
 
-def _distinct_boxes(layout: Layout) -> list[Box]:
+def _distinct_boxes(layout: ChunkLayout) -> list[Box]:
     boxes = layout.distinct
     return [
         Box(tuple(start), tuple(stop)) for start, stop in zip(boxes.starts.tolist(), boxes.stops.tolist(), strict=True)
@@ -254,7 +254,7 @@ class _Table:
     """What one rank sends, receives and copies when one layout becomes another, whatever tensor it is for."""
 
     def __init__(
-        self, source: Layout, target: Layout, owners: tuple[int, ...] | None, rank: int, preferred: int | None
+        self, source: ChunkLayout, target: ChunkLayout, owners: tuple[int, ...] | None, rank: int, preferred: int | None
     ) -> None:
         boxes = source.distinct
         owner = owners_of(source, owners)

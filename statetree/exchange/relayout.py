@@ -7,8 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from statetree.chunks.layouts import ChunkLayout, layout_of, whole_on
+from statetree.chunks.local import LocalChunks
+from statetree.errors import Difference
+from statetree.exchange.buckets import BUCKET_BYTES, Exchange, Pieces, take_buckets
 from statetree.exchange.consensus import Entry
-from statetree.chunks.layouts import Holding, Layout, layout_of, whole_on
+from statetree.exchange.destination import Target, bare, is_bare, kept_apart, leader_of, refuse
+from statetree.exchange.manifest import Survey
+from statetree.exchange.partial_reduction import Source
+from statetree.exchange.plan import Move
 from statetree.exchange.transfers import (
     Departure,
     Item,
@@ -17,17 +24,11 @@ from statetree.exchange.transfers import (
     depart,
     sources_of,
 )
-from statetree.leaves.pairing import same_bytes
-from statetree.errors import Difference
-from statetree.exchange.buckets import BUCKET_BYTES, Exchange, Pieces, take_buckets
-from statetree.tree.matching import matched
-from statetree.exchange.plan import Move
+from statetree.spans.bits import same_bytes
 from statetree.spans.layout import holds_memory
-from statetree.exchange.partial_reduction import Source
-from statetree.exchange.manifest import Survey
-from statetree.exchange.destination import Target, bare, is_bare, kept_apart, leader_of, refuse
 from statetree.torch_internals import copied_dtype, storage_key
 from statetree.tree.flatten import unflatten
+from statetree.tree.matching import matched
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,7 +91,9 @@ class Relayout:
         """The trees whose layouts are needed, and whether the ranks must hold them completely."""
         return [(self._source, True), (self._wanted, False)]
 
-    def load(self, layouts: dict[int, Layout], places: dict[int, Layout], key: Any, bucket_bytes: int) -> Departure:
+    def load(
+        self, layouts: dict[int, ChunkLayout], places: dict[int, ChunkLayout], key: Any, bucket_bytes: int
+    ) -> Departure:
         """Take the memory that moving the elements takes.
 
         Args:
@@ -118,7 +121,9 @@ class Relayout:
         exchange.run(pieces, group, take_buckets([exchange.bucket_sizes(pieces, host)], host))
         return self.finished()
 
-    def _items(self, sources: dict[int, Source], places: dict[int, Layout], everywhere: Sequence[int]) -> list[Item]:
+    def _items(
+        self, sources: dict[int, Source], places: dict[int, ChunkLayout], everywhere: Sequence[int]
+    ) -> list[Item]:
         source, target = self._source, self._target
         items: list[Item] = []
         for index in self._moving:
@@ -137,13 +142,13 @@ class Relayout:
         return unflatten(self._source.spec, self._target.leaves)
 
 
-def _own_part(holding: Holding, rank: int) -> Layout:
+def _own_part(holding: LocalChunks, rank: int) -> ChunkLayout:
     """Return the layout of a tensor as if the other ranks had nothing of it."""
     return _part_on(rank, holding.shape, tuple(holding.boxes))
 
 
 @lru_cache(maxsize=4096)
-def _part_on(rank: int, shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Layout:
+def _part_on(rank: int, shape: tuple[int, ...], boxes: tuple[Box, ...]) -> ChunkLayout:
     return layout_of(shape, {rank: boxes})
 
 

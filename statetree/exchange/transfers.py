@@ -7,18 +7,19 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from statetree.spans.memory import Memory
 from statetree.errors import RankMismatch
 from statetree.exchange.buckets import Buckets, Exchange, Pieces, take_buckets
-from statetree.exchange.plan import Move
 from statetree.exchange.partial_reduction import Reduction, Source, prepare_reduction
-from statetree.torch_internals import as_copied, copied_dtype
+from statetree.exchange.plan import Move
 from statetree.leaves.replicas import replicated
+from statetree.spans.memory import Memory
+from statetree.torch_internals import as_copied, copied_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from statetree.chunks.layouts import Holding, Layout
+    from statetree.chunks.layouts import ChunkLayout
+    from statetree.chunks.local import LocalChunks
     from statetree.exchange.group import Group
     from statetree.exchange.manifest import Survey
 
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
 class Receipt(NamedTuple):
     """Where the elements of a tensor go: the layout, and this rank's pieces in the order of its rows."""
 
-    layout: Layout
+    layout: ChunkLayout
     pieces: Sequence[torch.Tensor]
 
 
-def pieces_of(holding: Holding, layout: Layout, rank: int) -> list[torch.Tensor]:
+def pieces_of(holding: LocalChunks, layout: ChunkLayout, rank: int) -> list[torch.Tensor]:
     """Return this rank's pieces in the order of a layout's rows, as tensors that can be copied."""
     if len(holding.boxes) == 1:
         return [movable(holding.pieces[0])]
@@ -127,7 +128,7 @@ def _planned(terms: Terms, what: str, moves: Callable[[], list[Move]]) -> Exchan
 
 
 def sources_of(
-    survey: Survey, layouts: dict[int, Layout], moving: Sequence[int], rank: int
+    survey: Survey, layouts: dict[int, ChunkLayout], moving: Sequence[int], rank: int
 ) -> tuple[dict[int, Source], Reduction | None]:
     """Return where the elements of distributed leaves come from, and the summands that are put together before."""
     holdings = survey.holdings

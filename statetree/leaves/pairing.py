@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from statetree.spans.geometry_cache import place_of, recognise
-from statetree.tree.atoms import same_value
-from statetree.spans.columns import Columns
 from statetree.errors import Difference
-from statetree.leaves.types.opaque import OPAQUE
-from statetree.leaves.registry import facts, leaf_type_of
-from statetree.tree.matching import matched
-from statetree.spans.layout import holds_memory, is_whole
-from statetree.torch_internals import COPIED_AS_INTEGERS, can_negate, negated_view, without_common_bits
-from statetree.tree.flatten import flatten_for
+from statetree.leaves.builtin import facts, leaf_type_of, settled, taken_over
 from statetree.leaves.parts import Kept, Packed, Recipe, Unpacked, are_views, located
+from statetree.spans.bits import safely_equal
+from statetree.spans.columns import Columns
+from statetree.spans.geometry_cache import recognise
+from statetree.spans.layout import holds_memory, is_whole
+from statetree.tree.flatten import flatten_for
+from statetree.tree.matching import matched
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
 _BARE: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
-class Pairing:
+class LeafPairing:
     """The leaves of two trees, side by side.
 
     Attributes:
@@ -108,7 +106,7 @@ def _have_memory(columns: Columns) -> bool:
     on_meta = not columns.on_cpu and any(device.type == "meta" for device in set(columns.devices))
     if on_meta:
         return False
-    place = place_of(columns)
+    place = columns.place
     return (0 not in columns.pointers if place is None else place.with_memory) and is_whole(columns)
 
 
@@ -124,10 +122,10 @@ def _kind(left: type, right: type) -> str:
 
 def _look_alike(left: Columns, right: Columns) -> bool:
     """Whether tensors were found to look like the same ones. It may say no where they do."""
-    return left.appearance is not None and left.appearance is right.appearance
+    return left.dtypes is right.dtypes and left.shapes is right.shapes  # lists of one known geometry
 
 
-def set_apart(pairing: Pairing, *, plain: bool, dtypes: bool = True) -> list[Difference]:
+def leave_out_differences(pairing: LeafPairing, *, plain: bool, dtypes: bool = True) -> list[Difference]:
     """Return where trees differ in structure, leaf types, dtypes, shapes and layouts, and leave those leaves out.
 
     What is left of the pairing differs in nothing but the elements of tensors, and what they lie in.
@@ -196,103 +194,11 @@ def _shown(fact: Any) -> Any:
     return tuple(fact) if isinstance(fact, torch.Size) else fact
 
 
-def taken_over(leaf: Any) -> bool:
-    """Whether ``copy_into`` takes this leaf from its source: plain values and opaque objects."""
-    leaf_type = leaf_type_of(type(leaf))
-    return leaf_type is None or leaf_type is OPAQUE
-
-
-def settled(leaf: Any) -> Any:
-    """Return the tensor that a collective under way will have become; other leaves as they are."""
-    if may_be_under_way(type(leaf)):
-        leaf_type = leaf_type_of(type(leaf))
-        assert leaf_type is not None
-        return settled(leaf_type.unpack(leaf)[0][0])
-    return leaf
-
-
-def may_be_under_way(cls: type) -> bool:
-    """Whether leaves of a class may stand for tensors that a collective has not yet written."""
-    return getattr(leaf_type_of(cls), "name", None) == "AsyncCollectiveTensor"
-
-
-def safely_equal(a: Any, b: Any) -> bool:
-    """Whether two values are of one type and equal, tensors bit by bit. Never raises."""
-    if isinstance(a, torch.Tensor) and type(a) is type(b):
-        try:
-            return a is b or bool(a.dtype == b.dtype and a.shape == b.shape and same_bytes(a, b))
-        except Exception:  # noqa: BLE001 - total: a subclass may refuse anything
-            return False
-    if isinstance(a, dict) and type(a) is type(b):
-        return a.keys() == b.keys() and all(safely_equal(value, b[key]) for key, value in a.items())
-    if isinstance(a, (tuple, list)) and type(a) is type(b):
-        return len(a) == len(b) and all(map(safely_equal, a, b))
-    return same_value(a, b)
-
-
-def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two plain tensors of one dtype and shape hold the same elements, bit by bit (NaNs and zeros' signs)."""
-    if is_unreadable(a, b):
-        return False
-    a, b = without_common_bits(a, b)
-    return _bits(a).equal(_bits(b))
-
-
-def is_unreadable(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether only one of two tensors has a negative bit, on what torch cannot negate (private functions set it)."""
-    return a.is_neg() != b.is_neg() and not can_negate(a.dtype)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements' bits as integers on the CPU, in the order of the elements."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    if plain.dtype in COPIED_AS_INTEGERS:
-        plain = plain.view(_BY_SIZE[plain.dtype.itemsize])
-    plain = plain.cpu().contiguous()
-    plain = plain.as_strided((plain.numel(),), (1,))  # one element may have any stride
-    if plain.dtype in _INTEGERS:
-        return plain
-    if plain.dtype.itemsize in _BY_SIZE:
-        return plain.view(_BY_SIZE[plain.dtype.itemsize])
-    return plain.view(torch.int64)  # complex128
-
-
-_BY_SIZE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_INTEGERS: Final = frozenset(_BY_SIZE.values())
-
-
-def first_difference(a: torch.Tensor, b: torch.Tensor) -> tuple[str, str]:
-    """Return how two tensors read at the first index at which they differ, and how often they do."""
-    if a.is_meta or b.is_meta:
-        return ("no bytes" if a.is_meta else "bytes", "no bytes" if b.is_meta else "bytes")
-    if is_unreadable(a, b):
-        return (f"negative bit {a.is_neg()}", f"negative bit {b.is_neg()}")
-    bits_a, bits_b = map(_bits, without_common_bits(a, b))
-    unequal = (bits_a != bits_b).reshape(max(a.numel(), 1), -1).any(1)
-    position = int(unequal.nonzero()[0])
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(position, device="cpu"), a.shape)) if a.dim() else ()
-    count = int(unequal.sum())
-    more = f" ({count} of {a.numel()} elements differ)"
-    return (f"{_element(a, index)} at index {index}{more}", f"{_element(b, index)} at index {index}")
-
-
-def _element(tensor: torch.Tensor, index: tuple[int, ...]) -> str:
-    if tensor.is_neg() and not can_negate(tensor.dtype):
-        return f"-({_element(negated_view(tensor), index)})"
-    element = tensor.detach()[index]
-    try:
-        return str(element.item())
-    except RuntimeError:  # a dtype that has no Python number
-        return f"0x{bytes(element.view(-1).view(torch.uint8).tolist())[::-1].hex()}"
-
-
 def essential(recipe: Recipe) -> Sequence[Recipe]:
     """Return the recipes of what holds a leaf's elements: without the attributes and the identity of a tensor."""
     if not isinstance(recipe, Packed):
         return (recipe,)
-    trim = getattr(recipe.leaf_type, "essential", None)
-    inner: Sequence[Recipe] = recipe.inner if trim is None else trim(recipe.context, recipe.inner)
-    return inner
+    return recipe.leaf_type.essential(recipe.context, recipe.inner)
 
 
 def paired_parts(left: Unpacked, right: Unpacked) -> Iterator[tuple[int, int | None, int | None]]:

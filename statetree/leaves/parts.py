@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from statetree.spans.geometry_cache import place_of, recognise, remember
-from statetree.spans.columns import Columns
-from statetree.errors import StateTreeError, UnsupportedLeaf
-from statetree.leaves.registry import QUANTIZED, LeafType, leaf_type_of
-from statetree.notes import describe_leaf
+from statetree.errors import StateTreeError, UnsupportedLeaf, describe_leaf
+from statetree.leaves.builtin import leaf_type_of
+from statetree.leaves.registry import LeafType
+from statetree.leaves.types.special import QUANTIZED
 from statetree.paths import Path
+from statetree.spans.columns import Columns
+from statetree.spans.geometry_cache import recognise, remember
 from statetree.torch_internals import is_zero_tensor
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class Unpacked:
         found = []
         while pending:
             recipe = pending.pop()
-            elements = _holds_elements_only(recipe)
+            elements = recipe.leaf_type.elements_only(recipe.context)
             for part in recipe.inner:
                 if isinstance(part, Packed):
                     pending.append(part)
@@ -126,7 +127,7 @@ class Unpacked:
         while pending:
             recipe = pending.pop()
             if isinstance(recipe, Packed):
-                if hasattr(recipe.leaf_type, "holding") or hasattr(recipe.leaf_type, "chunks"):
+                if recipe.leaf_type.distributed:
                     return True
                 pending += recipe.inner
         return False
@@ -149,11 +150,6 @@ class Unpacked:
             except Exception as error:
                 raise located(self._verb, "put together", error, self._paths, self.leaves, index) from error
         return result
-
-
-def _holds_elements_only(recipe: Packed) -> bool:
-    known = getattr(recipe.leaf_type, "elements_only", False)
-    return bool(known(recipe.context) if callable(known) else known)
 
 
 def unpack(
@@ -206,22 +202,22 @@ def _unpack_together(
     Returns:
         The unpacker to go on with, the recipes by leaf, and the owners of the parts.
     """
-    from statetree.leaves.types.opaque import OPAQUE
-
-    chosen = [index for index in rest if leaf_type_of(type(leaves[index])) is OPAQUE]
+    opaque = {index: found for index in rest if (found := leaf_type_of(type(leaves[index]))) and found.opaque}
+    chosen = list(opaque)
     if len(chosen) < 2:
         return unpacker, {}, []
+    leaf_type = opaque[chosen[0]]
     attempt = _Unpacker(list(unpacker.parts))
     owners: list[int] = []
     try:
-        tensors, context, owner_of = OPAQUE.unpack_all([leaves[index] for index in chosen])
+        tensors, context, owner_of = leaf_type.unpack_together([leaves[index] for index in chosen])
         inner = []
         for tensor, owner in zip(tensors, owner_of, strict=True):
             inner.append(attempt.unpack(tensor))
             owners += [chosen[owner]] * (len(attempt.parts) - len(unpacker.parts) - len(owners))
     except Exception:  # noqa: BLE001 - user code raises it, and will do so again
         return unpacker, {}, []
-    whole = Packed(OPAQUE, context, tuple(inner), -1)
+    whole = Packed(leaf_type, context, tuple(inner), -1)
     return attempt, {index: Member(whole, position) for position, index in enumerate(chosen)}, owners
 
 
@@ -303,7 +299,7 @@ def _need_no_packing(columns: Columns) -> bool:
     """Whether strided tensors are distinct, of no subclass, and without attributes and gradients."""
     if not columns.bare or any(columns.requires_grad) or any(map(_attributes_of, columns.tensors)):
         return False
-    place = place_of(columns)
+    place = columns.place
     if place is not None and place.distinct:
         return True
     return len(set(map(id, columns.tensors))) == len(columns.tensors)

@@ -1,84 +1,52 @@
 """Leaf types: how a value is unpacked into plain tensors and packed again. One registry, open to users.
 
 A *plain tensor* here is one that is nothing but a view on a storage: strided, and not a wrapper around other tensors.
-Everything below this module (spans, buffers) sees only plain tensors, the *parts*; everything above sees leaves.
+Everything below this package (spans) sees only plain tensors, the *parts*; everything above sees leaves.
 """
 
 from __future__ import annotations
 
 import inspect
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final
 
-import torch
-
-from statetree.tree.atoms import is_atom_type
-from statetree.errors import StateTreeError
+from statetree.chunks.boxes import Box
+from statetree.chunks.local import checked_chunks, listed_chunks
 from statetree.tree.registry import declare_leaf_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import torch
 
-@runtime_checkable
-class LeafType(Protocol):
-    """How values of one class are unpacked and packed.
+    from statetree.chunks.local import LocalChunks
+    from statetree.chunks.ranks import Ranks
 
-    An implementation may also have ``describe(value) -> Mapping[str, object]``: the facts, by name, that must agree
-    for one value's bytes to be copied into another's. ``dtype`` and ``shape`` are the usual ones; what is left out
-    is not compared.
-    """
-
-    def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
-        """Return the tensors inside a value, and the context that ``pack`` needs beside them.
-
-        The tensors may be of any leaf type themselves. A tensor that *is* the value is taken as plain.
-        """
-        ...
-
-    def pack(self, context: Any, parts: Sequence[Any]) -> Any:
-        """Return a fresh value from the context and new tensors in place of those of ``unpack``."""
-        ...
+#: The global shape and the dtype of a value, and the chunks of it that this rank holds: each where it begins and its
+#: elements.
+Chunks = tuple["Sequence[int]", "torch.dtype", "Sequence[tuple[Sequence[int], torch.Tensor]]"]
 
 
-#: Leaf types by class. ``None`` stands for atoms.
-_TYPES: dict[type, LeafType | None] = {}
+class LeafType:
+    """How values of one class are taken apart into tensors, and put together again.
 
-#: Leaf types of classes that are looked for by name, so that their modules are loaded only when they are met.
-_BY_NAME: Final[dict[str, tuple[str, str]]] = {
-    "torch.distributed.tensor._api.DTensor": ("statetree.leaves.types.dtensor", "DTENSOR"),
-    "torch.distributed.tensor.DTensor": ("statetree.leaves.types.dtensor", "DTENSOR"),
-    "torch.distributed._shard.sharded_tensor.api.ShardedTensor": (
-        "statetree.leaves.types.sharded_tensor",
-        "SHARDED",
-    ),
-    "torch.distributed._functional_collectives.AsyncCollectiveTensor": (
-        "statetree.leaves.types.dtensor",
-        "ASYNC_COLLECTIVE",
-    ),
-    "torch.distributed.tensor._shards_wrapper.LocalShardsWrapper": ("statetree.leaves.types.dtensor", "LOCAL_SHARDS"),
-    "torch._subclasses.fake_tensor.FakeTensor": ("statetree.leaves.types.tensor", "FAKE"),
-}
+    Derive from it, and register the class with ``register_leaf_type``. ``unpack`` and ``pack`` are what every leaf
+    type has; all other methods and attributes have defaults. Whatever the transforms do differently for different
+    leaves, they do by asking these.
 
-
-def register_leaf_type(cls: type, leaf_type: LeafType | type[LeafType] | None) -> None:
-    """Say how values of exactly this class are unpacked into tensors and packed again.
-
-    Args:
-        cls: The class. Its instances become leaves, also where it derives from a container. Subclasses are not
-            affected.
-        leaf_type: A ``LeafType`` (or its class, which is instantiated), or ``None`` to make the class an atom: its
-            instances hold no tensors and are passed by identity.
-
-    Raises:
-        TypeError: If ``cls`` is not a class, or ``leaf_type`` lacks ``unpack`` or ``pack``.
+    Attributes:
+        name: What values are called in comparisons and messages; by default their class's name.
+        distributed: Whether the ranks of a group hold different parts of each value. ``chunks`` sets it.
+        opaque: Whether values are taken apart by pickle. They are then treated as plain values are: ``copy_into``
+            takes them from its source, and ``similarity`` compares their classes.
+        has_elements: Whether values have elements at all (fake and uninitialized tensors have none).
+        settles: Whether values may stand for tensors that a collective has not yet written: see ``settle``.
 
     Example:
         >>> import statetree as st, torch
         >>> class Scaled:
         ...     def __init__(self, values, scale):
         ...         self.values, self.scale = values, scale
-        >>> class ScaledType:
+        >>> class ScaledType(st.LeafType):
         ...     def unpack(self, value):
         ...         return [value.values], value.scale
         ...
@@ -88,90 +56,139 @@ def register_leaf_type(cls: type, leaf_type: LeafType | type[LeafType] | None) -
         >>> st.offload({"x": Scaled(torch.ones(2), 0.5)})["x"].values
         tensor([1., 1.])
     """
+
+    name: str = ""
+    distributed: bool = False
+    opaque: bool = False
+    has_elements: bool = True
+    settles: bool = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "chunks" in vars(cls):
+            cls.distributed = True
+
+    def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
+        """Return the tensors inside a value, and the context that ``pack`` needs beside them.
+
+        The tensors may be of any leaf type themselves. A tensor that *is* the value is taken as plain.
+        """
+        raise NotImplementedError
+
+    def pack(self, context: Any, parts: Sequence[Any]) -> Any:
+        """Return a fresh value from the context and new tensors in place of those of ``unpack``."""
+        raise NotImplementedError
+
+    def describe(self, value: Any) -> Mapping[str, Any]:  # noqa: ARG002 - for others
+        """Return the facts, by name, that must agree for one value's bytes to be copied into another's.
+
+        ``dtype`` and ``shape`` are the usual ones; what is left out is not compared. By default none.
+        """
+        return {}
+
+    def essential(self, context: Any, inner: Sequence[Any]) -> Sequence[Any]:  # noqa: ARG002 - for others
+        """Return those of the parts that hold a value's elements, without its attributes. By default all."""
+        return inner
+
+    def elements_only(self, context: Any) -> bool:  # noqa: ARG002 - for others
+        """Whether the essential parts hold elements alone, and nothing that putting them together depends on."""
+        return False
+
+    def same_context(self, a: Any, b: Any) -> bool:  # noqa: ARG002 - for others
+        """Whether two values whose facts agree agree in everything but the tensors inside. By default they do."""
+        return True
+
+    def unpack_together(self, values: Sequence[Any]) -> tuple[Sequence[Any], Any, Sequence[int]]:
+        """Take several opaque values apart as one, so that what they have in common stays so.
+
+        Returns:
+            The tensors, a context from which ``pack`` makes a list of all values, and for each tensor which value it
+            was found in.
+        """
+        raise NotImplementedError
+
+    def settle(self, value: Any) -> Any:
+        """Wait for a collective under way, and return the tensor that the value stands for."""
+        return value
+
+    def chunks(self, value: Any) -> Chunks:
+        """Return the global shape and the dtype of a distributed value, and the chunks of it that this rank holds.
+
+        Each chunk is given as its first index in every dim, and a tensor with its elements.
+        """
+        raise NotImplementedError
+
+    def is_distributed(self, value: Any) -> bool:
+        """Whether the ranks of a group hold different parts of this value.
+
+        True too for classes that list their chunks by the protocol of ``torch.distributed.checkpoint``.
+        """
+        return self.distributed or hasattr(type(value), "__create_chunk_list__")
+
+    def local_chunks(self, value: Any, ranks: Ranks) -> LocalChunks:  # noqa: ARG002 - for others
+        """Return which chunks of a distributed value this rank holds, and where the others are, if that is known.
+
+        Raises:
+            UnsupportedLeaf: If that cannot be told. ``%PATH%`` in the message stands for the path.
+        """
+        if not self.distributed:
+            return listed_chunks(value)
+        shape, dtype, listed = self.chunks(value)
+        boxes = [Box(tuple(o), tuple(a + b for a, b in zip(o, t.shape, strict=True))) for o, t in listed]
+        return checked_chunks(value, tuple(shape), dtype, boxes, [tensor.detach() for _, tensor in listed])
+
+    def global_shape(self, value: Any) -> tuple[Sequence[int], torch.dtype]:
+        """Return the global shape of a distributed value, and the dtype of its elements."""
+        if not self.distributed:
+            return value.shape, value.dtype
+        return self.chunks(value)[:2]
+
+
+class _Adapted(LeafType):
+    """A leaf type that a user wrote without deriving from ``LeafType``."""
+
+    def __init__(self, given: Any, cls: type) -> None:
+        self.given = given
+        self.name = getattr(given, "name", cls.__qualname__)
+        self.distributed = hasattr(given, "chunks")
+        for method in ("unpack", "pack", "describe", "chunks"):
+            if hasattr(given, method):
+                setattr(self, method, getattr(given, method))
+
+
+#: Leaf types by class. ``None`` stands for atoms.
+LEAF_TYPES: Final[dict[type, LeafType | None]] = {}
+
+
+def register_leaf_type(cls: type, leaf_type: LeafType | type[LeafType] | None) -> None:
+    """Say how values of exactly this class are unpacked into tensors and packed again.
+
+    Args:
+        cls: The class. Its instances become leaves, also where it derives from a container. Subclasses are not
+            affected.
+        leaf_type: A ``LeafType`` (or its class, which is instantiated), or any object with ``unpack`` and ``pack``; or
+            ``None`` to make the class an atom: its instances hold no tensors and are passed by identity.
+
+    Raises:
+        TypeError: If ``cls`` is not a class, or ``leaf_type`` lacks ``unpack`` or ``pack``.
+        ValueError: If ``cls`` is a builtin container.
+
+    Example:
+        >>> import statetree as st
+        >>> class Tokenizer: ...
+        >>> st.register_leaf_type(Tokenizer, None)
+        >>> tokenizer = Tokenizer()
+        >>> st.offload({"tokenizer": tokenizer})["tokenizer"] is tokenizer
+        True
+    """
     if not inspect.isclass(cls):
         msg = f"register_leaf_type: expected a class, got {cls!r}."
         raise TypeError(msg)
     instance: Any = leaf_type() if isinstance(leaf_type, type) else leaf_type
     if instance is not None and not isinstance(instance, LeafType):
-        msg = f"register_leaf_type: the leaf type for {cls.__qualname__} lacks unpack or pack: got {instance!r}."
-        raise TypeError(msg)
+        if not callable(getattr(instance, "unpack", None)) or not callable(getattr(instance, "pack", None)):
+            msg = f"register_leaf_type: the leaf type for {cls.__qualname__} lacks unpack or pack: got {instance!r}."
+            raise TypeError(msg)
+        instance = _Adapted(instance, cls)
     declare_leaf_class(cls)
-    _TYPES[cls] = instance
-
-
-def leaf_type_of(cls: type) -> LeafType | None:
-    """Return the leaf type of a class, or ``None`` for atoms."""
-    try:
-        return _TYPES[cls]
-    except KeyError:
-        found = _TYPES[cls] = _recognise(cls)
-        return found
-
-
-def _recognise(cls: type) -> LeafType | None:
-    if is_atom_type(cls):
-        return None
-    for base in cls.__mro__:
-        name = f"{base.__module__}.{base.__qualname__}"
-        if name in _BY_NAME:
-            module, attribute = _BY_NAME[name]
-            return getattr(import_module(module), attribute)  # type: ignore[no-any-return]
-    from statetree.leaves.types import opaque, tensor, wrapper
-
-    if issubclass(cls, torch.Tensor):
-        if issubclass(cls, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
-            return tensor.UNINITIALIZED
-        if hasattr(cls, "__tensor_flatten__") and hasattr(cls, "__tensor_unflatten__"):
-            return wrapper.WRAPPER
-        dispatches = cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-        return wrapper.UNTRACEABLE if dispatches else tensor.TENSOR
-    if issubclass(cls, (torch.UntypedStorage, torch.storage.TypedStorage)):
-        return tensor.STORAGE
-    return opaque.OPAQUE
-
-
-def is_plain(value: Any) -> bool:
-    """Whether a value is an atom, which no transform changes."""
-    return leaf_type_of(type(value)) is None
-
-
-def is_distributed(leaf: Any) -> bool:
-    """Whether the ranks of a group hold different parts of a leaf."""
-    leaf_type = leaf_type_of(type(leaf))
-    return hasattr(leaf_type, "holding") or hasattr(leaf_type, "chunks") or hasattr(type(leaf), "__create_chunk_list__")
-
-
-def global_bytes(leaf: Any) -> int:
-    """Return how many bytes the elements of a distributed leaf have on all ranks together."""
-    chunks = getattr(leaf_type_of(type(leaf)), "chunks", None)
-    if chunks is not None:
-        shape, dtype, _ = chunks(leaf)
-        return int(torch.Size(shape).numel()) * int(dtype.itemsize)
-    size = leaf.size() if callable(getattr(leaf, "size", None)) else leaf.shape
-    return int(torch.Size(size).numel()) * int(leaf.dtype.itemsize)
-
-
-def holds_tensor(key: Any) -> bool:
-    """Whether a key of a mapping is or holds a tensor."""
-    if isinstance(key, (tuple, frozenset)):
-        return any(map(holds_tensor, key))
-    leaf_type = leaf_type_of(type(key))
-    try:
-        return leaf_type is not None and bool(leaf_type.unpack(key)[0])
-    except StateTreeError:  # it cannot be looked into, and nothing says that there is a tensor
-        return False
-
-
-QUANTIZED: Final = frozenset(
-    getattr(torch, name) for name in ("quint8", "qint8", "qint32", "quint4x2", "quint2x4") if hasattr(torch, name)
-)
-
-
-def facts(value: Any) -> Mapping[str, Any]:
-    """Return what must agree between two leaves for the bytes of one to be copied into the other."""
-    leaf_type = leaf_type_of(type(value))
-    if leaf_type is None:
-        return {"leaf type": "plain value"}
-    describe = getattr(leaf_type, "describe", None)
-    name = {"leaf type": getattr(leaf_type, "name", type(value).__qualname__)}
-    return name if describe is None else {**name, **describe(value)}
+    LEAF_TYPES[cls] = instance

@@ -1,15 +1,15 @@
-"""What the single-process transforms have in common: take a tree apart, replicate its parts, put it together."""
+"""Replicas: a tree taken apart, its parts replicated in other memory, and put together again."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from statetree.leaves.builtin import holds_tensor
+from statetree.leaves.parts import unpack
 from statetree.spans.columns import Columns
-from statetree.leaves.registry import holds_tensor
 from statetree.spans.layout import check_memory, copy_bytes, extents, replicate
 from statetree.torch_internals import quietly
 from statetree.tree.flatten import flatten_for_copy, unflatten
-from statetree.leaves.parts import unpack
 
 if TYPE_CHECKING:
     from statetree.spans.memory import Memory

@@ -6,6 +6,7 @@ A Python loop that asks ten thousand tensors for their dtype, shape, strides and
 
 from __future__ import annotations
 
+import weakref
 from array import array
 from functools import cached_property
 from operator import add, le
@@ -16,9 +17,7 @@ import torch
 from statetree.torch_internals import STORAGE_BASE, TENSOR_BASE, storage_key_of, version_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from statetree.spans.geometry_cache import Appearance, Place
+    from collections.abc import Callable, Mapping, Sequence
 
 
 _TENSOR_ONLY: Final = frozenset({torch.Tensor})
@@ -42,8 +41,7 @@ class Columns:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = tensors
-        #: What these tensors look like and where they lie, if both were seen before.
-        self.appearance: Appearance | None = None
+        #: Where these tensors lie, if that was seen before.
         self.place: Place | None = None
 
     def adopt(self, columns: Mapping[str, Any]) -> None:
@@ -176,3 +174,38 @@ class Columns:
             if len(pointers) == len(self.tensors) and 0 not in pointers:
                 return True
         return len(set(self.storage_keys)) == len(self.tensors)
+
+
+class Place:
+    """Where tensors of one geometry lie, and what follows from that.
+
+    Attributes:
+        pointers: The addresses of the tensors.
+        with_memory: Whether all of them have elements in memory.
+        distinct: Whether the addresses tell that no tensor is given twice.
+        storage_bytes: How large their storages were when they were found to reach as far as the tensors do; ``None``
+            before.
+    """
+
+    __slots__ = ("__weakref__", "_apart", "_partner", "distinct", "pointers", "storage_bytes", "with_memory")
+
+    def __init__(self, columns: Columns) -> None:
+        self.pointers = columns.pointers
+        self.with_memory = 0 not in self.pointers
+        self.distinct = self.with_memory and len(set(self.pointers)) == len(self.pointers)
+        self.storage_bytes: array[int] | None = None
+        self._apart: bool | None = None
+        self._partner: tuple[weakref.ref[Place], bool] | None = None
+
+    def apart(self, columns: Columns) -> bool:
+        """Whether no two of these tensors lie over each other (see ``Columns.apart``)."""
+        if self._apart is None:
+            self._apart = columns.apart
+        return self._apart
+
+    def apart_from(self, other: Place, judge: Callable[[], bool]) -> bool:
+        """Return what ``judge`` says about the tensors here and those at another place. The last answer is kept."""
+        known = self._partner
+        if known is None or known[0]() is not other:
+            known = self._partner = (weakref.ref(other), judge())
+        return known[1]

@@ -1,4 +1,4 @@
-"""Appearance and place: tensors that look and lie like ones seen before need not be asked again.
+"""KnownGeometry and place: tensors that look and lie like ones seen before need not be asked again.
 
 The same states come back: staged every hundred steps, compared, copied into. What tensors look like (all but their
 memory) is remembered for a few lists of tensors, and compared in one call in C++ at a tenth of the cost of asking for
@@ -8,16 +8,15 @@ themselves is kept.
 
 from __future__ import annotations
 
-import weakref
 from array import array
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, Final
 
-from statetree.spans.columns import Columns, addresses, storage_sizes
+from statetree.spans.columns import Columns, Place, addresses, storage_sizes
 from statetree.torch_internals import geometry_guard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import torch
 
@@ -45,46 +44,11 @@ _FEWEST: Final = 64
 _MOST_BYTES: Final = 256 << 20
 _TENSOR_BYTES: Final = 128
 _GUARD_BYTES: Final = 480
-#: How many appearances are remembered at most, and how many places for each.
+#: How many geometries are remembered at most, and how many places for each.
 _REMEMBERED: Final = 8
 _PLACES: Final = 4
 #: How many tensors are asked everything at a time.
 _PIECE: Final = 500
-
-
-class Place:
-    """Where tensors of one appearance lie, and what follows from that.
-
-    Attributes:
-        pointers: The addresses of the tensors.
-        with_memory: Whether all of them have elements in memory.
-        distinct: Whether the addresses tell that no tensor is given twice.
-        storage_bytes: How large their storages were when they were found to reach as far as the tensors do; ``None``
-            before.
-    """
-
-    __slots__ = ("__weakref__", "_apart", "_partner", "distinct", "pointers", "storage_bytes", "with_memory")
-
-    def __init__(self, columns: Columns) -> None:
-        self.pointers = columns.pointers
-        self.with_memory = 0 not in self.pointers
-        self.distinct = self.with_memory and len(set(self.pointers)) == len(self.pointers)
-        self.storage_bytes: array[int] | None = None
-        self._apart: bool | None = None
-        self._partner: tuple[weakref.ref[Place], bool] | None = None
-
-    def apart(self, columns: Columns) -> bool:
-        """Whether no two of these tensors lie over each other (see ``Columns.apart``)."""
-        if self._apart is None:
-            self._apart = columns.apart
-        return self._apart
-
-    def apart_from(self, other: Place, judge: Callable[[], bool]) -> bool:
-        """Return what ``judge`` says about the tensors here and those at another place. The last answer is kept."""
-        known = self._partner
-        if known is None or known[0]() is not other:
-            known = self._partner = (weakref.ref(other), judge())
-        return known[1]
 
 
 class _Piece:
@@ -104,7 +68,7 @@ class _Piece:
         return self._guard is not None and self._guard(tensors)
 
 
-class Appearance:
+class KnownGeometry:
     """What a list of plain tensors looks like."""
 
     __slots__ = ("_facts", "_pieces", "_places", "count", "nbytes")
@@ -131,15 +95,11 @@ class Appearance:
                 sizes += storage_sizes(tensors)
         columns.adopt(self._facts)
         columns.adopt({"pointers": pointers, "storage_bytes": sizes} if memory else {"pointers": pointers})
-        columns.appearance = self
         columns.place = next((place for place in self._places if place.pointers == pointers), None)
+        if columns.place is None:
+            columns.place = Place(columns)
+            self._places = (columns.place, *self._places[: _PLACES - 1])
         return True
-
-    def remember_place(self, columns: Columns) -> Place:
-        """Remember where tensors lie that were recognised."""
-        place = columns.place = Place(columns)
-        self._places = (place, *self._places[: _PLACES - 1])
-        return place
 
 
 def _slices(count: int) -> list[slice]:
@@ -173,14 +133,7 @@ def _joined(pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return joined | {name: all(facts[name] for facts in pieces) for name in _ALL}
 
 
-def place_of(columns: Columns) -> Place | None:
-    """Return where tensors lie, or ``None`` if they were not recognised."""
-    if columns.place is None and columns.appearance is not None:
-        return columns.appearance.remember_place(columns)
-    return columns.place
-
-
-_remembered: tuple[Appearance, ...] = ()
+_remembered: tuple[KnownGeometry, ...] = ()
 _glimpsed: dict[int, Any] = {}  # by the number of tensors, what a few of them looked like
 
 
@@ -191,9 +144,7 @@ def recognise(columns: Columns, *, memory: bool) -> bool:
         columns: The tensors.
         memory: Whether to ask for the sizes of their storages as well, which is cheapest here.
     """
-    return len(columns.tensors) >= _FEWEST and any(
-        appearance.is_of(columns, memory=memory) for appearance in _remembered
-    )
+    return len(columns.tensors) >= _FEWEST and any(geometry.is_of(columns, memory=memory) for geometry in _remembered)
 
 
 def remember(columns: Columns) -> None:
@@ -209,9 +160,9 @@ def remember(columns: Columns) -> None:
         _glimpsed[count] = sample
         return
     _glimpsed.pop(count, None)  # another thread may have been quicker
-    latest = (Appearance(columns), *_remembered[: _REMEMBERED - 1])
-    totals = accumulate(appearance.nbytes for appearance in latest)
-    _remembered = tuple(appearance for appearance, total in zip(latest, totals, strict=True) if total <= _MOST_BYTES)
+    latest = (KnownGeometry(columns), *_remembered[: _REMEMBERED - 1])
+    totals = accumulate(geometry.nbytes for geometry in latest)
+    _remembered = tuple(geometry for geometry, total in zip(latest, totals, strict=True) if total <= _MOST_BYTES)
 
 
 def forget() -> None:

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from statetree.spans.geometry_cache import place_of
-from statetree.spans.memory import LARGE_BYTES, Buffer, Memory
-from statetree.spans.columns import Columns
 from statetree.errors import UnsupportedLeaf
+from statetree.spans.columns import Columns
+from statetree.spans.memory import LARGE_BYTES, Buffer, Memory
 from statetree.torch_internals import COPIED_AS_INTEGERS, clone_all, copy_all, set_bits
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ class Span(NamedTuple):
     stop: int
 
 
-class Layout(NamedTuple):
+class SpanLayout(NamedTuple):
     """How tensors lie in spans.
 
     Attributes:
@@ -93,7 +92,7 @@ def holds_memory(tensor: torch.Tensor) -> bool:
 
 def is_whole(columns: Columns) -> bool:
     """Do as ``Columns.whole``, and remember it where the tensors were recognised."""
-    place = place_of(columns)
+    place = columns.place
     if place is not None and place.storage_bytes == columns.storage_bytes:
         return True
     if place is not None and columns.whole:
@@ -124,7 +123,7 @@ def check_memory(verb: str, columns: Columns, where: Callable[[int], Any]) -> No
             raise UnsupportedLeaf(msg, path)
 
 
-def lay_out(columns: Columns, reach: list[int]) -> Layout:
+def lay_out(columns: Columns, reach: list[int]) -> SpanLayout:
     """Cut the storages of tensors into spans.
 
     Args:
@@ -138,17 +137,17 @@ def lay_out(columns: Columns, reach: list[int]) -> Layout:
             Span(index, start, start + length) for index, (start, length) in enumerate(zip(starts, reach, strict=True))
         ]
         dense = [_copies_as_tensor(columns, index) for index in range(count)]
-        return Layout(spans, list(range(count)), [0] * count, dense)
+        return SpanLayout(spans, list(range(count)), [0] * count, dense)
     groups: dict[int, list[int]] = {}
     for index, key in enumerate(columns.storage_keys):
         groups.setdefault(key, []).append(index)
-    layout = Layout([], [0] * count, [0] * count, [])
+    layout = SpanLayout([], [0] * count, [0] * count, [])
     for members in groups.values():
         _cut(columns, reach, members, layout)
     return layout
 
 
-def _cut(columns: Columns, reach: list[int], members: list[int], layout: Layout) -> None:
+def _cut(columns: Columns, reach: list[int], members: list[int], layout: SpanLayout) -> None:
     """Cut one storage into spans, and place its tensors in them."""
     starts = {index: columns.offsets[index] * columns.dtypes[index].itemsize for index in members}
     filled = sorted((index for index in members if reach[index]), key=starts.__getitem__)
@@ -196,7 +195,9 @@ def _copies_as_tensor(columns: Columns, index: int) -> bool:
     )
 
 
-def make_views(columns: Columns, layout: Layout, buffers: Sequence[Buffer], device: torch.device) -> list[torch.Tensor]:
+def make_views(
+    columns: Columns, layout: SpanLayout, buffers: Sequence[Buffer], device: torch.device
+) -> list[torch.Tensor]:
     """Return for each tensor one of the same dtype, geometry and bits, on the buffer of its span."""
     empty = torch.empty
     views = []
@@ -219,7 +220,7 @@ def raw(storage: torch.UntypedStorage, start: int, stop: int) -> torch.Tensor:
 
 def copy_spans(
     columns: Columns,
-    layout: Layout,
+    layout: SpanLayout,
     buffers: Sequence[Buffer],
     views: Sequence[torch.Tensor],
     *,

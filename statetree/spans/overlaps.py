@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from statetree.spans.geometry_cache import place_of
+from statetree.spans.bits import same_bytes
 from statetree.spans.columns import Columns
-from statetree.leaves.pairing import same_bytes
 from statetree.spans.layout import extents
 from statetree.torch_internals import copy_each, set_bits
 
@@ -61,13 +60,13 @@ def conflicts(targets: Columns, sources: Columns) -> list[tuple[int, int]]:
 
 def lie_apart(columns: Columns) -> bool:
     """Do as ``Columns.apart``, and remember it where the tensors were recognised."""
-    place = place_of(columns)
+    place = columns.place
     return columns.apart if place is None else place.apart(columns)
 
 
 def all_apart(targets: Columns, sources: Columns) -> bool:
     """Whether no two of all these tensors lie over each other, judged by their addresses alone."""
-    ours, theirs = place_of(targets), place_of(sources)
+    ours, theirs = targets.place, sources.place
     if ours is not None and theirs is not None:
         return ours.apart_from(theirs, lambda: _all_apart(targets, sources))
     return _all_apart(targets, sources)

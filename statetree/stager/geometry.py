@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from statetree.spans.layout import Layout, Span, extents, lay_out
+from statetree.spans.layout import Span, SpanLayout, extents, lay_out
 
 if TYPE_CHECKING:
     from statetree.spans.columns import Columns
@@ -20,7 +20,7 @@ class Geometry:
     """
 
     def __init__(self, columns: Columns) -> None:
-        self.layout: Layout = lay_out(columns, extents(columns))
+        self.layout: SpanLayout = lay_out(columns, extents(columns))
         self._count = len(columns.tensors)
         self._facts = {name: getattr(columns, name) for name in _GEOMETRY}
         self._own_storages = columns.own_storages
@@ -41,7 +41,7 @@ class Geometry:
             return False
         return columns.offsets == self._offsets or self._same_places(lay_out(columns, extents(columns)))
 
-    def _same_places(self, layout: Layout) -> bool:
+    def _same_places(self, layout: SpanLayout) -> bool:
         own = self.layout
         return (
             layout.span_of == own.span_of

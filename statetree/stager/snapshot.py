@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from statetree.spans.layout import Layout, make_views, raw
+from statetree.spans.layout import SpanLayout, make_views, raw
 from statetree.stager.streams import devices_of, synchronize
 from statetree.torch_internals import copy_all, count_references, storage_key, storages_sent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from statetree.spans.memory import Buffer
     from statetree.spans.columns import Columns
+    from statetree.spans.memory import Buffer
     from statetree.stager.geometry import Geometry
     from statetree.stager.pool import Pool
 
@@ -36,7 +36,7 @@ class Snapshot:
         del buffers, storages
         self._unleased = self._count_references()
 
-    def _plan_copies(self, layout: Layout, buffers: Sequence[Buffer]) -> None:
+    def _plan_copies(self, layout: SpanLayout, buffers: Sequence[Buffer]) -> None:
         self._dense: list[int] = []
         self._dense_targets: list[torch.Tensor] = []
         self._rough: list[tuple[torch.Tensor, int]] = []  # spans copied as bytes: the target, and which span

@@ -18,19 +18,19 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 from weakref import WeakSet
 
-from statetree.spans.memory import Memory, memory_of
-from statetree.spans.columns import Columns, storage_sizes
 from statetree.errors import StagerBusy, StagerClosed, clear_frames
+from statetree.leaves.builtin import holds_tensor
+from statetree.leaves.parts import Unpacked, unpack
+from statetree.spans.columns import Columns, storage_sizes
+from statetree.spans.layout import check_memory, extents, replicate
+from statetree.spans.memory import Memory, memory_of
 from statetree.stager.geometry import Geometry
-from statetree.leaves.registry import holds_tensor
 from statetree.stager.pool import Pool
 from statetree.stager.snapshot import Snapshot
-from statetree.spans.layout import check_memory, extents, replicate
 from statetree.stager.streams import Moment, SideStreams, devices_of
+from statetree.stager.workers import submit
 from statetree.torch_internals import quietly
 from statetree.tree.flatten import flatten_for_copy, unflatten_copy
-from statetree.leaves.parts import Unpacked, unpack
-from statetree.stager.workers import submit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from statetree.spans.memory import memory_of
-from statetree.compose import leafwise
+from statetree.declare import leafwise
 from statetree.leaves.replicas import replicated
+from statetree.spans.memory import memory_of
 
 if TYPE_CHECKING:
     import torch

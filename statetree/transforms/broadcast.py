@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from statetree.exchange.consensus import Statement
-from statetree.exchange.transfers import Item, Receipt, check_bucket, check_rank, pieces_of
-from statetree.compose import collective
+from statetree.declare import collective
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange.buckets import BUCKET_BYTES
-from statetree.exchange.group import Group, Timeout, group_of
-from statetree.exchange.from_source import Made, Parcel, Sent, packed, spread
-from statetree.exchange.partial_reduction import Source
-from statetree.exchange.manifest import Survey, path_order
+from statetree.exchange.consensus import Statement
 from statetree.exchange.destination import allocated
+from statetree.exchange.from_source import Made, Parcel, Sent, packed, spread
+from statetree.exchange.group import Group, Timeout, group_of
+from statetree.exchange.manifest import Survey, path_order
+from statetree.exchange.partial_reduction import Source
+from statetree.exchange.transfers import Item, Receipt, check_bucket, check_rank, pieces_of
 from statetree.torch_internals import copy_each, quietly
 from statetree.tree.flatten import unflatten
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from statetree.chunks.layouts import Layout
+    from statetree.chunks.layouts import ChunkLayout
 
 
 @collective
@@ -85,7 +85,7 @@ def _broadcast(tree: Any, src: int, group: Group, bucket_bytes: int) -> Any:
         sent = packed("broadcast", tree, lambda *_: elements) if group.rank == src else Sent()
         return Statement(options, survey.entries(), survey.details(), len(sent.message)), (survey, sent)
 
-    def make(parcel: Parcel, survey: Survey | None, layouts: dict[int, Layout], leaves: list[Any]) -> Made:
+    def make(parcel: Parcel, survey: Survey | None, layouts: dict[int, ChunkLayout], leaves: list[Any]) -> Made:
         if not parcel.shapes:
             return Made(leaves, [])
         if survey is None or not layouts:  # this rank passed None, or another one
@@ -101,7 +101,7 @@ def _broadcast(tree: Any, src: int, group: Group, bucket_bytes: int) -> Any:
 
 
 def _put_distributed(
-    leaves: list[Any], parcel: Parcel, survey: Survey, layouts: dict[int, Layout], group: Group
+    leaves: list[Any], parcel: Parcel, survey: Survey, layouts: dict[int, ChunkLayout], group: Group
 ) -> list[Item]:
     """Put fresh distributed tensors like this rank's own in their places, and return what moves into them."""
     wanted = [leaf if index in survey.holdings else None for index, leaf in enumerate(survey.leaves)]

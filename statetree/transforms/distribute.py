@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from statetree.exchange.consensus import Statement
 from statetree.chunks.layouts import whole_on
-from statetree.exchange.transfers import Item, check_bucket, check_rank
-from statetree.compose import collective_unless
+from statetree.declare import collective_unless
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange.buckets import BUCKET_BYTES
-from statetree.exchange.group import Group, Timeout, group_of
-from statetree.exchange.relayout import Relayout, apart, partners_of, unfit
-from statetree.exchange.from_source import Elements, Made, Parcel, Sent, packed, spread
-from statetree.exchange.partial_reduction import Source
-from statetree.exchange.manifest import Survey, path_order
+from statetree.exchange.consensus import Statement
 from statetree.exchange.destination import Target, bare, refuse
+from statetree.exchange.from_source import Elements, Made, Parcel, Sent, packed, spread
+from statetree.exchange.group import Group, Timeout, group_of
+from statetree.exchange.manifest import Survey, path_order
+from statetree.exchange.partial_reduction import Source
+from statetree.exchange.relayout import Relayout, apart, partners_of, unfit
+from statetree.exchange.transfers import Item, check_bucket, check_rank
 from statetree.torch_internals import quietly
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from statetree.chunks.layouts import Layout
+    from statetree.chunks.layouts import ChunkLayout
     from statetree.tree.spec import TreeSpec
 
 
@@ -123,7 +123,7 @@ def _send(full: Any, like: Any, src: int, group: Group, bucket_bytes: int, *, in
         options = f"distribute(src={src}, in_place={in_place}, bucket_bytes={bucket_bytes})"
         return Statement(options, wanted.entries(), wanted.details(), len(sent.message)), (wanted, sent)
 
-    def make(parcel: Parcel, wanted: Survey | None, layouts: dict[int, Layout], leaves: list[Any]) -> Made:
+    def make(parcel: Parcel, wanted: Survey | None, layouts: dict[int, ChunkLayout], leaves: list[Any]) -> Made:
         assert wanted is not None
         partners = partners_of("distribute", parcel.spec, leaves, wanted)
         target = Target(parcel.spec, wanted, partners, group, in_place=in_place)

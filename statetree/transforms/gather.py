@@ -7,8 +7,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from statetree.exchange.consensus import Statement
 from statetree.chunks.layouts import whole_on
+from statetree.declare import collective, leafwise
+from statetree.errors import RankMismatch, StateTreeError, place_in_tree
+from statetree.exchange.buckets import BUCKET_BYTES
+from statetree.exchange.consensus import Statement
+from statetree.exchange.group import Group, Timeout, group_of
+from statetree.exchange.manifest import Survey, agree_on_layouts
 from statetree.exchange.transfers import (
     Departure,
     Receipt,
@@ -20,12 +25,7 @@ from statetree.exchange.transfers import (
     movable,
     sources_of,
 )
-from statetree.compose import collective, leafwise, place_in_tree
-from statetree.errors import RankMismatch, StateTreeError
-from statetree.exchange.buckets import BUCKET_BYTES
-from statetree.exchange.group import Group, Timeout, group_of
 from statetree.spans.layout import is_dense
-from statetree.exchange.manifest import Survey, agree_on_layouts
 from statetree.torch_internals import quietly
 from statetree.transforms.allocate_like import allocate_like
 from statetree.transforms.offload import offload
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from statetree.chunks.layouts import Layout
+    from statetree.chunks.layouts import ChunkLayout
 
 
 @leafwise
@@ -106,7 +106,7 @@ def _gather(
         statement = Statement(options, survey.entries(), survey.details())
         return statement, [(survey, True)], _Work(survey, receivers, where, _others(survey, where))
 
-    def load(work: _Work, layouts: Sequence[dict[int, Layout]], key: Any) -> Departure:
+    def load(work: _Work, layouts: Sequence[dict[int, ChunkLayout]], key: Any) -> Departure:
         survey, receivers, where, leaves = work
         _put_wholes(leaves, survey, where)
         moving = survey.leading()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from statetree.spans.memory import Memory, memory_of
-from statetree.compose import leafwise
-from statetree.leaves.registry import holds_tensor
-from statetree.spans.layout import check_memory, extents, replicate
-from statetree.leaves.ties import tied_leaves
-from statetree.torch_internals import quietly
-from statetree.leaves.replicas import replicated
-from statetree.tree.flatten import flatten_for_copy, unflatten
+from statetree.declare import leafwise
+from statetree.leaves.builtin import holds_tensor
 from statetree.leaves.parts import unpack
+from statetree.leaves.replicas import replicated
+from statetree.leaves.ties import tied_leaves
+from statetree.spans.layout import check_memory, extents, replicate
+from statetree.spans.memory import Memory, memory_of
+from statetree.torch_internals import quietly
+from statetree.tree.flatten import flatten_for_copy, unflatten
 
 if TYPE_CHECKING:
     import torch

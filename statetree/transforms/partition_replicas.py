@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from statetree.exchange.consensus import Entry, Statement
 from statetree.chunks.boxes import Box
-from statetree.spans.memory import memory_of
-from statetree.chunks.layouts import Layout, by_rank, layout_of, whole_on
-from statetree.compose import collective
+from statetree.chunks.layouts import ChunkLayout, by_rank, layout_of, whole_on
+from statetree.declare import collective
+from statetree.exchange.consensus import Entry, Statement
 from statetree.exchange.group import Group, Timeout, group_of
-from statetree.leaves.registry import facts, holds_tensor, is_plain
-from statetree.exchange.plan import choose_owners, owners_of
 from statetree.exchange.manifest import Survey, agree_on_layouts
-from statetree.leaves.ties import tied_leaves
-from statetree.torch_internals import quietly
-from statetree.leaves.replicas import replicated
-from statetree.tree.flatten import flatten_for_copy, unflatten
+from statetree.exchange.plan import choose_owners, owners_of
+from statetree.leaves.builtin import facts, holds_tensor, is_plain
 from statetree.leaves.parts import unpack
+from statetree.leaves.replicas import replicated
+from statetree.leaves.ties import tied_leaves
+from statetree.spans.memory import memory_of
+from statetree.torch_internals import quietly
+from statetree.tree.flatten import flatten_for_copy, unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,7 +78,7 @@ def _partition_replicas(tree: Any, group: Group) -> Any:
         entries = [*survey.entries(), Entry("<ties>", ties)]
         return Statement(f"{verb}()", entries, survey.details()), [(survey, False)], _Work(survey, bundles, empty)
 
-    def load(work: _Work, layouts: Sequence[dict[int, Layout]], _: Any) -> list[Any]:
+    def load(work: _Work, layouts: Sequence[dict[int, ChunkLayout]], _: Any) -> list[Any]:
         kept = _kept(work.survey, work.bundles, layouts[0], group)
         return [leaf if index in kept else work.empty[index] for index, leaf in enumerate(work.survey.leaves)]
 
@@ -102,10 +102,10 @@ def _bundles(survey: Survey) -> list[list[int]]:
     return [[local[member] for member in members] for position, members in enumerate(tied) if members[0] == position]
 
 
-def _kept(survey: Survey, bundles: Sequence[Sequence[int]], layouts: dict[int, Layout], group: Group) -> set[int]:
+def _kept(survey: Survey, bundles: Sequence[Sequence[int]], layouts: dict[int, ChunkLayout], group: Group) -> set[int]:
     """Return the leaves that this rank keeps."""
     members: list[Sequence[int]] = []
-    shares: list[tuple[Layout, int]] = []
+    shares: list[tuple[ChunkLayout, int]] = []
     for bundle in bundles:
         members.append(bundle)
         shares.append((whole_on((sum(_nbytes(survey.leaves[index]) for index in bundle) or 1,), range(group.size)), 1))
@@ -125,7 +125,7 @@ def _kept(survey: Survey, bundles: Sequence[Sequence[int]], layouts: dict[int, L
     return kept
 
 
-def _by_share(held: Sequence[Layout]) -> Layout:
+def _by_share(held: Sequence[ChunkLayout]) -> ChunkLayout:
     """Return a layout with one box for each set of boxes that a rank holds: they are kept or left together."""
     shares: dict[Any, Box] = {}
     ranks: dict[int, list[Box]] = {}

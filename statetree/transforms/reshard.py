@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from statetree.exchange.consensus import Statement
-from statetree.exchange.transfers import Departure, check_bucket
-from statetree.compose import collective
+from statetree.declare import collective
 from statetree.exchange.buckets import BUCKET_BYTES
+from statetree.exchange.consensus import Statement
 from statetree.exchange.group import Group, Timeout, group_of
-from statetree.exchange.relayout import Relayout
 from statetree.exchange.manifest import Survey, agree_on_layouts
+from statetree.exchange.relayout import Relayout
+from statetree.exchange.transfers import Departure, check_bucket
 from statetree.torch_internals import quietly
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from statetree.chunks.layouts import Layout
+    from statetree.chunks.layouts import ChunkLayout
 
 
 @collective
@@ -82,7 +82,7 @@ def _reshard(verb: str, tree: Any, like: Any, group: Group, bucket_bytes: int, *
         options = f"{verb}(in_place={in_place}, bucket_bytes={bucket_bytes})"
         return Statement(options, relayout.entries(), relayout.details()), relayout.surveys, relayout
 
-    def load(relayout: Relayout, layouts: Sequence[dict[int, Layout]], key: Any) -> Departure:
+    def load(relayout: Relayout, layouts: Sequence[dict[int, ChunkLayout]], key: Any) -> Departure:
         return relayout.load(layouts[0], layouts[1], key, bucket_bytes)
 
     relayout, departure = agree_on_layouts(verb, group, prepare, load)

@@ -5,25 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from statetree.tree.atoms import same_value
-from statetree.spans.columns import Columns
-from statetree.leaves.pairing import (
-    Pairing,
-    first_difference,
-    is_unreadable,
-    paired_parts,
-    safely_equal,
-    same_bytes,
-    set_apart,
-    settled,
-)
 from statetree.errors import Difference, StateTreeError, shown
-from statetree.leaves.types.opaque import OPAQUE
-from statetree.leaves.registry import leaf_type_of
-from statetree.spans.overlaps import conflicts, lie_apart, overlaps_itself
-from statetree.spans.layout import holds_memory
-from statetree.torch_internals import quietly
+from statetree.leaves.builtin import settled, taken_over
+from statetree.leaves.pairing import LeafPairing, leave_out_differences, paired_parts
 from statetree.leaves.parts import Kept, Packed, Recipe, Unpacked, unpack
+from statetree.spans.bits import first_difference, is_unreadable, safely_equal, same_bytes
+from statetree.spans.columns import Columns
+from statetree.spans.layout import holds_memory
+from statetree.spans.overlaps import conflicts, lie_apart, overlaps_itself
+from statetree.torch_internals import quietly
+from statetree.tree.atoms import same_value
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,12 +85,12 @@ def similarity(a: Any, b: Any, *, values: bool = False) -> Similarity:
 
 @quietly
 def _similarity(a: Any, b: Any, *, values: bool) -> Similarity:
-    pairing = Pairing("similarity", a, b)
-    found = [*set_apart(pairing, plain=True), *_byte_differences(pairing, values=values)]
+    pairing = LeafPairing("similarity", a, b)
+    found = [*leave_out_differences(pairing, plain=True), *_byte_differences(pairing, values=values)]
     return Similarity(tuple(found[:MAX_DIFFERENCES]), len(found))
 
 
-def _byte_differences(pairing: Pairing, *, values: bool) -> list[Difference]:
+def _byte_differences(pairing: LeafPairing, *, values: bool) -> list[Difference]:
     """Compare leaves that agree in everything but their elements."""
     paths: Sequence[Path] | None = None
     found: list[Difference] = []
@@ -141,7 +132,7 @@ def _shown(value: Any) -> str:
 
 
 def _unpack_both(
-    pairing: Pairing, indices: Sequence[int], left: _Parts, right: _Parts, differ: Any, *, values: bool
+    pairing: LeafPairing, indices: Sequence[int], left: _Parts, right: _Parts, differ: Any, *, values: bool
 ) -> None:
     """Take apart the leaves that are not ordinary tensors, and put their plain tensors beside each other."""
     sides: list[Unpacked] = []
@@ -159,7 +150,7 @@ def _unpack_both(
             return
     for position, part_a, part_b in paired_parts(*sides):
         index = indices[position]
-        if not values and leaf_type_of(type(pairing.left[index])) is OPAQUE:  # by type only, as plain values
+        if not values and taken_over(pairing.left[index]):  # by type only, as plain values
             continue
         if part_a is None or part_b is None:
             differ(index, "parts", "taken apart differently", "taken apart differently")
@@ -186,13 +177,10 @@ def _same_contexts(a: Recipe, b: Recipe) -> bool:
         return isinstance(a, Kept) and isinstance(b, Kept) and safely_equal(a.value, b.value)
     if not isinstance(a, Packed) or not isinstance(b, Packed):
         return True
-    same = getattr(a.leaf_type, "same_context", None)
-    if same is None:
-        return True
-    return bool(a.leaf_type is b.leaf_type and same(a.context, b.context))
+    return a.leaf_type is b.leaf_type and a.leaf_type.same_context(a.context, b.context)
 
 
-def _tie_conflicts(pairing: Pairing, left: _Parts, right: _Parts) -> list[tuple[int, int, str, str]]:
+def _tie_conflicts(pairing: LeafPairing, left: _Parts, right: _Parts) -> list[tuple[int, int, str, str]]:
     """Return leaves that are tied on one side and hold different values on the other."""
     a, b = pairing.columns
     if len(left.tensors) > len(pairing.bare):

@@ -8,17 +8,14 @@ from collections import OrderedDict, defaultdict, deque
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import optree
-
+from statetree.paths import Attr
 from statetree.tree.atoms import is_atom_type
 from statetree.tree.containers import Container
-from statetree.errors import CyclicTree, TreeTooDeep
-from statetree.paths import Attr
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
-    from statetree.tree.containers import Flattened
+    from statetree.tree.containers import Flattened, Freeze
 
 
 #: How deep attributes of attributes may be nested and still be part of the structure. Deeper ones become leaves.
@@ -81,7 +78,7 @@ class _Instance(Container):
             state = {name: state[name] for name in (*filter(state.__contains__, self.fields), *state)}
         return state, are_items
 
-    def flatten(self, container: Any, *, plain: int = 0) -> Flattened:
+    def flatten(self, container: Any, freeze: Freeze, plain: int = 0) -> Flattened:
         base = self.base
         children: list[Any]
         keys: tuple[Any, ...]
@@ -98,7 +95,7 @@ class _Instance(Container):
             if base is deque:
                 extra = _maxlen.__get__(container)
         state, are_items = self.attributes(container)
-        if extra is not None and base is defaultdict and holds_tensors(extra):
+        if extra is not None and base is defaultdict and not is_atom_type(type(extra)):
             state[_FACTORY], extra = extra, None
         if not state and not are_items:
             return children, keys, (extra, None)
@@ -146,19 +143,12 @@ class _Instance(Container):
         if attributes.are_items:
             object.__setattr__(fresh, "__dict__", fresh)
         for name, kept in zip(attributes.names, attributes.frozen, strict=True):
-            value = next(remaining) if kept is None else thaw(kept)
+            value = next(remaining) if kept is None else kept.thaw()
             slot = _default_factory if name == _FACTORY and self.base is defaultdict else self.slots.get(name)
             if slot is not None:
                 slot.__set__(fresh, value)
             else:
                 fresh.__dict__[name] = value
-
-
-def holds_tensors(factory: Any) -> bool:
-    """Whether there are tensors in the default factory of a mapping, which then is a child as attributes are."""
-    from statetree.leaves.registry import holds_tensor  # leaves know containers
-
-    return not is_atom_type(type(factory)) and holds_tensor(factory)
 
 
 def _is_heap_type(cls: type) -> bool:
@@ -180,37 +170,7 @@ def slots_of(cls: type) -> dict[str, Any]:
     return slots
 
 
-def freeze(value: Any, depth: int = 1) -> Any:
-    """Return what ``thaw`` makes fresh copies of a value from, or ``None`` if it holds anything but atoms.
-
-    Args:
-        value: An attribute of a container, or metadata of a leaf.
-        depth: In how many attributes it lies.
-    """
-    from statetree import tree  # attributes are trees themselves
-
-    try:
-        return (_copy_plain(value, depth),)
-    except NotPlain:
-        pass
-    if depth > MAX_ATTRIBUTE_DEPTH:
-        return None
-    try:
-        leaves, spec = tree.flatten_plain(value, depth)
-    except (NotPlain, CyclicTree, TreeTooDeep):
-        # What goes round in circles does so again when it is walked as a child, where the error can name the path.
-        return None
-    return (tuple(leaves), spec)
-
-
-def thaw(frozen: Any) -> Any:
-    """Return a fresh value from what ``freeze`` gave."""
-    from statetree import tree  # as above
-
-    return _copy_plain(frozen[0], 0) if len(frozen) == 1 else tree.unflatten(frozen[1], frozen[0])
-
-
-def _copy_plain(value: Any, depth: int) -> Any:
+def copy_plain(value: Any, depth: int) -> Any:
     """Copy builtin containers of atoms, the quick way for the usual metadata (``_metadata`` of a state dict)."""
     cls = type(value)
     if is_atom_type(cls):
@@ -224,21 +184,23 @@ def _copy_plain(value: Any, depth: int) -> Any:
             return cls(value)
         if classes == {dict} and all(map(is_atom_type, set(map(type, chain.from_iterable(map(dict.values, items)))))):
             return cls(zip(value, map(dict.copy, items), strict=True))  # such as the metadata of modules
-        return cls(zip(value, [_copy_plain(item, depth + 1) for item in items], strict=True))
+        return cls(zip(value, [copy_plain(item, depth + 1) for item in items], strict=True))
     if cls is list or cls is tuple:
-        return cls([_copy_plain(item, depth + 1) for item in value])
+        return cls([copy_plain(item, depth + 1) for item in value])
     raise NotPlain
 
 
-class _NamedTuple(_Instance):
+class NamedTupleContainer(_Instance):
+    """A namedtuple: its children go by the names of the fields."""
+
     __slots__ = ("names",)
 
     def __init__(self, cls: type) -> None:
         super().__init__(cls, cls, base=tuple)
         self.names = tuple(cls._fields)  # type: ignore[attr-defined]
 
-    def flatten(self, container: Any, *, plain: int = 0) -> Flattened:
-        children, keys, aux = super().flatten(container, plain=plain)
+    def flatten(self, container: Any, freeze: Freeze, plain: int = 0) -> Flattened:
+        children, keys, aux = super().flatten(container, freeze, plain)
         return children, self.names + keys[len(self.names) :], aux
 
 
@@ -252,8 +214,6 @@ def _is_python_above(cls: type, base: type) -> bool:
 
 def instance_container(cls: type) -> Container | None:
     """Return how instances of a class are taken apart that is none of the builtin ones, or ``None`` for leaves."""
-    if optree.is_namedtuple_class(cls):
-        return _NamedTuple(cls)
     families: tuple[tuple[type, Hashable], ...] = (
         (OrderedDict, "mapping"),
         (defaultdict, "mapping"),

@@ -17,18 +17,18 @@ import torch
 
 from statetree.tree.atoms import is_atom_type
 from statetree.tree.containers import Container
-from statetree.tree.instances import holds_tensors, instance_container
+from statetree.tree.instances import NamedTupleContainer, instance_container
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from statetree.tree.containers import Flattened
+    from statetree.tree.containers import Flattened, Freeze
 
 
 class _Dict(Container):
     __slots__ = ()
 
-    def flatten(self, container: Any, *, plain: int = 0) -> Flattened:
+    def flatten(self, container: Any, freeze: Freeze, plain: int = 0) -> Flattened:
         return list(container.values()), tuple(container), None
 
     def unflatten(self, aux: Any, keys: tuple[Any, ...], children: Sequence[Any]) -> Any:
@@ -38,10 +38,10 @@ class _Dict(Container):
 class _DefaultDict(_Dict):
     __slots__ = ()
 
-    def flatten(self, container: Any, *, plain: int = 0) -> Flattened:
+    def flatten(self, container: Any, freeze: Freeze, plain: int = 0) -> Flattened:
         factory = container.default_factory
-        if factory is not None and holds_tensors(factory):
-            return _INSTANCE_OF_DEFAULTDICT.flatten(container, plain=plain)
+        if factory is not None and not is_atom_type(type(factory)):
+            return _INSTANCE_OF_DEFAULTDICT.flatten(container, freeze, plain)
         return list(container.values()), tuple(container), factory
 
     def unflatten(self, aux: Any, keys: tuple[Any, ...], children: Sequence[Any]) -> Any:
@@ -56,7 +56,7 @@ _INSTANCE_OF_DEFAULTDICT = cast("Container", instance_container(defaultdict))
 class _List(Container):
     __slots__ = ()
 
-    def flatten(self, container: Any, *, plain: int = 0) -> Flattened:
+    def flatten(self, container: Any, freeze: Freeze, plain: int = 0) -> Flattened:
         return container, tuple(range(len(container))), None
 
     def unflatten(self, aux: Any, keys: tuple[Any, ...], children: Sequence[Any]) -> Any:
@@ -73,7 +73,7 @@ class _Tuple(_List):
 class _Deque(_List):
     __slots__ = ()
 
-    def flatten(self, container: Any, *, plain: int = 0) -> Flattened:
+    def flatten(self, container: Any, freeze: Freeze, plain: int = 0) -> Flattened:
         return list(container), tuple(range(len(container))), container.maxlen
 
     def unflatten(self, aux: Any, keys: tuple[Any, ...], children: Sequence[Any]) -> Any:
@@ -89,7 +89,7 @@ class _StructSequence(Container):
         super().__init__(cls, cls, keyed=False)
         self.fields = tuple(optree.structseq_fields(cls))
 
-    def flatten(self, container: Any, *, plain: int = 0) -> Flattened:
+    def flatten(self, container: Any, freeze: Freeze, plain: int = 0) -> Flattened:
         return tuple(container), self.fields, None
 
     def unflatten(self, aux: Any, keys: tuple[Any, ...], children: Sequence[Any]) -> Any:
@@ -106,7 +106,7 @@ class _Registered(Container):
         super().__init__(cls, cls, keyed=False)
         self.entry = entry
 
-    def flatten(self, container: Any, *, plain: int = 0) -> Flattened:
+    def flatten(self, container: Any, freeze: Freeze, plain: int = 0) -> Flattened:
         result = self.entry.flatten_func(container)
         children = list(result[0])
         metadata = result[1]
@@ -140,24 +140,24 @@ _BUILTIN: dict[type, Container | None] = {
 
 
 #: Every class met so far: its container, or ``None`` where its instances are leaves.
-KINDS: dict[type, Container | None] = dict(_BUILTIN)
+CONTAINERS: dict[type, Container | None] = dict(_BUILTIN)
 
 
-#: The classes of ``KINDS`` whose instances are leaves, for asking about many at once.
+#: The classes of ``CONTAINERS`` whose instances are leaves, for asking about many at once.
 LEAF_CLASSES: set[type] = set()
 
 
 def container_of(cls: type) -> Container | None:
     """Return how instances of a class are taken apart, or ``None`` where they are leaves."""
     try:
-        return KINDS[cls]
+        return CONTAINERS[cls]
     except KeyError:
         kind = _recognise(cls)
         if kind is not None:
-            return KINDS.setdefault(cls, kind)  # another thread may have been quicker
+            return CONTAINERS.setdefault(cls, kind)  # another thread may have been quicker
         if is_atom_type(cls) or issubclass(cls, torch.Tensor):
             LEAF_CLASSES.add(cls)
-            KINDS[cls] = None
+            CONTAINERS[cls] = None
         return None  # an unknown class may yet be registered with optree, so that it is asked about every time
 
 
@@ -171,7 +171,7 @@ def declare_leaf_class(cls: type) -> None:
         msg = f"register_leaf_type: {cls.__qualname__} is a builtin container: expected a class of your own."
         raise ValueError(msg)
     LEAF_CLASSES.add(cls)
-    KINDS[cls] = None
+    CONTAINERS[cls] = None
 
 
 def register_container(
@@ -217,12 +217,35 @@ def register_container(
         warnings.simplefilter("ignore", UserWarning)  # optree has rules of its own for namedtuples: override them
         optree.register_pytree_node(cast("Any", cls), flatten, cast("Any", unflatten), namespace=NAMESPACE)
     LEAF_CLASSES.discard(cls)
-    KINDS[cls] = _Registered(cls, _registered_entry(cls))
+    CONTAINERS[cls] = _Registered(cls, _registered_entry(cls))
 
 
 def _registered_entry(cls: type) -> Any:
     entry = optree.register_pytree_node.get(cls, namespace=NAMESPACE)
     return entry if entry is not None and entry.type is cls else None
+
+
+def optree_structure(tree: Any) -> optree.PyTreeSpec:
+    """Return the structure of a tree as optree sees it, mappings in the order of insertion and ``None`` as a leaf."""
+    with optree.dict_insertion_ordered(True, namespace=NAMESPACE):  # noqa: FBT003 - it has no name
+        return optree.tree_structure(tree, none_is_leaf=True, namespace=NAMESPACE)
+
+
+def introduce(container: Container, freeze: Freeze) -> None:
+    """Register a class with optree that was recognised here, and that optree does not know."""
+    cls = container.cls
+    known = cls in _BUILTIN or _registered_entry(cls) is not None
+    if known or optree.is_namedtuple_class(cls) or optree.is_structseq_class(cls):
+        return
+
+    def flatten(value: Any) -> tuple[Any, Any, Any]:
+        children, keys, aux = container.flatten(value, freeze)
+        return children, (keys, aux), keys
+
+    def unflatten(metadata: Any, children: Any) -> Any:
+        return container.unflatten(metadata[1], metadata[0], children)
+
+    optree.register_pytree_node(cast("Any", cls), flatten, cast("Any", unflatten), namespace=NAMESPACE)
 
 
 def _recognise(cls: type) -> Container | None:
@@ -236,4 +259,4 @@ def _recognise(cls: type) -> Container | None:
         # Others, such as time.struct_time, have fields that the sequence does not show, or cannot be made at all.
         complete = cls.n_fields == cls.n_sequence_fields and "__new__" in vars(cls)  # type: ignore[attr-defined]
         return _StructSequence(cls) if complete else None
-    return instance_container(cls)
+    return NamedTupleContainer(cls) if optree.is_namedtuple_class(cls) else instance_container(cls)

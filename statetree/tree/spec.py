@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from statetree.tree.atoms import same_value
-from statetree.tree.containers import Container
+from statetree.errors import TreeMismatch
 from statetree.paths import Path, key_identity, render_key, same_key, unique_keys
+from statetree.tree.atoms import same_value
+from statetree.tree.registry import introduce, optree_structure
+from statetree.tree.traversal import Node, by_class, freeze, loaded, rebuild, traverse
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-#: One container, in the order in which containers are finished: how it is rebuilt, its keys, its auxiliary data, which
-#: children are containers, and how many leaves come between the previous node and the end of this one.
-Node = tuple[Container, tuple[Any, ...], Any, tuple[int, ...], int]
+    from optree import PyTreeSpec
+
+#: How many lines ``str`` of a structure has at most.
+_MAX_LINES: Final = 200
+
+
+class _Placeholder:
+    """Stands for a leaf."""
+
+
+class Visit(NamedTuple):
+    """One place of a tree, as ``TreeSpec.walk`` comes by it.
+
+    Attributes:
+        path: Where it is.
+        cls: The class of the container there; ``None`` for a leaf.
+        keys: The keys of the container's children.
+        leaf: The index of the leaf; -1 for a container.
+    """
+
+    path: Path
+    cls: type | None
+    keys: tuple[Any, ...]
+    leaf: int
 
 
 class TreeSpec:
@@ -38,8 +61,8 @@ class TreeSpec:
     def __len__(self) -> int:
         return self.num_leaves
 
-    def __reduce__(self) -> tuple[type[TreeSpec], tuple[tuple[Node, ...], int]]:
-        return (TreeSpec, (self.nodes, self.num_leaves))
+    def __reduce__(self) -> Any:
+        return _loaded, (by_class(self.nodes), self.num_leaves)
 
     def __hash__(self) -> int:
         try:
@@ -60,6 +83,104 @@ class TreeSpec:
         shown = self.flat_keys()[:8]
         more = f", … {self.num_leaves - len(shown)} more" if self.num_leaves > len(shown) else ""
         return f"TreeSpec({self.num_leaves} leaves: {', '.join(shown)}{more})"
+
+    def __str__(self) -> str:
+        lines = []
+        for path, cls, keys, _ in self.walk():
+            name = f"{'  ' * len(path)}{render_key(path[-1])}: " if path else ""
+            lines.append(f"{name}*" if cls is None else f"{name}{cls.__qualname__} of {len(keys)}")
+            if len(lines) == _MAX_LINES:
+                return "\n".join([*lines, "…"])
+        return "\n".join(lines)
+
+    def unflatten(self, leaves: Iterable[Any]) -> Any:
+        """Put a tree together: as the function ``unflatten``.
+
+        Raises:
+            TreeMismatch: If the number of leaves is not that of the structure.
+        """
+        values = list(leaves)
+        if len(values) != self.num_leaves:
+            msg = (
+                f"unflatten: the number of leaves does not fit the structure: expected {self.num_leaves}, "
+                f"got {len(values)}. Pass one leaf for each of spec.paths()."
+            )
+            raise TreeMismatch(msg)
+        return rebuild(self.nodes, values, {})
+
+    def children(self) -> list[TreeSpec]:
+        """Return the structures of the root's children, in order. A leaf has none."""
+        if not self.nodes:
+            return []
+        firsts: list[int] = []  # the first node of the subtree that each node is the root of
+        for index, refs in enumerate(self.links()):
+            inner = [firsts[~ref] for ref in refs if ref < 0]
+            firsts.append(min(inner, default=index))
+        found = []
+        for ref in self.links()[-1]:
+            if ref >= 0:
+                found.append(TreeSpec((), 1))
+                continue
+            first, *rest = self.nodes[firsts[~ref] : ~ref + 1]
+            count = sum(ref >= 0 for refs in self.links()[firsts[~ref] : ~ref + 1] for ref in refs)
+            # What the first node takes may include leaves of the subtree's parents, which come before it.
+            own = count - sum(node[4] for node in rest)
+            found.append(TreeSpec(((*first[:4], own), *rest), count))
+        return found
+
+    def walk(self) -> Iterator[Visit]:
+        """Yield every container and every leaf, parents before their children, leaves in order.
+
+        Example:
+            >>> import statetree as st
+            >>> spec = st.flatten({"a": [1, 2], "b": 3})[1]
+            >>> [(str(visit.path), visit.cls) for visit in spec.walk() if visit.cls]
+            [('', <class 'dict'>), ('a', <class 'list'>)]
+        """
+        links = self.links()
+        pending: list[tuple[int, tuple[Any, ...]]] = [(self.root(), ())]
+        while pending:
+            ref, path = pending.pop()
+            if ref >= 0:
+                yield Visit(Path(path), None, (), ref)
+                continue
+            kind, keys = self.nodes[~ref][:2]
+            yield Visit(Path(path), kind.cls, keys, -1)
+            pending += [(child, (*path, key)) for key, child in zip(reversed(keys), reversed(links[~ref]), strict=True)]
+
+    def to_optree(self) -> PyTreeSpec:
+        """Return the same structure as an ``optree.PyTreeSpec``, for use with optree's functions.
+
+        Containers that optree does not know by itself are registered with it under the namespace ``"statetree"``.
+        Attributes of ``OrderedDict``, which optree drops, are not part of the result.
+
+        Raises:
+            ValueError: If the structure has leaves that optree does not see: in the attributes of an ``OrderedDict``.
+        """
+        for container in {node[0] for node in self.nodes}:
+            introduce(container, freeze)
+        spec = optree_structure(self.unflatten(range(self.num_leaves)))
+        if spec.num_leaves != self.num_leaves:
+            msg = (
+                f"to_optree: optree sees other leaves: expected {self.num_leaves}, got {spec.num_leaves}. Take tensors "
+                "out of the attributes of builtin containers."
+            )
+            raise ValueError(msg)
+        return spec
+
+    @classmethod
+    def from_optree(cls, spec: PyTreeSpec) -> TreeSpec:
+        """Return the structure that an ``optree.PyTreeSpec`` describes, made with ``none_is_leaf=True``.
+
+        Raises:
+            ValueError: If ``None`` is a node of it, and no leaf.
+        """
+        leaf = _Placeholder()
+        leaves, nodes = traverse(spec.unflatten([leaf] * spec.num_leaves), verb="from_optree")
+        if any(found is not leaf for found in leaves):
+            msg = "from_optree: None is a node of the structure: expected a leaf. Make it with none_is_leaf=True."
+            raise ValueError(msg)
+        return cls(tuple(nodes), len(leaves))
 
     def links(self) -> list[Sequence[int]]:
         """Return, for each node, what its children are: the index of a leaf, or ``~index`` of a node."""
@@ -130,6 +251,11 @@ class TreeSpec:
                 else:
                     pending.append((child, f"{key}."))
         return result
+
+
+def _loaded(nodes: list[tuple[Any, ...]], num_leaves: int) -> TreeSpec:
+    """Return a structure that was pickled."""
+    return TreeSpec(loaded(nodes), num_leaves)
 
 
 def _same_node(a: Node, b: Node) -> bool:

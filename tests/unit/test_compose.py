@@ -8,7 +8,8 @@ import torch
 
 import statetree as st
 from statetree import compose
-from statetree.compose import Chain, is_leafwise
+from statetree.compose import Chain
+from statetree.declare import is_leafwise
 from statetree.testing import Watch, assert_trees_equal
 
 

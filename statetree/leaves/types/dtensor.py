@@ -6,21 +6,22 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from statetree.chunks.boxes import Box
-from statetree.chunks.layouts import Holding, Layout, Split, local_pieces, location_of, mesh_layout
-from statetree.leaves.pairing import settled
+from statetree.chunks.layouts import ChunkLayout, Split, mesh_layout
+from statetree.chunks.local import LocalChunks, local_pieces, location_of
+from statetree.chunks.reductions import reduces
 from statetree.errors import UnsupportedLeaf
 from statetree.leaves.types.tensor import attributes_of, set_attributes
 from statetree.leaves.types.wrapper import WrapperType
-from statetree.exchange.partial_reduction import reduces
 from statetree.tree.flatten import flatten, unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from statetree.exchange.group import Group
+    from statetree.chunks.ranks import Ranks
     from statetree.tree.spec import TreeSpec
 
 #: How summands are put together, by the names that ``Partial`` has for it.
@@ -43,7 +44,7 @@ _OWN: Final = frozenset({"_local_tensor", "_spec"})
 class DTensorType(WrapperType):
     """``DTensor``: its local tensor, with the mesh and placements kept."""
 
-    elements_only = True
+    distributed = True
 
     def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
         attributes = vars(value) if type(value) is DTensor else attributes_of(value)
@@ -67,6 +68,12 @@ class DTensorType(WrapperType):
     def essential(self, context: Any, inner: Sequence[Any]) -> Sequence[Any]:
         return inner[:1]
 
+    def elements_only(self, context: Any) -> bool:
+        return True
+
+    def global_shape(self, value: Any) -> tuple[Sequence[int], torch.dtype]:
+        return value.shape, value.dtype
+
     def describe(self, value: Any) -> Mapping[str, Any]:
         return {
             "dtype": value.dtype,
@@ -76,11 +83,11 @@ class DTensorType(WrapperType):
             "local shape": value._local_tensor.shape,
         }
 
-    def holding(self, value: Any, group: Group) -> Holding:
-        """Return which chunks of a ``DTensor`` this rank of a group holds, and where the others are."""
+    def local_chunks(self, value: Any, ranks: Ranks) -> LocalChunks:
+        """Return which chunks of a ``DTensor`` this rank holds, and where the others are."""
         spec, local = value._spec, value._local_tensor
-        if type(local) is not torch.Tensor:
-            local = settled(local)
+        if isinstance(local, AsyncCollectiveTensor):
+            local = local.wait()
         if type(local) is not torch.Tensor:
             if hasattr(local, "__create_chunk_list__"):
                 return listed_chunks(value)
@@ -91,9 +98,9 @@ class DTensorType(WrapperType):
             raise UnsupportedLeaf(msg)
         shape, dtype = tuple(value.shape), local.dtype
         key = (id(spec.mesh), spec.placements, spec.shard_order, shape, dtype, local.is_meta)
-        known = group.memo.get(key)
+        known = ranks.memo.get(key)
         if known is None:
-            known = group.memo[key] = _described(spec, shape, dtype, group, on_meta=local.is_meta)
+            known = ranks.memo[key] = _described(spec, shape, dtype, ranks, on_meta=local.is_meta)
         pieces = [local] if local.shape == known.only else local_pieces(local, known.boxes)
         if pieces is None:
             held = tuple(box.sizes for box in known.boxes)
@@ -103,7 +110,7 @@ class DTensorType(WrapperType):
             )
             raise UnsupportedLeaf(msg)
         text, detail, layout, boxes, summands, _, _ = known
-        return Holding(
+        return LocalChunks(
             text, detail, shape, dtype, layout, boxes, pieces, location_of(local), local.device.type, summands
         )
 
@@ -113,24 +120,24 @@ class _Described(NamedTuple):
 
     text: str
     detail: str
-    layout: Layout
+    layout: ChunkLayout
     boxes: Sequence[Box]
-    summands: tuple[str, tuple[Layout, ...]] | None
+    summands: tuple[str, tuple[ChunkLayout, ...]] | None
     only: torch.Size | None  # the shape of the local tensor, if it is the only piece
     mesh: Any  # so that its id is not handed out again
 
 
-def _described(spec: Any, shape: tuple[int, ...], dtype: torch.dtype, group: Group, *, on_meta: bool) -> _Described:
+def _described(spec: Any, shape: tuple[int, ...], dtype: torch.dtype, ranks: Ranks, *, on_meta: bool) -> _Described:
     mesh = spec.mesh
-    mesh_shape, ranks, members, _ = group.positions(mesh)
+    mesh_shape, listed, members, _ = ranks.positions(mesh)
     splits, summed = _splits(spec)
     layout = mesh_layout(shape, mesh_shape, members, splits)
-    boxes = layout.boxes_of(group.rank)
+    boxes = layout.boxes_of(ranks.rank)
     kind = "DTensor on meta" if on_meta else "DTensor"
     text = f"a {kind} {dtype} {shape} {spec.placements} over a mesh {mesh_shape} of {mesh.device_type}"
     summands = _summands(spec, shape, dtype, mesh_shape, members, splits, summed) if summed else None
     only = torch.Size(boxes[0].sizes) if len(boxes) == 1 else None
-    return _Described(text, f"{ranks}{spec.shard_order}", layout, boxes, summands, only, mesh)
+    return _Described(text, f"{listed}{spec.shard_order}", layout, boxes, summands, only, mesh)
 
 
 def _splits(spec: Any) -> tuple[tuple[Split, ...], list[int]]:
@@ -157,7 +164,7 @@ def _summands(
     members: tuple[int, ...],
     splits: tuple[Split, ...],
     summed: list[int],
-) -> tuple[str, tuple[Layout, ...]]:
+) -> tuple[str, tuple[ChunkLayout, ...]]:
     """Return how summands are reduced, and the layout of each."""
     kinds = {(type(spec.placements[dim]).__name__, spec.placements[dim].reduce_op) for dim in summed}
     name, reduction = next(iter(kinds))
@@ -178,7 +185,7 @@ def _summands(
     return reduction, tuple(layouts)
 
 
-def listed_chunks(value: Any) -> Holding:
+def listed_chunks(value: Any) -> LocalChunks:
     """Return the chunks of a tensor that lists them itself, by the protocol of ``torch.distributed.checkpoint``."""
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -190,12 +197,12 @@ def listed_chunks(value: Any) -> Holding:
         if all(chunk.sizes):
             boxes.append(box)
             pieces.append(piece.detach())
-    return known_here(value, tuple(value.shape), value.dtype, boxes, pieces)
+    return checked_chunks(value, tuple(value.shape), value.dtype, boxes, pieces)
 
 
-def known_here(
+def checked_chunks(
     value: Any, shape: tuple[int, ...], dtype: torch.dtype, boxes: Sequence[Box], pieces: Sequence[torch.Tensor]
-) -> Holding:
+) -> LocalChunks:
     """Return what is known of a distributed tensor of which each rank knows its own chunks only."""
     for box, piece in zip(boxes, pieces, strict=True):
         if tuple(piece.shape) != box.sizes or piece.dtype != dtype:
@@ -208,7 +215,7 @@ def known_here(
         msg = "the leaf at %PATH% lists a chunk twice on one rank: expected each once. Correct the leaf type."
         raise UnsupportedLeaf(msg)
     tie = tuple(map(location_of, pieces))
-    return Holding(
+    return LocalChunks(
         f"a {type(value).__qualname__} {dtype} {shape}",
         "",
         shape,
@@ -221,37 +228,4 @@ def known_here(
     )
 
 
-class LocalShardsType:
-    """``LocalShardsWrapper``: several shards as the local tensor of a ``DTensor`` (torchrec's)."""
-
-    name = "LocalShardsWrapper"
-    elements_only = True
-
-    def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
-        return value.local_shards(), (type(value), value.local_offsets())
-
-    def pack(self, context: Any, parts: Sequence[Any]) -> Any:
-        cls, offsets = context
-        return cls(list(parts), list(offsets))
-
-    def describe(self, value: Any) -> Mapping[str, Any]:
-        shapes = [tuple(shard.shape) for shard in value.local_shards()]
-        return {"dtype": value.dtype, "shards": list(zip(map(tuple, value.local_offsets()), shapes, strict=True))}
-
-
-class AsyncCollectiveType:
-    """``AsyncCollectiveTensor``: waited for, then the tensor that it wraps."""
-
-    name = "AsyncCollectiveTensor"
-
-    def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
-        waited: torch.Tensor = value.wait()
-        return [waited], "waited"
-
-    def pack(self, context: Any, parts: Sequence[Any]) -> Any:
-        return parts[0]
-
-
 DTENSOR = DTensorType()
-LOCAL_SHARDS = LocalShardsType()
-ASYNC_COLLECTIVE = AsyncCollectiveType()

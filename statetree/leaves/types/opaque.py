@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.tree.atoms import same_value
 from statetree.errors import StateTreeError, UnsupportedLeaf
-from statetree.leaves.registry import leaf_type_of
+from statetree.leaves.registry import LeafType
 from statetree.torch_internals import torch_function_enabled
+from statetree.tree.atoms import same_value
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    LookUp = Callable[[type], LeafType | None]
 
 # Interned by value, so that the skeletons of equal objects are equal whichever string objects they hold.
 _BY_VALUE = (str, bytes)
@@ -28,8 +30,9 @@ _SMALL = frozenset({type(None), bool, int, float, complex})
 
 
 class _TakeApart(pickle.Pickler):
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, leaf_type_of: LookUp) -> None:
         super().__init__(file, protocol=5)
+        self._leaf_type_of = leaf_type_of
         self.tensors: list[Any] = []
         self.kept: list[Any] = []
         self._tensor_index: dict[int, int] = {}
@@ -42,10 +45,10 @@ class _TakeApart(pickle.Pickler):
             return None
         if cls in _BY_VALUE:
             return self._keep((cls, obj), obj)
-        leaf_type = leaf_type_of(cls)
+        leaf_type = self._leaf_type_of(cls)
         if leaf_type is None:
             return self._keep(id(obj), obj)
-        if leaf_type is OPAQUE:
+        if leaf_type.opaque:
             # Functions written in C pass by identity, as others do, but bound ones hold what they are bound to.
             unbound = cls is BuiltinFunctionType and isinstance(obj.__self__, (ModuleType, type(None)))
             return self._keep(id(obj), obj) if unbound else None
@@ -77,8 +80,8 @@ def _generator(device: torch.device, state: torch.Tensor) -> torch.Generator:
 class _TakeAllApart(_TakeApart):
     """Notes for every tensor which of several objects it was found in."""
 
-    def __init__(self, file: io.BytesIO, values: Sequence[Any]) -> None:
-        super().__init__(file)
+    def __init__(self, file: io.BytesIO, leaf_type_of: LookUp, values: Sequence[Any]) -> None:
+        super().__init__(file, leaf_type_of)
         self._values = values
         self._current = -1
         self.owners: list[int] = []
@@ -102,12 +105,21 @@ class _PutTogether(pickle.Unpickler):
         return self._tensors[pid] if pid >= 0 else self._kept[-1 - pid]
 
 
-class OpaqueType:
-    """Any object that pickle can take apart."""
+class OpaqueType(LeafType):
+    """Any object that pickle can take apart.
+
+    Args:
+        leaf_type_of: Looks up the leaf type of a class.
+    """
+
+    opaque = True
+
+    def __init__(self, leaf_type_of: LookUp) -> None:
+        self._leaf_type_of = leaf_type_of
 
     def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
         file = io.BytesIO()
-        pickler = _TakeApart(file)
+        pickler = _TakeApart(file, self._leaf_type_of)
         try:
             with torch_function_enabled():
                 pickler.dump(value)
@@ -129,10 +141,10 @@ class OpaqueType:
             raise UnsupportedLeaf(msg) from error
         return pickler.tensors, (file.getvalue(), tuple(pickler.kept))
 
-    def unpack_all(self, values: Sequence[Any]) -> tuple[Sequence[Any], Any, Sequence[int]]:
+    def unpack_together(self, values: Sequence[Any]) -> tuple[Sequence[Any], Any, Sequence[int]]:
         """Take several objects apart as one: also return, for each part, which of them it lies in."""
         file = io.BytesIO()
-        pickler = _TakeAllApart(file, values)
+        pickler = _TakeAllApart(file, self._leaf_type_of, values)
         with torch_function_enabled():
             pickler.dump(list(values))
         return pickler.tensors, (file.getvalue(), tuple(pickler.kept)), pickler.owners
@@ -148,6 +160,3 @@ class OpaqueType:
     def same_context(self, a: Any, b: Any) -> bool:
         """Whether two objects agree in everything but the tensors inside them."""
         return bool(a[0] == b[0]) and same_value(a[1], b[1])
-
-
-OPAQUE = OpaqueType()

@@ -10,7 +10,9 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.remote_device import _remote_device
 
 from statetree.chunks.boxes import Box
-from statetree.chunks.layouts import Holding, layout_of, location_of
+from statetree.chunks.layouts import layout_of
+from statetree.chunks.local import LocalChunks, location_of
+from statetree.leaves.registry import LeafType
 from statetree.leaves.types.tensor import attributes_of, set_attributes
 from statetree.tree.flatten import flatten, unflatten
 
@@ -19,14 +21,14 @@ if TYPE_CHECKING:
 
     import torch
 
-    from statetree.exchange.group import Group
+    from statetree.chunks.ranks import Ranks
 
 
-class ShardedTensorType:
+class ShardedTensorType(LeafType):
     """``ShardedTensor``: the tensors of its local shards, with metadata, sharding spec and process group kept."""
 
     name = "ShardedTensor"
-    elements_only = True
+    distributed = True
 
     def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
         shards = value.local_shards()
@@ -58,6 +60,12 @@ class ShardedTensorType:
         """Return what holds the elements, without the attributes."""
         return inner[: len(context[0][0])]
 
+    def elements_only(self, context: Any) -> bool:
+        return True
+
+    def global_shape(self, value: Any) -> tuple[Sequence[int], torch.dtype]:
+        return value.size(), value.dtype
+
     def describe(self, value: Any) -> Mapping[str, Any]:
         metadata = value.metadata()
         return {
@@ -67,13 +75,13 @@ class ShardedTensorType:
             "local shards": [shard.metadata.shard_offsets for shard in value.local_shards()],
         }
 
-    def holding(self, value: Any, group: Group) -> Holding:
-        """Return which chunks of a ``ShardedTensor`` this rank of a group holds, and where the others are."""
+    def local_chunks(self, value: Any, ranks: Ranks) -> LocalChunks:
+        """Return which chunks of a ``ShardedTensor`` this rank holds, and where the others are."""
         metadata = value.metadata()
         shape, dtype = tuple(metadata.size), metadata.tensor_properties.dtype
         held: dict[int, list[Box]] = {}
         for shard in metadata.shards_metadata:
-            rank = group.index.get(shard.placement.rank(), -1)
+            rank = ranks.index.get(shard.placement.rank(), -1)
             if rank >= 0 and all(shard.shard_sizes):
                 held.setdefault(rank, []).append(_box(shard))
         local = [shard for shard in value.local_shards() if all(shard.metadata.shard_sizes)]
@@ -81,7 +89,7 @@ class ShardedTensorType:
         kinds = sorted({shard.placement.device().type for shard in metadata.shards_metadata})
         device = kinds[0] if kinds else "cpu"
         kind = "ShardedTensor on meta" if device == "meta" else "ShardedTensor"
-        return Holding(
+        return LocalChunks(
             f"a {kind} {dtype} {shape} in {len(metadata.shards_metadata)} shards",
             str([(shard.shard_offsets, shard.shard_sizes, str(shard.placement)) for shard in metadata.shards_metadata]),
             shape,

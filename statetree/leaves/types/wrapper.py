@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from statetree.tree.atoms import same_value
-from statetree.leaves.pairing import safely_equal
 from statetree.errors import UnsupportedLeaf
-from statetree.tree.instances import freeze, thaw
+from statetree.leaves.registry import LeafType
 from statetree.leaves.types.tensor import attributes_of, set_attributes
+from statetree.spans.bits import safely_equal
+from statetree.tree.atoms import same_value
 from statetree.tree.flatten import flatten, unflatten
+from statetree.tree.traversal import Frozen, freeze
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 
-class WrapperType:
+class WrapperType(LeafType):
     """Any class with ``__tensor_flatten__`` and ``__tensor_unflatten__``."""
 
     def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
@@ -94,7 +95,7 @@ class _Context(NamedTuple):
     names: tuple[str, ...]  # of the inner tensors
     kept: dict[str, Any]  # inner values that are no tensors
     metadata: Any
-    frozen: Any  # the metadata, if it is plain data, so that every copy gets its own
+    frozen: Frozen | None  # the metadata, if it is plain data, so that every copy gets its own
     shape: torch.Size
     stride: tuple[int, ...]
     requires_grad: bool
@@ -114,7 +115,7 @@ class _Context(NamedTuple):
 
     def rebuild(self, inner: Sequence[Any]) -> torch.Tensor:
         named = {**self.kept, **dict(zip(self.names, inner, strict=False))}
-        metadata = self.metadata if self.frozen is None else thaw(self.frozen)
+        metadata = self.metadata if self.frozen is None else self.frozen.thaw()
         if self.places:
             leaves, spec = list(metadata[0]), metadata[1]
             for index, tensor in zip(self.places, inner[len(self.names) :], strict=True):
@@ -142,7 +143,7 @@ def _shape_of(value: torch.Tensor) -> tuple[Any, ...]:
     return tuple(size if type(size) is int else "ragged" for size in value.shape)
 
 
-class UntraceableType:
+class UntraceableType(LeafType):
     """Wrapper subclasses that do not say what they are made of."""
 
     def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
@@ -152,9 +153,6 @@ class UntraceableType:
             f"beside __torch_dispatch__, got neither. Define them, or use register_leaf_type({cls}, ...)."
         )
         raise UnsupportedLeaf(msg)
-
-    def pack(self, context: Any, parts: Sequence[Any]) -> Any:
-        raise NotImplementedError
 
     def describe(self, value: Any) -> Mapping[str, Any]:
         self.unpack(value)

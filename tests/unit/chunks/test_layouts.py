@@ -9,7 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from statetree.chunks.boxes import Box
-from statetree.chunks.layouts import Split, cut_intervals, layout_of, local_pieces, location_of, mesh_layout, whole_on
+from statetree.chunks.layouts import Split, cut_intervals, layout_of, mesh_layout, whole_on
+from statetree.chunks.local import local_pieces, location_of
 
 
 def cut(tensor, box):

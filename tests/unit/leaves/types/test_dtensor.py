@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import statetree as st
 from statetree.leaves.types.dtensor import ASYNC_COLLECTIVE, DTENSOR
-from statetree.leaves.registry import leaf_type_of
+from statetree.leaves.builtin import leaf_type_of
 from statetree.testing import assert_independent, assert_trees_equal
 from tests.repack import repacked, unpacked
 from tests.trees import DISTRIBUTED_TREES

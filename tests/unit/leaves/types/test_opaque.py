@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import statetree as st
-from statetree.leaves.types.opaque import OPAQUE
+from statetree.leaves.builtin import OPAQUE
 from statetree.testing import assert_independent, assert_trees_equal
 from tests.repack import repacked, unpacked
 from tests.trees import Ramp

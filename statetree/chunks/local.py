@@ -1,0 +1,135 @@
+"""What a rank knows of a distributed leaf: its own chunks, the tensors they lie in, and where the others are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from statetree.chunks.boxes import Box, Interval
+from statetree.errors import UnsupportedLeaf
+from statetree.torch_internals import storage_key
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    import torch
+
+    from statetree.chunks.layouts import ChunkLayout
+
+
+class LocalChunks(NamedTuple):
+    """What a rank knows of a distributed leaf.
+
+    Attributes:
+        text: What must be the same on all ranks: dtype, shape, placements.
+        detail: What usually is: exactly which ranks hold what.
+        shape: The global shape.
+        dtype: The dtype of the elements.
+        layout: Which rank holds which boxes; ``None`` where a rank knows only its own.
+        boxes: This rank's boxes.
+        pieces: The plain tensors of these boxes.
+        tie: Equal for leaves of this rank that lie in the same memory.
+        device: The type of the device that the elements lie on.
+        summands: Where ranks hold summands of the elements: how they are reduced, and the layout of each summand.
+    """
+
+    text: str
+    detail: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: ChunkLayout | None
+    boxes: Sequence[Box]
+    pieces: Sequence[torch.Tensor]
+    tie: Hashable
+    device: str
+    summands: tuple[str, tuple[ChunkLayout, ...]] | None = None
+
+
+def location_of(piece: torch.Tensor) -> Hashable:
+    """Return what is equal for tensors that are the same view on the same memory."""
+    return (
+        storage_key(piece.untyped_storage()),
+        piece.storage_offset(),
+        piece.shape,
+        piece.stride(),
+        piece.is_conj(),
+        piece.is_neg(),
+    )
+
+
+def local_pieces(local: torch.Tensor, boxes: Sequence[Box]) -> list[torch.Tensor] | None:
+    """Return the views of a local tensor that hold boxes, which are laid side by side in it.
+
+    Args:
+        local: The tensor in which a rank holds all its boxes, without the gaps between them.
+        boxes: The product of intervals in each dim, as ``mesh_layout`` gives them.
+
+    Returns:
+        The views, or ``None`` if the local tensor has another shape than the boxes make up.
+    """
+    offsets: list[dict[Interval, int]] = []
+    for dim in range(local.dim()):
+        position = 0
+        placed: dict[Interval, int] = {}
+        # Intervals come in the order of the local elements; product() varies the last dim first.
+        for box in boxes:
+            interval = (box.start[dim], box.stop[dim])
+            if interval not in placed:
+                placed[interval] = position
+                position += interval[1] - interval[0]
+        offsets.append(placed)
+        if boxes and position != local.shape[dim]:
+            return None
+    if not boxes:
+        return [] if not local.numel() else None
+    if len(boxes) == 1:
+        return [local] if boxes[0].sizes == tuple(local.shape) else None
+    pieces = []
+    for box in boxes:
+        piece = local
+        for dim, (start, stop) in enumerate(zip(*box, strict=True)):
+            piece = piece.narrow(dim, offsets[dim][start, stop], stop - start)
+        pieces.append(piece)
+    return pieces
+
+
+def listed_chunks(value: Any) -> LocalChunks:
+    """Return the chunks of a tensor that lists them itself, by the protocol of ``torch.distributed.checkpoint``."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    boxes, pieces = [], []
+    for number, chunk in enumerate(value.__create_chunk_list__()):
+        start = tuple(chunk.offsets)
+        box = Box(start, tuple(first + size for first, size in zip(start, chunk.sizes, strict=True)))
+        piece = value.__get_tensor_shard__(MetadataIndex("", chunk.offsets, number))
+        if all(chunk.sizes):
+            boxes.append(box)
+            pieces.append(piece.detach())
+    return checked_chunks(value, tuple(value.shape), value.dtype, boxes, pieces)
+
+
+def checked_chunks(
+    value: Any, shape: tuple[int, ...], dtype: torch.dtype, boxes: Sequence[Box], pieces: Sequence[torch.Tensor]
+) -> LocalChunks:
+    """Return what is known of a distributed tensor of which each rank knows its own chunks only."""
+    for box, piece in zip(boxes, pieces, strict=True):
+        if tuple(piece.shape) != box.sizes or piece.dtype != dtype:
+            msg = (
+                f"a chunk of the leaf at %PATH% is not what its leaf type says: expected {dtype} {box.sizes}, got "
+                f"{piece.dtype} {tuple(piece.shape)}. Correct the leaf type."
+            )
+            raise UnsupportedLeaf(msg)
+    if len(set(boxes)) < len(boxes):
+        msg = "the leaf at %PATH% lists a chunk twice on one rank: expected each once. Correct the leaf type."
+        raise UnsupportedLeaf(msg)
+    tie = tuple(map(location_of, pieces))
+    return LocalChunks(
+        f"a {type(value).__qualname__} {dtype} {shape}",
+        "",
+        shape,
+        dtype,
+        None,
+        boxes,
+        pieces,
+        (tie, id(value)) if not pieces else (tie, shape),
+        pieces[0].device.type if pieces else "",
+    )

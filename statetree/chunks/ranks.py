@@ -1,0 +1,60 @@
+"""Ranks: who takes part in a collective, and where they are in a mesh."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Positions(NamedTuple):
+    """Where the ranks of a mesh are, in row-major order.
+
+    Attributes:
+        shape: The shape of the mesh.
+        ranks: Its global ranks, as a text.
+        members: Their ranks within the group; -1 for those outside of it.
+        mesh: The mesh, so that its id is not handed out again.
+    """
+
+    shape: tuple[int, ...]
+    ranks: str
+    members: tuple[int, ...]
+    mesh: DeviceMesh
+
+
+class Ranks:
+    """The ranks of a group, as this process sees them.
+
+    Attributes:
+        rank: This process's rank within the group.
+        size: How many ranks there are.
+        global_ranks: The ranks of the group, as the default group counts them.
+        memo: What leaf types want to keep for the time of a call.
+    """
+
+    def __init__(self, rank: int, global_ranks: Sequence[int]) -> None:
+        self.rank = rank
+        self.global_ranks = tuple(global_ranks)
+        self.size = len(self.global_ranks)
+        self.memo: dict[Any, Any] = {}
+        self._positions: dict[int, Positions] = {}
+
+    @cached_property
+    def index(self) -> dict[int, int]:
+        """The group's rank for each global one."""
+        return {rank: index for index, rank in enumerate(self.global_ranks)}
+
+    def positions(self, mesh: DeviceMesh) -> Positions:
+        """Return where the ranks of a mesh are."""
+        known = self._positions.get(id(mesh))
+        if known is None:
+            grid = mesh.mesh
+            ranks = grid.flatten().tolist()
+            members = tuple(self.index.get(rank, -1) for rank in ranks)
+            known = self._positions[id(mesh)] = Positions(tuple(grid.shape), str(ranks), members, mesh)
+        return known

@@ -1,0 +1,38 @@
+"""How the summands of partial tensors are put together."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_COMBINE: Final[dict[str, Callable[..., torch.Tensor]]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+@cache
+def reduces(reduction: str, dtype: torch.dtype) -> bool:
+    """Whether torch can put summands of a dtype together, and has that dtype again."""
+    try:
+        reduce_in_place(torch.ones(2, 1, dtype=dtype), reduction)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def reduce_in_place(stack: torch.Tensor, reduction: str) -> None:
+    """Put summands together in the place of the first."""
+    result = stack[0]
+    for summand in stack[1:]:
+        _COMBINE[reduction](result, summand, out=result)
+    if reduction == "avg":
+        result.div_(len(stack))

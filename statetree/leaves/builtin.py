@@ -1,0 +1,133 @@
+"""The leaf type of every class: those that users registered, and those that come with statetree."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from statetree.errors import StateTreeError
+from statetree.leaves.registry import LEAF_TYPES
+from statetree.leaves.types.fake import UNINITIALIZED
+from statetree.leaves.types.opaque import OpaqueType
+from statetree.leaves.types.storage import STORAGE
+from statetree.leaves.types.tensor import TENSOR
+from statetree.leaves.types.wrapper import UNTRACEABLE, WRAPPER
+from statetree.tree.atoms import is_atom_type
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from statetree.leaves.registry import LeafType
+
+#: Leaf types of classes that are looked for by name, so that their modules are loaded only when they are met.
+_BY_NAME: Final[dict[str, tuple[str, str]]] = {
+    "torch.distributed.tensor._api.DTensor": ("statetree.leaves.types.dtensor", "DTENSOR"),
+    "torch.distributed.tensor.DTensor": ("statetree.leaves.types.dtensor", "DTENSOR"),
+    "torch.distributed._shard.sharded_tensor.api.ShardedTensor": (
+        "statetree.leaves.types.sharded_tensor",
+        "SHARDED",
+    ),
+    "torch.distributed._functional_collectives.AsyncCollectiveTensor": (
+        "statetree.leaves.types.async_collective",
+        "ASYNC_COLLECTIVE",
+    ),
+    "torch.distributed.tensor._shards_wrapper.LocalShardsWrapper": (
+        "statetree.leaves.types.local_shards",
+        "LOCAL_SHARDS",
+    ),
+    "torch._subclasses.fake_tensor.FakeTensor": ("statetree.leaves.types.fake", "FAKE"),
+}
+
+
+def leaf_type_of(cls: type) -> LeafType | None:
+    """Return the leaf type of a class, or ``None`` for atoms."""
+    try:
+        return LEAF_TYPES[cls]
+    except KeyError:
+        found = LEAF_TYPES[cls] = _recognise(cls)
+        return found
+
+
+#: For objects of any class that has no leaf type of its own. What it finds inside is looked up here.
+OPAQUE: Final = OpaqueType(leaf_type_of)
+
+
+def _recognise(cls: type) -> LeafType | None:
+    if is_atom_type(cls):
+        return None
+    for base in cls.__mro__:
+        name = f"{base.__module__}.{base.__qualname__}"
+        if name in _BY_NAME:
+            module, attribute = _BY_NAME[name]
+            return getattr(import_module(module), attribute)  # type: ignore[no-any-return]
+    if issubclass(cls, torch.Tensor):
+        if issubclass(cls, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
+            return UNINITIALIZED
+        if hasattr(cls, "__tensor_flatten__") and hasattr(cls, "__tensor_unflatten__"):
+            return WRAPPER
+        dispatches = cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        return UNTRACEABLE if dispatches else TENSOR
+    if issubclass(cls, (torch.UntypedStorage, torch.storage.TypedStorage)):
+        return STORAGE
+    return OPAQUE
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is an atom, which no transform changes."""
+    return leaf_type_of(type(value)) is None
+
+
+def is_distributed(leaf: Any) -> bool:
+    """Whether the ranks of a group hold different parts of a leaf."""
+    leaf_type = leaf_type_of(type(leaf))
+    return leaf_type is not None and leaf_type.is_distributed(leaf)
+
+
+def global_bytes(leaf: Any) -> int:
+    """Return how many bytes the elements of a distributed leaf have on all ranks together."""
+    leaf_type = leaf_type_of(type(leaf))
+    assert leaf_type is not None
+    shape, dtype = leaf_type.global_shape(leaf)
+    return int(torch.Size(shape).numel()) * int(dtype.itemsize)
+
+
+def holds_tensor(key: Any) -> bool:
+    """Whether a key of a mapping is or holds a tensor."""
+    if isinstance(key, (tuple, frozenset)):
+        return any(map(holds_tensor, key))
+    leaf_type = leaf_type_of(type(key))
+    try:
+        return leaf_type is not None and bool(leaf_type.unpack(key)[0])
+    except StateTreeError:  # it cannot be looked into, and nothing says that there is a tensor
+        return False
+
+
+def facts(value: Any) -> Mapping[str, Any]:
+    """Return what must agree between two leaves for the bytes of one to be copied into the other."""
+    leaf_type = leaf_type_of(type(value))
+    if leaf_type is None:
+        return {"leaf type": "plain value"}
+    return {"leaf type": leaf_type.name or type(value).__qualname__, **leaf_type.describe(value)}
+
+
+def may_be_under_way(cls: type) -> bool:
+    """Whether leaves of a class may stand for tensors that a collective has not yet written."""
+    leaf_type = leaf_type_of(cls)
+    return leaf_type is not None and leaf_type.settles
+
+
+def settled(leaf: Any) -> Any:
+    """Return the tensor that a collective under way will have become; other leaves as they are."""
+    while may_be_under_way(type(leaf)):
+        leaf_type = leaf_type_of(type(leaf))
+        assert leaf_type is not None
+        leaf = leaf_type.settle(leaf)
+    return leaf
+
+
+def taken_over(leaf: Any) -> bool:
+    """Whether ``copy_into`` takes a leaf from its source: plain values and opaque objects."""
+    leaf_type = leaf_type_of(type(leaf))
+    return leaf_type is None or leaf_type.opaque

@@ -1,0 +1,199 @@
+"""Layouts of torch's own tensors that are not one view on a storage: sparse, nested and quantized ones."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from statetree.errors import UnsupportedLeaf
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+QUANTIZED: Final = frozenset(
+    getattr(torch, name) for name in ("quint8", "qint8", "qint32", "quint4x2", "quint2x4") if hasattr(torch, name)
+)
+
+
+def memory_state(value: Any) -> str:
+    """Say whether a value's elements are there."""
+    return "meta" if value.device.type == "meta" else "present"
+
+
+class SpecialLayout:
+    """One way of laying out a tensor that is not strided: how its inner tensors are reached and put back."""
+
+    def unpack(self, value: torch.Tensor) -> tuple[list[Any], Any]:
+        raise NotImplementedError
+
+    def pack(self, context: Any, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        raise NotImplementedError
+
+    def describe(self, value: torch.Tensor) -> Mapping[str, Any]:
+        raise NotImplementedError
+
+
+class _SparseCoo(SpecialLayout):
+    def unpack(self, value: torch.Tensor) -> tuple[list[Any], Any]:
+        bare = value.detach()
+        return [bare._indices(), bare._values()], (value.shape, value.is_coalesced())
+
+    def pack(self, context: Any, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        shape, coalesced = context
+        indices, values = parts
+        return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=coalesced, check_invariants=False)
+
+    def describe(self, value: torch.Tensor) -> Mapping[str, Any]:
+        return {
+            "layout": value.layout,
+            "shape": value.shape,
+            "number of specified elements": value._nnz(),
+            "coalesced": value.is_coalesced(),
+            "memory": memory_state(value),
+        }
+
+
+class _SparseCompressed(SpecialLayout):
+    def unpack(self, value: torch.Tensor) -> tuple[list[Any], Any]:
+        bare = value.detach()
+        by_rows = value.layout in (torch.sparse_csr, torch.sparse_bsr)
+        compressed = bare.crow_indices() if by_rows else bare.ccol_indices()
+        plain = bare.col_indices() if by_rows else bare.row_indices()
+        return [compressed, plain, bare.values()], (value.shape, value.layout)
+
+    def pack(self, context: Any, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        shape, layout = context
+        compressed, plain, values = parts
+        return torch.sparse_compressed_tensor(compressed, plain, values, shape, layout=layout, check_invariants=False)
+
+    def describe(self, value: torch.Tensor) -> Mapping[str, Any]:
+        return {
+            "layout": value.layout,
+            "shape": value.shape,
+            "number of specified elements": value._nnz(),
+            "block shape": tuple(value.detach().values().shape[1:]),
+            "memory": memory_state(value),
+        }
+
+
+class _StridedNested(SpecialLayout):
+    """Nested tensors of the first generation: one buffer, and the sizes, strides and offsets of the pieces in it."""
+
+    def unpack(self, value: torch.Tensor) -> tuple[list[Any], Any]:
+        bare = value.detach()
+        pieces = [
+            bare._nested_tensor_size(),
+            bare._nested_tensor_strides(),
+            bare._nested_tensor_storage_offsets(),
+        ]
+        return [bare.values(), *pieces], None
+
+    def pack(self, context: Any, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        buffer, *pieces = parts
+        if buffer.untyped_storage().nbytes() != buffer.nbytes:  # nested tensors take all of their storage for theirs
+            start = buffer.storage_offset() * buffer.itemsize
+            piece: Any = buffer.untyped_storage()[start : start + buffer.nbytes]
+            buffer = torch.empty(0, dtype=buffer.dtype, device=buffer.device).set_(piece, 0, buffer.shape, (1,))
+        if pieces[0].dim() != 2:  # of no components at all
+            return torch.nested.nested_tensor([], dtype=buffer.dtype, device=buffer.device)
+        return torch._nested_view_from_buffer(buffer, *(piece.to("cpu") for piece in pieces))
+
+    def describe(self, value: torch.Tensor) -> Mapping[str, Any]:
+        return {
+            "layout": "strided nested",
+            "sizes": value._nested_tensor_size().tolist(),
+            "strides": value._nested_tensor_strides().tolist(),
+        }
+
+
+class _Quantized(SpecialLayout):
+    """Quantized tensors: the integers are a view on the same storage, the scales come beside them."""
+
+    def unpack(self, value: torch.Tensor) -> tuple[list[Any], Any]:
+        if value.dtype not in _INTEGERS:
+            msg = (
+                f"the leaf at %PATH% has the dtype {value.dtype}, which packs several numbers into a byte and has no "
+                "exact copy: expected quint8, qint8 or qint32. Dequantize it first."
+            )
+            raise UnsupportedLeaf(msg)
+        integers = torch.empty(0, dtype=_INTEGERS[value.dtype], device=value.device)
+        integers.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+        if value.is_meta:
+            return [integers], (value.dtype, None, None)
+        if value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+            return [integers], (value.dtype, value.q_scale(), value.q_zero_point())
+        scales, zero_points = value.q_per_channel_scales(), value.q_per_channel_zero_points()
+        return [integers, scales, zero_points], (value.dtype, value.q_per_channel_axis())
+
+    def pack(self, context: Any, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        integers, *channels = parts
+        if integers.is_meta:  # where torch has neither quantizers nor strides
+            return torch.empty(integers.shape, dtype=context[0], device="meta")
+        if channels:
+            dtype, axis = context
+            scales, zero_points = channels
+            fresh = torch._empty_per_channel_affine_quantized(
+                integers.shape,
+                scales=scales,
+                zero_points=zero_points,
+                axis=axis,
+                dtype=dtype,
+                device=integers.device,
+            )
+        else:
+            dtype, scale, zero_point = context
+            if scale is None:
+                msg = "the leaf at %PATH% is quantized and on meta, without a scale: expected one with elements."
+                raise UnsupportedLeaf(msg)
+            fresh = torch._empty_affine_quantized(
+                integers.shape, scale=scale, zero_point=zero_point, dtype=dtype, device=integers.device
+            )
+        storage = integers.untyped_storage()
+        return fresh.set_(storage, integers.storage_offset(), integers.shape, integers.stride())
+
+    def describe(self, value: torch.Tensor) -> Mapping[str, Any]:
+        if value.is_meta:
+            return {"layout": "quantized", "shape": value.shape, "memory": "meta"}
+        scheme = value.qscheme()
+        common = {"layout": "quantized", "shape": value.shape, "scheme": scheme}
+        if scheme in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+            return {**common, "scale": value.q_scale(), "zero point": value.q_zero_point()}
+        return {
+            **common,
+            "axis": value.q_per_channel_axis(),
+            "scales": value.q_per_channel_scales().tolist(),
+            "zero points": value.q_per_channel_zero_points().tolist(),
+        }
+
+
+_INTEGERS = {
+    getattr(torch, name): integer
+    for name, integer in (("quint8", torch.uint8), ("qint8", torch.int8), ("qint32", torch.int32))
+    if hasattr(torch, name)
+}
+_LAYOUTS: dict[torch.layout, SpecialLayout] = {
+    torch.sparse_coo: _SparseCoo(),
+    torch.sparse_csr: _SparseCompressed(),
+    torch.sparse_csc: _SparseCompressed(),
+    torch.sparse_bsr: _SparseCompressed(),
+    torch.sparse_bsc: _SparseCompressed(),
+}
+_NESTED = _StridedNested()
+_QUANTIZED = _Quantized()
+
+
+def special_layout(value: torch.Tensor) -> SpecialLayout | None:
+    """Return how a tensor is laid out if it is not one view on a storage."""
+    if value.layout is not torch.strided:
+        special = _LAYOUTS.get(value.layout)
+        if special is None:
+            msg = (
+                f"the leaf at %PATH% has the layout {value.layout}, which has no exact copy: expected a strided, "
+                "sparse, nested or quantized tensor. Convert it (for example with to_dense) first."
+            )
+            raise UnsupportedLeaf(msg)
+        return special
+    if value.is_nested:
+        return _NESTED
+    return _QUANTIZED if value.dtype in QUANTIZED else None

@@ -1,0 +1,42 @@
+"""``UntypedStorage`` and ``TypedStorage``: all their bytes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from statetree.leaves.registry import LeafType
+from statetree.leaves.types.special import memory_state
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+class StorageType(LeafType):
+    """``UntypedStorage`` and ``TypedStorage``: all their bytes."""
+
+    name = "storage"
+
+    def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
+        typed = isinstance(value, torch.storage.TypedStorage)
+        storage = value._untyped_storage if typed else value
+        view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+        return [view], (value.dtype if typed else None)
+
+    def pack(self, context: Any, parts: Sequence[Any]) -> Any:
+        view: torch.Tensor = parts[0]
+        storage = view.untyped_storage()
+        if storage.nbytes() != view.nbytes:  # a piece of a slab
+            storage = storage[view.storage_offset() : view.storage_offset() + view.nbytes]
+        if context is None:
+            return storage
+        return torch.storage.TypedStorage(wrap_storage=storage, dtype=context, _internal=True)
+
+    def describe(self, value: Any) -> Mapping[str, Any]:
+        typed = isinstance(value, torch.storage.TypedStorage)
+        storage = value._untyped_storage if typed else value
+        return {"bytes": storage.nbytes(), "dtype": value.dtype if typed else None, "memory": memory_state(storage)}
+
+
+STORAGE = StorageType()

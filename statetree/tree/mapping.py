@@ -1,0 +1,144 @@
+"""Functions mapped over the leaves of trees, and trees as flat dicts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from statetree.errors import Difference, TreeMismatch, note_leaf
+from statetree.paths import Path
+from statetree.tree.flatten import flatten_for, unflatten
+from statetree.tree.matching import matched
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from statetree.tree.spec import TreeSpec
+    from statetree.tree.traversal import IsLeaf
+
+
+def aligned(verb: str, spec: TreeSpec, leaves: list[Any], other: Any, *, is_leaf: IsLeaf = None) -> list[Any]:
+    """Return the leaves of ``other`` in the order of ``spec``'s, mappings matched by their keys.
+
+    Raises:
+        TreeMismatch: If the structures do not match; it holds every difference.
+    """
+    other_leaves, other_spec = flatten_for(verb, other, is_leaf=is_leaf)
+    order, differences = matched(other_spec, other_leaves, spec, leaves)
+    if differences:
+        raise TreeMismatch.between(verb, differences, "Pass trees of one structure.")
+    if order is None:
+        return other_leaves
+    result = list(leaves)
+    for index, leaf in zip(order, other_leaves, strict=True):
+        result[index] = leaf
+    return result
+
+
+def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = None) -> Any:
+    """Return a tree of the same structure with ``fn(leaf, *rest_leaves)`` in place of every leaf.
+
+    Args:
+        fn: Called once a leaf, in the order of ``flatten``. What it returns is put in as one leaf.
+        tree: Gives the structure.
+        rest: Trees of the same structure. Mappings are matched by their keys, whatever their order.
+        is_leaf: As for ``flatten``.
+
+    Returns:
+        A tree with fresh containers.
+
+    Raises:
+        TreeMismatch: If the structures do not match, before ``fn`` is called.
+        Exception: What ``fn`` raises comes out as it is, with a note of the leaf's path, dtype, shape and device.
+
+    Example:
+        An exponential moving average of parameters:
+
+        >>> import statetree as st, torch
+        >>> ema, new = {"w": torch.zeros(2)}, {"w": torch.ones(2)}
+        >>> st.map_leaves(lambda e, n: e.lerp(n, 0.1), ema, new)
+        {'w': tensor([0.1000, 0.1000])}
+    """
+    leaves, spec = flatten_for("map_leaves", tree, is_leaf=is_leaf)
+    columns = [aligned("map_leaves", spec, leaves, other, is_leaf=is_leaf) for other in rest]
+    return unflatten(spec, _mapped(fn, leaves, columns, spec))
+
+
+def map_with_path(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """Do as ``map_leaves``, with ``fn(path, leaf, *rest_leaves)``.
+
+    Example:
+        >>> import statetree as st
+        >>> st.map_with_path(lambda path, leaf: f"{path}={leaf}", {"a": [1, 2]})
+        {'a': ['a.0=1', 'a.1=2']}
+    """
+    leaves, spec = flatten_for("map_with_path", tree)
+    columns = [aligned("map_with_path", spec, leaves, other) for other in rest]
+    return unflatten(spec, _mapped(fn, spec.paths(), [leaves, *columns], spec))
+
+
+def _mapped(fn: Callable[..., Any], first: Sequence[Any], columns: Sequence[list[Any]], spec: TreeSpec) -> list[Any]:
+    results: list[Any] = []
+    append = results.append
+    try:
+        for row in zip(first, *columns, strict=True):
+            append(fn(*row))
+    except Exception as error:
+        index = len(results)
+        leaf = first[index] if not columns or not isinstance(first[index], Path) else columns[0][index]
+        note_leaf(error, spec.paths()[index], leaf)
+        raise
+    return results
+
+
+def to_flat(tree: Any, *, is_leaf: IsLeaf = None) -> tuple[dict[str, Any], TreeSpec]:
+    """Turn a tree into one flat dict, with a key for every leaf.
+
+    A key reads like ``model.layers.0.weight``. The keys of ordinary state dicts are those of
+    ``torch.distributed.checkpoint``; below lists without tensors, where DCP stops, ours go on. Where two leaves
+    would get the same key (``{0: …, "0": …}``), both are written out exactly (``[0]``, ``['0']``).
+
+    Args:
+        tree: Any tree.
+        is_leaf: As for ``flatten``.
+
+    Returns:
+        The dict, in the order of ``flatten``, and the structure for ``from_flat``.
+
+    Aliasing:
+        The leaves are the tree's own.
+
+    Raises:
+        CyclicTree: If a container holds itself.
+
+    Example:
+        >>> import statetree as st
+        >>> flat, spec = st.to_flat({"model": {"w": 1}, "steps": [2, 3]})
+        >>> flat
+        {'model.w': 1, 'steps.0': 2, 'steps.1': 3}
+        >>> st.from_flat(flat, spec)
+        {'model': {'w': 1}, 'steps': [2, 3]}
+    """
+    leaves, spec = flatten_for("to_flat", tree, is_leaf=is_leaf)
+    return dict(zip(spec.flat_keys(), leaves, strict=True)), spec
+
+
+def from_flat(flat: Mapping[str, Any], spec: TreeSpec) -> Any:
+    """Put a tree together from a flat dict, whatever its order.
+
+    Args:
+        flat: Exactly the keys that ``to_flat`` gave.
+        spec: The structure that ``to_flat`` gave.
+
+    Aliasing:
+        The leaves are put in as they are.
+
+    Raises:
+        TreeMismatch: If keys are missing or unexpected; it names all of them.
+    """
+    keys = spec.flat_keys()
+    expected = set(keys)
+    if expected != flat.keys():
+        differences = [Difference(Path((key,)), "missing", "absent", "a leaf") for key in keys if key not in flat]
+        differences += [Difference(Path((key,)), "missing", "a leaf", "absent") for key in flat if key not in expected]
+        raise TreeMismatch.between("from_flat", differences, "Pass exactly the keys that to_flat gave.")
+    return unflatten(spec, [flat[key] for key in keys])
