@@ -17,12 +17,12 @@ from benchmarks.measure import Budget, ours, peak, variant
 from benchmarks.measure import measure as measure_contenders
 from benchmarks.rows import Aim, Result, Row
 from benchmarks.states import State
-from statetree import chunks
+from statetree.chunks import layouts as chunks
 from statetree.chunks.layouts import whole_on
 from statetree.exchange.buckets import BUCKET_BYTES
 from statetree.exchange.group import group_of
-from statetree.exchange.plan import Move, Plan
 from statetree.exchange.manifest import Survey
+from statetree.exchange.plan import Move, Plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
     from benchmarks.measure import Timing
-    from statetree.chunks.layouts import Layout
+    from statetree.chunks.layouts import ChunkLayout as Layout
 
 RANKS: Final = (1024, 256, 64)
 LEAVES: Final = 1000

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from statetree.leaves.builtin import holds_tensor
-from statetree.tree.flatten import flatten_for_copy, unflatten
 from statetree.leaves.parts import Unpacked, unpack
+from statetree.tree.flatten import flatten_for_copy, unflatten
 from tests.trees import quiet
 
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 #: What can be made of the model on two ranks and on four.
-KINDS = (
+CONTAINERS = (
     "ddp",
     "fsdp1",
     "fsdp1_orig",

@@ -81,13 +81,13 @@ def disagree(kind, verb, chance):
             check_mismatch(attempt(call), f"rank {culprit} failed: {own}: ")
 
 
-KINDS = ["options", "options", "options", "verb", "verb", *CHANGES, *FAULTS]
+CONTAINERS = ["options", "options", "options", "verb", "verb", *CHANGES, *FAULTS]
 
 
 def disagree_often(first, count):
     for seed in range(first, first + count):
         chance = random.Random(seed)
-        kind, verb = chance.choice(KINDS), chance.choice(VERBS)
+        kind, verb = chance.choice(CONTAINERS), chance.choice(VERBS)
         try:
             disagree(kind, verb, chance)
             check_in_step()

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 import statetree
-from statetree import collectives, exchange
+from statetree.exchange import buckets as exchange
+from statetree.exchange import transfers as collectives
 from statetree.testing import Layout, run_ranks
 from tests.collectives.checks import attempt, check_in_step, check_same
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import statetree
-from statetree import plans
+from statetree.exchange import plan as plans
 from statetree.testing import Layout, run_ranks
 from tests.collectives.checks import attempt, check_in_step, group_of
 from tests.trees.classes import TwoTensors

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 import statetree
 from statetree.testing import run_ranks
 from tests.collectives.checks import blank, check_same, locals_of
-from tests.collectives.models import KINDS, Net, parallel, state_of, whole
+from tests.collectives.models import CONTAINERS, Net, parallel, state_of, whole
 
 RANKS = pytest.mark.parametrize("world_size", [2, 4])
 
@@ -38,7 +38,7 @@ def memory_of(tree):
 def take_each_there_and_back():
     expected = whole()
     rank, size = dist.get_rank(), dist.get_world_size()
-    for number, kind in enumerate(KINDS):
+    for number, kind in enumerate(CONTAINERS):
         state = state_of(kind)
         assert bool(distributed(state)) == (kind != "ddp"), kind
         check_same(statetree.gather(state), expected)
@@ -60,8 +60,8 @@ def take_each_there_and_back():
 
 
 def reshard_between_any_two():
-    states = {kind: state_of(kind) for kind in KINDS}
-    for one, other in itertools.product(KINDS, repeat=2):
+    states = {kind: state_of(kind) for kind in CONTAINERS}
+    for one, other in itertools.product(CONTAINERS, repeat=2):
         moved = statetree.reshard(states[one], blank(states[other]))
         check_same(moved, states[other])
         assert memory_of(moved).isdisjoint(memory_of(states[one]) | memory_of(states[other]))

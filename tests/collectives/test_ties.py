@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import statetree
-from statetree import exchange
+from statetree.exchange import buckets as exchange
 from statetree.testing import Layout, run_ranks
 from tests.collectives.checks import attempt, blank, check_equal, check_in_step, locals_of
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import statetree as st
-from statetree import buffers
+from statetree.spans import memory as buffers
 from statetree.testing import Watch, assert_trees_equal, tree_differences
 from tests.contract.verbs import VERBS, Verb, staged
 from tests.faults import STEPS, fail_each

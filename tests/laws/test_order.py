@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from statetree.tree.matching import matched
 from statetree.testing import Node, assert_trees_equal, build, tree_plans
 from statetree.testing.container_plan import MAPPINGS
+from statetree.tree.matching import matched
 from tests.contract.verbs import VERBS
 
 plans = tree_plans(opaque=False)

@@ -8,7 +8,6 @@ from hypothesis import example, given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from statetree.tree.matching import matched
 from statetree.testing import (
     Node,
     TensorPlan,
@@ -21,6 +20,7 @@ from statetree.testing import (
     tree_differences,
     tree_plans,
 )
+from statetree.tree.matching import matched
 from tests.repack import repacked
 
 any_plan = given(plan=hyp.one_of(tree_plans(), tied_plans()))

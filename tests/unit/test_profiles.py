@@ -10,7 +10,8 @@ from benchmarks import profiles
 from benchmarks.measure import WrongResult
 from benchmarks.rows import Row
 from benchmarks.states import many_small
-from statetree import spans, tree
+from statetree.spans import layout as spans
+from statetree.tree import traversal as tree
 
 TINY = 0.001
 

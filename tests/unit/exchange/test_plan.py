@@ -9,9 +9,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from statetree import plans
 from statetree.chunks.boxes import Box, in_slabs
 from statetree.chunks.layouts import layout_of, whole_on
+from statetree.exchange import plan as plans
 from statetree.exchange.plan import Move, Plan, choose_owners, owners_of
 
 RANKS = 4

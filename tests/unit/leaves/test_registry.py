@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import statetree as st
-from statetree.leaves.builtin import OPAQUE
-from statetree.leaves.types.tensor import FAKE, STORAGE, TENSOR, UNINITIALIZED
+from statetree.leaves.builtin import OPAQUE, facts, is_plain, leaf_type_of
+from statetree.leaves.types.fake import FAKE, UNINITIALIZED
+from statetree.leaves.types.storage import STORAGE
+from statetree.leaves.types.tensor import TENSOR
 from statetree.leaves.types.wrapper import WRAPPER
-from statetree.leaves.builtin import facts, is_plain, leaf_type_of
 from statetree.testing import assert_independent, assert_trees_equal, tree_differences
 from tests.repack import copies, repacked, unpacked
 from tests.trees import DISTRIBUTED_TREES, TREES

@@ -16,7 +16,7 @@ import torch
 
 import statetree as st
 from benchmarks.memory import give_back_freed_memory
-from statetree import appearance
+from statetree.spans import geometry_cache
 from statetree.spans.columns import Columns
 from statetree.testing import assert_trees_equal
 from statetree.testing.memory import raw_bytes, shares_memory, storages
@@ -28,16 +28,16 @@ LONG = 620  # more than one piece
 
 @pytest.fixture(autouse=True)
 def _fresh():
-    appearance.forget()
+    geometry_cache.forget()
     yield
-    appearance.forget()
+    geometry_cache.forget()
 
 
 @pytest.fixture
 def recognised(monkeypatch):
     """The lists of tensors that were recognised."""
     seen = []
-    is_of = appearance.Appearance.is_of
+    is_of = geometry_cache.Appearance.is_of
 
     def watched(self, columns, **options):
         found = is_of(self, columns, **options)
@@ -45,7 +45,7 @@ def recognised(monkeypatch):
             seen.append(list(columns.tensors))
         return found
 
-    monkeypatch.setattr(appearance.Appearance, "is_of", watched)
+    monkeypatch.setattr(geometry_cache.Appearance, "is_of", watched)
     yield seen
     seen.clear()
 
@@ -117,7 +117,7 @@ COPIES = ("offload", "without copy", "stage", "chain")
 
 def outcome(transform, world, change, *, warm):
     """Return what a transform makes of a changed list, and the list: whether it was seen before or not."""
-    appearance.forget()
+    geometry_cache.forget()
     tree, before = world(), world()
     if warm:
         for _ in range(3):
@@ -290,7 +290,7 @@ def test_a_freed_storage_is_refused(verb, left, warm):
             apply()
         st.copy_into(expected, target)
     else:
-        appearance.forget()
+        geometry_cache.forget()
     tree["model"][70].untyped_storage().resize_(left)
     with pytest.raises(st.StateTreeError, match=r"model.70") as caught:
         apply()
@@ -396,30 +396,30 @@ def test_targets_that_come_to_overlap_at_known_addresses_are_refused():
 def test_a_list_is_remembered_the_second_time(recognised):
     tree = simple()
     st.offload(tree)
-    assert appearance._remembered == ()
+    assert geometry_cache._remembered == ()
     st.offload(simple(start=4))
-    assert len(appearance._remembered) == 1
+    assert len(geometry_cache._remembered) == 1
     assert not recognised
     st.offload(simple(start=9))
     assert len(recognised) >= 1
-    assert len(appearance._remembered) == 1
+    assert len(geometry_cache._remembered) == 1
 
 
-@pytest.mark.parametrize("count", [1, appearance._FEWEST - 1])
+@pytest.mark.parametrize("count", [1, geometry_cache._FEWEST - 1])
 def test_short_lists_are_not_remembered(count):
     tree = simple(count)
     for _ in range(4):
         assert_trees_equal(st.offload(tree), tree)
-    assert appearance._remembered == ()
-    assert appearance._glimpsed == {}
+    assert geometry_cache._remembered == ()
+    assert geometry_cache._glimpsed == {}
 
 
 def test_lists_that_are_too_long_are_not_remembered(monkeypatch):
-    monkeypatch.setattr(appearance, "_MOST_BYTES", COUNT * appearance._TENSOR_BYTES)
+    monkeypatch.setattr(appearance, "_MOST_BYTES", COUNT * geometry_cache._TENSOR_BYTES)
     tree = simple()
     for _ in range(4):
         st.offload(tree)
-    assert appearance._remembered == ()
+    assert geometry_cache._remembered == ()
 
 
 def layers(count, shapes=((4, 3), (4,), (2, 2), ())):
@@ -433,12 +433,15 @@ def telling(count):
 
 
 def test_equal_pieces_of_a_list_are_remembered_once(recognised):
-    count = 5 * appearance._PIECE + 7
+    count = 5 * geometry_cache._PIECE + 7
     for _ in range(2):
         st.offload(layers(count))
-    (remembered,) = appearance._remembered
+    (remembered,) = geometry_cache._remembered
     assert len(set(map(id, remembered._pieces))) == 2  # and the shorter one at the end
-    assert remembered.nbytes < count * appearance._TENSOR_BYTES + 2 * appearance._PIECE * appearance._GUARD_BYTES + 1
+    assert (
+        remembered.nbytes
+        < count * geometry_cache._TENSOR_BYTES + 2 * geometry_cache._PIECE * geometry_cache._GUARD_BYTES + 1
+    )
     tree = layers(count)
     result = st.offload(tree)
     assert recognised
@@ -448,7 +451,7 @@ def test_equal_pieces_of_a_list_are_remembered_once(recognised):
 @pytest.mark.parametrize("place", [0, 600, 5 * 500 + 6])
 @pytest.mark.parametrize("change", ["requires_grad_", "t_", "data of another dtype", "parameter", "conjugate", "meta"])
 def test_a_change_is_seen_in_whichever_equal_piece(change, place):
-    count = 5 * appearance._PIECE + 7
+    count = 5 * geometry_cache._PIECE + 7
     slow, fast = ([torch.zeros(3, 3) for _ in range(count)] for _ in range(2))
     for _ in range(3):
         st.offload(fast)
@@ -464,15 +467,15 @@ def test_a_change_is_seen_in_whichever_equal_piece(change, place):
 
 def test_pieces_that_differ_only_in_strides_are_told_apart(recognised):
     def tensors():
-        tree = [ramp(3, 3) for _ in range(2 * appearance._PIECE)]
-        tree[appearance._PIECE + 7].t_()
+        tree = [ramp(3, 3) for _ in range(2 * geometry_cache._PIECE)]
+        tree[geometry_cache._PIECE + 7].t_()
         return tree
 
     for _ in range(3):
         tree = tensors()
         assert_trees_equal(st.offload(tree), tree)
     assert recognised
-    (remembered,) = appearance._remembered
+    (remembered,) = geometry_cache._remembered
     assert len(set(map(id, remembered._pieces))) == 2
 
 
@@ -482,7 +485,7 @@ def test_equal_columns_are_one_list_only_if_their_elements_are_of_one_type():
     for state in (tree, flags):
         for _ in range(3):
             st.offload(state)
-        facts = appearance._remembered[0]._facts
+        facts = geometry_cache._remembered[0]._facts
         assert {type(shape) for shape in facts["shapes"]} == {torch.Size}
         assert {type(strides) for strides in facts["strides"]} == {tuple}
         assert {type(nbytes) for nbytes in facts["nbytes"]} == {int}
@@ -495,18 +498,18 @@ def test_a_place_is_another_one_if_an_address_differs_in_the_last_bit():
     for _ in range(3):
         st.offload(one)
         st.offload(other)
-    (remembered,) = appearance._remembered
+    (remembered,) = geometry_cache._remembered
     assert {place.pointers[0] for place in remembered._places} == {memory.data_ptr(), memory.data_ptr() + 1}
 
 
 def remembered_bytes(make):
     """Return what it takes to remember a list at four places, but for guards, and how much it is said to take."""
-    appearance.forget()
-    trees = [make() for _ in range(appearance._PLACES)]
+    geometry_cache.forget()
+    trees = [make() for _ in range(geometry_cache._PLACES)]
     for tree in (*trees, *trees):
         st.offload(tree)
-    (remembered,) = appearance._remembered
-    assert len(remembered._places) == appearance._PLACES
+    (remembered,) = geometry_cache._remembered
+    assert len(remembered._places) == geometry_cache._PLACES
     seen: set[int] = set()
     taken = 0
     pending = [remembered._facts, *(piece.facts for piece in remembered._pieces)]
@@ -543,32 +546,32 @@ def test_guards_take_no_more_than_is_said():
     shapes, strides = Columns(tensors).shapes, Columns(tensors).strides
     give_back_freed_memory()
     guards, before = [], in_use()
-    for start in range(0, len(tensors), appearance._PIECE):
-        piece = slice(start, start + appearance._PIECE)
+    for start in range(0, len(tensors), geometry_cache._PIECE):
+        piece = slice(start, start + geometry_cache._PIECE)
         guards.append(geometry_guard(tensors[piece], shapes[piece], strides[piece]))
     assert (in_use() - before) / len(tensors) < GUARD_BYTES
     assert guards[-1](tensors[piece])
 
 
 def test_memory_is_bounded(recognised):
-    for size in range(1, 3 * appearance._REMEMBERED):
+    for size in range(1, 3 * geometry_cache._REMEMBERED):
         tree = [torch.zeros(size) for _ in range(COUNT + size % 5)]
         for _ in range(3):
             st.offload(tree)
-    assert len(appearance._remembered) == appearance._REMEMBERED
-    assert len(appearance._glimpsed) <= appearance._REMEMBERED
+    assert len(geometry_cache._remembered) == geometry_cache._REMEMBERED
+    assert len(geometry_cache._glimpsed) <= geometry_cache._REMEMBERED
     recognised.clear()
     st.offload(tree)
     assert recognised  # the latest are the ones that are kept
-    appearance.forget()
-    trees = [simple() for _ in range(3 * appearance._PLACES)]
+    geometry_cache.forget()
+    trees = [simple() for _ in range(3 * geometry_cache._PLACES)]
     for tree in [*trees, *trees]:
         st.offload(tree)
-    (remembered,) = appearance._remembered
-    assert len(remembered._places) == appearance._PLACES
+    (remembered,) = geometry_cache._remembered
+    assert len(remembered._places) == geometry_cache._PLACES
     for count in range(COUNT, COUNT + 50):
         st.offload(simple(count))
-        assert len(appearance._glimpsed) <= appearance._REMEMBERED
+        assert len(geometry_cache._glimpsed) <= geometry_cache._REMEMBERED
 
 
 def test_nothing_is_kept_alive():
@@ -580,7 +583,7 @@ def test_nothing_is_kept_alive():
             st.similarity(tree, other, values=True)
             st.copy_into(tree, other)
             staged(tree, None)
-    assert appearance._remembered
+    assert geometry_cache._remembered
     every = [tensor for tree in (*trees, other) for tensor in tree]
     dead = [weakref.ref(tensor) for tensor in every] + [weakref.ref(tensor.untyped_storage()) for tensor in every]
     del trees, tree, every, other
@@ -593,11 +596,11 @@ def test_forget_forgets():
         st.offload(simple())
         st.offload(simple(COUNT + 1))
     st.offload(simple(COUNT + 2))
-    assert appearance._remembered
-    assert appearance._glimpsed
-    appearance.forget()
-    assert appearance._remembered == ()
-    assert appearance._glimpsed == {}
+    assert geometry_cache._remembered
+    assert geometry_cache._glimpsed
+    geometry_cache.forget()
+    assert geometry_cache._remembered == ()
+    assert geometry_cache._glimpsed == {}
 
 
 def test_a_torch_without_guards_is_only_slower(monkeypatch, recognised):
@@ -651,7 +654,7 @@ def test_threads_that_see_each_others_lists():
             if turn % 4 == 0:
                 tree[turn].requires_grad_()
             if turn % 7 == 3:
-                appearance.forget()
+                geometry_cache.forget()
             result = st.offload(tree)
             assert all(torch.equal(*pair) for pair in zip(result, tree, strict=True))
             assert [t.requires_grad for t in result] == [t.requires_grad for t in tree]

@@ -7,10 +7,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as hyp
 
-from statetree.spans.memory import LARGE_BYTES, Memory
-from statetree.spans.columns import Columns
 from statetree.errors import UnsupportedLeaf
 from statetree.paths import Path
+from statetree.spans.columns import Columns
 from statetree.spans.layout import (
     MIN_GAP_BYTES,
     Span,
@@ -23,6 +22,7 @@ from statetree.spans.layout import (
     lay_out,
     replicate,
 )
+from statetree.spans.memory import LARGE_BYTES, Memory
 from statetree.testing import Watch, assert_trees_equal
 from statetree.testing.memory import raw_bytes, shares_memory, storages
 from statetree.torch_internals import WITHOUT_KERNELS, quietly
@@ -261,14 +261,14 @@ def awkward():
     return tensors
 
 
-KINDS = {"plain": {}, "shared": {"share_memory": True}}
+CONTAINERS = {"plain": {}, "shared": {"share_memory": True}}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CONTAINERS)
 def test_copies_are_exact(kind):
     tensors = awkward()
     watch = Watch(tensors)
-    fresh = replicated(tensors, Memory(**KINDS[kind]))
+    fresh = replicated(tensors, Memory(**CONTAINERS[kind]))
     watch.check()
     assert_trees_equal(fresh, tensors, storages=False)
     if kind == "plain":  # but for what was cut apart, storages are shared as they were
@@ -290,10 +290,10 @@ def test_dtypes_without_kernels_are_copied_bit_by_bit(dtype, own):
     assert fresh[0].untyped_storage().nbytes() < base.untyped_storage().nbytes()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CONTAINERS)
 def test_without_copy_the_geometry_is_the_same_and_nothing_is_read(kind):
     tensors = awkward()
-    fresh = replicated(tensors, Memory(**KINDS[kind]), copy=False)
+    fresh = replicated(tensors, Memory(**CONTAINERS[kind]), copy=False)
     for new, tensor in zip(fresh, tensors, strict=True):
         assert (new.dtype, new.shape, new.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
         assert (new.is_conj(), new.is_neg()) == (tensor.is_conj(), tensor.is_neg())
@@ -302,7 +302,7 @@ def test_without_copy_the_geometry_is_the_same_and_nothing_is_read(kind):
     assert fresh[8].data_ptr() == fresh[9].data_ptr()
     freed = ramp(9)
     freed.untyped_storage().resize_(0)
-    assert replicated([freed], Memory(**KINDS[kind]), copy=False)[0].untyped_storage().nbytes() >= 36
+    assert replicated([freed], Memory(**CONTAINERS[kind]), copy=False)[0].untyped_storage().nbytes() >= 36
 
 
 def test_meta_tensors_stay_meta_in_a_copy_beside_real_ones_with_their_ties():

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as hyp
 
-from statetree import buffers
+from statetree.spans import memory as buffers
+from statetree.spans.layout import raw
 from statetree.spans.memory import ALIGNMENT, LARGE_BYTES, SLAB_BYTES, Buffer, Memory
 from statetree.stager.pool import Pool
-from statetree.spans.layout import raw
 
-KINDS = {"plain": {}, "shared": {"share_memory": True}}
+CONTAINERS = {"plain": {}, "shared": {"share_memory": True}}
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs fork")
 
 
@@ -93,7 +93,7 @@ def test_pieces_keep_their_slab_alive():
     del others
 
 
-@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("options", CONTAINERS.values(), ids=CONTAINERS)
 def test_no_slab_grows_over_the_limit(options, monkeypatch):
     monkeypatch.setattr(buffers, "SLAB_BYTES", 1024)
     memory = Memory(**options)
@@ -108,12 +108,12 @@ def test_no_slab_grows_over_the_limit(options, monkeypatch):
 
 @given(
     sizes=hyp.lists(hyp.sampled_from([0, 1, 63, 64, 65, 1000, LARGE_BYTES - 1, LARGE_BYTES, LARGE_BYTES + 1])),
-    kind=hyp.sampled_from(sorted(KINDS)),
+    kind=hyp.sampled_from(sorted(CONTAINERS)),
     slabs=hyp.sampled_from([None, True, False]),
     pooled=hyp.booleans(),
 )
 def test_buffers_are_large_enough_aligned_and_apart(sizes, kind, slabs, pooled):
-    memory = Memory(**KINDS[kind])
+    memory = Memory(**CONTAINERS[kind])
     carved = Pool(memory).take(sizes)[0] if pooled else memory.carve(sizes, slabs=slabs)
     assert all(type(buffer) is Buffer for buffer in carved)
     assert_apart(places(carved, sizes))
@@ -135,7 +135,7 @@ def test_memory_of_a_device_has_no_bytes_on_meta():
 
 
 @pytest.mark.parametrize("size", [LARGE_BYTES, (2 << 20) - 1, 2 << 20, (4 << 20) + 1])
-@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("options", CONTAINERS.values(), ids=CONTAINERS)
 def test_large_buffers_can_be_written_from_end_to_end(options, size):
     (buffer,) = Memory(**options).carve([size])
     view = raw(buffer.storage, buffer.start, buffer.start + size).fill_(3)

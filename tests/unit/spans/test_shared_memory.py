@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from statetree import buffers
+from statetree.spans import memory as buffers
 from statetree.spans.memory import LARGE_BYTES, SLAB_BYTES, Memory
 from statetree.testing import assert_trees_equal
 

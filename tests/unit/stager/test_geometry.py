@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as hyp
 
-from statetree.spans.memory import Memory
 from statetree.spans.columns import Columns
-from statetree.stager.geometry import Geometry
 from statetree.spans.layout import MIN_GAP_BYTES, copy_spans, extents, lay_out, make_views
+from statetree.spans.memory import Memory
+from statetree.stager.geometry import Geometry
 from statetree.testing import assert_trees_equal
 from statetree.torch_internals import quietly
 

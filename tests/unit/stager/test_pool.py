@@ -5,15 +5,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as hyp
 
-from statetree import buffers
+from statetree.spans import memory as buffers
 from statetree.spans.memory import LARGE_BYTES, Memory
 from statetree.stager.pool import Pool
-from tests.unit.spans.test_memory import KINDS, assert_apart, places
+from tests.unit.spans.test_memory import CONTAINERS, assert_apart, places
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=CONTAINERS)
 def memory(request):
-    return Memory(**KINDS[request.param])
+    return Memory(**CONTAINERS[request.param])
 
 
 def addresses(blocks):
@@ -156,9 +156,9 @@ rounds = hyp.lists(
 )
 
 
-@given(rounds=rounds, kind=hyp.sampled_from(sorted(KINDS)), keep=hyp.booleans())
+@given(rounds=rounds, kind=hyp.sampled_from(sorted(CONTAINERS)), keep=hyp.booleans())
 def test_whatever_came_before_buffers_fit_and_lie_apart(rounds, kind, keep):
-    pool = Pool(Memory(**KINDS[kind]))
+    pool = Pool(Memory(**CONTAINERS[kind]))
     live, sizes_of_live = [], []
     for sizes in rounds:
         buffers, blocks = pool.take(sizes)

@@ -20,7 +20,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import statetree as st
-from statetree import buffers
+from statetree.spans import memory as buffers
 from statetree.testing import Watch, assert_trees_equal
 from statetree.testing.memory import raw_bytes, scribble, shares_memory, storages
 from tests.faults import fail_each

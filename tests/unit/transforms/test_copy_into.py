@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import statetree as st
+from statetree.leaves.copying import castable
 from statetree.testing import Watch, assert_trees_equal
 from statetree.testing.memory import raw_bytes, shares_memory
 from statetree.torch_internals import can_negate
-from statetree.leaves.copying import castable
 from tests.faults import fail_each
 from tests.trees.classes import TwoTensors
 from tests.trees.tensors import BITS, DTYPES, of_bytes, with_bits

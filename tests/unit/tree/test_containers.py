@@ -20,8 +20,8 @@ import torch
 from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE
 
 import statetree as st
-from statetree.tree.registry import KINDS, container_of, declare_leaf_class
 from statetree.testing import assert_trees_equal
+from statetree.tree.registry import CONTAINERS, container_of, declare_leaf_class
 from tests.trees.containers import (
     AttrDict,
     DictWithAttributes,
@@ -366,7 +366,7 @@ def test_values_that_torch_and_python_are_made_of_cannot_become_containers(cls):
         pass
     else:
         optree.unregister_pytree_node(cls, namespace="statetree")
-        KINDS.pop(cls)
+        CONTAINERS.pop(cls)
         container_of(cls)
         pytest.fail("registered")
     assert st.flatten([1, None, "a", torch.float32, int])[0] == before

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 import statetree as st
 from statetree.testing import assert_trees_equal, tree_differences
-from statetree.tree.traversal import MAX_DEPTH
 from statetree.tree.flatten import flatten_for_copy, unflatten_copy
+from statetree.tree.traversal import MAX_DEPTH
 from tests.trees import TREES, Ramp
 from tests.trees.containers import DictWithAttributes, ListWithAttributes, ListWithSlots, Point, TupleWithAttributes
 from tests.trees.corpus import Held

@@ -8,8 +8,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import statetree as st
-from statetree.leaves.types.dtensor import ASYNC_COLLECTIVE, DTENSOR
 from statetree.leaves.builtin import leaf_type_of
+from statetree.leaves.types.async_collective import ASYNC_COLLECTIVE
+from statetree.leaves.types.dtensor import DTENSOR
 from statetree.testing import assert_independent, assert_trees_equal
 from tests.repack import repacked, unpacked
 from tests.trees import DISTRIBUTED_TREES

@@ -7,8 +7,8 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 
 import statetree as st
-from statetree.leaves.types.sharded_tensor import SHARDED
 from statetree.leaves.builtin import leaf_type_of
+from statetree.leaves.types.sharded_tensor import SHARDED
 from statetree.testing import assert_trees_equal
 from tests.repack import repacked, unpacked
 

@@ -7,7 +7,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import statetree as st
-from statetree.leaves.types.tensor import FAKE, STORAGE, TENSOR, UNINITIALIZED
+from statetree.leaves.types.fake import FAKE, UNINITIALIZED
+from statetree.leaves.types.storage import STORAGE
+from statetree.leaves.types.tensor import TENSOR
 from statetree.testing import assert_trees_equal
 from tests.repack import repacked, unpacked
 from tests.trees import TREES, Ramp
