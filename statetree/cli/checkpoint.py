@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.cli.stored import Composite, StoredStorage, StoredTensor
-from statetree.pickles import Foreign
+from statetree.files.safe_pickle import Foreign
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -22,7 +22,7 @@ from statetree.dcp.metadata import read_metadata
 from statetree.dcp.outline import STRUCTURE_KEY
 from statetree.dcp.structure import SavedNode, Structure, read, why_not_rebuilt
 from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY
-from statetree.pickles import BadPickle
+from statetree.files.safe_pickle import BadPickle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from statetree.pickles import BadPickle, Foreign, Reader, Record, Recorded
+from statetree.files.safe_pickle import BadPickle, Foreign, Reader, Record, Recorded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

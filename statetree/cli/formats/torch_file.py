@@ -11,7 +11,7 @@ from statetree.cli.formats.torch_objects import StorageClass, TorchObjects, size
 from statetree.cli.formats.zips import REWRITE, Member, is_zip, read_members
 from statetree.cli.names import refuse
 from statetree.cli.stored import BUCKET_BYTES, FileStorage, Storage, StoredStorage, StoredTensor
-from statetree.pickles import BadPickle, Foreign, Reader
+from statetree.files.safe_pickle import BadPickle, Foreign, Reader
 
 if TYPE_CHECKING:
     import mmap

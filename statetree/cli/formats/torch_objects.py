@@ -9,7 +9,7 @@ import torch
 
 from statetree.cli.internals import storage_dtypes
 from statetree.cli.stored import Composite, StoredStorage, StoredTensor
-from statetree.pickles import BadPickle, Foreign, Named
+from statetree.files.safe_pickle import BadPickle, Foreign, Named
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,7 +15,7 @@ from statetree.cli.formats.zip_writer import ZipWriter
 from statetree.cli.internals import rebuild_function, storage_class
 from statetree.cli.stored import BUCKET_BYTES, Composite, Storage, StoredStorage, StoredTensor
 from statetree.errors import CheckpointError
-from statetree.pickles import Named
+from statetree.files.safe_pickle import Named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

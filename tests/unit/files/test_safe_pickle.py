@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from statetree.pickles import BadPickle, Foreign, Named, Reader, Record, Recorded, collection_paused
+from statetree.files.safe_pickle import BadPickle, Foreign, Named, Reader, Record, Recorded, collection_paused
 
 PLAIN = [
     None,
@@ -70,19 +70,33 @@ def test_objects_are_recorded_and_not_made():
     assert (found.name, found.state) == ("Point", {"x": [1]})
 
 
-def test_what_lies_in_records_counts():
+def test_containers_that_are_shared_often_or_hold_themselves_are_refused():
     deep = [1]
     for _ in range(60):
         deep = [deep, deep]
     with pytest.raises(BadPickle, match="shared so often"):
-        read(pickle.dumps(Point(deep), 4), is_modern=True)
-
-
-def test_records_that_hold_themselves_are_refused():
-    point = Point(None)
-    point.x = point
+        read(pickle.dumps(deep, 2))
+    deep.append(deep)
     with pytest.raises(BadPickle, match="holds itself"):
-        read(pickle.dumps(point, 4), is_modern=True)
+        read(pickle.dumps(deep, 2))
+
+
+STATE = b"}X\x04\x00\x00\x00nameX\x01\x00\x00\x00xsb."
+
+
+@pytest.mark.parametrize("target", [b"ca\nb\n", b"ca\nb\n)R", b"]", b"}", b"ca\nPoint\n"])
+def test_nothing_else_has_a_state(target):
+    with pytest.raises(BadPickle, match="or its state"):
+        read(b"\x80\x02" + target + STATE)
+
+
+def test_the_state_of_what_is_not_loaded_is_passed_over():
+    assert read(b"\x80\x02ca\nUnknown\n" + STATE).name == "Unknown"
+
+
+def test_a_state_may_not_pass_for_a_storage():
+    with pytest.raises(BadPickle, match="sets items of a int, or its state"):
+        read(b"\x80\x02K\x01K\x02K\x03\x87Q.", storage=lambda pid: pid)
 
 
 def test_functions_are_asked_for_and_foreign_ones_stand_for_their_results():
@@ -115,11 +129,6 @@ def test_the_garbage_collector_stays_as_it_was(is_enabled):
         gc.enable()
 
 
-def test_many_keys_whose_hashes_may_be_chosen_are_read_if_they_are_spread():
-    mappings = [{number * 10**12 + index: index for index in range(20)} for number in range(3000)]
-    assert read(pickle.dumps(mappings, 2)) == mappings
-
-
 def test_importing_the_package_does_not_load_it():
-    code = "import sys, statetree; assert 'statetree.pickles' not in sys.modules"
+    code = "import sys, statetree; assert 'statetree.files.safe_pickle' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

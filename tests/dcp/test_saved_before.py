@@ -1,0 +1,88 @@
+"""A checkpoint that an earlier version of statetree wrote, kept as it is, loads with and without a template."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import io
+from collections import OrderedDict, deque, namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+
+import statetree
+from statetree import dcp
+from statetree.testing import assert_trees_equal
+
+BEFORE = Path(__file__).parent / "data" / "before"
+
+
+@dataclasses.dataclass
+class Counters:
+    step: int
+    seen: Any
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+def builtin(scale):
+    """What loads without a template. The values are all ``scale`` times what they are for 1."""
+    model = OrderedDict(weight=torch.arange(6.0).reshape(2, 3) * scale, empty=torch.zeros(0))
+    vars(model)["_metadata"] = OrderedDict({"": {"version": 1}})
+    return {
+        "model": model,
+        "blocks": [torch.arange(2) * scale, {}, [1 * scale, (2 * scale, [])], torch.arange(3) * scale],
+        "keys": {0: 1 * scale, "0": 2 * scale, (1, "a"): 3 * scale, False: 4 * scale, b"x": 5 * scale, 0.5: 6 * scale},
+        "pair": ({"a": torch.ones(1) * scale}, OrderedDict()),
+    }
+
+
+def state(scale):
+    return {
+        "builtin": builtin(scale),
+        "classes": [Counters(7 * scale, torch.ones(2) * scale), Pair(torch.ones(1) * scale, 3 * scale), deque([()], 5)],
+        "enum": {Color.RED: torch.ones(1) * scale},
+        "sparse": torch.sparse_coo_tensor([[0, 2]], [1.0 * scale, 2.0 * scale], (3,), check_invariants=True).coalesce(),
+    }
+
+
+def test_it_loads_into_a_template():
+    loaded = dcp.load(state(0), checkpoint_id=BEFORE)
+    assert_trees_equal(loaded, state(1))
+
+
+def test_what_is_missing_of_it_is_named():
+    template = state(0)
+    template["builtin"]["keys"] = {True: 0, "0": 0}
+    with pytest.raises(statetree.TreeMismatch, match=r"missing at builtin.keys.True: expected a plain value"):
+        dcp.load(template, checkpoint_id=BEFORE)
+
+
+def test_parts_of_it_take_a_template():
+    with pytest.raises(statetree.UnsupportedLeaf, match=r"at sparse loads into a template only.*sparse_coo"):
+        dcp.load(checkpoint_id=BEFORE)
+
+
+def test_it_is_written_as_it_was(tmp_path):
+    dcp.save(state(1), checkpoint_id=tmp_path)
+    now, before = (torch_dcp.FileSystemReader(place).read_metadata() for place in (tmp_path, BEFORE))
+    assert now.state_dict_metadata == before.state_dict_metadata
+    assert now.planner_data == before.planner_data
+    assert structure_text(tmp_path) == structure_text(BEFORE)
+
+
+def structure_text(place):
+    reader = torch_dcp.FileSystemReader(place)
+    index = torch_dcp.metadata.MetadataIndex("<statetree structure>")
+    info = reader.read_metadata().storage_data[index]
+    with (place / info.relative_path).open("rb") as file:
+        file.seek(info.offset)
+        return torch.load(io.BytesIO(file.read(info.length)), weights_only=True)
