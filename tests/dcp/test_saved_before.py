@@ -40,7 +40,7 @@ def builtin(scale):
     return {
         "model": model,
         "blocks": [torch.arange(2) * scale, {}, [1 * scale, (2 * scale, [])], torch.arange(3) * scale],
-        "keys": {0: 1 * scale, "0": 2 * scale, (1, "a"): 3 * scale, False: 4 * scale, b"x": 5 * scale, 0.5: 6 * scale},
+        "keys": {0: 1 * scale, "0": 2 * scale, (1, "a"): 3 * scale, True: 4 * scale, b"x": 5 * scale, 0.5: 6 * scale},
         "pair": ({"a": torch.ones(1) * scale}, OrderedDict()),
     }
 
@@ -61,8 +61,8 @@ def test_it_loads_into_a_template():
 
 def test_what_is_missing_of_it_is_named():
     template = state(0)
-    template["builtin"]["keys"] = {True: 0, "0": 0}
-    with pytest.raises(statetree.TreeMismatch, match=r"missing at builtin.keys.True: expected a plain value"):
+    template["builtin"]["keys"] = {False: 0, "0": 0}
+    with pytest.raises(statetree.TreeMismatch, match=r"missing at builtin.keys.False: expected a plain value"):
         dcp.load(template, checkpoint_id=BEFORE)
 
 
