@@ -48,14 +48,14 @@ SECONDS: Final = 3.0
 #: What each phase consists of: the functions in which it begins. What they call belongs to it, too, unless it begins
 #: another phase.
 PHASES: Final = {
-    "flatten": ("statetree.tree.flatten._flatten",),
+    "flatten": ("statetree.tree.traversal.traverse",),
     "checks": (
         "statetree.leaves.parts.unpack",
-        "statetree.leaves.pairing.Pairing._find_bare",
-        "statetree.leaves.pairing.set_apart",
+        "statetree.leaves.pairing.LeafPairing._find_bare",
+        "statetree.leaves.pairing.leave_out_differences",
         "statetree.tree.matching.matched",
         "statetree.spans.layout.check_memory",
-        "statetree.transforms.copy_into._Job.differences",
+        "statetree.leaves.copying._CopyJob.differences",
         "statetree.transforms.similarity._byte_differences",
         "statetree.stager.geometry.Geometry.fits",
         "statetree.stager.snapshot.Snapshot.is_leased",
@@ -87,12 +87,12 @@ PHASES: Final = {
         "statetree.exchange.buckets.Exchange.run",
     ),
     "rebuild": (
-        "statetree.tree.flatten.to_flat",
-        "statetree.tree.flatten.from_flat",
-        "statetree.tree.flatten._rebuild",
+        "statetree.tree.mapping.to_flat",
+        "statetree.tree.mapping.from_flat",
+        "statetree.tree.traversal.rebuild",
         "statetree.leaves.parts.Unpacked.pack",
         "statetree.stager.snapshot.Snapshot.fill",
-        "statetree.transforms.copy_into._Job.result",
+        "statetree.leaves.copying._CopyJob.result",
     ),
     "waiting": ("statetree.exchange.group.Group._wait",),
 }

@@ -395,7 +395,9 @@ def test_a_copy_that_fails_half_way(options, monkeypatch):
         assert_trees_equal(staged, expected, storages=False)
 
 
-@pytest.mark.parametrize("file", ["/stager.py", "/pool.py", "/geometry.py", "/spans.py", "/buffers.py", "/leaves.py"])
+@pytest.mark.parametrize(
+    "file", ["/stager.py", "/pool.py", "/geometry.py", "/spans/layout.py", "/memory.py", "/builtin.py"]
+)
 def test_an_interrupt_anywhere_leaves_the_stager_usable_by_every_thread(options, file):
     state, other = state_for_faults(0), state_for_faults(500)
     with st.Stager(**options) as stager:
