@@ -194,6 +194,13 @@ def check_bucket(verb: str, bucket_bytes: Any) -> None:
         raise ValueError(msg)
 
 
+def check_choice(verb: str, replicas: Any) -> None:
+    """Raise ``ValueError`` unless it is known what to do where meshes differ from rank to rank."""
+    if not isinstance(replicas, str) or replicas not in ("check", "first"):
+        msg = f'{verb}: replicas must be "check" or "first", got {replicas!r}.'
+        raise ValueError(msg)
+
+
 def as_leaf(fresh: torch.Tensor, leaf: Any) -> torch.Tensor:
     """Return a fresh plain tensor as what a distributed leaf is beside its elements: a parameter, with attributes."""
     requires_grad = bool(getattr(leaf, "requires_grad", False))

@@ -16,6 +16,7 @@ from statetree.comparing import may_be_under_way, settled
 from statetree.errors import RankMismatch, UnsupportedLeaf
 from statetree.leaves import QUANTIZED, facts, holds_tensor, is_distributed, leaf_type_of
 from statetree.paths import Path, exactly, unique_keys
+from statetree.replicas import Copies, check_replicas, first_copy
 from statetree.spans import check_memory
 from statetree.tree import flatten, flatten_for_copy
 from statetree.unpacking import located, unpack
@@ -42,13 +43,18 @@ class Survey:
         leaders: For every distributed leaf the first one (in the order of the paths) that lies in the same memory; for
             others that elements are moved into, too.
         written: Whether elements are moved into its leaves: then the ranks must see the same ties.
+        replicas: Where meshes differ from rank to rank, whether their elements are compared (``"check"``), or the first
+            mesh's taken (``"first"``). With ``None`` all keep what they have.
     """
 
-    def __init__(self, verb: str, tree: Any, group: Group, *, written: bool = False) -> None:
+    def __init__(
+        self, verb: str, tree: Any, group: Group, *, written: bool = False, replicas: str | None = None
+    ) -> None:
         leaves, self.spec = flatten_for_copy(tree, holds_tensor, verb=verb)
         self.leaves = list(map(settled, leaves)) if any(map(may_be_under_way, set(map(type, leaves)))) else leaves
         self.verb = verb
         self.written = written
+        self.replicas = replicas
 
         outline = _outline_of(self.spec)
         self.order = outline.order
@@ -258,7 +264,8 @@ def settle(group: Group, survey: Survey, agreed: Agreed, *, complete: bool = Tru
 
     Raises:
         UnsupportedLeaf: If they do not. On every rank.
-        RankMismatch: If leaves that elements are moved into are tied on some of the ranks only. On every rank.
+        RankMismatch: If leaves that elements are moved into are tied on some of the ranks only, or the elements of
+            meshes that differ from rank to rank are not the same, as far as that is looked at. On every rank.
     """
     layouts: dict[int, Layout] = {}
     seen = b""
@@ -270,6 +277,7 @@ def settle(group: Group, survey: Survey, agreed: Agreed, *, complete: bool = Tru
         rows = [json.loads(text) for text in group.all_gather_bytes(told.encode())]
         seen = digest([json.dumps(rows)])
         _refine_ties(survey, [(ties, held) for ties, _, held in rows])
+        copies: dict[int, Copies] = {}
         for number, (index, holding) in enumerate(survey.holdings.items()):
             first = rows[0][1][number]
             apart = [rank for rank, (_, meshes, _) in enumerate(rows) if meshes[number] != first]
@@ -280,13 +288,18 @@ def settle(group: Group, survey: Survey, agreed: Agreed, *, complete: bool = Tru
                     "other meshes on other ranks. Pass the group of one mesh, or redistribute it first."
                 )
                 raise UnsupportedLeaf(msg, path)
+            held = [[Box(*map(tuple, box)) for box in boxes[number]] for _, _, boxes in rows]
+            if survey.replicas == "check" and (apart or holding.layout is None):
+                details = [meshes[number] for _, meshes, _ in rows]
+                # Ranks that know their own chunks only may have any mesh.
+                meshes = range(len(rows)) if holding.layout is None else list(map(details.index, details))
+                copies[index] = Copies(meshes, held)
             # Meshes of their own hold replicas. What is read comes from the first rank's: a mix would be nobody's.
-            boxes = {
-                rank: [Box(*map(tuple, box)) for box in held[number]]
-                for rank, (_, _, held) in enumerate(rows)
-                if not (complete and rank in apart)
-            }
+            boxes = {rank: own for rank, own in enumerate(held) if not (complete and rank in apart)}
+            if survey.replicas == "first" and holding.layout is None:
+                boxes = first_copy(holding.shape, boxes)
             layouts[index] = layout_of(holding.shape, boxes)
+        check_replicas(survey, group, copies)
     lacking = _incomplete(survey, layouts) if complete else None
     if lacking is not None:
         path = survey.path(lacking)
