@@ -95,7 +95,8 @@ class Agreed(NamedTuple):
 
 def digest(texts: Sequence[str]) -> bytes:
     """Return a digest of texts."""
-    return blake2b(_bytes("\0".join(texts)), digest_size=_DIGEST_BYTES).digest()
+    # With the lengths: a text may hold what separates them, and what was planned for others would be taken for theirs.
+    return blake2b(_bytes("\0".join([*texts, str(list(map(len, texts)))])), digest_size=_DIGEST_BYTES).digest()
 
 
 def _bytes(text: str) -> bytes:
@@ -195,10 +196,11 @@ def _by_text(texts: Sequence[str]) -> str:
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank, text in enumerate(texts):
         ranks[text].append(rank)
-    return "; ".join(f"{text} on {_named(found)}" for text, found in list(ranks.items())[:_CANDIDATES] if text)
+    return "; ".join(f"{text} on {ranks_named(found)}" for text, found in list(ranks.items())[:_CANDIDATES] if text)
 
 
-def _named(ranks: Sequence[int]) -> str:
+def ranks_named(ranks: Sequence[int]) -> str:
+    """Name ranks in a message, the first ones if there are many."""
     listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"{'ranks' if len(ranks) > 1 else 'rank'} {listed}"
 

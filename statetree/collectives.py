@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -46,9 +48,20 @@ def movable(tensor: torch.Tensor) -> torch.Tensor:
 #: A tensor to move: where it comes from, where it goes, and its dtype.
 Item = tuple[Source, Receipt, torch.dtype]
 
+
+class _Planned(NamedTuple):
+    """An exchange, and the digest of what it was planned for."""
+
+    exchange: Exchange
+    digest: bytes
+
+
 #: Exchanges that were planned, by what the ranks agreed on: the last ones used.
-_PLANNED: Final[OrderedDict[Any, Exchange]] = OrderedDict()
+_PLANNED: Final[OrderedDict[Any, _Planned]] = OrderedDict()
 _MAX_PLANNED: Final = 16
+#: Set (in tests) to look, whenever a plan is used again, whether it is the one that would be made now. A plan that
+#: depends on something that the ranks do not agree on moves other elements than it should, and nobody notices.
+CHECK_PLANS: Final = "STATETREE_CHECK_PLANS"
 
 
 class _Leg(NamedTuple):
@@ -102,9 +115,10 @@ def depart(terms: Terms, items: Sequence[Item], reduction: Reduction | None = No
     """
     legs = []
     if reduction is not None:
-        legs.append(_Leg(_planned(terms, "summands", lambda: reduction.moves), reduction.pieces, reduction.finish))
+        summed = _planned(terms, "summands", lambda: reduction.moves, reduction.pieces)
+        legs.append(_Leg(summed, reduction.pieces, reduction.finish))
     pieces = [Pieces(sent.pieces, received.pieces) for sent, received, _ in items]
-    legs.append(_Leg(_planned(terms, "elements", lambda: _moves(items)), pieces))
+    legs.append(_Leg(_planned(terms, "elements", lambda: _moves(items), pieces), pieces))
     sizes = [leg.exchange.bucket_sizes(leg.pieces, terms.device) for leg in legs]
     return Departure(legs, terms.group, take_buckets(sizes, terms.device))
 
@@ -113,17 +127,31 @@ def _moves(items: Sequence[Item]) -> list[Move]:
     return [Move(sent.layout, received.layout, copied_dtype(dtype)) for sent, received, dtype in items]
 
 
-def _planned(terms: Terms, what: str, moves: Callable[[], list[Move]]) -> Exchange:
+def _planned(terms: Terms, what: str, moves: Callable[[], list[Move]], pieces: Sequence[Pieces]) -> Exchange:
     """Return an exchange, made anew unless its plan is known."""
     group = terms.group
     key = (terms.key, what, group.rank, group.global_ranks, terms.bucket_bytes)
     planned = _PLANNED.pop(key, None)
     if planned is None:
-        planned = Exchange(moves(), group, terms.bucket_bytes, source=terms.source)
+        needed = moves()
+        exchange = Exchange(needed, group, terms.bucket_bytes, source=terms.source)
+        planned = _Planned(exchange, _digest(terms, needed, pieces))
+    elif os.environ.get(CHECK_PLANS) and planned.digest != _digest(terms, moves(), pieces):
+        msg = f"the plan of {what} was made for other moves: they depend on something that the ranks do not agree on"
+        raise AssertionError(msg)
     _PLANNED[key] = planned
     while len(_PLANNED) > _MAX_PLANNED:
         _PLANNED.popitem(last=False)
-    return planned
+    return planned.exchange
+
+
+def _digest(terms: Terms, moves: Sequence[Move], pieces: Sequence[Pieces]) -> bytes:
+    """Return a digest of everything that an exchange is planned for, and of how many tensors it is run with."""
+    found = blake2b(f"{terms.source} {terms.bucket_bytes} {len(moves)}".encode(), digest_size=16)
+    for move, (sources, targets) in zip(moves, pieces, strict=True):
+        found.update(move.source.digest + move.target.digest)
+        found.update(f"{move.dtype} {len(sources)} {len(targets)} ".encode())
+    return found.digest()
 
 
 def sources_of(
@@ -163,6 +191,13 @@ def check_bucket(verb: str, bucket_bytes: Any) -> None:
     """Raise ``ValueError`` unless a bucket holds something."""
     if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         msg = f"{verb}: bucket_bytes must be a positive number of bytes, got {bucket_bytes!r}."
+        raise ValueError(msg)
+
+
+def check_choice(verb: str, replicas: Any) -> None:
+    """Raise ``ValueError`` unless it is known what to do where meshes differ from rank to rank."""
+    if not isinstance(replicas, str) or replicas not in ("check", "first"):
+        msg = f'{verb}: replicas must be "check" or "first", got {replicas!r}.'
         raise ValueError(msg)
 
 

@@ -25,7 +25,7 @@ from statetree.plans import Move
 from statetree.spans import holds_memory
 from statetree.summands import Source
 from statetree.survey import Survey
-from statetree.target import Target, bare, is_bare, kept_apart, leader_of, refuse
+from statetree.target import Target, bare, find_leaders, is_bare, kept_apart, refuse
 from statetree.torch_internals import copied_dtype, storage_key
 from statetree.tree import unflatten
 
@@ -65,9 +65,11 @@ class Relayout:
         self._group = group
         self._source = source
         source.check_readable()
-        self._wanted = wanted = Survey(source.verb, like, group)
-        partners = partners_of(source.verb, source.spec, source.leaves, wanted)
+        self._wanted = wanted = Survey(source.verb, like, group, written=True)
+        self._partners = partners = partners_of(source.verb, source.spec, source.leaves, wanted)
         self._moving = [i for i in source.order if i in source.holdings or partners[i] in wanted.holdings]
+        find_leaders(wanted, [partners[i] for i in self._moving])
+        self._leaders = dict(wanted.leaders)
         refuse(source.verb, unfit(source, wanted, partners, self._moving))
         self._target = Target(source.spec, wanted, partners, group, in_place=in_place)
         self._target.check_writable(self._moving)
@@ -100,6 +102,8 @@ class Relayout:
             bucket_bytes: As for ``Exchange``.
         """
         group, source = self._group, self._source
+        if self._wanted.leaders != self._leaders:  # of tensors that this rank holds nothing of, others know more
+            refuse(source.verb, tied_apart(source, self._wanted, self._partners, self._moving))
         leading = [i for i in self._moving if i in layouts and source.leaders[i] == i]
         sources, reduction = sources_of(source, layouts, leading, group.rank)
         items = self._items(sources, places, range(group.size))
@@ -157,11 +161,15 @@ def unfit(source: Survey, wanted: Survey, partners: Sequence[int], moving: Seque
         moving: The leaves of which one side is distributed.
     """
     found = [difference for index in moving for difference in _unfit(source, index, wanted, partners[index])]
-    if found:
-        return found
+    return found or tied_apart(source, wanted, partners, moving)
+
+
+def tied_apart(source: Survey, wanted: Survey, partners: Sequence[int], moving: Sequence[int]) -> list[Difference]:
+    """Return where different values would go to one memory, as far as this rank holds them. Arguments: as ``unfit``."""
+    found: list[Difference] = []
     first: dict[int, int] = {}
     for index in moving:
-        leader = first.setdefault(leader_of(wanted, partners[index]), index)
+        leader = first.setdefault(wanted.leaders[partners[index]], index)
         if leader != index and not _tied_alike(source, index, leader):
             tied = f"a tensor that is tied to {source.path(leader)}"
             found.append(Difference(source.path(index), "ties", "values of its own", tied))

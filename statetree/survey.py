@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from statetree.agreement import CONTAINER, Agreed, Entry, Statement, agree, digest, ready
+from statetree.agreement import CONTAINER, Agreed, Entry, Statement, agree, digest, ranks_named, ready
 from statetree.boxes import Box
 from statetree.chunks import Holding, Layout, layout_of
 from statetree.columns import Columns
 from statetree.comparing import may_be_under_way, settled
-from statetree.errors import UnsupportedLeaf
+from statetree.errors import RankMismatch, UnsupportedLeaf
 from statetree.leaves import QUANTIZED, facts, holds_tensor, is_distributed, leaf_type_of
 from statetree.paths import Path, exactly, unique_keys
+from statetree.replicas import Copies, check_replicas, first_copy
 from statetree.spans import check_memory
 from statetree.tree import flatten, flatten_for_copy
 from statetree.unpacking import located, unpack
@@ -39,13 +40,21 @@ class Survey:
         spec: Its structure.
         order: The indices of the leaves, in the order of their paths: the same on every rank.
         holdings: What this rank holds of each distributed leaf, by its index.
-        leaders: For every distributed leaf the first one (in the order of the paths) that lies in the same memory.
+        leaders: For every distributed leaf the first one (in the order of the paths) that lies in the same memory; for
+            others that elements are moved into, too.
+        written: Whether elements are moved into its leaves: then the ranks must see the same ties.
+        replicas: Where meshes differ from rank to rank, whether their elements are compared (``"check"``), or the first
+            mesh's taken (``"first"``). With ``None`` all keep what they have.
     """
 
-    def __init__(self, verb: str, tree: Any, group: Group) -> None:
+    def __init__(
+        self, verb: str, tree: Any, group: Group, *, written: bool = False, replicas: str | None = None
+    ) -> None:
         leaves, self.spec = flatten_for_copy(tree, holds_tensor, verb=verb)
         self.leaves = list(map(settled, leaves)) if any(map(may_be_under_way, set(map(type, leaves)))) else leaves
         self.verb = verb
+        self.written = written
+        self.replicas = replicas
 
         outline = _outline_of(self.spec)
         self.order = outline.order
@@ -53,8 +62,6 @@ class Survey:
         self._structure = outline.structure
         self.holdings: dict[int, Holding] = {}
         self.leaders: dict[int, int] = {}
-        #: For leaves that are not distributed, once somebody asked: the first one in each place in memory.
-        self.places: dict[Any, int] = {}
         first: dict[Any, int] = {}
         for index in self.order:
             holding = self._holding(index, group)
@@ -89,8 +96,8 @@ class Survey:
         return [*(holding.detail for holding in self.holdings.values()), str(self.ties())]
 
     def ties(self) -> list[int]:
-        """Return, for every distributed leaf, the number of the one that leads it."""
-        number = {index: number for number, index in enumerate(self.holdings)}
+        """Return, for every leaf that has a leader, the number of that one."""
+        number = {index: number for number, index in enumerate(self.leaders)}
         return [number[leader] for leader in self.leaders.values()]
 
     @property
@@ -257,6 +264,8 @@ def settle(group: Group, survey: Survey, agreed: Agreed, *, complete: bool = Tru
 
     Raises:
         UnsupportedLeaf: If they do not. On every rank.
+        RankMismatch: If leaves that elements are moved into are tied on some of the ranks only, or the elements of
+            meshes that differ from rank to rank are not the same, as far as that is looked at. On every rank.
     """
     layouts: dict[int, Layout] = {}
     seen = b""
@@ -267,7 +276,8 @@ def settle(group: Group, survey: Survey, agreed: Agreed, *, complete: bool = Tru
         told = json.dumps([survey.ties(), [holding.detail for holding in holdings], [h.boxes for h in holdings]])
         rows = [json.loads(text) for text in group.all_gather_bytes(told.encode())]
         seen = digest([json.dumps(rows)])
-        _refine_ties(survey, [ties for ties, _, _ in rows])
+        _refine_ties(survey, [(ties, held) for ties, _, held in rows])
+        copies: dict[int, Copies] = {}
         for number, (index, holding) in enumerate(survey.holdings.items()):
             first = rows[0][1][number]
             apart = [rank for rank, (_, meshes, _) in enumerate(rows) if meshes[number] != first]
@@ -278,13 +288,18 @@ def settle(group: Group, survey: Survey, agreed: Agreed, *, complete: bool = Tru
                     "other meshes on other ranks. Pass the group of one mesh, or redistribute it first."
                 )
                 raise UnsupportedLeaf(msg, path)
+            held = [[Box(*map(tuple, box)) for box in boxes[number]] for _, _, boxes in rows]
+            if survey.replicas == "check" and (apart or holding.layout is None):
+                details = [meshes[number] for _, meshes, _ in rows]
+                # Ranks that know their own chunks only may have any mesh.
+                meshes = range(len(rows)) if holding.layout is None else list(map(details.index, details))
+                copies[index] = Copies(meshes, held)
             # Meshes of their own hold replicas. What is read comes from the first rank's: a mix would be nobody's.
-            boxes = {
-                rank: [Box(*map(tuple, box)) for box in held[number]]
-                for rank, (_, _, held) in enumerate(rows)
-                if not (complete and rank in apart)
-            }
+            boxes = {rank: own for rank, own in enumerate(held) if not (complete and rank in apart)}
+            if survey.replicas == "first" and holding.layout is None:
+                boxes = first_copy(holding.shape, boxes)
             layouts[index] = layout_of(holding.shape, boxes)
+        check_replicas(survey, group, copies)
     lacking = _incomplete(survey, layouts) if complete else None
     if lacking is not None:
         path = survey.path(lacking)
@@ -305,12 +320,44 @@ def _incomplete(survey: Survey, layouts: dict[int, Layout]) -> int | None:
     return None
 
 
-def _refine_ties(survey: Survey, by_rank: Sequence[Sequence[int]]) -> None:
-    """Keep only those ties that all ranks see: a rank that holds nothing of two leaves may take them for one."""
-    first: dict[tuple[int, ...], int] = {}
-    for number, index in enumerate(survey.holdings):
-        seen = tuple(row[number] for row in by_rank)
-        survey.leaders[index] = first.setdefault(seen, index)
+def _refine_ties(survey: Survey, by_rank: Sequence[tuple[Sequence[int], Sequence[Any]]]) -> None:
+    """Keep only those ties that all ranks see.
+
+    A rank that holds nothing of two leaves has no say: it may take them for one, or not know that they are.
+
+    Args:
+        survey: The tree.
+        by_rank: For each rank its ``ties``, and the boxes that it holds of each distributed leaf.
+
+    Raises:
+        RankMismatch: If two values would be moved into one memory then, or one into a part of several.
+    """
+    first: dict[tuple[int | None, ...], int] = {}
+    indices = list(survey.leaders)
+    rows = [
+        [tie if number >= len(held) or held[number] else None for number, tie in enumerate(ties)]
+        for ties, held in by_rank
+    ]
+    for index, seen in zip(indices, zip(*rows, strict=True), strict=True):
+        survey.leaders[index] = first.setdefault(seen, index) if any(tie is not None for tie in seen) else index
+    if not survey.written:
+        return
+    for row in rows:
+        leaders: dict[int, int] = {}
+        for number, tie in enumerate(row):
+            index = indices[number]
+            if tie is not None and leaders.setdefault(tie, survey.leaders[index]) != survey.leaders[index]:
+                raise _tied_on_some(survey, indices[tie], index, [row[number] == tie for row in rows])
+
+
+def _tied_on_some(survey: Survey, leader: int, index: int, tied: Sequence[bool]) -> RankMismatch:
+    path, first = survey.path(index), survey.path(leader)
+    where = ranks_named([rank for rank, found in enumerate(tied) if found])
+    msg = (
+        f"{survey.verb}: the ranks do not see the same ties at {path or '<root>'}: expected one memory with {first} on "
+        f"every rank or on none, got that on {where} alone. Nothing was moved. Tie them on every rank, or on none."
+    )
+    return RankMismatch(msg)
 
 
 def agree_on_layouts(

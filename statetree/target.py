@@ -66,7 +66,7 @@ class Target:
 
     def leader(self, index: int) -> int:
         """Return the first of the leaves that lie in the same memory as this one."""
-        return self._leaf_of[leader_of(self._wanted, self._partners[index])]
+        return self._leaf_of[self._wanted.leaders[self._partners[index]]]
 
     def receipt(self, index: int, layouts: dict[int, Layout]) -> Receipt:
         """Return where elements are put.
@@ -171,20 +171,21 @@ def _parts_of(leaves: list[Any]) -> tuple[list[torch.Tensor], list[int]]:
     return [unpacked.parts[index] for index in real], [unpacked.owners[index] for index in real]
 
 
-def leader_of(survey: Survey, index: int) -> int:
-    """Return the first leaf of a tree that lies in the same memory as one of its leaves."""
-    if index in survey.leaders:
-        return survey.leaders[index]
-    leaf = survey.leaves[index]
-    if not is_bare(leaf) or leaf.is_meta:
-        return index
-    places = survey.places
-    if not places:
-        for other in survey.order:
-            found = survey.leaves[other]
-            if other not in survey.holdings and is_bare(found):
-                places.setdefault(location_of(found) if not found.is_meta else id(found), other)
-    return places[location_of(leaf)]
+def find_leaders(survey: Survey, indices: Sequence[int]) -> None:
+    """Give leaves that elements are moved into their leaders, also those that are not distributed.
+
+    What is moved depends on these ties as on those of distributed leaves, so the ranks have to agree on them.
+
+    Args:
+        survey: The tree.
+        indices: The leaves, in the order of the paths.
+    """
+    first: dict[Any, int] = {}
+    for index in indices:
+        if index not in survey.holdings:
+            leaf = survey.leaves[index]
+            in_memory = is_bare(leaf) and not leaf.is_meta and leaf.numel()
+            survey.leaders[index] = first.setdefault(location_of(leaf), index) if in_memory else index
 
 
 def _why_unwritable(piece: torch.Tensor) -> str:

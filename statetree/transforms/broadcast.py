@@ -79,7 +79,7 @@ def _broadcast(tree: Any, src: int, group: Group, bucket_bytes: int) -> Any:
         options = f"broadcast(src={src}, bucket_bytes={bucket_bytes})"
         if tree is None and group.rank != src:
             return Statement(options, None), (None, Sent())
-        survey = Survey("broadcast", tree, group)
+        survey = Survey("broadcast", tree, group, written=True)  # tensors like these are filled
         survey.check_readable()
         elements = {index: (holding.dtype, holding.shape) for index, holding in survey.holdings.items()}
         sent = packed("broadcast", tree, lambda *_: elements) if group.rank == src else Sent()

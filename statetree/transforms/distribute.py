@@ -11,7 +11,7 @@ from statetree.compose import collective_unless
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange import BUCKET_BYTES
 from statetree.groups import Group, Timeout, group_of
-from statetree.relayout import Relayout, apart, partners_of, unfit
+from statetree.relayout import Relayout, apart, partners_of, tied_apart, unfit
 from statetree.spreading import Elements, Made, Parcel, Sent, packed, spread
 from statetree.summands import Source
 from statetree.survey import Survey, path_order
@@ -104,16 +104,16 @@ def _slice(full: Any, like: Any, group: Group, bucket_bytes: int, *, in_place: b
 
 @quietly
 def _send(full: Any, like: Any, src: int, group: Group, bucket_bytes: int, *, in_place: bool) -> Any:
-    sources: list[Any] = []
+    surveys: list[Survey] = []
 
     def prepare() -> tuple[Statement, tuple[Survey, Sent]]:
         check_bucket("distribute", bucket_bytes)
         check_rank("distribute", "src", src, group)
-        wanted = Survey("distribute", like, group)
+        wanted = Survey("distribute", like, group, written=True)
 
         def distributed(leaves: list[Any], spec: TreeSpec) -> dict[int, Elements]:
             survey = _surveyed(full, group)
-            sources[:] = survey.leaves
+            surveys.append(survey)
             partners = partners_of("distribute", spec, leaves, wanted)
             moving = [index for index in survey.order if partners[index] in wanted.holdings]
             refuse("distribute", unfit(survey, wanted, partners, moving))
@@ -130,6 +130,9 @@ def _send(full: Any, like: Any, src: int, group: Group, bucket_bytes: int, *, in
         moving = [index for index in path_order(parcel.spec) if index in parcel.shapes]
         target.check_writable(moving)
         target.check_apart(moving)
+        for survey in surveys:  # the source's: it may hold nothing of leaves that others know to be tied
+            refuse("distribute", tied_apart(survey, wanted, partners, moving))
+        sources = surveys[0].leaves if surveys else []
         items: list[Item] = []
         for index in moving:
             if target.leader(index) == index:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -15,6 +15,7 @@ from statetree.collectives import (
     Terms,
     as_leaf,
     check_bucket,
+    check_choice,
     communicating_device,
     depart,
     movable,
@@ -47,6 +48,7 @@ def gather(
     dst: int | Sequence[int] | None = None,
     group: ProcessGroup | None = None,
     device: torch.device | str | int | None = None,
+    replicas: Literal["check", "first"] = "check",
     bucket_bytes: int = BUCKET_BYTES,
     timeout: Timeout = None,
 ) -> Any:
@@ -61,6 +63,10 @@ def gather(
         dst: Which ranks of the group get the tensors: one, several, or with ``None`` all.
         group: The ranks that take part; by default all. Together they must hold every distributed tensor completely.
         device: Where the tensors are put; by default where the shards lie.
+        replicas: What to do with a path at which the ranks hold tensors over meshes that differ from rank to rank (two
+            copies of a model, or two pipeline stages with one name for their layers). With ``"check"`` they are copies
+            only if their bytes are the same, which are hashed for that. With ``"first"``, what the first rank's mesh
+            holds is taken without a look at the others. Copies within a mesh are not compared.
         bucket_bytes: How many bytes a rank sends and receives at a time, by default 64 MiB. Two such buckets are the
             memory that it takes beside the result.
         timeout: How long each collective may take, in seconds or as a ``timedelta``; by default what the group allows.
@@ -77,7 +83,8 @@ def gather(
 
     Raises:
         RankMismatch: If the ranks hold different trees or pass different options, if one of them failed or did not
-            answer in time, or if ``dst`` is not a rank of the group. On every rank, before anything moves.
+            answer in time, if ``dst`` is not a rank of the group, or if meshes that differ from rank to rank do not
+            hold the same (see ``replicas``). On every rank, before anything moves.
         UnsupportedLeaf: If the chunks of a leaf cannot be told, or the group does not hold all of them.
         MemoryError: If there is no memory for the result or the buckets (``RuntimeError`` where torch says so). It is
             taken before anything moves (buckets for the first 1,000 rounds), and the other ranks raise
@@ -89,20 +96,26 @@ def gather(
         >>> st.gather({"w": torch.ones(2)})  # without ranks there is nothing to do
         {'w': tensor([1., 1.])}
     """
-    return _gather(tree, dst, group_of("gather", group, timeout), device, bucket_bytes)
+    return _gather(tree, dst, group_of("gather", group, timeout), device, bucket_bytes, replicas)
 
 
 @quietly
 def _gather(
-    tree: Any, dst: int | Sequence[int] | None, group: Group, device: torch.device | str | int | None, bucket_bytes: int
+    tree: Any,
+    dst: int | Sequence[int] | None,
+    group: Group,
+    device: torch.device | str | int | None,
+    bucket_bytes: int,
+    replicas: str,
 ) -> Any:
     def prepare() -> tuple[Statement, list[tuple[Survey, bool]], _Work]:
         check_bucket("gather", bucket_bytes)
+        check_choice("gather", replicas)
         receivers = _receivers(dst, group)
-        survey = Survey("gather", tree, group)
+        survey = Survey("gather", tree, group, replicas=replicas)
         survey.check_readable()
         where = device if group.rank in receivers else "meta"
-        options = f"gather(dst={list(receivers)}, bucket_bytes={bucket_bytes})"
+        options = f"gather(dst={list(receivers)}, replicas={replicas!r}, bucket_bytes={bucket_bytes})"
         statement = Statement(options, survey.entries(), survey.details())
         return statement, [(survey, True)], _Work(survey, receivers, where, _others(survey, where))
 

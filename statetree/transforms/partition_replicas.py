@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 def partition_replicas(tree: Any, *, group: ProcessGroup | None = None, timeout: Timeout = None) -> Any:
     """Keep every chunk that several ranks hold on exactly one of them.
 
-    Ranks hold the same where tensors are not distributed (DDP), or replicated over a mesh dim (HSDP). Which rank keeps
-    what is balanced by bytes: the largest first, the least loaded rank takes it. Tied tensors stay together.
+    Ranks hold the same where tensors are not distributed (DDP), or replicated over a mesh dim (HSDP). Where meshes
+    differ from rank to rank, bytes are compared. Which rank keeps what is balanced by bytes: the largest first, the
+    least loaded rank takes it. Tied tensors stay together.
 
     Args:
         tree: Any tree, the same on every rank up to elements and plain values.
@@ -51,7 +52,8 @@ def partition_replicas(tree: Any, *, group: ProcessGroup | None = None, timeout:
         Every rank of the group calls it.
 
     Raises:
-        RankMismatch: If the ranks hold different trees, or one of them failed or did not answer in time.
+        RankMismatch: If the ranks hold different trees, if one of them failed or did not answer in time, or if meshes
+            that differ from rank to rank do not hold the same bytes. On every rank.
         UnsupportedLeaf: If the chunks of a leaf cannot be told.
         CyclicTree: If a container holds itself.
 
@@ -68,7 +70,7 @@ def _partition_replicas(tree: Any, group: Group) -> Any:
     verb = "partition_replicas"
 
     def prepare() -> tuple[Statement, list[tuple[Survey, bool]], _Work]:
-        survey = Survey(verb, tree, group)
+        survey = Survey(verb, tree, group, replicas="check")
         bundles = _bundles(survey)
         place = {index: position for position, index in enumerate(survey.order)}
         ties = str([[place[index] for index in bundle] for bundle in bundles])

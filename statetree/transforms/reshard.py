@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from statetree.agreement import Statement
-from statetree.collectives import Departure, check_bucket
+from statetree.collectives import Departure, check_bucket, check_choice
 from statetree.compose import collective
 from statetree.exchange import BUCKET_BYTES
 from statetree.groups import Group, Timeout, group_of
@@ -28,6 +28,7 @@ def reshard(
     *,
     group: ProcessGroup | None = None,
     in_place: bool = False,
+    replicas: Literal["check", "first"] = "check",
     bucket_bytes: int = BUCKET_BYTES,
     timeout: Timeout = None,
 ) -> Any:
@@ -43,6 +44,10 @@ def reshard(
             ``meta`` ones.
         group: The ranks that take part; by default all. Together they must hold every tensor of ``tree`` completely.
         in_place: Write into the tensors of ``like`` instead of fresh ones.
+        replicas: What to do with a path at which the ranks hold tensors over meshes that differ from rank to rank (two
+            copies of a model, or two pipeline stages with one name for their layers). With ``"check"`` they are copies
+            only if their bytes are the same, which are hashed for that. With ``"first"``, what the first rank's mesh
+            holds is taken without a look at the others. Copies within a mesh are not compared, nor is ``like``.
         bucket_bytes: How many bytes a rank sends and receives at a time, by default 64 MiB. Two such buckets are the
             memory that it takes beside the result.
         timeout: How long each collective may take, in seconds or as a ``timedelta``; by default what the group allows.
@@ -60,8 +65,9 @@ def reshard(
         TreeMismatch: If structure, global shapes or dtypes differ, a tensor of ``like`` cannot be written or is
             ``Partial``, or tensors of ``like`` are tied that hold different values in ``tree``, or overlap without
             being the same view. Nothing is written then.
-        RankMismatch: If the ranks hold different trees or pass different options, or one of them failed or did not
-            answer in time.
+        RankMismatch: If the ranks hold different trees or pass different options, if one of them failed or did not
+            answer in time, if tensors of ``like`` are tied on some ranks only, or if meshes that differ from rank to
+            rank do not hold the same (see ``replicas``). On every rank, before anything moves.
         UnsupportedLeaf: If the chunks of a leaf cannot be told, or the group does not hold all of them.
         MemoryError: As for ``gather``.
 
@@ -70,16 +76,18 @@ def reshard(
         >>> st.reshard({"w": torch.ones(2)}, like={"w": torch.empty(2, device="meta")})
         {'w': tensor([1., 1.])}
     """
-    return _reshard("reshard", tree, like, group_of("reshard", group, timeout), bucket_bytes, in_place=in_place)
+    ranks = group_of("reshard", group, timeout)
+    return _reshard("reshard", tree, like, ranks, bucket_bytes, replicas, in_place=in_place)
 
 
 @quietly
-def _reshard(verb: str, tree: Any, like: Any, group: Group, bucket_bytes: int, *, in_place: bool) -> Any:
+def _reshard(verb: str, tree: Any, like: Any, group: Group, bucket_bytes: int, replicas: str, *, in_place: bool) -> Any:
     def prepare() -> tuple[Statement, Sequence[tuple[Survey, bool]], Relayout]:
         check_bucket(verb, bucket_bytes)
-        source = Survey(verb, tree, group)
+        check_choice(verb, replicas)
+        source = Survey(verb, tree, group, replicas=replicas)
         relayout = Relayout(source, like, group, in_place=in_place)
-        options = f"{verb}(in_place={in_place}, bucket_bytes={bucket_bytes})"
+        options = f"{verb}(in_place={in_place}, replicas={replicas!r}, bucket_bytes={bucket_bytes})"
         return Statement(options, relayout.entries(), relayout.details()), relayout.surveys, relayout
 
     def load(relayout: Relayout, layouts: Sequence[dict[int, Layout]], key: Any) -> Departure:
