@@ -161,7 +161,7 @@ def meshes_of_their_own():
     first = 2 * (dist.get_rank() // 2)
     meshes = [mesh_of(0, 1), mesh_of(2, 3)]
     values = numbers(2, start=50.0 * first + 2 * (dist.get_rank() % 2))
-    return statetree.gather({"a": local(values, meshes[first // 2])})["a"].tolist()
+    return statetree.gather({"a": local(values, meshes[first // 2])}, replicas="first")["a"].tolist()
 
 
 def test_summands_that_the_group_does_not_hold():
