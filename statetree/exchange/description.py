@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pickle
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 from statetree.chunks.layouts import whole_on
-from statetree.errors import RankMismatch
+from statetree.errors import RankMismatch, StateTreeError
 from statetree.exchange.leaf_metadata import LeafMetadata, metadata_of, pickled
 from statetree.exchange.partial_reduction import Chunked
 from statetree.exchange.transfers import Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from statetree.exchange.manifest import Manifest
     from statetree.paths import Path
     from statetree.tree.spec import TreeSpec
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 #: The dtype and the global shape of a leaf.
 Elements = tuple["torch.dtype", tuple[int, ...]]
@@ -54,6 +57,18 @@ class Description(NamedTuple):
         return leaves
 
 
+class Sent(NamedTuple):
+    """A tree that one rank sends to all.
+
+    Attributes:
+        manifest: The tree.
+        exchanged: Which of its leaves each rank has in a layout of its own, with their dtypes and global shapes.
+    """
+
+    manifest: Manifest
+    exchanged: Mapping[int, Elements]
+
+
 class Message(NamedTuple):
     """A description as bytes, and the spans that hold the elements of what it describes; nothing on other ranks."""
 
@@ -61,13 +76,22 @@ class Message(NamedTuple):
     spans: Sequence[torch.Tensor] = ()
 
 
-def described(manifest: Manifest, exchanged: Mapping[int, Elements]) -> Message:
-    """Describe a tree.
+def caught(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | StateTreeError:
+    """Return what a function does, or what it finds wrong: that is sent instead, so that all ranks raise it."""
+    try:
+        return function(*args, **kwargs)
+    except StateTreeError as error:
+        return error
 
-    Args:
-        manifest: The tree.
-        exchanged: Which of its leaves each rank has in a layout of its own, with their dtypes and global shapes.
-    """
+
+def described(sent: Sent | StateTreeError) -> Message:
+    """Describe a tree, or what is wrong with it."""
+    found = caught(_described, sent) if isinstance(sent, Sent) else sent
+    return found if isinstance(found, Message) else Message(pickle.dumps(found))
+
+
+def _described(sent: Sent) -> Message:
+    manifest, exchanged = sent
     spec, leaves = manifest.spec, manifest.leaves
     indices = [index for index in range(len(leaves)) if index not in exchanged]
     paths = partial(_paths, spec, indices)
@@ -82,15 +106,18 @@ def _paths(spec: TreeSpec, indices: Sequence[int]) -> Sequence[Path]:
 
 
 def opened(verb: str, text: bytes) -> Description:
-    """Return the description that was received."""
+    """Return the description that was received, or raise what the source found wrong with its tree."""
     try:
-        found: Description = pickle.loads(text)
+        found = pickle.loads(text)
     except Exception as error:
         msg = (
             f"{verb}: cannot read what the source sent: {type(error).__name__}: {error}. Import what its classes need "
             "on every rank."
         )
         raise RankMismatch(msg) from error
+    if isinstance(found, StateTreeError):
+        raise found
+    assert isinstance(found, Description)
     return found
 
 

@@ -20,15 +20,15 @@ from statetree.exchange.transfers import (
     plan_transfers,
     sources_of,
 )
-from statetree.torch_internals import quietly
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from torch.distributed import ProcessGroup
 
     from statetree.chunks.layouts import ChunkLayout
-    from statetree.exchange.description import Elements
+    from statetree.errors import StateTreeError
+    from statetree.exchange.description import Sent
     from statetree.exchange.destination import Destination, Device, Rule
     from statetree.exchange.group import Timeout
     from statetree.exchange.transfers import Transfer
@@ -69,7 +69,6 @@ class Exchange(Call):
         self.options["dst"] = list(ranks)
         return ranks
 
-    @quietly
     def manifest(self, tree: Any, *, complete: bool = False, written: bool = False) -> Manifest:
         """Describe what this rank holds of a tree.
 
@@ -84,7 +83,6 @@ class Exchange(Call):
             found.check_readable()
         return found
 
-    @quietly
     def destination(self, source: Manifest, rule: Rule, *, device: Device = None) -> FreshDestination:
         """Make fresh tensors for a tree's distributed leaves: on each rank the box that a rule gives it.
 
@@ -96,7 +94,6 @@ class Exchange(Call):
         """
         return FreshDestination(source, rule, self.group.rank, device=device)
 
-    @quietly
     def destination_like(self, source: Manifest, like: Manifest, *, in_place: bool = False) -> LikeDestination:
         """Take the layouts of another tree as those that a tree's leaves arrive in.
 
@@ -107,7 +104,6 @@ class Exchange(Call):
         """
         return LikeDestination(source, like, self.group, in_place=in_place)
 
-    @quietly
     def destination_received(self, received: Received, like: Manifest, *, in_place: bool = False) -> LikeDestination:
         """Do as ``destination_like``, for a tree of which one rank has the elements."""
         description = received.description
@@ -117,7 +113,6 @@ class Exchange(Call):
         target.copy_in(description.described, [received.leaves[index] for index in description.described])
         return target
 
-    @quietly
     def layouts(self, *manifests: Manifest, beside: Sequence[Entry] = ()) -> list[dict[int, ChunkLayout]]:
         """Agree with the other ranks on manifests, and return which rank holds which chunks of each distributed leaf.
 
@@ -134,7 +129,7 @@ class Exchange(Call):
     def _fingerprint(
         self, manifests: Sequence[Manifest], beside: Sequence[Entry] = (), *, nbytes: int = 0
     ) -> Fingerprint:
-        entries = [*beside]
+        entries: list[Entry] = []
         details: list[str] = []
         for number, manifest in enumerate(manifests):
             more = " (like)" if number else ""
@@ -142,9 +137,8 @@ class Exchange(Call):
                 [Entry(f"{path}{more}", text) for path, text in manifest.entries()] if more else manifest.entries()
             )
             details += manifest.details()
-        return Fingerprint(self.described(), entries, details, nbytes)
+        return Fingerprint(self.described(), [*entries, *beside], details, nbytes)
 
-    @quietly
     def move(self, source: Manifest, target: Destination) -> Any:
         """Agree with the other ranks, move the elements, and return the resulting tree.
 
@@ -168,27 +162,24 @@ class Exchange(Call):
         planned.pop().run()
         return target.finish()
 
-    @quietly
     def move_alone(self, source: Manifest, target: Destination) -> Any:
         """Do as ``move`` where this rank has all that it needs, without communication."""
         self.alone()
         target.run_alone(source, self.bucket_bytes)
         return target.finish()
 
-    @quietly
-    def receive(self, source: Manifest | None, exchanged: Mapping[int, Elements], like: Manifest | None) -> Received:
+    def receive(self, sent: Sent | StateTreeError | None, like: Manifest | None) -> Received:
         """Agree with the other ranks on a tree that one of them, the option ``src``, describes, and receive it.
 
         Elements of the leaves that it describes are received as well; those that are exchanged are left to
         ``move_from``.
 
         Args:
-            source: The tree, on the source; not looked at on other ranks.
-            exchanged: Which of its leaves are exchanged, with their dtypes and global shapes.
+            sent: The tree, or what is wrong with it, on the source; ``None`` on other ranks.
             like: What this rank holds already; ``None`` if nothing.
         """
         src = self.options["src"]
-        message = Message() if source is None or self.group.rank != src else described(source, exchanged)
+        message = Message() if sent is None else described(sent)
         if like is None:
             fingerprint = Fingerprint(self.described(), None, (), len(message.text))
         else:
@@ -212,7 +203,6 @@ class Exchange(Call):
         self.expect()
         return Received(description, description.put_together(self.verb, parts), layouts, key)
 
-    @quietly
     def move_from(self, received: Received, transfers: Sequence[Transfer], manifest: Manifest | None) -> None:
         """Move elements of leaves that are exchanged, from the rank that described its tree.
 

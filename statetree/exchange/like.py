@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,11 +29,12 @@ from statetree.torch_internals import storage_key
 from statetree.tree.matching import matched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
+    from statetree.chunks.boxes import Box
     from statetree.chunks.layouts import ChunkLayout
     from statetree.chunks.local import LocalChunks
-    from statetree.exchange.description import Elements
+    from statetree.exchange.description import Received
     from statetree.exchange.group import Group
     from statetree.exchange.manifest import Manifest
     from statetree.tree.spec import TreeSpec
@@ -116,15 +118,12 @@ class LikeDestination(Destination):
         self._check_sources(found)
         return found
 
-    def transfers_from_one(
-        self, src: int, exchanged: Mapping[int, Elements], layouts: dict[int, ChunkLayout], source: Manifest | None
-    ) -> list[Transfer]:
+    def transfers_from_one(self, src: int, received: Received, source: Manifest | None) -> list[Transfer]:
         """Return what moves from the one rank that has the elements.
 
         Args:
             src: That rank.
-            exchanged: The leaves that move, with their dtypes and shapes.
-            layouts: Those that the leaves of ``like`` take.
+            received: What it described.
             source: The tree with the elements, on that rank.
         """
         if source is not None:  # it may hold nothing of leaves that others know to be tied
@@ -132,15 +131,17 @@ class LikeDestination(Destination):
         found: list[Transfer] = []
         for index in self._moving:
             if self._first(index) == index:
-                dtype, shape = exchanged[index]
+                dtype, shape = received.description.exchanged[index]
                 pieces = [] if source is None else whole_pieces(source.leaves[index])
-                found.append(Transfer(Chunked(whole_on(shape, [src]), pieces), self.target(index, layouts), dtype))
+                found.append(
+                    Transfer(Chunked(whole_on(shape, [src]), pieces), self.target(index, received.layouts), dtype)
+                )
         self._check_sources(found)
         return found
 
     def run_alone(self, source: Manifest, bucket_bytes: int) -> None:
         rank = self._group.rank
-        own = {index: layout_of(held.shape, {rank: held.boxes}) for index, held in self.like.chunks.items()}
+        own = {index: _own_part(rank, held.shape, tuple(held.boxes)) for index, held in self.like.chunks.items()}
         transfers = self.transfers_from({}, own, [rank])
         plan = BucketedPlan(moves_of(transfers), self._group, bucket_bytes)
         pieces = [Pieces(sent.pieces, received.pieces) for sent, received, _ in transfers]
@@ -267,6 +268,12 @@ class LikeDestination(Destination):
             raise
         for index in indices:
             self.leaves[index] = result[keys[index]]
+
+
+@lru_cache(maxsize=4096)
+def _own_part(rank: int, shape: tuple[int, ...], boxes: tuple[Box, ...]) -> ChunkLayout:
+    """Return the layout of a tensor as if the other ranks had nothing of it."""
+    return layout_of(shape, {rank: boxes})
 
 
 def _nothing() -> None:

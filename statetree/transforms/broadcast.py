@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 from statetree.declare import collective
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange.buckets import BUCKET_BYTES
+from statetree.exchange.description import Sent
 from statetree.exchange.driver import Exchange, exchange
 from statetree.exchange.like import allocated
 from statetree.exchange.manifest import path_order
 from statetree.exchange.partial_reduction import Chunked
 from statetree.exchange.transfers import Transfer, pieces_of
-from statetree.torch_internals import copy_each, quietly
+from statetree.torch_internals import copy_each
 from statetree.tree.flatten import unflatten
 
 if TYPE_CHECKING:
@@ -76,12 +77,12 @@ def broadcast(
         if own is not None:
             own.check_readable()
             elements = {index: (held.dtype, held.shape) for index, held in own.chunks.items()}
-        received = run.receive(own, elements, own)
+        sent = Sent(own, elements) if own is not None and run.group.rank == src else None
+        received = run.receive(sent, own)
         run.move_from(received, _distributed(run, received, own), own)
         return unflatten(received.description.spec, received.leaves)
 
 
-@quietly
 def _distributed(run: Exchange, received: Received, own: Manifest | None) -> list[Transfer]:
     """Put fresh distributed tensors like this rank's own in their places, and return what moves into them."""
     description, layouts, rank = received.description, received.layouts, run.group.rank

@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Any
 from statetree.declare import collective_unless
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange.buckets import BUCKET_BYTES
-from statetree.exchange.driver import exchange
+from statetree.exchange.description import Sent, caught
+from statetree.exchange.driver import Exchange, exchange
 from statetree.exchange.like import partners_of, refuse, unfit
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch.distributed import ProcessGroup
 
-    from statetree.exchange.description import Elements
     from statetree.exchange.group import Timeout
     from statetree.exchange.manifest import Manifest
 
@@ -79,21 +77,22 @@ def distribute(
             return run.move_alone(source, run.destination_like(source, run.manifest(like), in_place=in_place))
         run.check_rank("src")
         wanted = run.manifest(like, written=True)
-        own = _whole(run.manifest(full)) if run.group.rank == src else None
-        received = run.receive(own, {} if own is None else _exchanged(own, wanted), wanted)
+        sent = caught(_sent, run, full, wanted) if run.group.rank == src else None
+        received = run.receive(sent, wanted)
         target = run.destination_received(received, wanted, in_place=in_place)
-        exchanged = received.description.exchanged
-        run.move_from(received, target.transfers_from_one(src, exchanged, received.layouts, own), wanted)
+        own = sent.manifest if isinstance(sent, Sent) else None
+        run.move_from(received, target.transfers_from_one(src, received, own), wanted)
         return target.finish()
 
 
-def _exchanged(source: Manifest, like: Manifest) -> Mapping[int, Elements]:
-    """Return which leaves go into distributed ones, with their dtypes and shapes."""
+def _sent(run: Exchange, full: Any, like: Manifest) -> Sent:
+    """Return the source's tree, and which of its leaves go into distributed ones."""
+    source = _whole(run.manifest(full))
     partners = partners_of("distribute", source.spec, source.leaves, like)
     moving = [index for index in source.order if partners[index] in like.chunks]
     like.add_ties([partners[index] for index in moving])
     refuse("distribute", unfit(source, like, partners, moving))
-    return {index: (source.leaves[index].dtype, tuple(source.leaves[index].shape)) for index in moving}
+    return Sent(source, {index: (source.leaves[index].dtype, tuple(source.leaves[index].shape)) for index in moving})
 
 
 def _whole(manifest: Manifest) -> Manifest:

@@ -18,7 +18,6 @@ from statetree.leaves.parts import unpack
 from statetree.leaves.replicas import replicated
 from statetree.leaves.ties import tied_leaves
 from statetree.spans.memory import memory_of
-from statetree.torch_internals import quietly
 from statetree.tree.flatten import flatten_for_copy, unflatten
 
 if TYPE_CHECKING:
@@ -75,14 +74,12 @@ def partition_replicas(tree: Any, *, group: ProcessGroup | None = None, timeout:
         return unflatten(source.spec, [leaf if i in kept else empty[i] for i, leaf in enumerate(source.leaves)])
 
 
-@quietly
 def _on_meta(source: Manifest) -> list[Any]:
     """Return all leaves on ``meta``."""
     same = unflatten(source.spec, list(source.leaves))
     return flatten_for_copy(replicated(source.verb, same, memory_of("meta"), copy=False), holds_tensor)[0]
 
 
-@quietly
 def _bundles(manifest: Manifest) -> list[list[int]]:
     """Return groups of tied leaves, in the order of the paths, for all leaves that are not distributed."""
     local = [index for index in manifest.order if index not in manifest.chunks and not is_plain(manifest.leaves[index])]

@@ -62,13 +62,13 @@ def test_a_plan_for_another_source_is_noticed():
 
 
 def test_plans_are_not_compared_outside_of_tests(monkeypatch):
-    monkeypatch.delenv(collectives.CHECK_PLANS)
+    monkeypatch.delenv(transfers.CHECK_PLANS)
     plan(item())
     plan(item(dtype=torch.int32))
 
 
 def test_ranks_compare_plans_too():
-    assert run_ranks(2, os.getenv, collectives.CHECK_PLANS) == ["1", "1"]
+    assert run_ranks(2, os.getenv, transfers.CHECK_PLANS) == ["1", "1"]
 
 
 def test_layouts_have_one_digest_exactly_if_they_are_the_same():
