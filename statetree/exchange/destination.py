@@ -98,14 +98,20 @@ class FreshDestination(Destination):
     def __init__(self, source: Manifest, rule: Rule, rank: int, *, device: Device = None) -> None:
         super().__init__(source, list(source.leaves))
         self._rank = rank
-        self._moving = source.moving()
-        self._layouts = {index: rule(chunks) for index, chunks in source.chunks.items()}
         self._whole = isinstance(rule, WholeOn)
-        if isinstance(rule, WholeOn) and rank not in rule.ranks:
-            device = "meta"
-        self._bring_others(device)
-        for index, canonical in source.canonical.items():
-            self.leaves[index] = self._fresh(index, canonical, device)
+        self._device = "meta" if isinstance(rule, WholeOn) and rank not in rule.ranks else device
+        self._layouts = {index: rule(chunks) for index, chunks in source.chunks.items()}
+        self._bring_others(self._device)
+        self._canonical: dict[int, int] = {}
+        self._make()
+
+    def _make(self) -> None:
+        """Make the tensors. Where ranks see ties differently, it is done again once they have told each other."""
+        self._canonical = dict(self.source.canonical)
+        for index in self._canonical:
+            self.leaves[index] = None  # before memory is taken again
+        for index, canonical in self._canonical.items():
+            self.leaves[index] = self._fresh(index, canonical, self._device)
 
     def _bring_others(self, device: Device) -> None:
         rest = [index for index in range(len(self.leaves)) if index not in self.source.chunks]
@@ -143,7 +149,9 @@ class FreshDestination(Destination):
         return as_leaf(_empty(shape, stride, chunks.dtype, where), leaf)
 
     def sources(self) -> list[int]:
-        return self._moving
+        if self.source.canonical != self._canonical:
+            self._make()
+        return self.source.moving()
 
     def transfers(self, sources: dict[int, Chunked], layouts: dict[int, ChunkLayout] | None = None) -> list[Transfer]:
         found = []

@@ -70,7 +70,9 @@ def partition_replicas(tree: Any, *, group: ProcessGroup | None = None, timeout:
         place = {index: position for position, index in enumerate(source.order)}
         ties = Entry("<ties>", str([[place[index] for index in bundle] for bundle in bundles]))
         (layouts,) = run.layouts(source, beside=[ties])
+        run.expect()
         kept = _kept(source, bundles, layouts, run.group)
+        run.ready()
         return unflatten(source.spec, [leaf if i in kept else empty[i] for i, leaf in enumerate(source.leaves)])
 
 

@@ -210,26 +210,29 @@ def test_ties_of_nothing_are_none():
 
 
 def swap():
-    """Let two tensors take each other's places."""
+    """Two tensors cannot take each other's places: what is sent must not lie in the memory that is written."""
     one, other = shards(), shards()
-    other._local_tensor.mul_(-1)
-    expected = one._local_tensor.clone()
-    statetree.reshard({"a": one, "b": other}, {"a": other, "b": one}, in_place=True)
-    assert torch.equal(other._local_tensor, expected)
-    assert torch.equal(one._local_tensor, -expected)
     copies = Layout((4,), everywhere(), ("R",))
     left, right = copies.build(), copies.build()
-    right._local_tensor.mul_(-1)
-    full = {"a": right._local_tensor, "b": left._local_tensor}
-    statetree.distribute(full, {"a": left, "b": right}, in_place=True)
-    assert torch.equal(left._local_tensor, -copies.full())
-    assert torch.equal(right._local_tensor, copies.full())
-    statetree.distribute(full, {"a": left, "b": right}, src=1, in_place=True)
-    assert torch.equal(left._local_tensor, copies.full())
+    full, whole = {"a": right._local_tensor, "b": left._local_tensor}, {"a": left, "b": right}
+    calls = {
+        "reshard": lambda: statetree.reshard({"a": one, "b": other}, {"a": other, "b": one}, in_place=True),
+        "distribute": lambda: statetree.distribute(full, whole, in_place=True),
+        "distribute from one": lambda: statetree.distribute(full, whole, src=1, in_place=True),
+    }
+    before = statetree.offload((one, other, left, right))
+    for name, call in calls.items():
+        kind, message = attempt(call)
+        assert "in the memory that is written" in message, (name, kind, message)
+        assert kind in ("TreeMismatch", "RankMismatch"), (name, kind, message)
+    assert statetree.similarity(before, (one, other, left, right), values=True)
+    check_in_step()
+    statetree.reshard({"a": one}, {"a": one}, in_place=True)  # it stays where it is
+    assert statetree.similarity(before[0], one, values=True)
 
 
 @RANKS
-def test_a_state_may_be_moved_within_its_own_memory(world_size):
+def test_what_is_sent_lies_elsewhere(world_size):
     run_ranks(world_size, swap)
 
 
