@@ -9,7 +9,7 @@ from statetree.errors import UnsupportedLeaf
 from statetree.exchange.buckets import BUCKET_BYTES
 from statetree.exchange.description import Sent, caught
 from statetree.exchange.driver import Exchange, exchange
-from statetree.exchange.like import partners_of, refuse, unfit
+from statetree.exchange.fitting import partners_of, refuse, unfit
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
