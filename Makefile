@@ -48,6 +48,7 @@ check: lint types doctest docs coverage  ## Check format, lint, types, doctests,
 lint: $(STAMP)
 	@$(BIN)/ruff format --check $(SOURCES)
 	@$(BIN)/ruff check $(SOURCES)
+	@$(BIN)/lint-imports --no-cache --no-logo
 
 types: $(STAMP)
 	@$(BIN)/mypy

@@ -1,6 +1,7 @@
 """statetree: a PyTorch training state as a pytree, and pure, composable transforms over it."""
 
 from statetree.compose import chain, stream
+from statetree.declare import collective, leafwise
 from statetree.errors import (
     CheckpointError,
     CyclicTree,
@@ -51,11 +52,13 @@ __all__ = [
     "allocate_like",
     "broadcast",
     "chain",
+    "collective",
     "copy_into",
     "distribute",
     "flatten",
     "from_flat",
     "gather",
+    "leafwise",
     "map_leaves",
     "map_with_path",
     "offload",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from statetree.declare import is_collective, is_leafwise
 from statetree.errors import RankMismatch, StateTreeError, TreeMismatch, place_in_tree
-from statetree.exchange.consensus import Entry, Statement, agree, ready, tell_failure
+from statetree.exchange.consensus import Entry, Fingerprint, agree, ready, tell_failure
 from statetree.exchange.group import group_of
 from statetree.leaves.builtin import global_bytes, holds_tensor, is_distributed
 from statetree.leaves.parts import unpack
@@ -241,12 +241,12 @@ class _Together(_Alone):
     def agreed_buckets(self, cut: Callable[[], list[list[int]]], keys: Sequence[str], /) -> list[list[int]]:
         found: list[list[int]] = []
 
-        def prepare() -> tuple[Statement, None]:
+        def prepare() -> tuple[Fingerprint, None]:
             found[:] = found or cut()
             entries = [
                 Entry(keys[index], f"in bucket {number}") for number, bucket in enumerate(found) for index in bucket
             ]
-            return Statement("stream", sorted(entries)), None  # ties decide on the order within a bucket
+            return Fingerprint("stream", sorted(entries)), None  # ties decide on the order within a bucket
 
         for group in self._groups.values():
             try:

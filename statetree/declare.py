@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
+
+from statetree.torch_internals import quietly
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -22,17 +24,22 @@ def collective(transform: F) -> F:
     """Declare that every rank of a group has to call a transform (a decorator).
 
     It takes ``group`` and ``timeout`` by keyword. If it is leafwise, it has to be called with the same buckets, too.
+    Inside it torch's operations mean what they say: no autograd, no modes of the user, no default device.
     """
-    _COLLECTIVE[transform] = lambda _: False
-    return transform
+    return collective_unless(_never)(transform)
+
+
+def _never(_: Mapping[str, Any]) -> bool:
+    return False
 
 
 def collective_unless(alone: Callable[[Mapping[str, Any]], bool]) -> Callable[[F], F]:
     """Do as ``collective``, for a transform that with some options communicates with nobody (a decorator)."""
 
     def declare(transform: F) -> F:
-        _COLLECTIVE[transform] = alone
-        return transform
+        quiet = cast("F", quietly(transform))
+        _COLLECTIVE[quiet] = alone
+        return quiet
 
     return declare
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from functools import cache, wraps
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 import torch
@@ -60,17 +61,36 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     return key
 
 
-def count_references(storages: Sequence[torch.UntypedStorage], keys: Sequence[int]) -> int:
-    """Return how many references to storages there are in all: C++ ones (of tensors) and Python ones.
+def count_references(storages: list[torch.UntypedStorage], keys: Sequence[int]) -> list[int]:
+    """Return the references to storages: first the C++ ones (of tensors) of each, then the Python ones of each.
 
     Both are needed. There is at most one Python object for a storage, and it counts as one reference in C++ however
     many variables hold it.
 
+    They are counted in a single C call, in which no other thread runs: one that makes a tensor of a storage and drops
+    the storage between two calls would never be seen.
+
     Args:
-        storages: The storages' Python objects.
+        storages: The storages' Python objects, in a list.
         keys: Their ``storage_key``.
     """
-    return sum(map(torch._C._storage_Use_Count, keys)) + sum(map(sys.getrefcount, storages))
+    return list(chain(map(torch._C._storage_Use_Count, keys), map(sys.getrefcount, storages)))
+
+
+def own_references(tensors: Sequence[int]) -> list[int]:
+    """Return what ``count_references`` finds for storages that nothing refers to but one list, and tensors.
+
+    This is computed: whatever looks at all objects for a moment (``gc.get_objects()``) holds the storages, too.
+
+    Args:
+        tensors: How many tensors lie on each storage. At least one.
+    """
+    probe = torch.empty(0, device="cpu")
+    # In C++ the Python object counts as one. In Python the list counts as one, what counts as another one, and where
+    # torch keeps the object of a storage that tensors refer to, that is a third: this asks torch. The probe's storage
+    # has an object only inside this one C call, so that nothing else can hold it.
+    (counting_and_kept,) = map(sys.getrefcount, map(TENSOR_BASE.untyped_storage, (probe,)))
+    return [*(count + 1 for count in tensors), *repeat(1 + counting_and_kept, len(tensors))]
 
 
 def storages_sent() -> set[int]:

@@ -25,6 +25,10 @@ settings.register_profile("thorough", UNTIMED, max_examples=3000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
 
 
+# A plan that is used again is compared with the one that would be made now; ranks take over the environment.
+os.environ.setdefault("STATETREE_CHECK_PLANS", "1")
+
+
 @pytest.fixture(autouse=True)
 def _state_of_the_thread() -> Iterator[None]:
     """No test may leave torch's modes of this thread changed: others after it would fail, or pass, by chance."""

@@ -154,7 +154,9 @@ class Checkpointer:
             raise error
         return future
 
-    def restore(self, state: Any = None, step: int | None = None, *, weights_only: bool = True) -> Any:
+    def restore(
+        self, state: Any = None, step: int | None = None, *, weights_only: bool = True, verify: bool = True
+    ) -> Any:
         """Load a checkpoint. A save that is running is waited for.
 
         Args:
@@ -162,6 +164,7 @@ class Checkpointer:
                 as it was saved.
             step: Which one; by default the latest complete one.
             weights_only: As for ``statetree.dcp.load``.
+            verify: As for ``statetree.dcp.load``.
 
         Returns:
             The tree.
@@ -185,7 +188,7 @@ class Checkpointer:
                 path = self._series.path(found)
                 with checkpoint_errors("load", path):
                     try:
-                        return read(state, DirectoryReader(path), group, weights_only=weights_only)
+                        return read(state, DirectoryReader(path, verify=verify), group, weights_only=weights_only)
                     except CheckpointException:  # the same one on every rank
                         another = _by_first("restore", group, partial(self._find_instead, found, step))
                         if another is None:

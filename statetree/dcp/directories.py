@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from statetree.dcp.checksums import check_entry
 from statetree.dcp.metadata import Stored, read_metadata
 from statetree.errors import CheckpointError
 from statetree.torch_internals import copy_each
@@ -75,10 +76,15 @@ class DirectoryReader(StorageReader):
     """Reads what DCP's ``FileSystemWriter`` wrote, without trusting it: see ``read_metadata``.
 
     Tensors are read by ``torch.load(weights_only=True)``, and have to be what the metadata says that they are.
+
+    Args:
+        directory: Where the checkpoint lies.
+        verify: Whether what is read is compared with its checksums first.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, verify: bool) -> None:
         self._directory = directory
+        self._verify = verify
         self._metadata = Metadata({})
 
     @property
@@ -124,7 +130,11 @@ class DirectoryReader(StorageReader):
             by_file.setdefault(stored.name, []).append((stored, item))
         for name, reads in by_file.items():
             with (self._directory / name).open("rb") as file:
+                verified: Stored | None = None
                 for stored, item in sorted(reads, key=lambda read: read[0].offset):
+                    if self._verify and stored != verified:
+                        check_entry(file, item.storage_index.fqn, stored)
+                        verified = stored
                     self._read(file, stored, item, planner)
         done: Future[None] = Future()
         done.set_result(None)

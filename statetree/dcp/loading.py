@@ -36,6 +36,7 @@ def load(
     process_group: ProcessGroup | None = None,
     storage_reader: StorageReader | None = None,
     weights_only: bool = True,
+    verify: bool = True,
 ) -> Any:
     """Load a state that ``save``, or DCP's own ``save``, wrote.
 
@@ -55,6 +56,8 @@ def load(
             untrusted files does not hold for it.
         weights_only: Whether plain values are read by the rules of ``torch.load(weights_only=True)``. With ``False``,
             what the checkpoint holds may run any code.
+        verify: Whether each entry is compared with the checksums that DCP wrote (CRC-32) before it is loaded. Entries
+            that are not loaded are not verified. It has no effect on a ``storage_reader``.
 
     Returns:
         With a template: its containers, fresh, with its own tensors, and the checkpoint's plain values, in the types in
@@ -80,13 +83,14 @@ def load(
         Files are not trusted. Guarded against: code in DCP's ``.metadata`` (its pickle is read without being executed),
         file names that lead out of the directory, pieces that lie outside of their file or tensor or need more memory
         than the files have bytes, and, unless ``weights_only=False``, code in plain values and tensors. Not guarded
-        against: wrong values (DCP stores no checksums), plain values whose pickle is made to take much memory, faults
-        of ``torch.load(weights_only=True)`` itself, and files that change while they are read.
+        against: values that somebody changed, and their checksums with them, damage to ``.metadata`` (which has no
+        checksum) that leaves it valid, plain values whose pickle is made to take much memory, faults of
+        ``torch.load(weights_only=True)`` itself, and files that change while they are read.
     """
     group = group_for("load", process_group)
     inner = storage_reader
     if inner is None:
-        inner = DirectoryReader(local_directory("load", checkpoint_id))
+        inner = DirectoryReader(local_directory("load", checkpoint_id), verify=verify)
     else:
         inner.reset(checkpoint_id)
     with checkpoint_errors("load", checkpoint_id):

@@ -14,7 +14,7 @@ from statetree.dcp.internals import is_cut_left_to_right
 from statetree.dcp.keys import without_addresses
 from statetree.dcp.outline import WHOLE
 from statetree.errors import UnsupportedLeaf
-from statetree.exchange.manifest import holding_of
+from statetree.exchange.manifest import chunks_of
 from statetree.leaves.builtin import facts, is_distributed, is_plain, leaf_type_of, settled
 from statetree.leaves.parts import located, unpack
 from statetree.leaves.replicas import replicated
@@ -131,7 +131,7 @@ def _check_distributed(verb: str, leaf: Any, path: Path, ranks: Group) -> None:
     if isinstance(leaf, DTensor):
         _check_placements(verb, leaf, path)
     try:
-        holding = holding_of(leaf, ranks)
+        holding = chunks_of(leaf, ranks)
     except Exception as error:
         raise located(verb, "tell the chunks of", error, lambda: [path], [leaf], 0) from error
     assert holding is not None

@@ -1,4 +1,4 @@
-"""Exchange: moves the chunks of tensors between ranks, in rounds of bounded size.
+"""BucketedPlan: moves the chunks of tensors between ranks, in rounds of bounded size.
 
 What is small travels packed: for each peer one stretch of bytes, in which the elements of each dtype lie together, and
 among these the boxes of each shape.
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from statetree.exchange.plan import Cut, Move, Plan, Transfer
+from statetree.exchange.plan import BoxTransfer, Cut, ExchangePlan, Move
 from statetree.torch_internals import copy_each
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Pieces(NamedTuple):
 
 
 #: The number of a move, and a transfer of its elements.
-Moved = tuple[int, Transfer]
+Moved = tuple[int, BoxTransfer]
 
 
 #: A box: the number of a move, which of its pieces, and where in that.
@@ -115,18 +115,18 @@ def take_buckets(sizes: Sequence[tuple[int, int]], device: torch.device) -> Buck
     return tuple(torch.empty(size, dtype=torch.uint8, device=device) for size in (first, second))  # type: ignore[return-value]  # two
 
 
-class Exchange:
+class BucketedPlan:
     """A plan laid out in buckets, which can be run with any tensors of the moves' layouts.
 
     Args:
         moves: What goes where.
         group: The ranks.
         bucket_bytes: How many bytes a rank sends and receives in one round.
-        source: As for ``Plan``.
+        source: As for ``ExchangePlan``.
     """
 
     def __init__(self, moves: Sequence[Move], group: Group, bucket_bytes: int, *, source: int | None = None) -> None:
-        self._plan = Plan(moves, group.rank, group.size, bucket_bytes, source=source)
+        self._plan = ExchangePlan(moves, group.rank, group.size, bucket_bytes, source=source)
         self._dtypes = [move.dtype for move in moves]
         self._kept: list[_Step] | None = None
         self._sizes: list[_Size] | None = None

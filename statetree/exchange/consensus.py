@@ -1,4 +1,4 @@
-"""Agreement: before any data moves, the ranks make sure that they are about to do the same.
+"""Consensus: before any data moves, the ranks make sure that they are about to do the same.
 
 Each rank sends one small message of fixed length: whether it is ready, and digests of what it holds. Only where these
 differ does more follow, to find out what the first difference is. Then *every* rank raises, and the group is in step:
@@ -50,8 +50,8 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Statement:
-    """What a rank is about to do.
+class Fingerprint:
+    """What a rank is about to do, in so far as the others must be about to do the same.
 
     Attributes:
         options: The verb and its options.
@@ -67,17 +67,21 @@ class Statement:
 
     @cached_property
     def key(self) -> tuple[bytes, bytes, bytes]:
-        """Digests of the options, the entries and the details: what ``Agreed`` has if all ranks state the same."""
+        """Digests of the options, the entries and the details: what ``Consensus`` has if all ranks state the same."""
         lines = [text for entry in self.entries or () for text in entry]
         return digest([self.options]), digest(lines), digest(self.details)
 
+    def message(self) -> bytes:
+        """Return what is sent to the other ranks."""
+        return _MESSAGE.pack(_ABSENT if self.entries is None else _READY, *self.key, self.nbytes)
 
-def ready(verb: str) -> Statement:
+
+def ready(verb: str) -> Fingerprint:
     """Return what a rank states where the ranks mean the same already, and only wait for each other to be ready."""
-    return Statement(verb, [Entry("", "")])
+    return Fingerprint(verb, [Entry("", "")])
 
 
-class Agreed(NamedTuple):
+class Consensus(NamedTuple):
     """What came of it.
 
     Attributes:
@@ -95,7 +99,8 @@ class Agreed(NamedTuple):
 
 def digest(texts: Sequence[str]) -> bytes:
     """Return a digest of texts."""
-    return blake2b(_bytes("\0".join(texts)), digest_size=_DIGEST_BYTES).digest()
+    # With the lengths: a text may hold what separates them, and what was planned for others would be taken for theirs.
+    return blake2b(_bytes("\0".join([*texts, str(list(map(len, texts)))])), digest_size=_DIGEST_BYTES).digest()
 
 
 def _bytes(text: str) -> bytes:
@@ -107,7 +112,7 @@ def _text(data: bytes) -> str:
     return data.decode("utf-8", "surrogatepass")
 
 
-def agree(verb: str, group: Group, prepare: Callable[[], tuple[Statement, T]]) -> tuple[Agreed, T]:
+def agree(verb: str, group: Group, prepare: Callable[[], tuple[Fingerprint, T]]) -> tuple[Consensus, T]:
     """Make sure that all ranks are ready and mean the same.
 
     Args:
@@ -124,28 +129,43 @@ def agree(verb: str, group: Group, prepare: Callable[[], tuple[Statement, T]]) -
     """
     try:
         group.check_usable()
-        statement, result = prepare()
+        fingerprint, result = prepare()
+        message = fingerprint.message()
     except BaseException as error:
         # Also an interrupt: the others must not be left waiting.
         tell_failure(group, error)
         raise
-    own = _message(statement, failed=False)
-    messages = [_MESSAGE.unpack(row) for row in _tell(group, own)]
+    return compare(verb, group, fingerprint, message), result
+
+
+def compare(verb: str, group: Group, fingerprint: Fingerprint, message: bytes) -> Consensus:
+    """Make sure that all ranks have one fingerprint.
+
+    Args:
+        verb: The collective, for messages.
+        group: Its ranks.
+        fingerprint: What this rank is about to do.
+        message: Its ``message``, made in advance: from here on nothing of this rank's own may fail.
+
+    Raises:
+        RankMismatch: If another rank failed, or the ranks do not mean the same. On every rank.
+    """
+    messages = [_MESSAGE.unpack(row) for row in _tell(group, message)]
     if any(message[0] == _FAILED for message in messages):
         raise _failed(verb, [error.decode() for error in group.all_gather_bytes(b"")])
-    _check_options(verb, group, statement, [message[1] for message in messages])
+    _check_options(verb, group, fingerprint, [message[1] for message in messages])
     present = [message for message in messages if message[0] == _READY]
     if len({message[2] for message in present}) > 1:
-        raise _first_difference(verb, group, statement.entries)
+        raise _first_difference(verb, group, fingerprint.entries)
     same = len({message[3] for message in present}) <= 1
     options, entries, details = (present or messages)[0][1:4]
     sizes = [message[4] for message in messages]
-    return Agreed((options, entries, details), same, sizes, absent=len(present) < len(messages)), result
+    return Consensus((options, entries, details), same, sizes, absent=len(present) < len(messages))
 
 
 def tell_failure(group: Group, error: BaseException) -> None:
     """Take part in the other ranks' next agreement, so that they raise, too."""
-    _tell(group, _message(Statement("", None), failed=True))
+    _tell(group, _MESSAGE.pack(_FAILED, b"", b"", b"", 0))
     group.all_gather_bytes(_told(error))
 
 
@@ -153,11 +173,6 @@ def _tell(group: Group, message: bytes) -> list[bytes]:
     """Send this rank's message, and return everybody's."""
     rows = group.all_gather(torch.frombuffer(bytearray(message), dtype=torch.uint8))
     return [bytes(row.tolist()) for row in rows]
-
-
-def _message(statement: Statement, *, failed: bool) -> bytes:
-    status = _FAILED if failed else _ABSENT if statement.entries is None else _READY
-    return _MESSAGE.pack(status, *statement.key, statement.nbytes)
 
 
 def _told(failure: BaseException) -> bytes:
@@ -175,10 +190,10 @@ def _failed(verb: str, errors: Sequence[str]) -> RankMismatch:
     return RankMismatch(f"{verb}: {shown(lines)} Nothing was moved.")
 
 
-def _check_options(verb: str, group: Group, statement: Statement, digests: Sequence[bytes]) -> None:
+def _check_options(verb: str, group: Group, fingerprint: Fingerprint, digests: Sequence[bytes]) -> None:
     if len(set(digests)) == 1:
         return
-    told = list(map(_text, group.all_gather_bytes(_bytes(statement.options))))
+    told = list(map(_text, group.all_gather_bytes(_bytes(fingerprint.options))))
     msg = (
         f"{verb}: the ranks do not call the same with the same options: expected one call, got {_by_text(told)}. "
         "Nothing was moved."
@@ -195,10 +210,11 @@ def _by_text(texts: Sequence[str]) -> str:
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank, text in enumerate(texts):
         ranks[text].append(rank)
-    return "; ".join(f"{text} on {_named(found)}" for text, found in list(ranks.items())[:_CANDIDATES] if text)
+    return "; ".join(f"{text} on {ranks_named(found)}" for text, found in list(ranks.items())[:_CANDIDATES] if text)
 
 
-def _named(ranks: Sequence[int]) -> str:
+def ranks_named(ranks: Sequence[int]) -> str:
+    """Name ranks in a message, the first ones if there are many."""
     listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"{'ranks' if len(ranks) > 1 else 'rank'} {listed}"
 

@@ -1,276 +1,189 @@
-"""Target: the leaves whose layouts a tree takes, made or given, and what is known of writing into them."""
+"""Destinations: where the elements of a tree go. Fresh tensors in layouts that a rule gives."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.chunks.layouts import ChunkLayout, whole_on
-from statetree.chunks.local import LocalChunks, location_of
-from statetree.errors import Difference, StateTreeError, TreeMismatch, place_in_tree
-from statetree.exchange.manifest import Survey, holding_of, is_strided
-from statetree.exchange.transfers import Receipt, movable, pieces_of
-from statetree.leaves.builtin import is_distributed, leaf_type_of
-from statetree.leaves.copying import prepared_copy
-from statetree.leaves.parts import unpack
-from statetree.leaves.replicas import replicated
-from statetree.leaves.types.tensor import TENSOR
-from statetree.paths import Path
-from statetree.spans.columns import Columns
-from statetree.spans.layout import holds_memory
-from statetree.spans.memory import Memory
-from statetree.spans.overlaps import overlaps_itself, shared_elements
-from statetree.torch_internals import storage_key
+from statetree.chunks.layouts import whole_on
+from statetree.errors import StateTreeError, UnsupportedLeaf, place_in_tree
+from statetree.exchange.partial_reduction import Chunked
+from statetree.exchange.transfers import Transfer, as_sendable
+from statetree.leaves.replicas import moved, replicated
+from statetree.spans.layout import is_dense
+from statetree.spans.memory import Memory, memory_of
+from statetree.tree.flatten import unflatten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from statetree.exchange.group import Group
-    from statetree.tree.spec import TreeSpec
+    from statetree.chunks.layouts import ChunkLayout
+    from statetree.chunks.local import LocalChunks
+    from statetree.exchange.manifest import Manifest
+
+#: Where something lies, as users give it; ``None`` for where it lies already.
+Device = torch.device | str | int | None
+#: Says in which layout a distributed leaf arrives: which ranks of the group hold which boxes of its global shape.
+Rule = Callable[["LocalChunks"], "ChunkLayout"]
 
 
-_WITHOUT_MEMORY = "a tensor without memory"
-_REMEDY = "Nothing was written. Pass a tree of the same structure, global shapes and dtypes."
+@dataclass(frozen=True)
+class WholeOn:
+    """The rule by which some ranks get every leaf as a whole, and the others nothing."""
+
+    ranks: tuple[int, ...]
+
+    def __call__(self, chunks: LocalChunks, /) -> ChunkLayout:
+        """Return the layout of one leaf."""
+        return whole_on(chunks.shape, self.ranks)
 
 
-class Target:
-    """A tree whose leaves take the layouts of another one.
-
-    Args:
-        spec: Its structure.
-        wanted: The tree that gives the layouts.
-        partners: For each leaf the one of ``wanted`` whose layout it takes.
-        group: The ranks.
-        in_place: Whether the leaves are those of ``wanted`` themselves.
+class Destination:
+    """Where the elements of a tree's leaves go.
 
     Attributes:
-        leaves: The leaves, fresh ones unless ``in_place``.
+        source: The tree.
+        leaves: The leaves of the result, in the order of the source's.
+        manifests: Trees that say where elements go, if any do: the ranks have to agree on these, too.
     """
 
-    def __init__(
-        self, spec: TreeSpec, wanted: Survey, partners: Sequence[int], group: Group, *, in_place: bool
-    ) -> None:
-        self._spec = spec
-        self._wanted = wanted
-        self._partners = partners
-        self._leaf_of = {partner: index for index, partner in enumerate(partners)}
-        self._group = group
-        leaves = [wanted.leaves[partner] for partner in partners]
-        self.leaves = leaves if in_place else allocated(wanted.verb, leaves, spec)
-        self._holdings: dict[int, LocalChunks] = {}
+    manifests: Sequence[Manifest] = ()
 
-    def is_distributed(self, index: int) -> bool:
-        """Whether the ranks hold different parts of a leaf."""
-        return self._partners[index] in self._wanted.holdings
+    def __init__(self, source: Manifest, leaves: list[Any]) -> None:
+        self.source = source
+        self.leaves = leaves
 
-    def leader(self, index: int) -> int:
-        """Return the first of the leaves that lie in the same memory as this one."""
-        return self._leaf_of[leader_of(self._wanted, self._partners[index])]
+    def sources(self) -> list[int]:
+        """Return the distributed leaves of the source that move, of tied ones the canonical."""
+        raise NotImplementedError
 
-    def receipt(self, index: int, layouts: dict[int, ChunkLayout]) -> Receipt:
-        """Return where elements are put.
+    def transfers(self, sources: dict[int, Chunked], layouts: dict[int, ChunkLayout] | None = None) -> list[Transfer]:
+        """Return what moves from where to where.
 
         Args:
-            index: The leaf.
-            layouts: Those of ``wanted``.
+            sources: Where the elements of ``sources()`` come from.
+            layouts: Those of the leaves of ``manifests``.
         """
-        leaf, group = self.leaves[index], self._group
-        if not self.is_distributed(index):
-            return Receipt(whole_on(leaf.shape, range(group.size)), [bare(leaf)] if leaf.numel() else [])
-        layout = layouts[self._partners[index]]
-        return Receipt(layout, pieces_of(self._holding(index), layout, group.rank))
+        raise NotImplementedError
 
-    def dtype(self, index: int) -> torch.dtype:
-        """Return the dtype of a leaf's elements."""
-        if not self.is_distributed(index):
-            dtype: torch.dtype = self.leaves[index].dtype
-            return dtype
-        return self._wanted.holdings[self._partners[index]].dtype
+    def run_alone(self, source: Manifest, bucket_bytes: int) -> None:
+        """Move elements of a source of which this rank holds everything."""
+        raise NotImplementedError
 
-    def check_writable(self, indices: Sequence[int]) -> None:
-        """Raise ``TreeMismatch`` if elements cannot be put into some of the leaves."""
-        found = [(index, why) for index in indices for why in sorted(self._why_unwritable(index))]
-        named = self._spec.paths() if found else []
-        refuse(
-            self._wanted.verb,
-            [Difference(named[index], "writability", "a tensor to move", why) for index, why in found],
-        )
-
-    def _why_unwritable(self, index: int) -> set[str]:
-        found = set(map(_why_unwritable, self.receipt_pieces(index)))
-        if self.is_distributed(index) and self._holding(index).device == "meta":
-            found.add(_WITHOUT_MEMORY)  # also on ranks that hold nothing of it
-        found.discard("")
-        return found
-
-    def check_apart(self, moving: Sequence[int]) -> None:
-        """Raise ``TreeMismatch`` if elements that move would be put over those of another leaf.
-
-        Args:
-            moving: The leaves that are not copied from this rank's own.
-        """
-        if not moving:
-            return
-        moved = set(moving)
-        local = [index for index in range(len(self.leaves)) if index not in moved]
-        pieces, owners = _parts_of([self.leaves[index] for index in local])
-        owners = [local[owner] for owner in owners]
-        for index in moving:
-            if self.leader(index) == index or self.leader(index) not in moved:
-                held = self.receipt_pieces(index)
-                pieces += held
-                owners += [index] * len(held)
-        shared = [(owners[a], owners[b]) for a, b in shared_elements(Columns(pieces))]
-        shared = [pair for pair in shared if not moved.isdisjoint(pair)]  # of others, prepare_copy knows more
-        named = self._spec.paths() if shared else []
-        refuse(
-            self._wanted.verb,
-            [
-                Difference(named[b], "overlap", "values of its own", f"a tensor that overlaps {named[a]}")
-                for a, b in shared
-            ],
-        )
-
-    def written(self, moving: Sequence[int]) -> set[int]:
-        """Return the keys of the storages that elements which move are put into."""
-        pieces = [piece for index in moving for piece in self.receipt_pieces(index)]
-        return set(map(_storage, pieces))
-
-    def receipt_pieces(self, index: int) -> Sequence[torch.Tensor]:
-        """Return this rank's tensors that elements are put into."""
-        return self._holding(index).pieces if self.is_distributed(index) else [self.leaves[index]]
-
-    def prepare_copy(self, indices: Sequence[int], sources: Sequence[Any]) -> Callable[[], None]:
-        """Prepare copying leaves that this rank has into those of the tree; return the function that does it."""
-        keys, named = self._spec.flat_keys(), self._spec.paths()
-        verb = self._wanted.verb
-        left = {keys[index]: leaf for index, leaf in zip(indices, sources, strict=True)}
-        try:
-            result, write = prepared_copy(verb, left, {keys[index]: self.leaves[index] for index in indices})
-        except TreeMismatch as error:
-            path_of = dict(zip(keys, named, strict=True))
-            refuse(verb, [found._replace(path=path_of[found.path[0]]) for found in error.differences])
-            raise
-        for index in indices:
-            self.leaves[index] = result[keys[index]]
-        return write
-
-    def _holding(self, index: int) -> LocalChunks:
-        if index not in self._holdings:
-            holding = holding_of(self.leaves[index], self._group)
-            assert holding is not None
-            self._holdings[index] = holding
-        return self._holdings[index]
+    def finish(self) -> Any:
+        """Do what is left once the elements are there, and return the tree."""
+        return unflatten(self.source.spec, self.leaves)
 
 
-def _parts_of(leaves: list[Any]) -> tuple[list[torch.Tensor], list[int]]:
-    """Return the plain tensors with memory that leaves consist of, and the index of the leaf of each."""
-    unpacked = unpack("", leaves, lambda: [Path()] * len(leaves), memory=False)
-    real = [index for index, part in enumerate(unpacked.parts) if not part.is_meta]
-    return [unpacked.parts[index] for index in real], [unpacked.owners[index] for index in real]
+class FreshDestination(Destination):
+    """Fresh tensors: on each rank the box that a rule gives it, of distributed leaves; other leaves as they are.
 
-
-def leader_of(survey: Survey, index: int) -> int:
-    """Return the first leaf of a tree that lies in the same memory as one of its leaves."""
-    if index in survey.leaders:
-        return survey.leaders[index]
-    leaf = survey.leaves[index]
-    if not is_bare(leaf) or leaf.is_meta:
-        return index
-    places = survey.places
-    if not places:
-        for other in survey.order:
-            found = survey.leaves[other]
-            if other not in survey.holdings and is_bare(found):
-                places.setdefault(location_of(found) if not found.is_meta else id(found), other)
-    return places[location_of(leaf)]
-
-
-def _why_unwritable(piece: torch.Tensor) -> str:
-    if piece.is_inference():
-        return "an inference tensor"
-    if not piece.is_contiguous() and overlaps_itself(piece.shape, piece.stride()):
-        return "a tensor that overlaps itself"
-    if piece.is_meta or not holds_memory(piece):
-        return _WITHOUT_MEMORY
-    return ""
-
-
-def refuse(verb: str, differences: Sequence[Difference]) -> None:
-    """Raise ``TreeMismatch`` if there are differences."""
-    if differences:
-        raise TreeMismatch.between(verb, differences, _REMEDY)
-
-
-def kept_apart(source: Survey, indices: Sequence[int], written: set[int]) -> list[Any]:
-    """Return some of the leaves, whose elements stay as they are while storages are written."""
-    leaves = source.leaves
-    parts, owners = _parts_of([leaves[index] for index in indices]) if written else ([], [])
-    changed = {indices[owner] for part, owner in zip(parts, owners, strict=True) if _storage(part) in written}
-    return [
-        _fresh(source.verb, leaves, source.spec, [index], _device_of(leaves[index]), copy=True)[0]
-        if index in changed
-        else leaves[index]
-        for index in indices
-    ]
-
-
-def _storage(piece: torch.Tensor) -> int:
-    return storage_key(piece.untyped_storage())
-
-
-def allocated(verb: str, leaves: Sequence[Any], spec: TreeSpec) -> list[Any]:
-    """Return fresh tensors like those of leaves, on the same devices; real ones for those on ``meta``.
+    Leaves that lie on the same memory do so again. On ranks to which ``WholeOn`` gives nothing, every tensor is a
+    ``meta`` tensor of its global shape.
 
     Args:
-        verb: The collective, for messages.
-        leaves: The leaves.
-        spec: The structure that they belong to.
+        source: The tree.
+        rule: In which layout each distributed leaf arrives.
+        rank: This rank.
+        device: Where it arrives, and other leaves are brought; by default where they lie.
+
+    Raises:
+        UnsupportedLeaf: If the rule gives a rank several boxes of a leaf.
     """
-    result = list(leaves)
-    by_device: dict[torch.device, list[int]] = {}
-    for index, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor) or is_distributed(leaf):
-            by_device.setdefault(_device_of(leaf), []).append(index)
-    for device, indices in by_device.items():
-        for index, leaf in zip(indices, _fresh(verb, leaves, spec, indices, device, copy=False), strict=True):
-            result[index] = leaf
-    return result
+
+    def __init__(self, source: Manifest, rule: Rule, rank: int, *, device: Device = None) -> None:
+        super().__init__(source, list(source.leaves))
+        self._rank = rank
+        self._whole = isinstance(rule, WholeOn)
+        self._device = "meta" if isinstance(rule, WholeOn) and rank not in rule.ranks else device
+        self._layouts = {index: rule(chunks) for index, chunks in source.chunks.items()}
+        self._bring_others(self._device)
+        self._canonical: dict[int, int] = {}
+        self._make()
+
+    def _make(self) -> None:
+        """Make the tensors. Where ranks see ties differently, it is done again once they have told each other."""
+        self._canonical = dict(self.source.canonical)
+        for index in self._canonical:
+            self.leaves[index] = None  # before memory is taken again
+        for index, canonical in self._canonical.items():
+            self.leaves[index] = self._fresh(index, canonical, self._device)
+
+    def _bring_others(self, device: Device) -> None:
+        rest = [index for index in range(len(self.leaves)) if index not in self.source.chunks]
+        if device is None or not rest:
+            return
+        spec = self.source.spec
+        keys, paths = spec.flat_keys(), spec.paths()
+        tree = {keys[index]: self.leaves[index] for index in rest}
+        memory = memory_of(device)
+        bring = moved if memory.device.type != "meta" else partial(replicated, copy=False)
+        try:
+            brought = bring(self.source.verb, tree, memory)
+        except StateTreeError as error:
+            place_in_tree(error, {keys[index]: paths[index] for index in rest})
+            raise
+        for index, leaf in zip(rest, brought.values(), strict=True):
+            self.leaves[index] = leaf
+
+    def _fresh(self, index: int, canonical: int, device: Device) -> Any:
+        leaf, chunks = self.source.leaves[index], self.source.chunks[index]
+        if index != canonical:
+            first = self.leaves[canonical]
+            return first if leaf is self.source.leaves[canonical] else as_leaf(first.detach(), leaf)
+        boxes = self._layouts[index].boxes_of(self._rank)
+        if len(boxes) > 1:
+            path = self.source.path(index)
+            msg = (
+                f"{self.source.verb}: the rule gives this rank {len(boxes)} boxes of the leaf at {path or '<root>'}: "
+                "expected one at most. Gather it, or use reshard."
+            )
+            raise UnsupportedLeaf(msg, path)
+        shape = chunks.shape if self._whole else boxes[0].sizes if boxes else (0,) * len(chunks.shape)
+        where = chunks.device or None if device is None or chunks.device == "meta" else device
+        stride = leaf.stride() if isinstance(leaf, torch.Tensor) and self._whole else ()
+        return as_leaf(_empty(shape, stride, chunks.dtype, where), leaf)
+
+    def sources(self) -> list[int]:
+        if self.source.canonical != self._canonical:
+            self._make()
+        return self.source.moving()
+
+    def transfers(self, sources: dict[int, Chunked], layouts: dict[int, ChunkLayout] | None = None) -> list[Transfer]:
+        found = []
+        for index, source in sources.items():
+            layout = self._layouts[index]
+            pieces = [as_sendable(self.leaves[index])] if layout.boxes_of(self._rank) else []
+            found.append(Transfer(source, Chunked(layout, pieces), self.source.chunks[index].dtype))
+        return found
 
 
-def _fresh(
-    verb: str, leaves: Sequence[Any], spec: TreeSpec, indices: Sequence[int], device: torch.device, *, copy: bool
-) -> list[Any]:
-    """Return some leaves on memory of their own, with or without the same elements."""
-    keys, paths = spec.flat_keys(), spec.paths()
-    try:
-        found = replicated(verb, {keys[index]: leaves[index] for index in indices}, Memory(device), copy=copy)
-    except StateTreeError as error:
-        place_in_tree(error, {keys[index]: paths[index] for index in indices})
-        raise
-    return list(found.values())
+def _empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: Device) -> torch.Tensor:
+    if _is_dense(tuple(shape), tuple(stride)):
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _device_of(leaf: Any) -> torch.device:
-    """Return where a leaf's elements lie, or are to lie if it has none."""
-    if isinstance(leaf, torch.Tensor):
-        devices = [leaf.device]
-    else:
-        devices = [part.device for part in unpack("", [leaf], lambda: [Path()], memory=False).parts]
-    if devices and devices[0].type != "meta":
-        return devices[0]
-    mesh = getattr(leaf, "device_mesh", None)
-    return torch.device("cpu" if mesh is None or mesh.device_type == "meta" else mesh.device_type)
+@lru_cache(maxsize=4096)
+def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    return len(stride) == len(shape) and is_dense(contiguous=False, shape=shape, stride=stride)
 
 
-def bare(leaf: torch.Tensor) -> torch.Tensor:
-    """Return a plain tensor leaf without class and gradient, as it is moved."""
-    if type(leaf) is torch.Tensor:
-        return movable(leaf)
-    return movable(leaf.detach().as_subclass(torch.Tensor))
-
-
-def is_bare(leaf: Any) -> bool:
-    """Whether a leaf is a strided tensor that can be cut into boxes."""
-    return isinstance(leaf, torch.Tensor) and leaf_type_of(type(leaf)) is TENSOR and is_strided(leaf)
+def as_leaf(fresh: torch.Tensor, leaf: Any) -> torch.Tensor:
+    """Return a fresh plain tensor as what a distributed leaf is beside its elements: a parameter, with attributes."""
+    requires_grad = bool(getattr(leaf, "requires_grad", False))
+    if isinstance(leaf, torch.nn.Parameter):
+        fresh = torch.nn.Parameter(fresh, requires_grad=requires_grad)
+    elif isinstance(leaf, torch.nn.Buffer):
+        fresh = torch.nn.Buffer(fresh, persistent=leaf.persistent)
+    elif requires_grad:
+        fresh.requires_grad_()
+    # What torch's classes keep for themselves begins with an underscore.
+    carried = {name: held for name, held in getattr(leaf, "__dict__", {}).items() if not name.startswith("_")}
+    if carried and isinstance(leaf, torch.Tensor):
+        vars(fresh).update(replicated("gather", carried, Memory(), copy=True))
+    return fresh

@@ -1,4 +1,4 @@
-"""Blueprints: all of a list of leaves but their elements, so that another rank can make the same ones.
+"""Metadata of leaves: all of a list of leaves but their elements, so that another rank can make the same ones.
 
 Sent between the ranks of one job by pickle, as ``torch.distributed`` sends objects; never read from a file.
 """
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
     from statetree.paths import Path
 
-#: What a blueprint says of tensors, by the names that ``Columns`` has for it.
+#: What metadata says of tensors, by the names that ``Columns`` has for it.
 _KNOWN = ("dtypes", "shapes", "strides", "offsets", "storage_keys", "contiguous", "nbytes", "conj", "neg")
 
 
-class Blueprint(NamedTuple):
+class LeafMetadata(NamedTuple):
     """All of a list of leaves but their elements.
 
     Attributes:
@@ -49,7 +49,7 @@ class Blueprint(NamedTuple):
     def allocate(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the plain tensors that the leaves are packed from, and the spans on which their elements lie.
 
-        The spans are ``uint8`` tensors without contents, in the order in which ``draw`` gives the originals.
+        The spans are ``uint8`` tensors without contents, in the order in which ``metadata_of`` gives the originals.
         """
         count = sum(len(indices) for indices, _ in self.tensors.values())
         parts: list[Any] = [None] * count
@@ -70,7 +70,7 @@ class Blueprint(NamedTuple):
         return parts, spans
 
     def pack(self, verb: str, parts: list[torch.Tensor], paths: Callable[[], Sequence[Path]]) -> list[Any]:
-        """Return leaves like those that the blueprint was drawn from.
+        """Return leaves like those that the metadata was drawn from.
 
         Args:
             verb: The collective, for messages.
@@ -80,8 +80,10 @@ class Blueprint(NamedTuple):
         return Unpacked(verb, self.kept, paths, Columns(parts), (), self.bare, self.recipes).pack(parts)
 
 
-def draw(verb: str, leaves: list[Any], paths: Callable[[], Sequence[Path]]) -> tuple[Blueprint, list[torch.Tensor]]:
-    """Return the blueprint of leaves, and the spans on which their elements lie, as ``uint8`` tensors.
+def metadata_of(
+    verb: str, leaves: list[Any], paths: Callable[[], Sequence[Path]]
+) -> tuple[LeafMetadata, list[torch.Tensor]]:
+    """Return the metadata of leaves, and the spans on which their elements lie, as ``uint8`` tensors.
 
     Raises:
         UnsupportedLeaf: If a leaf cannot be taken apart, or its storage was freed.
@@ -103,10 +105,10 @@ def draw(verb: str, leaves: list[Any], paths: Callable[[], Sequence[Path]]) -> t
             layout = lay_out(columns, extents(columns))
             spans += [raw(columns.storages[span.source], span.start, span.stop) for span in layout.spans]
     kept = [leaf if is_plain(leaf) else None for leaf in leaves]
-    return Blueprint(kept, list(unpacked.bare), dict(unpacked.recipes), tensors), spans
+    return LeafMetadata(kept, list(unpacked.bare), dict(unpacked.recipes), tensors), spans
 
 
-class _Pickler(pickle.Pickler):
+class _ModulePickler(pickle.Pickler):
     """Knows modules, which pickle does not: they go by their names, as functions and classes do."""
 
     def reducer_override(self, value: Any) -> Any:
@@ -117,12 +119,12 @@ class _Pickler(pickle.Pickler):
 
 def _dumps(message: Any) -> bytes:
     file = io.BytesIO()
-    _Pickler(file, pickle.DEFAULT_PROTOCOL).dump(message)
+    _ModulePickler(file, pickle.DEFAULT_PROTOCOL).dump(message)
     return file.getvalue()
 
 
 def pickled(verb: str, message: Any, leaves: Sequence[Any], paths: Callable[[], Sequence[Path]]) -> bytes:
-    """Return a message that has blueprints of leaves in it as bytes.
+    """Return a message that has metadata of leaves in it as bytes.
 
     Raises:
         UnsupportedLeaf: If that cannot be done, with the path of the first plain value that is to blame.

@@ -1,18 +1,15 @@
-"""A tree as a collective sees it: what this rank holds of every leaf, and what the ranks tell each other of that."""
+"""The manifest of a tree: what this rank holds of every leaf, and what the ranks tell each other of that."""
 
 from __future__ import annotations
 
-import json
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 
-from statetree.chunks.boxes import Box
-from statetree.chunks.layouts import ChunkLayout, layout_of
-from statetree.chunks.local import LocalChunks
+from statetree.chunks.local import location_of
 from statetree.errors import UnsupportedLeaf
-from statetree.exchange.consensus import CONTAINER, Agreed, Entry, Statement, agree, digest, ready
+from statetree.exchange.consensus import CONTAINER, Entry
 from statetree.leaves.builtin import facts, holds_tensor, is_distributed, leaf_type_of, may_be_under_way, settled
 from statetree.leaves.parts import located, unpack
 from statetree.leaves.types.special import QUANTIZED
@@ -22,52 +19,76 @@ from statetree.spans.layout import check_memory
 from statetree.tree.flatten import flatten, flatten_for_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from statetree.exchange.group import Group
+    from statetree.chunks.layouts import ChunkLayout
+    from statetree.chunks.local import LocalChunks
+    from statetree.chunks.ranks import Ranks
     from statetree.tree.containers import Container
     from statetree.tree.spec import TreeSpec
 
-L = TypeVar("L")
-W = TypeVar("W")
 
-
-class Survey:
+class Manifest:
     """A tree, as a collective sees it.
 
     Attributes:
         leaves: Its leaves, collectives under way waited for.
         spec: Its structure.
         order: The indices of the leaves, in the order of their paths: the same on every rank.
-        holdings: What this rank holds of each distributed leaf, by its index.
-        leaders: For every distributed leaf the first one (in the order of the paths) that lies in the same memory.
+        chunks: What this rank holds of each distributed leaf, by its index.
+        canonical: For every distributed leaf the first one (in the order of the paths) that lies in the same memory; for
+            others that elements are moved into, too.
+        complete: Whether the ranks must hold every distributed leaf completely between them.
+        written: Whether elements are moved into its leaves: then the ranks must see the same ties.
+        replicas: Where meshes differ from rank to rank, whether their elements are compared (``"check"``), or the first
+            mesh's taken (``"first"``). With ``None`` all keep what they have.
     """
 
-    def __init__(self, verb: str, tree: Any, group: Group) -> None:
+    def __init__(
+        self,
+        verb: str,
+        tree: Any,
+        ranks: Ranks,
+        *,
+        complete: bool = False,
+        written: bool = False,
+        replicas: str | None = None,
+    ) -> None:
         leaves, self.spec = flatten_for_copy(tree, holds_tensor, verb=verb)
         self.leaves = list(map(settled, leaves)) if any(map(may_be_under_way, set(map(type, leaves)))) else leaves
         self.verb = verb
+        self.complete = complete
+        self.written = written
+        self.replicas = replicas
 
         outline = _outline_of(self.spec)
         self.order = outline.order
         self._keys = outline.keys
         self._structure = outline.structure
-        self.holdings: dict[int, LocalChunks] = {}
-        self.leaders: dict[int, int] = {}
-        #: For leaves that are not distributed, once somebody asked: the first one in each place in memory.
-        self.places: dict[Any, int] = {}
+        self.chunks: dict[int, LocalChunks] = {}
+        self.canonical: dict[int, int] = {}
         first: dict[Any, int] = {}
         for index in self.order:
-            holding = self._holding(index, group)
-            if holding is not None:
-                self.holdings[index] = holding
-                key = (holding.text, holding.detail, tuple(holding.boxes), holding.tie)
-                self.leaders[index] = first.setdefault(key, index)
+            chunks = self._chunks_of(index, ranks)
+            if chunks is not None:
+                self.chunks[index] = chunks
+                key = (chunks.text, chunks.detail, tuple(chunks.boxes), chunks.tie)
+                self.canonical[index] = first.setdefault(key, index)
 
-    def _holding(self, index: int, group: Group) -> LocalChunks | None:
+    @classmethod
+    def described(cls, verb: str, spec: TreeSpec, leaves: list[Any]) -> Self:
+        """Return the manifest of a tree of which another rank has the elements: this one holds nothing of it."""
+        found = cls.__new__(cls)
+        found.verb, found.spec, found.leaves = verb, spec, leaves
+        found.order = path_order(spec)
+        found.chunks, found.canonical = {}, {}
+        found.complete = found.written = False
+        return found
+
+    def _chunks_of(self, index: int, ranks: Ranks) -> LocalChunks | None:
         leaf = self.leaves[index]
         try:
-            return holding_of(leaf, group)
+            return chunks_of(leaf, ranks)
         except Exception as error:
             raise located(self.verb, "tell the chunks of", error, self.spec.paths, self.leaves, index) from error
 
@@ -77,9 +98,9 @@ class Survey:
         return [*map(Entry, self._keys, texts), *self._structure]
 
     def _text(self, index: int) -> str:
-        holding = self.holdings.get(index)
-        if holding is not None:
-            return holding.text
+        chunks = self.chunks.get(index)
+        if chunks is not None:
+            return chunks.text
         try:
             return _text_of(self.leaves[index])
         except Exception as error:
@@ -87,36 +108,35 @@ class Survey:
 
     def details(self) -> list[str]:
         """Return what usually is the same on all ranks: which of them hold what, and ties."""
-        return [*(holding.detail for holding in self.holdings.values()), str(self.ties())]
+        return [*(chunks.detail for chunks in self.chunks.values()), str(self.ties())]
 
     def ties(self) -> list[int]:
-        """Return, for every distributed leaf, the number of the one that leads it."""
-        number = {index: number for number, index in enumerate(self.holdings)}
-        return [number[leader] for leader in self.leaders.values()]
+        """Return, for every leaf that has a canonical one, the number of that one."""
+        number = {index: number for number, index in enumerate(self.canonical)}
+        return [number[first] for first in self.canonical.values()]
 
     @property
     def is_known(self) -> bool:
         """Whether the layouts of all leaves are known without asking the other ranks."""
-        return all(holding.layout is not None for holding in self.holdings.values())
+        return all(chunks.layout is not None for chunks in self.chunks.values())
 
-    def known_layouts(self, *, complete: bool) -> dict[int, ChunkLayout] | None:
+    def known_layouts(self) -> dict[int, ChunkLayout] | None:
         """Return the layouts of the distributed leaves, if this rank knows them by itself.
 
-        Args:
-            complete: Whether the ranks must hold every leaf completely. ``None`` is returned where they do not.
+        ``None`` too where the ranks must hold every leaf completely, and do not.
         """
         if not self.is_known:
             return None
-        layouts = {index: layout for index, holding in self.holdings.items() if (layout := holding.layout) is not None}
-        return None if complete and _incomplete(self, layouts) is not None else layouts
+        layouts = {index: layout for index, chunks in self.chunks.items() if (layout := chunks.layout) is not None}
+        return None if self.complete and self.incomplete(layouts) is not None else layouts
 
     def check_readable(self) -> None:
         """Raise ``UnsupportedLeaf`` if the elements of a distributed leaf cannot be read."""
-        owners = [index for index, holding in self.holdings.items() for _ in holding.pieces]
-        pieces = [piece for holding in self.holdings.values() for piece in holding.pieces]
+        owners = [index for index, chunks in self.chunks.items() for _ in chunks.pieces]
+        pieces = [piece for chunks in self.chunks.values() for piece in chunks.pieces]
         for index, piece in zip(owners, pieces, strict=True):
-            holding = self.holdings[index]
-            if piece.is_meta and (holding.layout is None or holding.device != "meta"):  # or not so on every rank
+            chunks = self.chunks[index]
+            if piece.is_meta and (chunks.layout is None or chunks.device != "meta"):  # or not so on every rank
                 path = self.path(index)
                 msg = (
                     f"{self.verb}: a chunk of the leaf at {path or '<root>'} is on meta: expected elements. Load it "
@@ -125,11 +145,36 @@ class Survey:
                 raise UnsupportedLeaf(msg, path)
         check_memory(self.verb, Columns(pieces), lambda place: self.path(owners[place]))
 
-    def leading(self) -> list[int]:
+    def incomplete(self, layouts: dict[int, ChunkLayout]) -> int | None:
+        """Return the first leaf of which the ranks hold only a part."""
+        for index, layout in layouts.items():
+            summands = self.chunks[index].summands
+            if not all(held.is_complete for held in (layout, *(summands[1] if summands else ()))):
+                return index
+        return None
+
+    def moving(self) -> list[int]:
         """Return the distributed leaves to move: one of those that lie in the same memory, and none without memory."""
         return [
-            index for index, leader in self.leaders.items() if index == leader and self.holdings[index].device != "meta"
+            index
+            for index, canonical in self.canonical.items()
+            if index == canonical and index in self.chunks and self.chunks[index].device != "meta"
         ]
+
+    def add_ties(self, indices: Sequence[int]) -> None:
+        """Note which of the leaves that elements are moved into lie in the same memory, distributed or not.
+
+        What is moved depends on these ties, so the ranks have to agree on them.
+
+        Args:
+            indices: The leaves, in the order of the paths.
+        """
+        first: dict[Any, int] = {}
+        for index in indices:
+            if index not in self.chunks:
+                leaf = self.leaves[index]
+                in_memory = is_cuttable(leaf) and not leaf.is_meta and leaf.numel()
+                self.canonical[index] = first.setdefault(location_of(leaf), index) if in_memory else index
 
     def path(self, index: int) -> Path:
         """Return the path of a leaf."""
@@ -178,7 +223,7 @@ def _container_text(kind: Container, names: tuple[Any, ...]) -> str:
     return f"a {family} with the keys {', '.join(sorted(map(exactly, names)))}"
 
 
-def holding_of(leaf: Any, group: Group) -> LocalChunks | None:
+def chunks_of(leaf: Any, ranks: Ranks) -> LocalChunks | None:
     """Return what this rank of a group holds of a distributed leaf; ``None`` if a leaf is not distributed.
 
     Raises:
@@ -192,7 +237,7 @@ def holding_of(leaf: Any, group: Group) -> LocalChunks | None:
             raise _hidden(leaf)
         return None
     if leaf_type.is_distributed(leaf):
-        return leaf_type.local_chunks(leaf, group)
+        return leaf_type.local_chunks(leaf, ranks)
     if _hides_chunks(leaf):
         raise _hidden(leaf)
     return None
@@ -227,117 +272,16 @@ def _text_of(leaf: Any) -> str:
     return " ".join([f"a {known['leaf type']}", *named])
 
 
+def is_cuttable(leaf: Any) -> bool:
+    """Whether a leaf is a strided tensor, not distributed, that can be cut into boxes."""
+    return isinstance(leaf, torch.Tensor) and _is_bare(type(leaf)) and is_strided(leaf)
+
+
+def _is_bare(cls: type) -> bool:
+    leaf_type = leaf_type_of(cls)
+    return leaf_type is not None and leaf_type.bare
+
+
 def is_strided(leaf: torch.Tensor) -> bool:
     """Whether a tensor of torch's own class is nothing but a strided view of numbers."""
     return leaf.layout is torch.strided and not leaf.is_nested and leaf.dtype not in QUANTIZED
-
-
-def settle(
-    group: Group, survey: Survey, agreed: Agreed, *, complete: bool = True
-) -> tuple[dict[int, ChunkLayout], bytes]:
-    """Return the layouts of the distributed leaves, and a digest of what the ranks had to tell each other for that.
-
-    Where the ranks know only their own boxes, or see meshes or ties differently, they tell each other.
-
-    Args:
-        group: The ranks.
-        survey: The tree.
-        agreed: What the ranks agreed on.
-        complete: Whether the ranks must hold every leaf completely.
-
-    Raises:
-        UnsupportedLeaf: If they do not. On every rank.
-    """
-    layouts: dict[int, ChunkLayout] = {}
-    seen = b""
-    if agreed.details_agree and survey.is_known:
-        layouts = survey.known_layouts(complete=False) or {}
-    else:
-        holdings = survey.holdings.values()
-        told = json.dumps([survey.ties(), [holding.detail for holding in holdings], [h.boxes for h in holdings]])
-        rows = [json.loads(text) for text in group.all_gather_bytes(told.encode())]
-        seen = digest([json.dumps(rows)])
-        _refine_ties(survey, [ties for ties, _, _ in rows])
-        for number, (index, holding) in enumerate(survey.holdings.items()):
-            first = rows[0][1][number]
-            apart = [rank for rank, (_, meshes, _) in enumerate(rows) if meshes[number] != first]
-            if apart and holding.summands is not None:
-                path = survey.path(index)
-                msg = (
-                    f"{survey.verb}: cannot reduce the leaf at {path or '<root>'}: expected Partial over one mesh, got "
-                    "other meshes on other ranks. Pass the group of one mesh, or redistribute it first."
-                )
-                raise UnsupportedLeaf(msg, path)
-            # Meshes of their own hold replicas. What is read comes from the first rank's: a mix would be nobody's.
-            boxes = {
-                rank: [Box(*map(tuple, box)) for box in held[number]]
-                for rank, (_, _, held) in enumerate(rows)
-                if not (complete and rank in apart)
-            }
-            layouts[index] = layout_of(holding.shape, boxes)
-    lacking = _incomplete(survey, layouts) if complete else None
-    if lacking is not None:
-        path = survey.path(lacking)
-        msg = (
-            f"{survey.verb}: the ranks of the group hold only a part of the leaf at {path or '<root>'}: expected "
-            f"all of {survey.holdings[lacking].text[2:]}. Pass the group of all ranks that hold it."
-        )
-        raise UnsupportedLeaf(msg, path)
-    return layouts, seen
-
-
-def _incomplete(survey: Survey, layouts: dict[int, ChunkLayout]) -> int | None:
-    """Return the first leaf of which the ranks hold only a part."""
-    for index, layout in layouts.items():
-        summands = survey.holdings[index].summands
-        if not all(held.is_complete for held in (layout, *(summands[1] if summands else ()))):
-            return index
-    return None
-
-
-def _refine_ties(survey: Survey, by_rank: Sequence[Sequence[int]]) -> None:
-    """Keep only those ties that all ranks see: a rank that holds nothing of two leaves may take them for one."""
-    first: dict[tuple[int, ...], int] = {}
-    for number, index in enumerate(survey.holdings):
-        seen = tuple(row[number] for row in by_rank)
-        survey.leaders[index] = first.setdefault(seen, index)
-
-
-def agree_on_layouts(
-    verb: str,
-    group: Group,
-    prepare: Callable[[], tuple[Statement, Sequence[tuple[Survey, bool]], W]],
-    load: Callable[[W, Sequence[dict[int, ChunkLayout]], Any], L],
-) -> tuple[W, L]:
-    """Make sure that all ranks are ready and mean the same, and know who holds what.
-
-    Usually every rank knows that by itself, so that a single agreement is enough. Otherwise they tell each other, and
-    agree once more when they are ready.
-
-    Args:
-        verb: The collective, for messages.
-        group: Its ranks.
-        prepare: As for ``agree``. Beside the statement it returns the trees whose layouts are wanted, each with whether
-            the ranks must hold it completely, and what ``load`` needs besides.
-        load: Given that, the layouts of each tree and what the ranks agreed on, does all that can fail before data
-            moves, such as taking memory.
-
-    Returns:
-        What ``prepare`` returned last, and what ``load`` returned.
-    """
-
-    def begin() -> tuple[Statement, tuple[Sequence[tuple[Survey, bool]], W, list[L]]]:
-        statement, surveys, work = prepare()
-        known = [survey.known_layouts(complete=complete) for survey, complete in surveys]
-        layouts = [found for found in known if found is not None]
-        key = (statement.key, (b"",) * len(surveys))
-        return statement, (surveys, work, [load(work, layouts, key)] if len(layouts) == len(known) else [])
-
-    agreed, (surveys, work, loaded) = agree(verb, group, begin)
-    settled = [settle(group, survey, agreed, complete=complete) for survey, complete in surveys]
-    seen = tuple(what for _, what in settled)
-    if any(seen):
-        loaded.clear()  # before memory is taken again
-        layouts = [found for found, _ in settled]
-        loaded.append(agree(verb, group, lambda: (ready(verb), load(work, layouts, (agreed.key, seen))))[1])
-    return work, loaded.pop()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Source(NamedTuple):
+class Chunked(NamedTuple):
     """Where the elements of a tensor come from: the layout, and this rank's pieces in the order of its rows."""
 
     layout: ChunkLayout
@@ -41,7 +41,7 @@ class Reduction(NamedTuple):
 
     moves: list[Move]
     pieces: list[Pieces]
-    reduced: list[Source]
+    reduced: list[Chunked]
     stacks: list[tuple[torch.Tensor, str]]
 
     def finish(self) -> None:
@@ -51,7 +51,7 @@ class Reduction(NamedTuple):
 
 
 def prepare_reduction(
-    sources: Sequence[Source],
+    sources: Sequence[Chunked],
     dtypes: Sequence[torch.dtype],
     summands: Sequence[tuple[str, tuple[ChunkLayout, ...]]],
     rank: int,
@@ -72,7 +72,7 @@ def prepare_reduction(
             found.moves.append(Move(summand, target, copied_dtype(dtype)))
             mine = own if summand.boxes_of(rank) else []
             found.pieces.append(Pieces(mine, [stack[number] for stack in stacks]))
-        found.reduced.append(Source(target, [stack[0] for stack in stacks]))
+        found.reduced.append(Chunked(target, [stack[0] for stack in stacks]))
         found.stacks.extend((stack.view(dtype), reduction) for stack in stacks)
     return found
 

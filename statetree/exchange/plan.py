@@ -33,7 +33,7 @@ class Move(NamedTuple):
 Cut = tuple[tuple[int, int, int], ...]
 
 
-class Transfer(NamedTuple):
+class BoxTransfer(NamedTuple):
     """Elements that go to peers, or come from one: a box of one of this rank's pieces."""
 
     peers: tuple[int, ...]
@@ -43,7 +43,7 @@ class Transfer(NamedTuple):
     numel: int
 
 
-class Copy(NamedTuple):
+class LocalCopy(NamedTuple):
     """Elements that stay on this rank: they go from one of its pieces to another."""
 
     source: int
@@ -59,12 +59,12 @@ class Share(NamedTuple):
     """
 
     move: int
-    sends: Sequence[Transfer]
-    receives: Sequence[Transfer]
-    copies: Sequence[Copy]
+    sends: Sequence[BoxTransfer]
+    receives: Sequence[BoxTransfer]
+    copies: Sequence[LocalCopy]
 
 
-class Part(NamedTuple):
+class Slab(NamedTuple):
     """What a round does of one move: all of it, or one of several slabs."""
 
     move: int
@@ -72,7 +72,7 @@ class Part(NamedTuple):
     num_slabs: int
 
 
-class Plan:
+class ExchangePlan:
     """This rank's part of the exchange that takes all moves to their targets.
 
     Args:
@@ -107,8 +107,8 @@ class Plan:
             self._tables[key] = _Table(source, target, owners, self._rank, self._source)
         return self._tables[key]
 
-    def _batch(self, bucket_bytes: int) -> list[list[Part]]:
-        batches: list[list[Part]] = []
+    def _batch(self, bucket_bytes: int) -> list[list[Slab]]:
+        batches: list[list[Slab]] = []
         room = 0
         loads: dict[tuple[int, int, tuple[int, ...] | None], int] = {}
         for index, (source, target, dtype) in enumerate(self._moves):
@@ -121,13 +121,13 @@ class Plan:
                 finest = _most_sent(source, target, owners) + _most_received(source, target)
                 slabs = -(-finest * dtype.itemsize // bucket_bytes)
                 count = max((prod(slab_grid(box.sizes, slabs)) for box in _distinct_boxes(source)), default=1)
-                batches += [[Part(index, number, slabs)] for number in range(count)]
+                batches += [[Slab(index, number, slabs)] for number in range(count)]
                 room = 0
                 continue
             if need > room or not batches:
                 batches.append([])
                 room = bucket_bytes
-            batches[-1].append(Part(index, 0, 1))
+            batches[-1].append(Slab(index, 0, 1))
             room -= need
         return batches
 
@@ -284,9 +284,9 @@ class _Table:
         stays &= _may_stay(owner[box], peer, preferred)
         outgoing = _Cuts(box, self._piece_of[box], peer, lows[found, row], highs[found, row])
         self._outgoing = outgoing.at(~stays).sorted()
-        self._whole: tuple[list[Transfer], list[Transfer], list[Copy]] | None = None
+        self._whole: tuple[list[BoxTransfer], list[BoxTransfer], list[LocalCopy]] | None = None
 
-    def share(self, part: Part) -> tuple[list[Transfer], list[Transfer], list[Copy]]:
+    def share(self, part: Slab) -> tuple[list[BoxTransfer], list[BoxTransfer], list[LocalCopy]]:
         """Return what this rank sends, receives and copies for a part of a move."""
         if part.num_slabs > 1:
             return self._share(part)
@@ -294,16 +294,16 @@ class _Table:
             self._whole = self._share(part)
         return self._whole
 
-    def _share(self, part: Part) -> tuple[list[Transfer], list[Transfer], list[Copy]]:
+    def _share(self, part: Slab) -> tuple[list[BoxTransfer], list[BoxTransfer], list[LocalCopy]]:
         outgoing, incoming, staying = (
             self._clipped(cuts, part) for cuts in (self._outgoing, self._incoming, self._staying)
         )
-        receives = list(map(Transfer, zip(incoming.peer.tolist(), strict=True), *_within(incoming, self._targets)))
+        receives = list(map(BoxTransfer, zip(incoming.peer.tolist(), strict=True), *_within(incoming, self._targets)))
         sources, source_cuts, *_ = _within(staying._replace(piece=self._piece_of[staying.box]), self._sources)
         targets, target_cuts, *_ = _within(staying, self._targets)
-        return self._sends(outgoing), receives, list(map(Copy, sources, source_cuts, targets, target_cuts))
+        return self._sends(outgoing), receives, list(map(LocalCopy, sources, source_cuts, targets, target_cuts))
 
-    def _sends(self, cuts: _Cuts) -> list[Transfer]:
+    def _sends(self, cuts: _Cuts) -> list[BoxTransfer]:
         """Return transfers in which peers that get the same are named together."""
         if not len(cuts.box):
             return []
@@ -314,9 +314,9 @@ class _Table:
         peers = cuts.peer.tolist()
         bounds = [*begins.tolist(), len(rows)]
         together = [tuple(peers[begin:end]) for begin, end in pairwise(bounds)]
-        return list(map(Transfer, together, *_within(cuts.at(begins), self._sources)))
+        return list(map(BoxTransfer, together, *_within(cuts.at(begins), self._sources)))
 
-    def _clipped(self, cuts: _Cuts, part: Part) -> _Cuts:
+    def _clipped(self, cuts: _Cuts, part: Slab) -> _Cuts:
         """Return what lies in one slab of each box."""
         if part.num_slabs == 1 or not len(cuts.box):
             return cuts

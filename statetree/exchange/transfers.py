@@ -1,18 +1,17 @@
-"""What collectives move, from where and to where, by exchanges that are planned once."""
+"""Transfers: tensors on their way from one layout to another, planned once and moved in buckets."""
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from statetree.errors import RankMismatch
-from statetree.exchange.buckets import Buckets, Exchange, Pieces, take_buckets
-from statetree.exchange.partial_reduction import Reduction, Source, prepare_reduction
+from statetree.exchange.buckets import BucketedPlan, Buckets, Pieces, take_buckets
+from statetree.exchange.partial_reduction import Chunked, Reduction, prepare_reduction
 from statetree.exchange.plan import Move
-from statetree.leaves.replicas import replicated
-from statetree.spans.memory import Memory
 from statetree.torch_internals import as_copied, copied_dtype
 
 if TYPE_CHECKING:
@@ -21,69 +20,79 @@ if TYPE_CHECKING:
     from statetree.chunks.layouts import ChunkLayout
     from statetree.chunks.local import LocalChunks
     from statetree.exchange.group import Group
-    from statetree.exchange.manifest import Survey
+    from statetree.exchange.manifest import Manifest
 
 
-class Receipt(NamedTuple):
-    """Where the elements of a tensor go: the layout, and this rank's pieces in the order of its rows."""
+class Transfer(NamedTuple):
+    """A tensor to move: where its elements come from, and where they go."""
 
-    layout: ChunkLayout
-    pieces: Sequence[torch.Tensor]
-
-
-def pieces_of(holding: LocalChunks, layout: ChunkLayout, rank: int) -> list[torch.Tensor]:
-    """Return this rank's pieces in the order of a layout's rows, as tensors that can be copied."""
-    if len(holding.boxes) == 1:
-        return [movable(holding.pieces[0])]
-    by_box = dict(zip(holding.boxes, holding.pieces, strict=True))
-    return [movable(by_box[box]) for box in layout.boxes_of(rank)]
+    source: Chunked
+    target: Chunked
+    dtype: torch.dtype
 
 
-def movable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as one that torch can copy: without gradient, and as integers if copies would change it."""
+def pieces_of(chunks: LocalChunks, layout: ChunkLayout, rank: int) -> list[torch.Tensor]:
+    """Return this rank's pieces in the order of a layout's rows, as tensors that can be sent."""
+    if len(chunks.boxes) == 1:
+        return [as_sendable(chunks.pieces[0])]
+    by_box = dict(zip(chunks.boxes, chunks.pieces, strict=True))
+    return [as_sendable(by_box[box]) for box in layout.boxes_of(rank)]
+
+
+def as_sendable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as one that torch can copy: without class and gradient, as integers if copies would change it."""
+    if type(tensor) is not torch.Tensor:
+        tensor = tensor.detach().as_subclass(torch.Tensor)
     return as_copied(tensor.detach() if tensor.requires_grad else tensor)
 
 
-#: A tensor to move: where it comes from, where it goes, and its dtype.
-Item = tuple[Source, Receipt, torch.dtype]
+class _Planned(NamedTuple):
+    """A plan, and the digest of what it was made for."""
 
-#: Exchanges that were planned, by what the ranks agreed on: the last ones used.
-_PLANNED: Final[OrderedDict[Any, Exchange]] = OrderedDict()
+    plan: BucketedPlan
+    digest: bytes
+
+
+#: Plans by what the ranks agreed on: the last ones used.
+_PLANNED: Final[OrderedDict[Any, _Planned]] = OrderedDict()
 _MAX_PLANNED: Final = 16
+#: Set (in tests) to look, whenever a plan is used again, whether it is the one that would be made now. A plan that
+#: depends on something that the ranks do not agree on moves other elements than it should, and nobody notices.
+CHECK_PLANS: Final = "STATETREE_CHECK_PLANS"
 
 
 class _Leg(NamedTuple):
-    """An exchange with this rank's tensors, and what is done once their elements are there."""
+    """A plan with this rank's tensors, and what is done once their elements are there."""
 
-    exchange: Exchange
+    plan: BucketedPlan
     pieces: Sequence[Pieces]
     finish: Callable[[], None] | None = None
 
 
-class Departure(NamedTuple):
-    """Everything that moving elements needs, memory included: after that, only the others can fail."""
+class PlannedTransfers(NamedTuple):
+    """Everything that moving elements needs, memory included: after that, only the other ranks can fail."""
 
     legs: Sequence[_Leg]
     group: Group
     buckets: Buckets
 
-    def move(self) -> None:
+    def run(self) -> None:
         """Move the elements."""
         for leg in self.legs:
-            leg.exchange.run(leg.pieces, self.group, self.buckets)
+            leg.plan.run(leg.pieces, self.group, self.buckets)
             if leg.finish is not None:
                 leg.finish()
 
 
-class Terms(NamedTuple):
+class TransferOptions(NamedTuple):
     """How elements are moved.
 
     Attributes:
         key: What the ranks agreed on. For a key that was seen before, the plan is known.
         group: The ranks.
         device: The memory that is sent from and received into.
-        bucket_bytes: As for ``Exchange``.
-        source: As for ``Exchange``.
+        bucket_bytes: As for ``BucketedPlan``.
+        source: As for ``BucketedPlan``.
     """
 
     key: Any
@@ -93,53 +102,73 @@ class Terms(NamedTuple):
     source: int | None = None
 
 
-def depart(terms: Terms, items: Sequence[Item], reduction: Reduction | None = None) -> Departure:
+def plan_transfers(
+    options: TransferOptions, transfers: Sequence[Transfer], reduction: Reduction | None = None
+) -> PlannedTransfers:
     """Plan how elements move from where they come from to where they go, and take the memory for it.
 
     Args:
-        terms: How.
-        items: What moves.
+        options: How.
+        transfers: What moves.
         reduction: What is put together before that.
     """
     legs = []
     if reduction is not None:
-        legs.append(_Leg(_planned(terms, "summands", lambda: reduction.moves), reduction.pieces, reduction.finish))
-    pieces = [Pieces(sent.pieces, received.pieces) for sent, received, _ in items]
-    legs.append(_Leg(_planned(terms, "elements", lambda: _moves(items)), pieces))
-    sizes = [leg.exchange.bucket_sizes(leg.pieces, terms.device) for leg in legs]
-    return Departure(legs, terms.group, take_buckets(sizes, terms.device))
+        summed = _planned(options, "summands", lambda: reduction.moves, reduction.pieces)
+        legs.append(_Leg(summed, reduction.pieces, reduction.finish))
+    pieces = [Pieces(source.pieces, target.pieces) for source, target, _ in transfers]
+    legs.append(_Leg(_planned(options, "elements", lambda: moves_of(transfers), pieces), pieces))
+    sizes = [leg.plan.bucket_sizes(leg.pieces, options.device) for leg in legs]
+    return PlannedTransfers(legs, options.group, take_buckets(sizes, options.device))
 
 
-def _moves(items: Sequence[Item]) -> list[Move]:
-    return [Move(sent.layout, received.layout, copied_dtype(dtype)) for sent, received, dtype in items]
+def moves_of(transfers: Sequence[Transfer]) -> list[Move]:
+    """Return from which layout to which the elements go."""
+    return [Move(source.layout, target.layout, copied_dtype(dtype)) for source, target, dtype in transfers]
 
 
-def _planned(terms: Terms, what: str, moves: Callable[[], list[Move]]) -> Exchange:
-    """Return an exchange, made anew unless its plan is known."""
-    group = terms.group
-    key = (terms.key, what, group.rank, group.global_ranks, terms.bucket_bytes)
-    planned = _PLANNED.pop(key, None)
-    if planned is None:
-        planned = Exchange(moves(), group, terms.bucket_bytes, source=terms.source)
-    _PLANNED[key] = planned
+def _planned(
+    options: TransferOptions, what: str, moves: Callable[[], list[Move]], pieces: Sequence[Pieces]
+) -> BucketedPlan:
+    """Return a plan, made anew unless it is known."""
+    group = options.group
+    key = (options.key, what, group.rank, group.global_ranks, options.bucket_bytes)
+    known = _PLANNED.pop(key, None)
+    if known is None:
+        needed = moves()
+        plan = BucketedPlan(needed, group, options.bucket_bytes, source=options.source)
+        known = _Planned(plan, _digest(options, needed, pieces))
+    elif os.environ.get(CHECK_PLANS) and known.digest != _digest(options, moves(), pieces):
+        msg = f"the plan of {what} was made for other moves: they depend on something that the ranks do not agree on"
+        raise AssertionError(msg)
+    _PLANNED[key] = known
     while len(_PLANNED) > _MAX_PLANNED:
         _PLANNED.popitem(last=False)
-    return planned
+    return known.plan
+
+
+def _digest(options: TransferOptions, moves: Sequence[Move], pieces: Sequence[Pieces]) -> bytes:
+    """Return a digest of everything that a plan is made for, and of how many tensors it is run with."""
+    found = blake2b(f"{options.source} {options.bucket_bytes} {len(moves)}".encode(), digest_size=16)
+    for move, (sources, targets) in zip(moves, pieces, strict=True):
+        found.update(move.source.digest + move.target.digest)
+        found.update(f"{move.dtype} {len(sources)} {len(targets)} ".encode())
+    return found.digest()
 
 
 def sources_of(
-    survey: Survey, layouts: dict[int, ChunkLayout], moving: Sequence[int], rank: int
-) -> tuple[dict[int, Source], Reduction | None]:
+    manifest: Manifest, layouts: dict[int, ChunkLayout], moving: Sequence[int], rank: int
+) -> tuple[dict[int, Chunked], Reduction | None]:
     """Return where the elements of distributed leaves come from, and the summands that are put together before."""
-    holdings = survey.holdings
-    found = {index: Source(layouts[index], pieces_of(holdings[index], layouts[index], rank)) for index in moving}
-    summed = [index for index in moving if holdings[index].summands is not None]
+    chunks = manifest.chunks
+    found = {index: Chunked(layouts[index], pieces_of(chunks[index], layouts[index], rank)) for index in moving}
+    summed = [index for index in moving if chunks[index].summands is not None]
     if not summed:
         return found, None
     reduction = prepare_reduction(
         [found[index] for index in summed],
-        [holdings[index].dtype for index in summed],
-        [summands for index in summed if (summands := holdings[index].summands) is not None],
+        [chunks[index].dtype for index in summed],
+        [summands for index in summed if (summands := chunks[index].summands) is not None],
         rank,
     )
     found.update(zip(summed, reduction.reduced, strict=True))
@@ -151,33 +180,3 @@ def communicating_device(group: Group, kinds: Sequence[str]) -> torch.device:
     supported = group.devices
     wanted = [kind for kind in sorted(set(kinds) - {"cpu", "meta", ""}) if kind in supported]
     return group.device(wanted[0] if wanted else supported[0])
-
-
-def check_rank(verb: str, name: str, rank: Any, group: Group) -> None:
-    """Raise ``RankMismatch`` unless an argument is a rank of the group."""
-    if not isinstance(rank, int) or not 0 <= rank < group.size:
-        msg = f"{verb}: {name} must be a rank of the group: expected one of 0 to {group.size - 1}, got {rank!r}."
-        raise RankMismatch(msg)
-
-
-def check_bucket(verb: str, bucket_bytes: Any) -> None:
-    """Raise ``ValueError`` unless a bucket holds something."""
-    if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-        msg = f"{verb}: bucket_bytes must be a positive number of bytes, got {bucket_bytes!r}."
-        raise ValueError(msg)
-
-
-def as_leaf(fresh: torch.Tensor, leaf: Any) -> torch.Tensor:
-    """Return a fresh plain tensor as what a distributed leaf is beside its elements: a parameter, with attributes."""
-    requires_grad = bool(getattr(leaf, "requires_grad", False))
-    if isinstance(leaf, torch.nn.Parameter):
-        fresh = torch.nn.Parameter(fresh, requires_grad=requires_grad)
-    elif isinstance(leaf, torch.nn.Buffer):
-        fresh = torch.nn.Buffer(fresh, persistent=leaf.persistent)
-    elif requires_grad:
-        fresh.requires_grad_()
-    # What torch's classes keep for themselves begins with an underscore.
-    carried = {name: held for name, held in getattr(leaf, "__dict__", {}).items() if not name.startswith("_")}
-    if carried and isinstance(leaf, torch.Tensor):
-        vars(fresh).update(replicated("gather", carried, Memory(), copy=True))
-    return fresh

@@ -29,7 +29,7 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     if is_unreadable(a, b):
         return False
     a, b = without_common_bits(a, b)
-    return _bits(a).equal(_bits(b))
+    return bits_of(a).equal(bits_of(b))
 
 
 def is_unreadable(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -37,7 +37,7 @@ def is_unreadable(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.is_neg() != b.is_neg() and not can_negate(a.dtype)
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements' bits as integers on the CPU, in the order of the elements."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     if plain.dtype in COPIED_AS_INTEGERS:
@@ -61,7 +61,7 @@ def first_difference(a: torch.Tensor, b: torch.Tensor) -> tuple[str, str]:
         return ("no bytes" if a.is_meta else "bytes", "no bytes" if b.is_meta else "bytes")
     if is_unreadable(a, b):
         return (f"negative bit {a.is_neg()}", f"negative bit {b.is_neg()}")
-    bits_a, bits_b = map(_bits, without_common_bits(a, b))
+    bits_a, bits_b = map(bits_of, without_common_bits(a, b))
     unequal = (bits_a != bits_b).reshape(max(a.numel(), 1), -1).any(1)
     position = int(unequal.nonzero()[0])
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(position, device="cpu"), a.shape)) if a.dim() else ()

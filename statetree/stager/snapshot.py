@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
@@ -9,7 +10,7 @@ import torch
 
 from statetree.spans.layout import SpanLayout, make_views, raw
 from statetree.stager.streams import devices_of, synchronize
-from statetree.torch_internals import copy_all, count_references, storage_key, storages_sent
+from statetree.torch_internals import copy_all, count_references, own_references, storage_key, storages_sent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,8 +34,7 @@ class Snapshot:
         self._plan_copies(layout, buffers)
         storages = {storage_key(buffer.storage): buffer.storage for buffer in buffers}
         self._storage_keys, self._storages = list(storages), list(storages.values())
-        del buffers, storages
-        self._unleased = self._count_references()
+        self._unleased = self._own_references(buffers)
 
     def _plan_copies(self, layout: SpanLayout, buffers: Sequence[Buffer]) -> None:
         self._dense: list[int] = []
@@ -56,12 +56,17 @@ class Snapshot:
         """The bytes of memory that it takes."""
         return sum(block.nbytes for block in self._blocks)
 
-    def _count_references(self) -> int:
-        return count_references(self._storages, self._storage_keys)
+    def _own_references(self, buffers: Sequence[Buffer]) -> list[int]:
+        """Return the references that the snapshot itself holds, as ``count_references`` has them."""
+        keys = [storage_key(buffer.storage) for buffer in buffers]
+        tensors = Counter(map(keys.__getitem__, self.geometry.layout.span_of))
+        tensors.update(keys[index] for _, index in self._rough)
+        tensors.update(storage_key(block.untyped_storage()) for block in self._blocks)  # buffers may be these
+        return own_references([tensors[key] for key in self._storage_keys])
 
     def is_leased(self) -> bool:
         """Whether anything refers to the memory but the snapshot itself."""
-        return self._count_references() != self._unleased
+        return count_references(self._storages, self._storage_keys) != self._unleased
 
     def was_sent(self) -> bool:
         """Whether another process may have mapped the memory. What it does with it cannot be known here."""

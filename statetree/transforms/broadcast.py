@@ -7,20 +7,21 @@ from typing import TYPE_CHECKING, Any
 from statetree.declare import collective
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange.buckets import BUCKET_BYTES
-from statetree.exchange.consensus import Statement
-from statetree.exchange.destination import allocated
-from statetree.exchange.from_source import Made, Parcel, Sent, packed, spread
-from statetree.exchange.group import Group, Timeout, group_of
-from statetree.exchange.manifest import Survey, path_order
-from statetree.exchange.partial_reduction import Source
-from statetree.exchange.transfers import Item, Receipt, check_bucket, check_rank, pieces_of
-from statetree.torch_internals import copy_each, quietly
+from statetree.exchange.description import Sent
+from statetree.exchange.driver import Exchange, exchange
+from statetree.exchange.like import allocated
+from statetree.exchange.manifest import path_order
+from statetree.exchange.partial_reduction import Chunked
+from statetree.exchange.transfers import Transfer, pieces_of
+from statetree.torch_internals import copy_each
 from statetree.tree.flatten import unflatten
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from statetree.chunks.layouts import ChunkLayout
+    from statetree.exchange.description import Received
+    from statetree.exchange.group import Timeout
+    from statetree.exchange.manifest import Manifest
 
 
 @collective
@@ -68,55 +69,44 @@ def broadcast(
         >>> st.broadcast({"w": torch.ones(2)})
         {'w': tensor([1., 1.])}
     """
-    return _broadcast(tree, src, group_of("broadcast", group, timeout), bucket_bytes)
+    with exchange("broadcast", group, timeout, src=src, bucket_bytes=bucket_bytes) as run:
+        run.check_rank("src")
+        nothing = tree is None and run.group.rank != src
+        own = None if nothing else run.manifest(tree, written=True)
+        elements = {}
+        if own is not None:
+            own.check_readable()
+            elements = {index: (held.dtype, held.shape) for index, held in own.chunks.items()}
+        sent = Sent(own, elements) if own is not None and run.group.rank == src else None
+        received = run.receive(sent, own)
+        run.move_from(received, _distributed(run, received, own), own)
+        return unflatten(received.description.spec, received.leaves)
 
 
-@quietly
-def _broadcast(tree: Any, src: int, group: Group, bucket_bytes: int) -> Any:
-    def prepare() -> tuple[Statement, tuple[Survey | None, Sent]]:
-        check_bucket("broadcast", bucket_bytes)
-        check_rank("broadcast", "src", src, group)
-        options = f"broadcast(src={src}, bucket_bytes={bucket_bytes})"
-        if tree is None and group.rank != src:
-            return Statement(options, None), (None, Sent())
-        survey = Survey("broadcast", tree, group)
-        survey.check_readable()
-        elements = {index: (holding.dtype, holding.shape) for index, holding in survey.holdings.items()}
-        sent = packed("broadcast", tree, lambda *_: elements) if group.rank == src else Sent()
-        return Statement(options, survey.entries(), survey.details(), len(sent.message)), (survey, sent)
-
-    def make(parcel: Parcel, survey: Survey | None, layouts: dict[int, ChunkLayout], leaves: list[Any]) -> Made:
-        if not parcel.shapes:
-            return Made(leaves, [])
-        if survey is None or not layouts:  # this rank passed None, or another one
-            path = parcel.spec.paths()[next(iter(parcel.shapes))]
-            msg = (
-                f"broadcast: the leaf at {path or '<root>'} is distributed: expected the tree on every rank, got None. "
-                "Pass it, or gather it first."
-            )
-            raise UnsupportedLeaf(msg, path)
-        return Made(leaves, _put_distributed(leaves, parcel, survey, layouts, group))
-
-    return spread("broadcast", src, group, bucket_bytes, prepare, make)
-
-
-def _put_distributed(
-    leaves: list[Any], parcel: Parcel, survey: Survey, layouts: dict[int, ChunkLayout], group: Group
-) -> list[Item]:
+def _distributed(run: Exchange, received: Received, own: Manifest | None) -> list[Transfer]:
     """Put fresh distributed tensors like this rank's own in their places, and return what moves into them."""
-    wanted = [leaf if index in survey.holdings else None for index, leaf in enumerate(survey.leaves)]
-    fresh = allocated("broadcast", wanted, survey.spec)
-    for there, here in zip(path_order(parcel.spec), survey.order, strict=True):
-        if here in survey.holdings:
-            leaves[there] = fresh[here]
-    made = Survey("broadcast", unflatten(survey.spec, fresh), group)
-    items: list[Item] = []
-    for index in survey.leading():
-        layout, holding = layouts[index], survey.holdings[index]
-        sources = pieces_of(holding, layout, group.rank)
-        targets = pieces_of(made.holdings[index], layout, group.rank)
-        if holding.summands is None:
-            items.append((Source(layout, sources), Receipt(layout, targets), holding.dtype))
+    description, layouts, rank = received.description, received.layouts, run.group.rank
+    if not description.exchanged:
+        return []
+    if own is None or not layouts:  # this rank passed None, or another one
+        path = description.spec.paths()[next(iter(description.exchanged))]
+        msg = (
+            f"broadcast: the leaf at {path or '<root>'} is distributed: expected the tree on every rank, got None. "
+            "Pass it, or gather it first."
+        )
+        raise UnsupportedLeaf(msg, path)
+    wanted = [leaf if index in own.chunks else None for index, leaf in enumerate(own.leaves)]
+    fresh = allocated("broadcast", wanted, own.spec)
+    for there, here in zip(path_order(description.spec), own.order, strict=True):
+        if here in own.chunks:
+            received.leaves[there] = fresh[here]
+    made = run.manifest(unflatten(own.spec, fresh))
+    transfers: list[Transfer] = []
+    for index in own.moving():
+        layout, held = layouts[index], own.chunks[index]
+        sources, targets = (pieces_of(chunks, layout, rank) for chunks in (held, made.chunks[index]))
+        if held.summands is None:
+            transfers.append(Transfer(Chunked(layout, sources), Chunked(layout, targets), held.dtype))
         else:  # every rank has a summand of its own
             copy_each(targets, sources)
-    return items
+    return transfers

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from statetree.chunks.layouts import whole_on
 from statetree.declare import collective_unless
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange.buckets import BUCKET_BYTES
-from statetree.exchange.consensus import Statement
-from statetree.exchange.destination import Target, bare, refuse
-from statetree.exchange.from_source import Elements, Made, Parcel, Sent, packed, spread
-from statetree.exchange.group import Group, Timeout, group_of
-from statetree.exchange.manifest import Survey, path_order
-from statetree.exchange.partial_reduction import Source
-from statetree.exchange.relayout import Relayout, apart, partners_of, unfit
-from statetree.exchange.transfers import Item, check_bucket, check_rank
-from statetree.torch_internals import quietly
+from statetree.exchange.description import Sent, caught
+from statetree.exchange.driver import Exchange, exchange
+from statetree.exchange.fitting import partners_of, refuse, unfit
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from statetree.chunks.layouts import ChunkLayout
-    from statetree.tree.spec import TreeSpec
+    from statetree.exchange.group import Timeout
+    from statetree.exchange.manifest import Manifest
 
 
 @collective_unless(lambda options: options.get("src") is None)
@@ -77,66 +70,38 @@ def distribute(
         >>> st.distribute({"w": torch.ones(2)}, like={"w": torch.empty(2, device="meta")})
         {'w': tensor([1., 1.])}
     """
-    if src is None:
-        return _slice(full, like, group_of("distribute", group, timeout), bucket_bytes, in_place=in_place)
-    return _send(full, like, src, group_of("distribute", group, timeout), bucket_bytes, in_place=in_place)
+    with exchange("distribute", group, timeout, src=src, in_place=in_place, bucket_bytes=bucket_bytes) as run:
+        if src is None:
+            run.alone()
+            source = _whole(run.manifest(full, complete=True))
+            return run.move_alone(source, run.destination_like(source, run.manifest(like), in_place=in_place))
+        run.check_rank("src")
+        wanted = run.manifest(like, written=True)
+        sent = caught(_sent, run, full, wanted) if run.group.rank == src else None
+        received = run.receive(sent, wanted)
+        target = run.destination_received(received, wanted, in_place=in_place)
+        own = sent.manifest if isinstance(sent, Sent) else None
+        run.move_from(received, target.transfers_from_one(src, received, own), wanted)
+        return target.finish()
 
 
-def _surveyed(full: Any, group: Group) -> Survey:
-    survey = Survey("distribute", full, group)
-    for index, holding in survey.holdings.items():
-        path = survey.path(index)
+def _sent(run: Exchange, full: Any, like: Manifest) -> Sent:
+    """Return the source's tree, and which of its leaves go into distributed ones."""
+    source = _whole(run.manifest(full))
+    partners = partners_of("distribute", source.spec, source.leaves, like)
+    moving = [index for index in source.order if partners[index] in like.chunks]
+    like.add_ties([partners[index] for index in moving])
+    refuse("distribute", unfit(source, like, partners, moving))
+    return Sent(source, {index: (source.leaves[index].dtype, tuple(source.leaves[index].shape)) for index in moving})
+
+
+def _whole(manifest: Manifest) -> Manifest:
+    """Refuse a tree with distributed leaves."""
+    for index, chunks in manifest.chunks.items():
+        path = manifest.path(index)
         msg = (
             f"distribute: the leaf at {path or '<root>'} is distributed already: expected a whole tensor, got "
-            f"{holding.text}. Use reshard."
+            f"{chunks.text}. Use reshard."
         )
         raise UnsupportedLeaf(msg, path)
-    return survey
-
-
-@quietly
-def _slice(full: Any, like: Any, group: Group, bucket_bytes: int, *, in_place: bool) -> Any:
-    group.check_usable()
-    check_bucket("distribute", bucket_bytes)
-    relayout = Relayout(_surveyed(full, group), like, group, in_place=in_place)
-    return relayout.run_alone()
-
-
-@quietly
-def _send(full: Any, like: Any, src: int, group: Group, bucket_bytes: int, *, in_place: bool) -> Any:
-    sources: list[Any] = []
-
-    def prepare() -> tuple[Statement, tuple[Survey, Sent]]:
-        check_bucket("distribute", bucket_bytes)
-        check_rank("distribute", "src", src, group)
-        wanted = Survey("distribute", like, group)
-
-        def distributed(leaves: list[Any], spec: TreeSpec) -> dict[int, Elements]:
-            survey = _surveyed(full, group)
-            sources[:] = survey.leaves
-            partners = partners_of("distribute", spec, leaves, wanted)
-            moving = [index for index in survey.order if partners[index] in wanted.holdings]
-            refuse("distribute", unfit(survey, wanted, partners, moving))
-            return {index: (leaves[index].dtype, tuple(leaves[index].shape)) for index in moving}
-
-        sent = packed("distribute", full, distributed) if group.rank == src else Sent()
-        options = f"distribute(src={src}, in_place={in_place}, bucket_bytes={bucket_bytes})"
-        return Statement(options, wanted.entries(), wanted.details(), len(sent.message)), (wanted, sent)
-
-    def make(parcel: Parcel, wanted: Survey | None, layouts: dict[int, ChunkLayout], leaves: list[Any]) -> Made:
-        assert wanted is not None
-        partners = partners_of("distribute", parcel.spec, leaves, wanted)
-        target = Target(parcel.spec, wanted, partners, group, in_place=in_place)
-        moving = [index for index in path_order(parcel.spec) if index in parcel.shapes]
-        target.check_writable(moving)
-        target.check_apart(moving)
-        items: list[Item] = []
-        for index in moving:
-            if target.leader(index) == index:
-                dtype, shape = parcel.shapes[index]
-                pieces = [bare(sources[index])] if sources and sources[index].numel() else []
-                items.append((Source(whole_on(shape, [src]), pieces), target.receipt(index, layouts), dtype))
-        described = [leaves[index] for index in parcel.described]
-        return Made(target.leaves, apart(items), target.prepare_copy(parcel.described, described))
-
-    return spread("distribute", src, group, bucket_bytes, prepare, make)
+    return manifest

@@ -5,14 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from statetree.declare import leafwise
-from statetree.leaves.builtin import holds_tensor
-from statetree.leaves.parts import unpack
-from statetree.leaves.replicas import replicated
-from statetree.leaves.ties import tied_leaves
-from statetree.spans.layout import check_memory, extents, replicate
-from statetree.spans.memory import Memory, memory_of
-from statetree.torch_internals import quietly
-from statetree.tree.flatten import flatten_for_copy, unflatten
+from statetree.leaves.replicas import moved, replicated
+from statetree.spans.memory import memory_of
 
 if TYPE_CHECKING:
     import torch
@@ -63,35 +57,4 @@ def offload(
     memory = memory_of(device, pin_memory=pin_memory, share_memory=share_memory)
     if copy:
         return replicated("offload", tree, memory, copy=True)
-    return _move(tree, memory)
-
-
-@quietly
-def _move(tree: Any, memory: Memory) -> Any:
-    """Copy only what does not lie where it should."""
-    leaves, spec = flatten_for_copy(tree, holds_tensor, verb="offload")
-    unpacked = unpack("offload", leaves, spec.paths)
-    stays = [_lies_in(part, memory) for part in unpacked.parts]
-    moving = [leaf for leaf in range(len(leaves)) if not all(stays[part] for part in unpacked.parts_of(leaf))]
-    if moving:  # and what is tied to it
-        tied = tied_leaves(unpacked)
-        moving = sorted({companion for leaf in moving for companion in tied[leaf]})
-    part = unpack(
-        "offload", [leaves[index] for index in moving], lambda: [spec.paths()[index] for index in moving], together=True
-    )
-    reach = extents(part.columns)
-    check_memory("offload", part.columns, lambda index: spec.paths()[moving[part.owners[index]]])
-    for index, leaf in zip(moving, part.pack(replicate(part.columns, reach, memory, copy=True)), strict=True):
-        leaves[index] = leaf
-    return unflatten(spec, leaves)
-
-
-def _lies_in(part: torch.Tensor, memory: Memory) -> bool:
-    if part.is_meta:
-        return True
-    if memory.pin_memory and not part.is_pinned():
-        return False
-    if memory.share_memory and not part.is_shared():
-        return False
-    wanted = memory.device
-    return part.device.type == wanted.type and (wanted.type == "cpu" or wanted.index in (None, part.device.index))
+    return moved("offload", tree, memory)

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from statetree.chunks.boxes import Box
 from statetree.chunks.layouts import ChunkLayout, by_rank, layout_of, whole_on
 from statetree.declare import collective
-from statetree.exchange.consensus import Entry, Statement
-from statetree.exchange.group import Group, Timeout, group_of
-from statetree.exchange.manifest import Survey, agree_on_layouts
+from statetree.exchange.consensus import Entry
+from statetree.exchange.driver import exchange
 from statetree.exchange.plan import choose_owners, owners_of
 from statetree.leaves.builtin import facts, holds_tensor, is_plain
 from statetree.leaves.parts import unpack
 from statetree.leaves.replicas import replicated
 from statetree.leaves.ties import tied_leaves
 from statetree.spans.memory import memory_of
-from statetree.torch_internals import quietly
 from statetree.tree.flatten import flatten_for_copy, unflatten
 
 if TYPE_CHECKING:
@@ -27,13 +25,17 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
+    from statetree.exchange.group import Group, Timeout
+    from statetree.exchange.manifest import Manifest
+
 
 @collective
 def partition_replicas(tree: Any, *, group: ProcessGroup | None = None, timeout: Timeout = None) -> Any:
     """Keep every chunk that several ranks hold on exactly one of them.
 
-    Ranks hold the same where tensors are not distributed (DDP), or replicated over a mesh dim (HSDP). Which rank keeps
-    what is balanced by bytes: the largest first, the least loaded rank takes it. Tied tensors stay together.
+    Ranks hold the same where tensors are not distributed (DDP), or replicated over a mesh dim (HSDP). Where meshes
+    differ from rank to rank, bytes are compared. Which rank keeps what is balanced by bytes: the largest first, the
+    least loaded rank takes it. Tied tensors stay together.
 
     Args:
         tree: Any tree, the same on every rank up to elements and plain values.
@@ -51,7 +53,8 @@ def partition_replicas(tree: Any, *, group: ProcessGroup | None = None, timeout:
         Every rank of the group calls it.
 
     Raises:
-        RankMismatch: If the ranks hold different trees, or one of them failed or did not answer in time.
+        RankMismatch: If the ranks hold different trees, if one of them failed or did not answer in time, or if meshes
+            that differ from rank to rank do not hold the same bytes. On every rank.
         UnsupportedLeaf: If the chunks of a leaf cannot be told.
         CyclicTree: If a container holds itself.
 
@@ -60,65 +63,54 @@ def partition_replicas(tree: Any, *, group: ProcessGroup | None = None, timeout:
         >>> st.partition_replicas({"w": torch.ones(2)})  # a single rank keeps everything
         {'w': tensor([1., 1.])}
     """
-    return _partition_replicas(tree, group_of("partition_replicas", group, timeout))
+    with exchange("partition_replicas", group, timeout) as run:
+        source = run.manifest(tree)
+        bundles = _bundles(source)
+        empty = _on_meta(source)
+        place = {index: position for position, index in enumerate(source.order)}
+        ties = Entry("<ties>", str([[place[index] for index in bundle] for bundle in bundles]))
+        (layouts,) = run.layouts(source, beside=[ties])
+        run.expect()
+        kept = _kept(source, bundles, layouts, run.group)
+        run.ready()
+        return unflatten(source.spec, [leaf if i in kept else empty[i] for i, leaf in enumerate(source.leaves)])
 
 
-@quietly
-def _partition_replicas(tree: Any, group: Group) -> Any:
-    verb = "partition_replicas"
-
-    def prepare() -> tuple[Statement, list[tuple[Survey, bool]], _Work]:
-        survey = Survey(verb, tree, group)
-        bundles = _bundles(survey)
-        place = {index: position for position, index in enumerate(survey.order)}
-        ties = str([[place[index] for index in bundle] for bundle in bundles])
-        same = unflatten(survey.spec, list(survey.leaves))
-        on_meta = replicated(verb, same, memory_of("meta", pin_memory=False, share_memory=False), copy=False)
-        empty, _ = flatten_for_copy(on_meta, holds_tensor)
-        entries = [*survey.entries(), Entry("<ties>", ties)]
-        return Statement(f"{verb}()", entries, survey.details()), [(survey, False)], _Work(survey, bundles, empty)
-
-    def load(work: _Work, layouts: Sequence[dict[int, ChunkLayout]], _: Any) -> list[Any]:
-        kept = _kept(work.survey, work.bundles, layouts[0], group)
-        return [leaf if index in kept else work.empty[index] for index, leaf in enumerate(work.survey.leaves)]
-
-    work, leaves = agree_on_layouts(verb, group, prepare, load)
-    return unflatten(work.survey.spec, leaves)
+def _on_meta(source: Manifest) -> list[Any]:
+    """Return all leaves on ``meta``."""
+    same = unflatten(source.spec, list(source.leaves))
+    return flatten_for_copy(replicated(source.verb, same, memory_of("meta"), copy=False), holds_tensor)[0]
 
 
-class _Work(NamedTuple):
-    """A tree, its groups of tied leaves, and all its leaves on ``meta``."""
-
-    survey: Survey
-    bundles: list[list[int]]
-    empty: list[Any]
-
-
-def _bundles(survey: Survey) -> list[list[int]]:
+def _bundles(manifest: Manifest) -> list[list[int]]:
     """Return groups of tied leaves, in the order of the paths, for all leaves that are not distributed."""
-    local = [index for index in survey.order if index not in survey.holdings and not is_plain(survey.leaves[index])]
-    unpacked = unpack(survey.verb, [survey.leaves[index] for index in local], survey.spec.paths, memory=False)
+    local = [index for index in manifest.order if index not in manifest.chunks and not is_plain(manifest.leaves[index])]
+    unpacked = unpack(manifest.verb, [manifest.leaves[index] for index in local], manifest.spec.paths, memory=False)
     tied = tied_leaves(unpacked)
     return [[local[member] for member in members] for position, members in enumerate(tied) if members[0] == position]
 
 
-def _kept(survey: Survey, bundles: Sequence[Sequence[int]], layouts: dict[int, ChunkLayout], group: Group) -> set[int]:
+def _kept(
+    manifest: Manifest, bundles: Sequence[Sequence[int]], layouts: dict[int, ChunkLayout], group: Group
+) -> set[int]:
     """Return the leaves that this rank keeps."""
     members: list[Sequence[int]] = []
     shares: list[tuple[ChunkLayout, int]] = []
     for bundle in bundles:
         members.append(bundle)
-        shares.append((whole_on((sum(_nbytes(survey.leaves[index]) for index in bundle) or 1,), range(group.size)), 1))
+        shares.append(
+            (whole_on((sum(_nbytes(manifest.leaves[index]) for index in bundle) or 1,), range(group.size)), 1)
+        )
     followers: defaultdict[int, list[int]] = defaultdict(list)
-    for index, leader in survey.leaders.items():
-        followers[leader].append(index)
-    for leader, copies in followers.items():
-        holding = survey.holdings[leader]
-        held = [layouts[leader]] if holding.summands is None else holding.summands[1]
+    for index, canonical in manifest.canonical.items():
+        followers[canonical].append(index)
+    for canonical, copies in followers.items():
+        chunks = manifest.chunks[canonical]
+        held = [layouts[canonical]] if chunks.summands is None else chunks.summands[1]
         members.append(copies)
-        shares.append((_by_share(held), holding.dtype.itemsize))
+        shares.append((_by_share(held), chunks.dtype.itemsize))
     owned = choose_owners(shares, group.size)
-    kept = {index for index, leaf in enumerate(survey.leaves) if is_plain(leaf)}
+    kept = {index for index, leaf in enumerate(manifest.leaves) if is_plain(leaf)}
     for tied, (layout, _), owners in zip(members, shares, owned, strict=True):
         if group.rank in owners_of(layout, owners).tolist():
             kept.update(tied)

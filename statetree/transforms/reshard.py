@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from statetree.declare import collective
 from statetree.exchange.buckets import BUCKET_BYTES
-from statetree.exchange.consensus import Statement
-from statetree.exchange.group import Group, Timeout, group_of
-from statetree.exchange.manifest import Survey, agree_on_layouts
-from statetree.exchange.relayout import Relayout
-from statetree.exchange.transfers import Departure, check_bucket
-from statetree.torch_internals import quietly
+from statetree.exchange.driver import exchange
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch.distributed import ProcessGroup
 
-    from statetree.chunks.layouts import ChunkLayout
+    from statetree.exchange.group import Timeout
 
 
 @collective
@@ -28,6 +21,7 @@ def reshard(
     *,
     group: ProcessGroup | None = None,
     in_place: bool = False,
+    replicas: Literal["check", "first"] = "check",
     bucket_bytes: int = BUCKET_BYTES,
     timeout: Timeout = None,
 ) -> Any:
@@ -43,6 +37,10 @@ def reshard(
             ``meta`` ones.
         group: The ranks that take part; by default all. Together they must hold every tensor of ``tree`` completely.
         in_place: Write into the tensors of ``like`` instead of fresh ones.
+        replicas: What to do with a path at which the ranks hold tensors over meshes that differ from rank to rank (two
+            copies of a model, or two pipeline stages with one name for their layers). With ``"check"`` they are copies
+            only if their bytes are the same, which are hashed for that. With ``"first"``, what the first rank's mesh
+            holds is taken without a look at the others. Copies within a mesh are not compared, nor is ``like``.
         bucket_bytes: How many bytes a rank sends and receives at a time, by default 64 MiB. Two such buckets are the
             memory that it takes beside the result.
         timeout: How long each collective may take, in seconds or as a ``timedelta``; by default what the group allows.
@@ -60,8 +58,9 @@ def reshard(
         TreeMismatch: If structure, global shapes or dtypes differ, a tensor of ``like`` cannot be written or is
             ``Partial``, or tensors of ``like`` are tied that hold different values in ``tree``, or overlap without
             being the same view. Nothing is written then.
-        RankMismatch: If the ranks hold different trees or pass different options, or one of them failed or did not
-            answer in time.
+        RankMismatch: If the ranks hold different trees or pass different options, if one of them failed or did not
+            answer in time, if tensors of ``like`` are tied on some ranks only, or if meshes that differ from rank to
+            rank do not hold the same (see ``replicas``). On every rank, before anything moves.
         UnsupportedLeaf: If the chunks of a leaf cannot be told, or the group does not hold all of them.
         MemoryError: As for ``gather``.
 
@@ -70,21 +69,8 @@ def reshard(
         >>> st.reshard({"w": torch.ones(2)}, like={"w": torch.empty(2, device="meta")})
         {'w': tensor([1., 1.])}
     """
-    return _reshard("reshard", tree, like, group_of("reshard", group, timeout), bucket_bytes, in_place=in_place)
-
-
-@quietly
-def _reshard(verb: str, tree: Any, like: Any, group: Group, bucket_bytes: int, *, in_place: bool) -> Any:
-    def prepare() -> tuple[Statement, Sequence[tuple[Survey, bool]], Relayout]:
-        check_bucket(verb, bucket_bytes)
-        source = Survey(verb, tree, group)
-        relayout = Relayout(source, like, group, in_place=in_place)
-        options = f"{verb}(in_place={in_place}, bucket_bytes={bucket_bytes})"
-        return Statement(options, relayout.entries(), relayout.details()), relayout.surveys, relayout
-
-    def load(relayout: Relayout, layouts: Sequence[dict[int, ChunkLayout]], key: Any) -> Departure:
-        return relayout.load(layouts[0], layouts[1], key, bucket_bytes)
-
-    relayout, departure = agree_on_layouts(verb, group, prepare, load)
-    departure.move()
-    return relayout.finished()
+    options = {"in_place": in_place, "replicas": replicas, "bucket_bytes": bucket_bytes}
+    with exchange("reshard", group, timeout, **options) as run:
+        source = run.manifest(tree, complete=True)
+        target = run.destination_like(source, run.manifest(like, written=True), in_place=in_place)
+        return run.move(source, target)

@@ -296,6 +296,7 @@ ARCHIVES = {
     "something after it": lambda data, rows: bytes(data) + b"x",
     "a name that is no text": lambda data, rows: patched(data, rows[4] + 46, "<4s", b"\xff\xfe\xff\xfe"),
     "compressed": lambda data, rows: patched(data, rows[4] + 10, "<H", 8),
+    "a directory": lambda data, rows: patched(data, rows[4] + 38, "<I", 0x10),
     "no pickle": lambda data, rows: bytes(data).replace(b"data.pkl", b"data.xyz"),
     "two directories": lambda data, rows: bytes(data).replace(b"good/version", b"evil/version"),
     "big-endian": lambda data, rows: bytes(data).replace(b"little", b"bigbig"),

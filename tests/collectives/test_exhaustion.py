@@ -9,14 +9,13 @@ import torch
 import torch.distributed as dist
 
 import statetree
-from statetree.exchange import buckets as exchange
-from statetree.exchange import transfers as collectives
+from statetree.exchange import buckets, transfers
 from statetree.testing import Layout, run_ranks
 from tests.collectives.checks import attempt, check_in_step, check_same
 
 PACKAGE = Path(statetree.__file__).parent
 #: What the ranks tell each other takes little memory, and cannot be refused: by whom would they hear of it?
-TALK = {str(PACKAGE / name) for name in ("agreement.py", "groups.py")}
+TALK = {str(PACKAGE / name) for name in ("exchange/consensus.py", "exchange/group.py", "exchange/call.py")}
 #: The functions of torch that take memory.
 ALLOCATING = {"arange", "cat", "clone", "contiguous", "empty", "empty_strided", "new_empty", "stack", "tensor", "zeros"}
 
@@ -108,7 +107,7 @@ def exhaust(verb):
     """Fail at every allocation of rank 1 in turn, and return at how many places that was."""
     rank = dist.get_rank()
     for number in range(1, 10_000):
-        collectives._PLANNED.clear()
+        transfers._PLANNED.clear()
         call = CALLS[verb]()
         with Exhaustion(number if rank == 1 else 0) as exhaustion:
             name, message = attempt(call)
@@ -132,13 +131,13 @@ def go_on_beyond():
     """Move in more rounds than memory is taken for in advance, of which the later ones need more."""
     tree = {"a": Layout((2, 3), everyone(), ("S0",)).build(), **make_tree()}
     expected = statetree.gather(tree)
-    before, exchange._MAX_SIZED = exchange._MAX_SIZED, 1
-    collectives._PLANNED.clear()
+    before, buckets._MAX_SIZED = buckets._MAX_SIZED, 1
+    transfers._PLANNED.clear()
     try:
         for nbytes in (200_000, 1 << 20):
             check_same(statetree.gather(tree, bucket_bytes=nbytes), expected)
     finally:
-        exchange._MAX_SIZED = before
+        buckets._MAX_SIZED = before
 
 
 def test_there_may_be_more_rounds_than_are_sized_in_advance():

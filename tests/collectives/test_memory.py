@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import statetree
 from statetree.testing import run_ranks
+from tests.collectives.checks import attempt
 
 
 @functools.cache
@@ -59,14 +60,17 @@ def sources_in_targets():
     old, fresh = numbers(4), torch.zeros(4)
     like = {"a": local(old), "b": fresh}
     moved = distribute_tensor(numbers(8, start=100), mesh_of(0, 1), [Replicate()])
-    statetree.reshard({"a": moved, "b": old}, like, in_place=True)
-    return fresh.tolist() == [0, 1, 2, 3] and old.tolist() == numbers(4, start=100 + 4 * dist.get_rank()).tolist()
+    name, message = attempt(lambda: statetree.reshard({"a": moved, "b": old}, like, in_place=True))
+    assert (name, "overlap at b" in message) == ("TreeMismatch", True), message
+    return old.tolist() == [0, 1, 2, 3] and not fresh.any()
 
 
 def sources_in_targets_of_distribute():
     old, fresh = numbers(4), torch.zeros(4)
-    statetree.distribute({"a": numbers(8, start=100), "b": old}, {"a": local(old), "b": fresh}, in_place=True)
-    return fresh.tolist() == [0, 1, 2, 3]
+    full, like = {"a": numbers(8, start=100), "b": old}, {"a": local(old), "b": fresh}
+    name, message = attempt(lambda: statetree.distribute(full, like, in_place=True))
+    assert (name, "overlap at b" in message) == ("TreeMismatch", True), message
+    return old.tolist() == [0, 1, 2, 3] and not fresh.any()
 
 
 def columns_of_one_matrix():
@@ -161,7 +165,7 @@ def meshes_of_their_own():
     first = 2 * (dist.get_rank() // 2)
     meshes = [mesh_of(0, 1), mesh_of(2, 3)]
     values = numbers(2, start=50.0 * first + 2 * (dist.get_rank() % 2))
-    return statetree.gather({"a": local(values, meshes[first // 2])})["a"].tolist()
+    return statetree.gather({"a": local(values, meshes[first // 2])}, replicas="first")["a"].tolist()
 
 
 def test_summands_that_the_group_does_not_hold():

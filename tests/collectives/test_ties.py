@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import statetree
-from statetree.exchange import buckets as exchange
+from statetree.exchange import buckets
 from statetree.testing import Layout, run_ranks
 from tests.collectives.checks import attempt, blank, check_equal, check_in_step, locals_of
 
@@ -33,17 +33,17 @@ def alias(leaf):
 def sent_by(call):
     """Make a call, and return how many bytes this rank sent in it."""
     sent = []
-    run = exchange.Exchange.run
+    run = buckets.BucketedPlan.run
 
     def counted(self, *args, **kwargs):
         sent.append(self.bytes_sent())
         return run(self, *args, **kwargs)
 
-    exchange.Exchange.run = counted
+    buckets.BucketedPlan.run = counted
     try:
         result = call()
     finally:
-        exchange.Exchange.run = run
+        buckets.BucketedPlan.run = run
     return result, sum(sent)
 
 
@@ -210,24 +210,148 @@ def test_ties_of_nothing_are_none():
 
 
 def swap():
-    """Let two tensors take each other's places."""
+    """Two tensors cannot take each other's places: what is sent must not lie in the memory that is written."""
     one, other = shards(), shards()
-    other._local_tensor.mul_(-1)
-    expected = one._local_tensor.clone()
-    statetree.reshard({"a": one, "b": other}, {"a": other, "b": one}, in_place=True)
-    assert torch.equal(other._local_tensor, expected)
-    assert torch.equal(one._local_tensor, -expected)
     copies = Layout((4,), everywhere(), ("R",))
     left, right = copies.build(), copies.build()
-    right._local_tensor.mul_(-1)
-    full = {"a": right._local_tensor, "b": left._local_tensor}
-    statetree.distribute(full, {"a": left, "b": right}, in_place=True)
-    assert torch.equal(left._local_tensor, -copies.full())
-    assert torch.equal(right._local_tensor, copies.full())
-    statetree.distribute(full, {"a": left, "b": right}, src=1, in_place=True)
-    assert torch.equal(left._local_tensor, copies.full())
+    full, whole = {"a": right._local_tensor, "b": left._local_tensor}, {"a": left, "b": right}
+    calls = {
+        "reshard": lambda: statetree.reshard({"a": one, "b": other}, {"a": other, "b": one}, in_place=True),
+        "distribute": lambda: statetree.distribute(full, whole, in_place=True),
+        "distribute from one": lambda: statetree.distribute(full, whole, src=1, in_place=True),
+    }
+    before = statetree.offload((one, other, left, right))
+    for name, call in calls.items():
+        kind, message = attempt(call)
+        assert "in the memory that is written" in message, (name, kind, message)
+        assert kind in ("TreeMismatch", "RankMismatch"), (name, kind, message)
+    assert statetree.similarity(before, (one, other, left, right), values=True)
+    check_in_step()
+    statetree.reshard({"a": one}, {"a": one}, in_place=True)  # it stays where it is
+    assert statetree.similarity(before[0], one, values=True)
 
 
 @RANKS
-def test_a_state_may_be_moved_within_its_own_memory(world_size):
+def test_what_is_sent_lies_elsewhere(world_size):
     run_ranks(world_size, swap)
+
+
+def numbers():
+    """Return the elements that ``shards`` has between the ranks."""
+    return torch.arange(1.0, 31).view(10, 3)
+
+
+def arrive(tree, like, expected, *, in_place):
+    """Reshard, and check what arrives."""
+    found = statetree.reshard(tree, like, in_place=in_place)
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), (key, found[key], value)
+    assert (found["a"].data_ptr() == found["b"].data_ptr()) == (like["a"].data_ptr() == like["b"].data_ptr())
+
+
+def move_to_other_ties(tied_first, in_place):
+    """Call with the same trees but for the ties between plain tensors of ``like``: each call has a plan of its own."""
+    full = numbers()
+    other = shards()
+    other._local_tensor.add_(100)
+    for tied in (tied_first, not tied_first, tied_first):
+        one = torch.full((10, 3), -1.0)
+        like = {"a": one, "b": one if tied else torch.full((10, 3), -2.0)}
+        tree = {"a": shards(), "b": shards() if tied else other}
+        arrive(tree, like, {"a": full, "b": full if tied else full + 100}, in_place=in_place)
+
+
+@RANKS
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("tied_first", [False, True])
+def test_ties_of_plain_tensors_are_part_of_the_plan(world_size, tied_first, in_place):
+    run_ranks(world_size, move_to_other_ties, tied_first, in_place)
+
+
+def tie_on_one_rank(which, order):
+    """Tie tensors that are written on one rank alone: all ranks refuse, whatever was planned before."""
+    rank = dist.get_rank()
+    wholes = {"a": numbers(), "b": numbers()}
+
+    def like_for(tied, kind):
+        make = (lambda: torch.full((10, 3), -1.0)) if kind == "plain" else (lambda: blank(shards(kind="S1")))
+        one = make()
+        return {"a": one, "b": (one if kind == "plain" else alias(one)) if tied else make()}
+
+    for kind in ("plain", "distributed"):
+        calls = {
+            "reshard": lambda like: statetree.reshard({"a": shards(), "b": shards()}, like, in_place=True),
+            "distribute": lambda like: statetree.distribute(wholes if rank == 1 else None, like, src=1, in_place=True),
+            "broadcast": lambda like: statetree.broadcast(like, src=1),
+        }
+        for verb, call in calls.items():
+            if kind == "plain" and verb != "reshard":
+                continue  # what is not distributed comes from one rank, ties included
+            for tied in order:
+                like = like_for(rank == which if tied is None else tied, kind)
+                before = statetree.offload(like)
+                name, message = attempt(lambda like=like, call=call: call(like))
+                if tied is not None:
+                    assert not name, message
+                    continue
+                assert name == "RankMismatch", (kind, verb, name, message)
+                assert f"{verb}: the ranks do not see the same ties at b: " in message
+                assert f"with a on every rank or on none, got that on rank {which} alone" in message
+                check_in_step()
+                check_equal(like, before)
+
+
+@RANKS
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("order", [(None,), (False, None, False), (True, None, True)])
+def test_ties_on_one_rank_are_refused_by_all(world_size, which, order):
+    run_ranks(world_size, tie_on_one_rank, which, order)
+
+
+def tie_what_others_hold(in_place, differs):
+    """Rank 0 alone holds tensors that are tied: ranks that hold other parts of the values see to it that they agree."""
+    rank = dist.get_rank()
+    full = {"a": numbers(), "b": numbers()}
+    tree = {"a": shards(), "b": shards()}
+    if differs:
+        full["b"][9, 2] = -1
+        if rank == dist.get_world_size() - 1:
+            tree["b"]._local_tensor[-1, 2] = -1
+    calls = {
+        "reshard": lambda like: statetree.reshard(tree, like, in_place=in_place),
+        "distribute": lambda like: statetree.distribute(full if rank == 1 else None, like, src=1, in_place=in_place),
+    }
+    for verb, call in calls.items():
+        one, other = (blank(Layout((10, 3), (0,), ("R",)).build()) for _ in range(2))
+        like = {"a": one, "b": alias(one) if rank == 0 else other}
+        if differs:
+            name, message = attempt(lambda call=call, like=like: call(like))
+            assert name in ("TreeMismatch", "RankMismatch"), (verb, name, message)
+            assert "ties at b" in message, message
+            check_in_step()
+            continue
+        found = call(like)
+        if rank == 0:
+            assert torch.equal(found["a"]._local_tensor, full["a"]), verb
+            assert memory(found["a"]) == memory(found["b"]), verb
+
+
+@RANKS
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("differs", [False, True])
+def test_values_for_one_memory_are_compared_wherever_they_lie(world_size, in_place, differs):
+    run_ranks(world_size, tie_what_others_hold, in_place, differs)
+
+
+def empty_ties():
+    """Tensors without elements lie in one place on some ranks and not on others, which does not matter."""
+    nothing = torch.empty(0, 3)
+    like = {"a": nothing, "b": nothing if dist.get_rank() else torch.empty(0, 3), "c": torch.zeros(10, 3)}
+    empty = Layout((0, 3), everywhere(), ("S0",))
+    found = statetree.reshard({"a": empty.build(), "b": empty.build(), "c": shards()}, like, in_place=True)
+    assert torch.equal(found["c"], numbers())
+
+
+@RANKS
+def test_ties_of_empty_tensors_do_not_matter(world_size):
+    run_ranks(world_size, empty_ties)

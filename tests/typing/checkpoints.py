@@ -16,6 +16,7 @@ def files(state: dict[str, Any], group: ProcessGroup) -> None:
     dcp.save(state, checkpoint_id="a", process_group=group, storage_writer=FileSystemWriter("a"))
     assert_type(dcp.load(state, checkpoint_id=Path("a"), process_group=group), Any)
     assert_type(dcp.load(checkpoint_id="a", storage_reader=FileSystemReader("a"), weights_only=True), Any)
+    assert_type(dcp.load(checkpoint_id="a", verify=False), Any)
     with st.Stager() as stager:
         future = dcp.async_save(state, checkpoint_id=Path("a"), stager=stager, process_group=group)
         assert_type(future, Future[None])
@@ -27,7 +28,7 @@ def series(state: dict[str, Any]) -> None:
         checkpointer.save(1, state)
         assert_type(checkpointer.async_save(2, state, wait=False), Future[None])
         assert_type(checkpointer.restore(state), Any)
-        assert_type(checkpointer.restore(state, step=1, weights_only=True), Any)
+        assert_type(checkpointer.restore(state, step=1, weights_only=True, verify=False), Any)
         assert_type(checkpointer.steps(), list[int])
     checkpointer.close()
 

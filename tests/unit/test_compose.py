@@ -7,9 +7,8 @@ import pytest
 import torch
 
 import statetree as st
-from statetree import compose
+from statetree import compose, declare
 from statetree.compose import Chain
-from statetree.declare import is_leafwise
 from statetree.testing import Watch, assert_trees_equal
 
 
@@ -82,15 +81,15 @@ def unhashable():
     ids=range(11),
 )
 def test_is_leafwise(step, expected):
-    assert is_leafwise(step) is expected
+    assert compose._streams(step) is expected
 
 
 def test_a_step_can_be_declared_leafwise(monkeypatch, bucket_bytes):
-    monkeypatch.setattr(compose, "_LEAFWISE", set(compose._LEAFWISE))
+    monkeypatch.setattr(declare, "_LEAFWISE", set(declare._LEAFWISE))
     bucket_bytes(1)
     sizes = []
 
-    @compose.leafwise
+    @declare.leafwise
     def step(tree):
         sizes.append(len(tree))
         return tree
@@ -153,7 +152,7 @@ def test_between_two_steps_lies_a_bucket(monkeypatch, bucket_bytes):
         most.append(sum(tensor.nbytes for tensor in alive))
         return result
 
-    monkeypatch.setattr(compose, "_LEAFWISE", {intermediate, st.offload})
+    monkeypatch.setattr(declare, "_LEAFWISE", {intermediate, st.offload})
     tree = {f"t{number}": ramp(50, start=number) for number in range(20)}
     result = st.chain(intermediate, st.offload)(tree)
     assert_trees_equal(result, tree)

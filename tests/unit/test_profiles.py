@@ -40,13 +40,13 @@ def test_a_phase_that_fails_is_left(clock):
 
 
 def test_what_is_watched_is_found_wherever_it_was_imported_and_put_back():
-    before = (tree._flatten, tree.unflatten, spans.copy_all, st.to_flat)
+    before = (tree.traverse, tree.rebuild, spans.copy_all, st.to_flat)
     clock = profiles.PhaseClock()
     with clock.watching(), clock.phase("rest"):
         st.offload(many_small(TINY).tree)
         st.to_flat({"a": 1})
         assert st.to_flat is not before[3]
-    assert (tree._flatten, tree.unflatten, spans.copy_all, st.to_flat) == before
+    assert (tree.traverse, tree.rebuild, spans.copy_all, st.to_flat) == before
     seen = {name for name, seconds in clock.spent.items() if seconds}
     assert {"flatten", "checks", "plan", "allocation", "bytes", "rebuild", "rest"} == seen
 

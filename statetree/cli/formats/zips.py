@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from statetree.cli.names import refuse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from statetree.cli.files import Region
 
 _END: Final = struct.Struct("<4s4H2LH")
 _END64: Final = struct.Struct("<4sQ2H2L4Q")
@@ -18,8 +16,24 @@ _LOCATOR: Final = struct.Struct("<4sLQL")
 _LISTED: Final = struct.Struct("<4s6H3L5H2L")
 _LOCAL: Final = struct.Struct("<4s5H3L2H")
 _ZIP64: Final = 0xFFFFFFFF
+_IS_DIRECTORY: Final = 0x10
 _MAX_LIST_BYTES: Final = 512 << 20
 REWRITE: Final = "If you trust its source, load it and save it again with torch.save."
+
+
+class Region(Protocol):
+    """What archives are read from: a piece of a file (``statetree.cli.files.Region``, for one)."""
+
+    @property
+    def label(self) -> str:
+        """What it is called in messages."""
+
+    @property
+    def length(self) -> int:
+        """How many bytes it has."""
+
+    def read(self, start: int, length: int, entry: str) -> bytes:
+        """Return bytes; raise ``CheckpointError`` if they do not lie inside. ``entry`` says what they are."""
 
 
 class Member(NamedTuple):
@@ -41,7 +55,7 @@ def read_members(region: Region) -> dict[str, Member]:
 
     Raises:
         CheckpointError: If the archive is truncated or damaged, or if members are compressed, encrypted, listed twice,
-            overlap each other, or lie outside of it.
+            overlap each other, are marked as directories, or lie outside of it.
     """
     count, start, size = _find_list(region)
     if size > _MAX_LIST_BYTES:
@@ -114,7 +128,7 @@ def _read_listed(region: Region, listed: bytes, at: int) -> tuple[str, int, int,
         comment_size,
         disk,
         _,
-        _,
+        attributes,
         start,
     ) = row
     at += _LISTED.size
@@ -131,6 +145,8 @@ def _read_listed(region: Region, listed: bytes, at: int) -> tuple[str, int, int,
         refuse(region.label, f"the member {name!r} does not say how long it is")
     if method:
         refuse(region.label, f"the member {name!r} is compressed: torch writes none, and it may be a zip bomb", REWRITE)
+    if attributes & _IS_DIRECTORY:  # torch would not read it, and return memory as it finds it
+        refuse(region.label, f"the member {name!r} is marked as a directory")
     if flags & 0x2041 or packed != nbytes or disk not in (0, 0xFFFF):
         refuse(region.label, f"the member {name!r} is encrypted, or lies about its size ({packed} and {nbytes} bytes)")
     return name, start, nbytes, crc, stop

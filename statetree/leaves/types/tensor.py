@@ -77,6 +77,7 @@ class TensorType(LeafType):
     """``torch.Tensor``, ``Parameter``, ``Buffer`` and plain subclasses, of every layout."""
 
     name = "Tensor"
+    bare = True
 
     def unpack(self, value: torch.Tensor) -> tuple[Sequence[Any], Any]:
         identity, attributes = identity_of(value)

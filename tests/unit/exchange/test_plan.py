@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from statetree.chunks.boxes import Box, in_slabs
 from statetree.chunks.layouts import layout_of, whole_on
 from statetree.exchange import plan as plans
-from statetree.exchange.plan import Move, Plan, choose_owners, owners_of
+from statetree.exchange.plan import ExchangePlan, Move, choose_owners, owners_of
 
 RANKS = 4
 
@@ -53,7 +53,7 @@ class Ranks:
 
     def __init__(self, given, bucket_bytes, source=None):
         self.moves = given
-        self.plans = [Plan(given, rank, RANKS, bucket_bytes, source=source) for rank in range(RANKS)]
+        self.plans = [ExchangePlan(given, rank, RANKS, bucket_bytes, source=source) for rank in range(RANKS)]
         self.sources = [
             [[cut(elements_of(move), box) + rank for box in move.source.boxes_of(rank)] for move in given]
             for rank in range(RANKS)
@@ -178,32 +178,34 @@ def test_rounds_are_bounded(given, bucket_bytes):
 def test_small_moves_share_a_round_and_large_ones_take_several():
     small = Move(whole_on((4,), [0]), whole_on((4,), [1]), torch.float32)
     large = Move(whole_on((64,), [0]), whole_on((64,), [1]), torch.float32)
-    plan = Plan([small, small, large, small], 0, 2, 64)
+    plan = ExchangePlan([small, small, large, small], 0, 2, 64)
     listed = [[part.move for part in batch] for batch in plan.batches]
     assert listed[0] == [0, 1]
     assert listed[-1] == [3]
     assert set(map(tuple, listed[1:-1])) == {(2,)}
     assert 4 <= len(listed[1:-1]) <= 16
-    assert [len(batch) for batch in Plan([small] * 4, 0, 2, 32).batches] == [1] * 4
-    assert [len(batch) for batch in Plan([small] * 5, 0, 2, 64).batches] == [2, 2, 1]
-    assert [len(batch) for batch in Plan([small] * 5, 0, 2, 63).batches] == [1] * 5
+    assert [len(batch) for batch in ExchangePlan([small] * 4, 0, 2, 32).batches] == [1] * 4
+    assert [len(batch) for batch in ExchangePlan([small] * 5, 0, 2, 64).batches] == [2, 2, 1]
+    assert [len(batch) for batch in ExchangePlan([small] * 5, 0, 2, 63).batches] == [1] * 5
 
 
 def test_a_move_takes_the_room_of_what_a_rank_has_and_gets():
     first, second = Box((0,), (2,)), Box((2,), (4,))
     swap = Move(layout_of((4,), {0: [first], 1: [second]}), layout_of((4,), {0: [second], 1: [first]}), torch.float32)
-    assert [len(batch) for batch in Plan([swap] * 4, 0, 2, 32).batches] == [2, 2]
-    assert [len(batch) for batch in Plan([swap] * 2, 0, 2, 31).batches] == [1, 1]
+    assert [len(batch) for batch in ExchangePlan([swap] * 4, 0, 2, 32).batches] == [2, 2]
+    assert [len(batch) for batch in ExchangePlan([swap] * 2, 0, 2, 31).batches] == [1, 1]
 
 
 def test_boxes_that_only_touch_count_for_nothing():
     first, second = Box((0,), (64,)), Box((64,), (128,))
     there, back = layout_of((128,), {0: [first], 1: [second]}), layout_of((128,), {0: [second], 1: [first]})
-    assert len(Plan([Move(there, back, torch.float32)], 0, 2, 256).batches) == 2  # 256 bytes to send, 256 to receive
+    assert (
+        len(ExchangePlan([Move(there, back, torch.float32)], 0, 2, 256).batches) == 2
+    )  # 256 bytes to send, 256 to receive
 
 
 def test_nothing_to_move_is_no_round():
-    assert list(Plan([], 0, 2, 64).rounds()) == []
+    assert list(ExchangePlan([], 0, 2, 64).rounds()) == []
 
 
 class TestOwners:

@@ -174,7 +174,7 @@ def test_a_registered_class_is_taken_apart_as_its_leaf_type_says():
 def test_a_leaf_type_may_be_given_as_a_class():
     cls = fresh_class(Scaled)
     st.register_leaf_type(cls, ScaledType)
-    assert isinstance(leaf_type_of(cls), ScaledType)
+    assert isinstance(leaf_type_of(cls).given, ScaledType)
 
 
 def test_a_leaf_type_may_be_registered_again():

@@ -1,4 +1,4 @@
-"""``appearance``: recognised tensors are treated exactly as unknown ones, and nothing of theirs is kept."""
+"""``geometry_cache``: recognised tensors are treated exactly as unknown ones, and nothing of theirs is kept."""
 
 import contextlib
 import gc
@@ -37,7 +37,7 @@ def _fresh():
 def recognised(monkeypatch):
     """The lists of tensors that were recognised."""
     seen = []
-    is_of = geometry_cache.Appearance.is_of
+    is_of = geometry_cache.KnownGeometry.is_of
 
     def watched(self, columns, **options):
         found = is_of(self, columns, **options)
@@ -45,7 +45,7 @@ def recognised(monkeypatch):
             seen.append(list(columns.tensors))
         return found
 
-    monkeypatch.setattr(geometry_cache.Appearance, "is_of", watched)
+    monkeypatch.setattr(geometry_cache.KnownGeometry, "is_of", watched)
     yield seen
     seen.clear()
 
@@ -124,7 +124,7 @@ def outcome(transform, world, change, *, warm):
             TRANSFORMS[transform](world(), world())  # elsewhere
             TRANSFORMS[transform](tree, before)
     change(tree)
-    with contextlib.nullcontext() if warm else mock.patch.object(appearance, "_FEWEST", 1 << 30):
+    with contextlib.nullcontext() if warm else mock.patch.object(geometry_cache, "_FEWEST", 1 << 30):
         try:
             return TRANSFORMS[transform](tree, before), tree
         except Exception as error:
@@ -415,7 +415,7 @@ def test_short_lists_are_not_remembered(count):
 
 
 def test_lists_that_are_too_long_are_not_remembered(monkeypatch):
-    monkeypatch.setattr(appearance, "_MOST_BYTES", COUNT * geometry_cache._TENSOR_BYTES)
+    monkeypatch.setattr(geometry_cache, "_MOST_BYTES", COUNT * geometry_cache._TENSOR_BYTES)
     tree = simple()
     for _ in range(4):
         st.offload(tree)
@@ -458,7 +458,7 @@ def test_a_change_is_seen_in_whichever_equal_piece(change, place):
     for tree in (slow, fast):
         CHANGES[change](tree)  # number 5
         tree[5], tree[place] = tree[place], tree[5]
-    with mock.patch.object(appearance, "_FEWEST", 1 << 30):
+    with mock.patch.object(geometry_cache, "_FEWEST", 1 << 30):
         expected = st.offload(slow)
     result = st.offload(fast)
     assert_trees_equal(result, expected)
@@ -604,7 +604,7 @@ def test_forget_forgets():
 
 
 def test_a_torch_without_guards_is_only_slower(monkeypatch, recognised):
-    monkeypatch.setattr(appearance, "geometry_guard", lambda *_: None)
+    monkeypatch.setattr(geometry_cache, "geometry_guard", lambda *_: None)
     tree = varied()
     for _ in range(5):
         assert_trees_equal(st.offload(tree), tree)
@@ -638,7 +638,7 @@ def test_another_thread_that_remembers_the_same_first_does_no_harm(monkeypatch):
             self.clear()  # just after, another thread has taken it
             return found
 
-    monkeypatch.setattr(appearance, "_glimpsed", Contended())
+    monkeypatch.setattr(geometry_cache, "_glimpsed", Contended())
     tree = simple()
     for _ in range(4):
         assert_trees_equal(st.offload(tree), tree)

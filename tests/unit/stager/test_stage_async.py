@@ -526,7 +526,7 @@ def test_sources_are_let_go_of_when_they_are_staged(stager):
 # Interrupts
 
 
-@pytest.mark.parametrize("file", ["/stager.py", "/spans.py", "/leaves.py"])
+@pytest.mark.parametrize("file", ["/stager.py", "/spans/layout.py", "/builtin.py"])
 def test_an_interrupt_anywhere_leaves_nothing_behind(options, file):
     with st.Stager(**options) as stager:
         kept, expected = stager.stage(make_state()), make_state()

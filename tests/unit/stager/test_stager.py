@@ -23,7 +23,7 @@ import statetree as st
 from statetree.spans import memory as buffers
 from statetree.testing import Watch, assert_trees_equal
 from statetree.testing.memory import raw_bytes, scribble, shares_memory, storages
-from tests.faults import fail_each
+from tests.faults import Fault, fail_each
 
 SMALL, LARGE = 64, (1 << 18) + 3  # float32 elements: in a slab, and in a block of its own
 
@@ -395,7 +395,9 @@ def test_a_copy_that_fails_half_way(options, monkeypatch):
         assert_trees_equal(staged, expected, storages=False)
 
 
-@pytest.mark.parametrize("file", ["/stager.py", "/pool.py", "/geometry.py", "/spans.py", "/buffers.py", "/leaves.py"])
+@pytest.mark.parametrize(
+    "file", ["/stager.py", "/pool.py", "/geometry.py", "/spans/layout.py", "/memory.py", "/builtin.py"]
+)
 def test_an_interrupt_anywhere_leaves_the_stager_usable_by_every_thread(options, file):
     state, other = state_for_faults(0), state_for_faults(500)
     with st.Stager(**options) as stager:
@@ -590,6 +592,130 @@ def test_a_lost_reference_cycle_gives_its_lease_back(options):
             assert_trees_equal(stager.stage(state), state)
     finally:
         gc.enable()
+
+
+# Leases, while something looks at every object of the process
+
+
+@pytest.fixture
+def young():
+    """Let ``gc.get_objects`` return what is made from here on: it is fast then."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def state_of_all_kinds(start):
+    """Spans copied as tensors and as bytes, several tensors on one, and a block of its own."""
+    base = ramp(40, start=start)
+    return {
+        "dense": [ramp(4, start=start), ramp(5, start=start + 1)],
+        "tied": [base[:10], base[5::3]],
+        "flags": ramp(7, start=start) > start + 2,
+        "large": ramp(LARGE, start=start),
+        "empty": torch.empty(0, 3),
+    }
+
+
+def assert_leased_for_as_long_as_held(stager, staged, expected, other):
+    """Take over the only reference to a staged tree, of a stager of one snapshot. The other tree has its geometry."""
+    with pytest.raises(st.StagerBusy, match="1 staged tree is alive"):
+        stager.stage(other)
+    assert_trees_equal(staged.pop(), expected, storages=False)
+    taken = stager.stats.allocations
+    for _ in range(2):
+        assert_trees_equal(stager.stage(other), other, storages=False)
+    assert stager.stats.allocations == taken
+
+
+def test_another_thread_takes_all_objects_at_any_moment_of_a_first_stage(options, young):
+    """Wherever another thread may run, it does, and lets go after the stage."""
+    state, expected = state_of_all_kinds(0), state_of_all_kinds(0)
+    held = []
+    at = 1
+    while True:
+        fault = Fault(at, RuntimeError)
+        with st.Stager(max_snapshots=1, **options) as stager:
+            with fault.signal(lambda: held.append(gc.get_objects())):
+                staged = [stager.stage(state)]
+            assert len(held) == fault.struck
+            held.clear()
+            assert_leased_for_as_long_as_held(stager, staged, expected, state_of_all_kinds(1000))
+        if not fault.struck:
+            break
+        at += 1
+    assert at > 50
+
+
+def test_the_garbage_collector_calls_somebody_who_holds_all_objects(options, young):
+    """It may be called wherever an object is made."""
+    state, expected = state_of_all_kinds(0), state_of_all_kinds(0)
+    held, calls, thresholds = [], 0, gc.get_threshold()
+
+    def hold(phase, info):
+        nonlocal calls
+        calls += 1
+        held[:] = gc.get_objects()
+
+    with st.Stager(max_snapshots=1, **options) as stager:
+        gc.callbacks.append(hold)
+        gc.set_threshold(1)
+        try:
+            staged = [stager.stage(state)]
+        finally:
+            gc.set_threshold(*thresholds)
+            gc.callbacks.remove(hold)
+        held.clear()
+        assert calls > 50
+        assert_leased_for_as_long_as_held(stager, staged, expected, state_of_all_kinds(1000))
+
+
+def test_a_thread_takes_all_objects_again_and_again(options, young):
+    done, seen = threading.Event(), []
+
+    def monitor():
+        while not done.is_set():
+            seen.append(sum(isinstance(found, torch.Tensor) for found in gc.get_objects()))
+
+    thread = threading.Thread(target=monitor)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread.start()
+    stagers = []
+    try:
+        for start in range(30):
+            state = [ramp(3, start=start + number) for number in range(200)]
+            stager = st.Stager(max_snapshots=1, **options)
+            stagers.append((stager, [stager.stage(state)], copy.deepcopy(state)))
+    finally:
+        done.set()
+        thread.join(30)
+        sys.setswitchinterval(interval)
+    assert max(seen) > 200
+    for stager, staged, expected in stagers:
+        with stager:
+            other = [tensor + 1000 for tensor in expected]
+            assert_leased_for_as_long_as_held(stager, staged, expected, other)
+
+
+def test_memory_that_somebody_still_holds_is_laid_out_anew(options, young):
+    """As a new geometry takes over the blocks of an idle snapshot, whose own tensors something has taken."""
+    before = {"a": ramp(LARGE), "b": ramp(LARGE, start=7)}
+    state = {"a": ramp(LARGE, start=1).view(torch.int32), "b": ramp(LARGE, start=8)}
+    expected = copy.deepcopy(state)
+    with st.Stager(max_snapshots=1, **options) as stager:
+        stager.stage(before)
+        tensors = [found for found in gc.get_objects() if type(found) is torch.Tensor and found.numel() == LARGE]
+        assert len(tensors) > 4  # also those of the stager
+        taken = stager.stats.allocations
+        staged = [stager.stage(state)]
+        assert stager.stats.allocations == taken
+        tensors.clear()
+        with pytest.raises(st.StagerBusy, match="alive"):
+            stager.stage(state)
+        assert_trees_equal(staged.pop(), expected, storages=False)
+        assert_trees_equal(stager.stage(state), state, storages=False)
 
 
 def test_busy_when_all_snapshots_are_alive_and_usable_after_one_is_dropped(options):

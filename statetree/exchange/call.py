@@ -1,0 +1,96 @@
+"""One call of a collective: whether the other ranks wait for this one, and what they hear if it fails."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self
+
+from statetree.errors import RankMismatch
+from statetree.exchange.consensus import Fingerprint, compare, ready, tell_failure
+from statetree.exchange.group import Timeout, group_of
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from torch.distributed import ProcessGroup
+
+    from statetree.exchange.consensus import Consensus
+
+
+class Call:
+    """A call of a collective, as a context manager.
+
+    Wherever the ranks are about to agree, an exception that leaves the block (an interrupt, too) is told to the others
+    in their place of agreement, so that every rank raises and the group stays usable.
+
+    Args:
+        verb: The collective, for messages.
+        process_group: The ranks that take part; by default all.
+        timeout: How long each of its collectives may take.
+        options: What every rank must have passed alike, by name.
+
+    Attributes:
+        group: The ranks.
+    """
+
+    def __init__(self, verb: str, process_group: ProcessGroup | None, timeout: Timeout, **options: Any) -> None:
+        self.verb = verb
+        self.options = options
+        self.group = group_of(verb, process_group, timeout)
+        self._awaited = True  # by the other ranks, in an agreement
+
+    def __enter__(self) -> Self:
+        try:
+            self.group.check_usable()
+            self.check_options()
+        except BaseException as error:
+            self._tell(error)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._tell(error)
+        assert not self._awaited, "the block ended although the other ranks wait for an agreement"
+
+    def _tell(self, error: BaseException) -> None:
+        if self._awaited:
+            self._awaited = False
+            tell_failure(self.group, error)
+
+    def check_options(self) -> None:
+        """Raise if an option cannot be. By default any can."""
+
+    def expect(self) -> None:
+        """Say that an agreement comes next: until it is reached, whatever fails is told to the other ranks."""
+        self._awaited = True
+
+    def alone(self) -> None:
+        """Say that no agreement comes: this call communicates with nobody."""
+        self._awaited = False
+
+    def agree(self, fingerprint: Fingerprint) -> Consensus:
+        """Make sure that all ranks have one fingerprint.
+
+        Raises:
+            RankMismatch: If they do not, or one of them failed. On every rank.
+        """
+        message = fingerprint.message()
+        self._awaited = False
+        return compare(self.verb, self.group, fingerprint, message)
+
+    def ready(self) -> None:
+        """Wait until all ranks are here; raise ``RankMismatch`` if one of them failed."""
+        self.agree(ready(self.verb))
+
+    def described(self) -> str:
+        """Return the call with its options, as messages show it."""
+        return f"{self.verb}({', '.join(f'{name}={value!r}' for name, value in self.options.items())})"
+
+    def check_rank(self, name: str) -> None:
+        """Raise ``RankMismatch`` unless an option is a rank of the group."""
+        rank, size = self.options[name], self.group.size
+        if not isinstance(rank, int) or not 0 <= rank < size:
+            msg = f"{self.verb}: {name} must be a rank of the group: expected one of 0 to {size - 1}, got {rank!r}."
+            raise RankMismatch(msg)

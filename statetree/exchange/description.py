@@ -1,0 +1,149 @@
+"""Descriptions: one rank's tree told to all, so that each can make the same and receive its elements."""
+
+from __future__ import annotations
+
+import pickle
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+
+from statetree.chunks.layouts import whole_on
+from statetree.errors import RankMismatch, StateTreeError
+from statetree.exchange.leaf_metadata import LeafMetadata, metadata_of, pickled
+from statetree.exchange.partial_reduction import Chunked
+from statetree.exchange.transfers import Transfer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+
+    from statetree.chunks.layouts import ChunkLayout
+    from statetree.exchange.group import Group
+    from statetree.exchange.manifest import Manifest
+    from statetree.paths import Path
+    from statetree.tree.spec import TreeSpec
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: The dtype and the global shape of a leaf.
+Elements = tuple["torch.dtype", tuple[int, ...]]
+
+
+class Description(NamedTuple):
+    """What one rank says of its tree.
+
+    Attributes:
+        spec: The structure.
+        described: The indices of the leaves that each rank makes anew.
+        metadata: These leaves, without their elements.
+        exchanged: For every other leaf, which each rank has in its own layout, dtype and global shape.
+    """
+
+    spec: TreeSpec
+    described: list[int]
+    metadata: LeafMetadata
+    exchanged: Mapping[int, Elements]
+
+    def paths(self) -> Sequence[Path]:
+        """Return the paths of the described leaves."""
+        return _paths(self.spec, self.described)
+
+    def put_together(self, verb: str, parts: list[torch.Tensor]) -> list[Any]:
+        """Return the leaves of the tree, made from parts that hold their elements; ``None`` for exchanged ones."""
+        leaves: list[Any] = [None] * self.spec.num_leaves
+        for index, leaf in zip(self.described, self.metadata.pack(verb, parts, self.paths), strict=True):
+            leaves[index] = leaf
+        return leaves
+
+
+class Sent(NamedTuple):
+    """A tree that one rank sends to all.
+
+    Attributes:
+        manifest: The tree.
+        exchanged: Which of its leaves each rank has in a layout of its own, with their dtypes and global shapes.
+    """
+
+    manifest: Manifest
+    exchanged: Mapping[int, Elements]
+
+
+class Message(NamedTuple):
+    """A description as bytes, and the spans that hold the elements of what it describes; nothing on other ranks."""
+
+    text: bytes = b""
+    spans: Sequence[torch.Tensor] = ()
+
+
+def caught(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | StateTreeError:
+    """Return what a function does, or what it finds wrong: that is sent instead, so that all ranks raise it."""
+    try:
+        return function(*args, **kwargs)
+    except StateTreeError as error:
+        return error
+
+
+def described(sent: Sent | StateTreeError) -> Message:
+    """Describe a tree, or what is wrong with it."""
+    found = caught(_described, sent) if isinstance(sent, Sent) else sent
+    return found if isinstance(found, Message) else Message(pickle.dumps(found))
+
+
+def _described(sent: Sent) -> Message:
+    manifest, exchanged = sent
+    spec, leaves = manifest.spec, manifest.leaves
+    indices = [index for index in range(len(leaves)) if index not in exchanged]
+    paths = partial(_paths, spec, indices)
+    chosen = [leaves[index] for index in indices]
+    metadata, spans = metadata_of(manifest.verb, chosen, paths)
+    return Message(pickled(manifest.verb, Description(spec, indices, metadata, exchanged), chosen, paths), spans)
+
+
+def _paths(spec: TreeSpec, indices: Sequence[int]) -> Sequence[Path]:
+    named = spec.paths()
+    return [named[index] for index in indices]
+
+
+def opened(verb: str, text: bytes) -> Description:
+    """Return the description that was received, or raise what the source found wrong with its tree."""
+    try:
+        found = pickle.loads(text)
+    except Exception as error:
+        msg = (
+            f"{verb}: cannot read what the source sent: {type(error).__name__}: {error}. Import what its classes need "
+            "on every rank."
+        )
+        raise RankMismatch(msg) from error
+    if isinstance(found, StateTreeError):
+        raise found
+    assert isinstance(found, Description)
+    return found
+
+
+def span_transfers(
+    src: int, group: Group, spans: Sequence[torch.Tensor], places: Sequence[torch.Tensor]
+) -> list[Transfer]:
+    """Return how the source's spans go to the places that every rank has for them."""
+    found: list[Transfer] = []
+    for number, place in enumerate(places):
+        if place.numel():
+            source = Chunked(whole_on(place.shape, [src]), spans[number : number + 1])
+            found.append(Transfer(source, Chunked(whole_on(place.shape, range(group.size)), [place]), place.dtype))
+    return found
+
+
+class Received(NamedTuple):
+    """A tree that another rank described.
+
+    Attributes:
+        description: What it said.
+        leaves: The leaves that it described, with their elements; ``None`` for those that are exchanged.
+        layouts: Those of the leaves that this rank held already.
+        key: What the ranks agreed on.
+    """
+
+    description: Description
+    leaves: list[Any]
+    layouts: dict[int, ChunkLayout]
+    key: Any

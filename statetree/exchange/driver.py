@@ -1,0 +1,252 @@
+"""The driver of every collective: describe what this rank holds, say where it goes, agree, plan, move."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from statetree.errors import RankMismatch
+from statetree.exchange.buckets import BUCKET_BYTES
+from statetree.exchange.call import Call
+from statetree.exchange.consensus import Entry, Fingerprint
+from statetree.exchange.description import Message, Received, described, opened, span_transfers
+from statetree.exchange.destination import FreshDestination
+from statetree.exchange.discovery import discover_layouts
+from statetree.exchange.like import LikeDestination
+from statetree.exchange.manifest import Manifest
+from statetree.exchange.transfers import (
+    PlannedTransfers,
+    TransferOptions,
+    communicating_device,
+    plan_transfers,
+    sources_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.distributed import ProcessGroup
+
+    from statetree.chunks.layouts import ChunkLayout
+    from statetree.errors import StateTreeError
+    from statetree.exchange.description import Sent
+    from statetree.exchange.destination import Destination, Device, Rule
+    from statetree.exchange.group import Timeout
+    from statetree.exchange.transfers import Transfer
+
+
+class Exchange(Call):
+    """One call of a collective that moves elements. Made by ``exchange``."""
+
+    def check_options(self) -> None:
+        """Raise ``ValueError`` if an option that many collectives have cannot be."""
+        bucket_bytes = self.options.get("bucket_bytes", 1)
+        if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+            msg = f"{self.verb}: bucket_bytes must be a positive number of bytes, got {bucket_bytes!r}."
+            raise ValueError(msg)
+        replicas = self.options.get("replicas", "check")
+        if not isinstance(replicas, str) or replicas not in ("check", "first"):
+            msg = f'{self.verb}: replicas must be "check" or "first", got {replicas!r}.'
+            raise ValueError(msg)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """How many bytes a rank sends and receives at a time."""
+        chosen: int = self.options.get("bucket_bytes", BUCKET_BYTES)
+        return chosen
+
+    def ranks(self, chosen: int | Sequence[int] | None) -> tuple[int, ...]:
+        """Return the ranks of the group that a user named: one, several, or with ``None`` all.
+
+        Raises:
+            RankMismatch: If some are not ranks of the group.
+        """
+        size = self.group.size
+        listed: Sequence[Any] = range(size) if chosen is None else (chosen,) if isinstance(chosen, int) else chosen
+        ranks = tuple(sorted(set(listed)))
+        if not all(isinstance(rank, int) and 0 <= rank < size for rank in ranks):
+            msg = f"{self.verb}: dst must name ranks of the group: expected some of 0 to {size - 1}, got {chosen!r}."
+            raise RankMismatch(msg)
+        self.options["dst"] = list(ranks)
+        return ranks
+
+    def manifest(self, tree: Any, *, complete: bool = False, written: bool = False) -> Manifest:
+        """Describe what this rank holds of a tree.
+
+        Args:
+            tree: Any tree, the same on every rank up to elements and plain values.
+            complete: Whether its elements will be read: the ranks must hold all of them between them.
+            written: Whether elements will be moved into its tensors.
+        """
+        replicas = None if written else self.options.get("replicas", "check")
+        found = Manifest(self.verb, tree, self.group, complete=complete, written=written, replicas=replicas)
+        if complete:
+            found.check_readable()
+        return found
+
+    def destination(self, source: Manifest, rule: Rule, *, device: Device = None) -> FreshDestination:
+        """Make fresh tensors for a tree's distributed leaves: on each rank the box that a rule gives it.
+
+        Args:
+            source: The tree.
+            rule: ``WholeOn(ranks)``, or any function that is given what this rank knows of a leaf (``LocalChunks``) and
+                returns the ``ChunkLayout`` in which it arrives.
+            device: Where the tensors are put, and other leaves are brought; by default where they lie.
+        """
+        return FreshDestination(source, rule, self.group.rank, device=device)
+
+    def destination_like(self, source: Manifest, like: Manifest, *, in_place: bool = False) -> LikeDestination:
+        """Take the layouts of another tree as those that a tree's leaves arrive in.
+
+        Args:
+            source: The tree.
+            like: The other tree, of the same structure.
+            in_place: Whether its tensors are written into; otherwise fresh ones like these.
+        """
+        return LikeDestination(source, like, self.group, in_place=in_place)
+
+    def destination_received(self, received: Received, like: Manifest, *, in_place: bool = False) -> LikeDestination:
+        """Do as ``destination_like``, for a tree of which one rank has the elements."""
+        description = received.description
+        source = Manifest.described(self.verb, description.spec, received.leaves)
+        moving = [index for index in source.order if index in description.exchanged]
+        target = LikeDestination(source, like, self.group, in_place=in_place, moving=moving)
+        target.copy_in(description.described, [received.leaves[index] for index in description.described])
+        return target
+
+    def layouts(self, *manifests: Manifest, beside: Sequence[Entry] = ()) -> list[dict[int, ChunkLayout]]:
+        """Agree with the other ranks on manifests, and return which rank holds which chunks of each distributed leaf.
+
+        Args:
+            manifests: The trees.
+            beside: What else must be the same on all ranks.
+        """
+        consensus = self.agree(self._fingerprint(manifests, beside))
+        return [self._discovered(manifest, details_agree=consensus.details_agree)[0] for manifest in manifests]
+
+    def _discovered(self, manifest: Manifest, *, details_agree: bool) -> tuple[dict[int, ChunkLayout], bytes]:
+        return discover_layouts(self, manifest, details_agree=details_agree)
+
+    def _fingerprint(
+        self, manifests: Sequence[Manifest], beside: Sequence[Entry] = (), *, nbytes: int = 0
+    ) -> Fingerprint:
+        entries: list[Entry] = []
+        details: list[str] = []
+        for number, manifest in enumerate(manifests):
+            more = " (like)" if number else ""
+            entries += (
+                [Entry(f"{path}{more}", text) for path, text in manifest.entries()] if more else manifest.entries()
+            )
+            details += manifest.details()
+        return Fingerprint(self.described(), [*entries, *beside], details, nbytes)
+
+    def move(self, source: Manifest, target: Destination) -> Any:
+        """Agree with the other ranks, move the elements, and return the resulting tree.
+
+        Usually every rank knows by itself who holds what, so that one agreement is enough, for which everything is
+        planned in advance. Otherwise the ranks tell each other, and agree once more when they are ready.
+        """
+        manifests = [source, *target.manifests]
+        fingerprint = self._fingerprint(manifests)
+        known = [layouts for manifest in manifests if (layouts := manifest.known_layouts()) is not None]
+        planned: list[PlannedTransfers] = []
+        if len(known) == len(manifests):
+            planned.append(self._planned(source, target, known, (fingerprint.key, (b"",) * len(manifests))))
+        consensus = self.agree(fingerprint)
+        found = [self._discovered(manifest, details_agree=consensus.details_agree) for manifest in manifests]
+        told = tuple(digest for _, digest in found)
+        if any(told):
+            planned.clear()  # before memory is taken again
+            self.expect()
+            planned.append(self._planned(source, target, [layouts for layouts, _ in found], (consensus.key, told)))
+            self.ready()
+        planned.pop().run()
+        return target.finish()
+
+    def move_alone(self, source: Manifest, target: Destination) -> Any:
+        """Do as ``move`` where this rank has all that it needs, without communication."""
+        self.alone()
+        target.run_alone(source, self.bucket_bytes)
+        return target.finish()
+
+    def receive(self, sent: Sent | StateTreeError | None, like: Manifest | None) -> Received:
+        """Agree with the other ranks on a tree that one of them, the option ``src``, describes, and receive it.
+
+        Elements of the leaves that it describes are received as well; those that are exchanged are left to
+        ``move_from``.
+
+        Args:
+            sent: The tree, or what is wrong with it, on the source; ``None`` on other ranks.
+            like: What this rank holds already; ``None`` if nothing.
+        """
+        src = self.options["src"]
+        message = Message() if sent is None else described(sent)
+        if like is None:
+            fingerprint = Fingerprint(self.described(), None, (), len(message.text))
+        else:
+            fingerprint = self._fingerprint([like], nbytes=len(message.text))
+        consensus = self.agree(fingerprint)
+        layouts: dict[int, ChunkLayout] = {}
+        told = b""
+        if like is not None and not consensus.absent:
+            layouts, told = self._discovered(like, details_agree=consensus.details_agree)
+        text = self.group.broadcast_bytes(message.text, consensus.nbytes[src], src)
+        self.expect()
+        description = opened(self.verb, text)
+        parts, places = description.metadata.allocate()
+        sizes = tuple(place.numel() for place in places)
+        key = (consensus.key, told)
+        transfers = span_transfers(src, self.group, message.spans, places)
+        planned = self._planned_from((*key, sizes), transfers, [place.device.type for place in places])
+        self.ready()
+        planned.run()
+        del planned  # and its buckets
+        self.expect()
+        return Received(description, description.put_together(self.verb, parts), layouts, key)
+
+    def move_from(self, received: Received, transfers: Sequence[Transfer], manifest: Manifest | None) -> None:
+        """Move elements of leaves that are exchanged, from the rank that described its tree.
+
+        Args:
+            received: The tree.
+            transfers: What moves from where to where.
+            manifest: What this rank held already, which is where it moves.
+        """
+        devices = [] if manifest is None else [chunks.device for chunks in manifest.chunks.values()]
+        planned = self._planned_from((*received.key, "layouts"), transfers, devices)
+        self.ready()
+        planned.run()
+
+    def _planned_from(self, key: Any, transfers: Sequence[Transfer], devices: Sequence[str]) -> PlannedTransfers:
+        device = communicating_device(self.group, devices)
+        options = TransferOptions(key, self.group, device, self.bucket_bytes, self.options["src"])
+        return plan_transfers(options, transfers)
+
+    def _planned(
+        self, source: Manifest, target: Destination, layouts: Sequence[dict[int, ChunkLayout]], key: Any
+    ) -> PlannedTransfers:
+        moving = target.sources()
+        sources, reduction = sources_of(source, layouts[0], moving, self.group.rank)
+        transfers = target.transfers(sources, *layouts[1:])
+        kinds = [chunks.device for manifest in (source, *target.manifests) for chunks in manifest.chunks.values()]
+        device = communicating_device(self.group, kinds)
+        return plan_transfers(TransferOptions(key, self.group, device, self.bucket_bytes), transfers, reduction)
+
+
+def exchange(verb: str, group: ProcessGroup | None = None, timeout: Timeout = None, **options: Any) -> Exchange:
+    """Begin a call of a collective, as a context manager.
+
+    Args:
+        verb: Its name, for messages.
+        group: The ranks that take part; by default all.
+        timeout: How long each step of communication may take, in seconds or as a ``timedelta``.
+        options: What every rank must pass alike, by name; ``bucket_bytes`` and ``replicas`` are what they are for
+            ``gather``.
+
+    Returns:
+        An ``Exchange``: ``manifest`` describes what this rank holds, ``move`` agrees, plans and moves. If the block is
+        left by an exception, all ranks raise.
+
+    Raises:
+        RankMismatch: If this process is not in the group.
+    """
+    return Exchange(verb, group, timeout, **options)

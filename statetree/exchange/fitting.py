@@ -1,0 +1,115 @@
+"""Whether the leaves of one tree can take the layouts of another, and if not, where and why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from statetree.errors import Difference, TreeMismatch
+from statetree.exchange.manifest import is_cuttable
+from statetree.exchange.transfers import as_sendable
+from statetree.spans.bits import same_bytes
+from statetree.spans.layout import holds_memory
+from statetree.tree.matching import matched
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from statetree.exchange.manifest import Manifest
+    from statetree.tree.spec import TreeSpec
+
+_REMEDY: Final = "Nothing was written. Pass a tree of the same structure, global shapes and dtypes."
+
+
+def refuse(verb: str, differences: Sequence[Difference]) -> None:
+    """Raise ``TreeMismatch`` if there are differences."""
+    if differences:
+        raise TreeMismatch.between(verb, differences, _REMEDY)
+
+
+def partners_of(verb: str, spec: TreeSpec, leaves: Sequence[Any], like: Manifest) -> list[int]:
+    """Return, for each leaf of a tree, the one of ``like`` in the same place.
+
+    Raises:
+        TreeMismatch: If the structures do not match.
+    """
+    order, differences = matched(spec, leaves, like.spec, like.leaves)
+    refuse(verb, differences)
+    return list(range(spec.num_leaves)) if order is None else order
+
+
+def unfit(source: Manifest, like: Manifest, partners: Sequence[int], moving: Sequence[int]) -> list[Difference]:
+    """Return why leaves cannot take the layouts of others.
+
+    Args:
+        source: The leaves to move.
+        like: Those that give the layouts.
+        partners: For each leaf of ``source`` its partner in ``like``.
+        moving: The leaves of which one side is distributed.
+    """
+    found = [difference for index in moving for difference in _unfit(source, index, like, partners[index])]
+    return found or tied_differently(source, like, partners, moving)
+
+
+def _unfit(source: Manifest, index: int, like: Manifest, partner: int) -> list[Difference]:
+    leaf = source.leaves[index]
+    ours, theirs = _facts(source, index), _facts(like, partner)
+    found: list[tuple[str, Any, Any]] = []
+    if isinstance(ours, str) or isinstance(theirs, str):
+        found.append(("leaf type", _shown(ours), _shown(theirs)))
+    elif ours != theirs:
+        found += [(kind, a, b) for kind, a, b in zip(("dtype", "shape"), ours, theirs, strict=True) if a != b]
+    target = like.chunks.get(partner)
+    if target is not None and target.summands is not None:
+        found.append(("placements", "elements", f"{target.text}, which cannot be a target"))
+    chunks = source.chunks.get(index)
+    if chunks.device == "meta" if chunks else is_cuttable(leaf) and (leaf.is_meta or not holds_memory(leaf)):
+        found.append(("memory", "a tensor without elements", "elements"))
+    return [Difference(source.path(index), *difference) for difference in found]
+
+
+def _facts(manifest: Manifest, index: int) -> tuple[torch.dtype, tuple[int, ...]] | str:
+    """Return the dtype and global shape of a leaf that can be cut into boxes; of others, what they are."""
+    leaf, chunks = manifest.leaves[index], manifest.chunks.get(index)
+    if chunks is not None:
+        return chunks.dtype, chunks.shape
+    return (leaf.dtype, tuple(leaf.shape)) if is_cuttable(leaf) else f"a {type(leaf).__qualname__}"
+
+
+def _shown(found: tuple[torch.dtype, tuple[int, ...]] | str) -> str:
+    return found if isinstance(found, str) else f"a tensor {found[0]} {found[1]}"
+
+
+def tied_differently(
+    source: Manifest, like: Manifest, partners: Sequence[int], moving: Sequence[int]
+) -> list[Difference]:
+    """Return where different values would go to one memory, as far as this rank holds them. Arguments: as ``unfit``."""
+    found: list[Difference] = []
+    first: dict[int, int] = {}
+    for index in moving:
+        other = first.setdefault(like.canonical[partners[index]], index)
+        if other != index and not _tied_alike(source, index, other):
+            tied = f"a tensor that is tied to {source.path(other)}"
+            found.append(Difference(source.path(index), "ties", "values of its own", tied))
+    return found
+
+
+def _tied_alike(source: Manifest, index: int, other: int) -> bool:
+    """Whether two leaves of the source may go to one memory: they are tied as well, or hold the same elements."""
+    if index in source.canonical and source.canonical[index] == source.canonical.get(other):
+        return True
+    ours, theirs = source.chunks.get(index), source.chunks.get(other)
+    if ours is None and theirs is None:
+        return _same_elements(source.leaves[index], source.leaves[other])
+    if ours is None or theirs is None or (ours.text, ours.detail) != (theirs.text, theirs.detail):
+        return False
+    return all(map(same_bytes, ours.pieces, theirs.pieces))
+
+
+def _same_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two plain tensors of one dtype and shape are in the same place, or hold the same elements."""
+    a, b = as_sendable(a), as_sendable(b)
+    if a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.is_conj() == b.is_conj():
+        return a.is_neg() == b.is_neg() or same_bytes(a, b)
+    return same_bytes(a, b)

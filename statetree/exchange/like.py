@@ -1,0 +1,341 @@
+"""The layouts of another tree as a destination: made like its tensors, or these themselves."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from statetree.chunks.layouts import layout_of, whole_on
+from statetree.chunks.local import location_of
+from statetree.errors import Difference, StateTreeError, TreeMismatch, place_in_tree
+from statetree.exchange.buckets import BucketedPlan, Pieces, take_buckets
+from statetree.exchange.destination import Destination
+from statetree.exchange.fitting import partners_of, refuse, tied_differently, unfit
+from statetree.exchange.manifest import chunks_of
+from statetree.exchange.partial_reduction import Chunked
+from statetree.exchange.transfers import Transfer, as_sendable, moves_of, pieces_of
+from statetree.leaves.builtin import is_distributed
+from statetree.leaves.copying import prepared_copy
+from statetree.leaves.parts import unpack
+from statetree.leaves.replicas import replicated
+from statetree.paths import Path
+from statetree.spans.columns import Columns
+from statetree.spans.layout import holds_memory
+from statetree.spans.memory import Memory
+from statetree.spans.overlaps import overlaps_itself, shared_elements
+from statetree.torch_internals import storage_key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from statetree.chunks.boxes import Box
+    from statetree.chunks.layouts import ChunkLayout
+    from statetree.chunks.local import LocalChunks
+    from statetree.exchange.description import Received
+    from statetree.exchange.group import Group
+    from statetree.exchange.manifest import Manifest
+    from statetree.tree.spec import TreeSpec
+
+_WITHOUT_MEMORY = "a tensor without memory"
+
+
+class LikeDestination(Destination):
+    """A tree whose leaves take the layouts of another one.
+
+    Leaves that are distributed on one side are exchanged; the others this rank copies from its own.
+
+    Args:
+        source: The tree whose elements are moved.
+        like: The tree whose layouts they take.
+        group: The ranks.
+        in_place: Whether the leaves are those of ``like`` themselves; otherwise fresh ones are made.
+        moving: The leaves to exchange, in the order of the paths, where the source's elements are on one rank alone.
+            By default those that are distributed on one side.
+
+    Raises:
+        TreeMismatch: If the trees do not fit, or a tensor cannot be written.
+    """
+
+    def __init__(
+        self, source: Manifest, like: Manifest, group: Group, *, in_place: bool, moving: list[int] | None = None
+    ) -> None:
+        self.like = like
+        self.manifests = [like]
+        self._group = group
+        self._partners = partners_of(like.verb, source.spec, source.leaves, like)
+        self._leaf_of = {partner: index for index, partner in enumerate(self._partners)}
+        described = moving is not None
+        if moving is None:
+            moving = [i for i in source.order if i in source.chunks or self._partners[i] in like.chunks]
+        self._moving = moving
+        like.add_ties([self._partners[index] for index in moving])
+        self._canonical = dict(like.canonical)
+        if not described:
+            refuse(like.verb, unfit(source, like, self._partners, moving))
+        leaves = [like.leaves[partner] for partner in self._partners]
+        super().__init__(source, leaves if in_place else allocated(like.verb, leaves, source.spec))
+        self._chunks: dict[int, LocalChunks] = {}
+        self._check_writable()
+        self._check_disjoint()
+        self._write: Callable[[], None] = _nothing
+        if not described:
+            moved = set(moving)
+            local = [index for index in range(len(self._partners)) if index not in moved]
+            self._check_unwritten(local)
+            self.copy_in(local, [source.leaves[index] for index in local])
+
+    def sources(self) -> list[int]:
+        source = self.source
+        self._check_ties_again()
+        return [i for i in self._moving if i in source.chunks and source.canonical[i] == i]
+
+    def transfers(self, sources: dict[int, Chunked], layouts: dict[int, ChunkLayout] | None = None) -> list[Transfer]:
+        return self.transfers_from(sources, layouts or {}, range(self._group.size))
+
+    def transfers_from(
+        self, sources: dict[int, Chunked], layouts: dict[int, ChunkLayout], everywhere: Sequence[int]
+    ) -> list[Transfer]:
+        """Return what moves from where to where.
+
+        Args:
+            sources: Where the elements of distributed leaves come from.
+            layouts: Those that the leaves of ``like`` take.
+            everywhere: The ranks that hold leaves which are not distributed.
+        """
+        source = self.source
+        found: list[Transfer] = []
+        for index in self._moving:
+            if self._first(index) == index:
+                canonical = source.canonical.get(index, index)
+                if canonical not in sources:
+                    leaf = source.leaves[index]
+                    sources[canonical] = Chunked(whole_on(leaf.shape, everywhere), whole_pieces(leaf))
+                found.append(Transfer(sources[canonical], self.target(index, layouts), self.dtype(index)))
+        self._check_sources(found)
+        return found
+
+    def transfers_from_one(self, src: int, received: Received, source: Manifest | None) -> list[Transfer]:
+        """Return what moves from the one rank that has the elements.
+
+        Args:
+            src: That rank.
+            received: What it described.
+            source: The tree with the elements, on that rank.
+        """
+        if source is not None:  # it may hold nothing of leaves that others know to be tied
+            refuse(self.like.verb, tied_differently(source, self.like, self._partners, self._moving))
+        found: list[Transfer] = []
+        for index in self._moving:
+            if self._first(index) == index:
+                dtype, shape = received.description.exchanged[index]
+                pieces = [] if source is None else whole_pieces(source.leaves[index])
+                found.append(
+                    Transfer(Chunked(whole_on(shape, [src]), pieces), self.target(index, received.layouts), dtype)
+                )
+        self._check_sources(found)
+        return found
+
+    def run_alone(self, source: Manifest, bucket_bytes: int) -> None:
+        rank = self._group.rank
+        own = {index: _own_part(rank, held.shape, tuple(held.boxes)) for index, held in self.like.chunks.items()}
+        transfers = self.transfers_from({}, own, [rank])
+        plan = BucketedPlan(moves_of(transfers), self._group, bucket_bytes)
+        pieces = [Pieces(sent.pieces, received.pieces) for sent, received, _ in transfers]
+        host = torch.device("cpu")
+        plan.run(pieces, self._group, take_buckets([plan.bucket_sizes(pieces, host)], host))
+
+    def finish(self) -> Any:
+        self._write()
+        return super().finish()
+
+    def _first(self, index: int) -> int:
+        """Return the first of the leaves that lie in the same memory as this one."""
+        return self._leaf_of[self.like.canonical[self._partners[index]]]
+
+    def target(self, index: int, layouts: dict[int, ChunkLayout]) -> Chunked:
+        """Return where the elements of a leaf are put."""
+        if not self._is_distributed(index):
+            leaf = self.leaves[index]
+            return Chunked(whole_on(leaf.shape, range(self._group.size)), whole_pieces(leaf))
+        layout = layouts[self._partners[index]]
+        return Chunked(layout, pieces_of(self._chunks_of(index), layout, self._group.rank))
+
+    def dtype(self, index: int) -> torch.dtype:
+        """Return the dtype of a leaf's elements."""
+        if not self._is_distributed(index):
+            dtype: torch.dtype = self.leaves[index].dtype
+            return dtype
+        return self.like.chunks[self._partners[index]].dtype
+
+    def _is_distributed(self, index: int) -> bool:
+        return self._partners[index] in self.like.chunks
+
+    def _chunks_of(self, index: int) -> LocalChunks:
+        if index not in self._chunks:
+            chunks = chunks_of(self.leaves[index], self._group)
+            assert chunks is not None
+            self._chunks[index] = chunks
+        return self._chunks[index]
+
+    def _pieces(self, index: int) -> Sequence[torch.Tensor]:
+        """Return this rank's tensors that elements are put into."""
+        return self._chunks_of(index).pieces if self._is_distributed(index) else [self.leaves[index]]
+
+    def _refuse(self, kind: str, found: Sequence[tuple[int, str, str]]) -> None:
+        named = self.source.spec.paths() if found else []
+        refuse(self.like.verb, [Difference(named[index], kind, left, right) for index, left, right in found])
+
+    def _check_writable(self) -> None:
+        """Raise ``TreeMismatch`` if elements cannot be put into some of the leaves."""
+        found = [(index, "a tensor to move", why) for index in self._moving for why in sorted(self._unwritable(index))]
+        self._refuse("writability", found)
+
+    def _unwritable(self, index: int) -> set[str]:
+        found = set(map(_why_unwritable, self._pieces(index)))
+        if self._is_distributed(index) and self._chunks_of(index).device == "meta":
+            found.add(_WITHOUT_MEMORY)  # also on ranks that hold nothing of it
+        found.discard("")
+        return found
+
+    def _check_disjoint(self) -> None:
+        """Raise ``TreeMismatch`` if elements that move would be put over those of another leaf."""
+        if not self._moving:
+            return
+        moved = set(self._moving)
+        local = [index for index in range(len(self.leaves)) if index not in moved]
+        pieces, owners = _parts_of([self.leaves[index] for index in local])
+        owners = [local[owner] for owner in owners]
+        for index in self._moving:
+            if self._first(index) == index or self._first(index) not in moved:
+                held = self._pieces(index)
+                pieces += held
+                owners += [index] * len(held)
+        shared = [(owners[a], owners[b]) for a, b in shared_elements(Columns(pieces))]
+        shared = [pair for pair in shared if not moved.isdisjoint(pair)]  # of others, prepared_copy knows more
+        named = self.source.spec.paths() if shared else []
+        self._refuse("overlap", [(b, "values of its own", f"a tensor that overlaps {named[a]}") for a, b in shared])
+
+    def _check_ties_again(self) -> None:
+        """Raise ``TreeMismatch`` if, as the other ranks know, different values would go to one memory."""
+        if self.like.canonical != self._canonical:  # of tensors that this rank holds nothing of, others know more
+            self.check_ties()
+
+    def check_ties(self) -> None:
+        """Raise ``TreeMismatch`` where different values would go to one memory, as far as this rank holds them."""
+        refuse(self.like.verb, tied_differently(self.source, self.like, self._partners, self._moving))
+
+    def _written(self) -> set[int]:
+        """Return the keys of the storages that elements which move are put into."""
+        return {_storage(piece) for index in self._moving for piece in self._pieces(index)}
+
+    def _check_unwritten(self, local: Sequence[int]) -> None:
+        """Raise ``TreeMismatch`` if a leaf that is copied lies in memory that others are moved into."""
+        written = self._written()
+        parts, owners = _parts_of([self.source.leaves[index] for index in local]) if written else ([], [])
+        found = {local[owner] for part, owner in zip(parts, owners, strict=True) if _storage(part) in written}
+        self._refuse("overlap", [(index, "a tensor in memory that is written", "one elsewhere") for index in found])
+
+    def _check_sources(self, transfers: Sequence[Transfer]) -> None:
+        """Raise ``TreeMismatch`` if what is sent lies in memory that others are moved into.
+
+        A piece that stays where it is may do so: it is copied onto itself.
+        """
+        places = {_storage(piece): location_of(piece) for _, target, _ in transfers for piece in target.pieces}
+        for source, target, _ in transfers:
+            there = set(map(location_of, target.pieces)) if source.layout.digest == target.layout.digest else set()
+            for piece in source.pieces:
+                if _storage(piece) in places and location_of(piece) not in there:
+                    msg = (
+                        f"{self.like.verb}: a tensor to move lies in the memory that is written: expected memory of its "
+                        "own, got that of like. Nothing was written. Copy it first, or do without in_place."
+                    )
+                    raise TreeMismatch(msg)
+
+    def copy_in(self, indices: Sequence[int], sources: Sequence[Any]) -> None:
+        """Prepare copying leaves that this rank has into those of the tree. ``finish`` does it."""
+        spec, verb = self.source.spec, self.like.verb
+        keys, named = spec.flat_keys(), spec.paths()
+        left = {keys[index]: leaf for index, leaf in zip(indices, sources, strict=True)}
+        try:
+            result, self._write = prepared_copy(verb, left, {keys[index]: self.leaves[index] for index in indices})
+        except TreeMismatch as error:
+            path_of = dict(zip(keys, named, strict=True))
+            refuse(verb, [found._replace(path=path_of[found.path[0]]) for found in error.differences])
+            raise
+        for index in indices:
+            self.leaves[index] = result[keys[index]]
+
+
+@lru_cache(maxsize=4096)
+def _own_part(rank: int, shape: tuple[int, ...], boxes: tuple[Box, ...]) -> ChunkLayout:
+    """Return the layout of a tensor as if the other ranks had nothing of it."""
+    return layout_of(shape, {rank: boxes})
+
+
+def _nothing() -> None:
+    """Write nothing."""
+
+
+def whole_pieces(leaf: torch.Tensor) -> list[torch.Tensor]:
+    """Return the pieces of a tensor that is not distributed: itself, unless it is empty."""
+    return [as_sendable(leaf)] if leaf.numel() else []
+
+
+def _parts_of(leaves: list[Any]) -> tuple[list[torch.Tensor], list[int]]:
+    """Return the plain tensors with memory that leaves consist of, and the index of the leaf of each."""
+    unpacked = unpack("", leaves, lambda: [Path()] * len(leaves), memory=False)
+    real = [index for index, part in enumerate(unpacked.parts) if not part.is_meta]
+    return [unpacked.parts[index] for index in real], [unpacked.owners[index] for index in real]
+
+
+def _why_unwritable(piece: torch.Tensor) -> str:
+    if piece.is_inference():
+        return "an inference tensor"
+    if not piece.is_contiguous() and overlaps_itself(piece.shape, piece.stride()):
+        return "a tensor that overlaps itself"
+    if piece.is_meta or not holds_memory(piece):
+        return _WITHOUT_MEMORY
+    return ""
+
+
+def _storage(piece: torch.Tensor) -> int:
+    return storage_key(piece.untyped_storage())
+
+
+def allocated(verb: str, leaves: Sequence[Any], spec: TreeSpec) -> list[Any]:
+    """Return fresh tensors like those of leaves, on the same devices; real ones for those on ``meta``.
+
+    Args:
+        verb: The collective, for messages.
+        leaves: The leaves.
+        spec: The structure that they belong to.
+    """
+    result = list(leaves)
+    by_device: dict[torch.device, list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) or is_distributed(leaf):
+            by_device.setdefault(_device_of(leaf), []).append(index)
+    keys, paths = spec.flat_keys(), spec.paths()
+    for device, indices in by_device.items():
+        try:
+            found = replicated(verb, {keys[index]: leaves[index] for index in indices}, Memory(device), copy=False)
+        except StateTreeError as error:
+            place_in_tree(error, {keys[index]: paths[index] for index in indices})
+            raise
+        for index, leaf in zip(indices, found.values(), strict=True):
+            result[index] = leaf
+    return result
+
+
+def _device_of(leaf: Any) -> torch.device:
+    """Return where a leaf's elements lie, or are to lie if it has none."""
+    if isinstance(leaf, torch.Tensor):
+        devices = [leaf.device]
+    else:
+        devices = [part.device for part in unpack("", [leaf], lambda: [Path()], memory=False).parts]
+    if devices and devices[0].type != "meta":
+        return devices[0]
+    mesh = getattr(leaf, "device_mesh", None)
+    return torch.device("cpu" if mesh is None or mesh.device_type == "meta" else mesh.device_type)

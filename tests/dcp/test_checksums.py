@@ -1,0 +1,211 @@
+"""Flipped bits in the files of a checkpoint: each is an error, or changes nothing that is loaded."""
+
+from __future__ import annotations
+
+import io
+import random
+import re
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import statetree
+from statetree import dcp
+from statetree.dcp.checksums import check_entry
+from statetree.dcp.metadata import Stored
+from statetree.testing import assert_trees_equal, run_ranks
+
+DATA = "__0_0.distcp"
+
+
+def make_state():
+    return {
+        "model": {"weight": torch.arange(35.0).reshape(5, 7), "flags": torch.arange(9) % 2 == 0},
+        "half": torch.arange(6).to(torch.bfloat16),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(5.5),
+        "step": 12,
+        "rates": (0.5, [1e-3, "x"]),
+    }
+
+
+def empty_state():
+    return statetree.map_leaves(
+        lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, torch.Tensor) else None, make_state()
+    )
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    with dcp.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(3, make_state())
+    return tmp_path / "step-00000003"
+
+
+def flip(data, bit):
+    damaged = bytearray(data)
+    damaged[bit // 8] ^= 1 << bit % 8
+    return bytes(damaged)
+
+
+def bits_of(data, count):
+    """Return bits spread over data: some in all parts of zip archives, and one in every stretch of equal length."""
+    chosen = random.Random(0)
+    size = 8 * len(data)
+    spread = [chosen.randrange(size * at // count, size * (at + 1) // count) for at in range(count)]
+    heads = [match.start() for match in re.finditer(rb"PK(\x01\x02|\x03\x04|\x05\x06|\x06\x06|\x06\x07)", data)]
+    return spread + [8 * head + chosen.randrange(8 * 20) for head in heads for _ in range(2)]
+
+
+@pytest.mark.parametrize("how", ["load without a template", "load", "restore"])
+def test_a_flipped_bit_is_an_error_or_changes_nothing(how, checkpoint):
+    path = checkpoint / DATA
+    intact = path.read_bytes()
+    expected, template, refused = make_state(), empty_state(), 0
+    checkpointer = dcp.Checkpointer(checkpoint.parent)
+    bits = bits_of(intact, 350 if how == "load without a template" else 40)
+    for bit in bits:
+        path.write_bytes(flip(intact, bit))
+        try:
+            if how == "restore":
+                loaded = checkpointer.restore()
+            else:
+                loaded = dcp.load(template if how == "load" else None, checkpoint_id=checkpoint)
+        except statetree.CheckpointError as error:
+            assert re.match(r"load: .*(__0_0\.distcp|plain value at )", str(error)), error
+            refused += 1
+        else:
+            assert_trees_equal(loaded, expected, storages=False)
+    assert len(bits) // 4 < refused < len(bits)
+
+
+def entry(value):
+    """What DCP writes of a tensor or a plain value."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "value", [[torch.arange(5.0)], [torch.arange(3), torch.arange(3) + 7, "x"]], ids=["one storage", "two storages"]
+)
+def test_every_bit_of_an_entry(value):
+    intact = entry(value)
+    check_entry(io.BytesIO(intact), "w", Stored(DATA, 0, len(intact)))
+    passed = 0
+    for bit in range(8 * len(intact)):
+        damaged = flip(intact, bit)
+        try:
+            check_entry(io.BytesIO(damaged), "w", Stored(DATA, 0, len(intact)))
+        except statetree.CheckpointError as error:
+            assert str(error).startswith(f"w in {DATA}"), error
+            continue
+        try:
+            found = torch.load(io.BytesIO(damaged), weights_only=True)
+        except Exception:  # whatever torch raises: load makes a CheckpointError of it
+            continue
+        passed += 1
+        assert_trees_equal(found, value, storages=False)
+    assert passed
+
+
+def test_the_error_says_where_the_damage_is(checkpoint):
+    path = checkpoint / DATA
+    intact = path.read_bytes()
+    weight = make_state()["model"]["weight"].numpy().tobytes()
+    path.write_bytes(flip(intact, 8 * intact.index(weight) + 77))
+    message = (
+        r"(?s)load: the checkpoint .*: model\.weight in __0_0\.distcp is damaged: expected 'archive/data/0' with the "
+        r"checksum [0-9a-f]{8}, got [0-9a-f]{8}\. .*Load another checkpoint\."
+    )
+    with pytest.raises(statetree.CheckpointError, match=message):
+        dcp.load(empty_state(), checkpoint_id=checkpoint)
+    with pytest.raises(statetree.CheckpointError, match=message), dcp.Checkpointer(checkpoint.parent) as checkpointer:
+        checkpointer.restore()
+
+
+def test_only_what_is_read_is_verified(checkpoint):
+    path = checkpoint / DATA
+    intact = path.read_bytes()
+    weight = make_state()["model"]["weight"].numpy().tobytes()
+    path.write_bytes(flip(intact, 8 * intact.index(weight) + 77))
+    template = {"half": torch.zeros(6, dtype=torch.bfloat16), "step": None}
+    loaded = dcp.load(template, checkpoint_id=checkpoint)
+    assert_trees_equal(loaded, {key: make_state()[key] for key in template}, storages=False)
+
+
+def test_verify_false_reads_what_is_there(checkpoint):
+    path = checkpoint / DATA
+    intact = path.read_bytes()
+    expected = make_state()
+    data = expected["model"]["weight"].numpy().tobytes()
+    path.write_bytes(flip(intact, 8 * intact.index(data) + 77))
+    expected["model"]["weight"] = torch.frombuffer(bytearray(flip(data, 77)), dtype=torch.float32).reshape(5, 7)
+    loaded = dcp.load(checkpoint_id=checkpoint, verify=False)
+    assert_trees_equal(loaded, expected, storages=False)
+    with dcp.Checkpointer(checkpoint.parent) as checkpointer:
+        assert_trees_equal(checkpointer.restore(verify=False), expected, storages=False)
+
+
+def test_a_checkpoint_without_checksums(tmp_path):
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        dcp.save(make_state(), checkpoint_id=tmp_path)
+    finally:
+        torch.serialization.set_crc32_options(before)
+    with pytest.raises(statetree.CheckpointError, match=r"has no checksums: expected those .* Pass verify=False"):
+        dcp.load(checkpoint_id=tmp_path)
+    assert_trees_equal(dcp.load(checkpoint_id=tmp_path, verify=False), make_state(), storages=False)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 21, 22, 100])
+def test_an_entry_that_is_cut_off(cut):
+    data = entry(torch.arange(5.0))
+    with pytest.raises(statetree.CheckpointError, match=r"w in __0_0\.distcp"):
+        check_entry(io.BytesIO(data[:cut]), "w", Stored(DATA, 0, cut))
+    with pytest.raises(statetree.CheckpointError, match=r"w in __0_0\.distcp"):
+        check_entry(io.BytesIO(data[:-1]), "w", Stored(DATA, 0, len(data)))
+    with pytest.raises(statetree.CheckpointError, match=r"w in __0_0\.distcp"):
+        check_entry(io.BytesIO(data[: len(data) - cut - 1]), "w", Stored(DATA, 0, len(data)))
+
+
+def test_a_tensor_of_many_chunks(monkeypatch, tmp_path):
+    """Checksums go on from chunk to chunk."""
+    monkeypatch.setattr("statetree.dcp.checksums._CHUNK_BYTES", 100)
+    state = {"w": torch.arange(1000.0)}
+    dcp.save(state, checkpoint_id=tmp_path)
+    assert_trees_equal(dcp.load(checkpoint_id=tmp_path), state, storages=False)
+    path = tmp_path / DATA
+    intact = path.read_bytes()
+    begin = 8 * intact.index(state["w"].numpy().tobytes())
+    for bit in (0, 3 * 800 + 5, 32_000 - 1):
+        path.write_bytes(flip(intact, begin + bit))
+        with pytest.raises(statetree.CheckpointError, match=r"w in __0_0\.distcp is damaged"):
+            dcp.load(checkpoint_id=tmp_path)
+
+
+def restore_damaged(directory):
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(200.0)
+    state = {"w": distribute_tensor(whole, mesh, [Shard(0)])}
+    path = directory / "step-00000001" / "__1_0.distcp"
+    with dcp.Checkpointer(directory) as checkpointer:
+        checkpointer.save(1, state)
+        if mesh.get_rank() == 1:
+            intact = path.read_bytes()
+            path.write_bytes(flip(intact, 8 * intact.index(whole[100:].numpy().tobytes()) + 77))
+        torch.distributed.barrier()
+        try:
+            checkpointer.restore({"w": distribute_tensor(torch.zeros(200), mesh, [Shard(0)])})
+        except statetree.CheckpointError as error:
+            return str(error)
+    return "nothing was raised"
+
+
+def test_every_rank_is_told_of_damage_that_one_rank_reads(tmp_path):
+    for told in run_ranks(2, restore_damaged, tmp_path):
+        assert re.match(r"(?s)load: .*rank 1: w in __1_0\.distcp is damaged: expected 'archive/data/0'", told), told
+        assert "rank 0" not in told
