@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
+    from statetree.cli.outline import Entry, Outline
     from statetree.cli.progress import Progress
     from statetree.cli.stored import Storage
-    from statetree.dcp.outline import Entry, Outline
 
 TORCH: Final = "torch"
 SAFETENSORS: Final = "safetensors"
@@ -84,7 +84,7 @@ class Checkpoint:
     def outline(self) -> Outline:
         """Return the containers and entries: leaves, and lists and tuples of plain values."""
         if self._outline is None:
-            from statetree.dcp.outline import outline_of
+            from statetree.cli.outline import outline_of
 
             self._outline = outline_of(self.tree)
         return self._outline

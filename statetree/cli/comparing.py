@@ -17,8 +17,8 @@ from statetree.paths import render_key
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from statetree.cli.outline import Entry
     from statetree.cli.progress import Progress
-    from statetree.dcp.outline import Entry
 
 
 class Found(NamedTuple):

@@ -29,11 +29,11 @@ from statetree.cli.edits import Rename, cast, matching, overflowing, without
 from statetree.cli.files import Files
 from statetree.cli.names import printable
 from statetree.cli.opening import INDEX, destination_format
+from statetree.cli.outline import Entry, Outline, outline_of
 from statetree.cli.progress import progress
 from statetree.cli.stored import Composite, StoredStorage, StoredTensor
 from statetree.cli.ties import find_ties
 from statetree.cli.verify import check_sums
-from statetree.dcp.outline import Entry, Outline, outline_of
 from statetree.errors import CheckpointError, shown
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from statetree.tree.mapping import map_leaves
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from statetree.dcp.outline import Entry, Node, Outline
+    from statetree.cli.outline import Entry, Node, Outline
 
 _GONE: Final = object()
 _PACKED: Final = getattr(torch, "float4_e2m1fn_x2", None)

@@ -10,8 +10,8 @@ from statetree.cli.checkpoint import tensors_in
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from statetree.cli.outline import Entry
     from statetree.cli.stored import StoredTensor
-    from statetree.dcp.outline import Entry
 
 
 _MAX_COMPARISONS: Final = 100_000

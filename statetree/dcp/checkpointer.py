@@ -16,7 +16,7 @@ from statetree.dcp.failures import checkpoint_errors
 from statetree.dcp.groups import check_alive, from_all, from_first, is_first, size_of
 from statetree.dcp.loading import read
 from statetree.dcp.saving import write
-from statetree.dcp.series import Checkpoint, Partial, Series
+from statetree.dcp.series import Series, StepDirectory, UnfinishedStep
 from statetree.errors import CheckpointError, RankMismatch, StagerBusy, StateTreeError, shown
 from statetree.stager.stager import Stager
 
@@ -263,7 +263,7 @@ class Checkpointer:
             self._own_stager = Stager()
         return self._own_stager
 
-    def _find(self, step: int | None) -> Checkpoint:
+    def _find(self, step: int | None) -> StepDirectory:
         complete = self._series.complete()
         chosen = [found for found in complete if step is None or found.step == step]
         if chosen:
@@ -276,7 +276,7 @@ class Checkpointer:
         )
         raise CheckpointError(msg)
 
-    def _find_instead(self, gone: Checkpoint, step: int | None) -> Checkpoint | None:
+    def _find_instead(self, gone: StepDirectory, step: int | None) -> StepDirectory | None:
         """Return what to restore where a checkpoint was removed while it was read. ``None`` if it is still there."""
         if self._series.path(gone).exists():
             return None
@@ -291,7 +291,7 @@ class Checkpointer:
 
     def _write(self, verb: str, step: int, state: Callable[[], Any], group: ProcessGroup | None) -> None:
         """Write a checkpoint under another name, then give it its own."""
-        made: list[Partial] = []
+        made: list[UnfinishedStep] = []
 
         def begin() -> Path:
             made.append(self._series.begin(step))
@@ -310,7 +310,7 @@ class Checkpointer:
                 unpublished.discard()
             raise
 
-    def _publish(self, step: int, made: Sequence[Partial], group: ProcessGroup | None) -> None:
+    def _publish(self, step: int, made: Sequence[UnfinishedStep], group: ProcessGroup | None) -> None:
         """Let the first rank, which made the directory, give it its name."""
 
         def publish() -> None:

@@ -31,7 +31,7 @@ def check_entry(file: IO[bytes], key: str, stored: Stored) -> None:
     Raises:
         CheckpointError: If a byte of it is not what was written, or if it has no checksums.
     """
-    piece = _Piece(file, f"{key} in {stored.name}", stored)
+    piece = _StoredRange(file, f"{key} in {stored.name}", stored)
     try:
         members = read_members(piece).values()
     except CheckpointError as error:
@@ -51,7 +51,7 @@ def check_entry(file: IO[bytes], key: str, stored: Stored) -> None:
             raise CheckpointError(msg)
 
 
-class _Piece:
+class _StoredRange:
     """A piece of a file."""
 
     def __init__(self, file: IO[bytes], label: str, stored: Stored) -> None:

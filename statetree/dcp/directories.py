@@ -147,7 +147,7 @@ class DirectoryReader(StorageReader):
             return
         index = item.storage_index
         try:
-            tensor = torch.load(io.BufferedReader(_Piece(file, stored)), map_location="cpu", weights_only=True)
+            tensor = torch.load(io.BufferedReader(_StoredPiece(file, stored)), map_location="cpu", weights_only=True)
         except Exception as error:
             msg = f"cannot read {index.fqn} from {stored.name}: {type(error).__name__}: {str(error).splitlines()[0]}"
             raise CheckpointError(msg) from error
@@ -169,7 +169,7 @@ class DirectoryReader(StorageReader):
         return entry.properties.dtype, sizes
 
 
-class _Piece(io.RawIOBase):
+class _StoredPiece(io.RawIOBase):
     """A piece of a file, as a file."""
 
     def __init__(self, file: io.BufferedReader, stored: Stored) -> None:

@@ -7,18 +7,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from statetree.dcp import structure
 from statetree.dcp.directories import DirectoryReader, local_directory
 from statetree.dcp.failures import checkpoint_errors
+from statetree.dcp.flat_state import flat_state
 from statetree.dcp.groups import group_for, ranks_of
 from statetree.dcp.internals import run_load
-from statetree.dcp.matching import Matching
-from statetree.dcp.outline import outline_of
 from statetree.dcp.planners import CarefulReader, LoadPlanner
-from statetree.dcp.structure import Structure, path_of, why_not_rebuilt
-from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY, VALUE_ENTRY, content_of
-from statetree.dcp.ties import Ties
+from statetree.dcp.saved_structure import Structure, path_of, places, why_not_rebuilt
+from statetree.dcp.saved_structure import read as read_structure
+from statetree.dcp.templates import TemplateMatching
+from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY, VALUE_ENTRY, content_of, pieces_of
 from statetree.errors import CheckpointError, Difference, TreeMismatch, UnsupportedLeaf
+from statetree.spans.columns import Columns
+from statetree.spans.overlaps import sharing
+from statetree.transforms.allocate_like import allocate_like
+from statetree.transforms.copy_into import copy_into
+from statetree.tree.spec import TreeSpec
 
 if TYPE_CHECKING:
     import os
@@ -114,39 +118,74 @@ class _Template:
         self._group = group
 
     def choose(self, text: str | None, metadata: Metadata) -> dict[str, Any]:
-        self._outline = outline_of(self._tree, verb="load")
+        self._state = flat_state(self._tree, verb="load")
         ranks = ranks_of("load", self._group)
-        contents = [content_of("load", entry.value, entry.path, ranks) for entry in self._outline.entries]
-        saved = None if text is None else structure.read(text)
-        self._matches = Matching(self._outline, contents, saved, metadata).run()
+        contents = [content_of("load", entry.value, entry.path, ranks) for entry in self._state.entries]
+        saved = None if text is None else read_structure(text)
+        self._matches = TemplateMatching(self._state, contents, saved, metadata).run()
         values: dict[str, Any] = {}
         tensors: dict[str, Any] = {}
         paths: dict[str, Path] = {}
-        for match, content, entry in zip(self._matches, contents, self._outline.entries, strict=True):
+        for match, content, entry in zip(self._matches, contents, self._state.entries, strict=True):
             if match.sort == VALUE_ENTRY:
                 values.update(dict.fromkeys(match.keys))
             else:
                 tensors.update(zip(match.keys, content.tensors, strict=True))
                 paths.update(dict.fromkeys(match.keys, entry.path))
-        self._ties = Ties(tensors, paths)
-        return {**values, **self._ties.receiving}
+        self._ties = _Ties(tensors, paths)
+        return {**values, **tensors, **self._ties.loaded}
 
     def finish(self) -> None:
-        self._ties.tie()
+        self._ties.write()
 
     def result(self, values: dict[str, Any]) -> Any:
         found = [
             values[match.keys[0]] if match.sort == VALUE_ENTRY else entry.value
-            for match, entry in zip(self._matches, self._outline.entries, strict=True)
+            for match, entry in zip(self._matches, self._state.entries, strict=True)
         ]
-        return self._outline.rebuild(found)
+        return self._state.spec.unflatten(found)
+
+
+class _Ties:
+    """What is loaded in the place of tensors that share memory: as many with memory of their own.
+
+    Args:
+        tensors: What there is to fill, by key.
+        paths: Where each lies in the template.
+
+    Attributes:
+        loaded: The tensors to load into instead, by key.
+    """
+
+    def __init__(self, tensors: dict[str, Any], paths: dict[str, Path]) -> None:
+        pieces = [(key, piece) for key, tensor in tensors.items() for piece in pieces_of(tensor)]
+        keys = dict.fromkeys(pieces[index][0] for index in sharing(Columns([piece for _, piece in pieces])))
+        self._tied = {key: tensors[key] for key in keys}
+        self._paths = paths
+        self.loaded: dict[str, Any] = {
+            key: allocate_like(tensor, device=pieces_of(tensor)[0].device) for key, tensor in self._tied.items()
+        }
+
+    def write(self) -> None:
+        """Write what was loaded into the tensors that share memory: all of them, or none where values disagree."""
+        if not self._tied:
+            return
+        try:
+            copy_into(self.loaded, self._tied)
+        except TreeMismatch as error:
+            found = [
+                Difference(self._paths[path[0]], "ties", "values of its own", right)
+                for path, _, _, right in error.differences
+            ]
+            remedy = "The other tensors were loaded. Pass a template in which these do not share memory."
+            raise TreeMismatch.between("load", found, remedy) from None
 
 
 class _Free:
     """Loads without a template."""
 
     def __init__(self) -> None:
-        self._structure = Structure((), ())
+        self._structure = Structure(TreeSpec((), 0), ())
         self._tensors: dict[str, torch.Tensor] = {}
 
     def choose(self, text: str | None, metadata: Metadata) -> dict[str, Any]:
@@ -156,7 +195,7 @@ class _Free:
                 "Pass a template."
             )
             raise TreeMismatch(msg)
-        self._structure = structure.read(text)
+        self._structure = read_structure(text)
         _check_builtin(self._structure)
         flat: dict[str, Any] = {}
         for entry in self._structure.entries:
@@ -182,9 +221,9 @@ class _Free:
 def _check_builtin(saved: Structure) -> None:
     """Raise unless a structure can be made without a template."""
     differences = []
-    for texts, ref in saved.walk():
+    for texts, ref in places(saved.spec):
         if ref < 0:
-            why = why_not_rebuilt(saved.nodes[~ref])
+            why = why_not_rebuilt(saved.spec.nodes[~ref])
             if why:
                 differences.append(Difference(path_of(texts), "structure", why, "dict, list, tuple or OrderedDict"))
         elif saved.entries[ref].sort == PARTS_ENTRY:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
 from statetree.chunks.boxes import Box, is_covered
-from statetree.dcp.outline import STRUCTURE_KEY
+from statetree.dcp.flat_state import STRUCTURE_KEY
 from statetree.errors import CheckpointError
 
 if TYPE_CHECKING:

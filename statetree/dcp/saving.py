@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.dcp import structure
 from statetree.dcp.directories import DirectoryWriter, local_directory
 from statetree.dcp.failures import checkpoint_errors
+from statetree.dcp.flat_state import STRUCTURE_KEY, flat_state, free_key
 from statetree.dcp.groups import check_alive, group_for, ranks_of
 from statetree.dcp.internals import run_save
-from statetree.dcp.outline import STRUCTURE_KEY, Outline, free_key, outline_of
 from statetree.dcp.planners import Pickled, SavePlanner, ToSave
-from statetree.dcp.structure import SavedEntry
+from statetree.dcp.saved_structure import SavedEntry, written
 from statetree.dcp.tensors import PARTS_ENTRY, VALUE_ENTRY, Content, compact, content_of, to_save
 from statetree.errors import UnsupportedLeaf
 from statetree.paths import Path
@@ -97,11 +96,11 @@ def write(
 def _prepared(state: Any, group: ProcessGroup | None, *, with_structure: bool) -> ToSave:
     """Take a state apart into what DCP saves."""
     ranks = ranks_of("save", group)
-    outline = outline_of(state, verb="save")
+    spec, entries = flat_state(state, verb="save")
     prepared = ToSave({}, {}, set())
-    taken = {entry.key for entry in outline.entries}
+    taken = {entry.key for entry in entries}
     saved = []
-    for entry in outline.entries:
+    for entry in entries:
         content = content_of("save", entry.value, entry.path, ranks)
         keys = _keys_of(entry.key, content, taken)
         if content.sort == VALUE_ENTRY:
@@ -113,7 +112,7 @@ def _prepared(state: Any, group: ProcessGroup | None, *, with_structure: bool) -
             prepared.inseparable.update(keys)
         saved.append(SavedEntry(content.sort, keys, content.facts))
     if with_structure:
-        prepared.flat[STRUCTURE_KEY] = _structure(outline, saved)
+        prepared.flat[STRUCTURE_KEY] = _pickled(written(spec, saved), Path())
         prepared.dcp_paths[STRUCTURE_KEY] = (STRUCTURE_KEY,)
     return prepared
 
@@ -126,10 +125,6 @@ def _keys_of(key: str, content: Content, taken: set[str]) -> tuple[str, ...]:
         keys.append(free_key(f"{key}.<part {number}>", taken))
         taken.add(keys[-1])
     return tuple(keys)
-
-
-def _structure(outline: Outline, saved: list[SavedEntry]) -> Pickled:
-    return _pickled(structure.written(outline.nodes, saved), Path())
 
 
 def _pickled(value: Any, path: Path) -> Pickled:

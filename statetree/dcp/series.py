@@ -24,7 +24,7 @@ _LEFTOVER: Final = re.compile(r"\.step-\d{8,}(\.\d+)?\.(partial|removed)-[0-9a-f
 METADATA: Final = ".metadata"
 
 
-class Checkpoint(NamedTuple):
+class StepDirectory(NamedTuple):
     """A complete checkpoint in a series. Tuples of later ones are greater."""
 
     step: int
@@ -42,41 +42,41 @@ class Series:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def complete(self) -> list[Checkpoint]:
+    def complete(self) -> list[StepDirectory]:
         """Return the complete checkpoints, of each step the latest revision, in the order of steps."""
         return sorted({found.step: found for found in sorted(self._all())}.values())
 
-    def _all(self) -> list[Checkpoint]:
+    def _all(self) -> list[StepDirectory]:
         found = []
         with suppress(FileNotFoundError, NotADirectoryError):
             for entry in os.scandir(self.directory):
                 match = _NAME.fullmatch(entry.name)
                 if match and entry.is_dir() and os.path.isfile(os.path.join(entry.path, METADATA)):
-                    checkpoint = Checkpoint(int(match[1]), int(match[2] or 0))
+                    checkpoint = StepDirectory(int(match[1]), int(match[2] or 0))
                     if checkpoint.name == entry.name:
                         found.append(checkpoint)
         return found
 
-    def path(self, checkpoint: Checkpoint) -> Path:
+    def path(self, checkpoint: StepDirectory) -> Path:
         """Return the directory of a checkpoint."""
         return self.directory / checkpoint.name
 
-    def begin(self, step: int) -> Partial:
+    def begin(self, step: int) -> UnfinishedStep:
         """Make a directory to write a checkpoint into, and remove what crashed saves left behind."""
         if not self.directory.is_dir():
             self.directory.mkdir(parents=True, exist_ok=True)
             sync_directory(self.directory.parent)
         self._clean()
-        path = self.directory / f".{Checkpoint(step, 0).name}.partial-{uuid.uuid4().hex}"
+        path = self.directory / f".{StepDirectory(step, 0).name}.partial-{uuid.uuid4().hex}"
         path.mkdir()
-        return Partial(path, step)
+        return UnfinishedStep(path, step)
 
-    def publish(self, partial: Partial) -> Checkpoint:
+    def publish(self, partial: UnfinishedStep) -> StepDirectory:
         """Give a checkpoint, which is on the disk, its name."""
         revisions = [found.revision for found in self._all() if found.step == partial.step]
         revision = max(revisions, default=-1) + 1
         while True:
-            checkpoint = Checkpoint(partial.step, revision)
+            checkpoint = StepDirectory(partial.step, revision)
             if not self.path(checkpoint).exists():  # something foreign may have the name
                 break
             revision += 1
@@ -85,7 +85,7 @@ class Series:
         partial.close()
         return checkpoint
 
-    def prune(self, keep: int | None, latest: Checkpoint) -> None:
+    def prune(self, keep: int | None, latest: StepDirectory) -> None:
         """Remove superseded revisions, and all but the newest steps; never the one just saved."""
         complete = self.complete()
         kept = set(complete if keep is None else complete[-keep:]) | {latest}
@@ -106,7 +106,7 @@ class Series:
                 shutil.rmtree(entry.path, ignore_errors=True)
 
 
-class Partial:
+class UnfinishedStep:
     """A checkpoint that is being written. While it is open, or its process alive, nobody takes it for a leftover."""
 
     def __init__(self, path: Path, step: int) -> None:

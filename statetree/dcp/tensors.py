@@ -9,10 +9,10 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
+from statetree.dcp.flat_state import WHOLE
 from statetree.dcp.groups import ranks_of
 from statetree.dcp.internals import is_cut_left_to_right
 from statetree.dcp.keys import without_addresses
-from statetree.dcp.outline import WHOLE
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange.manifest import chunks_of
 from statetree.leaves.builtin import facts, is_distributed, is_plain, leaf_type_of, settled
@@ -89,7 +89,7 @@ def content_of(verb: str, leaf: Any, path: Path, ranks: Group | None = None) -> 
             return Content(TENSOR_ENTRY, (tensor,))
         # DCP asks torch for the sizes of elements, which it does not know of these dtypes.
         return Content(PARTS_ENTRY, (as_copied(tensor),), _facts(leaf))
-    if getattr(leaf_type, "name", "") in {"FakeTensor", "uninitialized"}:
+    if leaf_type is not None and not leaf_type.has_elements:
         _refuse(verb, path, f"a {type(leaf).__qualname__}, which has no elements", "Materialize it")
     if is_distributed(leaf):
         _refuse(verb, path, f"a {type(leaf).__qualname__}, of which each rank holds a part", "Gather it")

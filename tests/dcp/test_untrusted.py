@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 import statetree
 from statetree import dcp
 from statetree.chunks.boxes import Box, is_covered
-from statetree.dcp.structure import read
+from statetree.dcp.saved_structure import read
 
 
 @pytest.fixture

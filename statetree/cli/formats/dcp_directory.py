@@ -17,12 +17,13 @@ from statetree.cli.formats.torch_file import Archive
 from statetree.cli.formats.torch_objects import REBUILD_SPARSE, TorchObjects
 from statetree.cli.names import refuse
 from statetree.cli.stored import ChunkedStorage, Composite, StoredTensor
+from statetree.dcp.flat_state import STRUCTURE_KEY
 from statetree.dcp.keys import UnknownKey, key_of
 from statetree.dcp.metadata import read_metadata
-from statetree.dcp.outline import STRUCTURE_KEY
-from statetree.dcp.structure import SavedNode, Structure, read, why_not_rebuilt
+from statetree.dcp.saved_structure import SavedContainer, Structure, places, read, why_not_rebuilt
 from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY
 from statetree.files.safe_pickle import BadPickle
+from statetree.tree.spec import TreeSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from statetree.cli.files import Files, Region
     from statetree.cli.stored import Storage
     from statetree.dcp.metadata import Stored
+    from statetree.tree.traversal import Node
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -136,15 +138,13 @@ class _Directory:
 
     def _nested(self, saved: Structure) -> Structure:
         """Return a structure in which containers of unknown classes are mappings."""
-        paths = {~ref: texts for texts, ref in saved.walk() if ref < 0}
-        nodes = []
-        for index, node in enumerate(saved.nodes):
-            why = why_not_rebuilt(node)
+        nodes = list(saved.spec.nodes)
+        for texts, ref in places(saved.spec):
+            why = why_not_rebuilt(nodes[~ref]) if ref < 0 else ""
             if why:
-                self.containers[".".join(str(text[1:]) for text in paths[index]) or "<root>"] = why
-                node = _as_mapping(node)
-            nodes.append(node)
-        return Structure(tuple(nodes), saved.entries)
+                self.containers[".".join(str(text[1:]) for text in texts) or "<root>"] = why
+                nodes[~ref] = _as_mapping(nodes[~ref])
+        return Structure(TreeSpec(tuple(nodes), saved.spec.num_leaves), saved.entries)
 
     def _value(self, key: str) -> Any:
         entry = self.metadata.state_dict_metadata[key]
@@ -233,9 +233,9 @@ def _kind(facts: str) -> str:
     return "in parts"
 
 
-def _as_mapping(node: SavedNode) -> SavedNode:
+def _as_mapping(node: Node) -> Node:
     taken: dict[str, None] = {}
-    for text in node.keys:
+    for text in node[1]:
         try:
             key_of(text)
             key = text if text[0] != "@" else f"s{text[1:]}"
@@ -244,4 +244,4 @@ def _as_mapping(node: SavedNode) -> SavedNode:
         while key in taken:
             key += "~"
         taken[key] = None
-    return node._replace(name="dict", keys=tuple(taken), attributes=None)
+    return (SavedContainer("dict", "mapping"), tuple(taken), None, *node[3:])

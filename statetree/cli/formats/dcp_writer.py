@@ -23,9 +23,8 @@ from statetree.cli.digests import Part, Written
 from statetree.cli.formats.torch_writer import loaded
 from statetree.cli.internals import stored_piece
 from statetree.cli.stored import BUCKET_BYTES, StoredTensor
-from statetree.dcp import structure
-from statetree.dcp.outline import STRUCTURE_KEY, Outline, free_key
-from statetree.dcp.structure import SavedEntry
+from statetree.dcp.flat_state import STRUCTURE_KEY, free_key
+from statetree.dcp.saved_structure import SavedEntry, written
 from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY, VALUE_ENTRY, content_of, to_save
 from statetree.torch_internals import WITHOUT_KERNELS
 
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from statetree.cli.outline import Outline
     from statetree.cli.progress import Progress
 
 _METADATA: Final = ".metadata"
@@ -69,7 +69,8 @@ def write_directory(folder: Path, outline: Outline, shard_bytes: int | None, pro
                 writer.add_small(keys[-1], to_save(part))
             saved.append(SavedEntry(PARTS_ENTRY, tuple(keys), content.facts))
         dcp_paths.update((key, entry.dcp_path_of(key)) for key in saved[-1].keys)
-    writer.add_value(STRUCTURE_KEY, structure.written(outline.nodes, saved))
+    assert outline.spec is not None
+    writer.add_value(STRUCTURE_KEY, written(outline.spec, saved))
     dcp_paths[STRUCTURE_KEY] = (STRUCTURE_KEY,)
     return writer.finish(dcp_paths)
 

@@ -1,0 +1,125 @@
+"""A state as the flat dict that DCP keeps: the entries of a tree, and the structure above them.
+
+The keys are those of ``to_flat``, except that a list without mappings and tensors in it, and a tuple of plain values,
+are one entry (the 625 integers of Python's random state, say).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from statetree.leaves.builtin import leaf_type_of
+from statetree.paths import Path, render_key
+from statetree.tree.flatten import flatten_for
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from statetree.tree.spec import TreeSpec
+
+#: The key of the entry that holds the structure. No other entry gets it.
+STRUCTURE_KEY: Final = "<statetree structure>"
+#: What may lie in a list or tuple that is pickled whole, and how deep: pickle calls itself for every level.
+WHOLE: Final = (list, tuple, dict)
+_MAX_WHOLE_DEPTH: Final = 50
+_NUMBERED: Final = frozenset({"list", "tuple", "deque"})
+
+
+class StateEntry(NamedTuple):
+    """A leaf, or a list or tuple of plain values.
+
+    Attributes:
+        path: Where it lies.
+        key: The key of its entry in the checkpoint.
+        value: The leaf.
+        dcp_path: Where tools put it that nest DCP's flat dicts again: its path as DCP would have it, or its key where
+            they could not follow that.
+    """
+
+    path: Path
+    key: str
+    value: Any
+    dcp_path: tuple[str | int, ...]
+
+    def dcp_path_of(self, key: str) -> tuple[str | int, ...]:
+        """Return the path for one of the keys under which this is saved: its own, or that of one of its parts."""
+        return self.dcp_path if key == self.key else (key,)
+
+
+class FlatState(NamedTuple):
+    """The structure of a tree, down to its entries, and the entries: one for each leaf of the structure."""
+
+    spec: TreeSpec
+    entries: Sequence[StateEntry]
+
+
+def flat_state(tree: Any, *, verb: str) -> FlatState:
+    """Return the entries of a tree.
+
+    Args:
+        tree: Any tree.
+        verb: On whose behalf, for messages.
+
+    Raises:
+        CyclicTree, TreeTooDeep: As ``flatten``.
+    """
+    leaves, spec = flatten_for(verb, tree, is_leaf=_is_whole)
+    keys = spec.flat_keys()
+    if STRUCTURE_KEY in keys:
+        keys = [free_key(key, keys) if key == STRUCTURE_KEY else key for key in keys]
+    paths = _dcp_paths(spec)
+    taken = set(paths)
+    for index, (key, path) in enumerate(zip(keys, paths, strict=True)):
+        # Tools follow paths that make the keys, and have no leaf above.
+        if key != ".".join(map(str, path)) or any(path[:count] in taken for count in range(1, len(path))):
+            paths[index] = (key,)
+    return FlatState(spec, list(map(StateEntry, spec.paths(), keys, leaves, paths)))
+
+
+def _is_whole(container: Any, depth: int = _MAX_WHOLE_DEPTH) -> bool:
+    """Whether DCP would pickle a container whole, and it holds plain values alone."""
+    cls = type(container)
+    if cls is tuple:
+        return _is_plain_data(container, depth)
+    if cls is not list or not depth or not _holds_plain(container, (list, tuple)):
+        return False
+    return all(_is_whole(child, depth - 1) for child in container if type(child) in (list, tuple))
+
+
+def _is_plain_data(container: Any, depth: int) -> bool:
+    children = container.values() if type(container) is dict else container
+    if not depth or not _holds_plain(children, WHOLE):
+        return False
+    return all(_is_plain_data(child, depth - 1) for child in children if type(child) in WHOLE)
+
+
+def _holds_plain(children: Collection[Any], containers: tuple[type, ...]) -> bool:
+    return all(cls in containers or leaf_type_of(cls) is None for cls in set(map(type, children)))
+
+
+def _dcp_paths(spec: TreeSpec) -> list[tuple[str | int, ...]]:
+    """Return the path of every entry as DCP has it: texts for the keys of mappings, numbers for those of lists."""
+    found: list[tuple[str | int, ...]] = [("",)] * spec.num_leaves
+    start: tuple[str | int, ...] = ()
+    pending = [(spec.root(), start)] if spec.nodes else []
+    while pending:
+        ref, above = pending.pop()
+        kind, keys = spec.nodes[~ref][:2]
+        is_numbered = kind.family in _NUMBERED
+        for key, child in zip(keys, spec.links()[~ref], strict=True):
+            path = (*above, key if is_numbered and type(key) is int else render_key(key))
+            if child >= 0:
+                found[child] = path
+            else:
+                pending.append((child, path))
+    return found
+
+
+def free_key(wanted: str, taken: Collection[str]) -> str:
+    """Return a key like the one wanted that is not taken."""
+    number = 2
+    key = wanted
+    while key in taken or key == STRUCTURE_KEY:
+        key = f"{wanted}~{number}"
+        number += 1
+    return key

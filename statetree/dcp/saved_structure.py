@@ -1,0 +1,266 @@
+"""The structure of a saved tree as text, so that it can be loaded without a template.
+
+The text is JSON: the containers, children before parents, and the entries. It comes from a file, so that reading it
+trusts nothing in it: classes and keys stay texts in the ``TreeSpec`` that it becomes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from statetree.dcp.keys import UnknownKey, key_of, key_text, shown_key
+from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY, VALUE_ENTRY
+from statetree.errors import CheckpointError
+from statetree.paths import Path
+from statetree.tree.containers import Container
+from statetree.tree.instances import Attributes
+from statetree.tree.registry import container_of
+from statetree.tree.spec import TreeSpec
+from statetree.tree.traversal import Node, freeze
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+VERSION: Final = 1
+#: The containers that are made again without a template.
+BUILTIN: Final[dict[str, type]] = {"dict": dict, "list": list, "tuple": tuple, "OrderedDict": OrderedDict}
+_NAMES: Final = {cls: name for name, cls in BUILTIN.items()}
+
+
+class SavedEntry(NamedTuple):
+    """An entry of a checkpoint: its sort, the keys of its data (several for the parts of a tensor), and facts."""
+
+    sort: str
+    keys: tuple[str, ...]
+    facts: str = ""
+
+
+class SavedContainer(Container):
+    """A container as a checkpoint describes it, by the name of its class.
+
+    In a node, its keys are texts (``key_text``), and its auxiliary data is what ``_written_attributes`` returns.
+    """
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str, family: str) -> None:
+        super().__init__(object, family, keyed=family not in {"list", "tuple", "deque"})
+        self.name = name
+
+    def num_items(self, keys: tuple[Any, ...]) -> int:
+        """Return how many of the keys are the container's own."""
+        return sum(not text.startswith("@") for text in keys)
+
+
+class Structure(NamedTuple):
+    """The containers of a checkpoint, each a ``SavedContainer``, and its entries, one for each leaf."""
+
+    spec: TreeSpec
+    entries: tuple[SavedEntry, ...]
+
+    def rebuild(self, values: Sequence[Any]) -> Any:
+        """Return a tree of builtin containers with a value for each entry. None of ``why_not_rebuilt`` may apply."""
+        return TreeSpec(tuple(map(_builtin_node, self.spec.nodes)), self.spec.num_leaves).unflatten(values)
+
+
+def saved_form(spec: TreeSpec) -> TreeSpec:
+    """Return a structure as a checkpoint describes it."""
+    nodes: list[Node] = []
+    for kind, keys, aux, kids, take in spec.nodes:
+        cls = kind.cls
+        family = kind.family if isinstance(kind.family, str) else _full_name(kind.family)
+        attributes = _written_attributes(aux[1]) if cls is OrderedDict else None
+        container = SavedContainer(_NAMES.get(cls) or _full_name(cls), family)
+        nodes.append((container, tuple(map(key_text, keys)), attributes, kids, take))
+    return TreeSpec(tuple(nodes), spec.num_leaves)
+
+
+def _full_name(cls: Any) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def places(spec: TreeSpec) -> Iterator[tuple[tuple[Any, ...], int]]:
+    """Yield the keys that lead to each container and leaf, and what is there: see ``TreeSpec.links``."""
+    pending: list[tuple[tuple[Any, ...], int]] = [((), spec.root())]
+    while pending:
+        keys, ref = pending.pop()
+        yield keys, ref
+        if ref < 0:
+            below = zip(spec.nodes[~ref][1], spec.links()[~ref], strict=True)
+            pending += reversed([((*keys, key), child) for key, child in below])
+
+
+def why_not_rebuilt(node: Node) -> str:
+    """Say why a container of a checkpoint cannot be made without a template; empty if it can."""
+    container, keys, attributes = node[:3]
+    assert isinstance(container, SavedContainer)
+    if container.name not in BUILTIN:
+        return f"a {container.name}"
+    if attributes is False:
+        return f"a {container.name} with attributes that are no plain data"
+    try:
+        for text in keys:
+            key_of(text)
+    except UnknownKey as unknown:
+        return f"a {container.name} with the key {unknown}"
+    return ""
+
+
+def _builtin_node(node: Node) -> Node:
+    container, keys, attributes, kids, take = node
+    assert isinstance(container, SavedContainer)
+    kind = container_of(BUILTIN[container.name])
+    assert kind is not None
+    aux = (None, _read_attributes(attributes)) if kind.cls is OrderedDict else None
+    return kind, tuple(map(key_of, keys)), aux, kids, take
+
+
+def written(spec: TreeSpec, entries: Sequence[SavedEntry]) -> str:
+    """Return a structure as text."""
+    rows = []
+    for (container, keys, attributes, *_), links in zip(saved_form(spec).nodes, spec.links(), strict=True):
+        assert isinstance(container, SavedContainer)
+        rows.append([container.name, container.family, keys, list(links), attributes])
+    table = [[entry.sort, entry.keys, entry.facts] for entry in entries]
+    return json.dumps({"version": VERSION, "nodes": rows, "entries": table}, separators=(",", ":"))
+
+
+def read(text: Any) -> Structure:
+    """Return the structure that a text describes.
+
+    Raises:
+        CheckpointError: If it is none that ``written`` returns, or one of a later version.
+    """
+    try:
+        table = json.loads(text)
+        if table["version"] != VERSION:
+            msg = (
+                f"load: the checkpoint's structure is of version {table['version']}: expected {VERSION}. Load it with "
+                "the version of statetree that saved it, or with torch.distributed.checkpoint."
+            )
+            raise CheckpointError(msg)
+        entries = tuple(_read_entry(*row) for row in table["entries"])
+        spec = _read_spec([_checked_row(*row) for row in table["nodes"]], len(entries))
+    except (TypeError, ValueError, KeyError, IndexError, RecursionError, AttributeError) as error:
+        msg = f"load: the checkpoint's structure is damaged: {type(error).__name__}: {error}. Load another checkpoint."
+        raise CheckpointError(msg) from error
+    return Structure(spec, entries)
+
+
+def _texts(values: Any) -> tuple[str, ...]:
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise TypeError("expected a list of texts")
+    return tuple(values)
+
+
+class _Row(NamedTuple):
+    container: SavedContainer
+    keys: tuple[str, ...]
+    links: Sequence[int]
+    attributes: Any
+
+
+def _checked_row(name: Any, family: Any, keys: Any, links: Any, attributes: Any) -> _Row:
+    _texts([name, family])
+    for text in _texts(keys):
+        try:
+            key_of(text)
+        except UnknownKey:
+            continue
+    if not all(type(ref) is int for ref in links) or len(links) != len(keys):
+        raise TypeError("expected one child a key")
+    if name == "OrderedDict" and attributes is not False:
+        _read_attributes(attributes)
+    return _Row(SavedContainer(name, family), tuple(keys), links, attributes)
+
+
+def _read_entry(sort: Any, keys: Any, facts: Any) -> SavedEntry:
+    _texts([facts])
+    if sort not in {TENSOR_ENTRY, PARTS_ENTRY, VALUE_ENTRY} or (sort != PARTS_ENTRY and len(keys) != 1):
+        raise ValueError("expected the sort of an entry, and its keys")
+    return SavedEntry(sort, _texts(keys), facts)
+
+
+def _read_spec(rows: Sequence[_Row], num_entries: int) -> TreeSpec:
+    """Return the structure that rows describe: entries in order, and each row after those of its children."""
+    nodes: list[Node] = []
+    position = emitted = 0
+    pending = [(~(len(rows) - 1), False)] if rows else []
+    while pending:
+        ref, is_done = pending.pop()
+        if ref >= 0:
+            if ref != position:
+                raise ValueError("expected a tree")
+            position += 1
+        elif is_done:
+            row = rows[~ref]
+            inner = tuple(index for index, child in enumerate(row.links) if child < 0)
+            nodes.append((row.container, row.keys, row.attributes, inner, position - emitted))
+            emitted = position
+            if ~ref != len(nodes) - 1:
+                raise ValueError("expected a tree")
+        else:
+            if any(~child >= ~ref for child in rows[~ref].links):
+                raise ValueError("expected a tree")
+            pending.append((ref, True))
+            pending += reversed([(child, False) for child in rows[~ref].links])
+    if len(nodes) != len(rows) or position != (num_entries if rows else 0) or (not rows and num_entries != 1):
+        raise ValueError("expected a tree, and one entry for each of its leaves")
+    return TreeSpec(tuple(nodes), num_entries)
+
+
+def _written_attributes(attributes: Attributes | None) -> Any:
+    """Return attributes as JSON data: pairs of name and value (``None`` for a child); ``False`` if they are none."""
+    if attributes is None:
+        return None
+    if attributes.are_items:
+        return False
+    try:
+        return [
+            [name, None if frozen is None else _written_value(frozen.thaw())]
+            for name, frozen in zip(attributes.names, attributes.frozen, strict=True)
+        ]
+    except TypeError:
+        return False
+
+
+def _read_attributes(rows: Any) -> Attributes | None:
+    if rows is None:
+        return None
+    names = _texts([name for name, _ in rows])
+    frozen = tuple(None if value is None else freeze(_read_value(value)) for _, value in rows)
+    return Attributes(names, frozen, are_items=False)
+
+
+def _written_value(value: Any) -> Any:
+    """Return plain data as JSON data. Every value but a text is a list that begins with its sort."""
+    cls = type(value)
+    if cls is str:
+        return value
+    if cls in (list, tuple):
+        return [cls.__name__, *map(_written_value, value)]
+    if cls in (dict, OrderedDict) and not getattr(value, "__dict__", None):
+        return [cls.__name__, *([_written_value(key), _written_value(item)] for key, item in value.items())]
+    if cls in (int, bool, float, complex, bytes, type(None)):
+        return ["key", key_text(value)]
+    raise TypeError
+
+
+def _read_value(data: Any) -> Any:
+    if isinstance(data, str):
+        return data
+    sort, *rest = data
+    if sort == "key":
+        return key_of(*_texts(rest))
+    if sort in ("list", "tuple"):
+        return BUILTIN[sort](map(_read_value, rest))
+    if sort in ("dict", "OrderedDict"):
+        return BUILTIN[sort]((_read_value(key), _read_value(item)) for key, item in rest)
+    raise ValueError(sort)
+
+
+def path_of(texts: Sequence[str]) -> Path:
+    """Return a path, for messages."""
+    return Path(map(shown_key, texts))
