@@ -1,10 +1,15 @@
-"""Whole training states as checkpoints of ``torch.distributed.checkpoint`` (DCP): it does files and resharding.
+"""Whole training states as checkpoints of ``torch.distributed.checkpoint`` (DCP), which does files and resharding.
 
-``saving`` and ``loading`` hold ``save`` and ``load``, ``background`` holds ``async_save``, on which ``checkpointer``
-builds with the directories of ``series``. Below them: ``outline`` says which entries a tree has in a checkpoint,
-``structure`` writes and reads its containers (with ``keys``), ``tensors`` says what is saved of a leaf, ``matching``
-finds a template's entries in a checkpoint. Towards DCP: ``planners``, ``directories``, ``metadata`` and ``checksums``
-(files that nobody vouches for), ``failures``, ``groups`` and ``internals``.
+A state is flattened down to what DCP writes as one entry. Its structure is written beside these, as one more entry, so
+that the state can be loaded without a template; plain DCP reads all others. Files are not trusted.
+
+- ``saving``, ``loading``: ``save`` and ``load``. ``background``: ``async_save``, by a thread with a group of its own.
+- ``checkpointer``: ``Checkpointer``, over the directories that ``series`` keeps. ``async_stager``: for DCP's own saves.
+- ``flat_state``: the entries of a tree, with DCP's keys. ``tensors``: what is saved of a leaf.
+- ``saved_structure``: a ``TreeSpec`` as text, and back. ``keys``: the keys in it.
+- ``templates``: which entries of a checkpoint fill a template.
+- ``planners``, ``directories``: DCP's planners and storage. ``metadata``, ``checksums``: what is checked of the files.
+- ``groups``, ``failures``, ``internals``: the ranks, their errors, and the private parts of DCP that are used.
 """
 
 from statetree.dcp.async_stager import AsyncStager

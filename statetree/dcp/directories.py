@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from statetree.dcp.checksums import check_entry
@@ -72,7 +71,7 @@ class DirectoryWriter(FileSystemWriter):
         sync_directory(self._directory)
 
 
-class DirectoryReader(StorageReader):
+class DirectoryReader(FileSystemReader):
     """Reads what DCP's ``FileSystemWriter`` wrote, without trusting it: see ``read_metadata``.
 
     Tensors are read by ``torch.load(weights_only=True)``, and have to be what the metadata says that they are.
@@ -83,53 +82,31 @@ class DirectoryReader(StorageReader):
     """
 
     def __init__(self, directory: Path, *, verify: bool) -> None:
-        self._directory = directory
+        super().__init__(directory)
         self._verify = verify
         self._metadata = Metadata({})
 
-    @property
-    def checkpoint_id(self) -> Path:
-        """The directory."""
-        return self._directory
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Read another directory from now on."""
-        if checkpoint_id is not None:
-            self._directory = Path(checkpoint_id)
-
-    def read_metadata(self, *_args: Any) -> Metadata:
+    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
         """Read the metadata.
 
         Raises:
             CheckpointError: If it is missing, damaged or hostile.
         """
-        return read_metadata(self._directory)
+        return read_metadata(Path(self.path))
 
-    def set_up_storage_reader(self, metadata: Metadata, _is_coordinator: bool, *_args: Any) -> None:  # noqa: FBT001 - DCP's
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - DCP's
         """Take note of the metadata."""
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self._metadata = metadata
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are."""
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it may be a directory."""
-        return "://" not in os.fspath(checkpoint_id)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what a plan asks for, file by file and from front to back."""
         by_file: dict[str, list[tuple[Stored, ReadItem]]] = {}
         for item in plan.items:
-            stored: Stored = self._metadata.storage_data[item.storage_index]
+            stored: Stored = self.storage_data[item.storage_index]
             by_file.setdefault(stored.name, []).append((stored, item))
         for name, reads in by_file.items():
-            with (self._directory / name).open("rb") as file:
+            with (Path(self.path) / name).open("rb") as file:
                 verified: Stored | None = None
                 for stored, item in sorted(reads, key=lambda read: read[0].offset):
                     if self._verify and stored != verified:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
-    from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+    from torch.distributed.checkpoint.storage import StorageWriter
     from torch.distributed.tensor import DTensor
 
 
@@ -63,6 +63,6 @@ def run_save(writer: StorageWriter, planner: SavePlanner, group: Any) -> Any:
     return _save_state_dict({}, writer, group, no_dist=group is None, planner=planner)
 
 
-def run_load(reader: StorageReader, planner: LoadPlanner, group: Any) -> None:
+def run_load(reader: Any, planner: LoadPlanner, group: Any) -> None:
     """Load what the planner chooses (without a group, on this rank alone)."""
     _load_state_dict({}, reader, group, no_dist=group is None, planner=planner)

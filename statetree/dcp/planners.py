@@ -9,7 +9,6 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -17,15 +16,16 @@ from torch.distributed.checkpoint.default_planner import (
 )
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.distributed.tensor import DTensor
 
 from statetree.chunks.boxes import Box, is_covered
 from statetree.dcp.flat_state import STRUCTURE_KEY
+from statetree.dcp.tensors import pieces_of
 from statetree.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from torch.distributed.checkpoint.storage import StorageReader
 
 
 class Pickled:
@@ -155,8 +155,8 @@ class LoadPlanner(DefaultLoadPlanner):
                 box = Box(tuple(item.dest_offsets), tuple(map(sum, zip(item.dest_offsets, item.lengths, strict=True))))
                 covered[item.dest_index.fqn, item.dest_index.index].append(box)
         for key, target in self.state_dict.items():
-            for index, shape in enumerate(_local_shapes(target)):
-                self._check_boxes(key, shape, covered[key, index])
+            for index, piece in enumerate(pieces_of(target) if isinstance(target, torch.Tensor) else ()):
+                self._check_boxes(key, piece.shape, covered[key, index])
 
     def _check_boxes(self, key: str, shape: Sequence[int], boxes: list[Box]) -> None:
         whole = Box((0,) * len(shape), tuple(shape))
@@ -196,20 +196,7 @@ def _gist(error: Exception) -> str:
     return next(filter(None, found.groups())) if found else text[:200]
 
 
-def _local_shapes(target: Any) -> list[torch.Size]:
-    """Return the shapes of what this rank holds of a tensor."""
-    if isinstance(target, ShardedTensor):
-        return [shard.tensor.shape for shard in target.local_shards()]
-    if isinstance(target, DTensor):
-        if target.device_mesh.get_coordinate() is None:
-            return []
-        local = target.to_local()
-        parts = local.local_shards() if hasattr(local, "local_shards") else [local]  # several: LocalShardsWrapper
-        return [part.shape for part in parts]
-    return [target.shape] if isinstance(target, torch.Tensor) else []
-
-
-class CarefulReader(StorageReader):
+class CarefulReader:
     """Passes everything on to a reader, but keeps what reading the metadata raises for the planner to raise.
 
     DCP itself logs such errors, and goes on to look for files of another kind.
@@ -219,14 +206,8 @@ class CarefulReader(StorageReader):
         self.inner = inner
         self.failure: Exception | None = None
 
-    @property
-    def checkpoint_id(self) -> Any:
-        """The inner reader's."""
-        return getattr(self.inner, "checkpoint_id", None)
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Pass on."""
-        self.inner.reset(checkpoint_id)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
     def read_metadata(self, *_args: Any) -> Metadata:
         """Read the metadata, or return an empty one."""
@@ -236,26 +217,9 @@ class CarefulReader(StorageReader):
             self.failure = error
             return Metadata({}, storage_data={})
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_args: Any) -> None:  # noqa: FBT001 - DCP's
-        """Pass on."""
-        self.inner.set_up_storage_reader(metadata, is_coordinator)
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Pass on."""
-        return self.inner.prepare_local_plan(plan)
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Pass on."""
-        return self.inner.prepare_global_plan(plans)
-
     def read_data(self, plan: LoadPlan, planner: Any) -> Any:
         """Pass on, and wait: the planner finishes while DCP still tells every rank what fails."""
         reading = self.inner.read_data(plan, planner)
         reading.wait()
         planner.finish()
         return reading
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Whether it may be an id: whatever it is, it is the inner reader's concern."""
-        return checkpoint_id is not None

@@ -206,6 +206,8 @@ def why_not_writable(tensor: torch.Tensor) -> str:
 def pieces_of(tensor: Any) -> Sequence[torch.Tensor]:
     """Return the plain tensors of this rank in which the elements of a tensor lie."""
     if isinstance(tensor, DTensor):
+        if tensor.device_mesh.get_coordinate() is None:
+            return []
         with torch.no_grad():
             return [settled(tensor.to_local())]
     if isinstance(tensor, ShardedTensor):
