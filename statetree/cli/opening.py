@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from statetree.cli.checkpoint import DCP, SAFETENSORS, TORCH, Checkpoint
-from statetree.cli.files import Files
-from statetree.cli.names import refuse
 from statetree.errors import CheckpointError
+from statetree.files.checkpoint import DCP, SAFETENSORS, TORCH, Checkpoint
+from statetree.files.ranges import OpenFiles
+from statetree.files.untrusted import refuse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,7 +75,7 @@ def opened(path: Path, *, follow_links: bool = False) -> Iterator[Checkpoint]:
     Raises:
         CheckpointError: If it cannot be read.
     """
-    with Files(follow_links=follow_links) as files:
+    with OpenFiles(follow_links=follow_links) as files:
         try:
             checkpoint = _read(path, files)
         except OSError as error:
@@ -83,16 +83,17 @@ def opened(path: Path, *, follow_links: bool = False) -> Iterator[Checkpoint]:
         yield checkpoint
 
 
-def _read(path: Path, files: Files) -> Checkpoint:
+def _read(path: Path, files: OpenFiles) -> Checkpoint:
+    # Each reader is loaded when it is needed: that of directories takes as long as torch.distributed.
     kind = source_format(path)
     if kind == TORCH:
-        from statetree.cli.formats.torch_file import read_torch
+        from statetree.files.torch_reader import read_torch
 
         return read_torch(path, files)
     if kind == SAFETENSORS:
-        from statetree.cli.formats.safetensors_file import read_index, read_safetensors
+        from statetree.files.safetensors_reader import read_index, read_safetensors
 
         return (read_index if path.name.lower().endswith(INDEX) else read_safetensors)(path, files)
-    from statetree.cli.formats.dcp_directory import read_directory
+    from statetree.cli.dcp_directory import read_directory
 
     return read_directory(path, files)

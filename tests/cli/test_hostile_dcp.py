@@ -9,9 +9,9 @@ import pickle
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
 
-from statetree.cli.internals import stored_piece
 from tests.cli.hostile import Raw, archive, bomb
 from tests.cli.states import bits, write
 from tests.cli.test_hostile_torch import BOMBS
@@ -121,7 +121,7 @@ EDITS = {
     "beyond the end": (lambda m: setattr(info(m), "offset", 10**7), "is truncated"),
     "negative": (lambda m: setattr(info(m), "offset", -1), "expected an offset"),
     "elsewhere": (
-        lambda m: m.storage_data.update({MetadataIndex("v.b"): stored_piece("__0_0.distcp", 5, 90)}),
+        lambda m: m.storage_data.update({MetadataIndex("v.b"): _StorageInfo("__0_0.distcp", 5, 90)}),
         "__0_0.distcp: the entry 'v.b'",
     ),
 }

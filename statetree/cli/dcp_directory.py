@@ -11,26 +11,26 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-from statetree.cli.checkpoint import DCP, Check, Checkpoint
-from statetree.cli.formats.nesting import nested, read_paths
-from statetree.cli.formats.torch_file import Archive
-from statetree.cli.formats.torch_objects import REBUILD_SPARSE, TorchObjects
-from statetree.cli.names import refuse
-from statetree.cli.stored import ChunkedStorage, Composite, StoredTensor
+from statetree.cli.dcp_nesting import nested, read_paths
 from statetree.dcp.keys import UnknownKey, key_of
 from statetree.dcp.metadata import read_metadata
 from statetree.dcp.outline import STRUCTURE_KEY
 from statetree.dcp.structure import SavedNode, Structure, read, why_not_rebuilt
 from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY
+from statetree.files.checkpoint import DCP, Checkpoint, Checksum
+from statetree.files.stored import ChunkedStorage, Composite, StoredTensor
+from statetree.files.torch_objects import REBUILD_SPARSE, TorchObjects
+from statetree.files.torch_reader import Archive
+from statetree.files.untrusted import refuse
 from statetree.pickles import BadPickle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from statetree.cli.files import Files, Region
-    from statetree.cli.stored import Storage
     from statetree.dcp.metadata import Stored
+    from statetree.files.ranges import FileRange, OpenFiles
+    from statetree.files.stored import Storage
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -40,7 +40,7 @@ _MAX_COMPARISONS: Final = 5_000_000
 _OPEN_PIECES: Final = 8
 
 
-def read_directory(path: Path, files: Files) -> Checkpoint:
+def read_directory(path: Path, files: OpenFiles) -> Checkpoint:
     """Open a directory.
 
     Raises:
@@ -55,7 +55,7 @@ def read_directory(path: Path, files: Files) -> Checkpoint:
     metadata_file = files.open(path / _METADATA)
     if metadata_file.length > _MAX_METADATA_BYTES:
         refuse(metadata_file.path, f"it has {metadata_file.length} bytes: expected at most {_MAX_METADATA_BYTES}")
-    directory = _Directory(path, files, metadata_file)
+    directory = _DcpDirectory(path, files, metadata_file)
     tree, is_nested = directory.tree()
     used = [path / name for name in sorted({stored.name for stored in directory.metadata.storage_data.values()})]
     paths = [metadata_file.path, *used]
@@ -66,7 +66,7 @@ def read_directory(path: Path, files: Files) -> Checkpoint:
         tree,
         total,
         paths,
-        checks=directory.checks,
+        checksums=directory.checksums,
         foreign=list(directory.foreign),
         storages=directory.storages,
         containers=directory.containers,
@@ -74,8 +74,8 @@ def read_directory(path: Path, files: Files) -> Checkpoint:
     )
 
 
-class _Directory:
-    def __init__(self, path: Path, files: Files, metadata_file: Region) -> None:
+class _DcpDirectory:
+    def __init__(self, path: Path, files: OpenFiles, metadata_file: FileRange) -> None:
         self.path = path
         self.metadata = read_metadata(path)
         self._metadata_file = metadata_file
@@ -85,7 +85,7 @@ class _Directory:
         self._files = files
         self._opened: OrderedDict[MetadataIndex, Archive] = OrderedDict()
 
-    def region(self, index: MetadataIndex) -> Region:
+    def place(self, index: MetadataIndex) -> FileRange:
         """Return where a piece lies."""
         stored: Stored = self.metadata.storage_data[index]
         entry = f"the entry {index.fqn!r}"
@@ -98,13 +98,13 @@ class _Directory:
         else:
             while len(self._opened) >= _OPEN_PIECES:
                 self._opened.popitem(last=False)
-            self._opened[index] = Archive(self.region(index))
+            self._opened[index] = Archive(self.place(index))
         return self._opened[index]
 
-    def checks(self) -> Iterator[Check]:
+    def checksums(self) -> Iterator[Checksum]:
         """Return the checksums of all pieces: each is an archive."""
         for index in self.metadata.storage_data:
-            yield from self.archive(index).checks()
+            yield from self.archive(index).checksums()
 
     def tree(self) -> tuple[Any, bool]:
         """Return the tree, and whether it is known in full how it was nested.
@@ -151,7 +151,7 @@ class _Directory:
         return self._tensor(key, entry) if isinstance(entry, TensorStorageMetadata) else self._plain(key)
 
     def _plain(self, key: str) -> Any:
-        archive = Archive(self.region(MetadataIndex(key)))
+        archive = Archive(self.place(MetadataIndex(key)))
         self.foreign.update(archive.foreign)
         self.storages += archive.storages()
         return archive.tree
@@ -162,11 +162,11 @@ class _Directory:
         self._check_coverage(key, shape, boxes)
 
         def find(index: int) -> StoredTensor:
-            place = MetadataIndex(key, entry.chunks[index].offsets)
-            found = self.archive(place).tree
+            at = MetadataIndex(key, entry.chunks[index].offsets)
+            found = self.archive(at).tree
             sizes = boxes[index][1]
             if not isinstance(found, StoredTensor) or found.dtype != dtype or found.shape != sizes:
-                name = self.metadata.storage_data[place].name
+                name = self.metadata.storage_data[at].name
                 refuse(self.path / name, f"it holds something else for {key!r}: expected {dtype} {sizes}")
             return found
 

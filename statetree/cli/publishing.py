@@ -13,9 +13,9 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from statetree.cli.digests import digests_path
-from statetree.cli.formats.safetensors_writer import INDEX
 from statetree.dcp.directories import sync_directory
 from statetree.errors import CheckpointError
+from statetree.files.safetensors_writer import INDEX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

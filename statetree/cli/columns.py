@@ -16,7 +16,7 @@ _AHEAD: Final = 5000
 _WIDEST: Final = 100
 
 
-class Line(NamedTuple):
+class OutputLine(NamedTuple):
     """One line: a name, and what there is to say of it."""
 
     name: str
@@ -36,10 +36,10 @@ def is_coloured(stream: IO[str]) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
-def write_lines(lines: Iterable[Line], stream: IO[str]) -> None:
+def write_lines(lines: Iterable[OutputLine], stream: IO[str]) -> None:
     """Write lines, their columns aligned."""
     in_colour = is_coloured(stream)
-    pending: list[Line] = []
+    pending: list[OutputLine] = []
     for line in lines:
         pending.append(line)
         if len(pending) == _AHEAD:
@@ -48,7 +48,7 @@ def write_lines(lines: Iterable[Line], stream: IO[str]) -> None:
     stream.writelines(_aligned(pending, in_colour=in_colour))
 
 
-def _aligned(lines: list[Line], *, in_colour: bool) -> Iterator[str]:
+def _aligned(lines: list[OutputLine], *, in_colour: bool) -> Iterator[str]:
     if not lines:
         return
     widths = [min(_WIDEST, max(map(cell_len, column))) for column in list(zip(*lines, strict=True))[:6]]

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from statetree.cli.checkpoint import TITLES, Checkpoint, is_value, strided, tensors_in, why_not_plain
+import torch
+
 from statetree.cli.describing import dtype_text, shape_text, sort_of, type_text, value_text
 from statetree.cli.elements import Unequal, compare_elements
-from statetree.cli.names import brief, matches
 from statetree.cli.progress import progress
-from statetree.cli.stored import Composite, StoredStorage, StoredTensor
-from statetree.cli.ties import find_ties
+from statetree.cli.selecting import matches
+from statetree.cli.shared_bytes import find_ties
 from statetree.errors import CheckpointError
-from statetree.paths import render_key
+from statetree.files.checkpoint import TITLES, Checkpoint, is_value, strided, tensors_in, why_not_plain
+from statetree.files.stored import Composite, StoredStorage, StoredTensor
+from statetree.files.untrusted import brief
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from statetree.cli.progress import Progress
-    from statetree.dcp.outline import Entry
+    from statetree.files.checkpoint import Progress, StoredEntry
 
 
 class Found(NamedTuple):
@@ -79,7 +80,7 @@ def compare(left: Checkpoint, right: Checkpoint, patterns: Sequence[str], *, val
     return Comparison(found, notes, len(shared), undecided)
 
 
-def _chosen(checkpoint: Checkpoint, patterns: Sequence[str]) -> dict[str, Entry]:
+def _chosen(checkpoint: Checkpoint, patterns: Sequence[str]) -> dict[str, StoredEntry]:
     return {entry.key: entry for entry in checkpoint.entries() if matches(entry.key, patterns)}
 
 
@@ -96,23 +97,23 @@ def _words(leaf: Any) -> str:
 
 
 def _structure(
-    left: Checkpoint, right: Checkpoint, shared: Sequence[tuple[Entry, Entry]], patterns: Sequence[str]
+    left: Checkpoint, right: Checkpoint, shared: Sequence[tuple[StoredEntry, StoredEntry]], patterns: Sequence[str]
 ) -> Iterator[Found]:
     """Return where containers, or the types of keys, differ."""
     ours, theirs = _containers(left), _containers(right)
-    different = set()
+    is_other = False
     for key, (family, size) in ours.items():
-        other = theirs.get(key)
-        if other is not None and other[0] != family:
-            different.add(key)
-            yield Found(key or "<root>", "structure", family, other[0])
-        elif other is None and not size and matches(key, patterns):
+        other = theirs.get(key, ("", 0))[0]
+        if other and other != family:
+            is_other = True
+            yield Found(key or "<root>", "structure", family, other)
+        elif not other and not size and matches(key, patterns):
             yield Found(key, "missing", f"an empty {family}", "nothing")
     for key, (family, size) in theirs.items():
         if key not in ours and not size and matches(key, patterns):
             yield Found(key, "missing", "nothing", f"an empty {family}")
     for a, b in shared:
-        if a.path != b.path and not different:
+        if a.path != b.path and not is_other:
             yield Found(a.key, "structure", f"the keys {_exact(a.path)}", f"the keys {_exact(b.path)}")
 
 
@@ -121,18 +122,12 @@ def _exact(path: Sequence[Any]) -> str:
 
 
 def _containers(checkpoint: Checkpoint) -> dict[str, tuple[str, int]]:
-    """Return the family of every container, and how many children it has, by its path as text."""
-    nodes = checkpoint.outline().nodes
-    found: dict[str, tuple[str, int]] = {}
-    pending = [("", len(nodes) - 1)] if nodes else []
-    while pending:
-        key, index = pending.pop()
-        node = nodes[index]
-        found[key] = (str(node.kind.family), len(node.children))
-        for step, child in zip(node.keys, node.children, strict=True):
-            if child < 0:
-                pending.append((f"{key}.{render_key(step)}" if key else render_key(step), ~child))
-    return found
+    """Return what every container is, and how many children it has, by its path as text."""
+    return {
+        str(path): ("mapping" if issubclass(cls, dict) else cls.__name__, len(keys))
+        for path, cls, keys, _ in checkpoint.contents().spec.walk()
+        if cls is not None
+    }
 
 
 def _leaves(key: str, a: Any, b: Any, advance: Progress, *, values: bool) -> Iterator[Found]:
@@ -158,8 +153,6 @@ def _leaves(key: str, a: Any, b: Any, advance: Progress, *, values: bool) -> Ite
 
 
 def _as_bytes(leaf: StoredStorage) -> StoredTensor:
-    import torch
-
     return StoredTensor(leaf.storage, torch.uint8, (leaf.storage.nbytes,))
 
 

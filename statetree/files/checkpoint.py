@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from statetree.cli.stored import Composite, StoredStorage, StoredTensor
+from statetree.files.stored import Composite, StoredStorage, StoredTensor
+from statetree.leaves.builtin import is_plain
 from statetree.pickles import Foreign
+from statetree.tree.flatten import flatten_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-    from statetree.cli.progress import Progress
-    from statetree.cli.stored import Storage
-    from statetree.dcp.outline import Entry, Outline
+    from statetree.files.stored import Storage
+    from statetree.paths import Path as TreePath
+    from statetree.tree.spec import TreeSpec
+
+    #: Is told how many bytes were read or written since the last time.
+    Progress = Callable[[int], None]
 
 TORCH: Final = "torch"
 SAFETENSORS: Final = "safetensors"
@@ -21,14 +26,31 @@ DCP: Final = "dcp"
 
 #: How formats are called in messages.
 TITLES: Final = {TORCH: "torch file", SAFETENSORS: "safetensors file", DCP: "DCP directory"}
+#: How deep a list or tuple may be nested that is one entry: pickle calls itself for every level.
+_MAX_ENTRY_DEPTH: Final = 50
 
 
-class Check(NamedTuple):
-    """A stored checksum. ``run`` raises if the bytes do not have it."""
+class StoredEntry(NamedTuple):
+    """A leaf, or a list or tuple of plain values: where it lies in the tree, and a key that no other entry has."""
+
+    path: TreePath
+    key: str
+    value: Any
+
+
+class Contents(NamedTuple):
+    """The entries of a tree in their order, and the structure above them."""
+
+    entries: Sequence[StoredEntry]
+    spec: TreeSpec
+
+
+class Checksum(NamedTuple):
+    """A stored checksum. ``check`` raises if the bytes do not have it."""
 
     entry: str
     nbytes: int
-    run: Callable[[Progress], None]
+    check: Callable[[Progress], None]
 
 
 class Checkpoint:
@@ -40,7 +62,7 @@ class Checkpoint:
         tree: What it holds.
         nbytes: How long its files are together.
         files: Its files.
-        checks: Returns the checksums that it stores.
+        checksums: Returns the checksums that it stores.
         foreign: Names of classes that were not loaded.
         storages: All storages that the pickles speak of, those of objects that are not loaded, too.
         metadata: Texts that the file holds beside the tree.
@@ -56,7 +78,7 @@ class Checkpoint:
         nbytes: int,
         files: Sequence[Path],
         *,
-        checks: Callable[[], Iterable[Check]] = tuple,
+        checksums: Callable[[], Iterable[Checksum]] = tuple,
         foreign: Sequence[str] = (),
         storages: Sequence[Storage] = (),
         metadata: dict[str, str] | None = None,
@@ -68,30 +90,49 @@ class Checkpoint:
         self.tree = tree
         self.nbytes = nbytes
         self.files = files
-        self.checks = checks
+        self.checksums = checksums
         self.foreign = foreign
         self.storages = storages
         self.metadata = metadata or {}
         self.is_nested = is_nested
         self.containers = containers or {}
-        self._outline: Outline | None = None
+        self._contents: Contents | None = None
 
     @property
     def keeps_ties(self) -> bool:
         """Whether the format says which tensors share memory."""
         return self.kind == TORCH
 
-    def outline(self) -> Outline:
-        """Return the containers and entries: leaves, and lists and tuples of plain values."""
-        if self._outline is None:
-            from statetree.dcp.outline import outline_of
+    def contents(self) -> Contents:
+        """Return the entries and the structure above them."""
+        if self._contents is None:
+            self._contents = contents_of(self.tree)
+        return self._contents
 
-            self._outline = outline_of(self.tree)
-        return self._outline
-
-    def entries(self) -> Sequence[Entry]:
+    def entries(self) -> Sequence[StoredEntry]:
         """Return the entries in the order of the file."""
-        return self.outline().entries
+        return self.contents().entries
+
+
+def contents_of(tree: Any) -> Contents:
+    """Return the entries of a tree: leaves, and lists and tuples of plain values (a random state's 625 numbers)."""
+    leaves, spec = flatten_for("read", tree, is_leaf=_is_entry)
+    rows = zip(spec.paths(), spec.flat_keys(), leaves, strict=True)
+    return Contents([StoredEntry(*row) for row in rows], spec)
+
+
+def _is_entry(container: Any) -> bool:
+    """Whether a container is one entry, as DCP has it: a tuple of plain values, or a list of such and of values."""
+    return type(container) in (list, tuple) and _is_whole(container, _MAX_ENTRY_DEPTH, in_tuple=False)
+
+
+def _is_whole(value: Any, depth: int, *, in_tuple: bool) -> bool:
+    cls = type(value)
+    if cls in (list, tuple):
+        return depth > 0 and all(_is_whole(each, depth - 1, in_tuple=in_tuple or cls is tuple) for each in value)
+    if cls is dict:
+        return in_tuple and depth > 0 and all(_is_whole(each, depth - 1, in_tuple=True) for each in value.values())
+    return is_plain(value)
 
 
 def is_value(leaf: Any) -> bool:
