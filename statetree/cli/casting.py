@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
+from statetree.chunks.boxes import Box
 from statetree.cli.shared_bytes import find_ties
 from statetree.files.checkpoint import tensors_in
-from statetree.files.stored import Composite, Storage, StoredStorage, StoredTensor
+from statetree.files.stored import ChunkedStorage, Composite, Storage, StoredStorage, StoredTensor
 from statetree.torch_internals import WITHOUT_KERNELS, can_negate
 from statetree.tree.mapping import map_leaves
 
@@ -58,20 +59,6 @@ class CastStorage(Storage):
         return bool(is_beyond.any()) and bool((is_beyond & wide.isfinite()).any())
 
 
-class DenseStorage(Storage):
-    """The elements of one tensor, row by row."""
-
-    def __init__(self, view: StoredTensor) -> None:
-        super().__init__(view.storage.entry, view.nbytes)
-        self._view = view
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        """Read the elements."""
-        size = self._view.dtype.itemsize
-        flat = self._view.read(start // size, -(-stop // size)).view(torch.uint8)
-        return flat[start % size :][: stop - start]
-
-
 class Cast(NamedTuple):
     """What became of a cast.
 
@@ -111,8 +98,11 @@ def cast(tree: Any, entries: Sequence[StoredEntry], dtype: torch.dtype) -> Cast:
     def new(leaf: StoredTensor) -> StoredTensor:
         if len(dtypes[id(leaf.storage)]) > 1 or (leaf.is_neg and not can_negate(dtype)):
             untied.add(id(leaf))
-            dense = leaf.changed(storage=DenseStorage(leaf), stride=None, offset=0, is_conj=False, is_neg=False)
-            return dense.changed(storage=CastStorage(dense.storage, leaf.dtype, dtype), dtype=dtype)
+            whole = Box((0,) * len(leaf.shape), leaf.shape)
+            dense = ChunkedStorage(leaf.storage.entry, leaf.dtype, leaf.shape, [whole], lambda _: leaf)
+            cast_storage = CastStorage(dense, leaf.dtype, dtype)
+            plain = {"stride": None, "offset": 0, "is_conj": False, "is_neg": False}
+            return leaf.changed(storage=cast_storage, dtype=dtype, **plain)
         key = id(leaf.storage)
         if key not in cast_storages:
             cast_storages[key] = CastStorage(leaf.storage, leaf.dtype, dtype)
@@ -137,13 +127,11 @@ def _is_fractional(dtype: torch.dtype) -> bool:
 
 def overflowing(entries: Sequence[StoredEntry]) -> list[str]:
     """Return the keys of tensors with elements that a cast, as they were read, found beyond the range of its dtype."""
-    return [
-        entry.key
-        for entry in entries
-        if any(
-            isinstance(part.storage, CastStorage) and part.storage.has_overflowed for part in tensors_in(entry.value)
-        )
-    ]
+    return [entry.key for entry in entries if any(map(_has_overflowed, tensors_in(entry.value)))]
+
+
+def _has_overflowed(part: StoredTensor) -> bool:
+    return isinstance(part.storage, CastStorage) and part.storage.has_overflowed
 
 
 def is_castable(dtype: torch.dtype) -> bool:

@@ -6,11 +6,13 @@ import math
 import re
 from collections import OrderedDict
 from contextlib import suppress
+from operator import add
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
+from statetree.chunks.boxes import Box, is_covered
 from statetree.cli.dcp_nesting import nested, read_paths
 from statetree.dcp.keys import UnknownKey, key_of
 from statetree.dcp.metadata import read_metadata
@@ -28,15 +30,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from torch.distributed.checkpoint.metadata import Metadata
+
     from statetree.dcp.metadata import Stored
     from statetree.files.ranges import FileRange, OpenFiles
     from statetree.files.stored import Storage
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-
 _METADATA: Final = ".metadata"
 _MAX_METADATA_BYTES: Final = 1 << 30
-_MAX_COMPARISONS: Final = 5_000_000
 _OPEN_PIECES: Final = 8
 
 
@@ -46,16 +47,13 @@ def read_directory(path: Path, files: OpenFiles) -> Checkpoint:
     Raises:
         CheckpointError: If it is no complete checkpoint, or damaged, or names files outside of it.
     """
-    if not path.is_dir():
-        refuse(path, "there is no such directory" if not path.exists() else "it is no directory", "Check the name.")
-    if not (path / _METADATA).is_file():
-        refuse(path, f"it has no {_METADATA} file: it is no DCP checkpoint, or an incomplete one", "Check the name.")
-    if not (path / _METADATA).resolve().is_relative_to(path.resolve()):
-        refuse(path, f"its {_METADATA} is a link that leads out of it", "Get a copy with the file itself.")
+    with suppress(FileNotFoundError, NotADirectoryError):
+        size = (path / _METADATA).stat().st_size
+        if size > _MAX_METADATA_BYTES:
+            refuse(path / _METADATA, f"it has {size} bytes: expected at most {_MAX_METADATA_BYTES}")
+    metadata = read_metadata(path)
     metadata_file = files.open(path / _METADATA)
-    if metadata_file.length > _MAX_METADATA_BYTES:
-        refuse(metadata_file.path, f"it has {metadata_file.length} bytes: expected at most {_MAX_METADATA_BYTES}")
-    directory = _DcpDirectory(path, files, metadata_file)
+    directory = _DcpDirectory(path, files, metadata, metadata_file)
     tree, is_nested = directory.tree()
     used = [path / name for name in sorted({stored.name for stored in directory.metadata.storage_data.values()})]
     paths = [metadata_file.path, *used]
@@ -75,9 +73,9 @@ def read_directory(path: Path, files: OpenFiles) -> Checkpoint:
 
 
 class _DcpDirectory:
-    def __init__(self, path: Path, files: OpenFiles, metadata_file: FileRange) -> None:
+    def __init__(self, path: Path, files: OpenFiles, metadata: Metadata, metadata_file: FileRange) -> None:
         self.path = path
-        self.metadata = read_metadata(path)
+        self.metadata = metadata
         self._metadata_file = metadata_file
         self.foreign: dict[str, None] = {}
         self.containers: dict[str, str] = {}
@@ -158,13 +156,13 @@ class _DcpDirectory:
 
     def _tensor(self, key: str, entry: TensorStorageMetadata) -> StoredTensor:
         dtype, shape = entry.properties.dtype, tuple(entry.size)
-        boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+        boxes = [Box(tuple(chunk.offsets), tuple(map(add, chunk.offsets, chunk.sizes))) for chunk in entry.chunks]
         self._check_coverage(key, shape, boxes)
 
         def find(index: int) -> StoredTensor:
             at = MetadataIndex(key, entry.chunks[index].offsets)
             found = self.archive(at).tree
-            sizes = boxes[index][1]
+            sizes = boxes[index].sizes
             if not isinstance(found, StoredTensor) or found.dtype != dtype or found.shape != sizes:
                 name = self.metadata.storage_data[at].name
                 refuse(self.path / name, f"it holds something else for {key!r}: expected {dtype} {sizes}")
@@ -175,33 +173,12 @@ class _DcpDirectory:
     def _check_coverage(self, key: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
         """Raise unless boxes cover every element once."""
         need = math.prod(shape)
-        covered = sum(math.prod(sizes) for _, sizes in boxes)
+        covered = sum(box.volume for box in boxes)
         if covered != need:
-            refuse(
-                self.path, f"it holds {covered} of the {need} elements of {key!r}", "Get all files of the checkpoint."
-            )
-        if need and _overlap([box for box in boxes if math.prod(box[1])]):
+            what = f"it holds {covered} of the {need} elements of {key!r}"
+            refuse(self.path, what, "Get all files of the checkpoint.")
+        if not is_covered(Box((0,) * len(shape), shape), boxes):
             refuse(self.path, f"the pieces of {key!r} overlap each other, or are too many")
-
-
-def _overlap(boxes: list[Box]) -> bool:
-    """Whether some of the boxes, none of them empty, have an element in common (or too many of them might)."""
-    open_: list[Box] = []
-    compared = 0
-    for box in sorted(boxes):
-        if not box[0]:
-            return len(boxes) > 1
-        offsets, sizes = box
-        open_ = [other for other in open_ if other[0][0] + other[1][0] > offsets[0]]
-        compared += len(open_)
-        if compared > _MAX_COMPARISONS:
-            return True
-        for begins, lengths in open_:
-            rows = zip(offsets, sizes, begins, lengths, strict=True)
-            if all(max(a, b) < min(a + size, b + length) for a, size, b, length in rows):
-                return True
-        open_.append(box)
-    return False
 
 
 def _leaf(sort: str, keys: tuple[str, ...], facts: str, values: dict[str, Any]) -> Any:

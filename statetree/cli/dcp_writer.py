@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -29,6 +30,7 @@ from statetree.files.torch_writer import loaded
 from statetree.torch_internals import WITHOUT_KERNELS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from statetree.files.checkpoint import Progress
@@ -90,26 +92,26 @@ class _PieceWriter:
         self._stored[MetadataIndex(key)] = self._append(value)
 
     def add_small(self, key: str, tensor: torch.Tensor) -> None:
-        offset = torch.Size([0] * tensor.dim())
-        self._entries[key] = TensorStorageMetadata(
-            TensorProperties(dtype=tensor.dtype), tensor.shape, [ChunkStorageMetadata(offset, tensor.shape)]
-        )
-        self._stored[MetadataIndex(key, offset)] = self._append(
-            tensor.detach().clone(memory_format=torch.contiguous_format)
-        )
-        self._progress(tensor.numel() * tensor.dtype.itemsize)
+        whole = Box((0,) * tensor.dim(), tuple(tensor.shape))
+        piece = tensor.detach().clone(memory_format=torch.contiguous_format)
+        self._add_pieces(key, tensor.dtype, tensor.shape, [(whole, piece)])
 
     def add_tensor(self, key: str, view: StoredTensor) -> None:
-        chunks = []
-        done = 0
         whole = Box((0,) * len(view.shape), view.shape)
-        for box in in_slabs(whole, max(1, -(-view.nbytes // BUCKET_BYTES))):
-            piece = view.read(done, done + box.volume).view(box.sizes)
-            done += box.volume
+        boxes = in_slabs(whole, max(1, -(-view.nbytes // BUCKET_BYTES)))
+        ends = accumulate(box.volume for box in boxes)
+        pieces = ((box, view.read(end - box.volume, end).view(box.sizes)) for box, end in zip(boxes, ends, strict=True))
+        self._add_pieces(key, view.dtype, view.shape, pieces)
+
+    def _add_pieces(
+        self, key: str, dtype: torch.dtype, shape: tuple[int, ...], pieces: Iterable[tuple[Box, torch.Tensor]]
+    ) -> None:
+        chunks = []
+        for box, piece in pieces:
             chunks.append(ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.sizes)))
             self._stored[MetadataIndex(key, torch.Size(box.start))] = self._append(piece)
-            self._progress(piece.numel() * view.dtype.itemsize)
-        self._entries[key] = TensorStorageMetadata(TensorProperties(dtype=view.dtype), torch.Size(view.shape), chunks)
+            self._progress(piece.numel() * dtype.itemsize)
+        self._entries[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)
 
     def _append(self, value: Any) -> _StorageInfo:
         buffer = io.BytesIO()

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from statetree.cli.columns import is_coloured
 from statetree.cli.differences import Comparison, Found, compare
+from statetree.cli.table import is_coloured
 from statetree.files.untrusted import printable
 
 if TYPE_CHECKING:

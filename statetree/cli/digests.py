@@ -61,13 +61,12 @@ def verify(checkpoint: Checkpoint, *, follow_links: bool = False) -> str:
     Raises:
         CheckpointError: If a byte is not what it was when the checkpoint was written.
     """
-    words = []
+    found = {"digest": 0}
     if digests_path(checkpoint.path, is_directory=checkpoint.kind == DCP).is_file():
         with OpenFiles(follow_links=follow_links) as files, progress("checking digests", checkpoint.nbytes) as advance:
-            words.append(f"{_check_digests(checkpoint, files, advance)} digests")
-    count = check_sums(checkpoint)
-    if count:
-        words.append(f"{count} checksums")
+            found["digest"] = _check_digests(checkpoint, files, advance)
+    found["checksum"] = check_sums(checkpoint)
+    words = [f"{count} {what}{'s' * (count != 1)}" for what, count in found.items() if count]
     return f"verified: {' and '.join(words)} agree" if words else ""
 
 

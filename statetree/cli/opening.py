@@ -20,19 +20,17 @@ _ENDS: Final = f"{', '.join(TORCH_SUFFIXES)}, .safetensors or {INDEX}"
 _LINK: Final = "If torch.save wrote it, link or rename it to a name that ends in .pt."
 
 
-def _format_of(path: Path) -> str | None:
-    """Return the format that a name stands for; ``None`` if it has a suffix that stands for none.
+def _format_of(path: Path) -> str:
+    """Return the format that a name stands for; empty if it has a suffix that stands for none.
 
     What begins with a digit, as in ``run-v1.5``, is no suffix.
     """
     name = path.name.lower()
-    if path.is_dir():
-        return DCP
-    if name.endswith(TORCH_SUFFIXES):
+    if name.endswith(TORCH_SUFFIXES) and not path.is_dir():
         return TORCH
-    if name.endswith((".safetensors", INDEX)):
+    if name.endswith((".safetensors", INDEX)) and not path.is_dir():
         return SAFETENSORS
-    return None if path.suffix and not path.suffix[1].isdigit() else DCP
+    return "" if path.suffix and not path.suffix[1].isdigit() and not path.is_dir() else DCP
 
 
 def source_format(path: Path) -> str:
@@ -42,8 +40,8 @@ def source_format(path: Path) -> str:
         CheckpointError: If its name stands for none.
     """
     found = _format_of(path)
-    if found is None or (found == DCP and path.is_file()):
-        what = f"the suffix {path.suffix!r} stands for no format" if found is None else "a file without a known suffix"
+    if not found or (found == DCP and path.is_file()):
+        what = "a file without a known suffix" if found else f"the suffix {path.suffix!r} stands for no format"
         refuse(path, what, f"{_LINK} Formats go by the names' ends: {_ENDS}.")
     return found
 
@@ -55,12 +53,9 @@ def destination_format(path: Path) -> str:
         CheckpointError: If its name stands for none.
     """
     found = _format_of(path)
-    if found is None:
-        msg = (
-            f"convert: cannot write {path}: the suffix {path.suffix!r} stands for no format. "
-            f"Use {_ENDS}, or no suffix for a DCP directory."
-        )
-        raise CheckpointError(msg)
+    if not found:
+        what = f"the suffix {path.suffix!r} stands for no format. Use {_ENDS}, or no suffix for a DCP directory."
+        raise CheckpointError(f"convert: cannot write {path}: {what}")
     return found
 
 

@@ -7,9 +7,9 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
-from statetree.cli.columns import OutputLine, write_lines
 from statetree.cli.describing import human, value_text
 from statetree.cli.rows import Row, RowGroup, counted, grouped, rows_of, sorting, unread_bytes
+from statetree.cli.table import OutputLine, write_lines
 from statetree.files.checkpoint import TITLES, Checkpoint
 from statetree.files.untrusted import printable
 
@@ -72,21 +72,18 @@ def _tree_lines(root: RowGroup, sort: str, total: int) -> Iterator[OutputLine]:
 def _flat_lines(root: RowGroup, sort: str, total: int) -> Iterator[OutputLine]:
     """Return a line an entry, with its whole key: what other programs search."""
     found: list[tuple[Row | RowGroup, str]] = []
-    pending: list[tuple[Row | RowGroup, str]] = [(item, "") for item in reversed(root.below)]
+    pending: list[tuple[Row | RowGroup, str]] = [(root, "")]
     while pending:
-        item, prefix = pending.pop()
-        if isinstance(item, RowGroup) and item.below:
-            pending += [(below, f"{prefix}{item.label}.") for below in reversed(item.below)]
+        item, name = pending.pop()
+        if isinstance(item, Row):
+            found.append((item, printable(item.key) or "<root>"))
+        elif item.below or item is root:
+            pending += [(below, f"{name}{getattr(below, 'label', '')}.") for below in reversed(item.below)]
         else:
-            found.append(
-                (item, f"{prefix}{item.label}.*" if isinstance(item, RowGroup) else printable(item.key) or "<root>")
-            )
-    if sort == "name":
-        found.sort(key=lambda pair: pair[1])
-    elif sort == "size":
-        found.sort(key=lambda pair: -pair[0].own_bytes)
-    for item, name in found:
-        yield _line(item, name, total)
+            found.append((item, f"{name}*"))
+    if sort != "file":
+        found.sort(key=lambda pair: pair[1] if sort == "name" else -pair[0].own_bytes)
+    return (_line(item, name, total) for item, name in found)
 
 
 def _as_json(checkpoint: Checkpoint, rows: Sequence[Row]) -> dict[str, Any]:

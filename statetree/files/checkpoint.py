@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.files.stored import Composite, StoredStorage, StoredTensor
@@ -53,10 +55,11 @@ class Checksum(NamedTuple):
     check: Callable[[Progress], None]
 
 
+@dataclass(eq=False)
 class Checkpoint:
     """An open checkpoint.
 
-    Args:
+    Attributes:
         path: Where it is.
         kind: ``TORCH``, ``SAFETENSORS`` or ``DCP``.
         tree: What it holds.
@@ -70,48 +73,31 @@ class Checkpoint:
         containers: What stands as a mapping in the tree, by its path, since its class is not loaded.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        kind: str,
-        tree: Any,
-        nbytes: int,
-        files: Sequence[Path],
-        *,
-        checksums: Callable[[], Iterable[Checksum]] = tuple,
-        foreign: Sequence[str] = (),
-        storages: Sequence[Storage] = (),
-        metadata: dict[str, str] | None = None,
-        is_nested: bool = True,
-        containers: dict[str, str] | None = None,
-    ) -> None:
-        self.path = path
-        self.kind = kind
-        self.tree = tree
-        self.nbytes = nbytes
-        self.files = files
-        self.checksums = checksums
-        self.foreign = foreign
-        self.storages = storages
-        self.metadata = metadata or {}
-        self.is_nested = is_nested
-        self.containers = containers or {}
-        self._contents: Contents | None = None
+    path: Path
+    kind: str
+    tree: Any
+    nbytes: int
+    files: Sequence[Path]
+    checksums: Callable[[], Iterable[Checksum]] = tuple
+    foreign: Sequence[str] = ()
+    storages: Sequence[Storage] = ()
+    metadata: dict[str, str] = field(default_factory=dict)
+    is_nested: bool = True
+    containers: dict[str, str] = field(default_factory=dict)
 
     @property
     def keeps_ties(self) -> bool:
         """Whether the format says which tensors share memory."""
         return self.kind == TORCH
 
+    @cached_property
     def contents(self) -> Contents:
-        """Return the entries and the structure above them."""
-        if self._contents is None:
-            self._contents = contents_of(self.tree)
-        return self._contents
+        """The entries and the structure above them."""
+        return contents_of(self.tree)
 
     def entries(self) -> Sequence[StoredEntry]:
         """Return the entries in the order of the file."""
-        return self.contents().entries
+        return self.contents.entries
 
 
 def contents_of(tree: Any) -> Contents:

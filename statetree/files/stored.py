@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from operator import mul
+from operator import add, lt, mul, sub
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -14,6 +14,7 @@ from statetree.torch_internals import quietly, set_bits
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from statetree.chunks.boxes import Box
     from statetree.files.ranges import FileRange
 
 #: How much is read or written at once.
@@ -81,7 +82,7 @@ class ChunkedStorage(Storage):
         entry: What it is called, for messages.
         dtype: Its dtype.
         shape: Its shape.
-        boxes: Offsets and sizes of boxes that cover every element once.
+        boxes: Boxes that cover every element once.
         find: Given the index of a box, returns its elements.
     """
 
@@ -90,7 +91,7 @@ class ChunkedStorage(Storage):
         entry: str,
         dtype: torch.dtype,
         shape: tuple[int, ...],
-        boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
+        boxes: Sequence[Box],
         find: Callable[[int], StoredTensor],
     ) -> None:
         super().__init__(entry, math.prod(shape) * dtype.itemsize)
@@ -112,23 +113,16 @@ class ChunkedStorage(Storage):
         return flat.view(torch.uint8)
 
     def _fill(self, target: torch.Tensor, offsets: tuple[int, ...]) -> None:
-        for index, (begins, lengths) in enumerate(self._boxes):
-            common = [
-                (max(a, b), min(a + size, b + length))
-                for a, size, b, length in zip(offsets, target.shape, begins, lengths, strict=True)
-            ]
-            if all(low < high for low, high in common):
-                place = target
-                for dim, ((low, high), at) in enumerate(zip(common, offsets, strict=True)):
-                    place = place.narrow(dim, low - at, high - low)
-                _copy_box(place, self._find(index), [low - at for (low, _), at in zip(common, begins, strict=True)])
-
-
-def _copy_box(target: torch.Tensor, source: StoredTensor, offsets: list[int]) -> None:
-    """Copy a box of a tensor, and read no more than that: its rows may be as long as all of the tensor."""
-    begin = source.offset + sum(map(mul, offsets, source.stride))
-    box = source.changed(shape=tuple(target.shape), offset=begin)
-    target.copy_(box.read(0, box.numel).view(target.dtype).view(target.shape))
+        """Fill a box of the tensor, and read no more of each stored box than that: its rows may be long."""
+        for index, box in enumerate(self._boxes):
+            start = tuple(map(max, offsets, box.start))
+            stop = tuple(map(min, map(add, offsets, target.shape), box.stop))
+            if all(map(lt, start, stop)):
+                place = target[tuple(map(slice, map(sub, start, offsets), map(sub, stop, offsets)))]
+                source = self._find(index)
+                begin = source.offset + sum(map(mul, map(sub, start, box.start), source.stride))
+                part = source.changed(shape=tuple(place.shape), offset=begin)
+                place.copy_(part.read(0, part.numel).view(target.dtype).view(place.shape))
 
 
 class StoredTensor:

@@ -115,29 +115,14 @@ class TorchObjects:
             return next(arg for arg in args if isinstance(arg, Foreign))
         return self._calls[name](*args)
 
-    def _tensor(
-        self,
-        storage: Any,
-        offset: Any,
-        size: Any,
-        stride: Any,
-        requires_grad: Any = None,
-        _hooks: Any = None,
-        bits: Any = None,
-    ) -> StoredTensor:
+    def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> StoredTensor:
+        given: tuple[Any, ...] = (*more, None, None, None)
+        requires_grad, _hooks, bits = given[:3]
         return _view(storage, _dtype(storage), offset, size, stride, requires_grad, bits)
 
-    def _tensor_v3(
-        self,
-        storage: Any,
-        offset: Any,
-        size: Any,
-        stride: Any,
-        requires_grad: Any,
-        _hooks: Any,
-        dtype: Any,
-        bits: Any = None,
-    ) -> StoredTensor:
+    def _tensor_v3(self, storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> StoredTensor:
+        given: tuple[Any, ...] = (*more, None, None, None, None)
+        requires_grad, _hooks, dtype, bits = given[:4]
         if not isinstance(dtype, torch.dtype):
             raise BadPickle("it has a tensor without a dtype")
         return _view(storage, dtype, offset, size, stride, requires_grad, bits)

@@ -8,8 +8,8 @@ from argparse import Namespace
 import pytest
 import torch
 
-from statetree.cli.differences import same_plain
 from statetree.files.stored import BUCKET_BYTES
+from statetree.tree.atoms import same_value
 from tests.cli.states import bits, flat_state, nested_state, tied_state, write
 
 NAMES = ["a.pt", "a.safetensors", "a"]
@@ -211,8 +211,8 @@ def test_storages_are_compared_by_their_bytes(tmp_path, statetree):
     ids=str,
 )
 def test_values_within_values_are_compared(one, other, is_same):
-    assert same_plain(one, other) == is_same
-    assert same_plain(other, one) == is_same
+    assert same_value(one, other) == is_same
+    assert same_value(other, one) == is_same
 
 
 def test_ties_are_compared_between_torch_files(tmp_path, statetree):

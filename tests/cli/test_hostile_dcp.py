@@ -95,7 +95,7 @@ def test_the_metadata_lie_inside(goal, directory, statetree):
     (directory / ".metadata").symlink_to(goal)
     ran = statetree("show", "--follow-links", directory)
     assert ran.status == (0 if goal == "inside" else 2)
-    assert ("its .metadata is a link that leads out of it" in ran.err) is (ran.status == 2)
+    assert (".metadata is a link" in ran.err) is (ran.status == 2)
 
 
 def pieces(metadata, *boxes):

@@ -31,7 +31,7 @@ def test_digests_notice_every_changed_byte(name, tmp_path, statetree):
     path = made(name, tmp_path, statetree, "--digest")
     ran = statetree("show", "--verify", path)
     assert ran.status == 0, ran.err
-    assert "digests" in ran.out
+    assert "digest" in ran.out
     assert "agree" in ran.out
     noticed = 0
     for file in files_of(path):
