@@ -1,4 +1,7 @@
-"""The ``statetree`` command: its arguments."""
+"""The ``statetree`` command: its arguments.
+
+What a command does is imported when it is called, so that help and completion do not wait for it.
+"""
 
 from __future__ import annotations
 
