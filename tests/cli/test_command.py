@@ -99,59 +99,23 @@ def test_the_extra_is_named_when_it_is_missing(missing, files):
     assert "Traceback" not in ran.stderr
 
 
-@pytest.mark.parametrize("command", [[], ["show"], ["diff"], ["convert"], ["completion"]])
+@pytest.mark.parametrize("command", [[], ["show"], ["diff"], ["convert"]])
 def test_help_has_examples(command, statetree):
     ran = statetree(*command, "--help")
     assert ran.status == 0
     assert ("Examples:" in ran.out and f"statetree {command[0]} " in ran.out) if command else "Commands:" in ran.out
 
 
-OPTIONS_OF_DIFF = {"--values", "--match", "--json", "--follow-links", "-h", "--help"}
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["statetree", ""], {"show", "diff", "convert", "completion"}),
-        (["statetree", "con"], {"convert"}),
-        (["statetree", "--"], {"--version", "--help"}),
-        (["statetree", "diff", "-"], OPTIONS_OF_DIFF),
-        (["statetree", "diff", "a.pt", "--m"], {"--match"}),
-        (["statetree", "show", "--sort", ""], {"file", "name", "size"}),
-        (["statetree", "show", "--sort", "n"], {"name"}),
-        (["statetree", "completion", ""], {"bash", "zsh", "fish"}),
-        (["statetree", "completion", "z"], {"zsh"}),
-        (["statetree", "show", ""], {"a.pt", "b b.pt"}),
-        (["statetree", "show", "--json", "a"], {"a.pt"}),
-        (["statetree", "convert", "--match", "x", "a.pt", "b"], {"b b.pt"}),
-    ],
-)
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_completion_scripts_complete(shell, words, expected, tmp_path, statetree):
-    """The function that both shells call, by bash; it starts no other program."""
-    (tmp_path / "a.pt").touch()
-    (tmp_path / "b b.pt").touch()
-    ran = statetree("completion", shell)
-    assert ran.status == 0
-    script = ran.out.removeprefix("autoload -U +X bashcompinit && bashcompinit\n")
-    assert script.endswith("-F _statetree statetree\n")
-    given = " ".join(f"'{word}'" for word in words)
-    call = f"PATH=; COMP_WORDS=({given}); _statetree statetree '{words[-1]}' '{words[-2]}'"
-    done = subprocess.run(
-        ["bash", "-c", f"{script}\n{call}\nprintf '%s\\n' \"${{COMPREPLY[@]}}\""],
-        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
-    assert (set(done.stdout.splitlines()), done.stderr) == (expected, "")
-
-
-def test_completion_for_fish(statetree):
-    lines = statetree("completion", "fish").out.splitlines()
-    assert "complete -c statetree -n '__fish_seen_subcommand_from show' -l sort -r -f -a 'file name size'" in lines[2]
-    assert {line.split(" -a ")[1].split()[0] for line in lines if "__fish_use_subcommand" in line} == {
-        *("show", "diff", "convert", "completion"),
-    }
-    diff = [line for line in lines if "from diff'" in line]
-    assert all(any(f"-l {option[2:]} " in line for line in diff) for option in OPTIONS_OF_DIFF if option[:2] == "--")
+def test_completion_is_that_of_click(tmp_path):
+    """``_STATETREE_COMPLETE`` gives the script, which in turn asks for completions."""
+    pytest.importorskip("click")
+    script = started(env={**os.environ, "_STATETREE_COMPLETE": "bash_source"})
+    assert script.returncode == 0
+    assert "_STATETREE_COMPLETE=bash_complete" in script.stdout
+    for words, expected in {"statetree ": {"show", "diff", "convert"}, "statetree diff --m": {"--match"}}.items():
+        env = {"_STATETREE_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        lines = started(env={**os.environ, **env}).stdout.splitlines()
+        assert {line.partition(",")[2] for line in lines} == expected
 
 
 def test_the_entry_point_is_declared():
@@ -179,8 +143,8 @@ LIMITED = """
 import json, resource, sys
 from pathlib import Path
 from statetree.cli.app import main
-import statetree.cli.convert, statetree.cli.show, statetree.dcp, statetree.cli.formats.dcp_writer
-import statetree.cli.formats.safetensors_writer, statetree.cli.formats.torch_file, statetree.cli.formats.torch_writer
+import statetree.cli.convert, statetree.cli.show, statetree.dcp, statetree.cli.dcp_writer
+import statetree.files.safetensors_writer, statetree.files.torch_reader, statetree.files.torch_writer
 import torch
 torch.zeros(10).add(1)
 main(["--help"])
@@ -219,7 +183,7 @@ def test_faults_of_our_own_are_no_differences(files, tmp_path, statetree, monkey
     def broken(*_):
         raise ZeroDivisionError("oops")
 
-    monkeypatch.setattr("statetree.cli.stored.FileStorage.read", broken)
+    monkeypatch.setattr("statetree.files.stored.FileStorage.read", broken)
     ran = statetree("diff", "--values", files[0], files[1])
     assert ran.status == 2
     assert "Please report this" in ran.err
@@ -237,7 +201,7 @@ def test_interrupts_end_quietly(files, tmp_path, capsys, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("statetree.cli.stored.FileStorage.read", interrupted)
+    monkeypatch.setattr("statetree.files.stored.FileStorage.read", interrupted)
     assert main(["convert", str(files[0]), str(tmp_path / "c.pt")]) == 130
     assert capsys.readouterr().err.strip() == "interrupted"
     assert not (tmp_path / "c.pt").exists()
@@ -258,7 +222,7 @@ def test_json_is_json_whatever_the_names_and_values(tmp_path):
 
 SLOW = """
 import os, sys, time
-import statetree.cli.stored as stored
+import statetree.files.stored as stored
 from statetree.cli.app import main
 read = stored.FileStorage.read
 def slow(self, start, stop):

@@ -9,26 +9,25 @@ from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from statetree.cli.checkpoint import is_value, why_not_plain
-from statetree.cli.files import memory_of
-from statetree.cli.formats.zip_writer import ZipWriter
-from statetree.cli.internals import rebuild_function, storage_class
-from statetree.cli.stored import BUCKET_BYTES, Composite, Storage, StoredStorage, StoredTensor
 from statetree.errors import CheckpointError
+from statetree.files.checkpoint import is_value, why_not_plain
+from statetree.files.ranges import memory_of
+from statetree.files.stored import BUCKET_BYTES, Composite, Storage, StoredStorage, StoredTensor
+from statetree.files.torch_names import rebuild_function, storage_class
+from statetree.files.zip_archive import ZipWriter
 from statetree.pickles import Named
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
-    from statetree.cli.digests import Part
-    from statetree.cli.progress import Progress
+    from statetree.files.checkpoint import Progress
 
 _PREFIX: Final = "archive/"
 #: Offsets of what is left of a storage are multiples of the size of every element.
 _GRAIN: Final = 16
 
 
-class Kept(NamedTuple):
+class WrittenStorage(NamedTuple):
     """What is written of a storage: its bytes from ``start`` to ``stop``, and zeros up to ``nbytes``."""
 
     storage: Storage
@@ -48,34 +47,33 @@ class TorchFile:
 
     def __init__(self, tree: Any) -> None:
         self._tree = tree
-        seen = _Seen()
+        seen = _StorageFinder()
         _dump(seen, tree)
-        self.kept: dict[int, Kept] = {}
+        self.kept: dict[int, WrittenStorage] = {}
         for number, (key, (storage, start, stop, dtypes)) in enumerate(seen.storages.items()):
             size = max(dtype.itemsize if dtype else 1 for dtype in dtypes)
-            self.kept[key] = Kept(storage, start, stop, -(-(stop - start) // size) * size, str(number), len(dtypes) > 1)
+            nbytes = -(-(stop - start) // size) * size
+            self.kept[key] = WrittenStorage(storage, start, stop, nbytes, str(number), len(dtypes) > 1)
 
     @property
     def nbytes(self) -> int:
         """How many bytes the storages take."""
         return sum(kept.nbytes for kept in self.kept.values())
 
-    def write(self, file: IO[bytes], progress: Progress) -> Sequence[Part]:
+    def write(self, file: IO[bytes], progress: Progress) -> None:
         """Write the file."""
         target = io.BytesIO()
-        _dump(_Writer(target, self.kept), self._tree)
-        archive = ZipWriter(file)
-        archive.add(f"{_PREFIX}data.pkl", target.tell(), [target.getbuffer()])
+        _dump(_TreePickler(target, self.kept), self._tree)
         order = sys.byteorder.encode()
-        archive.add(f"{_PREFIX}byteorder", len(order), [order])
-        for kept in self.kept.values():
-            archive.add(f"{_PREFIX}data/{kept.key}", kept.nbytes, _pieces(kept, progress))
-        archive.add(f"{_PREFIX}version", 2, [b"3\n"])
-        archive.finish()
-        return archive.parts
+        with ZipWriter(file) as archive:
+            archive.add(f"{_PREFIX}data.pkl", target.tell(), [target.getbuffer()])
+            archive.add(f"{_PREFIX}byteorder", len(order), [order])
+            for kept in self.kept.values():
+                archive.add(f"{_PREFIX}data/{kept.key}", kept.nbytes, _pieces(kept, progress))
+            archive.add(f"{_PREFIX}version", 2, [b"3\n"])
 
 
-def _pieces(kept: Kept, progress: Progress) -> Iterator[bytes | memoryview]:
+def _pieces(kept: WrittenStorage, progress: Progress) -> Iterator[bytes | memoryview]:
     for start in range(kept.start, kept.stop, BUCKET_BYTES):
         stop = min(start + BUCKET_BYTES, kept.stop)
         found = kept.storage.read(start, stop)
@@ -99,7 +97,7 @@ class _Null:
         return len(data)
 
 
-class _Seen(pickle.Pickler):
+class _StorageFinder(pickle.Pickler):
     """Notes which bytes of which storages are in use, and as which dtypes (``None``: untyped)."""
 
     def __init__(self) -> None:
@@ -130,8 +128,8 @@ class _Seen(pickle.Pickler):
         self.storages[id(storage)] = (storage, low, high, dtypes | {dtype})
 
 
-class _Writer(pickle.Pickler):
-    def __init__(self, file: IO[bytes], kept: dict[int, Kept]) -> None:
+class _TreePickler(pickle.Pickler):
+    def __init__(self, file: IO[bytes], kept: dict[int, WrittenStorage]) -> None:
         super().__init__(file, protocol=2)
         self._kept = kept
         self._references: dict[tuple[int, torch.dtype | None], StoredStorage] = {}
@@ -160,7 +158,7 @@ class _Writer(pickle.Pickler):
         name = f"torch._utils._rebuild_tensor_v{3 if is_untyped else 2}"
         if not leaf.is_parameter:
             return rebuild_function(name), args
-        plain = _Call(rebuild_function(name), args)
+        plain = _WrittenCall(rebuild_function(name), args)
         return rebuild_function("torch._utils._rebuild_parameter"), (plain, leaf.requires_grad, {})
 
     def _reference(self, storage: Storage, dtype: torch.dtype | None) -> StoredStorage:
@@ -170,7 +168,7 @@ class _Writer(pickle.Pickler):
         return self._references[key]
 
 
-class _Call:
+class _WrittenCall:
     """A call that is written as it is."""
 
     def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
@@ -188,7 +186,7 @@ def _reduced(obj: Any) -> Any:
         return rebuild_function(name), tuple(
             rebuild_function(arg.name) if isinstance(arg, Named) else arg for arg in args
         )
-    if is_value(obj) and not isinstance(obj, (_Call, type)) and type(obj).__module__.startswith("statetree"):
+    if is_value(obj) and not isinstance(obj, (_WrittenCall, type)) and type(obj).__module__.startswith("statetree"):
         msg = f"convert: {why_not_plain(obj) or type(obj).__name__} cannot be written. Leave it out (--match)."
         raise CheckpointError(msg)
     return NotImplemented

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from statetree.cli.internals import storage_dtypes
-from statetree.cli.stored import Composite, StoredStorage, StoredTensor
+from statetree.files.stored import Composite, StoredStorage, StoredTensor
+from statetree.files.torch_names import storage_dtypes
 from statetree.pickles import BadPickle, Foreign, Named
 
 if TYPE_CHECKING:
@@ -49,6 +49,24 @@ def size_of(value: Any, what: str = "a size") -> tuple[int, ...]:
     if math.prod(value) > _LARGEST:
         raise BadPickle(f"it has the impossible size {str(tuple(value))[:60]}")
     return tuple(value)
+
+
+class StorageClass:
+    """A class of storages: the dtype of their elements, or ``None``."""
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self.dtype = dtype
+
+
+def storage_id(pid: Any, length: int) -> tuple[StorageClass, str, int]:
+    """Return the class, key and number of elements of a storage."""
+    if type(pid) is not tuple or len(pid) < length or pid[0] != "storage":
+        raise BadPickle("it refers to something else than a storage")
+    kind, key, _, numel = pid[1:5]
+    if not isinstance(kind, StorageClass) or type(key) is not str:
+        raise BadPickle("it refers to a storage without a class or a key")
+    (count,) = size_of([numel], "a number of elements")
+    return kind, key, count
 
 
 class TorchObjects:
@@ -97,29 +115,14 @@ class TorchObjects:
             return next(arg for arg in args if isinstance(arg, Foreign))
         return self._calls[name](*args)
 
-    def _tensor(
-        self,
-        storage: Any,
-        offset: Any,
-        size: Any,
-        stride: Any,
-        requires_grad: Any = None,
-        _hooks: Any = None,
-        bits: Any = None,
-    ) -> StoredTensor:
+    def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> StoredTensor:
+        given: tuple[Any, ...] = (*more, None, None, None)
+        requires_grad, _hooks, bits = given[:3]
         return _view(storage, _dtype(storage), offset, size, stride, requires_grad, bits)
 
-    def _tensor_v3(
-        self,
-        storage: Any,
-        offset: Any,
-        size: Any,
-        stride: Any,
-        requires_grad: Any,
-        _hooks: Any,
-        dtype: Any,
-        bits: Any = None,
-    ) -> StoredTensor:
+    def _tensor_v3(self, storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> StoredTensor:
+        given: tuple[Any, ...] = (*more, None, None, None, None)
+        requires_grad, _hooks, dtype, bits = given[:4]
         if not isinstance(dtype, torch.dtype):
             raise BadPickle("it has a tensor without a dtype")
         return _view(storage, dtype, offset, size, stride, requires_grad, bits)
@@ -182,13 +185,6 @@ class TorchObjects:
         if view.dtype != dtype:
             raise BadPickle("it has a tensor of two dtypes")
         return view.changed(requires_grad=bool(requires_grad))
-
-
-class StorageClass:
-    """A class of storages: the dtype of their elements, or ``None``."""
-
-    def __init__(self, dtype: torch.dtype | None) -> None:
-        self.dtype = dtype
 
 
 def _dtype(storage: Any) -> torch.dtype:

@@ -1,15 +1,11 @@
-"""Names out of files: shown without harm, matched, and kept inside their directory."""
+"""Names and texts out of files that nobody vouches for: kept inside their directory, and shown without harm."""
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import Final, NoReturn
 
 from statetree.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _LONGEST: Final = 1000
 #: What to do about a file that is not what it says it is.
@@ -21,9 +17,12 @@ def printable(text: str) -> str:
 
     So are characters that change the direction of writing, invisible ones, line breaks and lone surrogates.
     """
-    if text.isprintable():
-        return text
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def brief(text: str, limit: int = 60) -> str:
+    """Return a text cut down to a length, printable."""
+    return printable(text[: limit - 1] + "…" if len(text) > limit else text)
 
 
 def is_text(text: str) -> bool:
@@ -33,17 +32,6 @@ def is_text(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def brief(text: str, limit: int = 60) -> str:
-    """Return a text cut down to a length, printable."""
-    cut = text[: limit - 1] + "…" if len(text) > limit else text
-    return printable(cut)
-
-
-def matches(key: str, patterns: Sequence[str]) -> bool:
-    """Whether a key matches one of some globs; ``*`` goes over dots. Without globs, every key does."""
-    return not patterns or any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def refuse(file: Path | str, what: str, remedy: str = DISTRUST) -> NoReturn:

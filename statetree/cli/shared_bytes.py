@@ -1,23 +1,22 @@
-"""Which tensors of a checkpoint share bytes."""
+"""Which entries of a checkpoint share bytes."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from statetree.cli.checkpoint import tensors_in
+from statetree.files.checkpoint import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from statetree.cli.stored import StoredTensor
-    from statetree.dcp.outline import Entry
-
+    from statetree.files.checkpoint import StoredEntry
+    from statetree.files.stored import StoredTensor
 
 _MAX_COMPARISONS: Final = 100_000
 
 
-class Ties(NamedTuple):
+class SharedBytes(NamedTuple):
     """How the entries of a checkpoint share bytes.
 
     Attributes:
@@ -27,7 +26,7 @@ class Ties(NamedTuple):
     """
 
     groups: list[list[int]]
-    group_of: dict[int, int]
+    group_of: dict[int, list[int]]
     own_bytes: list[int]
 
 
@@ -40,34 +39,33 @@ class _Extent(NamedTuple):
     view: StoredTensor
 
 
-def find_ties(entries: Sequence[Entry]) -> Ties:
+def find_ties(entries: Sequence[StoredEntry]) -> SharedBytes:
     """Return which entries share bytes."""
-    spans: dict[int, list[_Extent]] = {}
+    extents: dict[int, list[_Extent]] = {}
     own_bytes = [0] * len(entries)
     for index, entry in enumerate(entries):
         for part in tensors_in(entry.value):
             own_bytes[index] += min(part.nbytes, part.span)
             if part.numel:
                 begin = part.offset * part.dtype.itemsize
-                spans.setdefault(id(part.storage), []).append(_Extent(begin, begin + part.span, index, part))
-    leader: dict[int, int] = {}
+                extents.setdefault(id(part.storage), []).append(_Extent(begin, begin + part.span, index, part))
+    joined: dict[int, set[int]] = {}
     spare = _MAX_COMPARISONS
-    for found in spans.values():
+    for found in extents.values():
         if len(found) > 1:
-            spare = _join_sharing(leader, found, spare)
-    members: dict[int, list[int]] = {}
-    for index in sorted(leader):
-        members.setdefault(_lead(leader, index), []).append(index)
-    groups = [members[lead] for lead in sorted(members)]
-    for group in groups:
-        union = _union_bytes(entries, group)
-        for index in group:
-            own_bytes[index] = 0
-        own_bytes[group[0]] = union
-    return Ties(groups, {index: number for number, group in enumerate(groups) for index in group}, own_bytes)
+            spare = _join_sharing(joined, found, spare)
+    group_of: dict[int, list[int]] = {}
+    for index in sorted(joined):
+        if index not in group_of:
+            group_of.update(dict.fromkeys(joined[index], sorted(joined[index])))
+    for index, group in group_of.items():
+        own_bytes[index] = 0 if index != group[0] else _union_bytes(entries, group)
+    return SharedBytes(
+        [group_of[index] for index in sorted(group_of) if group_of[index][0] == index], group_of, own_bytes
+    )
 
 
-def _join_sharing(leader: dict[int, int], found: list[_Extent], spare: int) -> int:
+def _join_sharing(joined: dict[int, set[int]], found: list[_Extent], spare: int) -> int:
     """Join entries that share bytes of one storage. Returns how many more views may be compared, pair by pair.
 
     If that is none, all whose extents overlap are taken to share bytes.
@@ -77,17 +75,25 @@ def _join_sharing(leader: dict[int, int], found: list[_Extent], spare: int) -> i
     for row in sorted(found, key=lambda row: row[:3]):
         shape = (row.begin, row.view.dtype.itemsize, row.view.shape, row.view.stride)
         if alike.setdefault(shape, row.entry) != row.entry:
-            _join(leader, alike[shape], row.entry)
+            _join(joined, alike[shape], row.entry)
             continue
         open_ = [other for other in open_ if other.stop > row.begin]
         spare -= len(open_)
         for other in open_:
             if other.entry != row.entry and (spare < 0 or share_bytes(other.view, row.view)):
-                _join(leader, other.entry, row.entry)
+                _join(joined, other.entry, row.entry)
         open_.append(row)
         if spare < 0:
             open_ = [max(open_, key=lambda row: row.stop)]
     return spare
+
+
+def _join(joined: dict[int, set[int]], a: int, b: int) -> None:
+    """Put two entries, and all that they are joined to, into one set: the smaller set goes into the larger one."""
+    small, large = sorted((joined.setdefault(a, {a}), joined.setdefault(b, {b})), key=len)
+    if small is not large:
+        large |= small
+        joined.update(dict.fromkeys(small, large))
 
 
 def share_bytes(a: StoredTensor, b: StoredTensor) -> bool:
@@ -115,26 +121,14 @@ def _steps(view: StoredTensor) -> list[tuple[int, int]]:
     return [(step * size, count) for step, count in zip(view.stride, view.shape, strict=True) if step and count > 1]
 
 
-def _lead(leader: dict[int, int], index: int) -> int:
-    while leader.setdefault(index, index) != index:
-        leader[index] = leader[leader[index]]
-        index = leader[index]
-    return index
-
-
-def _join(leader: dict[int, int], a: int, b: int) -> None:
-    low, high = sorted((_lead(leader, a), _lead(leader, b)))
-    leader[high] = low
-
-
-def _union_bytes(entries: Sequence[Entry], group: Sequence[int]) -> int:
-    spans = sorted(
+def _union_bytes(entries: Sequence[StoredEntry], group: Sequence[int]) -> int:
+    extents = sorted(
         (id(part.storage), part.offset * part.dtype.itemsize, part.offset * part.dtype.itemsize + part.span)
         for index in group
         for part in tensors_in(entries[index].value)
     )
     total, storage, end = 0, -1, 0
-    for owner, begin, stop in spans:
+    for owner, begin, stop in extents:
         if owner != storage:
             storage, end = owner, 0
         total += max(0, stop - max(begin, end))

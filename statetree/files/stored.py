@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-from operator import mul
+from operator import add, lt, mul, sub
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from statetree.cli.gathering import gather
 from statetree.spans.layout import extent_bytes
 from statetree.torch_internals import quietly, set_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from statetree.cli.files import Region
+    from statetree.chunks.boxes import Box
+    from statetree.files.ranges import FileRange
 
 #: How much is read or written at once.
 BUCKET_BYTES: Final = 16 << 20
-_CHECKED_AT_ONCE: Final = 1 << 18
 
 
 class Storage:
@@ -48,30 +47,26 @@ class Storage:
 class FileStorage(Storage):
     """Bytes that lie in a file as they are."""
 
-    def __init__(self, entry: str, region: Region) -> None:
-        super().__init__(entry, region.length)
-        self.region = region
+    def __init__(self, entry: str, place: FileRange) -> None:
+        super().__init__(entry, place.length)
+        self.place = place
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """Read from the file."""
         target = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
-        self.region.read_into(target, start, self.entry)
+        self.place.read_into(target, start, self.entry)
         return target
 
     def elements(self, view: StoredTensor, start: int, stop: int) -> torch.Tensor:
-        """Read from the file: all at once, or in pieces where the elements do not lie side by side.
-
-        (Mapped into memory, a file that is cut off meanwhile would end the process.)
-        """
+        """Read from the file: all at once, or box by box where the elements do not lie side by side."""
         if view.is_contiguous:
             return super().elements(view, start, stop)
-        number = _NUMBERS[view.dtype.itemsize]
-        flat = torch.empty(stop - start, dtype=number, device="cpu")
+        flat = torch.empty(stop - start, dtype=_NUMBERS[view.dtype.itemsize], device="cpu")
         done = 0
         for offsets, sizes in boxes_of(view.shape, start, stop):
             count = math.prod(sizes)
             first = view.offset + sum(map(mul, offsets, view.stride))
-            gather(self.region, self.entry, flat[done : done + count].view(sizes), view.stride, first)
+            self.place.copy_strided(flat[done : done + count].view(sizes), view.stride, first, self.entry)
             done += count
         return flat.view(view.dtype)
 
@@ -87,7 +82,7 @@ class ChunkedStorage(Storage):
         entry: What it is called, for messages.
         dtype: Its dtype.
         shape: Its shape.
-        boxes: Offsets and sizes of boxes that cover every element once.
+        boxes: Boxes that cover every element once.
         find: Given the index of a box, returns its elements.
     """
 
@@ -96,7 +91,7 @@ class ChunkedStorage(Storage):
         entry: str,
         dtype: torch.dtype,
         shape: tuple[int, ...],
-        boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
+        boxes: Sequence[Box],
         find: Callable[[int], StoredTensor],
     ) -> None:
         super().__init__(entry, math.prod(shape) * dtype.itemsize)
@@ -118,74 +113,16 @@ class ChunkedStorage(Storage):
         return flat.view(torch.uint8)
 
     def _fill(self, target: torch.Tensor, offsets: tuple[int, ...]) -> None:
-        for index, (begins, lengths) in enumerate(self._boxes):
-            common = [
-                (max(a, b), min(a + size, b + length))
-                for a, size, b, length in zip(offsets, target.shape, begins, lengths, strict=True)
-            ]
-            if all(low < high for low, high in common):
-                place = target
-                for dim, ((low, high), at) in enumerate(zip(common, offsets, strict=True)):
-                    place = place.narrow(dim, low - at, high - low)
-                _copy_box(place, self._find(index), [low - at for (low, _), at in zip(common, begins, strict=True)])
-
-
-def _copy_box(target: torch.Tensor, source: StoredTensor, offsets: list[int]) -> None:
-    """Copy a box of a tensor, and read no more than that: its rows may be as long as all of the tensor."""
-    begin = source.offset + sum(map(mul, offsets, source.stride))
-    box = source.changed(shape=tuple(target.shape), offset=begin)
-    target.copy_(box.read(0, box.numel).view(target.dtype).view(target.shape))
-
-
-class CastStorage(Storage):
-    """A storage whose elements are converted as they are read.
-
-    Attributes:
-        has_overflowed: Whether a finite element was read that lies beyond the range of the other dtype.
-    """
-
-    def __init__(self, inner: Storage, dtype: torch.dtype, to: torch.dtype) -> None:
-        super().__init__(inner.entry, inner.nbytes // dtype.itemsize * to.itemsize)
-        self.has_overflowed = False
-        self._inner = inner
-        self._dtype = dtype
-        self._to = to
-        self._can_overflow = torch.finfo(to).max < torch.finfo(dtype).max
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        """Read and convert."""
-        size, to = self._dtype.itemsize, self._to.itemsize
-        read = self._inner.read(start // to * size, -(-stop // to) * size).view(self._dtype)
-        return self._converted(read).view(torch.uint8)[start % to :][: stop - start]
-
-    def elements(self, view: StoredTensor, start: int, stop: int) -> torch.Tensor:
-        """Read and convert."""
-        before = view.changed(storage=self._inner, dtype=self._dtype)
-        return self._converted(self._inner.elements(before, start, stop))
-
-    def _converted(self, elements: torch.Tensor) -> torch.Tensor:
-        if self._can_overflow and not self.has_overflowed:
-            self.has_overflowed = any(map(self._is_beyond, elements.split(_CHECKED_AT_ONCE)))
-        return elements.to(self._to)
-
-    def _is_beyond(self, elements: torch.Tensor) -> bool:
-        wide = elements if elements.dtype is torch.float64 else elements.to(torch.float32)
-        is_beyond = wide.abs() > torch.finfo(self._to).max
-        return bool(is_beyond.any()) and bool((is_beyond & wide.isfinite()).any())
-
-
-class DenseStorage(Storage):
-    """The elements of one tensor, row by row."""
-
-    def __init__(self, view: StoredTensor) -> None:
-        super().__init__(view.storage.entry, view.nbytes)
-        self._view = view
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        """Read the elements."""
-        size = self._view.dtype.itemsize
-        flat = self._view.read(start // size, -(-stop // size)).view(torch.uint8)
-        return flat[start % size :][: stop - start]
+        """Fill a box of the tensor, and read no more of each stored box than that: its rows may be long."""
+        for index, box in enumerate(self._boxes):
+            start = tuple(map(max, offsets, box.start))
+            stop = tuple(map(min, map(add, offsets, target.shape), box.stop))
+            if all(map(lt, start, stop)):
+                place = target[tuple(map(slice, map(sub, start, offsets), map(sub, stop, offsets)))]
+                source = self._find(index)
+                begin = source.offset + sum(map(mul, map(sub, start, box.start), source.stride))
+                part = source.changed(shape=tuple(place.shape), offset=begin)
+                place.copy_(part.read(0, part.numel).view(target.dtype).view(place.shape))
 
 
 class StoredTensor:

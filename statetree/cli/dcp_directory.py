@@ -6,56 +6,54 @@ import math
 import re
 from collections import OrderedDict
 from contextlib import suppress
+from operator import add
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-from statetree.cli.checkpoint import DCP, Check, Checkpoint
-from statetree.cli.formats.nesting import nested, read_paths
-from statetree.cli.formats.torch_file import Archive
-from statetree.cli.formats.torch_objects import REBUILD_SPARSE, TorchObjects
-from statetree.cli.names import refuse
-from statetree.cli.stored import ChunkedStorage, Composite, StoredTensor
+from statetree.chunks.boxes import Box, is_covered
+from statetree.cli.dcp_nesting import nested, read_paths
 from statetree.dcp.keys import UnknownKey, key_of
 from statetree.dcp.metadata import read_metadata
 from statetree.dcp.outline import STRUCTURE_KEY
 from statetree.dcp.structure import SavedNode, Structure, read, why_not_rebuilt
 from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY
+from statetree.files.checkpoint import DCP, Checkpoint, Checksum
+from statetree.files.stored import ChunkedStorage, Composite, StoredTensor
+from statetree.files.torch_objects import REBUILD_SPARSE, TorchObjects
+from statetree.files.torch_reader import Archive
+from statetree.files.untrusted import refuse
 from statetree.pickles import BadPickle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from statetree.cli.files import Files, Region
-    from statetree.cli.stored import Storage
-    from statetree.dcp.metadata import Stored
+    from torch.distributed.checkpoint.metadata import Metadata
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
+    from statetree.dcp.metadata import Stored
+    from statetree.files.ranges import FileRange, OpenFiles
+    from statetree.files.stored import Storage
 
 _METADATA: Final = ".metadata"
 _MAX_METADATA_BYTES: Final = 1 << 30
-_MAX_COMPARISONS: Final = 5_000_000
 _OPEN_PIECES: Final = 8
 
 
-def read_directory(path: Path, files: Files) -> Checkpoint:
+def read_directory(path: Path, files: OpenFiles) -> Checkpoint:
     """Open a directory.
 
     Raises:
         CheckpointError: If it is no complete checkpoint, or damaged, or names files outside of it.
     """
-    if not path.is_dir():
-        refuse(path, "there is no such directory" if not path.exists() else "it is no directory", "Check the name.")
-    if not (path / _METADATA).is_file():
-        refuse(path, f"it has no {_METADATA} file: it is no DCP checkpoint, or an incomplete one", "Check the name.")
-    if not (path / _METADATA).resolve().is_relative_to(path.resolve()):
-        refuse(path, f"its {_METADATA} is a link that leads out of it", "Get a copy with the file itself.")
+    with suppress(FileNotFoundError, NotADirectoryError):
+        size = (path / _METADATA).stat().st_size
+        if size > _MAX_METADATA_BYTES:
+            refuse(path / _METADATA, f"it has {size} bytes: expected at most {_MAX_METADATA_BYTES}")
+    metadata = read_metadata(path)
     metadata_file = files.open(path / _METADATA)
-    if metadata_file.length > _MAX_METADATA_BYTES:
-        refuse(metadata_file.path, f"it has {metadata_file.length} bytes: expected at most {_MAX_METADATA_BYTES}")
-    directory = _Directory(path, files, metadata_file)
+    directory = _DcpDirectory(path, files, metadata, metadata_file)
     tree, is_nested = directory.tree()
     used = [path / name for name in sorted({stored.name for stored in directory.metadata.storage_data.values()})]
     paths = [metadata_file.path, *used]
@@ -66,7 +64,7 @@ def read_directory(path: Path, files: Files) -> Checkpoint:
         tree,
         total,
         paths,
-        checks=directory.checks,
+        checksums=directory.checksums,
         foreign=list(directory.foreign),
         storages=directory.storages,
         containers=directory.containers,
@@ -74,10 +72,10 @@ def read_directory(path: Path, files: Files) -> Checkpoint:
     )
 
 
-class _Directory:
-    def __init__(self, path: Path, files: Files, metadata_file: Region) -> None:
+class _DcpDirectory:
+    def __init__(self, path: Path, files: OpenFiles, metadata: Metadata, metadata_file: FileRange) -> None:
         self.path = path
-        self.metadata = read_metadata(path)
+        self.metadata = metadata
         self._metadata_file = metadata_file
         self.foreign: dict[str, None] = {}
         self.containers: dict[str, str] = {}
@@ -85,7 +83,7 @@ class _Directory:
         self._files = files
         self._opened: OrderedDict[MetadataIndex, Archive] = OrderedDict()
 
-    def region(self, index: MetadataIndex) -> Region:
+    def place(self, index: MetadataIndex) -> FileRange:
         """Return where a piece lies."""
         stored: Stored = self.metadata.storage_data[index]
         entry = f"the entry {index.fqn!r}"
@@ -98,13 +96,13 @@ class _Directory:
         else:
             while len(self._opened) >= _OPEN_PIECES:
                 self._opened.popitem(last=False)
-            self._opened[index] = Archive(self.region(index))
+            self._opened[index] = Archive(self.place(index))
         return self._opened[index]
 
-    def checks(self) -> Iterator[Check]:
+    def checksums(self) -> Iterator[Checksum]:
         """Return the checksums of all pieces: each is an archive."""
         for index in self.metadata.storage_data:
-            yield from self.archive(index).checks()
+            yield from self.archive(index).checksums()
 
     def tree(self) -> tuple[Any, bool]:
         """Return the tree, and whether it is known in full how it was nested.
@@ -151,22 +149,22 @@ class _Directory:
         return self._tensor(key, entry) if isinstance(entry, TensorStorageMetadata) else self._plain(key)
 
     def _plain(self, key: str) -> Any:
-        archive = Archive(self.region(MetadataIndex(key)))
+        archive = Archive(self.place(MetadataIndex(key)))
         self.foreign.update(archive.foreign)
         self.storages += archive.storages()
         return archive.tree
 
     def _tensor(self, key: str, entry: TensorStorageMetadata) -> StoredTensor:
         dtype, shape = entry.properties.dtype, tuple(entry.size)
-        boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+        boxes = [Box(tuple(chunk.offsets), tuple(map(add, chunk.offsets, chunk.sizes))) for chunk in entry.chunks]
         self._check_coverage(key, shape, boxes)
 
         def find(index: int) -> StoredTensor:
-            place = MetadataIndex(key, entry.chunks[index].offsets)
-            found = self.archive(place).tree
-            sizes = boxes[index][1]
+            at = MetadataIndex(key, entry.chunks[index].offsets)
+            found = self.archive(at).tree
+            sizes = boxes[index].sizes
             if not isinstance(found, StoredTensor) or found.dtype != dtype or found.shape != sizes:
-                name = self.metadata.storage_data[place].name
+                name = self.metadata.storage_data[at].name
                 refuse(self.path / name, f"it holds something else for {key!r}: expected {dtype} {sizes}")
             return found
 
@@ -175,33 +173,12 @@ class _Directory:
     def _check_coverage(self, key: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
         """Raise unless boxes cover every element once."""
         need = math.prod(shape)
-        covered = sum(math.prod(sizes) for _, sizes in boxes)
+        covered = sum(box.volume for box in boxes)
         if covered != need:
-            refuse(
-                self.path, f"it holds {covered} of the {need} elements of {key!r}", "Get all files of the checkpoint."
-            )
-        if need and _overlap([box for box in boxes if math.prod(box[1])]):
+            what = f"it holds {covered} of the {need} elements of {key!r}"
+            refuse(self.path, what, "Get all files of the checkpoint.")
+        if not is_covered(Box((0,) * len(shape), shape), boxes):
             refuse(self.path, f"the pieces of {key!r} overlap each other, or are too many")
-
-
-def _overlap(boxes: list[Box]) -> bool:
-    """Whether some of the boxes, none of them empty, have an element in common (or too many of them might)."""
-    open_: list[Box] = []
-    compared = 0
-    for box in sorted(boxes):
-        if not box[0]:
-            return len(boxes) > 1
-        offsets, sizes = box
-        open_ = [other for other in open_ if other[0][0] + other[1][0] > offsets[0]]
-        compared += len(open_)
-        if compared > _MAX_COMPARISONS:
-            return True
-        for begins, lengths in open_:
-            rows = zip(offsets, sizes, begins, lengths, strict=True)
-            if all(max(a, b) < min(a + size, b + length) for a, size, b, length in rows):
-                return True
-        open_.append(box)
-    return False
 
 
 def _leaf(sort: str, keys: tuple[str, ...], facts: str, values: dict[str, Any]) -> Any:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from statetree.cli.checkpoint import TITLES, Checkpoint, is_value, strided, tensors_in, why_not_plain
+import torch
+
 from statetree.cli.describing import dtype_text, shape_text, sort_of, type_text, value_text
 from statetree.cli.elements import Unequal, compare_elements
-from statetree.cli.names import brief, matches
 from statetree.cli.progress import progress
-from statetree.cli.stored import Composite, StoredStorage, StoredTensor
-from statetree.cli.ties import find_ties
+from statetree.cli.selecting import matches
+from statetree.cli.shared_bytes import find_ties
 from statetree.errors import CheckpointError
-from statetree.paths import render_key
+from statetree.files.checkpoint import TITLES, Checkpoint, is_value, strided, tensors_in, why_not_plain
+from statetree.files.stored import Composite, StoredStorage, StoredTensor
+from statetree.files.untrusted import brief
+from statetree.tree.atoms import same_value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from statetree.cli.progress import Progress
-    from statetree.dcp.outline import Entry
+    from statetree.files.checkpoint import Progress, StoredEntry
 
 
 class Found(NamedTuple):
@@ -79,7 +81,7 @@ def compare(left: Checkpoint, right: Checkpoint, patterns: Sequence[str], *, val
     return Comparison(found, notes, len(shared), undecided)
 
 
-def _chosen(checkpoint: Checkpoint, patterns: Sequence[str]) -> dict[str, Entry]:
+def _chosen(checkpoint: Checkpoint, patterns: Sequence[str]) -> dict[str, StoredEntry]:
     return {entry.key: entry for entry in checkpoint.entries() if matches(entry.key, patterns)}
 
 
@@ -96,43 +98,34 @@ def _words(leaf: Any) -> str:
 
 
 def _structure(
-    left: Checkpoint, right: Checkpoint, shared: Sequence[tuple[Entry, Entry]], patterns: Sequence[str]
+    left: Checkpoint, right: Checkpoint, shared: Sequence[tuple[StoredEntry, StoredEntry]], patterns: Sequence[str]
 ) -> Iterator[Found]:
     """Return where containers, or the types of keys, differ."""
     ours, theirs = _containers(left), _containers(right)
-    different = set()
+    is_other = False
     for key, (family, size) in ours.items():
-        other = theirs.get(key)
-        if other is not None and other[0] != family:
-            different.add(key)
-            yield Found(key or "<root>", "structure", family, other[0])
-        elif other is None and not size and matches(key, patterns):
+        other = theirs.get(key, ("", 0))[0]
+        if other and other != family:
+            is_other = True
+            yield Found(key or "<root>", "structure", family, other)
+        elif not other and not size and matches(key, patterns):
             yield Found(key, "missing", f"an empty {family}", "nothing")
     for key, (family, size) in theirs.items():
         if key not in ours and not size and matches(key, patterns):
             yield Found(key, "missing", "nothing", f"an empty {family}")
     for a, b in shared:
-        if a.path != b.path and not different:
-            yield Found(a.key, "structure", f"the keys {_exact(a.path)}", f"the keys {_exact(b.path)}")
-
-
-def _exact(path: Sequence[Any]) -> str:
-    return brief(repr(tuple(path)))
+        if a.path != b.path and not is_other:
+            one, other = (f"the keys {brief(repr(tuple(path)))}" for path in (a.path, b.path))
+            yield Found(a.key, "structure", one, other)
 
 
 def _containers(checkpoint: Checkpoint) -> dict[str, tuple[str, int]]:
-    """Return the family of every container, and how many children it has, by its path as text."""
-    nodes = checkpoint.outline().nodes
-    found: dict[str, tuple[str, int]] = {}
-    pending = [("", len(nodes) - 1)] if nodes else []
-    while pending:
-        key, index = pending.pop()
-        node = nodes[index]
-        found[key] = (str(node.kind.family), len(node.children))
-        for step, child in zip(node.keys, node.children, strict=True):
-            if child < 0:
-                pending.append((f"{key}.{render_key(step)}" if key else render_key(step), ~child))
-    return found
+    """Return what every container is, and how many children it has, by its path as text."""
+    return {
+        str(path): ("mapping" if issubclass(cls, dict) else cls.__name__, len(keys))
+        for path, cls, keys, _ in checkpoint.contents.spec.walk()
+        if cls is not None
+    }
 
 
 def _leaves(key: str, a: Any, b: Any, advance: Progress, *, values: bool) -> Iterator[Found]:
@@ -140,11 +133,11 @@ def _leaves(key: str, a: Any, b: Any, advance: Progress, *, values: bool) -> Ite
     if is_value(a) and is_value(b):
         if type_text(a) != type_text(b):
             yield Found(key, "type", _words(a), _words(b))
-        elif values and not same_plain(a, b):
+        elif values and not (repr(a) == repr(b) if why_not_plain(a) else same_value(a, b)):
             yield Found(key, "value", value_text(a), value_text(b))
         return
     if isinstance(a, StoredStorage) and isinstance(b, StoredStorage):
-        a, b = _as_bytes(a), _as_bytes(b)
+        a, b = (StoredTensor(each.storage, torch.uint8, (each.storage.nbytes,)) for each in (a, b))
     one, other = strided(a), strided(b)
     if one is not None and other is not None:
         yield from _tensors(key, one, other, advance, values=values)
@@ -155,12 +148,6 @@ def _leaves(key: str, a: Any, b: Any, advance: Progress, *, values: bool) -> Ite
             yield from _tensors(f"{key}.<part {number}>", left, right, advance, values=values)
     else:
         yield Found(key, "type", _words(a), _words(b))
-
-
-def _as_bytes(leaf: StoredStorage) -> StoredTensor:
-    import torch
-
-    return StoredTensor(leaf.storage, torch.uint8, (leaf.storage.nbytes,))
 
 
 def _tensors(key: str, a: StoredTensor, b: StoredTensor, advance: Progress, *, values: bool) -> Iterator[Found]:
@@ -174,50 +161,23 @@ def _tensors(key: str, a: StoredTensor, b: StoredTensor, advance: Progress, *, v
             yield Found(key, "value", unequal.left, unequal.right, unequal)
 
 
-def same_plain(a: Any, b: Any) -> bool:
-    """Whether two plain values are the same, down to the types of what they consist of. NaN is the same as NaN."""
-    pending = [(a, b)]
-    while pending:
-        one, other = pending.pop()
-        if type(one) is not type(other):
-            return False
-        if isinstance(one, dict):
-            if len(one) != len(other) or any(key not in other for key in one):
-                return False
-            pending += [(value, other[key]) for key, value in one.items()]
-        elif isinstance(one, (list, tuple)):
-            if len(one) != len(other):
-                return False
-            pending += zip(one, other, strict=True)
-        elif isinstance(one, float):
-            if one.hex() != other.hex():
-                return False
-        elif repr(one) != repr(other) if isinstance(one, complex) or why_not_plain(one) else one != other:
-            return False
-    return True
-
-
 def _ties(left: Checkpoint, right: Checkpoint, shared: set[str]) -> Iterator[Found]:
     """Return where tensors share bytes on one side and not on the other."""
     ours, theirs = _partners(left, shared), _partners(right, shared)
     reported: set[str] = set()
-    for key in [*ours, *(key for key in theirs if key not in ours)]:
-        a, b = ours.get(key, ()), theirs.get(key, ())
-        if set(a) != set(b) and key not in reported:
-            reported.update(a, b)
-            yield Found(key, "ties", _shared(key, a), _shared(key, b))
+    for key in [*ours, *theirs]:
+        sides = [[other for other in of.get(key, ()) if other != key] for of in (ours, theirs)]
+        if set(sides[0]) != set(sides[1]) and key not in reported:
+            reported.update([key], *sides)
+            one, other = (
+                f"shares bytes with {brief(', '.join(side))}" if side else "shares no bytes" for side in sides
+            )
+            yield Found(key, "ties", one, other)
 
 
-def _partners(checkpoint: Checkpoint, shared: set[str]) -> dict[str, tuple[str, ...]]:
+def _partners(checkpoint: Checkpoint, shared: set[str]) -> dict[str, list[str]]:
+    """Return what each of the shared keys is tied to, itself included."""
     entries = checkpoint.entries()
-    found: dict[str, tuple[str, ...]] = {}
-    for group in find_ties(entries).groups:
-        keys = tuple(entries[index].key for index in group if entries[index].key in shared)
-        if len(keys) > 1:
-            found.update(dict.fromkeys(keys, keys))
-    return found
-
-
-def _shared(key: str, keys: Sequence[str]) -> str:
-    others = [other for other in keys if other != key]
-    return f"shares bytes with {brief(', '.join(others))}" if others else "shares no bytes"
+    groups = [[entries[index].key for index in group] for group in find_ties(entries).groups]
+    groups = [[key for key in group if key in shared] for group in groups]
+    return {key: group for group in groups for key in group}

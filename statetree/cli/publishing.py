@@ -9,13 +9,15 @@ import re
 import shutil
 import stat
 import uuid
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import reduce
+from operator import and_
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from statetree.cli.digests import digests_path
-from statetree.cli.formats.safetensors_writer import INDEX
 from statetree.dcp.directories import sync_directory
 from statetree.errors import CheckpointError
+from statetree.files.safetensors_writer import INDEX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -107,18 +109,15 @@ def _remove(folder: Path) -> None:
 
 def keep_private(folder: Path, names: Sequence[str], sources: Sequence[Path]) -> None:
     """Take away permissions from files that what they were made of does not give, either."""
-    allowed = stat.S_IRUSR | stat.S_IWUSR | _common([source.stat().st_mode for source in sources])
+    allowed = stat.S_IRUSR | stat.S_IWUSR | _common_mode(sources)
     for name in names:
         mode = stat.S_IMODE((folder / name).stat().st_mode)
         if mode & ~allowed:
             (folder / name).chmod(mode & allowed)
 
 
-def _common(modes: Sequence[int]) -> int:
-    common = 0o777
-    for mode in modes:
-        common &= mode
-    return common
+def _common_mode(files: Sequence[Path]) -> int:
+    return reduce(and_, (file.stat().st_mode for file in files), 0o777)
 
 
 def publish(folder: Path, path: Path, names: Sequence[str], *, is_directory: bool, force: bool) -> None:
@@ -141,15 +140,17 @@ def publish(folder: Path, path: Path, names: Sequence[str], *, is_directory: boo
     if not is_directory and len(moves) == 1 and old == [path]:
         os.replace(folder / names[0], path)  # at no time is there none
     else:
-        with _set_aside(path, old), _undone_on_failure(moves):
+        with _set_aside(path, old), ExitStack() as undo:
             for source, target in moves.items():
+                undo.callback(_take_back, source, target)  # before it is done: an interrupt may come in between
                 _place(source, target)
+            undo.pop_all()
     sync_directory(path.parent)
 
 
 def _open_up(folder: Path, files: Sequence[Path]) -> None:
     """Let those enter a folder who may read all that is in it, and those change it who may change that."""
-    allowed = _common([file.stat().st_mode for file in files]) & 0o666
+    allowed = _common_mode(files) & 0o666
     folder.chmod(stat.S_IMODE(folder.stat().st_mode) | allowed | (allowed & 0o444) >> 2)
 
 
@@ -165,43 +166,38 @@ def _replaced(path: Path, targets: Sequence[Path], *, is_directory: bool) -> lis
 def _set_aside(path: Path, old: Sequence[Path]) -> Iterator[None]:
     """Move files or directories away while the block puts others in their places. If it fails, they come back."""
     aside = _new_name(path, "removed")
-    is_done = False
-    try:
+    with ExitStack() as undo:
+        undo.callback(_remove_if_empty, aside)
         if old:
             aside.mkdir(mode=0o700)
         for place in old:
+            undo.callback(_bring_back, aside, place)
             os.rename(place, aside / place.name)
         yield
-        is_done = True
-    finally:
-        if not is_done:
-            _bring_back(aside, old)
-        _remove(aside)
+        undo.pop_all()
+    _remove(aside)
 
 
-def _bring_back(aside: Path, old: Sequence[Path]) -> None:
-    for place in old:
-        kept = aside / place.name
-        try:
-            if os.path.lexists(kept):
-                os.rename(kept, place)
-        except OSError as error:
-            _refuse(place, f"what was there cannot be put back ({error.strerror or error})", f"It is in {aside}.")
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
-@contextmanager
-def _undone_on_failure(moves: dict[Path, Path]) -> Iterator[None]:
-    """Take back moves, as far as they were made, if the block fails."""
+def _bring_back(aside: Path, place: Path) -> None:
     try:
-        yield
-    except BaseException:
-        for source, target in moves.items():
-            with suppress(OSError):
-                if not source.exists():
-                    os.rename(target, source)
-                elif target.exists() and source.samefile(target):  # a second name of it
-                    target.unlink()
-        raise
+        if os.path.lexists(aside / place.name):
+            os.rename(aside / place.name, place)
+    except OSError as error:
+        _refuse(place, f"what was there cannot be put back ({error.strerror or error})", f"It is in {aside}.")
+
+
+def _take_back(source: Path, target: Path) -> None:
+    """Undo ``_place``, if it was done."""
+    with suppress(OSError):
+        if not source.exists():
+            os.rename(target, source)
+        elif target.exists() and source.samefile(target):  # a second name of it
+            target.unlink()
 
 
 def _shards_of(path: Path) -> list[Path]:

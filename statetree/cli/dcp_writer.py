@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
-import math
 import pickle
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -18,36 +19,38 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from statetree.cli.checkpoint import is_value, strided
-from statetree.cli.digests import Part, Written
-from statetree.cli.formats.torch_writer import loaded
-from statetree.cli.internals import stored_piece
-from statetree.cli.stored import BUCKET_BYTES, StoredTensor
+from statetree.chunks.boxes import Box, in_slabs
 from statetree.dcp import structure
-from statetree.dcp.outline import STRUCTURE_KEY, Outline, free_key
+from statetree.dcp.outline import STRUCTURE_KEY, free_key, outline_of
 from statetree.dcp.structure import SavedEntry
 from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY, VALUE_ENTRY, content_of, to_save
+from statetree.files.checkpoint import is_value, strided
+from statetree.files.stored import BUCKET_BYTES, StoredTensor
+from statetree.files.torch_writer import loaded
 from statetree.torch_internals import WITHOUT_KERNELS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable
     from pathlib import Path
 
-    from statetree.cli.progress import Progress
+    from statetree.files.checkpoint import Progress
 
 _METADATA: Final = ".metadata"
 
 
-def write_directory(folder: Path, outline: Outline, shard_bytes: int | None, progress: Progress) -> list[Written]:
-    """Write a checkpoint into a folder. Large tensors are written in pieces, as if ranks had held them.
+def write_directory(folder: Path, tree: Any, shard_bytes: int | None, progress: Progress) -> list[str]:
+    """Write a checkpoint into a folder. Returns the names of its files; the one that speaks of the others comes last.
+
+    Large tensors are written in pieces, as if ranks had held them.
 
     Args:
         folder: Where.
-        outline: What.
+        tree: What.
         shard_bytes: Up to how many bytes go into one file; ``None`` for one file.
         progress: Is told what was written.
     """
-    writer = _Writer(folder, shard_bytes, progress)
+    outline = outline_of(tree)
+    writer = _PieceWriter(folder, shard_bytes, progress)
     taken = {entry.key for entry in outline.entries}
     saved: list[SavedEntry] = []
     dcp_paths: dict[str, tuple[str | int, ...]] = {}
@@ -74,79 +77,59 @@ def write_directory(folder: Path, outline: Outline, shard_bytes: int | None, pro
     return writer.finish(dcp_paths)
 
 
-class _Writer:
+class _PieceWriter:
     def __init__(self, folder: Path, shard_bytes: int | None, progress: Progress) -> None:
         self._folder = folder
         self._shard_bytes = shard_bytes
         self._progress = progress
         self._entries: dict[str, Any] = {}
         self._stored: dict[MetadataIndex, Any] = {}
-        self._parts: list[list[Part]] = []
+        self._names: list[str] = []
         self._size = 0
 
     def add_value(self, key: str, value: Any) -> None:
         self._entries[key] = BytesStorageMetadata()
-        self._stored[MetadataIndex(key)] = self._append(key, value)
+        self._stored[MetadataIndex(key)] = self._append(value)
 
     def add_small(self, key: str, tensor: torch.Tensor) -> None:
-        offset = torch.Size([0] * tensor.dim())
-        self._entries[key] = TensorStorageMetadata(
-            TensorProperties(dtype=tensor.dtype), tensor.shape, [ChunkStorageMetadata(offset, tensor.shape)]
-        )
-        self._stored[MetadataIndex(key, offset)] = self._append(
-            key, tensor.detach().clone(memory_format=torch.contiguous_format)
-        )
-        self._progress(tensor.numel() * tensor.dtype.itemsize)
+        whole = Box((0,) * tensor.dim(), tuple(tensor.shape))
+        piece = tensor.detach().clone(memory_format=torch.contiguous_format)
+        self._add_pieces(key, tensor.dtype, tensor.shape, [(whole, piece)])
 
     def add_tensor(self, key: str, view: StoredTensor) -> None:
-        chunks = []
-        done = 0
-        for offsets, sizes in _row_boxes(view.shape, max(1, BUCKET_BYTES // view.dtype.itemsize)):
-            count = math.prod(sizes)
-            piece = view.read(done, done + count).view(sizes)
-            done += count
-            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-            self._stored[MetadataIndex(key, torch.Size(offsets))] = self._append(key, piece)
-            self._progress(count * view.dtype.itemsize)
-        self._entries[key] = TensorStorageMetadata(TensorProperties(dtype=view.dtype), torch.Size(view.shape), chunks)
+        whole = Box((0,) * len(view.shape), view.shape)
+        boxes = in_slabs(whole, max(1, -(-view.nbytes // BUCKET_BYTES)))
+        ends = accumulate(box.volume for box in boxes)
+        pieces = ((box, view.read(end - box.volume, end).view(box.sizes)) for box, end in zip(boxes, ends, strict=True))
+        self._add_pieces(key, view.dtype, view.shape, pieces)
 
-    def _append(self, key: str, value: Any) -> Any:
+    def _add_pieces(
+        self, key: str, dtype: torch.dtype, shape: tuple[int, ...], pieces: Iterable[tuple[Box, torch.Tensor]]
+    ) -> None:
+        chunks = []
+        for box, piece in pieces:
+            chunks.append(ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.sizes)))
+            self._stored[MetadataIndex(key, torch.Size(box.start))] = self._append(piece)
+            self._progress(piece.numel() * dtype.itemsize)
+        self._entries[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)
+
+    def _append(self, value: Any) -> _StorageInfo:
         buffer = io.BytesIO()
         torch.save(value, buffer)
         size = buffer.tell()
         is_full = self._shard_bytes is not None and self._size + size > self._shard_bytes and self._size > 0
-        if is_full or not self._parts:
-            self._parts.append([])
+        if is_full or not self._names:
+            self._names.append(f"__0_{len(self._names)}.distcp")
             self._size = 0
-        name = f"__0_{len(self._parts) - 1}.distcp"
-        with (self._folder / name).open("ab") as file:
+        with (self._folder / self._names[-1]).open("ab") as file:
             file.write(buffer.getbuffer())
-        self._parts[-1].append(Part(key, self._size, self._size + size))
         self._size += size
-        return stored_piece(name, self._size - size, size)
+        return _StorageInfo(self._names[-1], self._size - size, size)
 
-    def finish(self, dcp_paths: dict[str, tuple[str | int, ...]]) -> list[Written]:
+    def finish(self, dcp_paths: dict[str, tuple[str | int, ...]]) -> list[str]:
         metadata = Metadata(
             self._entries, planner_data=dcp_paths, storage_data=self._stored, storage_meta=StorageMeta()
         )
         with (self._folder / _METADATA).open("xb") as file:
             pickle.dump(metadata, file)
-        names = [f"__0_{number}.distcp" for number in range(len(self._parts))]
-        return [*map(Written, names, self._parts), Written(_METADATA, ())]
-
-
-def _row_boxes(shape: tuple[int, ...], limit: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return boxes of at most so many elements that follow each other in row-major order and cover a tensor."""
-    if math.prod(shape) <= limit:
-        yield (0,) * len(shape), shape
-        return
-    row = math.prod(shape[1:])
-    if row > limit:
-        for index in range(shape[0]):
-            for offsets, sizes in _row_boxes(shape[1:], limit):
-                yield (index, *offsets), (1, *sizes)
-        return
-    step = limit // row
-    for start in range(0, shape[0], step):
-        count = min(step, shape[0] - start)
-        yield (start, *[0] * (len(shape) - 1)), (count, *shape[1:])
+        return [*self._names, _METADATA]

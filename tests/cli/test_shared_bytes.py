@@ -7,9 +7,9 @@ from itertools import combinations
 import pytest
 import torch
 
-from statetree.cli import ties
-from statetree.cli.stored import Storage, StoredTensor
-from statetree.cli.ties import share_bytes
+from statetree.cli import shared_bytes
+from statetree.cli.shared_bytes import share_bytes
+from statetree.files.stored import Storage, StoredTensor
 from tests.cli.states import bits, write
 
 WHOLE = bits(4, 6, 8)
@@ -85,7 +85,7 @@ def test_no_shared_byte_is_overlooked():
 
 @pytest.mark.parametrize("most", [0, 3, 1000])
 def test_views_are_tied_however_few_may_be_compared(most, tmp_path, statetree, monkeypatch):
-    monkeypatch.setattr(ties, "_MAX_COMPARISONS", most)
+    monkeypatch.setattr(shared_bytes, "_MAX_COMPARISONS", most)
     base = torch.arange(100.0)
     state = {str(number): base[number : number + 12] for number in range(0, 80, 10)}
     path = write({**state, "again": base[:12], "apart": base[95:]}, tmp_path / "a.pt")

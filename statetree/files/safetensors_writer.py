@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import IO, TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final
 
-from statetree.cli.digests import Part, Written
-from statetree.cli.files import memory_of
-from statetree.cli.formats.safetensors_file import DTYPES, MAX_HEADER_BYTES, METADATA, PACKED
-from statetree.cli.names import is_text
 from statetree.errors import CheckpointError
+from statetree.files.ranges import memory_of
+from statetree.files.safetensors_reader import DTYPES, MAX_HEADER_BYTES, METADATA, PACKED
+from statetree.files.untrusted import is_text
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from statetree.cli.progress import Progress
-    from statetree.cli.stored import StoredTensor
+    from statetree.files.checkpoint import Progress
+    from statetree.files.stored import StoredTensor
 
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 INDEX: Final = ".safetensors.index.json"
@@ -40,8 +39,8 @@ def write_safetensors(
     metadata: dict[str, str],
     shard_bytes: int | None,
     progress: Progress,
-) -> list[Written]:
-    """Write files into a folder. The one that says what is where comes last.
+) -> list[str]:
+    """Write files into a folder. Returns their names; the one that says what is where comes last.
 
     Args:
         folder: Where.
@@ -53,19 +52,18 @@ def write_safetensors(
     """
     metadata = {"format": "pt", **metadata}
     if shard_bytes is None and not name.endswith(INDEX):
-        return [_write(folder, name, tensors, metadata, progress)]
+        _write(folder / name, tensors, metadata, progress)
+        return [name]
     stem = name.removesuffix(INDEX).removesuffix(SUFFIX)
     shards = _shards(tensors, shard_bytes)
-    written = []
-    weights = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"{stem}-{number:05}-of-{len(shards):05}{SUFFIX}"
-        written.append(_write(folder, file, shard, metadata, progress))
-        weights.update(dict.fromkeys(shard, file))
+    names = [f"{stem}-{number:05}-of-{len(shards):05}{SUFFIX}" for number in range(1, len(shards) + 1)]
+    for file, shard in zip(names, shards, strict=True):
+        _write(folder / file, shard, metadata, progress)
     total = sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": {key: weights[key] for key in tensors}}
+    weights = {key: file for file, shard in zip(names, shards, strict=True) for key in shard}  # in the order of tensors
+    index = {"metadata": {"total_size": total}, "weight_map": weights}
     (folder / f"{stem}{INDEX}").write_text(json.dumps(index, indent=2) + "\n")
-    return [*written, Written(f"{stem}{INDEX}", ())]
+    return [*names, f"{stem}{INDEX}"]
 
 
 def _shards(tensors: dict[str, StoredTensor], shard_bytes: int | None) -> list[dict[str, StoredTensor]]:
@@ -80,9 +78,7 @@ def _shards(tensors: dict[str, StoredTensor], shard_bytes: int | None) -> list[d
     return shards
 
 
-def _write(
-    folder: Path, name: str, tensors: dict[str, StoredTensor], metadata: dict[str, str], progress: Progress
-) -> Written:
+def _write(path: Path, tensors: dict[str, StoredTensor], metadata: dict[str, str], progress: Progress) -> None:
     # The largest elements first: then all of them are aligned.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     header: dict[str, object] = {METADATA: metadata}
@@ -97,22 +93,13 @@ def _write(
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
         msg = (
-            f"convert: the header of {name} takes {len(text)} bytes: expected at most {MAX_HEADER_BYTES}. "
+            f"convert: the header of {path.name} takes {len(text)} bytes: expected at most {MAX_HEADER_BYTES}. "
             "Pass --shard-bytes, shorten names (--rename), or choose with --match."
         )
         raise CheckpointError(msg)
-    with (folder / name).open("xb") as file:
+    with path.open("xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        return Written(name, _write_tensors(file, ordered, progress))
-
-
-def _write_tensors(file: IO[bytes], tensors: list[tuple[str, StoredTensor]], progress: Progress) -> list[Part]:
-    parts = []
-    for key, tensor in tensors:
-        start = file.tell()
-        for piece in tensor.pieces():
-            file.write(memory_of(piece))
-            progress(piece.numel() * piece.dtype.itemsize)
-        if file.tell() > start:
-            parts.append(Part(key, start, file.tell()))
-    return parts
+        for _, tensor in ordered:
+            for piece in tensor.pieces():
+                file.write(memory_of(piece))
+                progress(piece.numel() * piece.dtype.itemsize)
