@@ -10,6 +10,7 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -19,17 +20,42 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from statetree.testing.parcels import packed
-from statetree.testing.rank_line import framed, read_message
+from statetree.testing.tensor_pickles import packed
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable
+    from multiprocessing.connection import Connection
 
 #: Each process group has several open files and threads: a process that has so many files open is not used again.
 MAX_OPEN_FILES = 512
 #: How long after a call's time is over its rank ends by itself, if no one has ended it.
 LATE_S = 30.0
+#: The file with the call that all ranks read.
+CALL_FILE = "call"
+#: The variable that names the interfaces on which gloo listens.
+INTERFACES = "GLOO_SOCKET_IFNAME"
+
+
+class RankFiles(NamedTuple):
+    """The files of a rank, in the folder that it shares with the others and with the process that started it."""
+
+    folder: str
+    rank: int
+
+    @property
+    def call(self) -> Path:
+        """What is to be called, the same on all ranks."""
+        return Path(self.folder) / CALL_FILE
+
+    @property
+    def answer(self) -> Path:
+        """How the call ended."""
+        return Path(self.folder) / f"answer{self.rank}"
+
+    @property
+    def stack(self) -> Path:
+        """Where the rank hangs, if it was asked."""
+        return Path(self.folder) / f"stack{self.rank}"
 
 
 class Answer(NamedTuple):
@@ -41,7 +67,7 @@ class Answer(NamedTuple):
     status: str
     value: bytes
     traceback: str
-    worn: bool
+    is_worn: bool
 
 
 class Surroundings(NamedTuple):
@@ -61,29 +87,32 @@ class Surroundings(NamedTuple):
         return cls(sys.path, dict(os.environ), directory)
 
     def take_over(self) -> None:
-        """Make them those of this process."""
+        """Make them those of this process. Unless they name an interface, gloo listens on the loopback only."""
         sys.path[:] = self.path
-        if os.environ != self.environment:
+        loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+        environment = {**({INTERFACES: loopback} if loopback else {}), **self.environment}
+        if os.environ != environment:
             os.environ.clear()
-            os.environ.update(self.environment)
+            os.environ.update(environment)
         os.chdir(self.directory)
 
 
 def serve(
-    rank: int, world_size: int, folder: str, collective_timeout: float, end: socket.socket, caller: Surroundings
+    files: RankFiles, world_size: int, collective_timeout: float, connection: Connection, caller: Surroundings
 ) -> None:
-    """Join the group, and answer the calls that come through a socket until there is no one at its other end."""
-    threading.Thread(target=_end_with_the_caller, args=(folder,), daemon=True).start()
+    """Join the group, and answer the calls that a connection announces until there is no one at its other end."""
+    threading.Thread(target=_end_with_the_caller, args=(files.folder,), daemon=True).start()
     # Daemons, which ranks are so that they end with whoever started them, may not start processes, but DCP does.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    end.settimeout(None)  # whatever was the default where it was made
-    with (Path(folder) / f"stack{rank}").open("w") as stack:
+    with files.stack.open("w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
-        failure = _join(rank, world_size, folder, collective_timeout, caller)
-        with contextlib.suppress(ConnectionError), end.makefile("rb") as stream:
-            while (call := read_message(stream)) is not None:
-                end.sendall(framed(failure or _answer(call, stack)))
-    _leave(folder)
+        failure = _join(files, world_size, collective_timeout, caller)
+        with contextlib.suppress(EOFError, ConnectionError):
+            while True:
+                connection.recv_bytes()
+                files.answer.write_bytes(failure or _answer(files.call.read_bytes(), stack))
+                connection.send_bytes(b"answer")
+    _leave(files.folder)
 
 
 def _leave(folder: str) -> None:
@@ -105,15 +134,15 @@ def pickled_call(fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float
     return pickle.dumps((timeout_s, Surroundings.here(), packed((fn, args))))
 
 
-def _join(rank: int, world_size: int, folder: str, collective_timeout: float, caller: Surroundings) -> bytes | None:
+def _join(files: RankFiles, world_size: int, collective_timeout: float, caller: Surroundings) -> bytes | None:
     """Start the process group; return what to answer to all calls if that fails."""
     torch.set_num_threads(1)
     try:
         caller.take_over()
         dist.init_process_group(
             "gloo",
-            init_method=(Path(folder) / "store").as_uri(),
-            rank=rank,
+            init_method=(Path(files.folder) / "store").as_uri(),
+            rank=files.rank,
             world_size=world_size,
             timeout=datetime.timedelta(seconds=collective_timeout),
         )
@@ -145,7 +174,7 @@ def _failure(error: BaseException) -> bytes:
         pickle.loads(value)
     except Exception:
         value = pickle.dumps(None)
-    return pickle.dumps(Answer("raised", value, text, worn=True))
+    return pickle.dumps(Answer("raised", value, text, is_worn=True))
 
 
 def is_in_step(timeout_s: float) -> bool:

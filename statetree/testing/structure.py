@@ -8,112 +8,95 @@ from typing import Any
 
 import torch
 
-from statetree.testing.anatomy import anatomy
 from statetree.testing.judge import Judge
-from statetree.testing.objects import stands_on_c
+from statetree.testing.objects import Contents, contents_of, is_record
 from statetree.testing.report import Report, Strictness
-from statetree.testing.walk import walk
+from statetree.testing.walk import has_no_parts
+
+#: A place in two trees: its path, what is there, and whether values are part of the structure there.
+_Pair = tuple[str, Any, Any, bool]
 
 
-@dataclasses.dataclass(eq=False)
-class Outline:
-    """One place of a tree: a container and the places in it, or a leaf.
+class Structure:
+    """The containers of a tree, and what each held when this was made, whatever becomes of the tree."""
 
-    Attributes:
-        cls: The class of what is there.
-        exact: Whether values are part of the structure here, as in attributes that hold nothing but plain data.
-        is_container: Whether it is no leaf.
-        value: The leaf, where values count.
-        keys: Of a mapping.
-        settings: Default factory or greatest length, with the steps that lead there.
-        names: Of the attributes, in their order.
-        items: What it contains, with the steps that lead there; of a mapping in the order of its keys.
-        attributes: Likewise.
-    """
+    def __init__(self, tree: Any) -> None:
+        self.root = tree
+        self._held: dict[int, tuple[Any, Contents]] = {}  # with the containers, so that no id is handed out twice
+        pending = [tree]
+        while pending:
+            value = pending.pop()
+            if _is_container(value) and id(value) not in self._held:
+                contents = contents_of(value)
+                self._held[id(value)] = value, contents
+                pending += [part for _, part in contents.parts()]
 
-    cls: type
-    exact: bool
-    is_container: bool
-    value: Any = None
-    keys: list[Any] = dataclasses.field(default_factory=list)
-    settings: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
-    names: list[str] = dataclasses.field(default_factory=list)
-    items: list[tuple[str, Outline]] = dataclasses.field(default_factory=list)
-    attributes: list[tuple[str, Outline]] = dataclasses.field(default_factory=list)
+    def contents(self, value: Any) -> Contents | None:
+        """Return what a container held; ``None`` of a leaf."""
+        return self._held.get(id(value), (None, None))[1]
 
-
-def outline(tree: Any) -> Outline:
-    """Write down the containers of a tree. What becomes of the tree does not change what was written."""
-    pending: list[tuple[Any, Outline]] = []
-    known: dict[tuple[int, bool], tuple[Any, Outline]] = {}  # with the objects, so that no id is handed out twice
-
-    def place(value: Any, *, exact: bool) -> Outline:
-        if (id(value), exact) not in known:
-            made = Outline(type(value), exact=exact, is_container=_is_container(value))
-            if made.is_container:
-                pending.append((value, made))
-            elif exact:
-                made.value = value
-            known[id(value), exact] = value, made
-        return known[id(value), exact][1]
-
-    root = place(tree, exact=False)
-    while pending:
-        value, made = pending.pop()
-        body = anatomy(value)
-        made.keys = [key for _, key in body.keys]
-        made.settings = body.settings
-        made.names = list(body.attributes)
-        made.items = [(step, place(item, exact=made.exact)) for step, item in body.items]
-        fields = body.attributes if getattr(value, "__dict__", None) is value else _fields(made.cls)
-        for name, held in body.attributes.items():
-            is_field = name.partition(" of ")[0] in fields  # slots are named with their class
-            exact = made.exact or (not is_field and _is_plain_data(held))
-            made.attributes.append((f".{name}", place(held, exact=exact)))
-    return root
+    def is_plain_data(self, value: Any) -> bool:
+        """Whether there was nothing in a value but containers and plain values."""
+        pending, seen = [value], set()
+        while pending:
+            value = pending.pop()
+            if has_no_parts(value) or id(value) in seen:
+                continue
+            seen.add(id(value))
+            if (contents := self.contents(value)) is None:
+                return False
+            pending += [part for _, part in contents.parts()]
+        return True
 
 
-def structure_differences(left: Outline, right: Outline) -> list[str]:
+def structure_differences(left: Structure, right: Structure) -> list[str]:
     """Return where two structures differ, one line for each place."""
     report = Report(Strictness())
-    pending, seen = [("", left, right)], set()
+    pending: list[_Pair] = [("", left.root, right.root, False)]
+    seen: set[tuple[int, int, bool]] = set()
     while pending:
-        path, a, b = pending.pop()
-        if (id(a), id(b)) in seen:
-            continue
-        seen.add((id(a), id(b)))
-        pending += [(path + step, one, other) for step, one, other in reversed(_compare(report, path, a, b))]
+        path, a, b, exact = pending.pop()
+        if (pair := (id(a), id(b), exact)) not in seen:
+            seen.add(pair)
+            pending += reversed(_compare(report, (path, a, b, exact), left, right))
     return report.found
 
 
-def _compare(report: Report, path: str, a: Outline, b: Outline) -> list[tuple[str, Outline, Outline]]:
-    """Compare two places without what lies in them; return what lies in both, with the step that leads there."""
-    if not (a.exact or a.is_container or b.is_container):
+def _compare(report: Report, pair: _Pair, left: Structure, right: Structure) -> list[_Pair]:
+    """Compare one place without what lies in it; return what lies in it on both sides."""
+    path, a, b, exact = pair
+    one, other = left.contents(a), right.contents(b)
+    if not (exact or one or other):
         return []
-    if a.cls is not b.cls:
-        report.differ(path, "type differs", a.cls, b.cls)
+    classes = one.cls if one else type(a), other.cls if other else type(b)
+    if classes[0] is not classes[1]:
+        report.differ(path, "type differs", *classes)
         return []
-    if not a.is_container:
-        if not _is_same(a.value, b.value):
-            report.differ(path, "value differs", a.value, b.value)
+    if one is None or other is None:
+        _expect_same(report, path, a, b)
         return []
-    if a.names != b.names:
-        report.differ(path, "attributes differ", a.names, b.names)
+    if not report.expect(path, "attributes differ", list(one.attributes), list(other.attributes)):
         return []
-    for (step, setting), (_, other) in zip(a.settings, b.settings, strict=True):
-        if not _is_same(setting, other):
-            report.differ(path + step, "value differs", setting, other)
-    if issubclass(a.cls, dict):
-        pairs = report.match(path, "key", a.keys, b.keys, _is_same, ordered=True)
-        for left, right in pairs:
-            if not _is_same(a.keys[left], b.keys[right]):
-                report.differ(f"{path}<key {left}>", "value differs", a.keys[left], b.keys[right])
+    for (step, setting), (_, its) in zip(one.settings, other.settings, strict=True):
+        _expect_same(report, path + step, setting, its)
+    if issubclass(one.cls, dict):
+        pairs = report.match(path, "key", one.keys, other.keys, _is_same, ordered=True)
+        for at, its in pairs:
+            _expect_same(report, f"{path}<key {at}>", one.keys[at], other.keys[its])
     else:
-        if len(a.items) != len(b.items):
-            report.differ(path, "length differs", len(a.items), len(b.items))
-        pairs = [(index, index) for index in range(min(len(a.items), len(b.items)))]
-    items = [(*a.items[left], b.items[right][1]) for left, right in pairs]
-    return items + [(step, one, other) for (step, one), (_, other) in zip(a.attributes, b.attributes, strict=True)]
+        report.expect(path, "length differs", len(one.items), len(other.items))
+        pairs = [(index, index) for index in range(min(len(one.items), len(other.items)))]
+    inside = [(path + one.items[at][0], one.items[at][1], other.items[its][1], exact) for at, its in pairs]
+    fields = _fields(a, one)
+    for name, held in one.attributes.items():
+        data = exact or (name.partition(" of ")[0] not in fields and left.is_plain_data(held))  # slots name their class
+        inside.append((f"{path}.{name}", held, other.attributes[name], data))
+    return inside
+
+
+def _expect_same(report: Report, path: str, a: Any, b: Any) -> None:
+    if not _is_same(a, b):
+        report.differ(path, "value differs", a, b)
 
 
 def _is_same(a: Any, b: Any) -> bool:
@@ -121,21 +104,14 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def _is_container(value: Any) -> bool:
-    cls = type(value)
     if isinstance(value, (type, torch.Size)):
         return False
-    if isinstance(value, (dict, list, tuple, deque)):
-        return True
-    return (dataclasses.is_dataclass(cls) or hasattr(cls, "__attrs_attrs__")) and not stands_on_c(cls)
+    return isinstance(value, (dict, list, tuple, deque)) or is_record(type(value))
 
 
-def _fields(cls: type) -> set[str]:
-    """Return the names of the fields of a dataclass or an attrs class."""
-    if dataclasses.is_dataclass(cls):
-        return {field.name for field in dataclasses.fields(cls)}
-    return {attribute.name for attribute in getattr(cls, "__attrs_attrs__", ())}
-
-
-def _is_plain_data(value: Any) -> bool:
-    """Whether there is nothing in a value but containers and plain values."""
-    return all(_is_container(held) for held in walk(value))
+def _fields(value: Any, contents: Contents) -> set[str]:
+    """Return which attributes are places of the tree: fields, and all of what is its own ``__dict__``."""
+    if getattr(value, "__dict__", None) is value:
+        return set(contents.attributes)
+    described = dataclasses.fields(value) if dataclasses.is_dataclass(value) else getattr(value, "__attrs_attrs__", ())
+    return {field.name for field in described}

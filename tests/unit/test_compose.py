@@ -10,7 +10,8 @@ import statetree as st
 from statetree import compose
 from statetree.compose import Chain
 from statetree.declare import is_leafwise
-from statetree.testing import Watch, assert_trees_equal
+from statetree.testing import assert_trees_equal
+from statetree.testing.watch import Watch
 
 
 class Box:

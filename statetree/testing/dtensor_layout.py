@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from statetree.testing.arguments import check_one_of, check_shape, refuse
-from statetree.testing.plans import Numbers, Printed
+from statetree.testing.numbered import Numbers
+from statetree.testing.source_code import PrintsAsCode
 from statetree.testing.tensor_plan import DTYPES
 
 #: How the local tensors of a layout may lie in their storages.
@@ -27,7 +28,7 @@ _SUMMED = frozenset(
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Layout(Printed):
+class Layout(PrintsAsCode):
     """A DTensor as seen from all ranks at once.
 
     Attributes:

@@ -16,8 +16,6 @@ from statetree.testing.rank_worker import pickled_call
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Outcome", "close_ranks", "rank_outcomes", "run_ranks"]
-
 R = TypeVar("R")
 
 #: How long the other ranks may go on once one has failed.
@@ -46,8 +44,9 @@ def run_ranks(
     for torch's operations. What ``fn`` leaves behind in a process (a default dtype, groups, meshes) is there in the
     next call: cache groups rather than making them for each example. But each call begins with this process's
     ``sys.path``, environment variables and working directory. (What is read when torch is imported, as
-    ``OMP_NUM_THREADS`` is, has to be set before the first call, ``fresh`` or not.) Ranks import the main module: a
-    script has to keep its calls under ``if __name__ == "__main__":``.
+    ``OMP_NUM_THREADS`` is, has to be set before the first call, ``fresh`` or not.) The ranks listen on the loopback
+    interface, unless ``GLOO_SOCKET_IFNAME`` is set to others. Ranks import the main module: a script has to keep its
+    calls under ``if __name__ == "__main__":``.
 
     Args:
         world_size: How many ranks there are.
@@ -97,27 +96,10 @@ def rank_outcomes(
     collective_timeout: float = COLLECTIVE_TIMEOUT_S,
     fresh: bool = True,
 ) -> list[Outcome]:
-    """Run ``fn(*args)`` as ``run_ranks`` does, and return how it ended on each rank, whatever that was.
+    """Run ``fn(*args)`` as ``run_ranks`` does, by default on new processes, and return how it ended on each rank.
 
     For tests in which ranks are meant to fail: to raise, to hang, or to be killed. Unlike there, a rank that failed
     does not cut the others short.
-
-    Args:
-        world_size: As for ``run_ranks``.
-        fn: As for ``run_ranks``.
-        args: As for ``run_ranks``.
-        timeout: Seconds until the ranks that still run are killed.
-        collective_timeout: As for ``run_ranks``.
-        fresh: As for ``run_ranks``, but by default the processes are new.
-
-    Returns:
-        One outcome for each rank, in their order.
-
-    Example:
-        >>> import os
-        >>> from statetree.testing import rank_outcomes
-        >>> [outcome.status for outcome in rank_outcomes(2, os._exit, 3)]
-        ['died', 'died']
     """
     timeout = _seconds("timeout", timeout)
     call = _pickled(fn, args, timeout)
@@ -171,7 +153,7 @@ def _pool(world_size: int, collective_timeout: float, *, fresh: bool) -> Iterato
         pools = kept_pools()
         # A forked child does not own its parent's processes.
         key = (os.getpid(), world_size, collective_timeout)
-        if key in pools and not pools[key].lives:  # killed since the last call, so not the fault of this one
+        if key in pools and not pools[key].is_alive:  # killed since the last call, so not the fault of this one
             pools.pop(key).close()
         if key not in pools:
             pools[key] = RankPool(world_size, collective_timeout)
@@ -179,6 +161,6 @@ def _pool(world_size: int, collective_timeout: float, *, fresh: bool) -> Iterato
         try:
             yield pool
         finally:
-            if not pool.sound:
+            if not pool.is_sound:
                 del pools[key]
                 pool.close()
