@@ -8,7 +8,7 @@ from statetree.testing.judge import Judge
 from statetree.testing.messages import raise_for
 from statetree.testing.report import Strictness
 from statetree.testing.sharing import Holdings, shared_graphs, shared_memory, shared_objects
-from statetree.testing.structure import Structure, structure_differences
+from statetree.testing.recorded_structure import RecordedStructure, structure_differences
 from statetree.testing.watch import Watch
 
 if TYPE_CHECKING:
@@ -109,9 +109,9 @@ def assert_structure_preserved(transform: Callable[[Any], T], tree: Any) -> T:
     Raises:
         AssertionError: It names the places where structures differ.
     """
-    before = Structure(tree)
+    before = RecordedStructure(tree)
     result = transform(tree)
-    found = structure_differences(before, Structure(result))
+    found = structure_differences(before, RecordedStructure(result))
     raise_for("assert_structure_preserved: the structures differ", found)
     return result
 

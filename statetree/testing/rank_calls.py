@@ -143,24 +143,22 @@ def _pool(world_size: int, collective_timeout: float, *, fresh: bool) -> Iterato
     check_at_least("run_ranks: world_size", world_size, 1)
     collective_timeout = _seconds("collective_timeout", collective_timeout)
     if fresh:
-        pool = RankPool(world_size, collective_timeout)
-        try:
+        with contextlib.closing(RankPool(world_size, collective_timeout)) as pool:
             yield pool
-        finally:
-            pool.close()
         return
     with _lock:
-        pools = kept_pools()
         # A forked child does not own its parent's processes.
         key = (os.getpid(), world_size, collective_timeout)
-        if key in pools and not pools[key].is_alive:  # killed since the last call, so not the fault of this one
-            pools.pop(key).close()
-        if key not in pools:
-            pools[key] = RankPool(world_size, collective_timeout)
-        pool = pools[key]
+        pools = kept_pools()
+        kept = pools.pop(key, None)
+        if kept is not None and not kept.is_alive:  # killed since the last call, so not the fault of this one
+            kept.close()
+            kept = None
+        pool = kept or RankPool(world_size, collective_timeout)
         try:
             yield pool
         finally:
-            if not pool.is_sound:
-                del pools[key]
+            if pool.is_sound:
+                pools[key] = pool
+            else:
                 pool.close()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from statetree.testing.rank_process import RankConnection, wait_for_any
-from statetree.testing.rank_worker import CALL_FILE, Answer, is_in_step, pickled_call
+from statetree.testing.rank_worker import CALL, Answer, is_in_step, pickled_call
 
 #: How long the collective takes at most with which the ranks find out whether they are in step.
 IN_STEP_TIMEOUT_S = 5.0
@@ -66,7 +66,7 @@ class RankPool:
         self._ranks: list[RankConnection] = []
         try:
             for rank in range(world_size):
-                self._ranks.append(RankConnection(rank, world_size, self._folder.name, collective_timeout))
+                self._ranks.append(RankConnection(rank, world_size, Path(self._folder.name), collective_timeout))
                 self._ranks[-1].start()
         except BaseException:
             self.is_sound = False
@@ -111,7 +111,7 @@ class RankPool:
         self._folder.cleanup()
 
     def _run(self, call: bytes, deadline: float, grace_s: float) -> list[Outcome]:
-        (Path(self._folder.name) / CALL_FILE).write_bytes(call)
+        (Path(self._folder.name) / CALL).write_bytes(call)
         for connection in self._ranks:
             connection.notify()
         pending = dict(enumerate(self._ranks))

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from statetree.testing.rank_worker import RankFiles, Surroundings, serve
+from statetree.testing.rank_worker import ANSWER, STACK, Surroundings, serve
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -36,14 +36,14 @@ class RankConnection:
         is_idle: Whether it waits for a call, and ends when none can come any more.
     """
 
-    def __init__(self, rank: int, world_size: int, folder: str, collective_timeout: float) -> None:
+    def __init__(self, rank: int, world_size: int, folder: Path, collective_timeout: float) -> None:
         self.is_idle = False
-        self._files = RankFiles(folder, rank)
+        self._answer, self._stack = folder / ANSWER.format(rank), folder / STACK.format(rank)
         self._end, self._its_end = multiprocessing.Pipe()
         self._is_open = True
         self.process = _context().Process(
             target=serve,
-            args=(self._files, world_size, collective_timeout, self._its_end, Surroundings.here()),
+            args=(rank, world_size, folder, collective_timeout, self._its_end, Surroundings.here()),
             daemon=True,
         )
 
@@ -77,8 +77,8 @@ class RankConnection:
         """Return the answer, if there is one."""
         if not self.is_idle:
             return None
-        content = self._files.answer.read_bytes()
-        self._files.answer.unlink()
+        content = self._answer.read_bytes()
+        self._answer.unlink()
         return content
 
     def waited_for(self) -> list[Any]:
@@ -92,7 +92,7 @@ class RankConnection:
 
     def has_begun(self) -> bool:
         """Whether the process has come so far that it can write down where it hangs."""
-        return self._files.stack.exists()
+        return self._stack.exists()
 
     def stack(self) -> str:
         """Have a process that hangs write down where, and return that."""
@@ -100,9 +100,9 @@ class RankConnection:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGUSR1)
         until = time.monotonic() + STACK_S
-        while time.monotonic() < until and not (self.has_begun() and self._files.stack.stat().st_size):
+        while time.monotonic() < until and not (self.has_begun() and self._stack.stat().st_size):
             time.sleep(0.01)
-        lines = self._files.stack.read_text().splitlines() if self.has_begun() else []
+        lines = self._stack.read_text().splitlines() if self.has_begun() else []
         if not lines:
             return "It does not say where: it may be stopped, or not have begun."
         own = next((index for index, line in enumerate(lines) if WORKER_FILE in line), len(lines))

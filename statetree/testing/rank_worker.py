@@ -14,7 +14,6 @@ import socket
 import sys
 import threading
 import traceback
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,37 +24,16 @@ from statetree.testing.tensor_pickles import packed
 if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
+    from pathlib import Path
 
 #: Each process group has several open files and threads: a process that has so many files open is not used again.
 MAX_OPEN_FILES = 512
 #: How long after a call's time is over its rank ends by itself, if no one has ended it.
 LATE_S = 30.0
-#: The file with the call that all ranks read.
-CALL_FILE = "call"
+#: The files of a group: the call, which all ranks read; and how it ended on each rank, and where it hangs.
+CALL, ANSWER, STACK = "call", "answer{}", "stack{}"
 #: The variable that names the interfaces on which gloo listens.
 INTERFACES = "GLOO_SOCKET_IFNAME"
-
-
-class RankFiles(NamedTuple):
-    """The files of a rank, in the folder that it shares with the others and with the process that started it."""
-
-    folder: str
-    rank: int
-
-    @property
-    def call(self) -> Path:
-        """What is to be called, the same on all ranks."""
-        return Path(self.folder) / CALL_FILE
-
-    @property
-    def answer(self) -> Path:
-        """How the call ended."""
-        return Path(self.folder) / f"answer{self.rank}"
-
-    @property
-    def stack(self) -> Path:
-        """Where the rank hangs, if it was asked."""
-        return Path(self.folder) / f"stack{self.rank}"
 
 
 class Answer(NamedTuple):
@@ -98,30 +76,31 @@ class Surroundings(NamedTuple):
 
 
 def serve(
-    files: RankFiles, world_size: int, collective_timeout: float, connection: Connection, caller: Surroundings
+    rank: int, world_size: int, folder: Path, collective_timeout: float, connection: Connection, caller: Surroundings
 ) -> None:
     """Join the group, and answer the calls that a connection announces until there is no one at its other end."""
-    threading.Thread(target=_end_with_the_caller, args=(files.folder,), daemon=True).start()
+    threading.Thread(target=_end_with_the_caller, args=(folder,), daemon=True).start()
     # Daemons, which ranks are so that they end with whoever started them, may not start processes, but DCP does.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    with files.stack.open("w") as stack:
+    with (folder / STACK.format(rank)).open("w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
-        failure = _join(files, world_size, collective_timeout, caller)
+        failure = _join(rank, world_size, folder, collective_timeout, caller)
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
                 connection.recv_bytes()
-                files.answer.write_bytes(failure or _answer(files.call.read_bytes(), stack))
+                answer = failure or _answer((folder / CALL).read_bytes(), stack)
+                (folder / ANSWER.format(rank)).write_bytes(answer)
                 connection.send_bytes(b"answer")
-    _leave(files.folder)
+    _leave(folder)
 
 
-def _leave(folder: str) -> None:
+def _leave(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)  # the caller does so too, unless it was killed
     # In an orderly exit, threads of groups that are out of step would be waited for.
     os._exit(0)
 
 
-def _end_with_the_caller(folder: str) -> None:
+def _end_with_the_caller(folder: Path) -> None:
     """End this process when the one that started it has ended: nothing else does so while a function runs."""
     caller = multiprocessing.parent_process()
     assert caller is not None
@@ -134,15 +113,15 @@ def pickled_call(fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float
     return pickle.dumps((timeout_s, Surroundings.here(), packed((fn, args))))
 
 
-def _join(files: RankFiles, world_size: int, collective_timeout: float, caller: Surroundings) -> bytes | None:
+def _join(rank: int, world_size: int, folder: Path, collective_timeout: float, caller: Surroundings) -> bytes | None:
     """Start the process group; return what to answer to all calls if that fails."""
     torch.set_num_threads(1)
     try:
         caller.take_over()
         dist.init_process_group(
             "gloo",
-            init_method=(Path(files.folder) / "store").as_uri(),
-            rank=files.rank,
+            init_method=(folder / "store").as_uri(),
+            rank=rank,
             world_size=world_size,
             timeout=datetime.timedelta(seconds=collective_timeout),
         )

@@ -18,26 +18,9 @@ if TYPE_CHECKING:
 
 #: The dtypes of generated tensors.
 DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.uint16,
-    torch.int8,
-    torch.int16,
-    torch.uint32,
-    torch.uint64,
-    torch.float8_e8m0fnu,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool),
+    *(torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.int8, torch.int16),
+    *(torch.uint32, torch.uint64, torch.float8_e8m0fnu, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
     torch.float4_e2m1fn_x2,
 )
 _COUNTABLE = frozenset(
@@ -69,20 +52,14 @@ class TensorPlan(PrintsAsCode):
         return made
 
 
-def _inside(shape: tuple[int, ...], dtype: torch.dtype, numbers: Numbers) -> torch.Tensor:
-    count = math.prod(shape)
-    return numbers([count + 8], dtype)[5 : 5 + count].view(shape)
+def _gaps(shape: tuple[int, ...], dtype: torch.dtype, numbers: Numbers) -> torch.Tensor:
+    return numbers([2 * side for side in shape], dtype)[(slice(1, None, 2),) * len(shape)]
 
 
 def _channels_last(shape: tuple[int, ...], dtype: torch.dtype, numbers: Numbers) -> torch.Tensor:
     if len(shape) == 3:
         return numbers((1, *shape), dtype).to(memory_format=torch.channels_last)
     return GEOMETRIES["transposed"](shape, dtype, numbers)
-
-
-def _conjugated(shape: tuple[int, ...], dtype: torch.dtype, numbers: Numbers) -> torch.Tensor:
-    tensor = numbers(shape, dtype)
-    return tensor.conj() if dtype.is_complex else tensor
 
 
 def _negated(shape: tuple[int, ...], dtype: torch.dtype, numbers: Numbers) -> torch.Tensor:
@@ -93,11 +70,11 @@ def _negated(shape: tuple[int, ...], dtype: torch.dtype, numbers: Numbers) -> to
 GEOMETRIES: dict[str, Callable[[tuple[int, ...], torch.dtype, Numbers], torch.Tensor]] = {
     "contiguous": lambda shape, dtype, numbers: numbers(shape, dtype),
     "transposed": lambda shape, dtype, numbers: numbers(shape[::-1], dtype).permute(tuple(range(len(shape)))[::-1]),
-    "gaps": lambda shape, dtype, numbers: numbers([2 * n for n in shape], dtype)[(slice(1, None, 2),) * len(shape)],
-    "inside": _inside,
+    "gaps": _gaps,
+    "inside": lambda shape, dtype, numbers: numbers([math.prod(shape) + 8], dtype)[5:-3].view(shape),
     "expanded": lambda shape, dtype, numbers: numbers([1, *shape[1:]][: len(shape)], dtype).expand(shape),
     "channels_last": _channels_last,
-    "conjugated": _conjugated,
+    "conjugated": lambda shape, dtype, numbers: numbers(shape, dtype).conj(),
     "negated": _negated,
     "meta": lambda shape, dtype, numbers: torch.empty(shape, dtype=dtype, device="meta"),
 }
@@ -112,10 +89,6 @@ def _computed(tensor: torch.Tensor, numbers: Numbers) -> torch.Tensor:
         return _requires_grad(tensor, numbers)[...]
 
 
-def _parameter(tensor: torch.Tensor, _: Numbers) -> torch.Tensor:
-    return torch.nn.Parameter(tensor, requires_grad=tensor.dtype in _COUNTABLE)
-
-
 def _attribute(tensor: torch.Tensor, numbers: Numbers) -> torch.Tensor:
     vars(tensor)["note"] = ["note", numbers([2], torch.float32)]
     return tensor
@@ -124,7 +97,7 @@ def _attribute(tensor: torch.Tensor, numbers: Numbers) -> torch.Tensor:
 WRAPS: dict[str, Callable[[torch.Tensor, Numbers], torch.Tensor]] = {
     "tensor": lambda tensor, _: tensor,
     "requires_grad": _requires_grad,
-    "parameter": _parameter,
+    "parameter": lambda tensor, _: torch.nn.Parameter(tensor, requires_grad=tensor.dtype in _COUNTABLE),
     "frozen": lambda tensor, _: torch.nn.Parameter(tensor, requires_grad=False),
     "buffer": lambda tensor, _: torch.nn.Buffer(tensor),
     "subclass": lambda tensor, _: torch.Tensor._make_subclass(TensorSubclass, tensor),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,13 +27,6 @@ class _Same:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same) and other.value is self.value
-
-
-class _Storage(NamedTuple):
-    storage: torch.UntypedStorage
-    nbytes: int
-    contents: torch.Tensor
-    paths: list[str]  # of what lies on it
 
 
 def _hooks(tensor: torch.Tensor) -> tuple[_Same, ...]:
@@ -77,30 +70,24 @@ def _changed_contents(path: str, now: Contents, before: Contents) -> Iterator[st
     """Say what an object holds that it did not, by name; plain values may be equal ones."""
     if now.cls is not before.cls:
         yield f"the class of what is at {place(path)} was {before.cls} and is {now.cls}"
-    parts, others = now.parts(), before.parts()
-    if len(parts) == len(others) and all(
-        step == other and (part is its or same_plain(part, its))
-        for (step, part), (other, its) in zip(parts, others, strict=True)
-    ):
-        return
-    present, past = _by_place(parts), _by_place(others)
+    present, past = _by_place(now), _by_place(before)
     found = [f"{path}{step} is gone" for step, nth in past if (step, nth) not in present]
     found += [f"{path}{step} is new" for step, nth in present if (step, nth) not in past]
     for at, part in present.items():
-        if at not in past or part is past[at] or same_plain(part, past[at]):
-            continue
-        is_plain = type(part) in PLAIN and type(past[at]) in PLAIN
-        what = f"changed: {contrast(past[at], part)}" if is_plain else "is another object"
-        found.append(f"{path}{at[0]} {what}")
-    named = [line for line in found if not line.startswith(f"{path}<key ")]
-    yield from named or [f"the order or the keys of the {_described(path, now.cls)} changed"]
+        was = past.get(at, part)
+        if part is not was and not same_plain(part, was):
+            is_plain = type(part) in PLAIN and type(was) in PLAIN
+            found.append(f"{path}{at[0]} {f'changed: {contrast(was, part)}' if is_plain else 'is another object'}")
+    if found or list(present) != list(past):
+        named = [line for line in found if not line.startswith(f"{path}<key ")]
+        yield from named or [f"the order or the keys of the {_described(path, now.cls)} changed"]
 
 
-def _by_place(parts: list[tuple[str, Any]]) -> dict[tuple[str, int], Any]:
+def _by_place(contents: Contents) -> dict[tuple[str, int], Any]:
     """Return the parts by their steps; of keys that look alike, by the first, the second, and so on."""
     met: Counter[str] = Counter()
     found = {}
-    for step, part in parts:
+    for step, part in contents.parts():
         found[step, met[step]] = part
         met[step] += 1
     return found
@@ -140,14 +127,13 @@ class Watch:
         self._states = [_state_of(value) for _, value in self._objects]
         self._tensors = [(path, value) for path, value in self._objects if isinstance(value, torch.Tensor)]
         self._facts = [_facts(value) for _, value in self._tensors]
-        self._storages: dict[int, _Storage] = {}
+        # By storage: it, its size, its bytes, and the paths of what lies on it.
+        self._storages: dict[int, tuple[torch.UntypedStorage, int, torch.Tensor, list[str]]] = {}
         for path, value in self._objects:
-            storage = storage_of(value)
-            if storage is None:
-                continue
-            if storage._cdata not in self._storages:
-                self._storages[storage._cdata] = _Storage(storage, storage.nbytes(), raw_bytes(storage).clone(), [])
-            self._storages[storage._cdata].paths.append(place(path))
+            if (storage := storage_of(value)) is not None:
+                if storage._cdata not in self._storages:
+                    self._storages[storage._cdata] = storage, storage.nbytes(), raw_bytes(storage).clone(), []
+                self._storages[storage._cdata][3].append(place(path))
 
     def changes(self) -> list[str]:
         """Return what is different now, one line for each place."""

@@ -170,7 +170,7 @@ def signal_when_received(rank, number):
 def stop_while_sending(rank, delay_s):
     """Return much, and stop shortly after that was pickled."""
     stopping = threading.Thread(target=stop, args=(os.getpid(), delay_s))
-    return (b"x" * 100_000_000, Reduced(int, pickled=stopping.start)) if dist.get_rank() == rank else None
+    return (b"x" * 50_000_000, Reduced(int, pickled=stopping.start)) if dist.get_rank() == rank else None
 
 
 def close_the_line(rank):
@@ -336,8 +336,8 @@ def test_a_rank_that_stops_or_dies_after_its_answer_is_named(number, reason):
 def test_a_rank_that_stops_while_it_sends_is_hung(delay_s):
     started = time.monotonic()
     with pytest.raises(AssertionError, match=r"--- rank 1 hung\n.*it may be stopped"):
-        run_ranks(2, stop_while_sending, 1, delay_s, timeout=3)
-    assert time.monotonic() - started < 10
+        run_ranks(2, stop_while_sending, 1, delay_s, timeout=10)
+    assert time.monotonic() - started < 30
 
 
 def test_a_rank_that_closes_its_line_is_hung():

@@ -17,7 +17,7 @@ from statetree.testing.walk import has_no_parts
 _Pair = tuple[str, Any, Any, bool]
 
 
-class Structure:
+class RecordedStructure:
     """The containers of a tree, and what each held when this was made, whatever becomes of the tree."""
 
     def __init__(self, tree: Any) -> None:
@@ -49,7 +49,7 @@ class Structure:
         return True
 
 
-def structure_differences(left: Structure, right: Structure) -> list[str]:
+def structure_differences(left: RecordedStructure, right: RecordedStructure) -> list[str]:
     """Return where two structures differ, one line for each place."""
     report = Report(Strictness())
     pending: list[_Pair] = [("", left.root, right.root, False)]
@@ -62,7 +62,7 @@ def structure_differences(left: Structure, right: Structure) -> list[str]:
     return report.found
 
 
-def _compare(report: Report, pair: _Pair, left: Structure, right: Structure) -> list[_Pair]:
+def _compare(report: Report, pair: _Pair, left: RecordedStructure, right: RecordedStructure) -> list[_Pair]:
     """Compare one place without what lies in it; return what lies in it on both sides."""
     path, a, b, exact = pair
     one, other = left.contents(a), right.contents(b)
