@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from statetree.testing.judge import Judge
 from statetree.testing.messages import raise_for
+from statetree.testing.recorded_structure import RecordedStructure, structure_differences
 from statetree.testing.report import Strictness
 from statetree.testing.sharing import Holdings, shared_graphs, shared_memory, shared_objects
-from statetree.testing.recorded_structure import RecordedStructure, structure_differences
 from statetree.testing.watch import Watch
 
 if TYPE_CHECKING:

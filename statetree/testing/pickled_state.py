@@ -30,8 +30,10 @@ def reduced(value: Any) -> Any:
     if isinstance(result, str):
         return result
     padded = [*result, *[None] * (6 - len(result))]
-    if type(padded[2]) is dict and not padded[2]:
-        padded[2] = None  # an exception has an empty ``__dict__`` once somebody has looked for one
+    if type(padded[2]) is dict:
+        caches = caches_of(type(value))
+        kept = {name: held for name, held in padded[2].items() if not (caches and str(name).startswith(caches))}
+        padded[2] = kept or None  # an exception has an empty ``__dict__`` once somebody has looked for one
     for position in (3, 4):
         if padded[position] is not None:
             padded[position] = list(padded[position])
@@ -39,12 +41,8 @@ def reduced(value: Any) -> Any:
 
 
 def holds_attributes_only(cls: type) -> bool:
-    """Whether the attributes of an instance are all that it holds: nothing is in C, and pickle is told nothing else.
-
-    What classes with caches tell pickle is left out: these would be among it.
-    """
-    tells_pickle = cls in copyreg.dispatch_table or (_own_tellers(cls) and not caches_of(cls))
-    return not (stands_on_c(cls) or tells_pickle)
+    """Whether the attributes of an instance are all that it holds: nothing is in C, and pickle is told nothing else."""
+    return not (stands_on_c(cls) or cls in copyreg.dispatch_table or _own_tellers(cls))
 
 
 def refuses_pickle(cls: type) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import numbers
 import os
@@ -10,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from statetree.testing.arguments import check_at_least, refuse
-from statetree.testing.rank_pool import Outcome, RankPool, close_kept_pools, kept_pools
+from statetree.testing.rank_pool import Outcome, RankPool
 from statetree.testing.rank_worker import pickled_call
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ COLLECTIVE_TIMEOUT_S = 30.0
 NO_LIMIT_S = 1e8
 
 _lock = threading.RLock()
+#: The pools that are kept for the next call, by the process that owns them, their size and their timeout.
+_kept: dict[tuple[int, int, float], RankPool] = {}
 
 
 def run_ranks(
@@ -110,7 +113,14 @@ def rank_outcomes(
 def close_ranks() -> None:
     """End the processes that ``run_ranks`` keeps. The next call starts others."""
     with _lock:
-        close_kept_pools()
+        _close_kept()
+
+
+@atexit.register  # without the lock: a thread that is not waited for may hold it
+def _close_kept() -> None:
+    while _kept:
+        _, pool = _kept.popitem()
+        pool.close()
 
 
 def _seconds(name: str, value: Any) -> float:
@@ -147,18 +157,14 @@ def _pool(world_size: int, collective_timeout: float, *, fresh: bool) -> Iterato
             yield pool
         return
     with _lock:
-        # A forked child does not own its parent's processes.
         key = (os.getpid(), world_size, collective_timeout)
-        pools = kept_pools()
-        kept = pools.pop(key, None)
-        if kept is not None and not kept.is_alive:  # killed since the last call, so not the fault of this one
-            kept.close()
-            kept = None
-        pool = kept or RankPool(world_size, collective_timeout)
+        if key in _kept and not _kept[key].is_alive:  # killed since the last call, so not the fault of this one
+            _kept.pop(key).close()
+        pool = _kept.pop(key) if key in _kept else RankPool(world_size, collective_timeout)
         try:
             yield pool
         finally:
             if pool.is_sound:
-                pools[key] = pool
+                _kept[key] = pool
             else:
                 pool.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import os
 import pickle
@@ -168,19 +167,3 @@ def _lost(step: Outcome) -> Outcome:
     """Return what is to be said of a rank that hung or died in the collective after a call."""
     text = "It had returned, and was to make one more collective, to see whether the ranks had made the same ones."
     return dataclasses.replace(step, report=f"{text} {step.report}")
-
-
-_kept: dict[tuple[int, int, float], RankPool] = {}
-
-
-def kept_pools() -> dict[tuple[int, int, float], RankPool]:
-    """Return the pools that are kept for the next call."""
-    return _kept
-
-
-@atexit.register
-def close_kept_pools() -> None:
-    """Close the pools that are kept."""
-    while _kept:
-        _, pool = _kept.popitem()
-        pool.close()

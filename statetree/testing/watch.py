@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from statetree.testing.messages import SHOWN_ALONE, contrast, place, raise_for
-from statetree.testing.objects import Contents, contents_of, is_collection
+from statetree.testing.objects import Contents, caches_of, contents_of, is_collection
 from statetree.testing.pickled_state import holds_attributes_only
 from statetree.testing.regions import raw_bytes, storage_of
 from statetree.testing.values import PLAIN, same_plain
@@ -99,8 +99,8 @@ def _state_of(value: Any) -> Any:
         return value.get_state().tolist()
     if is_collection(value) or isinstance(value, (torch.Tensor, torch.storage.TypedStorage, torch.UntypedStorage)):
         return None
-    if holds_attributes_only(type(value)):
-        return None  # these are looked at one by one
+    if holds_attributes_only(type(value)) or caches_of(type(value)):
+        return None  # attributes are looked at one by one; pickle would take caches along
     try:
         with memoryview(value) as view:
             return view.format, view.shape, view.strides, view.readonly, view.tobytes()

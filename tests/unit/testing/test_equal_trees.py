@@ -399,6 +399,15 @@ def test_equal_distributed_tensors_are_accepted():
     assert_independent(left, right)
 
 
+@pytest.mark.usefixtures("one_rank_group")
+def test_a_mesh_and_its_copy_are_accepted_whatever_torch_notes_on_one():
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("rows", "columns"))
+    copied = copy.deepcopy(mesh)
+    assert_trees_equal([mesh], [copied])
+    hash(mesh), mesh._flatten("all")
+    assert_trees_equal([mesh], [copied])
+
+
 def test_equal_frozensets_may_be_one_object_on_one_side():
     key = frozenset({1})
     assert_trees_equal([{key: 0}, {key: 1}], [{frozenset([1]): 0}, {frozenset([1]): 1}], containers=True)
