@@ -31,7 +31,8 @@ def reduced(value: Any) -> Any:
         return result
     padded = [*result, *[None] * (6 - len(result))]
     if type(padded[2]) is dict:
-        caches = caches_of(type(value))
+        cls: Any = type(value)
+        caches = caches_of(cls)
         kept = {name: held for name, held in padded[2].items() if not (caches and str(name).startswith(caches))}
         padded[2] = kept or None  # an exception has an empty ``__dict__`` once somebody has looked for one
     for position in (3, 4):

@@ -99,7 +99,8 @@ def _state_of(value: Any) -> Any:
         return value.get_state().tolist()
     if is_collection(value) or isinstance(value, (torch.Tensor, torch.storage.TypedStorage, torch.UntypedStorage)):
         return None
-    if holds_attributes_only(type(value)) or caches_of(type(value)):
+    cls: Any = type(value)
+    if holds_attributes_only(cls) or caches_of(cls):
         return None  # attributes are looked at one by one; pickle would take caches along
     try:
         with memoryview(value) as view:
