@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 import statetree
-from statetree.testing import Layout, Watch, run_ranks
+from statetree.testing import Layout, run_ranks
+from statetree.testing.watch import Watch
 from statetree.tree.spec import TreeSpec
 from tests.collectives.checks import attempt, blank, check_in_step
 

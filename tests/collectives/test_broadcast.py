@@ -10,10 +10,13 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
 import statetree
-from statetree.testing import Layout, build, run_ranks, tree_differences
-from statetree.testing.strategies import optimizer_plans, tied_plans, tree_plans
+from statetree.testing import Layout, run_ranks
+from statetree.testing.assertions import tree_differences
+from statetree.testing.plan_strategies import tied_plans, tree_plans
+from statetree.testing.plans import build
 from tests.collectives.checks import attempt, check_equal, check_in_step
 from tests.trees import TREES
+from tests.trees.optimizers import optimizer_plans
 
 BUCKETS = st.sampled_from([64 << 20, 1, 100])
 RANKS = pytest.mark.parametrize("world_size", [2, 3])

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 import statetree
 from statetree.exchange.group import Group
-from statetree.testing import Layout, rank_outcomes
+from statetree.testing import Layout
+from statetree.testing.rank_calls import rank_outcomes
 from tests.collectives.checks import attempt
 from tests.collectives.disagreements import VERBS, usual_call
 

@@ -6,7 +6,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import statetree
-from statetree.testing import Layout, TensorPlan, build, run_ranks
+from statetree.testing import Layout, run_ranks
+from statetree.testing.plans import TensorPlan, build
 from tests.collectives.checks import check_equal, group_of, locals_of
 from tests.collectives.models import state_of, whole
 from tests.collectives.test_models import distributed

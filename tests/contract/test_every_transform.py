@@ -9,10 +9,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import statetree as st
-from statetree.testing import Watch, assert_trees_equal, tree_differences
-from statetree.testing.memory import covered_bytes, plain_tensors, scribble, shares_memory, storage_of, storages
+from statetree.testing import assert_trees_equal
+from statetree.testing.assertions import tree_differences
+from statetree.testing.regions import storage_of
 from statetree.testing.walk import walk
+from statetree.testing.watch import Watch
 from tests.contract.verbs import VERBS
+from tests.memory import covered_bytes, plain_tensors, scribble, shares_memory, storages
 from tests.trees import TREES
 
 pytestmark = [

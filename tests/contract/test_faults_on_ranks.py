@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 import statetree as st
-from statetree.testing import Layout, Watch, assert_trees_equal, run_ranks
+from statetree.testing import Layout, assert_trees_equal, run_ranks
+from statetree.testing.watch import Watch
 from tests.collectives.checks import attempt, blank, check_in_step
 from tests.faults import Fault
 

@@ -7,7 +7,10 @@ from hypothesis import example, given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from statetree.testing import Node, TensorPlan, Watch, assert_trees_equal, build, tied_plans, tree_plans
+from statetree.testing import assert_trees_equal
+from statetree.testing.plan_strategies import tied_plans, tree_plans
+from statetree.testing.plans import Node, TensorPlan, build
+from statetree.testing.watch import Watch
 from tests.laws.drawn import near
 
 plans = hyp.one_of(tree_plans(max_leaves=8), tied_plans(max_leaves=8))

@@ -9,7 +9,10 @@ from hypothesis import strategies as hyp
 
 import statetree as st
 from statetree import compose
-from statetree.testing import Watch, assert_trees_equal, build, tied_plans, tree_plans
+from statetree.testing import assert_trees_equal
+from statetree.testing.plan_strategies import tied_plans, tree_plans
+from statetree.testing.plans import build
+from statetree.testing.watch import Watch
 
 
 def double(leaf):

@@ -8,8 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from statetree.testing import assert_trees_equal, build, optimizer_plans, tied_plans, tree_plans
+from statetree.testing import assert_trees_equal
+from statetree.testing.plan_strategies import tied_plans, tree_plans
+from statetree.testing.plans import build
 from tests.contract.verbs import VERBS
+from tests.trees.optimizers import optimizer_plans
 
 exact = hyp.sampled_from([verb for verb in VERBS if verb.copies and verb.prepare is None])
 plans = hyp.one_of(tree_plans(), tied_plans(), optimizer_plans())

@@ -4,10 +4,13 @@ from hypothesis import example, given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from statetree.testing import Again, Node, assert_trees_equal, build, optimizer_plans, tied_plans, tree_plans
-from statetree.testing.memory import covered_bytes, storages
+from statetree.testing import assert_trees_equal
+from statetree.testing.plan_strategies import tied_plans, tree_plans
+from statetree.testing.plans import Again, Node, build
 from tests.contract.verbs import VERBS
 from tests.laws.drawn import with_shared_containers
+from tests.memory import covered_bytes, storages
+from tests.trees.optimizers import optimizer_plans
 
 plans = hyp.one_of(tree_plans(), tied_plans(), optimizer_plans())
 exact = hyp.sampled_from([verb for verb in VERBS if verb.copies and verb.prepare is None])

@@ -5,21 +5,13 @@ from collections import deque
 from hypothesis import example, given
 from hypothesis import strategies as hyp
 
-from statetree.testing import (
-    Node,
-    Value,
-    assert_independent,
-    assert_trees_equal,
-    build,
-    optimizer_plans,
-    samples,
-    tensor_plans,
-    tied_plans,
-    tree_plans,
-)
-from statetree.testing.memory import scribble, shares_memory
+from statetree.testing import assert_independent, assert_trees_equal
+from statetree.testing.plan_strategies import tensor_plans, tied_plans, tree_plans
+from statetree.testing.plans import Node, Value, build, samples
 from statetree.testing.walk import walk
 from tests.contract.verbs import VERBS
+from tests.memory import scribble, shares_memory
+from tests.trees.optimizers import optimizer_plans
 
 copies = hyp.sampled_from([verb for verb in VERBS if verb.fresh and verb.copies and verb.prepare is None])
 fresh = hyp.sampled_from([verb for verb in VERBS if verb.fresh and verb.prepare is None])

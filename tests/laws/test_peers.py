@@ -9,20 +9,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from statetree.testing import (
-    Again,
-    Value,
-    assert_trees_equal,
-    build,
-    optimizer_plans,
-    tensor_plans,
-    tied_plans,
-    tree_differences,
-    tree_plans,
-)
-from statetree.testing.strategies import plain_values
+from statetree.testing import assert_trees_equal
+from statetree.testing.assertions import tree_differences
+from statetree.testing.plan_strategies import plain_values, tensor_plans, tied_plans, tree_plans
+from statetree.testing.plans import Again, Value, build
 from statetree.testing.tensor_plan import DTYPES
 from tests.laws.drawn import with_shared_containers
+from tests.trees.optimizers import optimizer_plans
 
 plans = hyp.one_of(tree_plans(), tied_plans(), optimizer_plans())
 # What deepcopy copies exactly: no conjugate or negative bits, no subclasses, no parameters with gaps in their storages.

@@ -8,18 +8,10 @@ from hypothesis import example, given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from statetree.testing import (
-    Node,
-    TensorPlan,
-    Value,
-    ViewPlan,
-    assert_independent,
-    assert_trees_equal,
-    build,
-    tied_plans,
-    tree_differences,
-    tree_plans,
-)
+from statetree.testing import assert_independent, assert_trees_equal
+from statetree.testing.assertions import tree_differences
+from statetree.testing.plan_strategies import tied_plans, tree_plans
+from statetree.testing.plans import Node, TensorPlan, Value, ViewPlan, build
 from statetree.tree.matching import matched
 from tests.repack import repacked
 

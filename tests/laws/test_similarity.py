@@ -4,7 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from statetree.testing import build, tied_plans, tree_differences, tree_plans
+from statetree.testing.assertions import tree_differences
+from statetree.testing.plan_strategies import tied_plans, tree_plans
+from statetree.testing.plans import build
 from tests.laws.drawn import near
 
 plans = hyp.one_of(tree_plans(max_leaves=8), tied_plans(max_leaves=8))

@@ -8,7 +8,10 @@ from hypothesis import strategies as hyp
 
 import statetree as st
 from statetree import compose
-from statetree.testing import assert_trees_equal, build, tied_plans, tree_differences
+from statetree.testing import assert_trees_equal
+from statetree.testing.assertions import tree_differences
+from statetree.testing.plan_strategies import tied_plans
+from statetree.testing.plans import build
 from tests.contract.verbs import VERBS
 
 fresh = hyp.sampled_from([verb for verb in VERBS if verb.fresh and verb.prepare is None])

@@ -29,19 +29,9 @@ from hypothesis import strategies as hyp
 from torch.distributed.tensor import DTensor
 
 import statetree as st
-from statetree.testing import (
-    Layout,
-    Node,
-    TensorPlan,
-    Value,
-    ViewPlan,
-    assert_trees_equal,
-    build,
-    layouts,
-    run_ranks,
-    tensor_plans,
-)
-from statetree.testing.strategies import plain_values
+from statetree.testing import Layout, assert_trees_equal, layouts, run_ranks
+from statetree.testing.plan_strategies import plain_values, tensor_plans
+from statetree.testing.plans import Node, TensorPlan, Value, ViewPlan, build
 from statetree.testing.tensor_plan import DTYPES
 
 try:

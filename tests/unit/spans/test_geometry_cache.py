@@ -19,8 +19,9 @@ from benchmarks.memory import give_back_freed_memory
 from statetree.spans import geometry_cache
 from statetree.spans.columns import Columns
 from statetree.testing import assert_trees_equal
-from statetree.testing.memory import raw_bytes, shares_memory, storages
+from statetree.testing.regions import raw_bytes
 from statetree.torch_internals import geometry_guard
+from tests.memory import shares_memory, storages
 
 COUNT = 80
 LONG = 620  # more than one piece

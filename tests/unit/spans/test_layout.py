@@ -23,9 +23,11 @@ from statetree.spans.layout import (
     replicate,
 )
 from statetree.spans.memory import LARGE_BYTES, Memory
-from statetree.testing import Watch, assert_trees_equal
-from statetree.testing.memory import raw_bytes, shares_memory, storages
+from statetree.testing import assert_trees_equal
+from statetree.testing.regions import raw_bytes
+from statetree.testing.watch import Watch
 from statetree.torch_internals import WITHOUT_KERNELS, quietly
+from tests.memory import shares_memory, storages
 
 GAP = MIN_GAP_BYTES
 

@@ -21,9 +21,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import statetree as st
 from statetree.spans import memory as buffers
-from statetree.testing import Watch, assert_trees_equal
-from statetree.testing.memory import raw_bytes, scribble, shares_memory, storages
+from statetree.testing import assert_trees_equal
+from statetree.testing.regions import raw_bytes
+from statetree.testing.watch import Watch
 from tests.faults import Fault, fail_each
+from tests.memory import scribble, shares_memory, storages
 
 SMALL, LARGE = 64, (1 << 18) + 3  # float32 elements: in a slab, and in a block of its own
 

@@ -13,10 +13,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import statetree as st
 from statetree.leaves.copying import castable
-from statetree.testing import Watch, assert_trees_equal
-from statetree.testing.memory import raw_bytes, shares_memory
+from statetree.testing import assert_trees_equal
+from statetree.testing.regions import raw_bytes
+from statetree.testing.watch import Watch
 from statetree.torch_internals import can_negate
 from tests.faults import fail_each
+from tests.memory import shares_memory
 from tests.trees.classes import TwoTensors
 from tests.trees.tensors import BITS, DTYPES, of_bytes, with_bits
 

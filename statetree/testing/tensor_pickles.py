@@ -18,11 +18,11 @@ def packed(value: Any) -> bytes:
     Torch's own way to pickle tensors gives each a storage of its own, and cannot pickle storages by themselves.
     """
     stream = io.BytesIO()
-    _Pickler(stream).dump(value)
+    _TensorPickler(stream).dump(value)
     return stream.getvalue()
 
 
-class _Pickler(pickle.Pickler):
+class _TensorPickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.storage.TypedStorage):
             return _typed, (value._untyped_storage, value.dtype)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
+from hypothesis import strategies as hyp
 
-from statetree.testing.arguments import check_at_least, check_one_of, check_shape, refuse
-from statetree.testing.plans import Numbers, Printed
+from statetree.testing.source_code import PrintsAsCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from statetree.testing.numbered import Numbers
 
 #: Optimizers, and the options with which each keeps all the kinds of state that it can.
 OPTIMIZERS: dict[str, tuple[dict[str, Any], ...]] = {
@@ -38,7 +39,7 @@ SIDES: dict[str, tuple[int, int]] = {"Adafactor": (0, 1), "LBFGS": (0, 1), "Muon
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class OptimizerPlan(Printed):
+class OptimizerPlan(PrintsAsCode):
     """How a state of parameters and of an optimizer that has stepped over them is made.
 
     Attributes:
@@ -54,20 +55,6 @@ class OptimizerPlan(Printed):
     shapes: tuple[tuple[tuple[int, ...], ...], ...] = (((2, 2),),)
     steps: int = 1
     dtype: torch.dtype = torch.float32
-
-    def __post_init__(self) -> None:
-        check_one_of("OptimizerPlan: name", self.name, OPTIMIZERS)
-        check_one_of("OptimizerPlan: variant", self.variant, range(len(OPTIMIZERS[self.name])))
-        check_at_least("OptimizerPlan: steps", self.steps, 0)
-        check_one_of("OptimizerPlan: dtype", self.dtype, (torch.float32, torch.float64, torch.float16, torch.bfloat16))
-        if not any(self.shapes):
-            refuse("OptimizerPlan: shapes", "one at least", self.shapes)
-        dims, least = SIDES.get(self.name, (0, 0))
-        for shape in itertools.chain.from_iterable(self.shapes):
-            check_shape("OptimizerPlan: shapes", shape)
-            if (dims and len(shape) != dims) or min(shape, default=least) < least:
-                sizes = f"{dims} sizes" if dims else "sizes"
-                refuse("OptimizerPlan: shapes", f"{sizes} of {least} at least in a {self.name}", shape)
 
     def make(self, numbers: Numbers) -> dict[str, Any]:
         """Make the parameters, step, and return the state of both as a training loop would save it."""
@@ -107,3 +94,19 @@ def _closure(
         return loss
 
     return closure
+
+
+@hyp.composite
+def optimizer_plans(draw: hyp.DrawFn) -> OptimizerPlan:
+    """Plans of states of parameters and of an optimizer that has really stepped over them."""
+    name = draw(hyp.sampled_from(list(OPTIMIZERS)))
+    dims, least = SIDES.get(name, (0, 0))
+    sides = hyp.lists(hyp.integers(least, 3), min_size=dims, max_size=2).map(tuple)
+    group = hyp.lists(sides, min_size=1, max_size=2).map(tuple)
+    return OptimizerPlan(
+        name=name,
+        variant=draw(hyp.integers(0, len(OPTIMIZERS[name]) - 1)),
+        shapes=tuple(draw(hyp.lists(group, min_size=1, max_size=2))),
+        steps=draw(hyp.integers(1, 3)),
+        dtype=draw(hyp.sampled_from([torch.float32, torch.float64])),
+    )

@@ -1,4 +1,4 @@
-"""The memory below a tree: storages, bytes, and who shares them. Nothing of statetree's engines is used."""
+"""The memory below a tree: storages, bytes, and who shares them, seen without statetree's engines."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from statetree.testing.regions import crossing, raw_bytes, region_of
-from statetree.testing.walk import inner_tensors, walk
+from statetree.testing.regions import crossing, raw_bytes, region_of, storage_of
+from statetree.testing.walk import walk
 
 
 def storages(tree: Any) -> list[torch.UntypedStorage]:
@@ -18,24 +18,6 @@ def storages(tree: Any) -> list[torch.UntypedStorage]:
         if storage is not None:
             found[storage._cdata] = storage
     return list(found.values())
-
-
-def storage_of(value: Any) -> torch.UntypedStorage | None:
-    """Return the host storage below a plain tensor or a storage, or ``None``."""
-    if isinstance(value, torch.UntypedStorage):
-        return value
-    if not isinstance(value, torch.Tensor) or inner_tensors(value):
-        return None
-    if hasattr(type(value), "__tensor_flatten__"):
-        return None
-    try:
-        storage = value.untyped_storage()
-        if storage.device.type == "meta":  # as those of fake tensors are, which warn of their address
-            return None
-        storage.data_ptr()  # that of a wrapper may be none: torch crashes when its bytes are read
-    except (RuntimeError, NotImplementedError, ValueError):
-        return None
-    return storage
 
 
 def scribble(tree: Any) -> int:

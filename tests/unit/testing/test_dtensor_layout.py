@@ -10,7 +10,7 @@ from hypothesis import Phase, example, find, given, settings
 from hypothesis import strategies as hyp
 
 from statetree.testing import Layout, layouts, run_ranks
-from statetree.testing.layout import meshes, over_later_dims
+from statetree.testing.dtensor_layout import meshes, over_later_dims
 
 
 def built(layout):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 
 from statetree.testing import assert_trees_equal, run_ranks, tied_trees
-from statetree.testing.parcels import packed
+from statetree.testing.tensor_pickles import packed
 
 
 def sent(value):

@@ -13,21 +13,20 @@ import torch
 import torch.distributed as dist
 
 from statetree.testing.arguments import check_one_of, check_shape, refuse
-from statetree.testing.plans import Numbers, Printed
+from statetree.testing.numbered import Numbers
+from statetree.testing.source_code import PrintsAsCode
 from statetree.testing.tensor_plan import DTYPES
 
 #: How the local tensors of a layout may lie in their storages.
 LOCAL_GEOMETRIES = ("contiguous", "transposed", "inside")
-_SUMMED = frozenset(
-    {
-        *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
-        *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8),
-    }
+_SUMMED = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8),
 )
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Layout(Printed):
+class Layout(PrintsAsCode):
     """A DTensor as seen from all ranks at once.
 
     Attributes:
@@ -88,7 +87,7 @@ class Layout(Printed):
         if coordinate is None:
             return None
         held = torch.arange(math.prod(self.shape), device="cpu").reshape(self.shape)
-        for place, size, kind in zip(coordinate, self._mesh_tensor().shape, self.placements, strict=True):
+        for place, size, kind in zip(coordinate, mesh_shape(self.mesh), self.placements, strict=True):
             if kind[0] == "S":
                 dim, factor = _parsed(kind)
                 pieces = [_chunk(piece, size, place, dim) for piece in held.chunk(factor, dim)]
@@ -124,15 +123,12 @@ class Layout(Printed):
         numbers = torch.arange(math.prod(self.shape), device="cpu").reshape(self.shape) % most + 1
         return numbers.to(self.dtype) * (1 - 1j) if self.dtype.is_complex else numbers.to(self.dtype)
 
-    def _mesh_tensor(self) -> torch.Tensor:
-        return torch.tensor(self.mesh, device="cpu")
-
     def _total_weight(self) -> int:
-        sizes = self._mesh_tensor().shape
-        return math.prod(total(size) for size, kind in zip(sizes, self.placements, strict=True) if kind == "P")
+        sizes = zip(mesh_shape(self.mesh), self.placements, strict=True)
+        return math.prod(total(size) for size, kind in sizes if kind == "P")
 
     def _coordinate(self, rank: int) -> tuple[int, ...] | None:
-        found = (self._mesh_tensor() == rank).nonzero().tolist()
+        found = (torch.tensor(self.mesh, device="cpu") == rank).nonzero().tolist()
         return tuple(found[0]) if found else None
 
 

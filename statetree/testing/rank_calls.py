@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import numbers
 import os
@@ -10,13 +11,11 @@ import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from statetree.testing.arguments import check_at_least, refuse
-from statetree.testing.rank_pool import Outcome, RankPool, close_kept_pools, kept_pools
+from statetree.testing.rank_pool import Outcome, RankPool
 from statetree.testing.rank_worker import pickled_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-__all__ = ["Outcome", "close_ranks", "rank_outcomes", "run_ranks"]
 
 R = TypeVar("R")
 
@@ -28,6 +27,8 @@ COLLECTIVE_TIMEOUT_S = 30.0
 NO_LIMIT_S = 1e8
 
 _lock = threading.RLock()
+#: The pools that are kept for the next call, by the process that owns them, their size and their timeout.
+_kept: dict[tuple[int, int, float], RankPool] = {}
 
 
 def run_ranks(
@@ -46,8 +47,9 @@ def run_ranks(
     for torch's operations. What ``fn`` leaves behind in a process (a default dtype, groups, meshes) is there in the
     next call: cache groups rather than making them for each example. But each call begins with this process's
     ``sys.path``, environment variables and working directory. (What is read when torch is imported, as
-    ``OMP_NUM_THREADS`` is, has to be set before the first call, ``fresh`` or not.) Ranks import the main module: a
-    script has to keep its calls under ``if __name__ == "__main__":``.
+    ``OMP_NUM_THREADS`` is, has to be set before the first call, ``fresh`` or not.) The ranks listen on the loopback
+    interface, unless ``GLOO_SOCKET_IFNAME`` is set to others. Ranks import the main module: a script has to keep its
+    calls under ``if __name__ == "__main__":``.
 
     Args:
         world_size: How many ranks there are.
@@ -97,27 +99,10 @@ def rank_outcomes(
     collective_timeout: float = COLLECTIVE_TIMEOUT_S,
     fresh: bool = True,
 ) -> list[Outcome]:
-    """Run ``fn(*args)`` as ``run_ranks`` does, and return how it ended on each rank, whatever that was.
+    """Run ``fn(*args)`` as ``run_ranks`` does, by default on new processes, and return how it ended on each rank.
 
     For tests in which ranks are meant to fail: to raise, to hang, or to be killed. Unlike there, a rank that failed
     does not cut the others short.
-
-    Args:
-        world_size: As for ``run_ranks``.
-        fn: As for ``run_ranks``.
-        args: As for ``run_ranks``.
-        timeout: Seconds until the ranks that still run are killed.
-        collective_timeout: As for ``run_ranks``.
-        fresh: As for ``run_ranks``, but by default the processes are new.
-
-    Returns:
-        One outcome for each rank, in their order.
-
-    Example:
-        >>> import os
-        >>> from statetree.testing import rank_outcomes
-        >>> [outcome.status for outcome in rank_outcomes(2, os._exit, 3)]
-        ['died', 'died']
     """
     timeout = _seconds("timeout", timeout)
     call = _pickled(fn, args, timeout)
@@ -128,7 +113,14 @@ def rank_outcomes(
 def close_ranks() -> None:
     """End the processes that ``run_ranks`` keeps. The next call starts others."""
     with _lock:
-        close_kept_pools()
+        _close_kept()
+
+
+@atexit.register  # without the lock: a thread that is not waited for may hold it
+def _close_kept() -> None:
+    while _kept:
+        _, pool = _kept.popitem()
+        pool.close()
 
 
 def _seconds(name: str, value: Any) -> float:
@@ -161,24 +153,18 @@ def _pool(world_size: int, collective_timeout: float, *, fresh: bool) -> Iterato
     check_at_least("run_ranks: world_size", world_size, 1)
     collective_timeout = _seconds("collective_timeout", collective_timeout)
     if fresh:
-        pool = RankPool(world_size, collective_timeout)
-        try:
+        with contextlib.closing(RankPool(world_size, collective_timeout)) as pool:
             yield pool
-        finally:
-            pool.close()
         return
     with _lock:
-        pools = kept_pools()
-        # A forked child does not own its parent's processes.
         key = (os.getpid(), world_size, collective_timeout)
-        if key in pools and not pools[key].lives:  # killed since the last call, so not the fault of this one
-            pools.pop(key).close()
-        if key not in pools:
-            pools[key] = RankPool(world_size, collective_timeout)
-        pool = pools[key]
+        if key in _kept and not _kept[key].is_alive:  # killed since the last call, so not the fault of this one
+            _kept.pop(key).close()
+        pool = _kept.pop(key) if key in _kept else RankPool(world_size, collective_timeout)
         try:
             yield pool
         finally:
-            if not pool.sound:
-                del pools[key]
+            if pool.is_sound:
+                _kept[key] = pool
+            else:
                 pool.close()
