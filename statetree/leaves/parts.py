@@ -9,7 +9,6 @@ import torch
 
 from statetree.errors import StateTreeError, UnsupportedLeaf, describe_leaf
 from statetree.leaves.builtin import leaf_type_of
-from statetree.leaves.registry import LeafType
 from statetree.leaves.types.special import QUANTIZED
 from statetree.paths import Path
 from statetree.spans.columns import Columns
@@ -18,6 +17,8 @@ from statetree.torch_internals import is_zero_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from statetree.leaves.registry import LeafType
 
 
 class Packed(NamedTuple):

@@ -175,7 +175,13 @@ def traverse(
             kind = kind_of(cls, _UNSEEN)
             if kind is _UNSEEN:
                 kind = container_of(cls)
-            if kind is None or (is_leaf is not None and is_leaf(child)):
+            if kind is not None and is_leaf is not None:
+                try:
+                    kind = None if is_leaf(child) else kind
+                except Exception as error:
+                    note_leaf(error, _path_of([*frames, frame], index), child)
+                    raise
+            if kind is None:
                 if plain and not is_atom_type(cls):
                     raise NotPlain
                 leaves.append(child)
