@@ -57,7 +57,8 @@ def similarity(a: Any, b: Any, *, values: bool = False) -> Similarity:
     compared; neither is changed.
 
     If the trees are similar, ``copy_into`` succeeds in either direction (on tensors that can be written at all). So
-    they are not if tied tensors of one correspond to tensors of the other that hold different values.
+    they are not if tensors that overlap in one correspond to tensors of the other that do not; a view that appears
+    twice may correspond to two tensors with equal values.
 
     Args:
         a: Any tree.
@@ -181,16 +182,17 @@ def _same_contexts(a: Recipe, b: Recipe) -> bool:
 
 
 def _tie_conflicts(pairing: LeafPairing, left: _Parts, right: _Parts) -> list[tuple[int, int, str, str]]:
-    """Return leaves that are tied on one side and hold different values on the other."""
+    """Return leaves that are tied on one side, and on the other hold what ``copy_into`` would not write there."""
     a, b = pairing.columns
     if len(left.tensors) > len(pairing.bare):
         a, b = Columns(left.tensors), Columns(right.tensors)
     if lie_apart(a) and lie_apart(b):
         return []
+    opaque = {index for index in pairing.others if taken_over(pairing.left[index])}  # copied, not written to
     readable = [
         index
         for index, (x, y) in enumerate(zip(a.tensors, b.tensors, strict=True))
-        if _can_be_written(x) and _can_be_written(y) and not is_unreadable(x, y)
+        if left.leaves[index] not in opaque and _can_be_written(x) and _can_be_written(y) and not is_unreadable(x, y)
     ]
     a = Columns([a.tensors[index] for index in readable])
     b = Columns([b.tensors[index] for index in readable])
