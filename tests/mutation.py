@@ -127,13 +127,13 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "it is not remembered what the class is, and found out every time",
     (
         "overlaps.py",
-        "return ours.apart_from(theirs, lambda: _all_apart(targets, sources))",
-        "_all_apart(targets, sources)  ->  _all_apart(sources, targets)",
+        "return ours.disjoint_from(theirs, lambda: _all_disjoint(targets, sources))",
+        "_all_disjoint(targets, sources)  ->  _all_disjoint(sources, targets)",
     ): "it does not matter which is which",
     (
         "overlaps.py",
-        "return _all_apart(targets, sources)",
-        "_all_apart(targets, sources)  ->  _all_apart(sources, targets)",
+        "return _all_disjoint(targets, sources)",
+        "_all_disjoint(targets, sources)  ->  _all_disjoint(sources, targets)",
     ): "it does not matter which is which",
     ("overlaps.py", "last_key, last_stop = 0, -1", "-1  ->  1"): "no memory begins at an address that low",
     ("overlaps.py", "last_key, last_stop = 0, -1", "0  ->  1"): "the first memory is a new one",

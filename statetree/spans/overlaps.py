@@ -43,7 +43,7 @@ def conflicts(targets: Columns, sources: Columns) -> list[tuple[int, int]]:
         targets: Tensors that will be written to.
         sources: For each target the tensor of the same shape whose elements it receives.
     """
-    if lie_apart(targets):
+    if are_disjoint(targets):
         return []
     reach = extents(targets)
     found: list[tuple[int, int]] = []
@@ -136,25 +136,25 @@ class _Alike:
         return source if source.dtype == dtype else source.to(dtype=dtype)
 
 
-def lie_apart(columns: Columns) -> bool:
-    """Do as ``Columns.apart``, and remember it where the tensors were recognised."""
+def are_disjoint(columns: Columns) -> bool:
+    """Do as ``Columns.disjoint``, and remember it where the tensors were recognised."""
     place = columns.place
-    return columns.apart if place is None else place.apart(columns)
+    return columns.disjoint if place is None else place.disjoint(columns)
 
 
-def all_apart(targets: Columns, sources: Columns) -> bool:
+def all_disjoint(targets: Columns, sources: Columns) -> bool:
     """Whether no two of all these tensors lie over each other, judged by their addresses alone."""
     ours, theirs = targets.place, sources.place
     if ours is not None and theirs is not None:
-        return ours.apart_from(theirs, lambda: _all_apart(targets, sources))
-    return _all_apart(targets, sources)
+        return ours.disjoint_from(theirs, lambda: _all_disjoint(targets, sources))
+    return _all_disjoint(targets, sources)
 
 
-def _all_apart(targets: Columns, sources: Columns) -> bool:
+def _all_disjoint(targets: Columns, sources: Columns) -> bool:
     both = Columns([*targets.tensors, *sources.tensors])
     known = ("pointers", "nbytes", "contiguous")
     both.adopt({name: getattr(targets, name) + getattr(sources, name) for name in known})
-    return both.apart
+    return both.disjoint
 
 
 def reads_of_written(targets: Columns, sources: Columns) -> list[int]:
@@ -221,7 +221,7 @@ def sharing(columns: Columns) -> list[int]:
 
 def _collisions(columns: Columns) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
     """Yield groups of tensors that lie across each other, each with the pairs of them that have bytes in common."""
-    if lie_apart(columns):
+    if are_disjoint(columns):
         return
     reach = extents(columns)
     for cluster in _clusters(columns, reach):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from statetree.spans.layout import Span, SpanLayout, extents, lay_out, make_views, raw
+from statetree.spans.layout import Span, SpanLayout, as_bytes, extents, lay_out, make_views
 from statetree.stager.streams import devices_of, synchronize
 from statetree.torch_internals import copy_all, count_references, storage_key, storages_sent
 
@@ -101,7 +101,7 @@ class Snapshot:
                 self._dense.append(span.source)
                 self._dense_targets.append(self.templates[span.source])
             else:
-                target = raw(buffer.storage, buffer.start, buffer.start + span.stop - span.start)
+                target = as_bytes(buffer.storage, buffer.start, buffer.start + span.stop - span.start)
                 self._rough.append((target, index))
         self._all_dense = self._dense == list(range(len(self.templates)))
 
@@ -142,7 +142,7 @@ class Snapshot:
             for target, index in self._rough:
                 span = spans[index]
                 targets.append(target)
-                sources.append(raw(columns.storages[span.source], span.start, span.stop))
+                sources.append(as_bytes(columns.storages[span.source], span.start, span.stop))
         accelerators = [] if columns.on_cpu else devices_of(columns.devices)
         copy_all(targets, sources, non_blocking=bool(accelerators))
         synchronize(accelerators)

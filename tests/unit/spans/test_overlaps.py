@@ -12,9 +12,9 @@ from hypothesis import strategies as hyp
 
 from statetree.spans.columns import Columns
 from statetree.spans.overlaps import (
-    all_apart,
+    all_disjoint,
+    are_disjoint,
     conflicts,
-    lie_apart,
     overlaps_itself,
     reads_of_written,
     shared_elements,
@@ -196,8 +196,8 @@ def test_reads_and_addresses(left, right, kind, same):
     if not same:
         assert reads == []
     for tensors, told in (
-        (targets, lie_apart(Columns(targets))),
-        ([*targets, *sources], all_apart(Columns(targets), Columns(sources))),
+        (targets, are_disjoint(Columns(targets))),
+        ([*targets, *sources], all_disjoint(Columns(targets), Columns(sources))),
     ):
         counts = Counter(place for tensor in tensors for place in set(bytes_in_memory(tensor)))
         apart = all(count == 1 for count in counts.values())
@@ -212,12 +212,12 @@ def test_reads_and_addresses(left, right, kind, same):
 
 def test_tensors_that_touch_are_apart():
     base = ramp(10)
-    assert lie_apart(Columns([base[5:], base[:5]]))
-    assert not lie_apart(Columns([base[4:], base[:5]]))
-    assert all_apart(Columns([base[5:]]), Columns([base[:5]]))
-    assert not all_apart(Columns([base[5:]]), Columns([base[:6]]))
-    assert not all_apart(Columns([base]), Columns([base]))
-    assert not lie_apart(Columns([base, base[2:4], base[8:]]))  # one ends within the first, after the second
+    assert are_disjoint(Columns([base[5:], base[:5]]))
+    assert not are_disjoint(Columns([base[4:], base[:5]]))
+    assert all_disjoint(Columns([base[5:]]), Columns([base[:5]]))
+    assert not all_disjoint(Columns([base[5:]]), Columns([base[:6]]))
+    assert not all_disjoint(Columns([base]), Columns([base]))
+    assert not are_disjoint(Columns([base, base[2:4], base[8:]]))  # one ends within the first, after the second
 
 
 def test_tied_targets_may_receive_tied_sources_of_any_values():
