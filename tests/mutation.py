@@ -111,16 +111,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "1  ->  2",
     ): "attributes that lie deeper are children instead of metadata, and come out the same",
     (
-        "instances.py",
-        "if depth > 2 * MAX_ATTRIBUTE_DEPTH:",
-        "depth > 2 * MAX_ATTRIBUTE_DEPTH  ->  depth >= 2 * MAX_ATTRIBUTE_DEPTH",
-    ): "what lies deeper is taken apart as a tree, and comes out the same",
-    (
-        "instances.py",
-        "return cls(zip(value, [_copy_plain(item, depth + 1) for item in items], strict=True))",
-        "1  ->  2",
-    ): "what lies deeper is taken apart as a tree, and comes out the same",
-    (
         "kinds.py",
         "if is_atom_type(cls) or issubclass(cls, torch.Tensor):",
         "is_atom_type(cls) or issubclass(cls, torch.Tensor)  ->  is_atom_type(cls) and issubclass(cls, torch.Tensor)",
