@@ -192,7 +192,7 @@ def fail_each(
         after: Called after each failure, with the place of the fault.
         step: What counts as a step.
         error: What is raised, if it is not as usual.
-        file: Narrows where steps count: a path below the package, such as ``/stager.py``.
+        file: Narrows where steps count: a path below the package, such as ``/stager/``.
         stride: Try every n-th place only.
 
     Returns:

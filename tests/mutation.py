@@ -111,29 +111,19 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "1  ->  2",
     ): "attributes that lie deeper are children instead of metadata, and come out the same",
     (
-        "instances.py",
-        "if depth > 2 * MAX_ATTRIBUTE_DEPTH:",
-        "depth > 2 * MAX_ATTRIBUTE_DEPTH  ->  depth >= 2 * MAX_ATTRIBUTE_DEPTH",
-    ): "what lies deeper is taken apart as a tree, and comes out the same",
-    (
-        "instances.py",
-        "return cls(zip(value, [_copy_plain(item, depth + 1) for item in items], strict=True))",
-        "1  ->  2",
-    ): "what lies deeper is taken apart as a tree, and comes out the same",
-    (
         "kinds.py",
         "if is_atom_type(cls) or issubclass(cls, torch.Tensor):",
         "is_atom_type(cls) or issubclass(cls, torch.Tensor)  ->  is_atom_type(cls) and issubclass(cls, torch.Tensor)",
     ): "it is not remembered what the class is, and found out every time",
     (
         "overlaps.py",
-        "return ours.apart_from(theirs, lambda: _all_apart(targets, sources))",
-        "_all_apart(targets, sources)  ->  _all_apart(sources, targets)",
+        "return ours.disjoint_from(theirs, lambda: _all_disjoint(targets, sources))",
+        "_all_disjoint(targets, sources)  ->  _all_disjoint(sources, targets)",
     ): "it does not matter which is which",
     (
         "overlaps.py",
-        "return _all_apart(targets, sources)",
-        "_all_apart(targets, sources)  ->  _all_apart(sources, targets)",
+        "return _all_disjoint(targets, sources)",
+        "_all_disjoint(targets, sources)  ->  _all_disjoint(sources, targets)",
     ): "it does not matter which is which",
     ("overlaps.py", "last_key, last_stop = 0, -1", "-1  ->  1"): "no memory begins at an address that low",
     ("overlaps.py", "last_key, last_stop = 0, -1", "0  ->  1"): "the first memory is a new one",

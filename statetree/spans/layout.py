@@ -213,7 +213,7 @@ def make_views(
     return views
 
 
-def raw(storage: torch.UntypedStorage, start: int, stop: int) -> torch.Tensor:
+def as_bytes(storage: torch.UntypedStorage, start: int, stop: int) -> torch.Tensor:
     """Return bytes ``start`` to ``stop`` of a storage as a ``uint8`` tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (stop - start,), (1,))
 
@@ -238,8 +238,8 @@ def copy_spans(
             targets.append(views[span.source])
             sources.append(columns.tensors[span.source])
         else:
-            targets.append(raw(buffer.storage, buffer.start, buffer.start + span.stop - span.start))
-            sources.append(raw(columns.storages[span.source], span.start, span.stop))
+            targets.append(as_bytes(buffer.storage, buffer.start, buffer.start + span.stop - span.start))
+            sources.append(as_bytes(columns.storages[span.source], span.start, span.stop))
     copy_all(targets, sources, non_blocking=non_blocking)
 
 
@@ -250,7 +250,7 @@ def copy_bytes(sources: Columns, targets: Columns) -> None:
     for columns, pieces in ((targets, into), (sources, of)):
         for index, length in enumerate(extents(columns)):
             start = columns.offsets[index] * columns.dtypes[index].itemsize
-            pieces.append(raw(columns.storages[index], start, start + length))
+            pieces.append(as_bytes(columns.storages[index], start, start + length))
     copy_all(into, of)
 
 

@@ -78,7 +78,7 @@ def view_of(base, view):
     targets=hyp.lists(views, min_size=1, max_size=4),
     contents=hyp.lists(hyp.lists(hyp.integers(0, 2), min_size=4, max_size=4), min_size=4, max_size=4),
 )
-def test_overlapping_targets_are_written_exactly_if_their_order_does_not_matter(targets, contents):
+def test_overlapping_targets_are_written_only_if_their_order_does_not_matter(targets, contents):
     def fresh():
         base = torch.arange(10.0, 10.0 + CELLS)
         return base, [view_of(base, view) for view in targets]
@@ -94,7 +94,8 @@ def test_overlapping_targets_are_written_exactly_if_their_order_does_not_matter(
     try:
         st.copy_into(sources, writable)
     except st.TreeMismatch:
-        assert not orders_agree
+        places = [(target.data_ptr(), target.shape, target.stride()) for target in writable]
+        assert not orders_agree or len(set(places)) > 1  # one view, however often, may receive equal values
         assert torch.equal(base, fresh()[0])
     else:
         assert orders_agree

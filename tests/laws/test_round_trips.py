@@ -2,7 +2,9 @@
 
 import operator
 import pickle
+from collections import OrderedDict
 
+import optree
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as hyp
@@ -13,6 +15,7 @@ from statetree.testing.assertions import tree_differences
 from statetree.testing.plan_strategies import tied_plans, tree_plans
 from statetree.testing.plans import Node, TensorPlan, Value, ViewPlan, build
 from statetree.tree.matching import matched
+from statetree.tree.spec import TreeSpec
 from tests.repack import repacked
 
 any_plan = given(plan=hyp.one_of(tree_plans(), tied_plans()))
@@ -86,6 +89,19 @@ def test_specs_are_carried_by_pickle(plan):
     assert loaded == spec
     assert hash(loaded) == hash(spec)
     assert_trees_equal(st.unflatten(loaded, leaves), tree)
+
+
+@any_plan
+def test_optree_sees_the_same_tree(plan):
+    leaves, spec = st.flatten(build(plan))
+    if any(node[0].cls is OrderedDict and node[2][1] is not None for node in spec.nodes):
+        return  # it has attributes, which optree drops
+    structure = spec.to_optree()
+    assert TreeSpec.from_optree(structure) == spec
+    with optree.dict_insertion_ordered(True, namespace="statetree"):
+        found, same = optree.tree_flatten(st.unflatten(spec, leaves), none_is_leaf=True, namespace="statetree")
+    assert list(map(id, found)) == list(map(id, leaves))
+    assert same == structure
 
 
 @given(one=tree_plans(max_leaves=4), other=tree_plans(max_leaves=4))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as hyp
 
 from statetree.spans import memory as buffers
-from statetree.spans.layout import raw
+from statetree.spans.layout import as_bytes
 from statetree.spans.memory import ALIGNMENT, LARGE_BYTES, SLAB_BYTES, Buffer, Memory
 from statetree.stager.pool import Pool
 
@@ -87,7 +87,7 @@ def test_small_plain_buffers_in_slabs_are_storages_of_their_own():
 
 def test_pieces_keep_their_slab_alive():
     kept = Memory().carve([8, 8], slabs=True)[1].storage
-    view = raw(kept, 0, 8).fill_(7)
+    view = as_bytes(kept, 0, 8).fill_(7)
     others = [torch.zeros(2) for _ in range(100)]
     assert view.tolist() == [7] * 8
     del others
@@ -138,7 +138,7 @@ def test_memory_of_a_device_has_no_bytes_on_meta():
 @pytest.mark.parametrize("options", CONTAINERS.values(), ids=CONTAINERS)
 def test_large_buffers_can_be_written_from_end_to_end(options, size):
     (buffer,) = Memory(**options).carve([size])
-    view = raw(buffer.storage, buffer.start, buffer.start + size).fill_(3)
+    view = as_bytes(buffer.storage, buffer.start, buffer.start + size).fill_(3)
     assert int(view.sum()) == 3 * size
 
 
@@ -170,7 +170,7 @@ def add_one(views):
 
 def shared_views():
     carved = Memory(share_memory=True).carve([8, 8, LARGE_BYTES])
-    views = [raw(storage, start, start + 8) for storage, start in carved]
+    views = [as_bytes(storage, start, start + 8) for storage, start in carved]
     for number, view in enumerate(views):
         view.copy_(torch.arange(8) + 10 * number)
     return views
@@ -196,7 +196,7 @@ def test_what_a_forked_process_writes_to_shared_memory_is_seen():
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_what_a_forked_process_writes_to_plain_memory_is_not():
     (buffer,) = Memory().carve([8])
-    view = raw(buffer.storage, 0, 8).fill_(1)
+    view = as_bytes(buffer.storage, 0, 8).fill_(1)
     process = multiprocessing.get_context("fork").Process(target=add_one, args=([view],))
     process.start()
     process.join(60)

@@ -499,7 +499,7 @@ def test_a_dropped_stager_completes_its_stages_and_is_freed_with_its_thread(opti
     futures = [stager.stage_async({"w": ramp(3), "gate": gate}), stager.stage_async({"w": ramp(LARGE)})]
     failed = [stager.stage_async({"w": ramp(3), "bad": bad}) for bad in (Stubborn(), Sleepless())]
     gone = weakref.ref(stager)
-    (worker,) = stager._worker._threads
+    (worker,) = stager._worker.executor._threads
     del stager
     gate.opened.set()
     assert torch.equal(futures[0].result(60)["w"], ramp(3))
@@ -526,7 +526,7 @@ def test_sources_are_let_go_of_when_they_are_staged(stager):
 # Interrupts
 
 
-@pytest.mark.parametrize("file", ["/stager.py", "/spans/layout.py", "/builtin.py"])
+@pytest.mark.parametrize("file", ["/stager/", "/spans/layout.py", "/leaves/builtin.py"])
 def test_an_interrupt_anywhere_leaves_nothing_behind(options, file):
     with st.Stager(**options) as stager:
         kept, expected = stager.stage(make_state()), make_state()
