@@ -12,6 +12,7 @@ import statetree
 from statetree.testing import Layout, Watch, run_ranks
 from statetree.tree.spec import TreeSpec
 from tests.collectives.checks import attempt, blank, check_in_step
+from tests.pace import units
 
 RANKS = pytest.mark.parametrize("world_size", [1, 2, 4])
 
@@ -169,7 +170,7 @@ def give_bad_options():
             assert "the timeout must be positive" in message
             check_in_step()
         call(20)
-        call(datetime.timedelta(seconds=20))
+        call(datetime.timedelta(seconds=units(10)))
     for call in (
         lambda: statetree.gather(tree, group=object()),
         lambda: statetree.gather(tree, dst="0"),
@@ -210,7 +211,7 @@ def give_a_bad_timeout_on_one_rank():
 
 
 def test_a_bad_timeout_on_one_rank_makes_all_raise():
-    run_ranks(2, give_a_bad_timeout_on_one_rank, collective_timeout=10)
+    run_ranks(2, give_a_bad_timeout_on_one_rank, collective_timeout=units(5))
 
 
 def write_onto_meta():

@@ -13,10 +13,11 @@ from statetree.exchange import buckets as exchange
 from statetree.exchange import transfers as collectives
 from statetree.testing import Layout, run_ranks
 from tests.collectives.checks import attempt, check_in_step, check_same
+from tests.pace import units
 
 PACKAGE = Path(statetree.__file__).parent
 #: What the ranks tell each other takes little memory, and cannot be refused: by whom would they hear of it?
-TALK = {str(PACKAGE / name) for name in ("agreement.py", "groups.py")}
+TALK = {str(PACKAGE / "exchange" / name) for name in ("consensus.py", "group.py")}
 #: The functions of torch that take memory.
 ALLOCATING = {"arange", "cat", "clone", "contiguous", "empty", "empty_strided", "new_empty", "stack", "tensor", "zeros"}
 
@@ -147,4 +148,4 @@ def test_there_may_be_more_rounds_than_are_sized_in_advance():
 
 @pytest.mark.parametrize("verb", CALLS)
 def test_every_rank_hears_of_one_without_memory(verb):
-    assert min(run_ranks(2, exhaust, verb, timeout=120, collective_timeout=10)) > 3
+    assert min(run_ranks(2, exhaust, verb, timeout=units(60), collective_timeout=units(5))) > 3

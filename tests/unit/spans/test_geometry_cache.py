@@ -21,6 +21,7 @@ from statetree.spans.columns import Columns
 from statetree.testing import assert_trees_equal
 from statetree.testing.memory import raw_bytes, shares_memory, storages
 from statetree.torch_internals import geometry_guard
+from tests.pace import units
 
 COUNT = 80
 LONG = 620  # more than one piece
@@ -645,7 +646,7 @@ def test_another_thread_that_remembers_the_same_first_does_no_harm(monkeypatch):
 
 
 def test_threads_that_see_each_others_lists():
-    ready = threading.Barrier(4, timeout=60)
+    ready = threading.Barrier(4, timeout=units(30))
 
     def work(number):
         ready.wait()
@@ -661,4 +662,4 @@ def test_threads_that_see_each_others_lists():
 
     with ThreadPoolExecutor(4) as pool:
         for future in [pool.submit(work, number) for number in range(4)]:
-            future.result(timeout=120)
+            future.result(timeout=units(60))
