@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tests.pace import units
 
 DEMO = Path(__file__).parents[2] / "examples" / "train_resume.py"

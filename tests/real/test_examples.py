@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+
 from tests.pace import units
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

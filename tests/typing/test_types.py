@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tests.pace import units
 
 HERE = Path(__file__).parent

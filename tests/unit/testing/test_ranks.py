@@ -290,7 +290,10 @@ def test_when_one_rank_raises_the_others_say_where_they_wait_for_it():
         (lambda: run_ranks(2, sleep_on, 1, timeout=units(2)), "in sleep_on"),
         (lambda: run_ranks(2, end_with, 7), "exit code 7"),
         (lambda: run_ranks(2, signal_on, 0, signal.SIGKILL), "exit code -9"),
-        (lambda: run_ranks(2, signal_on, 0, signal.SIGSTOP, timeout=units(2)), "It does not say where: it may be stopped"),
+        (
+            lambda: run_ranks(2, signal_on, 0, signal.SIGSTOP, timeout=units(2)),
+            "It does not say where: it may be stopped",
+        ),
         (lambda: run_ranks(2, barrier_on, 1), "strayed\n[^\n]*the same collectives[^\n]*\nTraceback.*Error: "),
         (lambda: run_ranks(2, return_unpicklable), "Can't pickle|Can't get local object"),
         (lambda: run_ranks(2, raise_unpicklable), "1 and 2"),

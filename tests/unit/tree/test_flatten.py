@@ -14,12 +14,12 @@ import statetree as st
 from statetree.testing import assert_trees_equal, tree_differences
 from statetree.tree.flatten import flatten_for_copy, unflatten_copy
 from statetree.tree.traversal import MAX_DEPTH
+from tests.pace import units
 from tests.trees import TREES, Ramp
 from tests.trees.containers import DictWithAttributes, ListWithAttributes, ListWithSlots, Point, TupleWithAttributes
 from tests.trees.corpus import Held
 from tests.trees.fields import Frozen, KnownToOptree, Numbered, Rebuilt, Registered, Slotted, State
 from tests.trees.objects import Network, trained
-from tests.pace import units
 
 every_tree = pytest.mark.parametrize("tree", TREES, ids=str)
 MUTABLE = (dict, list, deque, State, Slotted, Numbered)
