@@ -4,6 +4,7 @@ The environment variable HYPOTHESIS_PROFILE chooses the profile: ``quick`` in `m
 wherever CI is set, ``thorough`` in `make thorough`, ``dev`` while working.
 """
 
+import gc
 import os
 import re
 from collections.abc import Iterator
@@ -54,6 +55,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         worlds = getattr(item, "callspec", None)
         if worlds is not None and worlds.params.get("world_size", QUICK_WORLDS[0]) not in QUICK_WORLDS:
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Look no more at what was imported and collected: a stager collects garbage whenever it would be busy."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

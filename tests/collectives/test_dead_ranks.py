@@ -52,6 +52,7 @@ def outlive(number):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_survivors_raise_in_time(number):
     outcomes = rank_outcomes(3, outlive, number, timeout=units(55), collective_timeout=units(30))
@@ -97,6 +98,7 @@ def outlive_a_move(number, verb):
     return (*found, elapsed_s)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "verb"), [(signal.SIGKILL, "distribute"), (signal.SIGSTOP, "reshard")])
 def test_survivors_raise_in_time_while_elements_move(number, verb):
     outcomes = rank_outcomes(3, outlive_a_move, number, verb, timeout=units(55), collective_timeout=units(30))

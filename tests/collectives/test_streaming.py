@@ -310,8 +310,9 @@ def go_over_two_groups():
                         check_in_step(group)
 
 
+@pytest.mark.slow
 def test_all_raise_if_one_fails_where_there_are_two_groups():
-    run_ranks(4, go_over_two_groups, collective_timeout=units(5))
+    run_ranks(4, go_over_two_groups)
 
 
 def stop_early():
@@ -354,7 +355,7 @@ def stop_early():
 
 @RANKS
 def test_all_raise_if_one_stops_early(world_size):
-    run_ranks(world_size, stop_early, collective_timeout=units(5))
+    run_ranks(world_size, stop_early)
 
 
 def stop_after_the_group():
@@ -371,4 +372,4 @@ def stop_after_the_group():
 
 
 def test_a_stream_may_outlive_its_group():
-    run_ranks(2, stop_after_the_group, collective_timeout=units(5))
+    run_ranks(2, stop_after_the_group)

@@ -140,6 +140,7 @@ def fail_each(verb, culprit):
     return told, left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("verb", "culprit"), CASES, ids=[f"{verb} on rank {culprit}" for verb, culprit in CASES])
 def test_whatever_fails_on_one_rank(verb, culprit):
     for told, left in run_ranks(2, fail_each, verb, culprit, timeout=units(100)):

@@ -115,6 +115,7 @@ def close(left: dict[str, float], right: dict[str, float]) -> bool:
     return left.keys() == right.keys() and all(math.isclose(left[key], right[key], rel_tol=1e-6) for key in left)
 
 
+@pytest.mark.slow
 def test_a_sharded_state_is_resharded_from_2_to_4_to_1_ranks(tmp_path):
     expected = run_ranks(2, save_on_ranks, tmp_path)[0]
     run_ranks(4, load_on_ranks, tmp_path, expected)
@@ -274,6 +275,7 @@ def save_where_ranks_are_in_unequally_many_groups(directory: Path) -> Any:
     return loaded["own"][rank].tolist()
 
 
+@pytest.mark.slow
 def test_ranks_may_be_in_unequally_many_groups(tmp_path):
     found = run_ranks(4, save_where_ranks_are_in_unequally_many_groups, tmp_path, timeout=units(15), fresh=True)
     assert found == [None, [1, 2, 3], [2, 3, 4], [3, 4, 5]]
@@ -293,6 +295,7 @@ def save_on_the_last_two(directory: Path) -> Any:
     return restored["own"][rank].tolist(), restored["rank"], loaded[rank].tolist()
 
 
+@pytest.mark.slow
 def test_some_of_the_ranks_save_by_themselves(tmp_path):
     found = run_ranks(4, save_on_the_last_two, tmp_path)
     assert found == [None, None, ([2, 3, 4], 2, [2, 3, 4]), ([3, 4, 5], 2, [3, 4, 5])]

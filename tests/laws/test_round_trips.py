@@ -24,7 +24,6 @@ from statetree.tree.matching import matched
 from tests.laws.table import Table
 from tests.repack import repacked
 
-
 laws = Table()
 
 

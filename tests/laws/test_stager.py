@@ -7,7 +7,6 @@ with its deepcopy.
 """
 
 import copy
-import gc
 import os
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -309,11 +308,3 @@ class Staging(RuleBasedStateMachine):
 
 class TestStaging(Staging.TestCase):
     settings = settings(settings.default, stateful_step_count=STEPS)
-
-    def setUp(self):
-        # A stager collects garbage before it is busy, which is often here: what torch brought need not be looked at.
-        gc.collect()
-        gc.freeze()
-
-    def tearDown(self):
-        gc.unfreeze()

@@ -86,7 +86,12 @@ print(len(os.listdir("/proc/self/fd")))
 
 @pytest.mark.parametrize(
     ("limit", "count", "size"),
-    [(1024, 5000, 10), (256, 5000, 10), (256, 300, 290_000), (256, 40, 1_000_000)],
+    [
+        pytest.param(1024, 5000, 10, marks=pytest.mark.slow),
+        pytest.param(256, 5000, 10, marks=pytest.mark.slow),
+        (256, 300, 290_000),
+        pytest.param(256, 40, 1_000_000, marks=pytest.mark.slow),
+    ],
     ids=["5,000 small ones", "5,000 small ones and few descriptors", "300 of 1.1 MiB", "40 of 4 MB"],
 )
 def test_three_snapshots_alive_under_a_limit_of_descriptors(limit, count, size):

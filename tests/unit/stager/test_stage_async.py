@@ -529,6 +529,7 @@ def test_sources_are_let_go_of_when_they_are_staged(stager):
 # Interrupts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["/stager.py", "/spans/layout.py", "/builtin.py"])
 def test_an_interrupt_anywhere_leaves_nothing_behind(options, file):
     with st.Stager(**options) as stager:
@@ -612,6 +613,7 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="needs POSIX signals")
 def test_signals_at_any_moment(options):
     kind = "shared" if options["share_memory"] else "plain"

@@ -396,6 +396,7 @@ def test_a_copy_that_fails_half_way(options, monkeypatch):
         assert_trees_equal(staged, expected, storages=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "file", ["/stager.py", "/pool.py", "/geometry.py", "/spans/layout.py", "/memory.py", "/builtin.py"]
 )
@@ -937,6 +938,7 @@ def resident():
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/statm")
 @pytest.mark.parametrize("verb", ["stage", "stage_async"])
 def test_a_hundred_dropped_stagers_leave_no_memory_behind(options, verb):

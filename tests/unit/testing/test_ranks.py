@@ -258,6 +258,7 @@ def test_closing_ends_the_processes():
     assert not set(run_ranks(2, pid)) & set(kept)
 
 
+@pytest.mark.slow
 def test_the_failure_holds_every_traceback():
     with pytest.raises(AssertionError) as caught:
         run_ranks(4, raise_on, [1, 3])
@@ -311,6 +312,7 @@ def test_after_a_failure_there_are_new_processes_in_step(make, reason):
     assert run_ranks(2, add_up, 1)[1][0] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("megabytes", [0, 10])
 def test_a_rank_that_was_stopped_between_calls_is_hung(megabytes):
     before = run_ranks(2, pid)
@@ -323,6 +325,7 @@ def test_a_rank_that_was_stopped_between_calls_is_hung(megabytes):
     assert run_ranks(2, add_up, 1)[1][0] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "reason"),
     [(signal.SIGSTOP, "hung\n.*it may be stopped"), (signal.SIGKILL, "died\n.*exit code -9")],
@@ -336,6 +339,7 @@ def test_a_rank_that_stops_or_dies_after_its_answer_is_named(number, reason):
     assert run_ranks(2, add_up, 1)[1][0] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delay_s", [0, 0.03, 0.1])
 def test_a_rank_that_stops_while_it_sends_is_hung(delay_s):
     started = time.monotonic()
@@ -344,6 +348,7 @@ def test_a_rank_that_stops_while_it_sends_is_hung(delay_s):
     assert time.monotonic() - started < units(10)
 
 
+@pytest.mark.slow
 def test_a_rank_that_closes_its_line_is_hung():
     started = time.monotonic()
     with pytest.raises(AssertionError, match="--- rank 1 hung"):
@@ -351,6 +356,7 @@ def test_a_rank_that_closes_its_line_is_hung():
     assert time.monotonic() - started < units(10)
 
 
+@pytest.mark.slow
 def test_a_rank_has_died_even_if_a_process_that_it_started_has_not(tmp_path):
     started = time.monotonic()
     with pytest.raises(AssertionError, match=r"--- rank 1 died\nIts process ended with exit code 3."):
@@ -385,6 +391,7 @@ def test_an_exception_that_cannot_be_unpickled_is_told_all_the_same():
     assert "in raise_what_cannot_be_unpickled_in" in outcomes[0].report
 
 
+@pytest.mark.slow
 def test_the_failure_has_the_first_exception_of_a_rank_as_its_cause():
     with pytest.raises(AssertionError) as caught:
         run_ranks(4, raise_on, [1, 3])
@@ -398,6 +405,7 @@ def test_collectives_have_a_timeout_of_their_own():
         run_ranks(2, partial(raise_on, [1], barrier=True), collective_timeout=limit_s)
 
 
+@pytest.mark.slow
 def test_sub_groups():
     assert run_ranks(4, sub_group) == [1, 1, 5, 5]
     assert run_ranks(4, sub_group) == [1, 1, 5, 5]
@@ -479,6 +487,7 @@ def test_what_cannot_be_pickled_is_refused_before_anything_is_sent():
     assert run_ranks(2, pid) == before
 
 
+@pytest.mark.slow
 def test_outcomes_of_ranks_that_are_meant_to_fail():
     outcomes = rank_outcomes(4, partial(raise_on, [1, 2]))
     assert [outcome.status for outcome in outcomes] == ["returned", "raised", "raised", "returned"]
@@ -488,6 +497,7 @@ def test_outcomes_of_ranks_that_are_meant_to_fail():
     assert "in raise_on" in outcomes[2].report
 
 
+@pytest.mark.slow
 def test_an_outcome_does_not_cut_the_others_short():
     limit_s = round(units(3.5))  # more than a rank that failed leaves the others in `run_ranks`
     outcomes = rank_outcomes(2, partial(raise_on, [1], barrier=True), collective_timeout=limit_s)
@@ -495,6 +505,7 @@ def test_an_outcome_does_not_cut_the_others_short():
     assert f"Timed out waiting {limit_s}000ms" in outcomes[0].report
 
 
+@pytest.mark.slow
 def test_outcomes_of_killed_and_stopped_ranks():
     killed = rank_outcomes(2, signal_on, 1, signal.SIGKILL)
     assert [(outcome.status, outcome.value) for outcome in killed] == [("returned", 0), ("died", None)]
@@ -517,6 +528,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["pass", "raise SystemExit(0)", "os.kill(os.getpid(), 9)"])
 def test_processes_end_with_the_one_that_started_them(end, tmp_path):
     script = tmp_path / "script.py"
@@ -567,6 +579,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
 def test_processes_that_work_end_with_the_one_that_started_them(number, tmp_path):
     script, busy = tmp_path / "script.py", tmp_path / "busy"
@@ -589,6 +602,7 @@ def answer_late(folder):
         rank_worker._answer(rank_worker.pickled_call(sleep_in_c, (60,), 0.2), stack)
 
 
+@pytest.mark.slow
 def test_a_call_that_no_one_ends_ends_its_process_after_its_timeout(tmp_path):
     outcomes = rank_outcomes(1, answer_late, tmp_path, timeout=units(10))
     assert (outcomes[0].status, outcomes[0].report) == ("died", "Its process ended with exit code 1.")
@@ -625,6 +639,7 @@ def start_a_process():
     return process.exitcode
 
 
+@pytest.mark.slow
 def test_ranks_may_start_processes():
     assert run_ranks(1, start_a_process) == [0]
 
