@@ -55,6 +55,7 @@ def test_a_reader_that_goes_away_is_no_error(files):
         assert b"Traceback" not in process.stderr.read()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["show"], ["show", "--json"], ["diff", "--values"], ["--help"], ["nonsense"]])
 def test_nobody_reading_is_not_a_difference(command, files):
     paths = {"show": files[:1], "diff": [files[0], files[0]]}.get(command[0], [])
@@ -79,6 +80,7 @@ def test_what_cannot_be_written_out_is_a_failure(files):
     assert "Exception ignored" not in ran.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", [1, 2])
 def test_closed_streams(closed, files):
     for paths, status in (((files[0], files[0]), 0), (files, 1), ((files[0], "none.pt"), 2)):
@@ -198,6 +200,7 @@ def limited(extra_bytes, *args):
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=units(150), check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["b.pt", "b.safetensors", "b"])
 def test_converting_takes_little_memory_however_large_the_file(name, tmp_path):
     """320 MiB of tensors, one of them 256 MiB, in 224 MiB of memory (address space, of which 64 to 118 MiB suffice)."""
@@ -284,6 +287,7 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "numbers", "status"),
     [

@@ -124,6 +124,7 @@ def save_by_all_means(directory):
         save_in_a_process(kind, directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_saves_hold_the_values_of_their_steps(world_size, tmp_path):
     run_ranks(world_size, save_by_all_means, tmp_path, timeout=units(60))

@@ -26,6 +26,8 @@ from statetree.dcp import Checkpointer
 from statetree.testing import assert_trees_equal
 from tests.pace import units
 
+pytestmark = pytest.mark.slow
+
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 KILLS = int(os.environ.get("STATETREE_KILLS") or (50 if THOROUGH else 8))
 WITHIN_S = 0.2  # some ten saves

@@ -11,6 +11,8 @@ import pytest
 
 from tests.pace import units
 
+pytestmark = pytest.mark.slow
+
 DEMO = Path(__file__).parents[2] / "examples" / "train_resume.py"
 SMALL = ("--steps", "16", "--every", "4")
 TIMEOUT_S = units(100)  # it takes about 8

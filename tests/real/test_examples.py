@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 
 from tests.pace import units
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TIMEOUT_S = units(100)
 

@@ -29,6 +29,7 @@ def expected() -> set[tuple[str, int, str]]:
     return {("mistakes.py", number, kind[1]) for number, kind in kinds if kind}
 
 
+@pytest.mark.slow
 def test_the_types_are_those_that_users_see(tmp_path):
     pytest.importorskip("mypy", reason="the type checker is not installed: group lint")
     options = ("--strict", "--config-file=", "--no-error-summary", f"--cache-dir={ROOT / '.mypy_cache' / 'users'}")

@@ -28,6 +28,8 @@ from benchmarks.states import State, leaves, zeros_like
 from statetree.testing import run_ranks
 from tests.pace import units
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 TINY = 0.0005
 ONCE = Budget(rounds=1, most=1, seconds=0)
