@@ -17,11 +17,12 @@ import torch
 from statetree.cli.app import main
 from tests.cli.hostile import bomb
 from tests.cli.states import bits, write
+from tests.pace import units
 
 
 def started(*args, **options):
     command = [sys.executable, "-m", "statetree", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
+    return subprocess.run(command, capture_output=True, text=True, timeout=units(60), check=False, **options)
 
 
 @pytest.fixture
@@ -49,11 +50,12 @@ def test_a_reader_that_goes_away_is_no_error(files):
     ) as process:
         assert process.stdout is not None
         process.stdout.close()
-        process.wait(timeout=120)
+        process.wait(timeout=units(60))
         assert process.stderr is not None
         assert b"Traceback" not in process.stderr.read()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["show"], ["show", "--json"], ["diff", "--values"], ["--help"], ["nonsense"]])
 def test_nobody_reading_is_not_a_difference(command, files):
     paths = {"show": files[:1], "diff": [files[0], files[0]]}.get(command[0], [])
@@ -61,7 +63,7 @@ def test_nobody_reading_is_not_a_difference(command, files):
     os.close(read)
     ran = subprocess.run(
         [sys.executable, "-m", "statetree", *command, *map(str, paths)],
-        stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+        stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=units(60), check=False,
     )  # fmt: skip
     os.close(write_end)
     assert ran.returncode == (2 if command == ["nonsense"] else 141)
@@ -72,17 +74,18 @@ def test_nobody_reading_is_not_a_difference(command, files):
 def test_what_cannot_be_written_out_is_a_failure(files):
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "statetree", "show", str(files[0])]
-        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=units(60), check=False)
     assert ran.returncode == 2
     assert "No space left on device" in ran.stderr
     assert "Exception ignored" not in ran.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", [1, 2])
 def test_closed_streams(closed, files):
     for paths, status in (((files[0], files[0]), 0), (files, 1), ((files[0], "none.pt"), 2)):
         command = f"{sys.executable} -m statetree diff --values {paths[0]} {paths[1]} {closed}>&-"
-        ran = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120, check=False)
+        ran = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=units(60), check=False)
         assert ran.returncode == status
         assert "fault" not in ran.stderr
 
@@ -93,7 +96,7 @@ def test_the_extra_is_named_when_it_is_missing(missing, files):
         f"import sys; sys.modules[{missing!r}] = None; sys.argv = ['statetree', 'show', {str(files[0])!r}]\n"
         "from statetree.__main__ import main; sys.exit(main())"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=units(60), check=False)
     assert (ran.returncode, ran.stdout) == (2, "")
     assert f"the command needs the extra cli ({missing} is missing): pip install 'statetree[cli]'" in ran.stderr
     assert "Traceback" not in ran.stderr
@@ -158,9 +161,10 @@ def limited(extra_bytes, *args):
     """Run the command with little memory beyond what its modules take."""
     command = [sys.executable, "-c", LIMITED, str(extra_bytes), *map(str, args)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}  # an arena reserves 64 MiB for a thread
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=units(150), check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["b.pt", "b.safetensors", "b"])
 def test_converting_takes_little_memory_however_large_the_file(name, tmp_path):
     """320 MiB of tensors, one of them 256 MiB, in 224 MiB of memory (address space, of which 64 to 118 MiB suffice)."""
@@ -247,6 +251,7 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "numbers", "status"),
     [
@@ -270,7 +275,7 @@ def test_signals_leave_nothing_behind(name, numbers, status, tmp_path):
         for number in numbers:
             process.send_signal(number)
             time.sleep(0.1)
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=units(60))
     os.close(read)
     os.close(write_end)
     assert process.returncode == status, err
@@ -282,7 +287,9 @@ def test_signals_that_are_ignored_stay_ignored(files, tmp_path):
     """As under ``nohup``."""
     code = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n{SLOW}"
     code = code.replace("os.write(3,", "os.kill(os.getpid(), signal.SIGHUP), (")
-    ran = subprocess.run([sys.executable, "-c", code, "convert", files[0], tmp_path / "c.pt"], timeout=120, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", code, "convert", files[0], tmp_path / "c.pt"], timeout=units(60), check=False
+    )
     assert ran.returncode == 0
 
 

@@ -13,6 +13,7 @@ import torch
 
 from tests.cli.hostile import Raw, Storage, archive, bomb, pickle_of, tensor
 from tests.cli.states import bits, nested_state, write
+from tests.pace import units
 
 DATA = {"0": bytes(16)}
 
@@ -241,7 +242,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(units(60))
 def test_small_pickles_cannot_make_much(name, tmp_path, statetree):
     path = archive(tmp_path / "a.pt", BOMBS[name]())
     begin = time.process_time()

@@ -13,6 +13,7 @@ from statetree.testing import Layout, run_ranks
 from statetree.testing.watch import Watch
 from statetree.tree.spec import TreeSpec
 from tests.collectives.checks import attempt, blank, check_in_step
+from tests.pace import units
 
 RANKS = pytest.mark.parametrize("world_size", [1, 2, 4])
 
@@ -170,7 +171,7 @@ def give_bad_options():
             assert "the timeout must be positive" in message
             check_in_step()
         call(20)
-        call(datetime.timedelta(seconds=20))
+        call(datetime.timedelta(seconds=units(10)))
     for call in (
         lambda: statetree.gather(tree, group=object()),
         lambda: statetree.gather(tree, dst="0"),
@@ -211,7 +212,7 @@ def give_a_bad_timeout_on_one_rank():
 
 
 def test_a_bad_timeout_on_one_rank_makes_all_raise():
-    run_ranks(2, give_a_bad_timeout_on_one_rank, collective_timeout=10)
+    run_ranks(2, give_a_bad_timeout_on_one_rank)
 
 
 def write_onto_meta():

@@ -150,6 +150,7 @@ def send_distributed():
     check_in_step()
 
 
+@pytest.mark.slow
 def test_distributed_leaves_keep_their_layout():
     run_ranks(4, send_distributed)
 
@@ -190,5 +191,6 @@ def disagree_with_the_absent():
     assert statetree.broadcast(None) is None
 
 
+@pytest.mark.slow
 def test_trees_other_than_the_sources_are_refused():
     run_ranks(4, disagree_with_the_absent)

@@ -82,6 +82,7 @@ def keep_of_layouts():
     return found
 
 
+@pytest.mark.slow
 def test_each_chunk_is_kept_once():
     rows = run_ranks(4, keep_of_layouts)
     for key, layout in LAYOUTS.items():
@@ -130,6 +131,7 @@ def keep_in_group():
     return found["a"].is_meta, found["b"]._local_tensor.is_meta
 
 
+@pytest.mark.slow
 def test_a_group_shares_among_itself():
     rows = run_ranks(4, keep_in_group)
     assert rows[0] == rows[1]

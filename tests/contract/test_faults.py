@@ -33,6 +33,7 @@ CASES = [
     *((verb, step) for verb in SHARED for step in ("descriptor", "room")),
     *((verb, "pin") for verb in PINNED),
 ]
+QUICK = {("offload", "call"), ("copy_into", "call"), ("stage", "call"), ("stage into shared memory", "room")}
 
 
 def make_tree():
@@ -62,7 +63,13 @@ def same(verb, result, tree):
 
 # An interrupt that strikes while Python closes a generator is lost, and Python says so.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize(("verb", "step"), CASES, ids=[f"{verb}-{step}" for verb, step in CASES])
+@pytest.mark.parametrize(
+    ("verb", "step"),
+    [
+        pytest.param(verb, step, id=f"{verb}-{step}", marks=() if (verb.name, step) in QUICK else pytest.mark.slow)
+        for verb, step in CASES
+    ],
+)
 def test_whatever_fails(verb, step, monkeypatch):
     pinned = set()
     if step == "pin":

@@ -12,6 +12,7 @@ from statetree.testing.plan_strategies import tied_plans, tree_plans
 from statetree.testing.plans import Node, TensorPlan, build
 from statetree.testing.watch import Watch
 from tests.laws.drawn import near
+from tests.laws.table import Table
 
 plans = hyp.one_of(tree_plans(max_leaves=8), tied_plans(max_leaves=8))
 pairs_of_plans = hyp.one_of(near(plans), hyp.tuples(plans, plans))
@@ -37,8 +38,11 @@ def test_any_two_trees(pair, cast):
         assert {found.kind for found in report.differences} <= ({"dtype"} if cast else set()), report
 
 
-@given(plan=plans)
-def test_two_trees_of_one_plan(plan):
+laws = Table()
+
+
+@laws
+def two_trees_of_one_plan(plan):
     source, target = build(plan), build(plan)
     watch = Watch(target)
     try:
@@ -50,8 +54,8 @@ def test_two_trees_of_one_plan(plan):
         assert_trees_equal(result, source, ties=False)
 
 
-@given(plan=plans)
-def test_what_was_allocated_can_be_filled(plan):
+@laws
+def what_was_allocated_can_be_filled(plan):
     tree = build(plan)
     target = st.offload(tree) if _has_meta(tree) else st.allocate_like(tree)
     try:
@@ -60,6 +64,11 @@ def test_what_was_allocated_can_be_filled(plan):
         assert "overlaps itself" in str(error)
     else:
         assert st.similarity(result, tree, values=True)  # not the attributes of tensors, which are the target's
+
+
+@given(plan=plans)
+def test_of_one_tree(**drawn):
+    laws.check(**drawn)
 
 
 def _has_meta(tree):

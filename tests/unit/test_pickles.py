@@ -10,6 +10,7 @@ from contextlib import suppress
 import pytest
 
 from statetree.pickles import BadPickle, Foreign, Named, Reader, Record, Recorded, collection_paused
+from tests.pace import units
 
 PLAIN = [
     None,
@@ -122,4 +123,4 @@ def test_many_keys_whose_hashes_may_be_chosen_are_read_if_they_are_spread():
 
 def test_importing_the_package_does_not_load_it():
     code = "import sys, statetree; assert 'statetree.pickles' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=units(60))

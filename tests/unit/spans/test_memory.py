@@ -15,6 +15,7 @@ from statetree.spans import memory as buffers
 from statetree.spans.layout import as_bytes
 from statetree.spans.memory import ALIGNMENT, LARGE_BYTES, SLAB_BYTES, Buffer, Memory
 from statetree.stager.pool import Pool
+from tests.pace import units
 
 CONTAINERS = {"plain": {}, "shared": {"share_memory": True}}
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs fork")
@@ -180,7 +181,7 @@ def assert_seen_elsewhere(views, context):
     expected = [view + 1 for view in views]
     process = context.Process(target=add_one, args=(views,))
     process.start()
-    process.join(60)
+    process.join(units(30))
     assert process.exitcode == 0
     for view, wanted in zip(views, expected, strict=True):
         assert torch.equal(view, wanted)
@@ -199,7 +200,7 @@ def test_what_a_forked_process_writes_to_plain_memory_is_not():
     view = as_bytes(buffer.storage, 0, 8).fill_(1)
     process = multiprocessing.get_context("fork").Process(target=add_one, args=([view],))
     process.start()
-    process.join(60)
+    process.join(units(30))
     assert process.exitcode == 0
     assert view.tolist() == [1] * 8
 
@@ -236,7 +237,7 @@ import statetree as st, torch
 st.offload([torch.ones(1)], pin_memory=True)  # warns here
 st.allocate_like([torch.ones(1)], pin_memory=True)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=units(60), check=True)
     assert "<string>:3: UserWarning: pin_memory=True needs an accelerator" in done.stderr
     assert done.stderr.count("UserWarning") == 1
 

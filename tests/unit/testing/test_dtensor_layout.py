@@ -40,6 +40,7 @@ def test_torch_agrees_on_two_ranks(layout):
     check(layout, 2)
 
 
+@pytest.mark.slow
 @given(layout=layouts(4, partial=True))
 @settings(max_examples=60)
 @example(layout=Layout((7,), ((0, 1), (2, 3)), ("S0/2", "S0")))

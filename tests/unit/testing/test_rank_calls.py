@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from statetree.testing import rank_worker, run_ranks
 from statetree.testing.rank_calls import close_ranks, rank_outcomes
+from tests.pace import units
 
 ROOT = Path(__file__).parents[3]
 CALLS = []
@@ -187,7 +188,7 @@ def exit_and_leave_a_child(rank, folder):
     if dist.get_rank() == rank:
         child = os.fork()
         if not child:
-            time.sleep(60)
+            time.sleep(600)
             os._exit(0)
         (folder / "child").write_text(str(child))
         os._exit(3)
@@ -257,6 +258,7 @@ def test_closing_ends_the_processes():
     assert not set(run_ranks(2, pid)) & set(kept)
 
 
+@pytest.mark.slow
 def test_the_failure_holds_every_traceback():
     with pytest.raises(AssertionError) as caught:
         run_ranks(4, raise_on, [1, 3])
@@ -274,7 +276,7 @@ def test_when_one_rank_raises_the_others_say_where_they_wait_for_it():
     started = time.monotonic()
     with pytest.raises(AssertionError) as caught:
         run_ranks(2, partial(raise_on, [1], barrier=True))
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < units(15)
     text = str(caught.value)
     assert "--- rank 0 hung\nIt did not end in time, and was killed." in text
     assert "in barrier" in text
@@ -286,10 +288,13 @@ def test_when_one_rank_raises_the_others_say_where_they_wait_for_it():
     ("make", "reason"),
     [
         (lambda: run_ranks(2, raise_on, [0, 1]), "it is rank 0"),
-        (lambda: run_ranks(2, sleep_on, 1, timeout=3), "in sleep_on"),
+        (lambda: run_ranks(2, sleep_on, 1, timeout=units(2)), "in sleep_on"),
         (lambda: run_ranks(2, end_with, 7), "exit code 7"),
         (lambda: run_ranks(2, signal_on, 0, signal.SIGKILL), "exit code -9"),
-        (lambda: run_ranks(2, signal_on, 0, signal.SIGSTOP, timeout=3), "It does not say where: it may be stopped"),
+        (
+            lambda: run_ranks(2, signal_on, 0, signal.SIGSTOP, timeout=units(2)),
+            "It does not say where: it may be stopped",
+        ),
         (lambda: run_ranks(2, barrier_on, 1), "strayed\n[^\n]*the same collectives[^\n]*\nTraceback.*Error: "),
         (lambda: run_ranks(2, return_unpicklable), "Can't pickle|Can't get local object"),
         (lambda: run_ranks(2, raise_unpicklable), "1 and 2"),
@@ -307,18 +312,20 @@ def test_after_a_failure_there_are_new_processes_in_step(make, reason):
     assert run_ranks(2, add_up, 1)[1][0] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("megabytes", [0, 10])
 def test_a_rank_that_was_stopped_between_calls_is_hung(megabytes):
     before = run_ranks(2, pid)
     os.kill(before[1], signal.SIGSTOP)
     started = time.monotonic()
     with pytest.raises(AssertionError, match=r"failed on 1 of 2 ranks.\n--- rank 1 hung\n.*it may be stopped"):
-        run_ranks(2, len, b"x" * megabytes * 1_000_000, timeout=2)
-    assert time.monotonic() - started < 10
+        run_ranks(2, len, b"x" * megabytes * 1_000_000, timeout=units(1))
+    assert time.monotonic() - started < units(10)
     assert not any(map(alive, before))
     assert run_ranks(2, add_up, 1)[1][0] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "reason"),
     [(signal.SIGSTOP, "hung\n.*it may be stopped"), (signal.SIGKILL, "died\n.*exit code -9")],
@@ -327,11 +334,12 @@ def test_a_rank_that_was_stopped_between_calls_is_hung(megabytes):
 def test_a_rank_that_stops_or_dies_after_its_answer_is_named(number, reason):
     started = time.monotonic()
     with pytest.raises(AssertionError, match=f"failed on 1 of 2 ranks.\n--- rank 1 {reason}"):
-        run_ranks(2, signal_when_received, 1, number, timeout=3)
-    assert time.monotonic() - started < 10
+        run_ranks(2, signal_when_received, 1, number, timeout=units(2))
+    assert time.monotonic() - started < units(10)
     assert run_ranks(2, add_up, 1)[1][0] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delay_s", [0, 0.03, 0.1])
 def test_a_rank_that_stops_while_it_sends_is_hung(delay_s):
     started = time.monotonic()
@@ -340,19 +348,21 @@ def test_a_rank_that_stops_while_it_sends_is_hung(delay_s):
     assert time.monotonic() - started < 30
 
 
+@pytest.mark.slow
 def test_a_rank_that_closes_its_line_is_hung():
     started = time.monotonic()
     with pytest.raises(AssertionError, match="--- rank 1 hung"):
-        run_ranks(2, close_the_line, 1, timeout=3)
-    assert time.monotonic() - started < 10
+        run_ranks(2, close_the_line, 1, timeout=units(2))
+    assert time.monotonic() - started < units(10)
 
 
+@pytest.mark.slow
 def test_a_rank_has_died_even_if_a_process_that_it_started_has_not(tmp_path):
     started = time.monotonic()
     with pytest.raises(AssertionError, match=r"--- rank 1 died\nIts process ended with exit code 3."):
         run_ranks(2, exit_and_leave_a_child, 1, tmp_path)
     os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < units(15)
 
 
 def test_ranks_that_had_no_time_to_begin_are_hung():
@@ -381,6 +391,7 @@ def test_an_exception_that_cannot_be_unpickled_is_told_all_the_same():
     assert "in raise_what_cannot_be_unpickled_in" in outcomes[0].report
 
 
+@pytest.mark.slow
 def test_the_failure_has_the_first_exception_of_a_rank_as_its_cause():
     with pytest.raises(AssertionError) as caught:
         run_ranks(4, raise_on, [1, 3])
@@ -389,10 +400,12 @@ def test_the_failure_has_the_first_exception_of_a_rank_as_its_cause():
 
 
 def test_collectives_have_a_timeout_of_their_own():
-    with pytest.raises(AssertionError, match="Timed out waiting 500ms"):
-        run_ranks(2, partial(raise_on, [1], barrier=True), collective_timeout=0.5)
+    limit_s = round(units(1))
+    with pytest.raises(AssertionError, match=f"Timed out waiting {limit_s}000ms"):
+        run_ranks(2, partial(raise_on, [1], barrier=True), collective_timeout=limit_s)
 
 
+@pytest.mark.slow
 def test_sub_groups():
     assert run_ranks(4, sub_group) == [1, 1, 5, 5]
     assert run_ranks(4, sub_group) == [1, 1, 5, 5]
@@ -419,7 +432,7 @@ def test_new_processes_join_their_group_in_the_surroundings_of_their_caller(monk
 def test_a_rank_that_was_killed_between_calls_is_replaced():
     before = run_ranks(2, pid)
     os.kill(before[1], signal.SIGKILL)
-    until = time.monotonic() + 10
+    until = time.monotonic() + units(10)
     while alive(before[1]) and time.monotonic() < until:
         time.sleep(0.01)
     time.sleep(0.1)  # until this process has been told
@@ -474,6 +487,7 @@ def test_what_cannot_be_pickled_is_refused_before_anything_is_sent():
     assert run_ranks(2, pid) == before
 
 
+@pytest.mark.slow
 def test_outcomes_of_ranks_that_are_meant_to_fail():
     outcomes = rank_outcomes(4, partial(raise_on, [1, 2]))
     assert [outcome.status for outcome in outcomes] == ["returned", "raised", "raised", "returned"]
@@ -483,16 +497,19 @@ def test_outcomes_of_ranks_that_are_meant_to_fail():
     assert "in raise_on" in outcomes[2].report
 
 
+@pytest.mark.slow
 def test_an_outcome_does_not_cut_the_others_short():
-    outcomes = rank_outcomes(2, partial(raise_on, [1], barrier=True), collective_timeout=7)
+    limit_s = round(units(3.5))  # more than a rank that failed leaves the others in `run_ranks`
+    outcomes = rank_outcomes(2, partial(raise_on, [1], barrier=True), collective_timeout=limit_s)
     assert [outcome.status for outcome in outcomes] == ["raised", "raised"]
-    assert "Timed out waiting 7000ms" in outcomes[0].report
+    assert f"Timed out waiting {limit_s}000ms" in outcomes[0].report
 
 
+@pytest.mark.slow
 def test_outcomes_of_killed_and_stopped_ranks():
     killed = rank_outcomes(2, signal_on, 1, signal.SIGKILL)
     assert [(outcome.status, outcome.value) for outcome in killed] == [("returned", 0), ("died", None)]
-    stopped = rank_outcomes(2, signal_on, 0, signal.SIGSTOP, timeout=8)
+    stopped = rank_outcomes(2, signal_on, 0, signal.SIGSTOP, timeout=units(4))
     assert [outcome.status for outcome in stopped] == ["hung", "returned"]
 
 
@@ -511,6 +528,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["pass", "raise SystemExit(0)", "os.kill(os.getpid(), 9)"])
 def test_processes_end_with_the_one_that_started_them(end, tmp_path):
     script = tmp_path / "script.py"
@@ -526,14 +544,14 @@ def run_python(arguments, **variables):
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=units(30),
         check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
     )
 
 
 def end_soon(pids):
-    until = time.monotonic() + 10
+    until = time.monotonic() + units(10)
     while any(map(alive, pids)) and time.monotonic() < until:
         time.sleep(0.05)
     return not any(map(alive, pids))
@@ -561,6 +579,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
 def test_processes_that_work_end_with_the_one_that_started_them(number, tmp_path):
     script, busy = tmp_path / "script.py", tmp_path / "busy"
@@ -583,8 +602,9 @@ def answer_late(folder):
         rank_worker._answer(rank_worker.pickled_call(sleep_in_c, (60,), 0.2), stack)
 
 
+@pytest.mark.slow
 def test_a_call_that_no_one_ends_ends_its_process_after_its_timeout(tmp_path):
-    outcomes = rank_outcomes(1, answer_late, tmp_path, timeout=20)
+    outcomes = rank_outcomes(1, answer_late, tmp_path, timeout=units(10))
     assert (outcomes[0].status, outcomes[0].report) == ("died", "Its process ended with exit code 1.")
     assert "in sleep_in_c" in (tmp_path / "stack").read_text()
 
@@ -636,10 +656,11 @@ def test_threads_take_turns():
 def start_a_process():
     process = multiprocessing.get_context("spawn").Process(target=nothing)
     process.start()
-    process.join(60)
+    process.join(units(30))
     return process.exitcode
 
 
+@pytest.mark.slow
 def test_ranks_may_start_processes():
     assert run_ranks(1, start_a_process) == [0]
 

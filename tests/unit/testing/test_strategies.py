@@ -215,6 +215,7 @@ def shared(plan):
     return "storage" if len({leaf.untyped_storage()._cdata for leaf in leaves}) < len(leaves) else ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "chosen", "wanted"),
     [
@@ -237,6 +238,7 @@ def test_everything_comes_up(strategy, chosen, wanted):
 # Shrinking
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "holds", "smallest"),
     [
@@ -263,6 +265,7 @@ def test_plans_shrink_to_small_ones(strategy, holds, smallest):
     assert repr(found) == smallest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "trees",
     [tensors(), state_trees(), state_trees(tensors()), state_trees(hyp.none() | tensors())],
