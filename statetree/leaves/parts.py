@@ -16,7 +16,7 @@ from statetree.spans.geometry_cache import recognise, remember
 from statetree.torch_internals import is_zero_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from statetree.leaves.registry import LeafType
 
@@ -124,14 +124,7 @@ class Unpacked:
 
     def holds_distributed(self) -> bool:
         """Whether a distributed tensor lies inside a leaf that is taken apart."""
-        pending = [recipe.whole if isinstance(recipe, MemberRecipe) else recipe for recipe in self.recipes.values()]
-        while pending:
-            recipe = pending.pop()
-            if isinstance(recipe, PackedRecipe):
-                if recipe.leaf_type.distributed:
-                    return True
-                pending += recipe.inner
-        return False
+        return _hold_distributed(self.recipes.values())
 
     def pack(self, parts: Sequence[torch.Tensor]) -> list[Any]:
         """Return the leaves with other plain tensors in place of the parts.
@@ -220,6 +213,26 @@ def _unpack_together(
         return unpacker, {}, []
     whole = PackedRecipe(leaf_type, context, tuple(inner), -1)
     return attempt, {index: MemberRecipe(whole, position) for position, index in enumerate(chosen)}, owners
+
+
+def hides_distributed(leaf: Any) -> bool:
+    """Whether there is a distributed tensor inside a leaf.
+
+    Raises:
+        UnsupportedLeaf: If it cannot be taken apart. ``%PATH%`` in the message stands for its path.
+    """
+    return _hold_distributed([_Unpacker([]).unpack(leaf)])
+
+
+def _hold_distributed(recipes: Iterable[Recipe]) -> bool:
+    pending = [recipe.whole if isinstance(recipe, MemberRecipe) else recipe for recipe in recipes]
+    while pending:
+        recipe = pending.pop()
+        if isinstance(recipe, PackedRecipe):
+            if recipe.leaf_type.distributed:
+                return True
+            pending += recipe.inner
+    return False
 
 
 def located(

@@ -313,3 +313,23 @@ def lack_memory_in_many():
 
 def test_many_faults_are_told_at_once():
     run_ranks(2, lack_memory_in_many)
+
+
+class Refusing:
+    def __reduce__(self):
+        raise RuntimeError("it will not be pickled")
+
+
+VERBS_OF_ONE = {
+    "gather": statetree.gather,
+    "broadcast": statetree.broadcast,
+    "partition_replicas": statetree.partition_replicas,
+    "reshard": lambda tree: statetree.reshard(tree, tree),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS_OF_ONE.values(), ids=VERBS_OF_ONE)
+def test_a_leaf_that_cannot_be_taken_apart_is_named(verb):
+    with pytest.raises(statetree.UnsupportedLeaf, match=r"the leaf at model\.x \(Refusing\) cannot") as raised:
+        verb({"first": torch.ones(1), "model": {"x": Refusing(), "w": torch.ones(2)}})
+    assert raised.value.path == ("model", "x")
