@@ -75,7 +75,7 @@ PHASES: Final = {
         "statetree.exchange.transfers.depart",
     ),
     "allocation": (
-        "statetree.spans.layout.replicate",
+        "statetree.spans.replicate.replicate_columns",
         "statetree.stager.snapshot.Snapshot.__init__",
         "statetree.exchange.destination.allocated",
         "statetree.transforms.gather._put_wholes",

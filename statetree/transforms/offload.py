@@ -9,8 +9,9 @@ from statetree.leaves.builtin import holds_tensor
 from statetree.leaves.parts import unpack
 from statetree.leaves.replicas import replicated
 from statetree.leaves.ties import tied_leaves
-from statetree.spans.layout import check_memory, extents, replicate
+from statetree.spans.layout import check_memory, extents
 from statetree.spans.memory import Memory, memory_of
+from statetree.spans.replicate import replicate_columns
 from statetree.torch_internals import quietly
 from statetree.tree.flatten import flatten_for_copy, unflatten
 
@@ -81,7 +82,7 @@ def _move(tree: Any, memory: Memory) -> Any:
     )
     reach = extents(part.columns)
     check_memory("offload", part.columns, lambda index: spec.paths()[moving[part.owners[index]]])
-    for index, leaf in zip(moving, part.pack(replicate(part.columns, reach, memory, copy=True)), strict=True):
+    for index, leaf in zip(moving, part.pack(replicate_columns(part.columns, reach, memory, copy=True)), strict=True):
         leaves[index] = leaf
     return unflatten(spec, leaves)
 
