@@ -148,6 +148,12 @@ def lay_out(columns: Columns, reach: list[int]) -> SpanLayout:
     return layout
 
 
+# What to copy of a storage on which several tensors lie? Its hull, from the first byte that is covered to the last,
+# keeps their distances, is one copy, and leaves them on one storage again: so it is usual. But two small views at the
+# ends of a gigabyte must not cost a gigabyte, so that a storage is cut where nothing is covered, if that saves more
+# than half of the hull and more than 1 MiB (below that, one more allocation costs more than the bytes). Then what was
+# one storage becomes several, which nobody can tell by writing to the tensors: a cut never goes through a view, nor
+# between views that touch, since these may be put together again with `as_strided`.
 def _cut(columns: Columns, reach: list[int], members: list[int], layout: SpanLayout) -> None:
     """Cut one storage into spans, and place its tensors in them."""
     starts = {index: columns.offsets[index] * columns.dtypes[index].itemsize for index in members}

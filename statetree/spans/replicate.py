@@ -80,6 +80,8 @@ def replicate_columns(columns: Columns, reach: list[int], memory: Memory, *, cop
         meta = [device.type == "meta" for device in columns.devices]
         if any(meta):
             return _by_part(columns, reach, meta, Memory("meta"), memory, copy=copy)
+    # The usual state has thousands of small tensors with storages of their own. For these, spans, buffers and views are
+    # three objects too many: one call of `clone` over all of them does the same in a third of the time.
     if memory.is_plain_host and columns.own_storages:
         clonable = _clonable(columns, reach)
         if all(clonable):

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     from statetree.tree.spec import TreeSpec
 
-#: Returns a tensor on the same memory, which no change to the other's storage or shape reaches.
+#: Returns a tensor on the same memory, which no change to the other's storage or shape reaches. The caller may replace
+#: ``tensor.data`` before the elements are read.
 _alias: Final = attrgetter("data")
 
 
