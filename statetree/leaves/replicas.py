@@ -22,9 +22,9 @@ def replicated(verb: str, tree: Any, memory: Memory, *, copy: bool) -> Any:
     if copy:
         parts.check_memory()
     fresh = replicate_columns(columns, extents(columns), memory, copy=copy)
-    if not copy:
-        # Indices, offsets and what else leaves are put together by: undefined ones would not make a leaf.
-        needed = [index for index in parts.unpacked.metadata_parts() if not columns.tensors[index].is_meta]
+    # Indices, offsets and what else leaves are put together by: undefined ones would not make a leaf.
+    needed = [] if copy else [index for index in parts.unpacked.metadata_parts() if not columns.tensors[index].is_meta]
+    if needed:
         chosen = Columns([columns.tensors[index] for index in needed])
         check_memory(verb, chosen, lambda index: parts.path_of(needed[index]))
         copy_bytes(chosen, Columns([fresh[index] for index in needed]))
