@@ -75,7 +75,7 @@ PHASES: Final = {
         "statetree.exchange.transfers.plan_transfers",
     ),
     "allocation": (
-        "statetree.spans.layout.replicate",
+        "statetree.spans.replicate.replicate_columns",
         "statetree.stager.snapshot.Snapshot.__init__",
         "statetree.exchange.like.allocated",
         "statetree.exchange.destination.FreshDestination._make",

@@ -12,9 +12,10 @@ from statetree.leaves.builtin import settled, taken_over
 from statetree.leaves.pairing import LeafPairing, leave_out_differences, paired_parts
 from statetree.leaves.parts import unpack
 from statetree.spans.columns import Columns
-from statetree.spans.layout import check_memory, extents, replicate
+from statetree.spans.layout import check_memory, extents
 from statetree.spans.memory import Memory
 from statetree.spans.overlaps import all_disjoint, conflicts, overlaps_itself, reads_of_written
+from statetree.spans.replicate import replicate_columns
 from statetree.torch_internals import (
     COPIED_AS_INTEGERS,
     WITHOUT_KERNELS,
@@ -194,7 +195,7 @@ def _copies(columns: Columns) -> list[torch.Tensor]:
     for device in set(columns.devices):
         chosen = [index for index, own in enumerate(columns.devices) if own == device]
         part = Columns([columns.tensors[index] for index in chosen])
-        fresh = replicate(part, [reach[index] for index in chosen], Memory(device), copy=True)
+        fresh = replicate_columns(part, [reach[index] for index in chosen], Memory(device), copy=True)
         for index, tensor in zip(chosen, fresh, strict=True):
             result[index] = tensor
     return result

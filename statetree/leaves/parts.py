@@ -275,10 +275,17 @@ def _remedy(error: Exception, leaf: Any) -> str:
 _attributes_of: Final = attrgetter("__dict__")
 
 
+# Nearly all leaves of nearly all states are tensors that need no recipe: of class torch.Tensor, strided, without
+# attributes or gradients, each given once. To find that out leaf by leaf costs more than to copy them, so the
+# question is put to all leaves at once, the cheapest first:
+#
+# 1. Does the whole list look like one that was seen before (`recognise`)? Then its leaves were views, all of them.
+# 2. If not: leave out what is of another class, and ask all the others together (`are_views`).
+# 3. If that is a no, some of them are sparse, nested, quantized, appear twice, or have attributes or gradients. Those
+# that say so cheaply are left to their leaf types, and the rest is asked once more. If even one of these is no view,
+# none is taken for bare: it is not worth it to look for it, as the leaf types will.
 def _bare_tensors(leaves: list[Any], *, memory: bool) -> tuple[Sequence[int], list[int], Columns]:
-    """Tell the leaves apart.
-
-    It asks everything of all leaves at once. If any of the tensors is sparse, nested or quantized, none is bare.
+    """Find the leaves that are plain tensors as they stand.
 
     Returns:
         The positions of leaves that are distinct tensors and need no packing; those of all others but atoms; and the

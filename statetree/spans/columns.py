@@ -176,6 +176,11 @@ class Columns:
         return len(set(self.storage_keys)) == len(self.tensors)
 
 
+# Some answers depend on addresses alone, and take sorting them: whether any two tensors overlap. A state that is
+# copied into every hundred steps lies where it lay, and its snapshots take turns in two places. So the answer is kept
+# with the addresses that it was found for, and what concerns two places (a source and a destination) with the other
+# one as a weak reference: addresses mean nothing once the other list is forgotten, and an equal list seen later is
+# another `Place`.
 class Place:
     """Where tensors of one geometry lie, and what follows from that.
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from statetree.leaves.builtin import holds_tensor
 from statetree.leaves.parts import Unpacked, unpack
 from statetree.spans.columns import Columns, storage_sizes
-from statetree.spans.layout import check_memory, extents, replicate
+from statetree.spans.layout import check_memory, extents
 from statetree.spans.memory import Memory
+from statetree.spans.replicate import replicate_columns
 from statetree.stager.streams import Moment, devices_of
 from statetree.torch_internals import quietly
 from statetree.tree.flatten import flatten_for_copy, unflatten_copy
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
     from statetree.tree.spec import TreeSpec
 
-#: Returns a tensor on the same memory, which no change to the other's storage or shape reaches.
+#: Returns a tensor on the same memory, which no change to the other's storage or shape reaches. The caller may replace
+#: ``tensor.data`` before the elements are read.
 _alias: Final = attrgetter("data")
 
 
@@ -62,7 +64,7 @@ class CapturedTree(NamedTuple):
             return copies
         parts = self.unpacked.columns.tensors  # aside, if they were captured so
         part = Columns([parts[index] for index in self.meta])
-        replicas = iter(replicate(part, extents(part), Memory("meta"), copy=False))
+        replicas = iter(replicate_columns(part, extents(part), Memory("meta"), copy=False))
         rest, places = iter(copies), set(self.meta)
         return [next(replicas) if index in places else next(rest) for index in range(len(parts))]
 

@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 #: The columns that make up the geometry of single tensors.
 _GEOMETRY: Final = ("dtypes", "shapes", "strides", "conj", "neg")
 
-_fresh: Final = attrgetter("data")  # a new tensor on the same memory, with a version counter of its own
+# What is handed out must be new every time, or the snapshot could not tell whether anybody still holds it. `.data`
+# gives a new tensor on the same memory that has a version counter of its own. `detach` and views share the counter of
+# what they are made of: filling the template for the next stage would then show on a tensor of this one that autograd
+# has saved, and what a user writes to a staged tensor on the template.
+_fresh: Final = attrgetter("data")
 
 
 class Geometry:
@@ -118,6 +122,9 @@ class Snapshot:
         tensors.update(storage_key(block.untyped_storage()) for block in self._blocks)  # buffers may be these
         return own_references([tensors[key] for key in self._storage_keys])
 
+    # A lease needs no handle that users would have to give back. Every tensor on a storage, and every view of one,
+    # counts as a reference to the storage in C++, whoever holds it: a variable, a saving thread, autograd, a numpy
+    # array. What the snapshot itself holds is known (templates, and `_storages`); while there is more, it is leased.
     def is_leased(self) -> bool:
         """Whether anything refers to the memory but the snapshot itself."""
         return count_references(self._storages, self._storage_keys) != self._unleased

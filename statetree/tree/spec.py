@@ -210,6 +210,8 @@ class TreeSpec:
 
     def links(self) -> list[Sequence[int]]:
         """Return, for each node, what its children are: the index of a leaf, or ``~index`` of a node."""
+        # Nodes are in the order in which containers are finished, so that rebuilding takes one pass with a stack, as
+        # in a calculator that takes operands first. The same pass with indices in place of values gives the links.
         if self._links is None:
             links: list[Sequence[int]] = []
             stack: list[int] = []

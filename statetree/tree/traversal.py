@@ -200,6 +200,8 @@ def traverse(
                 leaves.append(child)
                 continue
             frame.kids.append(index)
+            # The parents of leaves are most of the containers of a state: they need no frame. All that their children
+            # are is found in one look at a set of classes, which costs less than a look-up for each child.
             if not plain and LEAF_CLASSES.issuperset(map(type, children)):
                 leaves += children
                 nodes.append((kind, keys, aux, (), len(leaves) - emitted))

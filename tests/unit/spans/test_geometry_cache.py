@@ -100,7 +100,7 @@ def allocated(tree, before):
 
 
 def written_to(tree, before):
-    return st.copy_into([leaf.clone() for leaf in before], tree)
+    return st.copy_into(st.offload(before), tree)
 
 
 TRANSFORMS = {
