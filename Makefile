@@ -13,6 +13,7 @@ OTHERS_STAMP := $(OTHERS)/.installed
 INSTALL := python -m pip install -qq --disable-pip-version-check -c constraints.txt
 PIP := $(BIN)/$(INSTALL)
 PYTEST := $(BIN)/python -m pytest
+WORKERS := --numprocesses=2 --dist=loadgroup
 SOURCES := $(wildcard statetree tests examples benchmarks docs)
 
 # Only for the checkpoint files (resemblyzer, lpips) and tensor subclasses (torchao) that they ship:
@@ -20,7 +21,7 @@ SOURCES := $(wildcard statetree tests examples benchmarks docs)
 WITHOUT_DEPENDENCIES := resemblyzer lpips torchao
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check lint types doctest docs coverage mutation thorough soak bench package integration fuzz instructions format clean
+.PHONY: help venv demo test slow check lint types doctest docs coverage mutation thorough soak bench package integration fuzz instructions format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -39,9 +40,13 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## Train, checkpoint, kill and resume a small transformer
 	@$(BIN)/python examples/train_resume.py
 
-# The profile is ci (100 examples, the same ones every time), so that a run here means what a run there means.
-test: $(STAMP)  ## Run the tests
-	@HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-ci}" $(PYTEST) --numprocesses=2 $(ARGS)
+# Tests that start ranks are a group, which one of the workers runs: two pools of ranks would wait for each other's cores.
+# The profiles quick and ci (30 and 100 examples) take the same ones every time: a run here means what a run there means.
+test: $(STAMP)  ## Run the tests but the slow ones (five minutes)
+	@HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-quick}" $(PYTEST) $(WORKERS) -m "not slow" $(ARGS)
+
+slow: $(STAMP)  ## Run the slow tests: kills, exhaustion, many ranks, examples, types, whole products
+	@HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-ci}" $(PYTEST) $(WORKERS) -m slow $(ARGS)
 
 check: lint types doctest docs coverage  ## Check format, lint, types, doctests, documentation, tests and their coverage
 
@@ -60,17 +65,17 @@ docs: $(STAMP)  ## Build the documentation into build/docs
 	@$(BIN)/python -m sphinx --quiet --fresh-env --fail-on-warning --keep-going docs build/docs
 
 # A profile with fewer examples than tests have: which lines run does not depend on it much.
-coverage: $(STAMP)  ## Run the tests, and see which lines and branches they run: 98 % at least
+coverage: $(STAMP)  ## Run all tests, and see which lines and branches they run: 98 % at least
 	@rm -rf build/coverage
-	@HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-dev}" $(BIN)/python -m coverage run -m pytest --numprocesses=2 --timeout=1800 $(ARGS)
+	@HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-dev}" $(BIN)/python -m coverage run -m pytest $(WORKERS) $(ARGS)
 	@$(BIN)/python -m coverage combine --quiet
 	@$(BIN)/python -m coverage report
 
 mutation: $(STAMP)  ## Change one thing at a time in the core, and see whether the tests notice (two hours)
 	@HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-dev}" $(BIN)/python -m tests.mutation --jobs 2 $(ARGS)
 
-thorough: $(STAMP)  ## Run the tests with 3,000 hypothesis examples each, on all cores
-	@HYPOTHESIS_PROFILE=thorough $(PYTEST) --numprocesses=auto --timeout=7200 $(ARGS)
+thorough: $(STAMP)  ## Run all tests with 3,000 hypothesis examples each, on all cores
+	@HYPOTHESIS_PROFILE=thorough $(PYTEST) --numprocesses=auto --dist=loadgroup $(ARGS)
 
 soak: $(STAMP)  ## Stage 10,000 times, and from eight threads, and look for what is left behind
 	@$(BIN)/python -m tests.soak $(ARGS)

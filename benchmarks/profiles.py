@@ -57,7 +57,7 @@ PHASES: Final = {
         "statetree.spans.layout.check_memory",
         "statetree.leaves.copying._CopyJob.differences",
         "statetree.transforms.similarity._byte_differences",
-        "statetree.stager.geometry.Geometry.fits",
+        "statetree.stager.snapshot.Geometry.fits",
         "statetree.stager.snapshot.Snapshot.is_leased",
         "statetree.stager.snapshot.Snapshot.was_sent",
         "statetree.exchange.manifest.Manifest.__init__",
@@ -70,12 +70,12 @@ PHASES: Final = {
     ),
     "plan": (
         "statetree.spans.layout.lay_out",
-        "statetree.stager.geometry.Geometry.__init__",
+        "statetree.stager.snapshot.Geometry.__init__",
         "statetree.tree.spec.TreeSpec.flat_keys",
         "statetree.exchange.transfers.plan_transfers",
     ),
     "allocation": (
-        "statetree.spans.layout.replicate",
+        "statetree.spans.replicate.replicate_columns",
         "statetree.stager.snapshot.Snapshot.__init__",
         "statetree.exchange.like.allocated",
         "statetree.exchange.destination.FreshDestination._make",

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from benchmarks.machine import Bystanders
 from benchmarks.measure import Alone, Budget, Contender, Timing, measure, peak
 from benchmarks.rows import Aim, Result, Row, may_try_again
-from statetree.exchange.buckets import Exchange
+from statetree.exchange.buckets import BucketedPlan
 from statetree.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -116,17 +116,17 @@ def _sent_by(contender: Contender) -> int:
 def _counted() -> Iterator[list[int]]:
     """Have every exchange say how much it sends."""
     counts: list[int] = []
-    run = Exchange.run
+    run = BucketedPlan.run
 
-    def counted(exchange: Exchange, *args: Any) -> None:
+    def counted(exchange: BucketedPlan, *args: Any) -> None:
         counts.append(exchange.bytes_sent())
         run(exchange, *args)
 
-    Exchange.run = counted  # type: ignore[assignment, method-assign]
+    BucketedPlan.run = counted  # type: ignore[assignment, method-assign]
     try:
         yield counts
     finally:
-        Exchange.run = run  # type: ignore[method-assign]
+        BucketedPlan.run = run  # type: ignore[method-assign]
 
 
 def _together(of_ranks: Sequence[Timing]) -> Timing:

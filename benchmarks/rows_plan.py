@@ -21,8 +21,8 @@ from statetree.chunks import layouts as chunks
 from statetree.chunks.layouts import whole_on
 from statetree.exchange.buckets import BUCKET_BYTES
 from statetree.exchange.group import group_of
-from statetree.exchange.manifest import Survey
-from statetree.exchange.plan import Move, Plan
+from statetree.exchange.manifest import Manifest
+from statetree.exchange.plan import ExchangePlan, Move
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,8 +68,8 @@ Layouts = list[tuple["Layout", torch.dtype]]
 
 
 def _layouts(tree: dict[str, DTensor]) -> Layouts:
-    survey = Survey("plan", tree, group_of("plan", None, None))
-    return [(holding.layout, holding.dtype) for holding in survey.holdings.values() if holding.layout is not None]
+    manifest = Manifest("plan", tree, group_of("plan", None, None))
+    return [(chunks.layout, chunks.dtype) for chunks in manifest.chunks.values() if chunks.layout is not None]
 
 
 def plan_gather(sharded: dict[str, DTensor], _: dict[str, DTensor]) -> int:
@@ -90,7 +90,7 @@ def plan_reshard(sharded: dict[str, DTensor], hybrid: dict[str, DTensor]) -> int
 
 
 def _transfers(moves: list[Move]) -> int:
-    plan = Plan(moves, dist.get_rank(), dist.get_world_size(), BUCKET_BYTES)
+    plan = ExchangePlan(moves, dist.get_rank(), dist.get_world_size(), BUCKET_BYTES)
     shares = [share for round_ in plan.rounds() for share in round_]
     return len(moves) and sum(len(share.sends) + len(share.receives) + len(share.copies) for share in shares)
 

@@ -1,14 +1,18 @@
-"""Hypothesis profiles, chosen by the environment variable HYPOTHESIS_PROFILE.
+"""Hypothesis profiles, limits of time, and which tests are slow or share ranks.
 
-``dev`` while working, ``ci`` in `make test` and wherever CI is set, ``thorough`` in `make thorough`.
+The environment variable HYPOTHESIS_PROFILE chooses the profile: ``quick`` in `make test`, ``ci`` in `make slow` and
+wherever CI is set, ``thorough`` in `make thorough`, ``dev`` while working.
 """
 
+import gc
 import os
 import re
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.pace import units
 
 # How long an example takes says more about the machine than about the code: speed is benchmarks/' concern.
 UNTIMED = settings(
@@ -20,9 +24,53 @@ UNTIMED = settings(
 
 settings.register_profile("dev", UNTIMED, max_examples=50)
 # The same examples every time: a red run must come from the change at hand. dev and thorough explore.
+settings.register_profile("quick", UNTIMED, max_examples=30, derandomize=True, database=None)
 settings.register_profile("ci", UNTIMED, max_examples=100, derandomize=True, database=None)
 settings.register_profile("thorough", UNTIMED, max_examples=3000)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev")
+settings.load_profile(PROFILE)
+
+#: After how many units a test is taken to hang.
+LIMIT = 3600 if PROFILE == "thorough" else 300
+#: What collectives and ranks wait for each other, unless a test says otherwise.
+RANKS_LIMIT, COLLECTIVE_LIMIT = 60, 30
+#: Worlds of other sizes than two and three are for `make slow`, where a test is run for several.
+QUICK_WORLDS = (2, 3)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-timeout reads it
+def pytest_configure(config: pytest.Config) -> None:
+    """Let limits of time be multiples of how long things take here and now."""
+    if config.option.timeout is None:
+        config.option.timeout = units(LIMIT)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups, and pytest the markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what needs many ranks as slow, and keep what needs ranks on one worker."""
+    for item in items:
+        names = vars(getattr(item, "module", item))
+        if "run_ranks" in names or "rank_outcomes" in names:
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+        worlds = getattr(item, "callspec", None)
+        if worlds is not None and worlds.params.get("world_size", QUICK_WORLDS[0]) not in QUICK_WORLDS:
+            item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Look no more at what was imported and collected: a stager collects garbage whenever it would be busy."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ranks_are_waited_for() -> None:
+    """Ranks are waited for as long as tests are: what ``run_ranks`` takes for granted is for machines that are idle."""
+    from statetree.testing import run_ranks
+    from statetree.testing.rank_calls import rank_outcomes
+
+    for function in (run_ranks, rank_outcomes):
+        function.__kwdefaults__ |= {"timeout": units(RANKS_LIMIT), "collective_timeout": units(COLLECTIVE_LIMIT)}
 
 
 # A plan that is used again is compared with the one that would be made now; ranks take over the environment.

@@ -41,14 +41,15 @@ class Fault:
     def __init__(self, at: int, error: type[BaseException], file: str = "") -> None:
         self.at = at
         self.error = error
-        self.file = f"{PACKAGE}{file}"
+        self.file = file
         self.steps = 0
         self.where = ""
         #: The functions of the package that were running when it struck, the innermost first.
         self.running: list[str] = []
 
     def step(self, frame: FrameType, strike: Callable[[], None] | None = None) -> None:
-        if not frame.f_code.co_filename.startswith(self.file):
+        name = frame.f_code.co_filename
+        if not (name.startswith(PACKAGE) and name.endswith(self.file)):
             return
         self.steps += 1
         if self.steps == self.at:
@@ -192,7 +193,7 @@ def fail_each(
         after: Called after each failure, with the place of the fault.
         step: What counts as a step.
         error: What is raised, if it is not as usual.
-        file: Narrows where steps count: a path below the package, such as ``/stager.py``.
+        file: Narrows where steps count: a path below the package, such as ``/stager/``.
         stride: Try every n-th place only.
 
     Returns:

@@ -1,6 +1,6 @@
 """Changes one thing at a time in the core, and sees whether the tests notice. `make mutation` runs it.
 
-python -m tests.mutation [--count 200] [--seed 1] [--module tree.py …] [--line 120] [--jobs 2] [--trust] [--list]
+python -m tests.mutation [--count 200] [--seed 1] [--module tree/spec.py …] [--line 120] [--jobs 2] [--trust] [--list]
 
 Each mutant is a copy of the package with one change in it. What tests a module is in ``TESTS``, the quickest first; a
 mutant is killed by the first test that fails, or by not coming to an end. Those that survive are printed as what they
@@ -26,136 +26,213 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.pace import units
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = "statetree"
 #: The core, and the tests that are to notice a change in a module.
 TESTS = {
-    "tree.py": ("unit/test_tree.py", "unit/test_containers.py", "laws/test_round_trips.py", "unit/test_paths.py"),
-    "treespec.py": ("unit/test_treespec.py", "unit/test_tree.py", "unit/test_matching.py", "unit/test_paths.py"),
-    "instances.py": ("unit/test_containers.py", "unit/test_tree.py", "unit/test_treespec.py"),
-    "kinds.py": ("unit/test_containers.py", "unit/test_matching.py", "unit/test_tree.py"),
-    "spans.py": ("unit/test_spans.py", "unit/test_geometry.py", "unit/transforms/test_offload.py", "laws/test_ties.py"),
-    "chunks.py": ("unit/test_chunks.py", "collectives/test_layouts.py", "collectives/test_custom_chunks.py"),
-    "boxes.py": ("unit/test_boxes.py", "collectives/test_layouts.py", "collectives/test_custom_chunks.py"),
-    "plans.py": ("unit/test_plans.py", "collectives/test_layouts.py", "collectives/test_partition_replicas.py"),
-    "overlaps.py": ("unit/test_overlaps.py", "unit/test_geometry.py", "unit/transforms/test_copy_into.py"),
-    "columns.py": (
-        "unit/test_geometry.py",
-        "unit/test_spans.py",
-        "unit/test_overlaps.py",
+    "tree/flatten.py": (
+        "unit/tree/test_flatten.py",
+        "unit/tree/test_containers.py",
+        "laws/test_round_trips.py",
+        "unit/test_paths.py",
+    ),
+    "tree/traversal.py": (
+        "unit/tree/test_flatten.py",
+        "unit/tree/test_containers.py",
+        "laws/test_round_trips.py",
+        "unit/test_paths.py",
+    ),
+    "tree/mapping.py": (
+        "unit/tree/test_flatten.py",
+        "unit/tree/test_containers.py",
+        "laws/test_round_trips.py",
+        "unit/test_paths.py",
+    ),
+    "tree/spec.py": (
+        "unit/tree/test_spec.py",
+        "unit/tree/test_flatten.py",
+        "unit/tree/test_matching.py",
+        "unit/test_paths.py",
+    ),
+    "tree/instances.py": (
+        "unit/tree/test_containers.py",
+        "unit/tree/test_flatten.py",
+        "unit/tree/test_spec.py",
+    ),
+    "tree/registry.py": (
+        "unit/tree/test_containers.py",
+        "unit/tree/test_matching.py",
+        "unit/tree/test_flatten.py",
+    ),
+    "spans/layout.py": (
+        "unit/spans/test_layout.py",
+        "unit/spans/test_geometry_cache.py",
+        "unit/transforms/test_offload.py",
+        "laws/test_ties.py",
+    ),
+    "spans/overlaps.py": (
+        "unit/spans/test_overlaps.py",
+        "unit/spans/test_geometry_cache.py",
         "unit/transforms/test_copy_into.py",
     ),
-    "geometry.py": ("unit/test_geometry.py", "unit/test_stager.py"),
-    "pool.py": ("unit/test_pool.py", "unit/test_stager.py"),
-    "snapshots.py": (
-        "unit/test_pool.py",
-        "unit/test_stage_async.py",
-        "unit/test_stager.py",
-        "unit/test_shared_memory.py",
+    "spans/columns.py": (
+        "unit/spans/test_geometry_cache.py",
+        "unit/spans/test_layout.py",
+        "unit/spans/test_overlaps.py",
+        "unit/transforms/test_copy_into.py",
     ),
-    "stager.py": ("unit/test_pool.py", "unit/test_stage_async.py", "unit/test_stager.py", "unit/test_shared_memory.py"),
-    "exchange.py": (
+    "chunks/layouts.py": (
+        "unit/chunks/test_layouts.py",
+        "collectives/test_layouts.py",
+        "collectives/test_custom_chunks.py",
+    ),
+    "chunks/local.py": (
+        "unit/chunks/test_layouts.py",
+        "collectives/test_layouts.py",
+        "collectives/test_custom_chunks.py",
+    ),
+    "chunks/boxes.py": (
+        "unit/chunks/test_boxes.py",
+        "collectives/test_layouts.py",
+        "collectives/test_custom_chunks.py",
+    ),
+    "exchange/plan.py": (
+        "unit/exchange/test_plan.py",
+        "collectives/test_layouts.py",
+        "collectives/test_partition_replicas.py",
+    ),
+    "exchange/buckets.py": (
         "collectives/test_ties.py",
         "collectives/test_memory.py",
         "collectives/test_layouts.py",
         "collectives/test_streaming.py",
         "laws/test_collectives.py",
     ),
-    "transforms/copy_into.py": ("unit/transforms/test_copy_into.py", "laws/test_all_or_nothing.py"),
-    "transforms/similarity.py": ("unit/transforms/test_similarity.py", "laws/test_similarity.py"),
+    "stager/pool.py": (
+        "unit/stager/test_pool.py",
+        "unit/stager/test_stager.py",
+    ),
+    "stager/snapshot.py": (
+        "unit/stager/test_geometry.py",
+        "unit/stager/test_pool.py",
+        "unit/stager/test_stage_async.py",
+        "unit/stager/test_stager.py",
+        "unit/spans/test_shared_memory.py",
+    ),
+    "stager/stager.py": (
+        "unit/stager/test_pool.py",
+        "unit/stager/test_stage_async.py",
+        "unit/stager/test_stager.py",
+        "unit/spans/test_shared_memory.py",
+    ),
+    "leaves/copying.py": (
+        "unit/transforms/test_copy_into.py",
+        "laws/test_all_or_nothing.py",
+    ),
+    "transforms/copy_into.py": (
+        "unit/transforms/test_copy_into.py",
+        "laws/test_all_or_nothing.py",
+    ),
+    "transforms/similarity.py": (
+        "unit/transforms/test_similarity.py",
+        "laws/test_similarity.py",
+    ),
 }
-TIMEOUT_S = 400.0
+#: After how many units of tests/pace.py a mutant does not come to an end, and one of its tests.
+LIMIT, TEST_LIMIT = 200, 50
 
 UNCHANGED = "as it is"
 #: Mutants that no test can notice, by module, the line as it is written, and what they change there; and why.
 EQUIVALENT: dict[tuple[str, str, str], str] = {
-    ("boxes.py", "_MAX_VISITS: Final = 100", "100  ->  101"): "how hard is_covered tries before it gives up",
+    ("chunks/boxes.py", "_MAX_VISITS: Final = 100", "100  ->  101"): "how hard is_covered tries before it gives up",
     (
-        "boxes.py",
+        "chunks/boxes.py",
         "cut = sorted(edges[dim])[len(edges[dim]) // 2]",
         "2  ->  3",
     ): "any edge will do: those in the middle cost least",
     (
-        "columns.py",
+        "spans/columns.py",
         'if "storage_keys" not in self.__dict__ and not any(self.offsets):',
         "'storage_keys' not in self.__dict__  ->  'storage_keys' in self.__dict__",
     ): "the short cut is taken at other times, and comes to the same answer",
     (
-        "exchange.py",
+        "exchange/buckets.py",
         "LARGE_BYTES: Final = 1 << 20",
         "1  ->  2",
     ): "what is smaller travels packed, and arrives all the same",
     (
-        "exchange.py",
+        "exchange/buckets.py",
         "count += len(sends) + len(receives) + len(copies)",
         "len(sends) + len(receives) + len(copies)  ->  len(sends) + len(receives) - len(copies)",
     ): "it decides whether rounds are kept or laid out again",
     (
-        "exchange.py",
+        "exchange/buckets.py",
         "return bucket if need <= bucket.numel() else bucket.new_empty(need)",
         "need <= bucket.numel()  ->  need < bucket.numel()",
     ): "a bucket of the same size will do as well",
     (
-        "exchange.py",
+        "exchange/buckets.py",
         "most = [0, 0]",
         "0  ->  1",
     ): "a bucket of one byte, which no round needs, is taken where one of none would do",
     (
-        "instances.py",
+        "tree/traversal.py",
         "if depth > MAX_ATTRIBUTE_DEPTH:",
         "depth > MAX_ATTRIBUTE_DEPTH  ->  depth >= MAX_ATTRIBUTE_DEPTH",
     ): "attributes that lie deeper are children instead of metadata, and come out the same",
     (
-        "instances.py",
+        "tree/instances.py",
         "kept = None if is_field else freeze(value, plain + 1)",
         "1  ->  2",
     ): "attributes that lie deeper are children instead of metadata, and come out the same",
     (
-        "instances.py",
+        "tree/instances.py",
         "if depth > 2 * MAX_ATTRIBUTE_DEPTH:",
         "depth > 2 * MAX_ATTRIBUTE_DEPTH  ->  depth >= 2 * MAX_ATTRIBUTE_DEPTH",
     ): "what lies deeper is taken apart as a tree, and comes out the same",
     (
-        "instances.py",
-        "return cls(zip(value, [_copy_plain(item, depth + 1) for item in items], strict=True))",
+        "tree/instances.py",
+        "return cls(zip(value, [copy_plain(item, depth + 1) for item in items], strict=True))",
         "1  ->  2",
     ): "what lies deeper is taken apart as a tree, and comes out the same",
     (
-        "kinds.py",
+        "tree/registry.py",
         "if is_atom_type(cls) or issubclass(cls, torch.Tensor):",
         "is_atom_type(cls) or issubclass(cls, torch.Tensor)  ->  is_atom_type(cls) and issubclass(cls, torch.Tensor)",
     ): "it is not remembered what the class is, and found out every time",
     (
-        "overlaps.py",
+        "spans/overlaps.py",
         "return ours.apart_from(theirs, lambda: _all_apart(targets, sources))",
         "_all_apart(targets, sources)  ->  _all_apart(sources, targets)",
     ): "it does not matter which is which",
     (
-        "overlaps.py",
+        "spans/overlaps.py",
         "return _all_apart(targets, sources)",
         "_all_apart(targets, sources)  ->  _all_apart(sources, targets)",
     ): "it does not matter which is which",
-    ("overlaps.py", "last_key, last_stop = 0, -1", "-1  ->  1"): "no memory begins at an address that low",
-    ("overlaps.py", "last_key, last_stop = 0, -1", "0  ->  1"): "the first memory is a new one",
-    ("overlaps.py", "last_key, last_stop = 0, -1", "1  ->  2"): "no memory begins at a negative address",
+    ("spans/overlaps.py", "last_key, last_stop = 0, -1", "-1  ->  1"): "no memory begins at an address that low",
+    ("spans/overlaps.py", "last_key, last_stop = 0, -1", "0  ->  1"): "the first memory is a new one",
+    ("spans/overlaps.py", "last_key, last_stop = 0, -1", "1  ->  2"): "no memory begins at a negative address",
     (
-        "overlaps.py",
+        "spans/overlaps.py",
         "reach = covered + sum((size - 1) * step for step, size in dims[position:]) + 1",
         "size - 1  ->  size + 1",
     ): "more places are made than are looked at",
     (
-        "snapshots.py",
+        "stager/snapshot.py",
         "synchronize(accelerators)",
         "synchronize(accelerators)  ->  pass",
     ): "without an accelerator there is nothing to wait for",
     (
-        "spans.py",
+        "spans/layout.py",
         "view = empty(0, dtype=dtype, device=device).set_(storage, start // dtype.itemsize + offset, shape, stride)",
         "0  ->  1",
     ): "what it has is replaced",
-    ("tree.py", "continue", "continue  ->  break"): "the loop around it goes on with the same iterator",
+    ("tree/traversal.py", "continue", "continue  ->  break"): "the loop around it goes on with the same iterator",
     (
-        "transforms/copy_into.py",
+        "leaves/copying.py",
         "whole = 2 / torch.finfo(target).eps  # every integer up to here is a value of the target",
         "2  ->  3",
     ): "no integer type ends between twice and three times a float's whole numbers",
@@ -358,7 +435,7 @@ def survives(mutant: Mutant) -> tuple[bool, str]:
         child = os.fork()
         if not child:
             _run_tests(place, report, TESTS[mutant.module])
-        status = _ended(child, time.monotonic() + TIMEOUT_S)
+        status = _ended(child, time.monotonic() + units(LIMIT))
         if status is None:
             return False, "not coming to an end"
         if status < 0:
@@ -392,7 +469,7 @@ def _run_tests(place: Path, report: Path, tests: tuple[str, ...]) -> None:
             "-p",
             "no:xdist",
             "--hypothesis-seed=1",
-            "--timeout=100",
+            f"--timeout={units(TEST_LIMIT)}",
         ]
         given = [str(place / "tests" / name) for name in tests if (place / "tests" / name).exists()]
         status = int(pytest.main([*options, *given]))

@@ -1,7 +1,7 @@
 """Chunks: boxes in the global shape of a distributed tensor, and which rank of a group holds which.
 
-A ``ChunkLayout`` says this for all ranks, a ``LocalChunks`` adds the tensors in which this rank holds its own boxes. ChunkLayouts
-are computed from metadata alone: from offsets and sizes, never from the assumption that shards are even.
+A ``ChunkLayout`` says this for all ranks, a ``LocalChunks`` adds the tensors in which this rank holds its own boxes.
+Layouts are computed from metadata alone: from offsets and sizes, never from the assumption that shards are even.
 """
 
 from __future__ import annotations

@@ -1,53 +1,45 @@
-"""The ``statetree`` command: its arguments."""
+"""The ``statetree`` command: its arguments.
+
+What a command does is imported when it is called, so that help and completion do not wait for it.
+"""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
 
-from statetree.cli.completion import SHELLS, completion_script
-from statetree.cli.names import printable
-from statetree.cli.process import DIFFERENT, FAILED, NAME, SAME, run
+from statetree.cli.process import DIFFERENT, FAILED, SAME, run
 from statetree.errors import CheckpointError
+from statetree.files.untrusted import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
-    from statetree.cli.edits import Rename
+    from statetree.cli.selecting import Rename
 
-_UNITS: Final = {
-    "": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "ki": 2**10,
-    "mi": 2**20,
-    "gi": 2**30,
-    "ti": 2**40,
-}
+_SIZE: Final = re.compile(r"([0-9]+) *([kmgt]?)(i?)b?", re.IGNORECASE)
 
 
 def _bytes(text: str) -> int:
     """Read a number of bytes, such as ``500M`` or ``5GiB``."""
-    short = text.strip().lower().removesuffix("b")
-    digits = short.rstrip("kmgti")
-    unit = _UNITS.get(short[len(digits) :])
-    if unit is None or not digits.isdecimal() or not int(digits):
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or not int(found[1]) or (found[3] and not found[2]):
         msg = f"{text!r} is no size: expected 500M or 5GiB, for example"
         raise click.BadParameter(msg)
-    return int(digits) * unit
+    exponent = " kmgt".index(found[2].lower() or " ")
+    return int(found[1]) * int((1024 if found[3] else 1000) ** exponent)
 
 
 def _dtype(name: str) -> torch.dtype:
     """Read a floating-point dtype."""
     import torch
 
-    from statetree.cli.edits import is_castable
+    from statetree.cli.casting import is_castable
 
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype) or not is_castable(found):
@@ -58,7 +50,7 @@ def _dtype(name: str) -> torch.dtype:
 
 def _rename(text: str) -> Rename:
     """Read ``REGEX=REPL``."""
-    from statetree.cli.edits import Rename
+    from statetree.cli.selecting import Rename
 
     try:
         return Rename.parse(text)
@@ -138,7 +130,7 @@ def show(
         _warn_of_foreign(checkpoint.foreign)
         verdict = ""
         if is_verified:
-            from statetree.cli.verify import verify, why_nothing
+            from statetree.cli.digests import verify, why_nothing
 
             verdict = verify(checkpoint, follow_links=follow_links)
             if not verdict:
@@ -232,20 +224,6 @@ def convert(
         options = Options(patterns, renames, dtype, shard_bytes, digest, drop_values, force)
         for note in write(checkpoint, destination, options):
             click.echo(f"note: {note}", err=True)
-
-
-@cli.command()
-@click.argument("shell", type=click.Choice(SHELLS))
-def completion(shell: str) -> None:
-    """Print a script that completes the arguments of statetree in a SHELL.
-
-    \b
-    Examples:
-      statetree completion bash >> ~/.bashrc
-      statetree completion zsh >> ~/.zshrc
-      statetree completion fish > ~/.config/fish/completions/statetree.fish
-    """
-    click.echo(completion_script(shell, NAME, cli), nl=False)
 
 
 def _warn_of_foreign(names: Sequence[str]) -> None:

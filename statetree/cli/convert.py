@@ -5,36 +5,28 @@ from __future__ import annotations
 import shutil
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from statetree.cli.checkpoint import (
+from statetree.cli.casting import cast, overflowing
+from statetree.cli.describing import dtype_text, human
+from statetree.cli.digests import check_sums, digests_path, write_digests
+from statetree.cli.opening import INDEX, destination_format
+from statetree.cli.progress import progress
+from statetree.cli.publishing import absolute, check_destination, folder_beside, keep_private, publish, writing_to
+from statetree.cli.selecting import Rename, select, without
+from statetree.cli.shared_bytes import find_ties
+from statetree.errors import CheckpointError, shown
+from statetree.files.checkpoint import (
     DCP,
     SAFETENSORS,
     TORCH,
     Checkpoint,
+    contents_of,
     is_value,
     strided,
     tensors_in,
     why_not_plain,
 )
-from statetree.cli.describing import dtype_text, human
-from statetree.cli.destination import (
-    absolute,
-    check_destination,
-    folder_beside,
-    keep_private,
-    publish,
-    writing_to,
-)
-from statetree.cli.digests import Written, digests_path, digests_text
-from statetree.cli.edits import Rename, cast, matching, overflowing, without
-from statetree.cli.files import Files
-from statetree.cli.names import printable
-from statetree.cli.opening import INDEX, destination_format
-from statetree.cli.outline import Entry, Outline, outline_of
-from statetree.cli.progress import progress
-from statetree.cli.stored import Composite, StoredStorage, StoredTensor
-from statetree.cli.ties import find_ties
-from statetree.cli.verify import check_sums
-from statetree.errors import CheckpointError, shown
+from statetree.files.stored import Composite, StoredStorage
+from statetree.files.untrusted import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,7 +34,10 @@ if TYPE_CHECKING:
 
     import torch
 
-    from statetree.cli.progress import Progress
+    from statetree.files.checkpoint import Progress, StoredEntry
+
+    #: Writes to a folder under a name. Returns the names of the files.
+    Write = Callable[[Path, str, Progress], list[str]]
 
 #: A file that says little and stands for much (expanded tensors, many views on one storage) is not written out.
 _MAX_GROWTH: Final = 100
@@ -68,26 +63,29 @@ def convert(source: Checkpoint, destination: Path, options: Options) -> list[str
         CheckpointError: If something cannot be read or written; the destination is then as it was.
     """
     kind = destination_format(destination)
+    is_directory = kind == DCP
     main = _main_file(destination, kind, options)
     with writing_to(main):
-        check_destination(main, is_directory=kind == DCP, force=options.force)
-    job = _Job(source, kind, options)
-    _check_size(source, job.nbytes, main)
+        check_destination(main, is_directory=is_directory, force=options.force)
+    conversion = _Conversion(source, kind, options)
+    _check_size(source, conversion.nbytes, main)
     check_sums(source)
     place = absolute(main)
     with writing_to(main), folder_beside(place) as folder:
-        with progress(f"writing {printable(place.name)}", job.nbytes) as advance:
-            written = job.write(folder, place.name, advance)
-        names = [file.name for file in written]
+        with progress(f"writing {printable(place.name)}", conversion.nbytes) as advance:
+            names = conversion.write(folder, place.name, advance)
+        count = len(names) - 1
         if options.digest:
-            names.append(_write_digests(folder, place, written, is_directory=kind == DCP))
+            digests = digests_path(folder if is_directory else folder / place.name, is_directory=is_directory)
+            write_digests(digests, folder, names)
+            names.append(digests.name)
         keep_private(folder, names, source.files)
-        publish(folder, place, names, is_directory=kind == DCP, force=options.force)
-    job.note_overflows()
+        publish(folder, place, names, is_directory=is_directory, force=options.force)
+    conversion.note_overflows()
     if main != destination:
-        others = f"{len(written) - 1} file{'s' * (len(written) != 2)} beside it"
-        job.notes.append(f"{printable(str(destination))}: written as {printable(main.name)} and {others}")
-    return job.notes
+        others = f"{count} file{'s' * (count != 1)} beside it"
+        conversion.notes.append(f"{printable(str(destination))}: written as {printable(main.name)} and {others}")
+    return conversion.notes
 
 
 def _main_file(destination: Path, kind: str, options: Options) -> Path:
@@ -99,14 +97,6 @@ def _main_file(destination: Path, kind: str, options: Options) -> Path:
         raise CheckpointError(msg)
     stem = destination.name.removesuffix(INDEX).removesuffix(".safetensors")
     return destination.with_name(f"{stem}{INDEX}")
-
-
-def _write_digests(folder: Path, main: Path, written: Sequence[Written], *, is_directory: bool) -> str:
-    place = digests_path(folder if is_directory else folder / main.name, is_directory=is_directory)
-    total = sum((folder / file.name).stat().st_size for file in written)
-    with Files() as files, progress("computing digests", total) as advance:
-        place.write_text(digests_text(written, folder, files, advance))
-    return place.name
 
 
 def _check_size(source: Checkpoint, nbytes: int, main: Path) -> None:
@@ -124,33 +114,122 @@ def _check_size(source: Checkpoint, nbytes: int, main: Path) -> None:
         raise CheckpointError(msg)
 
 
-class _Job:
+class _Conversion:
     """What is to be written: checked in full before anything is.
 
     Attributes:
         nbytes: How many bytes of elements.
         notes: What the format does not keep.
+        write: Writes it.
     """
 
     def __init__(self, source: Checkpoint, kind: str, options: Options) -> None:
         self.notes: list[str] = []
         self._options = options
         self._source = source
-        tree = source.tree
+        self._set(source.tree)
         if options.patterns or options.renames:
-            tree = matching(source.outline(), options.patterns, options.renames)
-        outline = outline_of(tree)
+            self._set(select(self._contents, options.patterns, options.renames))
         if options.dtype is not None:
-            result = cast(tree, outline.entries, options.dtype)
-            tree, outline = result.tree, outline_of(result.tree)
+            result = cast(self._tree, self._entries, options.dtype)
+            self._set(result.tree)
             self._note("are no longer tied, since they lie on one storage with other dtypes", result.untied)
             self._note("not cast: only plain tensors of real numbers are", result.kept)
-        self._outline = outline
-        self._entries = outline.entries
+        self._cast_entries = self._entries
         for key, what in source.containers.items():
             self._note(f"is {what}, and becomes a dict", [key])
-        self._prepare = {TORCH: self._as_torch, SAFETENSORS: self._as_safetensors, DCP: self._as_dcp}[kind]
-        self.nbytes, self.write = self._prepare(tree)
+        prepare = {TORCH: self._as_torch, SAFETENSORS: self._as_safetensors, DCP: self._as_dcp}[kind]
+        self.nbytes, self.write = prepare()
+
+    def _set(self, tree: Any) -> None:
+        self._tree = tree
+        self._contents = contents_of(tree)
+
+    @property
+    def _entries(self) -> Sequence[StoredEntry]:
+        return self._contents.entries
+
+    def _as_torch(self) -> tuple[int, Write]:
+        from statetree.files.torch_writer import TorchFile  # of the formats, only the one that is written is loaded
+
+        self._check_values()
+        self._refuse_parts("torch files", lambda leaf: isinstance(leaf, Composite) and leaf.call is None)
+        self._note_header()
+        file = TorchFile(self._tree)
+
+        def write(folder: Path, name: str, advance: Progress) -> list[str]:
+            with (folder / name).open("xb") as target:
+                file.write(target, advance)
+            return [name]
+
+        return file.nbytes, write
+
+    def _as_dcp(self) -> tuple[int, Write]:
+        from statetree.cli.dcp_writer import write_directory
+
+        self._check_values()
+        self._refuse_parts(
+            "DCP directories", lambda leaf: isinstance(leaf, Composite) and (leaf.call is None or leaf.kind == "meta")
+        )
+        self._note_header()
+        self._note_names(self._entries)
+        self._note_ties(self._entries)
+
+        def write(folder: Path, _name: str, advance: Progress) -> list[str]:
+            return write_directory(folder, self._tree, self._options.shard_bytes, advance)
+
+        return self._logical_bytes(self._entries), write
+
+    def _as_safetensors(self) -> tuple[int, Write]:
+        from statetree.files.safetensors_writer import why_not_stored, write_safetensors
+
+        leaves = {entry.key: entry.value for entry in self._entries}
+        values = [key for key, leaf in leaves.items() if is_value(leaf) or isinstance(leaf, StoredStorage)]
+        if values and not self._options.drop_values:
+            count = f"{len(values)} plain value{'s' * (len(values) != 1)}"
+            msg = (
+                f"convert: safetensors hold tensors only: got {count} at\n  {shown(list(map(printable, values)))}\n"
+                "Pass --drop-values to leave them out, or choose with --match."
+            )
+            raise CheckpointError(msg)
+        self._note("dropped", values)
+        self._refuse_parts("safetensors", lambda leaf: strided(leaf) is None and not isinstance(leaf, StoredStorage))
+        tensors = {entry.key: view for entry in self._entries if (view := strided(entry.value)) is not None}
+        bad = {key: why_not_stored(key, tensor) for key, tensor in tensors.items()}
+        self._refuse_some("convert: safetensors cannot hold\n  {}\nUse --cast, --rename or --match.", bad)
+        kept = [entry for entry in self._entries if entry.key in tensors]
+        self._note_names(kept)
+        self._note_ties(kept)
+
+        def write(folder: Path, name: str, advance: Progress) -> list[str]:
+            return write_safetensors(folder, name, tensors, self._source.metadata, self._options.shard_bytes, advance)
+
+        return self._logical_bytes(kept), write
+
+    def _check_values(self) -> None:
+        """Leave out, or refuse, values that are no plain data."""
+        unknown = {entry.key: why_not_plain(entry.value) for entry in self._entries if is_value(entry.value)}
+        dropped = {key for key, why in unknown.items() if why}
+        if dropped and self._options.drop_values:
+            self._note("dropped", [key for key in unknown if key in dropped])
+            self._set(without(self._contents, dropped))
+        else:
+            self._refuse_some(
+                f"convert: {len(dropped)} plain values of {self._source.path} cannot be written: expected data that "
+                "torch.load(weights_only=True) admits, got\n  {}\nLeave them out (--match, --drop-values).",
+                unknown,
+            )
+
+    def _refuse_parts(self, what: str, is_refused: Callable[[Any], bool]) -> None:
+        leaves = {entry.key: entry.value for entry in self._entries if not is_value(entry.value)}
+        bad = {key: getattr(leaf, "kind", "a storage") for key, leaf in leaves.items() if is_refused(leaf)}
+        self._refuse_some(f"convert: {what} cannot hold these tensors of several parts:\n  {{}}\nUse --match.", bad)
+
+    def _refuse_some(self, message: str, why: dict[str, str]) -> None:
+        """Raise if there is something to say of a key."""
+        lines = [f"{printable(key)}: {what}" for key, what in why.items() if what]
+        if lines:
+            raise CheckpointError(message.replace("{}", shown(lines)))
 
     def _note(self, what: str, keys: Sequence[str]) -> None:
         if keys:
@@ -159,123 +238,25 @@ class _Job:
     def note_overflows(self) -> None:
         """Note what a cast did to large elements. This is known only once they were written."""
         dtype = dtype_text(self._options.dtype)
-        self._note(
-            f"has elements beyond the range of {dtype}, which are infinite, NaN or cut off now",
-            overflowing(self._entries),
-        )
+        what = f"has elements beyond the range of {dtype}, which are infinite, NaN or cut off now"
+        self._note(what, overflowing(self._cast_entries))
 
-    def _note_names(self) -> None:
+    def _note_names(self, entries: Sequence[StoredEntry]) -> None:
         """Note the entries that could not get their plain names, as others have these."""
         names: dict[str, list[str]] = {}
-        for entry in self._outline.entries:
+        for entry in entries:
             if entry.key != str(entry.path):
                 names.setdefault(str(entry.path), []).append(entry.key)
         for plain, keys in names.items():
             self._note(f"so named, since {printable(plain)!r} would not be the name of one entry alone", keys)
 
-    def _refuse_unknown(self) -> None:
-        unknown = {entry.key: why_not_plain(entry.value) for entry in self._outline.entries if is_value(entry.value)}
-        lines = [f"{printable(key)}: {why}" for key, why in unknown.items() if why]
-        if lines:
-            msg = (
-                f"convert: {len(lines)} plain values of {self._source.path} cannot be written: expected data that "
-                f"torch.load(weights_only=True) admits, got\n  {shown(lines)}\nLeave them out (--match, --drop-values)."
-            )
-            raise CheckpointError(msg)
-
-    def _without_values(self, tree: Any, is_dropped: Callable[[Any], bool]) -> Any:
-        """Return the tree without some values, which are noted."""
-        dropped = {entry.key for entry in self._outline.entries if is_value(entry.value) and is_dropped(entry.value)}
-        if not dropped:
-            return tree
-        self._note("dropped", [entry.key for entry in self._outline.entries if entry.key in dropped])
-        return without(self._outline, dropped)
-
-    def _as_torch(self, tree: Any) -> tuple[int, Callable[[Path, str, Progress], list[Written]]]:
-        from statetree.cli.formats.torch_writer import TorchFile
-
-        if self._options.drop_values:
-            tree = self._without_values(tree, lambda value: bool(why_not_plain(value)))
-            self._outline = outline_of(tree)
-        self._refuse_unknown()
-        self._refuse_parts("torch files", lambda leaf: isinstance(leaf, Composite) and leaf.call is None)
-        self._note_header()
-        file = TorchFile(tree)
-
-        def write(folder: Path, name: str, advance: Progress) -> list[Written]:
-            with (folder / name).open("xb") as target:
-                return [Written(name, file.write(target, advance))]
-
-        return file.nbytes, write
-
-    def _as_dcp(self, tree: Any) -> tuple[int, Callable[[Path, str, Progress], list[Written]]]:
-        from statetree.cli.formats.dcp_writer import write_directory
-
-        if self._options.drop_values:
-            self._outline = outline_of(self._without_values(tree, lambda value: bool(why_not_plain(value))))
-        self._refuse_unknown()
-        self._note_header()
-        self._refuse_parts("DCP directories", lambda leaf: isinstance(leaf, Composite) and leaf.call is None)
-        self._refuse_parts("DCP directories", lambda leaf: isinstance(leaf, Composite) and leaf.kind == "meta")
-        self._note_names()
-        self._note_ties()
-
-        def write(folder: Path, _name: str, advance: Progress) -> list[Written]:
-            return write_directory(folder, self._outline, self._options.shard_bytes, advance)
-
-        return self._logical_bytes(), write
-
-    def _as_safetensors(self, _tree: Any) -> tuple[int, Callable[[Path, str, Progress], list[Written]]]:
-        from statetree.cli.formats.safetensors_writer import why_not_stored, write_safetensors
-
-        entries = self._outline.entries
-        values = [entry.key for entry in entries if is_value(entry.value) or isinstance(entry.value, StoredStorage)]
-        if values and not self._options.drop_values:
-            count = f"{len(values)} plain value{'s' * (len(values) != 1)}"
-            msg = (
-                f"convert: safetensors hold tensors only: got {count} at\n  "
-                f"{shown([printable(key) for key in values])}\n"
-                "Pass --drop-values to leave them out, or choose with --match."
-            )
-            raise CheckpointError(msg)
-        self._note("dropped", values)
-        self._outline = Outline(self._outline.nodes, [entry for entry in entries if entry.key not in set(values)])
-        self._refuse_parts("safetensors", lambda leaf: strided(leaf) is None)
-        tensors = {entry.key: _view(entry) for entry in self._outline.entries}
-        bad = {key: why_not_stored(key, tensor) for key, tensor in tensors.items()}
-        lines = [f"{printable(key)}: {why}" for key, why in bad.items() if why]
-        if lines:
-            msg = f"convert: safetensors cannot hold\n  {shown(lines)}\nUse --cast, --rename or --match."
-            raise CheckpointError(msg)
-        self._note_names()
-        self._note_ties()
-
-        def write(folder: Path, name: str, advance: Progress) -> list[Written]:
-            return write_safetensors(folder, name, tensors, self._source.metadata, self._options.shard_bytes, advance)
-
-        return self._logical_bytes(), write
-
-    def _refuse_parts(self, what: str, is_refused: Callable[[Any], bool]) -> None:
-        found = [entry for entry in self._outline.entries if not is_value(entry.value) and is_refused(entry.value)]
-        if found:
-            kinds = [f"{printable(entry.key)}: {getattr(entry.value, 'kind', 'a storage')}" for entry in found]
-            msg = f"convert: {what} cannot hold these tensors of several parts:\n  {shown(kinds)}\nUse --match."
-            raise CheckpointError(msg)
-
     def _note_header(self) -> None:
         texts = {key: text for key, text in self._source.metadata.items() if (key, text) != ("format", "pt")}
         self._note("a text of the header, is not kept", list(texts))
 
-    def _note_ties(self) -> None:
-        entries = self._outline.entries
+    def _note_ties(self, entries: Sequence[StoredEntry]) -> None:
         for group in find_ties(entries).groups:
             self._note("share bytes, and are written once each", [entries[index].key for index in group])
 
-    def _logical_bytes(self) -> int:
-        return sum(part.nbytes for entry in self._outline.entries for part in tensors_in(entry.value))
-
-
-def _view(entry: Entry) -> StoredTensor:
-    view = strided(entry.value)
-    assert view is not None
-    return view
+    def _logical_bytes(self, entries: Sequence[StoredEntry]) -> int:
+        return sum(part.nbytes for entry in entries for part in tensors_in(entry.value))

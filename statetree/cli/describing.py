@@ -5,8 +5,9 @@ from __future__ import annotations
 import reprlib
 from typing import TYPE_CHECKING, Any, Final
 
-from statetree.cli.names import brief, printable
-from statetree.cli.stored import Composite, StoredStorage, StoredTensor
+from statetree.files.safe_pickle import Foreign
+from statetree.files.stored import Composite, StoredStorage, StoredTensor
+from statetree.files.untrusted import brief, printable
 
 if TYPE_CHECKING:
     import torch
@@ -59,4 +60,4 @@ def sort_of(leaf: Any) -> str:
 
 def type_text(value: Any) -> str:
     """Return the type of a plain value."""
-    return printable(getattr(value, "name", "")) if type(value).__name__ == "Foreign" else type(value).__name__
+    return printable(value.name) if isinstance(value, Foreign) else type(value).__name__

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from statetree.cli.comparing import Comparison, Found, compare
-from statetree.cli.names import printable
-from statetree.cli.text import is_coloured
+from statetree.cli.differences import Comparison, Found, compare
+from statetree.cli.table import is_coloured
+from statetree.files.untrusted import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from statetree.cli.checkpoint import Checkpoint
+    from statetree.files.checkpoint import Checkpoint
 
 
 def diff(left: Checkpoint, right: Checkpoint, *, patterns: Sequence[str], values: bool, as_json: bool) -> bool | None:

@@ -1,127 +1,125 @@
-"""Digests of every byte of a checkpoint, in a file beside it, for ``convert --digest`` and ``show --verify``."""
+"""SHA-256 digests of a checkpoint's files, in a file beside it: what ``sha256sum`` writes and checks."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+import re
+from typing import TYPE_CHECKING, Final
 
-from statetree.cli.names import refuse
-from statetree.cli.stored import BUCKET_BYTES
+from statetree.cli.progress import progress
+from statetree.files.checkpoint import DCP, SAFETENSORS
+from statetree.files.ranges import OpenFiles
+from statetree.files.stored import BUCKET_BYTES
+from statetree.files.untrusted import refuse
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from statetree.cli.files import Files, Region
-    from statetree.cli.progress import Progress
+    from statetree.files.checkpoint import Checkpoint, Progress
+    from statetree.files.ranges import FileRange
 
-SUFFIX: Final = ".sha256.json"
+SUFFIX: Final = ".sha256"
 _MAX_BYTES: Final = 256 << 20
-_BETWEEN: Final = "header"
-
-
-class Part(NamedTuple):
-    """An entry's bytes in a file."""
-
-    entry: str
-    start: int
-    stop: int
-
-
-class Written(NamedTuple):
-    """A file that was written: its name in the checkpoint's folder, and what lies where in it."""
-
-    name: str
-    parts: Sequence[Part]
+_LINE: Final = re.compile(r"(\\?)([0-9a-f]{64})  (.+)")
 
 
 def digests_path(path: Path, *, is_directory: bool) -> Path:
     """Return where the digests of a checkpoint lie."""
-    return path / SUFFIX[1:] if is_directory else path.with_name(path.name + SUFFIX)
+    return path / SUFFIX if is_directory else path.with_name(path.name + SUFFIX)
 
 
-def digests_text(written: Iterable[Written], folder: Path, files: Files, progress: Progress) -> str:
-    """Return the digests of files, as they are to be stored."""
-    table = {}
-    for name, parts in written:
-        region = files.open(folder / name)
-        table[name] = [[*part, _digest(region, part, progress)] for part in _tiled(region.length, parts)]
-    return json.dumps({"version": 1, "algorithm": "sha256", "files": table}, indent=1)
+def write_digests(target: Path, folder: Path, names: Sequence[str]) -> None:
+    """Write the digests of files in a folder."""
+    total = sum((folder / name).stat().st_size for name in names)
+    with OpenFiles() as files, progress("computing digests", total) as advance:
+        lines = [_line(name, _digest(files.open(folder / name), advance)) for name in names]
+    target.write_text("".join(lines), "utf-8", "surrogateescape")
 
 
-def _tiled(length: int, parts: Sequence[Part]) -> Iterator[Part]:
-    """Return parts and what lies between them: together, the whole file."""
-    end = 0
-    for part in sorted(parts, key=lambda part: part.start):
-        if part.start > end:
-            yield Part(_BETWEEN, end, part.start)
-        yield part
-        end = part.stop
-    if end < length:
-        yield Part(_BETWEEN, end, length)
+def _line(name: str, digest: str) -> str:
+    escaped = name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
+    return f"{digest}  {name}\n" if escaped == name else f"\\{digest}  {escaped}\n"
 
 
-def _digest(region: Region, part: Part, progress: Progress) -> str:
+def _digest(file: FileRange, advance: Progress) -> str:
     found = hashlib.sha256()
-    for start in range(part.start, part.stop, BUCKET_BYTES):
-        count = min(BUCKET_BYTES, part.stop - start)
-        found.update(region.read(start, count, part.entry))
-        progress(count)
+    for start in range(0, file.length, BUCKET_BYTES):
+        count = min(BUCKET_BYTES, file.length - start)
+        found.update(file.read(start, count, f"what lies at byte {start}"))
+        advance(count)
     return found.hexdigest()
 
 
-def check_digests(path: Path, folder: Path, used: Sequence[Path], files: Files, progress: Progress) -> int:
-    """Check the files of a checkpoint against its digests.
+def verify(checkpoint: Checkpoint, *, follow_links: bool = False) -> str:
+    """Check all stored checksums and digests. Returns what was checked, in words; empty if there are none.
 
     Args:
-        path: The file of digests.
-        folder: What names in it are relative to.
-        used: The files that the checkpoint consists of. All must be listed.
-        files: For opening them.
-        progress: Is told how many bytes were read.
-
-    Returns:
-        The number of digests.
+        checkpoint: What to check.
+        follow_links: Whether the files that the digests list may be symbolic links that lead out of their directory.
 
     Raises:
-        CheckpointError: If a byte is not what it was, or a file is not listed.
+        CheckpointError: If a byte is not what it was when the checkpoint was written.
     """
-    region = files.open(path)
-    if region.length > _MAX_BYTES:
-        refuse(path, f"it has {region.length} bytes: expected at most {_MAX_BYTES}")
-    table = _table(path, region.read(0, region.length, "the digests"))
-    missing = [file.relative_to(folder).as_posix() for file in used if file.relative_to(folder).as_posix() not in table]
+    found = {"digest": 0}
+    if digests_path(checkpoint.path, is_directory=checkpoint.kind == DCP).is_file():
+        with OpenFiles(follow_links=follow_links) as files, progress("checking digests", checkpoint.nbytes) as advance:
+            found["digest"] = _check_digests(checkpoint, files, advance)
+    found["checksum"] = check_sums(checkpoint)
+    words = [f"{count} {what}{'s' * (count != 1)}" for what, count in found.items() if count]
+    return f"verified: {' and '.join(words)} agree" if words else ""
+
+
+def _check_digests(checkpoint: Checkpoint, files: OpenFiles, advance: Progress) -> int:
+    """Check the files of a checkpoint against its digests. Returns how many there are."""
+    is_directory = checkpoint.kind == DCP
+    path = digests_path(checkpoint.path, is_directory=is_directory)
+    folder = checkpoint.path if is_directory else checkpoint.path.parent
+    listed = _read_digests(files.open(path))
+    used = [file.relative_to(folder).as_posix() for file in checkpoint.files]
+    missing = [name for name in used if name not in listed]
     if missing and len(missing) == len(used):
         remedy = "Give the checkpoint that name, or leave out --verify."
-        refuse(path, f"the digests were written for another name ({next(iter(table), '')!r})", remedy)
+        refuse(path, f"the digests were written for another name ({next(iter(listed), '')!r})", remedy)
     if missing:
-        refuse(path, f"it lists no digests of {missing[0]!r}")
-    count = 0
-    for name, rows in table.items():
+        refuse(path, f"it lists no digest of {missing[0]!r}")
+    for name, digest in listed.items():
         file = files.open(files.listed(folder, name, path))
-        end = 0
-        for entry, start, stop, digest in rows:
-            if start != end or stop < start or stop > file.length:
-                refuse(file.path, f"it has {file.length} bytes, which {path.name} does not account for at {entry!r}")
-            if _digest(file, Part(entry, start, stop), progress) != digest:
-                refuse(file.path, f"the bytes {start} to {stop} ({entry!r}) do not have the digest in {path.name}")
-            end = stop
+        if _digest(file, advance) != digest:
+            refuse(file.path, f"its bytes do not have the digest in {path.name}")
+    return len(listed)
+
+
+def _read_digests(file: FileRange) -> dict[str, str]:
+    if file.length > _MAX_BYTES:
+        refuse(file.path, f"it has {file.length} bytes: expected at most {_MAX_BYTES}")
+    found = {}
+    for line in file.read(0, file.length, "the digests").decode("utf-8", "surrogateescape").split("\n")[:-1]:
+        match = _LINE.fullmatch(line)
+        if match is None:
+            refuse(file.path, "it is damaged")
+        escape, digest, name = match.groups()
+        found[_unescaped(name) if escape else name] = digest
+    return found
+
+
+def _unescaped(name: str) -> str:
+    return re.sub(r"\\(.)", lambda found: {"n": "\n", "r": "\r"}.get(found[1], found[1]), name)
+
+
+def check_sums(checkpoint: Checkpoint) -> int:
+    """Check the checksums that the format has. Returns how many there are."""
+    count = 0
+    with progress("checking checksums", checkpoint.nbytes) as advance:
+        for checksum in checkpoint.checksums():
+            checksum.check(advance)
             count += 1
-        if end != file.length:
-            refuse(file.path, f"it has {file.length} bytes: expected {end}, by {path.name}")
     return count
 
 
-def _table(path: Path, text: bytes) -> dict[str, list[list[Any]]]:
-    try:
-        table = json.loads(text.decode("utf-8"))
-        if table["version"] != 1 or table["algorithm"] != "sha256":
-            refuse(path, "it is of an unknown version", "Use the version of statetree that wrote it.")
-        files: dict[str, list[list[Any]]] = table["files"]
-        for rows in files.values():
-            if any(list(map(type, row)) != [str, int, int, str] for row in rows):
-                refuse(path, "it is damaged")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        refuse(path, "it is damaged")
-    return files
+def why_nothing(checkpoint: Checkpoint) -> str:
+    """Return the message that there is nothing to verify a checkpoint by."""
+    what = "safetensors has" if checkpoint.kind == SAFETENSORS else "a file of old torch has"
+    digests = digests_path(checkpoint.path, is_directory=checkpoint.kind == DCP).name
+    why = f"{what} no checksums, and there is no {digests}"
+    return f"show: nothing to verify {checkpoint.path} by: {why}. Have convert --digest write digests."

@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from statetree.cli.checkpoint import DCP, SAFETENSORS, TORCH, Checkpoint
-from statetree.cli.files import Files
-from statetree.cli.names import refuse
 from statetree.errors import CheckpointError
+from statetree.files.checkpoint import DCP, SAFETENSORS, TORCH, Checkpoint
+from statetree.files.ranges import OpenFiles
+from statetree.files.untrusted import refuse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,19 +20,17 @@ _ENDS: Final = f"{', '.join(TORCH_SUFFIXES)}, .safetensors or {INDEX}"
 _LINK: Final = "If torch.save wrote it, link or rename it to a name that ends in .pt."
 
 
-def _format_of(path: Path) -> str | None:
-    """Return the format that a name stands for; ``None`` if it has a suffix that stands for none.
+def _format_of(path: Path) -> str:
+    """Return the format that a name stands for; empty if it has a suffix that stands for none.
 
     What begins with a digit, as in ``run-v1.5``, is no suffix.
     """
     name = path.name.lower()
-    if path.is_dir():
-        return DCP
-    if name.endswith(TORCH_SUFFIXES):
+    if name.endswith(TORCH_SUFFIXES) and not path.is_dir():
         return TORCH
-    if name.endswith((".safetensors", INDEX)):
+    if name.endswith((".safetensors", INDEX)) and not path.is_dir():
         return SAFETENSORS
-    return None if path.suffix and not path.suffix[1].isdigit() else DCP
+    return "" if path.suffix and not path.suffix[1].isdigit() and not path.is_dir() else DCP
 
 
 def source_format(path: Path) -> str:
@@ -42,8 +40,8 @@ def source_format(path: Path) -> str:
         CheckpointError: If its name stands for none.
     """
     found = _format_of(path)
-    if found is None or (found == DCP and path.is_file()):
-        what = f"the suffix {path.suffix!r} stands for no format" if found is None else "a file without a known suffix"
+    if not found or (found == DCP and path.is_file()):
+        what = "a file without a known suffix" if found else f"the suffix {path.suffix!r} stands for no format"
         refuse(path, what, f"{_LINK} Formats go by the names' ends: {_ENDS}.")
     return found
 
@@ -55,12 +53,9 @@ def destination_format(path: Path) -> str:
         CheckpointError: If its name stands for none.
     """
     found = _format_of(path)
-    if found is None:
-        msg = (
-            f"convert: cannot write {path}: the suffix {path.suffix!r} stands for no format. "
-            f"Use {_ENDS}, or no suffix for a DCP directory."
-        )
-        raise CheckpointError(msg)
+    if not found:
+        what = f"the suffix {path.suffix!r} stands for no format. Use {_ENDS}, or no suffix for a DCP directory."
+        raise CheckpointError(f"convert: cannot write {path}: {what}")
     return found
 
 
@@ -75,7 +70,7 @@ def opened(path: Path, *, follow_links: bool = False) -> Iterator[Checkpoint]:
     Raises:
         CheckpointError: If it cannot be read.
     """
-    with Files(follow_links=follow_links) as files:
+    with OpenFiles(follow_links=follow_links) as files:
         try:
             checkpoint = _read(path, files)
         except OSError as error:
@@ -83,16 +78,17 @@ def opened(path: Path, *, follow_links: bool = False) -> Iterator[Checkpoint]:
         yield checkpoint
 
 
-def _read(path: Path, files: Files) -> Checkpoint:
+def _read(path: Path, files: OpenFiles) -> Checkpoint:
+    # Each reader is loaded when it is needed: that of directories takes as long as torch.distributed.
     kind = source_format(path)
     if kind == TORCH:
-        from statetree.cli.formats.torch_file import read_torch
+        from statetree.files.torch_reader import read_torch
 
         return read_torch(path, files)
     if kind == SAFETENSORS:
-        from statetree.cli.formats.safetensors_file import read_index, read_safetensors
+        from statetree.files.safetensors_reader import read_index, read_safetensors
 
         return (read_index if path.name.lower().endswith(INDEX) else read_safetensors)(path, files)
-    from statetree.cli.formats.dcp_directory import read_directory
+    from statetree.cli.dcp_directory import read_directory
 
     return read_directory(path, files)

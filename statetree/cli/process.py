@@ -12,9 +12,10 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import click
+from click.shell_completion import shell_complete
 
-from statetree.cli.names import printable
 from statetree.errors import StateTreeError
+from statetree.files.untrusted import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -23,6 +24,8 @@ SAME: Final = 0
 DIFFERENT: Final = 1
 FAILED: Final = 2
 NAME: Final = "statetree"
+#: What click's scripts for shells set when they ask for completions.
+_COMPLETE: Final = "_STATETREE_COMPLETE"
 #: What shells say of a program that ended by a signal: 128 and its number. Not 1, which means that checkpoints differ.
 _BY_SIGNAL: Final = 128
 _BROKEN_PIPE: Final = _BY_SIGNAL + 13
@@ -123,6 +126,9 @@ def _run(command: click.Command, args: list[str]) -> int:
 
 def _invoke(command: click.Command, args: list[str]) -> int:
     """Run the command, without click's own ``main``, which ends with status 1 where nobody reads what is written."""
+    instruction = os.environ.get(_COMPLETE, "")
+    if instruction:
+        return shell_complete(command, {}, NAME, _COMPLETE, instruction)
     try:
         with command.make_context(NAME, args) as context:
             status = command.invoke(context)

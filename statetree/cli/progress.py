@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-    Progress = Callable[[int], None]
+    from statetree.files.checkpoint import Progress
 
 
 def silent(_nbytes: int) -> None:
@@ -22,7 +22,7 @@ def progress(what: str, total_bytes: int) -> Iterator[Progress]:
     if not sys.stderr.isatty():
         yield silent
         return
-    from rich.console import Console
+    from rich.console import Console  # takes a tenth of a second to load, and is seldom needed
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bars
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from statetree.cli.checkpoint import is_value, tensors_in
 from statetree.cli.describing import dtype_text, shape_text, sort_of, type_text, value_text
-from statetree.cli.names import matches, printable
-from statetree.cli.stored import Composite, StoredStorage, StoredTensor
-from statetree.cli.ties import find_ties
+from statetree.cli.selecting import matches
+from statetree.cli.shared_bytes import find_ties
+from statetree.files.checkpoint import is_value, tensors_in
+from statetree.files.stored import Composite, StoredStorage, StoredTensor
+from statetree.files.untrusted import printable
 from statetree.paths import Attr, render_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
-    from statetree.cli.checkpoint import Checkpoint
+    from statetree.files.checkpoint import Checkpoint
 
 #: Into how many parts a key such as ``layers.0.weight`` is taken apart.
 _MAX_PARTS: Final = 16
@@ -27,63 +28,75 @@ class Row(NamedTuple):
     Attributes:
         key: Its key, which no other entry has.
         labels: The parts of its key.
-        sort: See ``sort_of``.
-        dtype: Its dtype, or the type of a plain value.
-        shape: Its shape, or ``None``.
-        nbytes: How many bytes its elements take.
-        own_bytes: How many of these no row before it has.
-        tied_to: The key of the first entry that it shares bytes with; empty for that entry, and without ties.
-        notes: What else there is to say.
         leaf: What it is.
+        own_bytes: How many of its bytes no row before it has.
+        tied_to: The key of the first entry that it shares bytes with; empty for that entry, and without ties.
+        num_tied: How many entries share bytes with it, if it is the first one of them.
     """
 
     key: str
     labels: tuple[str, ...]
-    sort: str
-    dtype: str
-    shape: tuple[int, ...] | None
-    nbytes: int
+    leaf: Any
     own_bytes: int
     tied_to: str
-    notes: tuple[str, ...]
-    leaf: Any
+    num_tied: int
+
+    @property
+    def sort(self) -> str:
+        """What it is: see ``sort_of``."""
+        return sort_of(self.leaf)
+
+    @property
+    def dtype(self) -> str:
+        """Its dtype, or the type of a plain value."""
+        return type_text(self.leaf) if is_value(self.leaf) else dtype_text(self.leaf.dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Its shape; ``None`` for what has none."""
+        return None if is_value(self.leaf) else getattr(self.leaf, "shape", None)
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes its elements take."""
+        return _nbytes(self.leaf)
 
     @property
     def cells(self) -> tuple[str, str]:
         """What its dtype and its shape are, in words."""
-        if self.sort == "value":
-            return self.dtype, value_text(self.leaf)
-        return self.dtype, shape_text(self.shape)
+        return self.dtype, value_text(self.leaf) if is_value(self.leaf) else shape_text(self.shape)
+
+    @property
+    def notes(self) -> list[str]:
+        """What else there is to say."""
+        notes = [f"= {printable(self.tied_to)}"] * bool(self.tied_to)
+        notes += [f"tied: {self.num_tied} entries"] * bool(self.num_tied)
+        leaf = self.leaf
+        if isinstance(leaf, Composite):
+            notes.append(
+                "with attributes" if leaf.inner is not None else f"{printable(leaf.kind)}: {len(leaf.parts)} parts"
+            )
+        elif isinstance(leaf, StoredStorage):
+            notes.append("storage")
+        elif isinstance(leaf, StoredTensor) and (leaf.span < leaf.nbytes or not leaf.is_contiguous):
+            notes.append("expanded" if leaf.span < leaf.nbytes else "strided")
+        return notes
 
 
 def rows_of(checkpoint: Checkpoint, patterns: Sequence[str]) -> list[Row]:
     """Return the rows of the entries whose keys match."""
     entries = checkpoint.entries()
     ties = find_ties(entries)
-    sizes = [len(group) for group in ties.groups]
     chosen = [index for index, entry in enumerate(entries) if matches(entry.key, patterns)]
     own_bytes = find_ties([entries[index] for index in chosen]).own_bytes if patterns else ties.own_bytes
     rows = []
-    for index, nbytes in zip(chosen, own_bytes, strict=True):
-        entry = entries[index]
-        group = ties.group_of.get(index)
-        first = entries[ties.groups[group][0]].key if group is not None else ""
-        notes = list(_notes(entry.value))
-        if group is not None and first == entry.key:
-            notes.insert(0, f"tied: {sizes[group]} entries")
+    for index, own in zip(chosen, own_bytes, strict=True):
+        path, key, leaf = entries[index]
+        group = ties.group_of.get(index, [index])
+        tied_to = entries[group[0]].key if group[0] != index else ""
+        num_tied = len(group) if len(group) > 1 and not tied_to else 0
         rows.append(
-            Row(
-                entry.key,
-                _labels(entry.path),
-                sort_of(entry.value),
-                _dtype(entry.value),
-                getattr(entry.value, "shape", None) if not is_value(entry.value) else None,
-                _nbytes(entry.value),
-                nbytes if not isinstance(entry.value, StoredStorage) else _nbytes(entry.value),
-                "" if first == entry.key else first,
-                tuple(notes),
-                entry.value,
-            )
+            Row(key, _labels(path), leaf, _nbytes(leaf) if isinstance(leaf, StoredStorage) else own, tied_to, num_tied)
         )
     return rows
 
@@ -111,32 +124,14 @@ def _nbytes(leaf: Any) -> int:
     return 0 if is_value(leaf) else int(leaf.nbytes)
 
 
-def _dtype(leaf: Any) -> str:
-    if is_value(leaf):
-        return type_text(leaf)
-    return dtype_text(leaf.dtype)
-
-
-def _notes(leaf: Any) -> Iterator[str]:
-    if isinstance(leaf, Composite):
-        yield "with attributes" if leaf.inner is not None else f"{printable(leaf.kind)}: {len(leaf.parts)} parts"
-    elif isinstance(leaf, StoredStorage):
-        yield "storage"
-    elif isinstance(leaf, StoredTensor):
-        if leaf.span < leaf.nbytes:
-            yield "expanded"
-        elif not leaf.is_contiguous:
-            yield "strided"
-
-
 @dataclass
-class Group:
-    """Entries under one label."""
+class RowGroup:
+    """Rows under one label, in the groups that they are in below it. Where nothing is below it, it is summed up."""
 
     label: str
     rows: list[Row] = field(default_factory=list)
-    groups: dict[str, Group] = field(default_factory=dict)
-    order: list[Row | Group] = field(default_factory=list)
+    below: list[Row | RowGroup] = field(default_factory=list)
+    groups: dict[str, RowGroup] = field(default_factory=dict)
 
     @property
     def own_bytes(self) -> int:
@@ -151,6 +146,13 @@ class Group:
         shown = ", ".join(dtypes[:3]) + (", …" if len(dtypes) > 3 else "")
         return shown, counted(len(tensors), len(self.rows) - len(tensors))
 
+    @property
+    def notes(self) -> list[str]:
+        """How many of the entries of a group that is summed up have no bytes of their own, but those of others."""
+        keys = {row.key for row in self.rows}
+        tied = [row.tied_to for row in self.rows if row.tied_to and row.tied_to not in keys and not self.below]
+        return [f"1 = {printable(tied[0])}" if len(tied) == 1 else f"{len(tied)} tied elsewhere"] * bool(tied)
+
 
 def counted(num_tensors: int, num_values: int) -> str:
     """Return how many tensors and values there are, in words."""
@@ -162,28 +164,28 @@ def counted(num_tensors: int, num_values: int) -> str:
     return ", ".join(words)
 
 
-def grouped(rows: Sequence[Row], depth: int | None) -> Group:
+def grouped(rows: Sequence[Row], depth: int | None) -> RowGroup:
     """Return rows as a tree of groups; below a depth, groups are not taken apart."""
-    root = Group("")
+    root = RowGroup("")
     for row in rows:
         group = root
         group.rows.append(row)
         is_shown = depth is None or len(row.labels) <= depth
         for label in row.labels[: -1 if is_shown else depth]:
             if label not in group.groups:
-                group.groups[label] = Group(label)
-                group.order.append(group.groups[label])
+                group.groups[label] = RowGroup(label)
+                group.below.append(group.groups[label])
             group = group.groups[label]
             group.rows.append(row)
         if is_shown:
-            group.order.append(row)
+            group.below.append(row)
     return root
 
 
 def sorting(by: str) -> Callable[[list[Any]], list[Any]]:
     """Return a function that sorts rows and groups: ``file`` (as they come), ``name`` or ``size``."""
     if by == "name":
-        return lambda items: sorted(items, key=lambda item: item.label if isinstance(item, Group) else item.key)
+        return lambda items: sorted(items, key=lambda item: item.label if isinstance(item, RowGroup) else item.key)
     if by == "size":
         return lambda items: sorted(items, key=lambda item: -item.own_bytes)
     return list

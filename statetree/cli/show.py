@@ -7,11 +7,11 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
-from statetree.cli.checkpoint import TITLES, Checkpoint
 from statetree.cli.describing import human, value_text
-from statetree.cli.names import printable
-from statetree.cli.rows import Group, Row, counted, grouped, rows_of, sorting, unread_bytes
-from statetree.cli.text import Line, write_lines
+from statetree.cli.rows import Row, RowGroup, counted, grouped, rows_of, sorting, unread_bytes
+from statetree.cli.table import OutputLine, write_lines
+from statetree.files.checkpoint import TITLES, Checkpoint
+from statetree.files.untrusted import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -41,63 +41,49 @@ def _summary(checkpoint: Checkpoint, rows: Sequence[Row], total: int) -> str:
     return f"{words}, {human(total)} of elements{more}"
 
 
-def _line(item: Row | Group, name: str, total: int) -> Line:
-    if isinstance(item, Group):
-        ties = _ties_elsewhere(item) if not item.order else ""
-        return Line(name, *item.cells, human(item.own_bytes), _share(item.own_bytes, total), ties, is_group=True)
-    if item.sort == "value":
-        return Line(name, *item.cells, "", "", "")
-    share = _share(item.own_bytes, total) if item.own_bytes or not item.tied_to else ""
-    notes = [f"= {printable(item.tied_to)}"] * bool(item.tied_to) + list(item.notes)
-    return Line(name, *item.cells, human(item.nbytes), share, ", ".join(notes))
-
-
-def _ties_elsewhere(group: Group) -> str:
-    """Say how many of the entries of a group that is summed up have no bytes of their own, but those of others."""
-    keys = {row.key for row in group.rows}
-    tied = [row.tied_to for row in group.rows if row.tied_to and row.tied_to not in keys]
-    if len(tied) == 1:
-        return f"1 = {printable(tied[0])}"
-    return f"{len(tied)} tied elsewhere" if tied else ""
+def _line(item: Row | RowGroup, name: str, total: int) -> OutputLine:
+    if isinstance(item, Row) and item.sort == "value":
+        return OutputLine(name, *item.cells, "", "", "")
+    is_group = isinstance(item, RowGroup)
+    nbytes = item.own_bytes if isinstance(item, RowGroup) else item.nbytes
+    share = "" if isinstance(item, Row) and item.tied_to and not item.own_bytes else _share(item.own_bytes, total)
+    return OutputLine(name, *item.cells, human(nbytes), share, ", ".join(item.notes), is_group=is_group)
 
 
 def _share(nbytes: int, total: int) -> str:
     return f"{nbytes / total:.1%}" if total else ""
 
 
-def _tree_lines(root: Group, sort: str, total: int) -> Iterator[Line]:
+def _tree_lines(root: RowGroup, sort: str, total: int) -> Iterator[OutputLine]:
     """Return a line an entry and a line a group, those below it indented."""
     in_order = sorting(sort)
-    pending: list[tuple[Row | Group, int, str]] = [(item, 0, "") for item in reversed(in_order(root.order))]
+    pending: list[tuple[Row | RowGroup, int, str]] = [(item, 0, "") for item in reversed(in_order(root.below))]
     while pending:
         item, level, prefix = pending.pop()
-        label = prefix + (item.label if isinstance(item, Group) else item.labels[-1])
-        if isinstance(item, Group) and len(item.order) == 1:
-            pending.append((item.order[0], level, f"{label}."))  # a chain of groups takes one line
+        label = prefix + (item.label if isinstance(item, RowGroup) else item.labels[-1])
+        if isinstance(item, RowGroup) and len(item.below) == 1:
+            pending.append((item.below[0], level, f"{label}."))  # a chain of groups takes one line
             continue
         yield _line(item, "  " * level + label, total)
-        if isinstance(item, Group):
-            pending += [(below, level + 1, "") for below in reversed(in_order(item.order))]
+        if isinstance(item, RowGroup):
+            pending += [(below, level + 1, "") for below in reversed(in_order(item.below))]
 
 
-def _flat_lines(root: Group, sort: str, total: int) -> Iterator[Line]:
+def _flat_lines(root: RowGroup, sort: str, total: int) -> Iterator[OutputLine]:
     """Return a line an entry, with its whole key: what other programs search."""
-    found: list[tuple[Row | Group, str]] = []
-    pending: list[tuple[Row | Group, str]] = [(item, "") for item in reversed(root.order)]
+    found: list[tuple[Row | RowGroup, str]] = []
+    pending: list[tuple[Row | RowGroup, str]] = [(root, "")]
     while pending:
-        item, prefix = pending.pop()
-        if isinstance(item, Group) and item.order:
-            pending += [(below, f"{prefix}{item.label}.") for below in reversed(item.order)]
+        item, name = pending.pop()
+        if isinstance(item, Row):
+            found.append((item, printable(item.key) or "<root>"))
+        elif item.below or item is root:
+            pending += [(below, f"{name}{getattr(below, 'label', '')}.") for below in reversed(item.below)]
         else:
-            found.append(
-                (item, f"{prefix}{item.label}.*" if isinstance(item, Group) else printable(item.key) or "<root>")
-            )
-    if sort == "name":
-        found.sort(key=lambda pair: pair[1])
-    elif sort == "size":
-        found.sort(key=lambda pair: -pair[0].own_bytes)
-    for item, name in found:
-        yield _line(item, name, total)
+            found.append((item, f"{name}*"))
+    if sort != "file":
+        found.sort(key=lambda pair: pair[1] if sort == "name" else -pair[0].own_bytes)
+    return (_line(item, name, total) for item, name in found)
 
 
 def _as_json(checkpoint: Checkpoint, rows: Sequence[Row]) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import zlib
 from typing import IO, TYPE_CHECKING, Final
 
-from statetree.cli.formats.zips import read_members
 from statetree.errors import CheckpointError
+from statetree.files.zip_archive import read_members
 
 if TYPE_CHECKING:
     from statetree.dcp.metadata import Stored

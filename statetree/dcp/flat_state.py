@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from statetree.leaves.builtin import leaf_type_of
+from statetree.files.checkpoint import is_entry
 from statetree.paths import Path, render_key
 from statetree.tree.flatten import flatten_for
 
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
 #: The key of the entry that holds the structure. No other entry gets it.
 STRUCTURE_KEY: Final = "<statetree structure>"
-#: What may lie in a list or tuple that is pickled whole, and how deep: pickle calls itself for every level.
-WHOLE: Final = (list, tuple, dict)
-_MAX_WHOLE_DEPTH: Final = 50
 _NUMBERED: Final = frozenset({"list", "tuple", "deque"})
 
 
@@ -63,7 +60,7 @@ def flat_state(tree: Any, *, verb: str) -> FlatState:
     Raises:
         CyclicTree, TreeTooDeep: As ``flatten``.
     """
-    leaves, spec = flatten_for(verb, tree, is_leaf=_is_whole)
+    leaves, spec = flatten_for(verb, tree, is_leaf=is_entry)
     keys = spec.flat_keys()
     if STRUCTURE_KEY in keys:
         keys = [free_key(key, keys) if key == STRUCTURE_KEY else key for key in keys]
@@ -74,27 +71,6 @@ def flat_state(tree: Any, *, verb: str) -> FlatState:
         if key != ".".join(map(str, path)) or any(path[:count] in taken for count in range(1, len(path))):
             paths[index] = (key,)
     return FlatState(spec, list(map(StateEntry, spec.paths(), keys, leaves, paths)))
-
-
-def _is_whole(container: Any, depth: int = _MAX_WHOLE_DEPTH) -> bool:
-    """Whether DCP would pickle a container whole, and it holds plain values alone."""
-    cls = type(container)
-    if cls is tuple:
-        return _is_plain_data(container, depth)
-    if cls is not list or not depth or not _holds_plain(container, (list, tuple)):
-        return False
-    return all(_is_whole(child, depth - 1) for child in container if type(child) in (list, tuple))
-
-
-def _is_plain_data(container: Any, depth: int) -> bool:
-    children = container.values() if type(container) is dict else container
-    if not depth or not _holds_plain(children, WHOLE):
-        return False
-    return all(_is_plain_data(child, depth - 1) for child in children if type(child) in WHOLE)
-
-
-def _holds_plain(children: Collection[Any], containers: tuple[type, ...]) -> bool:
-    return all(cls in containers or leaf_type_of(cls) is None for cls in set(map(type, children)))
 
 
 def _dcp_paths(spec: TreeSpec) -> list[tuple[str | int, ...]]:

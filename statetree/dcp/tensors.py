@@ -9,7 +9,6 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from statetree.dcp.flat_state import WHOLE
 from statetree.dcp.groups import ranks_of
 from statetree.dcp.internals import is_cut_left_to_right
 from statetree.dcp.keys import without_addresses
@@ -178,7 +177,7 @@ def _refuse(verb: str, path: Path, got: str, remedy: str) -> None:
 
 def compact(value: Any) -> Any:
     """Return a plain value to be pickled, or a copy if it holds small parts of large storages: pickle writes all."""
-    if is_plain(value) or type(value) in WHOLE:  # these hold plain values only
+    if is_plain(value) or type(value) in (list, tuple, dict):  # these hold plain values only
         return value
     try:
         columns = unpack("save", [value], lambda: [Path()]).columns

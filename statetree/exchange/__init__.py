@@ -8,7 +8,7 @@ move. Moving agrees with the other ranks, plans, and sends in buckets of bounded
         return run.move(source, run.destination(source, WholeOn(run.ranks(None))))
 
 - ``driver``: ``exchange`` and what a block can do; ``call``: who waits for whom, and what they hear of a failure
-- ``manifest``: what a rank holds; ``discovery``, ``replicas``: what ranks tell each other of that, where they must
+- ``manifest``: what a rank holds; ``discovery``, ``replica_check``: what ranks tell each other of that, where they must
 - ``destination``: fresh tensors by a rule; ``like``: the layouts of another tree, and ``fitting``: whether they fit
 - ``description``, ``leaf_metadata``: one rank's tree told to all
 - ``consensus``: fingerprints compared before anything moves; ``group``: the few collectives all this is made of

@@ -9,7 +9,7 @@ from statetree.chunks.boxes import Box
 from statetree.chunks.layouts import layout_of
 from statetree.errors import RankMismatch, UnsupportedLeaf
 from statetree.exchange.consensus import digest, ranks_named
-from statetree.exchange.replicas import Copies, check_replicas, first_copy
+from statetree.exchange.replica_check import Copies, check_replicas, first_copy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

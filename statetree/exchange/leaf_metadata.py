@@ -19,7 +19,7 @@ from statetree.errors import UnsupportedLeaf, describe_leaf
 from statetree.leaves.builtin import is_plain
 from statetree.leaves.parts import Recipe, Unpacked, unpack
 from statetree.spans.columns import Columns
-from statetree.spans.layout import check_memory, extents, lay_out, make_views, raw
+from statetree.spans.layout import as_bytes, check_memory, extents, lay_out, make_views
 from statetree.spans.memory import Memory
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class LeafMetadata(NamedTuple):
                 parts[index] = view
             if kind != "meta":
                 spans += [
-                    raw(buffer.storage, buffer.start, buffer.start + span.stop - span.start)
+                    as_bytes(buffer.storage, buffer.start, buffer.start + span.stop - span.start)
                     for buffer, span in zip(buffers, layout.spans, strict=True)
                 ]
         return parts, spans
@@ -103,7 +103,7 @@ def metadata_of(
         tensors[kind] = indices, known
         if kind != "meta":
             layout = lay_out(columns, extents(columns))
-            spans += [raw(columns.storages[span.source], span.start, span.stop) for span in layout.spans]
+            spans += [as_bytes(columns.storages[span.source], span.start, span.stop) for span in layout.spans]
     kept = [leaf if is_plain(leaf) else None for leaf in leaves]
     return LeafMetadata(kept, list(unpacked.bare), dict(unpacked.recipes), tensors), spans
 

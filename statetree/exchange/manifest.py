@@ -11,7 +11,7 @@ from statetree.chunks.local import location_of
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange.consensus import CONTAINER, Entry
 from statetree.leaves.builtin import facts, holds_tensor, is_distributed, leaf_type_of, may_be_under_way, settled
-from statetree.leaves.parts import located, unpack
+from statetree.leaves.parts import hides_distributed, located
 from statetree.leaves.types.special import QUANTIZED
 from statetree.paths import Path, exactly, unique_keys
 from statetree.spans.columns import Columns
@@ -238,7 +238,7 @@ def chunks_of(leaf: Any, ranks: Ranks) -> LocalChunks | None:
         return None
     if leaf_type.is_distributed(leaf):
         return leaf_type.local_chunks(leaf, ranks)
-    if _hides_chunks(leaf):
+    if hides_distributed(leaf):
         raise _hidden(leaf)
     return None
 
@@ -249,15 +249,6 @@ def _hidden(leaf: Any) -> UnsupportedLeaf:
         "leaf of its own. Register the class as a container, or give its leaf type a chunks method."
     )
     return UnsupportedLeaf(msg)
-
-
-def _hides_chunks(leaf: Any) -> bool:
-    """Whether there is a distributed tensor inside a leaf that is none."""
-    try:
-        unpacked = unpack("", [leaf], lambda: [Path()], memory=False)
-    except UnsupportedLeaf as error:  # which does not know the path
-        raise error.__cause__ or error from None
-    return unpacked.holds_distributed()
 
 
 def _text_of(leaf: Any) -> str:

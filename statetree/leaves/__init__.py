@@ -1,1 +1,19 @@
-"""The leaves engine."""
+"""The leaves engine: values of any class taken apart into plain tensors and packed again, by their *leaf types*.
+
+It is the hinge between trees and bytes: above it there are leaves, below it plain tensors only. From the top to the
+bottom:
+
+- ``copying``, ``replicas``: what ``copy_into``, and ``offload`` and ``allocate_like``, are made of.
+- ``tree_parts``: a whole tree taken apart into plain tensors, for transforms on spans.
+- ``pairing``, ``ties``: the leaves of two trees side by side; which leaves of a tree share memory.
+- ``parts``: many leaves taken apart at once, each tensor object once, and packed again.
+- ``builtin``: the leaf type of every class, looked up.
+- ``types/``: the leaf types that come with statetree, a file each.
+- ``registry``: ``LeafType``, from which all derive, and those that users registered.
+"""
+
+from statetree.leaves.parts import Unpacked, unpack
+from statetree.leaves.registry import LeafType, register_leaf_type
+from statetree.leaves.tree_parts import TreeParts, take_apart
+
+__all__ = ["LeafType", "TreeParts", "Unpacked", "register_leaf_type", "take_apart", "unpack"]

@@ -12,9 +12,10 @@ from statetree.leaves.builtin import settled, taken_over
 from statetree.leaves.pairing import LeafPairing, leave_out_differences, paired_parts
 from statetree.leaves.parts import unpack
 from statetree.spans.columns import Columns
-from statetree.spans.layout import check_memory, extents, replicate
+from statetree.spans.layout import check_memory, extents
 from statetree.spans.memory import Memory
-from statetree.spans.overlaps import all_apart, conflicts, overlaps_itself, reads_of_written
+from statetree.spans.overlaps import all_disjoint, conflicts, overlaps_itself, reads_of_written
+from statetree.spans.replicate import replicate_columns
 from statetree.torch_internals import (
     COPIED_AS_INTEGERS,
     WITHOUT_KERNELS,
@@ -71,9 +72,9 @@ class _CopyJob:
             self.sources, self.targets = Columns(sources), Columns(targets)
 
     @cached_property
-    def apart(self) -> bool:
+    def disjoint(self) -> bool:
         """Whether no two of all tensors lie over each other (the usual case, in which nothing more need be asked)."""
-        return all_apart(self.targets, self.sources)
+        return all_disjoint(self.targets, self.sources)
 
     def _path(self, index: int) -> Any:
         return self.pairing.spec.paths()[index]
@@ -113,7 +114,7 @@ class _CopyJob:
         self._check_memory(self.targets)
         if any(self.targets.inference) or not all(self.targets.contiguous):
             self._check_writability()
-        if not self.found and not self.apart:
+        if not self.found and not self.disjoint:
             for first, second in conflicts(self.targets, self.sources):
                 partner = self._path(self.leaves[second])
                 self._refuse(
@@ -169,7 +170,7 @@ class _CopyJob:
     def write(self) -> None:
         """Copy all tensors, in one call."""
         targets, sources = list(self.targets.tensors), list(self.sources.tensors)
-        moved = [] if self.apart else reads_of_written(self.targets, self.sources)
+        moved = [] if self.disjoint else reads_of_written(self.targets, self.sources)
         if moved:
             copies = _copies(Columns([sources[index] for index in moved]))
             for index, fresh in zip(moved, copies, strict=True):
@@ -194,7 +195,7 @@ def _copies(columns: Columns) -> list[torch.Tensor]:
     for device in set(columns.devices):
         chosen = [index for index, own in enumerate(columns.devices) if own == device]
         part = Columns([columns.tensors[index] for index in chosen])
-        fresh = replicate(part, [reach[index] for index in chosen], Memory(device), copy=True)
+        fresh = replicate_columns(part, [reach[index] for index in chosen], Memory(device), copy=True)
         for index, tensor in zip(chosen, fresh, strict=True):
             result[index] = tensor
     return result

@@ -13,7 +13,7 @@ import torch
 
 from statetree.errors import Difference
 from statetree.leaves.builtin import facts, leaf_type_of, settled, taken_over
-from statetree.leaves.parts import Kept, Packed, Recipe, Unpacked, are_views, located
+from statetree.leaves.parts import AtomRecipe, PackedRecipe, Recipe, Unpacked, are_views, located
 from statetree.spans.bits import safely_equal
 from statetree.spans.columns import Columns
 from statetree.spans.geometry_cache import recognise
@@ -196,7 +196,7 @@ def _shown(fact: Any) -> Any:
 
 def essential(recipe: Recipe) -> Sequence[Recipe]:
     """Return the recipes of what holds a leaf's elements: without the attributes and the identity of a tensor."""
-    if not isinstance(recipe, Packed):
+    if not isinstance(recipe, PackedRecipe):
         return (recipe,)
     return recipe.leaf_type.essential(recipe.context, recipe.inner)
 
@@ -215,7 +215,7 @@ def _paired(a: Recipe, b: Recipe) -> Iterator[tuple[int | None, int | None]]:
     if isinstance(a, int) and isinstance(b, int):
         yield a, b
         return
-    if isinstance(a, Kept) or isinstance(b, Kept):
+    if isinstance(a, AtomRecipe) or isinstance(b, AtomRecipe):
         return
     inner_a, inner_b = list(essential(a)), list(essential(b))
     if len(inner_a) != len(inner_b):

@@ -9,7 +9,6 @@ import torch
 
 from statetree.errors import StateTreeError, UnsupportedLeaf, describe_leaf
 from statetree.leaves.builtin import leaf_type_of
-from statetree.leaves.registry import LeafType
 from statetree.leaves.types.special import QUANTIZED
 from statetree.paths import Path
 from statetree.spans.columns import Columns
@@ -17,13 +16,15 @@ from statetree.spans.geometry_cache import recognise, remember
 from statetree.torch_internals import is_zero_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from statetree.leaves.registry import LeafType
 
 
-class Packed(NamedTuple):
+class PackedRecipe(NamedTuple):
     """The recipe of a leaf that is more than one plain tensor.
 
-    ``inner`` holds, for each of its parts, another recipe: ``Packed``, ``Kept``, or the index of a plain tensor.
+    ``inner`` holds a recipe for each of its parts.
     """
 
     leaf_type: LeafType
@@ -32,20 +33,20 @@ class Packed(NamedTuple):
     identity: int  # leaves that were one object become one object again
 
 
-class Kept(NamedTuple):
+class AtomRecipe(NamedTuple):
     """The recipe of an atom: the value itself."""
 
     value: Any
 
 
-class Member(NamedTuple):
+class MemberRecipe(NamedTuple):
     """The recipe of one of several opaque leaves that are taken apart together, so that they go on sharing objects."""
 
-    whole: Packed
+    whole: PackedRecipe
     position: int
 
 
-Recipe = Packed | Kept | Member | int
+Recipe = PackedRecipe | AtomRecipe | MemberRecipe | int
 
 
 class Unpacked:
@@ -87,7 +88,7 @@ class Unpacked:
         if self._part_of is None:
             self._part_of = {index: part for part, index in enumerate(self.bare)}
         part = self._part_of.get(leaf)
-        return self.recipes.get(leaf, Kept(self.leaves[leaf])) if part is None else part
+        return self.recipes.get(leaf, AtomRecipe(self.leaves[leaf])) if part is None else part
 
     def parts_of(self, leaf: int) -> list[int]:
         """Return the indices of all parts that a leaf consists of, those that it shares with others included."""
@@ -97,9 +98,9 @@ class Unpacked:
             recipe = pending.pop()
             if isinstance(recipe, int):
                 found.append(recipe)
-            elif isinstance(recipe, Member):
+            elif isinstance(recipe, MemberRecipe):
                 pending.append(recipe.whole)
-            elif isinstance(recipe, Packed):
+            elif isinstance(recipe, PackedRecipe):
                 pending += recipe.inner
         return found
 
@@ -108,14 +109,14 @@ class Unpacked:
 
         Putting a leaf together may depend on what they contain.
         """
-        recipes = (recipe.whole if isinstance(recipe, Member) else recipe for recipe in self.recipes.values())
-        pending = list({recipe.identity: recipe for recipe in recipes if isinstance(recipe, Packed)}.values())
+        recipes = (recipe.whole if isinstance(recipe, MemberRecipe) else recipe for recipe in self.recipes.values())
+        pending = list({recipe.identity: recipe for recipe in recipes if isinstance(recipe, PackedRecipe)}.values())
         found = []
         while pending:
             recipe = pending.pop()
             elements = recipe.leaf_type.elements_only(recipe.context)
             for part in recipe.inner:
-                if isinstance(part, Packed):
+                if isinstance(part, PackedRecipe):
                     pending.append(part)
                 elif isinstance(part, int) and not elements:
                     found.append(part)
@@ -123,14 +124,7 @@ class Unpacked:
 
     def holds_distributed(self) -> bool:
         """Whether a distributed tensor lies inside a leaf that is taken apart."""
-        pending = [recipe.whole if isinstance(recipe, Member) else recipe for recipe in self.recipes.values()]
-        while pending:
-            recipe = pending.pop()
-            if isinstance(recipe, Packed):
-                if recipe.leaf_type.distributed:
-                    return True
-                pending += recipe.inner
-        return False
+        return _hold_distributed(self.recipes.values())
 
     def pack(self, parts: Sequence[torch.Tensor]) -> list[Any]:
         """Return the leaves with other plain tensors in place of the parts.
@@ -217,8 +211,28 @@ def _unpack_together(
             owners += [chosen[owner]] * (len(attempt.parts) - len(unpacker.parts) - len(owners))
     except Exception:  # noqa: BLE001 - user code raises it, and will do so again
         return unpacker, {}, []
-    whole = Packed(leaf_type, context, tuple(inner), -1)
-    return attempt, {index: Member(whole, position) for position, index in enumerate(chosen)}, owners
+    whole = PackedRecipe(leaf_type, context, tuple(inner), -1)
+    return attempt, {index: MemberRecipe(whole, position) for position, index in enumerate(chosen)}, owners
+
+
+def hides_distributed(leaf: Any) -> bool:
+    """Whether there is a distributed tensor inside a leaf.
+
+    Raises:
+        UnsupportedLeaf: If it cannot be taken apart. ``%PATH%`` in the message stands for its path.
+    """
+    return _hold_distributed([_Unpacker([]).unpack(leaf)])
+
+
+def _hold_distributed(recipes: Iterable[Recipe]) -> bool:
+    pending = [recipe.whole if isinstance(recipe, MemberRecipe) else recipe for recipe in recipes]
+    while pending:
+        recipe = pending.pop()
+        if isinstance(recipe, PackedRecipe):
+            if recipe.leaf_type.distributed:
+                return True
+            pending += recipe.inner
+    return False
 
 
 def located(
@@ -261,10 +275,17 @@ def _remedy(error: Exception, leaf: Any) -> str:
 _attributes_of: Final = attrgetter("__dict__")
 
 
+# Nearly all leaves of nearly all states are tensors that need no recipe: of class torch.Tensor, strided, without
+# attributes or gradients, each given once. To find that out leaf by leaf costs more than to copy them, so the
+# question is put to all leaves at once, the cheapest first:
+#
+# 1. Does the whole list look like one that was seen before (`recognise`)? Then its leaves were views, all of them.
+# 2. If not: leave out what is of another class, and ask all the others together (`are_views`).
+# 3. If that is a no, some of them are sparse, nested, quantized, appear twice, or have attributes or gradients. Those
+# that say so cheaply are left to their leaf types, and the rest is asked once more. If even one of these is no view,
+# none is taken for bare: it is not worth it to look for it, as the leaf types will.
 def _bare_tensors(leaves: list[Any], *, memory: bool) -> tuple[Sequence[int], list[int], Columns]:
-    """Tell the leaves apart.
-
-    It asks everything of all leaves at once. If any of the tensors is sparse, nested or quantized, none is bare.
+    """Find the leaves that are plain tensors as they stand.
 
     Returns:
         The positions of leaves that are distinct tensors and need no packing; those of all others but atoms; and the
@@ -332,7 +353,7 @@ class _Unpacker:
         """Unpack a leaf, or a tensor inside one."""
         leaf_type = leaf_type_of(type(value))
         if leaf_type is None:
-            return Kept(value)
+            return AtomRecipe(value)
         identity = id(value)
         seen = self._seen.get(identity)
         if seen is not None:
@@ -354,7 +375,7 @@ class _Unpacker:
                 self._plain(part) if part is value and not position else self.unpack(part)
                 for position, part in enumerate(inner)
             ]
-            recipe = Packed(leaf_type, context, tuple(recipes), identity)
+            recipe = PackedRecipe(leaf_type, context, tuple(recipes), identity)
         self._open.discard(identity)
         self._seen[identity] = recipe
         return recipe
@@ -372,9 +393,9 @@ class _Packer:
     def pack(self, recipe: Recipe) -> Any:
         if isinstance(recipe, int):
             return self._parts[recipe]
-        if isinstance(recipe, Kept):
+        if isinstance(recipe, AtomRecipe):
             return recipe.value
-        if isinstance(recipe, Member):
+        if isinstance(recipe, MemberRecipe):
             return self.pack(recipe.whole)[recipe.position]
         if recipe.identity in self._made:
             return self._made[recipe.identity]

@@ -1,4 +1,4 @@
-"""Replicas: a tree taken apart, its parts replicated in other memory, and put together again."""
+"""Replicas: a tree whose tensors are replicated in other memory."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 from statetree.leaves.builtin import holds_tensor
 from statetree.leaves.parts import unpack
 from statetree.leaves.ties import tied_leaves
+from statetree.leaves.tree_parts import take_apart
 from statetree.spans.columns import Columns
-from statetree.spans.layout import check_memory, copy_bytes, extents, replicate
+from statetree.spans.layout import check_memory, copy_bytes, extents
+from statetree.spans.replicate import replicate_columns
 from statetree.torch_internals import quietly
 from statetree.tree.flatten import flatten_for_copy, unflatten
 
@@ -21,18 +23,18 @@ if TYPE_CHECKING:
 @quietly
 def replicated(verb: str, tree: Any, memory: Memory, *, copy: bool) -> Any:
     """Return a tree whose tensors are replicas in other memory, with or without the same elements."""
-    leaves, spec = flatten_for_copy(tree, holds_tensor, verb=verb)
-    unpacked = unpack(verb, leaves, spec.paths, memory=copy, together=True)
-    columns = unpacked.columns
+    parts = take_apart(verb, tree, memory=copy)
+    columns = parts.unpacked.columns
     if copy:
-        check_memory(verb, columns, lambda index: spec.paths()[unpacked.owners[index]])
-    parts = replicate(columns, extents(columns), memory, copy=copy)
-    described = [] if copy else [index for index in unpacked.metadata_parts() if not columns.tensors[index].is_meta]
-    if described:
-        chosen = Columns([columns.tensors[index] for index in described])
-        check_memory(verb, chosen, lambda index: spec.paths()[unpacked.owners[described[index]]])
-        copy_bytes(chosen, Columns([parts[index] for index in described]))
-    return unflatten(spec, unpacked.pack(parts))
+        parts.check_memory()
+    fresh = replicate_columns(columns, extents(columns), memory, copy=copy)
+    # Indices, offsets and what else leaves are put together by: undefined ones would not make a leaf.
+    needed = [] if copy else [index for index in parts.unpacked.metadata_parts() if not columns.tensors[index].is_meta]
+    if needed:
+        chosen = Columns([columns.tensors[index] for index in needed])
+        check_memory(verb, chosen, lambda index: parts.path_of(needed[index]))
+        copy_bytes(chosen, Columns([fresh[index] for index in needed]))
+    return parts.put_together(fresh)
 
 
 @quietly
@@ -50,7 +52,7 @@ def moved(verb: str, tree: Any, memory: Memory) -> Any:
     )
     reach = extents(part.columns)
     check_memory(verb, part.columns, lambda index: spec.paths()[moving[part.owners[index]]])
-    for index, leaf in zip(moving, part.pack(replicate(part.columns, reach, memory, copy=True)), strict=True):
+    for index, leaf in zip(moving, part.pack(replicate_columns(part.columns, reach, memory, copy=True)), strict=True):
         leaves[index] = leaf
     return unflatten(spec, leaves)
 

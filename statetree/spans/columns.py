@@ -154,7 +154,7 @@ class Columns:
         return all(self.contiguous) and self.storage_bytes.tolist() == self.nbytes and not any(self.offsets)
 
     @cached_property
-    def apart(self) -> bool:
+    def disjoint(self) -> bool:
         """Whether no two tensors lie over each other, by their addresses. It may say no where none do."""
         if not all(self.contiguous):
             return False
@@ -176,6 +176,11 @@ class Columns:
         return len(set(self.storage_keys)) == len(self.tensors)
 
 
+# Some answers depend on addresses alone, and take sorting them: whether any two tensors overlap. A state that is
+# copied into every hundred steps lies where it lay, and its snapshots take turns in two places. So the answer is kept
+# with the addresses that it was found for, and what concerns two places (a source and a destination) with the other
+# one as a weak reference: addresses mean nothing once the other list is forgotten, and an equal list seen later is
+# another `Place`.
 class Place:
     """Where tensors of one geometry lie, and what follows from that.
 
@@ -187,23 +192,23 @@ class Place:
             before.
     """
 
-    __slots__ = ("__weakref__", "_apart", "_partner", "distinct", "pointers", "storage_bytes", "with_memory")
+    __slots__ = ("__weakref__", "_disjoint", "_partner", "distinct", "pointers", "storage_bytes", "with_memory")
 
     def __init__(self, columns: Columns) -> None:
         self.pointers = columns.pointers
         self.with_memory = 0 not in self.pointers
         self.distinct = self.with_memory and len(set(self.pointers)) == len(self.pointers)
         self.storage_bytes: array[int] | None = None
-        self._apart: bool | None = None
+        self._disjoint: bool | None = None
         self._partner: tuple[weakref.ref[Place], bool] | None = None
 
-    def apart(self, columns: Columns) -> bool:
-        """Whether no two of these tensors lie over each other (see ``Columns.apart``)."""
-        if self._apart is None:
-            self._apart = columns.apart
-        return self._apart
+    def disjoint(self, columns: Columns) -> bool:
+        """Whether no two of these tensors lie over each other (see ``Columns.disjoint``)."""
+        if self._disjoint is None:
+            self._disjoint = columns.disjoint
+        return self._disjoint
 
-    def apart_from(self, other: Place, judge: Callable[[], bool]) -> bool:
+    def disjoint_from(self, other: Place, judge: Callable[[], bool]) -> bool:
         """Return what ``judge`` says about the tensors here and those at another place. The last answer is kept."""
         known = self._partner
         if known is None or known[0]() is not other:

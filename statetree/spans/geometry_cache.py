@@ -51,6 +51,18 @@ _PLACES: Final = 4
 _PIECE: Final = 500
 
 
+# To ask 10,000 tensors for eleven attributes takes longer than to copy them. torch.compile has the same question to
+# ask before it runs a compiled graph: are these inputs like those that it was compiled for? Its answer is
+# TensorGuards, which compares class, dtype, device, shape, strides, bits and requires_grad of a list of tensors in
+# one call in C++, and keeps no reference to any of them. We use it for that (`geometry_guard` in torch_internals, the
+# only place that names it).
+#
+# Its answer is one-sided: a no may be wrong, and then all is asked; a yes never is. So nothing depends on the guards
+# but speed: where a version of torch has none, `_guard` is None and every list is a new one. What they do not look at
+# (addresses, sizes of storages) is asked every time.
+#
+# A list is guarded in pieces of 500 tensors: what one question brings into the processor's cache serves the next one, a
+# list that differs is given up early, and pieces that are alike, as the layers of a model are, share one guard.
 class _Piece:
     """What a few tensors look like. Equal pieces of a list, as layers of a model make them, are one object."""
 
@@ -148,7 +160,9 @@ def recognise(columns: Columns, *, memory: bool) -> bool:
 
 
 def remember(columns: Columns) -> None:
-    """Remember what plain tensors look like, if a list like theirs was seen before: once is not worth its cost."""
+    """Remember what plain tensors look like, if a list like theirs was seen before."""
+    # To make guards costs as much as several rounds of asking, and most lists are seen once (a gather, a template). So
+    # the first time only eight tensors are noted, by which a second list of the same length is known.
     global _remembered
     count = len(columns.tensors)
     if not _FEWEST <= count <= _MOST_BYTES // _TENSOR_BYTES:

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from statetree.errors import UnsupportedLeaf
-from statetree.spans.columns import Columns
-from statetree.spans.memory import LARGE_BYTES, Buffer, Memory
-from statetree.torch_internals import COPIED_AS_INTEGERS, clone_all, copy_all, set_bits
+from statetree.torch_internals import COPIED_AS_INTEGERS, copy_all, set_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from statetree.spans.columns import Columns
+    from statetree.spans.memory import Buffer
 
 #: A storage is cut at the gaps between its views where these take more than half of the hull and more than this.
 MIN_GAP_BYTES: Final = 1 << 20
@@ -147,6 +148,12 @@ def lay_out(columns: Columns, reach: list[int]) -> SpanLayout:
     return layout
 
 
+# What to copy of a storage on which several tensors lie? Its hull, from the first byte that is covered to the last,
+# keeps their distances, is one copy, and leaves them on one storage again: so it is usual. But two small views at the
+# ends of a gigabyte must not cost a gigabyte, so that a storage is cut where nothing is covered, if that saves more
+# than half of the hull and more than 1 MiB (below that, one more allocation costs more than the bytes). Then what was
+# one storage becomes several, which nobody can tell by writing to the tensors: a cut never goes through a view, nor
+# between views that touch, since these may be put together again with `as_strided`.
 def _cut(columns: Columns, reach: list[int], members: list[int], layout: SpanLayout) -> None:
     """Cut one storage into spans, and place its tensors in them."""
     starts = {index: columns.offsets[index] * columns.dtypes[index].itemsize for index in members}
@@ -213,7 +220,7 @@ def make_views(
     return views
 
 
-def raw(storage: torch.UntypedStorage, start: int, stop: int) -> torch.Tensor:
+def as_bytes(storage: torch.UntypedStorage, start: int, stop: int) -> torch.Tensor:
     """Return bytes ``start`` to ``stop`` of a storage as a ``uint8`` tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (stop - start,), (1,))
 
@@ -238,8 +245,8 @@ def copy_spans(
             targets.append(views[span.source])
             sources.append(columns.tensors[span.source])
         else:
-            targets.append(raw(buffer.storage, buffer.start, buffer.start + span.stop - span.start))
-            sources.append(raw(columns.storages[span.source], span.start, span.stop))
+            targets.append(as_bytes(buffer.storage, buffer.start, buffer.start + span.stop - span.start))
+            sources.append(as_bytes(columns.storages[span.source], span.start, span.stop))
     copy_all(targets, sources, non_blocking=non_blocking)
 
 
@@ -250,70 +257,5 @@ def copy_bytes(sources: Columns, targets: Columns) -> None:
     for columns, pieces in ((targets, into), (sources, of)):
         for index, length in enumerate(extents(columns)):
             start = columns.offsets[index] * columns.dtypes[index].itemsize
-            pieces.append(raw(columns.storages[index], start, start + length))
+            pieces.append(as_bytes(columns.storages[index], start, start + length))
     copy_all(into, of)
-
-
-def replicate(columns: Columns, reach: list[int], memory: Memory, *, copy: bool) -> list[torch.Tensor]:
-    """Return tensors of the same dtypes, geometry and overlap in other memory.
-
-    Args:
-        columns: The tensors.
-        reach: Their ``extents``.
-        memory: Where the new ones lie. Meta tensors stay meta when they are copied, and become real when they are not.
-        copy: Whether the new tensors hold the same elements; otherwise their contents are undefined.
-    """
-    if copy and memory.device.type != "meta" and not columns.on_cpu:
-        meta = [device.type == "meta" for device in columns.devices]
-        if any(meta):
-            return _by_part(columns, reach, meta, Memory("meta"), memory, copy=copy)
-    if memory.is_plain_host and columns.own_storages:
-        clonable = _clonable(columns, reach)
-        if all(clonable):
-            return clone_all(columns.tensors) if copy else list(map(torch.empty_like, columns.tensors))
-        if any(clonable):
-            return _by_part(columns, reach, clonable, memory, memory, copy=copy)
-    layout = lay_out(columns, reach)
-    buffers = memory.carve([span.stop - span.start for span in layout.spans])
-    views = make_views(columns, layout, buffers, memory.device)
-    if copy and memory.device.type != "meta":
-        copy_spans(columns, layout, buffers, views)
-    return views
-
-
-def _by_part(
-    columns: Columns,
-    reach: list[int],
-    mask: Sequence[bool],
-    where_true: Memory,
-    where_false: Memory,
-    *,
-    copy: bool,
-) -> list[torch.Tensor]:
-    """Replicate the tensors for which ``mask`` holds apart from the others, with which they share no storage."""
-    result: list[torch.Tensor] = list(columns.tensors)
-    for wanted, memory in ((True, where_true), (False, where_false)):
-        chosen = [index for index, flag in enumerate(mask) if flag is wanted]
-        part = Columns([columns.tensors[index] for index in chosen])
-        fresh = replicate(part, [reach[index] for index in chosen], memory, copy=copy)
-        for index, tensor in zip(chosen, fresh, strict=True):
-            result[index] = tensor
-    return result
-
-
-def _clonable(columns: Columns, reach: list[int]) -> list[bool]:
-    """Return for which tensors with storages of their own ``clone`` gives exactly what a copied span would.
-
-    Small contiguous host tensors of ordinary dtypes, without conjugate or negative bit. (Large ones are better off on
-    huge pages.)
-    """
-    special = {dtype for dtype in set(columns.dtypes) if dtype.is_complex or dtype in COPIED_AS_INTEGERS}
-    ordinary = columns.on_cpu and not special and not any(columns.neg) and all(columns.contiguous)
-    if ordinary and max(reach, default=0) < LARGE_BYTES:
-        return [True] * len(reach)
-    return [
-        length < LARGE_BYTES and contiguous and not negative and dtype not in special and device.type == "cpu"
-        for length, contiguous, negative, dtype, device in zip(
-            reach, columns.contiguous, columns.neg, columns.dtypes, columns.devices, strict=True
-        )
-    ]

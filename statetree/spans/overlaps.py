@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from statetree.spans.bits import same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.layout import extents
-from statetree.torch_internals import copy_each, set_bits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,50 +33,128 @@ def overlaps_itself(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def conflicts(targets: Columns, sources: Columns) -> list[tuple[int, int]]:
-    """Return pairs of targets that share elements but are to receive different values.
+    """Return pairs of targets that share elements and may not be written both.
 
-    Targets that overlap exactly as their sources do, or whose sources agree wherever they overlap, do not conflict.
+    Two targets that share elements are written both if they overlap exactly as their sources do (a tied model's state
+    into a tied model), or if they are the same view and receive the same bits (an untied checkpoint into a tied
+    model). Whatever else overlaps is a conflict, whatever the values.
 
     Args:
         targets: Tensors that will be written to.
         sources: For each target the tensor of the same shape whose elements it receives.
     """
-    if lie_apart(targets):
+    if are_disjoint(targets):
         return []
-    groups: dict[int, list[int]] = {}
-    keys = _memories(targets)
-    if len(set(keys)) == len(keys):
-        return []
-    for index, key in enumerate(keys):
-        groups.setdefault(key, []).append(index)
     reach = extents(targets)
     found: list[tuple[int, int]] = []
-    for members in groups.values():
-        for cluster in _clusters(targets, members, reach):
-            if not _tied_alike(targets, sources, cluster):
-                found += _conflicts_by_trial(targets, sources, cluster, reach)
+    memories: list[int] = []
+    for cluster in _clusters(targets, reach):
+        memories = memories or _memories(sources)
+        alike = _Alike(targets, sources, memories)
+        if all(alike.overlap(cluster[0], index) for index in cluster):
+            continue
+        views: dict[_View, list[int]] = {}
+        for index in cluster:
+            views.setdefault(_view(targets, index), []).append(index)
+        for members in views.values():
+            last = members[-1]
+            found += [(index, last) for index in members[:-1] if not alike.receive(index, last)]
+        # In an order that depends on nothing but where they lie, so that the answer does not, either.
+        ordered = sorted(views, key=str)
+        ordered.sort(key=lambda view: view.pointer)
+        group = {views[view][0]: views[view] for view in ordered}
+        for first, second in _colliding(targets, list(group), reach):
+            if not any(alike.overlap(a, b) for a in group[first] for b in group[second]):
+                found.append((min(first, second), max(first, second)))
     return found
 
 
-def lie_apart(columns: Columns) -> bool:
-    """Do as ``Columns.apart``, and remember it where the tensors were recognised."""
+class _View(NamedTuple):
+    """What is equal for tensors that are the same view on the same memory, up to the shape of contiguous ones."""
+
+    pointer: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    conj: bool
+    neg: bool
+
+
+def _view(columns: Columns, index: int) -> _View:
+    shape, stride = tuple(columns.shapes[index]), _steps(columns, index)
+    if columns.contiguous[index]:
+        shape, stride = (prod(shape),), (1,)
+    pointer, dtype = columns.pointers[index], columns.dtypes[index]
+    return _View(pointer, dtype, shape, stride, columns.conj[index], columns.neg[index])
+
+
+def _steps(columns: Columns, index: int) -> tuple[int, ...]:
+    """Return the strides, without those that lead nowhere."""
+    return tuple(
+        0 if size == 1 else step for size, step in zip(columns.shapes[index], columns.strides[index], strict=True)
+    )
+
+
+class _Alike:
+    """Pairs of targets whose sources give the elements that they share the same bits."""
+
+    def __init__(self, targets: Columns, sources: Columns, memories: list[int]) -> None:
+        self._targets = targets
+        self._sources = sources
+        self._memories = memories  # that the sources lie in
+
+    def overlap(self, a: int, b: int) -> bool:
+        """Whether the sources overlap exactly as the targets do."""
+        targets, sources = self._targets, self._sources
+        if self._memories[a] != self._memories[b] or not self._is_laid_out_alike(a, b):
+            return False
+        distance = targets.pointers[b] - targets.pointers[a]
+        other = sources.pointers[b] - sources.pointers[a]
+        if targets.dtypes[a] == sources.dtypes[a] and targets.dtypes[b] == sources.dtypes[b]:
+            return distance == other
+        # Elements are converted one by one: they must be as many apart.
+        if targets.dtypes[a] != targets.dtypes[b] or sources.dtypes[a] != sources.dtypes[b]:
+            return False
+        return distance * sources.dtypes[a].itemsize == other * targets.dtypes[a].itemsize
+
+    def _is_laid_out_alike(self, *indices: int) -> bool:
+        targets, sources = self._targets, self._sources
+        return all(
+            _steps(sources, index) == _steps(targets, index)
+            and sources.conj[index] == targets.conj[index]
+            and sources.neg[index] == targets.neg[index]
+            for index in indices
+        )
+
+    def receive(self, a: int, b: int) -> bool:
+        """Whether two targets that are the same view receive the same bits."""
+        return self.overlap(a, b) or same_bytes(self._received(a).reshape(-1), self._received(b).reshape(-1))
+
+    def _received(self, index: int) -> torch.Tensor:
+        source = self._sources.tensors[index].detach()
+        dtype = self._targets.dtypes[index]
+        return source if source.dtype == dtype else source.to(dtype=dtype)
+
+
+def are_disjoint(columns: Columns) -> bool:
+    """Do as ``Columns.disjoint``, and remember it where the tensors were recognised."""
     place = columns.place
-    return columns.apart if place is None else place.apart(columns)
+    return columns.disjoint if place is None else place.disjoint(columns)
 
 
-def all_apart(targets: Columns, sources: Columns) -> bool:
+def all_disjoint(targets: Columns, sources: Columns) -> bool:
     """Whether no two of all these tensors lie over each other, judged by their addresses alone."""
     ours, theirs = targets.place, sources.place
     if ours is not None and theirs is not None:
-        return ours.apart_from(theirs, lambda: _all_apart(targets, sources))
-    return _all_apart(targets, sources)
+        return ours.disjoint_from(theirs, lambda: _all_disjoint(targets, sources))
+    return _all_disjoint(targets, sources)
 
 
-def _all_apart(targets: Columns, sources: Columns) -> bool:
+def _all_disjoint(targets: Columns, sources: Columns) -> bool:
     both = Columns([*targets.tensors, *sources.tensors])
     known = ("pointers", "nbytes", "contiguous")
     both.adopt({name: getattr(targets, name) + getattr(sources, name) for name in known})
-    return both.apart
+    return both.disjoint
 
 
 def reads_of_written(targets: Columns, sources: Columns) -> list[int]:
@@ -108,75 +186,27 @@ def _memories(columns: Columns) -> list[int]:
     return [merged[key] for key in keys]
 
 
-def _clusters(targets: Columns, members: list[int], reach: list[int]) -> list[list[int]]:
-    """Return groups of targets in one memory whose extents overlap."""
-    start = targets.pointers
-    clusters: list[list[int]] = []
-    stop = -1
-    for index in sorted((index for index in members if reach[index]), key=start.__getitem__):
-        if start[index] < stop:
-            clusters[-1].append(index)
-        else:
-            clusters.append([index])
-        stop = max(stop, start[index] + reach[index])
-    return [cluster for cluster in clusters if len(cluster) > 1]
-
-
-def _tied_alike(targets: Columns, sources: Columns, cluster: list[int]) -> bool:
-    """Whether the sources of overlapping targets overlap in the same way."""
-    first = cluster[0]
-    if any(sources.storage_keys[index] != sources.storage_keys[first] for index in cluster):
-        return False
-    shift = sources.pointers[first] - targets.pointers[first]
-    return all(
-        sources.pointers[index] - targets.pointers[index] == shift
-        and sources.strides[index] == targets.strides[index]
-        and sources.dtypes[index] == targets.dtypes[index] == targets.dtypes[first]
-        and sources.conj[index] == targets.conj[index]
-        and sources.neg[index] == targets.neg[index]
-        for index in cluster
-    )
-
-
-def _conflicts_by_trial(
-    targets: Columns, sources: Columns, cluster: list[int], reach: list[int]
-) -> list[tuple[int, int]]:
-    """Write to a scratch copy of the targets' memory, and look which values did not stay."""
-    start = targets.pointers
-    alignment = max(targets.dtypes[index].itemsize for index in cluster)
-    begin = start[cluster[0]] // alignment * alignment
-    if any((start[index] - begin) % targets.dtypes[index].itemsize for index in cluster):
-        return [(cluster[0], cluster[1])]  # foreign memory at odd addresses: not worth trying
-    size = max(start[index] + reach[index] for index in cluster) - begin
-    scratch = torch.empty(size, dtype=torch.uint8, device="cpu")
-    views, values = [], []
-    for index in cluster:
-        dtype = targets.dtypes[index]
-        view = torch.empty(0, dtype=dtype, device="cpu")
-        offset = (start[index] - begin) // dtype.itemsize
-        view.set_(scratch.untyped_storage(), offset, targets.shapes[index], targets.strides[index])
-        set_bits(view, conj=targets.conj[index], neg=targets.neg[index])
-        source = sources.tensors[index].detach()
-        views.append(view)
-        values.append((source if source.dtype == dtype else source.to(dtype=dtype)).to("cpu"))
-    copy_each(views, values)
-    lost = [
-        number for number, (view, value) in enumerate(zip(views, values, strict=True)) if not same_bytes(view, value)
-    ]
-    if not lost:
-        return []
-    writers = _marks(len(cluster), size)
-    for number, index in enumerate(cluster):
-        _bytes_of(writers, targets, index, start[index] - begin).fill_(number)
-    found = []
-    for number in lost:
-        index = cluster[number]
-        there, last = (_bytes_of(memory, targets, index, start[index] - begin) for memory in (scratch, writers))
-        present = there.clone()
-        copy_each([views[number]], [values[number]])
-        found.append((index, cluster[int(last[there != present].max())]))
-        there.copy_(present)
-    return found
+def _clusters(columns: Columns, reach: list[int]) -> Iterator[list[int]]:
+    """Yield groups of tensors in one memory whose extents overlap, in the order in which they begin."""
+    groups: dict[int, list[int]] = {}
+    for index, key in enumerate(_memories(columns)):
+        if reach[index]:
+            groups.setdefault(key, []).append(index)
+    start = columns.pointers
+    for members in groups.values():
+        if len(members) == 1:
+            continue
+        cluster: list[int] = []
+        stop = -1
+        for index in sorted(members, key=start.__getitem__):
+            if start[index] >= stop:
+                if len(cluster) > 1:
+                    yield cluster
+                cluster = []
+            cluster.append(index)
+            stop = max(stop, start[index] + reach[index])
+        if len(cluster) > 1:
+            yield cluster
 
 
 def shared_elements(columns: Columns) -> list[tuple[int, int]]:
@@ -191,15 +221,11 @@ def sharing(columns: Columns) -> list[int]:
 
 def _collisions(columns: Columns) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
     """Yield groups of tensors that lie across each other, each with the pairs of them that have bytes in common."""
-    if lie_apart(columns):
+    if are_disjoint(columns):
         return
-    groups: dict[int, list[int]] = {}
-    for index, key in enumerate(_memories(columns)):
-        groups.setdefault(key, []).append(index)
     reach = extents(columns)
-    for members in groups.values():
-        for cluster in _clusters(columns, members, reach):
-            yield cluster, _colliding(columns, cluster, reach)
+    for cluster in _clusters(columns, reach):
+        yield cluster, _colliding(columns, cluster, reach)
 
 
 def _colliding(columns: Columns, cluster: list[int], reach: list[int]) -> list[tuple[int, int]]:

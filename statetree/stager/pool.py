@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from statetree.spans.layout import raw
+from statetree.spans.layout import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,4 +76,4 @@ class Pool:
             storage = self._memory.block(size)
         self.allocations += 1
         self.allocated_bytes += size
-        return raw(storage, 0, size)
+        return as_bytes(storage, 0, size)

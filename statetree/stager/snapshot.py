@@ -1,4 +1,8 @@
-"""Snapshots: memory laid out for one geometry, filled again and again, and leased while anything refers to it."""
+"""Snapshots: memory laid out for one geometry, filled again and again, and leased while anything refers to it.
+
+A *geometry* is what decides where tensors lie in a snapshot: dtypes, shapes, strides, bits, and which of them share
+a storage and where.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from statetree.spans.layout import SpanLayout, make_views, raw
+from statetree.spans.layout import Span, SpanLayout, as_bytes, extents, lay_out, make_views
 from statetree.stager.streams import devices_of, synchronize
 from statetree.torch_internals import copy_all, count_references, own_references, storage_key, storages_sent
 
@@ -17,10 +21,64 @@ if TYPE_CHECKING:
 
     from statetree.spans.columns import Columns
     from statetree.spans.memory import Buffer
-    from statetree.stager.geometry import Geometry
     from statetree.stager.pool import Pool
 
-_fresh: Final = attrgetter("data")  # a new tensor on the same memory, with a version counter of its own
+#: The columns that make up the geometry of single tensors.
+_GEOMETRY: Final = ("dtypes", "shapes", "strides", "conj", "neg")
+
+# What is handed out must be new every time, or the snapshot could not tell whether anybody still holds it. `.data`
+# gives a new tensor on the same memory that has a version counter of its own. `detach` and views share the counter of
+# what they are made of: filling the template for the next stage would then show on a tensor of this one that autograd
+# has saved, and what a user writes to a staged tensor on the template.
+_fresh: Final = attrgetter("data")
+
+
+class Geometry:
+    """Dtypes, shapes, strides and bits of a list of tensors, and how they lie on storages.
+
+    It holds no reference to the tensors.
+    """
+
+    def __init__(self, columns: Columns) -> None:
+        self.layout: SpanLayout = lay_out(columns, extents(columns))
+        self._count = len(columns.tensors)
+        self._facts = {name: getattr(columns, name) for name in _GEOMETRY}
+        self._own_storages = columns.own_storages
+        self._offsets = None if self._own_storages else columns.offsets
+        self._partition = None if self._own_storages else _partition(columns)
+
+    def fits(self, columns: Columns) -> bool:
+        """Whether tensors have this geometry, so that copies of them lie exactly as those laid out here."""
+        if len(columns.tensors) != self._count or columns.own_storages != self._own_storages:
+            return False
+        for name in _GEOMETRY:
+            own, other = self._facts[name], getattr(columns, name)
+            if own is not other and own != other:
+                return False
+        if self._own_storages:
+            return True
+        if _partition(columns) != self._partition:
+            return False
+        return columns.offsets == self._offsets or self._same_places(lay_out(columns, extents(columns)))
+
+    def _same_places(self, layout: SpanLayout) -> bool:
+        own = self.layout
+        return (
+            layout.span_of == own.span_of
+            and layout.offsets == own.offsets
+            and layout.dense == own.dense
+            and all(a.stop - a.start == b.stop - b.start for a, b in zip(layout.spans, own.spans, strict=True))
+        )
+
+    def spans_of(self, columns: Columns) -> list[Span]:
+        """Return the spans of fitting tensors, on their own storages."""
+        return lay_out(columns, extents(columns)).spans
+
+
+def _partition(columns: Columns) -> list[int]:
+    """Return for each tensor the first one on the same storage."""
+    first: dict[int, int] = {}
+    return [first.setdefault(key, index) for index, key in enumerate(columns.storage_keys)]
 
 
 class Snapshot:
@@ -47,7 +105,7 @@ class Snapshot:
                 self._dense.append(span.source)
                 self._dense_targets.append(self.templates[span.source])
             else:
-                target = raw(buffer.storage, buffer.start, buffer.start + span.stop - span.start)
+                target = as_bytes(buffer.storage, buffer.start, buffer.start + span.stop - span.start)
                 self._rough.append((target, index))
         self._all_dense = self._dense == list(range(len(self.templates)))
 
@@ -64,6 +122,9 @@ class Snapshot:
         tensors.update(storage_key(block.untyped_storage()) for block in self._blocks)  # buffers may be these
         return own_references([tensors[key] for key in self._storage_keys])
 
+    # A lease needs no handle that users would have to give back. Every tensor on a storage, and every view of one,
+    # counts as a reference to the storage in C++, whoever holds it: a variable, a saving thread, autograd, a numpy
+    # array. What the snapshot itself holds is known (templates, and `_storages`); while there is more, it is leased.
     def is_leased(self) -> bool:
         """Whether anything refers to the memory but the snapshot itself."""
         return count_references(self._storages, self._storage_keys) != self._unleased
@@ -93,7 +154,7 @@ class Snapshot:
             for target, index in self._rough:
                 span = spans[index]
                 targets.append(target)
-                sources.append(raw(columns.storages[span.source], span.start, span.stop))
+                sources.append(as_bytes(columns.storages[span.source], span.start, span.stop))
         accelerators = [] if columns.on_cpu else devices_of(columns.devices)
         copy_all(targets, sources, non_blocking=bool(accelerators))
         synchronize(accelerators)

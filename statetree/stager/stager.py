@@ -13,32 +13,25 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from weakref import WeakSet
 
 from statetree.errors import StagerBusy, StagerClosed, clear_frames
-from statetree.leaves.builtin import holds_tensor
-from statetree.leaves.parts import Unpacked, unpack
-from statetree.spans.columns import Columns, storage_sizes
-from statetree.spans.layout import check_memory, extents, replicate
-from statetree.spans.memory import Memory, memory_of
-from statetree.stager.geometry import Geometry
+from statetree.spans.memory import memory_of
+from statetree.stager.capture import CapturedTree, capture
 from statetree.stager.pool import Pool
-from statetree.stager.snapshot import Snapshot
-from statetree.stager.streams import Moment, SideStreams, devices_of
-from statetree.stager.workers import submit
+from statetree.stager.snapshot import Geometry, Snapshot
+from statetree.stager.streams import SideStreams
+from statetree.stager.workers import Worker, failed
 from statetree.torch_internals import quietly
-from statetree.tree.flatten import flatten_for_copy, unflatten_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
     from types import TracebackType
 
     import torch
 
-    from statetree.tree.spec import TreeSpec
+    from statetree.spans.columns import Columns
 
 
 class StagerStats(NamedTuple):
@@ -53,35 +46,6 @@ class StagerStats(NamedTuple):
     stages: int
     allocations: int
     allocated_bytes: int
-
-
-class _Look(NamedTuple):
-    """A tree taken apart: everything about it but the elements of its tensors.
-
-    Attributes:
-        spec: Its structure.
-        unpacked: Its leaves.
-        columns: Those of its plain tensors that have memory.
-        meta: The indices of the others among all plain tensors.
-        owners: For each tensor in ``columns``, the index of its leaf.
-        moment: What the elements wait for, where they lie on an accelerator.
-    """
-
-    spec: TreeSpec
-    unpacked: Unpacked
-    columns: Columns
-    meta: list[int]
-    owners: Sequence[int]
-    moment: Moment
-
-    def check_memory(self, verb: str) -> None:
-        """Raise ``UnsupportedLeaf`` if the storage of a tensor is freed or too small for it."""
-        check_memory(verb, self.columns, lambda index: self.spec.paths()[self.owners[index]])
-
-    def check_memory_again(self, verb: str) -> None:
-        """Do as ``check_memory``, some time after it: copying from a storage freed meanwhile would crash."""
-        if storage_sizes(self.columns.tensors) != self.columns.storage_bytes:
-            self._replace(columns=Columns(self.columns.tensors)).check_memory(verb)
 
 
 class Stager:
@@ -137,9 +101,7 @@ class Stager:
         self._lock = threading.Lock()
         self._owner = 0
         self._stages = 0
-        self._worker = ThreadPoolExecutor(1, "statetree-stager")  # starts its thread when there is work
-        self._worker_runs = False
-        self._under_way: set[Future[Any]] = set()
+        self._worker = Worker()
         self._side_streams = SideStreams()
 
     def stage(self, tree: Any) -> Any:
@@ -165,7 +127,7 @@ class Stager:
         with self._lock:
             try:
                 self._begin("stage")
-                return self._copy("stage", self._look_at("stage", tree))
+                return self._copy("stage", capture("stage", tree))
             finally:
                 self._end()
 
@@ -216,27 +178,14 @@ class Stager:
         self._refuse_nested("stage_async")
         self._refuse_closed("stage_async")
         try:
-            look = self._look_at("stage_async", tree, aside=True)
+            captured = capture("stage_async", tree, aside=True)
         except Exception as error:  # noqa: BLE001 - whatever it is, it belongs into the future
-            return _failed(error)
-        future: Future[Any] = Future()
-        future.add_done_callback(self._under_way.discard)
+            return failed(error)
         try:
-            self._under_way.add(future)
-            jobs: list[_Job] = [(future, self._finish, look)]
-            if self._worker_runs:
-                self._worker.submit(_fulfil, jobs)
-            else:
-                submit(self._worker, _fulfil, jobs)
-                self._worker_runs = True
-        except BaseException as error:
-            # Interrupted before it was queued, or after: it must not go on unseen, nor be waited for in vain.
-            if future.cancel():
-                future.set_running_or_notify_cancel()
-            if isinstance(error, RuntimeError):
-                self._refuse_closed("stage_async")  # another thread closed it meanwhile
+            return self._worker.start(self._finish, captured)
+        except RuntimeError:
+            self._refuse_closed("stage_async")  # another thread closed it meanwhile
             raise
-        return future
 
     def synchronize(self) -> None:
         """Wait until no stage under way reads its tree any more. Errors stay in their futures.
@@ -245,27 +194,27 @@ class Stager:
             StagerBusy: In a nested call: from inside an object that this thread is staging.
         """
         self._refuse_nested("synchronize")
-        wait(tuple(self._under_way))
+        self._worker.wait()
 
-    def _finish(self, look: _Look) -> Any:
+    def _finish(self, captured: CapturedTree) -> Any:
         with self._lock:
             try:
                 self._begin("stage_async")
-                look.check_memory_again("stage_async")
-                with self._side_streams.after(look.moment):
-                    return self._copy("stage_async", look)
+                captured.check_memory_again("stage_async")
+                with self._side_streams.after(captured.moment):
+                    return self._copy("stage_async", captured)
             finally:
                 self._end()
 
     @quietly
-    def _copy(self, verb: str, look: _Look) -> Any:
+    def _copy(self, verb: str, captured: CapturedTree) -> Any:
         staged: list[torch.Tensor] = []
-        if look.columns.tensors:
-            snapshot = self._idle_snapshot(verb, look.columns)
-            staged = snapshot.fill(look.columns)
+        if captured.columns.tensors:
+            snapshot = self._idle_snapshot(verb, captured.columns)
+            staged = snapshot.fill(captured.columns)
             self._trim(snapshot)
         try:
-            result = unflatten_copy(look.spec, look.unpacked.pack(_with_meta(look.unpacked.columns, staged, look.meta)))
+            result = captured.put_together(staged)
         except BaseException as error:
             staged = []
             clear_frames(error)  # they hold staged tensors, but a stage that failed takes no lease
@@ -292,7 +241,7 @@ class Stager:
 
     @quietly
     def _prewarm(self, tree: Any) -> None:
-        columns = self._look_at("prewarm", tree).columns
+        columns = capture("prewarm", tree).columns
         if columns.tensors:
             snapshot = self._idle_snapshot("prewarm", columns)
             snapshot.touch()
@@ -321,7 +270,7 @@ class Stager:
         A stage under way in the background is completed; those not yet begun fail with ``StagerClosed``.
         """
         self._closed = True
-        self._worker.shutdown(wait=False)
+        self._worker.close()
         if self._in_own_call():
             return  # from inside an object that is being staged: the memory goes when that is over
         with self._lock:
@@ -359,29 +308,6 @@ class Stager:
         if self._closed:
             self._snapshots.clear()
             self._pool.clear()
-
-    @quietly
-    def _look_at(self, verb: str, tree: Any, *, aside: bool = False) -> _Look:
-        """Take a tree apart, and with ``aside`` so that what becomes of it does not matter any more."""
-        leaves, spec = flatten_for_copy(tree, holds_tensor, verb=verb, shared=True)
-        unpacked = unpack(verb, leaves, spec.paths, together=True)
-        columns = unpacked.columns
-        if aside:
-            columns.tensors = list(map(_alias, columns.tensors))
-        meta: list[int] = []
-        if not columns.on_cpu:
-            meta = [index for index, device in enumerate(columns.devices) if device.type == "meta"]
-        if meta:
-            without = set(meta)
-            real = [index for index in range(len(columns.tensors)) if index not in without]
-            columns = Columns([columns.tensors[index] for index in real])
-            owners: Sequence[int] = [unpacked.owners[index] for index in real]
-        else:
-            owners = unpacked.owners
-        moment = Moment(() if columns.on_cpu else devices_of(columns.devices))
-        look = _Look(spec, unpacked, columns, meta, owners, moment)
-        look.check_memory(verb)
-        return look
 
     def _idle_snapshot(self, verb: str, columns: Columns) -> Snapshot:
         """Return a snapshot that fits and that nothing refers to, making one if there may be another."""
@@ -423,31 +349,6 @@ class Stager:
             self._snapshots.remove(snapshot)
 
 
-#: What the worker does: whose future it is, and what is called with what.
-_Job = tuple["Future[Any]", "Callable[[_Look], Any]", _Look]
-
-
-def _fulfil(jobs: list[_Job]) -> None:
-    """Carry an action's result, or the very exception, into a future, unless that was cancelled."""
-    # An exception holds the frames that it passed through, and those below them. They must not hold its future.
-    future, action, look = jobs.pop()
-    if not future.cancelled() and future.set_running_or_notify_cancel():
-        try:
-            future.set_result(action(look))
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs into the future
-            future.set_exception(error)
-    del future, action, look
-
-
-def _failed(error: Exception) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_exception(error)
-    return future
-
-
-#: Returns a tensor on the same memory, which no change to the other's storage or shape reaches.
-_alias: Final = attrgetter("data")
-
 #: Every stager alive, for the only thing that befalls all of them.
 _stagers: WeakSet[Stager] = WeakSet()
 
@@ -460,13 +361,3 @@ def _leave_to_the_parent() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_to_the_parent)
-
-
-def _with_meta(columns: Columns, staged: list[torch.Tensor], meta: list[int]) -> list[torch.Tensor]:
-    """Put replicas of the meta tensors in their places among the staged ones."""
-    if not meta:
-        return staged
-    part = Columns([columns.tensors[index] for index in meta])
-    replicas = iter(replicate(part, extents(part), Memory("meta"), copy=False))
-    rest, places = iter(staged), set(meta)
-    return [next(replicas) if index in places else next(rest) for index in range(len(columns.tensors))]

@@ -1,15 +1,82 @@
-"""Work handed to an executor in a way that no interrupt can break."""
+"""The asynchronous half: calls made in a background thread, and handed to it in a way that no interrupt can break."""
 
 from __future__ import annotations
 
 import _thread
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Executor
+
+#: What the thread does: whose future it is, and what is called with what.
+_Job = tuple["Future[Any]", "Callable[[Any], Any]", Any]
+
+
+class Worker:
+    """A background thread that makes one call after the other. It starts with the first of them.
+
+    Attributes:
+        executor: What the thread belongs to.
+    """
+
+    def __init__(self) -> None:
+        self.executor = ThreadPoolExecutor(1, "statetree-stager")
+        self._runs = False
+        self._under_way: set[Future[Any]] = set()
+
+    def start(self, action: Callable[[Any], Any], argument: Any) -> Future[Any]:
+        """Call a function in the background, and return the future of its result, or of the exception it raises.
+
+        Raises:
+            RuntimeError: After ``close``.
+        """
+        future: Future[Any] = Future()
+        future.add_done_callback(self._under_way.discard)
+        try:
+            self._under_way.add(future)
+            jobs: list[_Job] = [(future, action, argument)]
+            if self._runs:
+                self.executor.submit(_fulfil, jobs)
+            else:
+                submit(self.executor, _fulfil, jobs)
+                self._runs = True
+        except BaseException:
+            # Interrupted before it was queued, or after: it must not go on unseen, nor be waited for in vain.
+            if future.cancel():
+                future.set_running_or_notify_cancel()
+            raise
+        return future
+
+    def wait(self) -> None:
+        """Wait until all calls are over."""
+        wait(tuple(self._under_way))
+
+    def close(self) -> None:
+        """Take no more calls. Those that were taken are made."""
+        self.executor.shutdown(wait=False)
+
+
+def _fulfil(jobs: list[_Job]) -> None:
+    """Carry a call's result, or the very exception, into a future, unless that was cancelled."""
+    # An exception holds the frames that it passed through, and those below them. They must not hold its future.
+    future, action, argument = jobs.pop()
+    if not future.cancelled() and future.set_running_or_notify_cancel():
+        try:
+            future.set_result(action(argument))
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs into the future
+            future.set_exception(error)
+    del future, action, argument
+
+
+def failed(error: Exception) -> Future[Any]:
+    """Return the future of a call that failed before it could be made."""
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future
 
 
 def submit(executor: Executor, function: Callable[..., Any], *args: Any) -> None:

@@ -1,4 +1,4 @@
-"""Refuses arguments of plans and strategies when they are given, not when something is drawn or built of them."""
+"""Refuses arguments of strategies, layouts and ranks when they are given, not when something is made of them."""
 
 from __future__ import annotations
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from statetree.testing.judge import Judge
-from statetree.testing.report import Strictness, raise_for
+from statetree.testing.messages import raise_for
+from statetree.testing.recorded_structure import RecordedStructure, structure_differences
+from statetree.testing.report import Strictness
 from statetree.testing.sharing import Holdings, shared_graphs, shared_memory, shared_objects
-from statetree.testing.structure import outline, structure_differences
 from statetree.testing.watch import Watch
 
 if TYPE_CHECKING:
@@ -59,22 +60,13 @@ def assert_trees_equal(
         AssertionError: assert_trees_equal: the trees differ in 1 place:
           strides differ at ['w']: (1, 2) against (3, 1)
     """
-    strictness = Strictness(ties, strides, device, containers, storages)
-    raise_for("assert_trees_equal: the trees differ", Judge(strictness).run(a, b).found)
+    found = tree_differences(a, b, ties=ties, strides=strides, device=device, containers=containers, storages=storages)
+    raise_for("assert_trees_equal: the trees differ", found)
 
 
-def tree_differences(
-    a: Any,
-    b: Any,
-    *,
-    ties: bool = True,
-    strides: bool = True,
-    device: bool = False,
-    containers: bool = False,
-    storages: bool = True,
-) -> list[str]:
-    """Return what ``assert_trees_equal`` would report, one line for each place."""
-    return Judge(Strictness(ties, strides, device, containers, storages)).run(a, b).found
+def tree_differences(a: Any, b: Any, **strictness: bool) -> list[str]:
+    """Return what ``assert_trees_equal`` would report with the same options, one line for each place."""
+    return Judge(Strictness(**strictness)).run(a, b).found
 
 
 def assert_pure(transform: Callable[[Any], T], tree: Any) -> T:
@@ -117,9 +109,9 @@ def assert_structure_preserved(transform: Callable[[Any], T], tree: Any) -> T:
     Raises:
         AssertionError: It names the places where structures differ.
     """
-    before = outline(tree)
+    before = RecordedStructure(tree)
     result = transform(tree)
-    found = structure_differences(before, outline(result))
+    found = structure_differences(before, RecordedStructure(result))
     raise_for("assert_structure_preserved: the structures differ", found)
     return result
 

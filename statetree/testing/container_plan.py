@@ -9,28 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from statetree.testing import samples
-from statetree.testing.arguments import check_one_of, refuse
-from statetree.testing.plans import Plan, Printed
-from statetree.testing.samples import (
-    DictSubclass,
-    FrozenPair,
-    ListSubclass,
-    NamedPair,
-    Pair,
-    SlottedPair,
-    Thing,
-    TupleSubclass,
-    a_factory,
-)
+from statetree.testing.source_code import PrintsAsCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from statetree.testing.plans import Numbers
+    from statetree.testing.numbered import Numbers
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Value(Printed):
+class Value(PrintsAsCode):
     """A plain value as a leaf."""
 
     value: Any
@@ -41,7 +29,7 @@ class Value(Printed):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Node(Printed):
+class Node(PrintsAsCode):
     """How a container or an opaque object is made of its children.
 
     Attributes:
@@ -56,28 +44,13 @@ class Node(Printed):
     keys: tuple[Any, ...] = ()
     attributes: tuple[tuple[str, Any], ...] = ()
 
-    def __post_init__(self) -> None:
-        check_one_of("Node: kind", self.kind, NODES)
-        for child in (*self.children, *(value for _, value in self.attributes)):
-            if not isinstance(child, Plan):
-                refuse("Node: children", "plans, such as Value(1)", child, TypeError)
-        if self.kind in PAIRS and len(self.children) != 2:
-            refuse("Node: children", f"two in a {self.kind}", self.children)
-        if self.kind == "bounded" and len(self.children) > _BOUND:
-            refuse("Node: children", "five at most in a bounded", self.children)
-        if self.kind not in MAPPINGS and self.keys:
-            refuse("Node: keys", f"none in a {self.kind}", self.keys)
-        if self.kind in MAPPINGS and len(self.keys) != len(self.children):
-            refuse("Node: keys", f"{len(self.children)}, one for each child", self.keys)
-        if len(dict.fromkeys(self.keys)) < len(self.keys):
-            refuse("Node: keys", "different ones", self.keys)
-        if self.attributes and self.kind not in (*WITH_ATTRIBUTES, "Counter", "Pair", "Thing"):
-            refuse("Node: attributes", f"none in a {self.kind}", self.attributes)
-
     def make(self, numbers: Numbers) -> Any:
         """Make the children, and the container of them."""
         children = [child.make(numbers) for child in self.children]
-        made = NODES[self.kind](children, self.keys)
+        if self.kind in MAPPINGS:
+            made = MAPPINGS[self.kind](dict(zip(self.keys, children, strict=True)))
+        else:
+            made = _OF_CHILDREN[self.kind](children)
         for name, value in self.attributes:
             setattr(made, name, value.make(numbers))
         numbers.made.append(made)
@@ -85,7 +58,7 @@ class Node(Printed):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Again(Printed):
+class Again(PrintsAsCode):
     """What the tree holds already, once more: the same object, not an equal one.
 
     Attributes:
@@ -99,46 +72,42 @@ class Again(Printed):
         return numbers.made[self.index % len(numbers.made)] if numbers.made else None
 
 
-def _items(children: list[Any], keys: tuple[Any, ...]) -> dict[Any, Any]:
-    return dict(zip(keys, children, strict=True))
-
-
-def _slotted(children: list[Any], _: tuple[Any, ...]) -> SlottedPair:
-    pair = SlottedPair(*children)
+def _slotted(children: list[Any]) -> samples.SlottedPair:
+    pair = samples.SlottedPair(*children)
     pair.sum = "sum"
     return pair
 
 
-def _thing(children: list[Any], _: tuple[Any, ...]) -> Thing:
-    thing = Thing()
+def _thing(children: list[Any]) -> samples.Thing:
+    thing = samples.Thing()
     vars(thing).update({f"attribute{index}": child for index, child in enumerate(children)})
     return thing
 
 
-_BOUND = 5
-MAPPINGS: dict[str, Callable[[list[Any], tuple[Any, ...]], Any]] = {
-    "dict": _items,
-    "OrderedDict": lambda children, keys: OrderedDict(_items(children, keys)),
-    "defaultdict": lambda children, keys: defaultdict(a_factory, _items(children, keys)),
-    "Counter": lambda children, keys: Counter(_items(children, keys)),
-    "DictSubclass": lambda children, keys: DictSubclass(_items(children, keys)),
+MAPPINGS: dict[str, Callable[[dict[Any, Any]], Any]] = {
+    "dict": lambda items: items,
+    "OrderedDict": OrderedDict,
+    "defaultdict": lambda items: defaultdict(samples.a_factory, items),
+    "Counter": Counter,
+    "DictSubclass": samples.DictSubclass,
 }
-SEQUENCES: dict[str, Callable[[list[Any], tuple[Any, ...]], Any]] = {
-    "list": lambda children, _: children,
-    "tuple": lambda children, _: tuple(children),
-    "ListSubclass": lambda children, _: ListSubclass(children),
-    "TupleSubclass": lambda children, _: TupleSubclass(children),
-    "deque": lambda children, _: deque(children),
-    "bounded": lambda children, _: deque(children, maxlen=_BOUND),
+SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
+    "list": lambda children: children,
+    "tuple": tuple,
+    "ListSubclass": samples.ListSubclass,
+    "TupleSubclass": samples.TupleSubclass,
+    "deque": deque,
+    "bounded": lambda children: deque(children, maxlen=5),
 }
-PAIRS: dict[str, Callable[[list[Any], tuple[Any, ...]], Any]] = {
-    "NamedPair": lambda children, _: NamedPair(*children),
-    "Pair": lambda children, _: Pair(*children),
-    "FrozenPair": lambda children, _: FrozenPair(*children),
+PAIRS: dict[str, Callable[[list[Any]], Any]] = {
+    "NamedPair": lambda children: samples.NamedPair(*children),
+    "Pair": lambda children: samples.Pair(*children),
+    "FrozenPair": lambda children: samples.FrozenPair(*children),
     "SlottedPair": _slotted,
-    "return_type": lambda children, _: torch.return_types.max(children),  # type: ignore[arg-type]
+    "return_type": lambda children: torch.return_types.max(children),  # type: ignore[arg-type]
 }
 if hasattr(samples, "AttrsPair"):  # pragma: no branch - tests of statetree need attrs
-    PAIRS["AttrsPair"] = lambda children, _: samples.AttrsPair(*children)
-NODES = {**MAPPINGS, **SEQUENCES, **PAIRS, "Thing": _thing}
+    PAIRS["AttrsPair"] = lambda children: samples.AttrsPair(*children)
+_OF_CHILDREN = {**SEQUENCES, **PAIRS, "Thing": _thing}
+NODES = (*MAPPINGS, *_OF_CHILDREN)
 WITH_ATTRIBUTES = ("OrderedDict", "DictSubclass", "ListSubclass", "TupleSubclass")

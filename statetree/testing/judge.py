@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.testing.anatomy import anatomy
-from statetree.testing.objects import is_made_of_attributes, place, reduced, refuses_pickle, stands_on_c
+from statetree.testing.aliasing import Met, Partners, changed_identities, changed_ties
+from statetree.testing.messages import place
+from statetree.testing.objects import contents_of, is_record
+from statetree.testing.pickled_state import holds_attributes_only, reduced, refuses_pickle
 from statetree.testing.tensor_judge import TensorJudge
-from statetree.testing.ties import Met, Partners, changed_identities, changed_ties
 from statetree.testing.values import IDENTITIES, PLAIN, same_plain
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class Judge(TensorJudge):
         elif isinstance(a, weakref.ref):
             if a() is not b():
                 self.differ(path, "referent differs", a(), b())
-        elif (dataclasses.is_dataclass(cls) or hasattr(cls, "__attrs_attrs__")) and not stands_on_c(cls):
+        elif is_record(cls):
             self.judge_attributes(path, a, b)
         else:
             self._judge_object(path, a, b)
@@ -119,11 +120,10 @@ class Judge(TensorJudge):
     # Containers
 
     def _judge_container(self, path: str, a: Any, b: Any) -> None:
-        one, other = anatomy(a), anatomy(b)
+        one, other = contents_of(a), contents_of(b)
         if isinstance(a, dict):
-            keys, others = ([key for _, key in body.keys] for body in (one, other))
-            for left, right in self.match(path, "key", keys, others, self._same_value, ordered=True):
-                self.later(path + one.keys[left][0], keys[left], others[right])
+            for left, right in self.match(path, "key", one.keys, other.keys, self._same_value, ordered=True):
+                self.later(f"{path}<key {left}>", one.keys[left], other.keys[right])
                 self.later(path + one.items[left][0], one.items[left][1], other.items[right][1])
         else:
             if len(one.items) != len(other.items):
@@ -152,16 +152,13 @@ class Judge(TensorJudge):
 
     def _judge_object(self, path: str, a: Any, b: Any) -> None:
         one, other = reduced(a), reduced(b)
-        if (one and other and is_made_of_attributes(type(a))) or (one is other is None and refuses_pickle(type(a))):
+        if (one and other and holds_attributes_only(type(a))) or (one is other is None and refuses_pickle(type(a))):
             self.judge_attributes(path, a, b)
-        elif one is None or other is None:
-            if a is not b:
-                self.differ(path, "object cannot be compared and differs", a, b)
-        elif isinstance(one, str) or isinstance(other, str):
-            if a is not b:
-                self.differ(path, "object differs", a, b)
-        else:
+        elif isinstance(one, list) and isinstance(other, list):
             self.later(f"{path}.__reduce__", one, other)
+        elif a is not b:
+            cannot = "cannot be compared and " if one is None or other is None else ""
+            self.differ(path, f"object {cannot}differs", a, b)
 
 
 def _is_of_numpy(name: str, value: Any) -> bool:

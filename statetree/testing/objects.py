@@ -1,16 +1,16 @@
-"""What objects hold besides what they contain, and short names for values."""
+"""What objects hold, one level down: what they contain, how they are set up, and their attributes."""
 
 from __future__ import annotations
 
-import copyreg
+import dataclasses
 import functools
 import types
-from typing import TYPE_CHECKING, Any
+from collections import OrderedDict, defaultdict, deque
+from typing import Any, NamedTuple
 
-from statetree.testing.values import bits_of_number
+import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from statetree.testing.messages import brief
 
 #: What torch notes on its own objects when they are read, by class: the beginnings of the attributes' names.
 _CACHES: dict[str, tuple[str, ...]] = {
@@ -21,16 +21,62 @@ _CACHES: dict[str, tuple[str, ...]] = {
     "torch.distributed.tensor._dtensor_spec.DTensorSpec": ("_hash",),
     "torch.distributed.device_mesh.DeviceMesh": ("_hash", "_flatten_mapping"),
 }
-#: The methods with which a class tells pickle what its instances hold.
-_TELLERS = ("__reduce__", "__reduce_ex__", "__getstate__", "__getnewargs__", "__getnewargs_ex__")
-#: How many characters of a value are shown.
-SHORT = 80
-HEAP_TYPE = 1 << 9  # set for classes made by a class statement, whose slots are Python's
-#: What pickle refuses, but can be told apart all the same.
-_REDUCERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
-    types.MappingProxyType: lambda view: (types.MappingProxyType, (dict(view),)),
-    memoryview: lambda view: (memoryview, (view.tobytes(), view.format, view.shape, view.readonly)),
-}
+#: Attributes with which torch notes on a jagged tensor's values, whenever they are read, what it may compile for.
+_NOTED_ON_TENSORS = ("_dynamo", "_specialize_on")
+_HEAP_TYPE = 1 << 9  # set for classes made by a class statement, whose slots are Python's
+_SEQUENCES: tuple[Any, ...] = (list, tuple, deque, set, frozenset)
+# The builtin classes' own descriptors: those of a subclass may do anything.
+_maxlen: Any = vars(deque)["maxlen"].__get__
+_default_factory: Any = vars(defaultdict)["default_factory"].__get__
+
+
+class Contents(NamedTuple):
+    """The parts of an object.
+
+    Attributes:
+        cls: Its class.
+        keys: Those of a mapping, in their order.
+        items: What a container contains, as its builtin class has it, with the steps that lead there.
+        settings: The default factory of a mapping, and the greatest length of a deque, with the steps that lead there.
+        attributes: The instance attributes, without what torch notes among them.
+    """
+
+    cls: type
+    keys: list[Any]
+    items: list[tuple[str, Any]]
+    settings: list[tuple[str, Any]]
+    attributes: dict[str, Any]
+
+    def parts(self) -> list[tuple[str, Any]]:
+        """Return all of them in their order, with the steps that lead there."""
+        keys = ((f"<key {index}>", key) for index, key in enumerate(self.keys))
+        attributes = ((f".{name}", held) for name, held in self.attributes.items())
+        return [*keys, *self.items, *self.settings, *attributes]
+
+
+def contents_of(value: Any) -> Contents:
+    """Take an object apart without calling its own methods; of those of its keys, ``__repr__`` and ``__hash__``."""
+    keys: list[Any] = []
+    items: list[tuple[str, Any]] = []
+    settings: list[tuple[str, Any]] = []
+    if isinstance(value, dict):
+        keys = list((OrderedDict if isinstance(value, OrderedDict) else dict).__iter__(value))
+        items = [(f"[{_key(key)}]", dict.__getitem__(value, key)) for key in keys]
+    elif is_collection(value):
+        base = next(base for base in _SEQUENCES if isinstance(value, base))
+        items = [(f"[{index}]", item) for index, item in enumerate(base.__iter__(value))]
+    if isinstance(value, deque):
+        settings = [(".maxlen", _maxlen(value))]
+    elif isinstance(value, defaultdict):
+        settings = [(".default_factory", _default_factory(value))]
+    attributes = attributes_of(value)
+    if isinstance(value, torch.Tensor):
+        attributes = {name: held for name, held in attributes.items() if not name.startswith(_NOTED_ON_TENSORS)}
+    return Contents(type(value), keys, items, settings, attributes)
+
+
+def _key(key: Any) -> str:
+    return repr(key) if type(key) is str else brief(key)  # names of parameters are long, and differ at their ends
 
 
 def attributes_of(value: Any, skip: frozenset[str] = frozenset()) -> dict[str, Any]:
@@ -39,13 +85,13 @@ def attributes_of(value: Any, skip: frozenset[str] = frozenset()) -> dict[str, A
     Without those that torch sets when it reads one of its own objects.
     """
     cls: Any = type(value)
-    caches = _caches_of(cls)
+    caches = caches_of(cls)
     found = getattr(value, "__dict__", None)
     named = found.items() if isinstance(found, dict) else ()  # ``list[int]`` passes on what its class has
     result = {name: kept for name, kept in named if name not in skip and not (caches and name.startswith(caches))}
     slots: dict[str, Any] = {}
-    for base in type(value).__mro__:
-        if base.__flags__ & HEAP_TYPE:
+    for base in cls.__mro__:
+        if base.__flags__ & _HEAP_TYPE:
             for name, member in vars(base).items():
                 if isinstance(member, types.MemberDescriptorType) and name not in skip:
                     try:
@@ -56,76 +102,26 @@ def attributes_of(value: Any, skip: frozenset[str] = frozenset()) -> dict[str, A
 
 
 @functools.lru_cache(maxsize=1024)
-def _caches_of(cls: Any) -> tuple[str, ...]:
+def caches_of(cls: Any) -> tuple[str, ...]:
+    """Return how the names of the attributes begin that torch sets when it reads an object of its own class."""
     return sum((_CACHES.get(f"{base.__module__}.{base.__qualname__}", ()) for base in cls.__mro__), ())
-
-
-def is_made_of_attributes(cls: type) -> bool:
-    """Whether the attributes of an instance that can be pickled are all that pickle takes."""
-    return not stands_on_c(cls) and cls not in copyreg.dispatch_table and not list(_own_tellers(cls))
-
-
-def refuses_pickle(cls: type) -> bool:
-    """Whether a class written in Python says itself that its instances cannot be pickled, if they cannot."""
-    return not stands_on_c(cls) and any(isinstance(teller, types.FunctionType) for teller in _own_tellers(cls))
-
-
-def _own_tellers(cls: type) -> Iterator[Any]:
-    tellers = ((getattr(cls, name, None), getattr(object, name, None)) for name in _TELLERS)
-    return (own for own, inherited in tellers if own is not inherited)
 
 
 def stands_on_c(cls: type) -> bool:
     """Whether instances of a class may hold something besides attributes: one of its bases is written in C."""
-    return any(base is not object and not base.__flags__ & HEAP_TYPE for base in cls.__mro__)
+    return any(base is not object and not base.__flags__ & _HEAP_TYPE for base in cls.__mro__)
 
 
-def reduced(value: Any) -> Any:
-    """Return what pickle would make of an object, with its iterators spelled out; ``None`` if it cannot."""
-    try:
-        reducer = _REDUCERS.get(type(value)) or copyreg.dispatch_table.get(type(value))
-        result = value.__reduce_ex__(4) if reducer is None else reducer(value)
-    except Exception:
-        return None
-    if isinstance(result, str):
-        return result
-    padded = [*result, *[None] * (6 - len(result))]
-    if type(padded[2]) is dict and not padded[2]:
-        padded[2] = None  # an exception has an empty ``__dict__`` once somebody has looked for one
-    for position in (3, 4):
-        if padded[position] is not None:
-            padded[position] = list(padded[position])
-    return padded
+def is_collection(value: Any) -> bool:
+    """Whether a value contains others: a mapping, a sequence or a set."""
+    return isinstance(value, (dict, *_SEQUENCES))
 
 
-def place(path: str) -> str:
-    """Return a path as it is shown."""
-    return path or "<root>"
+def is_record(cls: type) -> bool:
+    """Whether a class is a dataclass or an attrs class whose instances hold nothing but attributes."""
+    return (dataclasses.is_dataclass(cls) or hasattr(cls, "__attrs_attrs__")) and not stands_on_c(cls)
 
 
-def brief(value: Any) -> str:
-    """Return a short representation of any value."""
-    text = _shown(value)
-    return text if len(text) < SHORT else f"{text[: SHORT - 3]}..."
-
-
-def contrast(a: Any, b: Any) -> str:
-    """Return short representations of two values that differ: of where they do, if they begin alike."""
-    one, other = brief(a), brief(b)
-    if one != other:
-        return f"{one} against {other}"
-    one, other = _shown(a), _shown(b)
-    if one == other:
-        if isinstance(a, (float, complex)) and isinstance(b, (float, complex)):
-            return f"{one} against {other}, of bytes {bits_of_number(a).hex()} against {bits_of_number(b).hex()}"
-        return f"both shown as {brief(a)}"
-    first = next((at for at, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other)))
-    ends = slice(max(0, first - SHORT // 4), first + SHORT // 2)
-    return f"...{one[ends]}... against ...{other[ends]}..."
-
-
-def _shown(value: Any) -> str:
-    try:
-        return repr(value)
-    except Exception:
-        return object.__repr__(value)
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a ``ShardedTensor``, which refuses to be asked for most of what others answer."""
+    return any(base.__name__ == "ShardedTensor" for base in type(tensor).__mro__)

@@ -10,26 +10,30 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import sys
 import threading
 import traceback
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from statetree.testing.parcels import packed
-from statetree.testing.rank_line import framed, read_message
+from statetree.testing.tensor_pickles import packed
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable
+    from multiprocessing.connection import Connection
+    from pathlib import Path
 
 #: Each process group has several open files and threads: a process that has so many files open is not used again.
 MAX_OPEN_FILES = 512
 #: How long after a call's time is over its rank ends by itself, if no one has ended it.
 LATE_S = 30.0
+#: The files of a group: the call, which all ranks read; and how it ended on each rank, and where it hangs.
+CALL, ANSWER, STACK = "call", "answer{}", "stack{}"
+#: The variable that names the interfaces on which gloo listens.
+INTERFACES = "GLOO_SOCKET_IFNAME"
 
 
 class Answer(NamedTuple):
@@ -41,7 +45,7 @@ class Answer(NamedTuple):
     status: str
     value: bytes
     traceback: str
-    worn: bool
+    is_worn: bool
 
 
 class Surroundings(NamedTuple):
@@ -61,38 +65,42 @@ class Surroundings(NamedTuple):
         return cls(sys.path, dict(os.environ), directory)
 
     def take_over(self) -> None:
-        """Make them those of this process."""
+        """Make them those of this process. Unless they name an interface, gloo listens on the loopback only."""
         sys.path[:] = self.path
-        if os.environ != self.environment:
+        loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+        environment = {**({INTERFACES: loopback} if loopback else {}), **self.environment}
+        if os.environ != environment:
             os.environ.clear()
-            os.environ.update(self.environment)
+            os.environ.update(environment)
         os.chdir(self.directory)
 
 
 def serve(
-    rank: int, world_size: int, folder: str, collective_timeout: float, end: socket.socket, caller: Surroundings
+    rank: int, world_size: int, folder: Path, collective_timeout: float, connection: Connection, caller: Surroundings
 ) -> None:
-    """Join the group, and answer the calls that come through a socket until there is no one at its other end."""
+    """Join the group, and answer the calls that a connection announces until there is no one at its other end."""
     threading.Thread(target=_end_with_the_caller, args=(folder,), daemon=True).start()
     # Daemons, which ranks are so that they end with whoever started them, may not start processes, but DCP does.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    end.settimeout(None)  # whatever was the default where it was made
-    with (Path(folder) / f"stack{rank}").open("w") as stack:
+    with (folder / STACK.format(rank)).open("w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
         failure = _join(rank, world_size, folder, collective_timeout, caller)
-        with contextlib.suppress(ConnectionError), end.makefile("rb") as stream:
-            while (call := read_message(stream)) is not None:
-                end.sendall(framed(failure or _answer(call, stack)))
+        with contextlib.suppress(EOFError, ConnectionError):
+            while True:
+                connection.recv_bytes()
+                answer = failure or _answer((folder / CALL).read_bytes(), stack)
+                (folder / ANSWER.format(rank)).write_bytes(answer)
+                connection.send_bytes(b"answer")
     _leave(folder)
 
 
-def _leave(folder: str) -> None:
+def _leave(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)  # the caller does so too, unless it was killed
     # In an orderly exit, threads of groups that are out of step would be waited for.
     os._exit(0)
 
 
-def _end_with_the_caller(folder: str) -> None:
+def _end_with_the_caller(folder: Path) -> None:
     """End this process when the one that started it has ended: nothing else does so while a function runs."""
     caller = multiprocessing.parent_process()
     assert caller is not None
@@ -105,14 +113,14 @@ def pickled_call(fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float
     return pickle.dumps((timeout_s, Surroundings.here(), packed((fn, args))))
 
 
-def _join(rank: int, world_size: int, folder: str, collective_timeout: float, caller: Surroundings) -> bytes | None:
+def _join(rank: int, world_size: int, folder: Path, collective_timeout: float, caller: Surroundings) -> bytes | None:
     """Start the process group; return what to answer to all calls if that fails."""
     torch.set_num_threads(1)
     try:
         caller.take_over()
         dist.init_process_group(
             "gloo",
-            init_method=(Path(folder) / "store").as_uri(),
+            init_method=(folder / "store").as_uri(),
             rank=rank,
             world_size=world_size,
             timeout=datetime.timedelta(seconds=collective_timeout),
@@ -145,7 +153,7 @@ def _failure(error: BaseException) -> bytes:
         pickle.loads(value)
     except Exception:
         value = pickle.dumps(None)
-    return pickle.dumps(Answer("raised", value, text, worn=True))
+    return pickle.dumps(Answer("raised", value, text, is_worn=True))
 
 
 def is_in_step(timeout_s: float) -> bool:

@@ -1,11 +1,13 @@
-"""Where tensors lie: ranges of bytes in storages, and the bytes themselves."""
+"""Where tensors lie: their storages, ranges of bytes in these, and the bytes themselves."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
+
+from statetree.testing.walk import inner_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,6 +57,22 @@ def crossing(one: list[tuple[int, int, L]], other: list[tuple[int, int, L]]) -> 
             yield (partner, label) if side else (label, partner)
         if start + length > farthest[side][0]:
             farthest[side] = start + length, label
+
+
+def storage_of(value: Any) -> torch.UntypedStorage | None:
+    """Return the host storage below a plain tensor or a storage, or ``None``."""
+    if isinstance(value, torch.UntypedStorage):
+        return value
+    if not isinstance(value, torch.Tensor) or hasattr(type(value), "__tensor_flatten__") or inner_tensors(value):
+        return None
+    try:
+        storage = value.untyped_storage()
+        if storage.device.type == "meta":  # as those of fake tensors are, which warn of their address
+            return None
+        storage.data_ptr()  # that of a wrapper may be none: torch crashes when its bytes are read
+    except (RuntimeError, NotImplementedError, ValueError):
+        return None
+    return storage
 
 
 def region_of(tensor: torch.Tensor) -> Region:

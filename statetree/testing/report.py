@@ -5,20 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from statetree.testing.objects import attributes_of, brief, contrast, place
-from statetree.testing.pairing import pair_up
+from statetree.testing.element_pairs import pair_up
+from statetree.testing.messages import SHOWN_ALONE, brief, contrast, place
+from statetree.testing.objects import attributes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from statetree.testing.aliasing import Met
     from statetree.testing.regions import View
-    from statetree.testing.ties import Met
-
-
-#: How many of the elements that are on one side only are shown.
-SHOWN_ALONE = 5
-#: How many of the places that differ are.
-SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -30,14 +25,6 @@ class Strictness:
     device: bool = False
     containers: bool = False
     storages: bool = True
-
-
-def raise_for(head: str, found: list[str]) -> None:
-    """Raise an ``AssertionError`` with what was found, if anything was."""
-    if found:
-        places = f"{len(found)} place{'s' if len(found) > 1 else ''}"
-        more = [f"... and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
-        raise AssertionError("\n  ".join([f"{head} in {places}:", *found[:SHOWN], *more]))
 
 
 class Report:

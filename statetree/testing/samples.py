@@ -9,20 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = [
-    "Color",
-    "DictSubclass",
-    "FrozenPair",
-    "ListSubclass",
-    "NamedPair",
-    "Pair",
-    "SlottedPair",
-    "TensorSubclass",
-    "Thing",
-    "TupleSubclass",
-    "a_factory",
-]
-
 
 class DictSubclass(dict[Any, Any]):
     """A subclass of dict, whose instances may have attributes."""

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from statetree.testing.judge import Judge
-from statetree.testing.objects import attributes_of, reduced
+from statetree.testing.objects import attributes_of
+from statetree.testing.pickled_state import reduced
 from statetree.testing.regions import Region, crossing
 from statetree.testing.report import Strictness
 from statetree.testing.walk import gradient_of

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
-from statetree.testing.anatomy import is_sharded
-from statetree.testing.memory import storage_of
-from statetree.testing.objects import brief, place, reduced
-from statetree.testing.regions import Region, View, bits_of, raw_bytes, region_of
+from statetree.testing.messages import brief, place
+from statetree.testing.objects import is_sharded
+from statetree.testing.pickled_state import reduced
+from statetree.testing.regions import Region, View, bits_of, raw_bytes, region_of, storage_of
 from statetree.testing.report import Report
+from statetree.testing.walk import layout_parts
 
 
 class TensorJudge(Report):
@@ -102,27 +103,16 @@ class TensorJudge(Report):
         self.judge_attributes(path, a, b, skip=frozenset({*names, *described}))
 
     def _judge_elements(self, path: str, a: torch.Tensor, b: torch.Tensor) -> None:
-        if a.is_nested:
-            a, b = a.detach(), b.detach()
-            for part in ("_nested_tensor_size", "_nested_tensor_strides", "_nested_tensor_storage_offsets", "values"):
-                self._judge_elements(f"{path}.{part}()", getattr(a, part)(), getattr(b, part)())
+        if not a.is_nested and not self.expect(path, "shape differs", a.shape, b.shape):
             return
-        if not self.expect(path, "shape differs", a.shape, b.shape):
-            return
-        if a.layout is torch.strided:
-            self._judge_strided(path, a, b)
-        elif a.layout is torch.sparse_coo:
+        if a.layout is torch.sparse_coo:
             self.expect(path, "coalesced differs", a.is_coalesced(), b.is_coalesced())
-            a, b = a.detach(), b.detach()
-            self._judge_strided(f"{path}.indices()", a._indices(), b._indices())
-            self._judge_strided(f"{path}.values()", a._values(), b._values())
-        elif a.layout in (torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc):
-            rows = a.layout in (torch.sparse_csr, torch.sparse_bsr)
-            a, b = a.detach(), b.detach()
-            for part in ("crow_indices", "col_indices") if rows else ("ccol_indices", "row_indices"):
-                self._judge_strided(f"{path}.{part}()", getattr(a, part)(), getattr(b, part)())
-            self._judge_strided(f"{path}.values()", a.values(), b.values())
-        else:
+        parts = layout_parts(a)
+        for (name, one), (_, other) in zip(parts, layout_parts(b), strict=True):
+            self._judge_strided(f"{path}.{name}", one, other)
+        if not parts and a.layout is torch.strided:
+            self._judge_strided(path, a, b)
+        elif not parts:
             self._judge_strided(path, a.to_dense(), b.to_dense(), copied=True)
 
     def _judge_strided(self, path: str, a: torch.Tensor, b: torch.Tensor, *, copied: bool = False) -> None:

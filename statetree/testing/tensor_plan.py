@@ -8,37 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.testing.arguments import check_at_least, check_one_of, check_shape
-from statetree.testing.plans import Printed
 from statetree.testing.samples import TensorSubclass
+from statetree.testing.source_code import PrintsAsCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from statetree.testing.plans import Numbers
+    from statetree.testing.numbered import Numbers
 
 #: The dtypes of generated tensors.
 DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.uint16,
-    torch.int8,
-    torch.int16,
-    torch.uint32,
-    torch.uint64,
-    torch.float8_e8m0fnu,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool),
+    *(torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.int8, torch.int16),
+    *(torch.uint32, torch.uint64, torch.float8_e8m0fnu, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
     torch.float4_e2m1fn_x2,
 )
 _COUNTABLE = frozenset(
@@ -47,7 +29,7 @@ _COUNTABLE = frozenset(
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class TensorPlan(Printed):
+class TensorPlan(PrintsAsCode):
     """How a tensor is made.
 
     Attributes:
@@ -62,70 +44,39 @@ class TensorPlan(Printed):
     geometry: str = "contiguous"
     wrap: str = "tensor"
 
-    def __post_init__(self) -> None:
-        check_shape("TensorPlan: shape", self.shape)
-        check_one_of("TensorPlan: dtype", self.dtype, DTYPES)
-        check_one_of("TensorPlan: geometry", self.geometry, GEOMETRIES)
-        check_one_of("TensorPlan: wrap", self.wrap, WRAPS)
-
     def make(self, numbers: Numbers) -> torch.Tensor:
         """Make the tensor."""
-        made = WRAPS[self.wrap](GEOMETRIES[self.geometry](self, numbers), numbers)
+        tensor = GEOMETRIES[self.geometry](self.shape, self.dtype, numbers)
+        made = WRAPS[self.wrap](tensor, numbers)
         numbers.made.append(made)
         return made
 
 
-def _contiguous(plan: TensorPlan, numbers: Numbers) -> torch.Tensor:
-    return numbers(plan.shape, plan.dtype)
+def _gaps(shape: tuple[int, ...], dtype: torch.dtype, numbers: Numbers) -> torch.Tensor:
+    return numbers([2 * side for side in shape], dtype)[(slice(1, None, 2),) * len(shape)]
 
 
-def _transposed(plan: TensorPlan, numbers: Numbers) -> torch.Tensor:
-    return numbers(plan.shape[::-1], plan.dtype).permute(tuple(reversed(range(len(plan.shape)))))
+def _channels_last(shape: tuple[int, ...], dtype: torch.dtype, numbers: Numbers) -> torch.Tensor:
+    if len(shape) == 3:
+        return numbers((1, *shape), dtype).to(memory_format=torch.channels_last)
+    return GEOMETRIES["transposed"](shape, dtype, numbers)
 
 
-def _gaps(plan: TensorPlan, numbers: Numbers) -> torch.Tensor:
-    return numbers([2 * side for side in plan.shape], plan.dtype)[(slice(1, None, 2),) * len(plan.shape)]
+def _negated(shape: tuple[int, ...], dtype: torch.dtype, numbers: Numbers) -> torch.Tensor:
+    tensor = numbers(shape, dtype)
+    return torch._neg_view(tensor) if dtype in _COUNTABLE else tensor
 
 
-def _inside(plan: TensorPlan, numbers: Numbers) -> torch.Tensor:
-    count = math.prod(plan.shape)
-    return numbers([count + 8], plan.dtype)[5 : 5 + count].view(plan.shape)
-
-
-def _expanded(plan: TensorPlan, numbers: Numbers) -> torch.Tensor:
-    return numbers([1, *plan.shape[1:]] if plan.shape else [], plan.dtype).expand(plan.shape)
-
-
-def _channels_last(plan: TensorPlan, numbers: Numbers) -> torch.Tensor:
-    if len(plan.shape) != 3:
-        return _transposed(plan, numbers)
-    return numbers((1, *plan.shape), plan.dtype).to(memory_format=torch.channels_last)
-
-
-def _conjugated(plan: TensorPlan, numbers: Numbers) -> torch.Tensor:
-    tensor = numbers(plan.shape, plan.dtype)
-    return tensor.conj() if plan.dtype.is_complex else tensor
-
-
-def _negated(plan: TensorPlan, numbers: Numbers) -> torch.Tensor:
-    tensor = numbers(plan.shape, plan.dtype)
-    return torch._neg_view(tensor) if plan.dtype in _COUNTABLE else tensor
-
-
-def _meta(plan: TensorPlan, numbers: Numbers) -> torch.Tensor:
-    return torch.empty(plan.shape, dtype=plan.dtype, device="meta")
-
-
-GEOMETRIES: dict[str, Callable[[TensorPlan, Numbers], torch.Tensor]] = {
-    "contiguous": _contiguous,
-    "transposed": _transposed,
+GEOMETRIES: dict[str, Callable[[tuple[int, ...], torch.dtype, Numbers], torch.Tensor]] = {
+    "contiguous": lambda shape, dtype, numbers: numbers(shape, dtype),
+    "transposed": lambda shape, dtype, numbers: numbers(shape[::-1], dtype).permute(tuple(range(len(shape)))[::-1]),
     "gaps": _gaps,
-    "inside": _inside,
-    "expanded": _expanded,
+    "inside": lambda shape, dtype, numbers: numbers([math.prod(shape) + 8], dtype)[5:-3].view(shape),
+    "expanded": lambda shape, dtype, numbers: numbers([1, *shape[1:]][: len(shape)], dtype).expand(shape),
     "channels_last": _channels_last,
-    "conjugated": _conjugated,
+    "conjugated": lambda shape, dtype, numbers: numbers(shape, dtype).conj(),
     "negated": _negated,
-    "meta": _meta,
+    "meta": lambda shape, dtype, numbers: torch.empty(shape, dtype=dtype, device="meta"),
 }
 
 
@@ -138,10 +89,6 @@ def _computed(tensor: torch.Tensor, numbers: Numbers) -> torch.Tensor:
         return _requires_grad(tensor, numbers)[...]
 
 
-def _parameter(tensor: torch.Tensor, _: Numbers) -> torch.Tensor:
-    return torch.nn.Parameter(tensor, requires_grad=tensor.dtype in _COUNTABLE)
-
-
 def _attribute(tensor: torch.Tensor, numbers: Numbers) -> torch.Tensor:
     vars(tensor)["note"] = ["note", numbers([2], torch.float32)]
     return tensor
@@ -150,7 +97,7 @@ def _attribute(tensor: torch.Tensor, numbers: Numbers) -> torch.Tensor:
 WRAPS: dict[str, Callable[[torch.Tensor, Numbers], torch.Tensor]] = {
     "tensor": lambda tensor, _: tensor,
     "requires_grad": _requires_grad,
-    "parameter": _parameter,
+    "parameter": lambda tensor, _: torch.nn.Parameter(tensor, requires_grad=tensor.dtype in _COUNTABLE),
     "frozen": lambda tensor, _: torch.nn.Parameter(tensor, requires_grad=False),
     "buffer": lambda tensor, _: torch.nn.Buffer(tensor),
     "subclass": lambda tensor, _: torch.Tensor._make_subclass(TensorSubclass, tensor),
@@ -162,7 +109,7 @@ USUAL_WRAPS = tuple(wrap for wrap in WRAPS if wrap != "computed")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class ViewPlan(Printed):
+class ViewPlan(PrintsAsCode):
     """How a view is made of a storage of 24 numbers that others share.
 
     Attributes:
@@ -176,11 +123,6 @@ class ViewPlan(Printed):
     kind: str = "whole"
     start: int = 0
     stop: int = 24
-
-    def __post_init__(self) -> None:
-        check_one_of("ViewPlan: kind", self.kind, VIEWS)
-        for name in ("base", "start", "stop"):
-            check_at_least(f"ViewPlan: {name}", getattr(self, name), 0)
 
     def make(self, numbers: Numbers) -> Any:
         """Make the view, and the storage if it is the first one on it."""

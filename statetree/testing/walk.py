@@ -7,12 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.testing.anatomy import anatomy, is_collection, is_sharded
-from statetree.testing.objects import reduced, stands_on_c
+from statetree.testing.objects import contents_of, is_collection, is_sharded
+from statetree.testing.pickled_state import holds_attributes_only, reduced
 from statetree.testing.values import IDENTITIES, PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+_COMPRESSED_ROWS = ("crow_indices", "col_indices", "values")
+_COMPRESSED_COLUMNS = ("ccol_indices", "row_indices", "values")
+#: The methods with which a tensor hands out the tensors that it is made of, by its layout.
+_PARTS: dict[torch.layout, tuple[str, ...]] = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _COMPRESSED_ROWS,
+    torch.sparse_bsr: _COMPRESSED_ROWS,
+    torch.sparse_csc: _COMPRESSED_COLUMNS,
+    torch.sparse_bsc: _COMPRESSED_COLUMNS,
+}
+_NESTED = ("_nested_tensor_size", "_nested_tensor_strides", "_nested_tensor_storage_offsets", "values")
 
 
 def walk(tree: Any) -> Iterator[Any]:
@@ -25,13 +37,18 @@ def walk_with_paths(tree: Any, *, gradients: bool = False) -> Iterator[tuple[str
     pending, seen = [("", tree)], {}
     while pending:
         path, value = pending.pop()
-        if type(value) in PLAIN or isinstance(value, (*IDENTITIES, weakref.ref)) or id(value) in seen:
+        if has_no_parts(value) or id(value) in seen:
             continue
         seen[id(value)] = value
         yield path, value
         if gradients and isinstance(value, torch.Tensor) and (gradient := gradient_of(value)) is not None:
             pending.append((f"{path}.grad", gradient))
-        pending.extend((path + step, child) for step, child in reversed(children(value)))
+        pending.extend((path + step, child) for step, child in reversed(_children(value)))
+
+
+def has_no_parts(value: Any) -> bool:
+    """Whether a value is plain, or what hangs on it is not part of a tree."""
+    return type(value) in PLAIN or isinstance(value, (*IDENTITIES, weakref.ref))
 
 
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -39,38 +56,31 @@ def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
 
 
-def children(value: Any) -> list[tuple[str, Any]]:
-    """Return what lies one level below a value, with the step that leads there."""
+def _children(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, torch.storage.TypedStorage):
         return [("._untyped_storage", value._untyped_storage)]
     if isinstance(value, torch.UntypedStorage):
         return []
-    body = anatomy(value)
-    parts = body.parts()
+    parts = contents_of(value).parts()
     if isinstance(value, torch.Tensor):
-        return [(f".<inner {index}>", inner) for index, inner in enumerate(inner_tensors(value))] + parts
-    if not is_collection(value) and (not body.attributes or stands_on_c(body.cls)):
+        return [(f".{name}", inner) for name, inner in inner_tensors(value)] + parts
+    if not (is_collection(value) or holds_attributes_only(type(value))):
         held = reduced(value)
         parts += [(".__reduce__", part) for part in held[1:]] if isinstance(held, list) else []
     return parts
 
 
-def inner_tensors(value: torch.Tensor) -> list[Any]:
-    """Return the tensors that a tensor is made of, if it is not simply a view on a storage."""
-    if is_sharded(value):
+def inner_tensors(tensor: torch.Tensor) -> list[tuple[str, Any]]:
+    """Return the tensors that a tensor is made of, by name, if it is not simply a view on a storage."""
+    if is_sharded(tensor):
         return []  # its shards lie in its attributes
-    if hasattr(value, "__tensor_flatten__"):
-        return [getattr(value, name) for name in value.__tensor_flatten__()[0]]
-    if value.is_nested:
-        bare = value.detach()
-        return [bare.values(), bare._nested_tensor_size()]
-    if value.layout is torch.sparse_coo:
-        bare = value.detach()
-        return [bare._indices(), bare._values()]
-    if value.layout in (torch.sparse_csr, torch.sparse_bsr):
-        bare = value.detach()
-        return [bare.crow_indices(), bare.col_indices(), bare.values()]
-    if value.layout in (torch.sparse_csc, torch.sparse_bsc):
-        bare = value.detach()
-        return [bare.ccol_indices(), bare.row_indices(), bare.values()]
-    return []
+    if hasattr(tensor, "__tensor_flatten__"):
+        return [(name, getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]]
+    return layout_parts(tensor)
+
+
+def layout_parts(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors that a sparse or a nested tensor is made of, by name; of others, none."""
+    names = _NESTED if tensor.is_nested else _PARTS.get(tensor.layout, ())
+    bare = tensor.detach() if names else tensor
+    return [(f"{name}()", getattr(bare, name)()) for name in names]

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.testing.anatomy import Anatomy, anatomy, is_collection
-from statetree.testing.memory import storage_of
-from statetree.testing.objects import attributes_of, contrast, place, stands_on_c
-from statetree.testing.regions import raw_bytes
-from statetree.testing.report import SHOWN_ALONE, raise_for
+from statetree.testing.messages import SHOWN_ALONE, contrast, place, raise_for
+from statetree.testing.objects import Contents, caches_of, contents_of, is_collection
+from statetree.testing.pickled_state import holds_attributes_only
+from statetree.testing.regions import raw_bytes, storage_of
 from statetree.testing.values import PLAIN, same_plain
 from statetree.testing.walk import gradient_of, walk_with_paths
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-
-#: What is recorded as addresses, which would tell a reader nothing.
-_IDENTITIES = {"pointer", "grad", "hooks"}
+    from collections.abc import Callable, Iterator
 
 
 class _Same:
@@ -34,97 +29,79 @@ class _Same:
         return isinstance(other, _Same) and other.value is self.value
 
 
-class _Storage(NamedTuple):
-    storage: torch.UntypedStorage
-    nbytes: int
-    contents: torch.Tensor
-    paths: list[str]  # of what lies on it
+def _hooks(tensor: torch.Tensor) -> tuple[_Same, ...]:
+    kept = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
+    return tuple(_Same(hook) for hooks in kept for hook in (hooks or {}).values())
 
 
-class _Tensor(NamedTuple):
-    version: int | None
-    dtype: torch.dtype
-    shape: tuple[int, ...] | None
-    stride: tuple[int, ...] | None
-    offset: int | None
-    pointer: int | None
-    requires_grad: bool
-    is_leaf: bool
-    bits: tuple[bool, bool]
-    grad: int
-    hooks: tuple[_Same, ...]
-    retains_grad: bool
+#: What is asked of a tensor, by name. (Sizes as text: symbols equal nothing but themselves.)
+_FACTS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "version": lambda tensor: tensor._version,
+    "dtype": lambda tensor: tensor.dtype,
+    "shape": lambda tensor: tuple(map(str, tensor.shape)),
+    "stride": lambda tensor: tuple(map(str, tensor.stride())),
+    "offset": lambda tensor: tensor.storage_offset(),
+    "pointer": lambda tensor: None if storage_of(tensor) is None else tensor.untyped_storage().data_ptr(),
+    "requires_grad": lambda tensor: tensor.requires_grad,
+    "is_leaf": lambda tensor: tensor.is_leaf,
+    "conj bit": lambda tensor: tensor.is_conj(),
+    "neg bit": lambda tensor: tensor.is_neg(),
+    "grad": lambda tensor: id(gradient_of(tensor)),
+    "hooks": _hooks,
+    "retains_grad": lambda tensor: tensor.retains_grad,
+}
+#: The facts that are addresses, which would tell a reader nothing.
+_ADDRESSES = {"pointer", "grad", "hooks"}
 
 
-def _record(value: torch.Tensor) -> _Tensor:
-    def ask(question: Any) -> Any:
+def _facts(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return what a tensor says of itself; ``None`` where it cannot say."""
+
+    def answer(question: Callable[[torch.Tensor], Any]) -> Any:
         try:
-            return question()
+            return question(tensor)
         except (RuntimeError, NotImplementedError, ValueError, AttributeError, TypeError):
             return None
 
-    kept = [ask(lambda: value._backward_hooks), ask(lambda: value._post_accumulate_grad_hooks)]
-    return _Tensor(
-        version=ask(lambda: value._version),
-        dtype=value.dtype,
-        shape=ask(lambda: tuple(map(str, value.shape))),
-        stride=ask(lambda: tuple(map(str, value.stride()))),
-        offset=ask(value.storage_offset),
-        pointer=None if storage_of(value) is None else ask(lambda: value.untyped_storage().data_ptr()),
-        requires_grad=value.requires_grad,
-        is_leaf=value.is_leaf,
-        bits=(bool(ask(value.is_conj)), bool(ask(value.is_neg))),
-        grad=id(gradient_of(value)),
-        hooks=tuple(_Same(hook) for hooks in kept for hook in (hooks or {}).values()),
-        retains_grad=bool(ask(lambda: value.retains_grad)),
-    )
+    return {name: answer(question) for name, question in _FACTS.items()}
 
 
-def _body_changes(path: str, now: Anatomy, before: Anatomy) -> Iterator[str]:
+def _changed_contents(path: str, now: Contents, before: Contents) -> Iterator[str]:
     """Say what an object holds that it did not, by name; plain values may be equal ones."""
     if now.cls is not before.cls:
         yield f"the class of what is at {place(path)} was {before.cls} and is {now.cls}"
-    parts, others = now.parts(), before.parts()
-    if len(parts) == len(others) and all(
-        step == other and (part is its or same_plain(part, its))
-        for (step, part), (other, its) in zip(parts, others, strict=True)
-    ):
-        return
-    present, past = _by_place(parts), _by_place(others)
+    present, past = _by_place(now), _by_place(before)
     found = [f"{path}{step} is gone" for step, nth in past if (step, nth) not in present]
     found += [f"{path}{step} is new" for step, nth in present if (step, nth) not in past]
     for at, part in present.items():
-        if at not in past or part is past[at] or same_plain(part, past[at]):
-            continue
-        is_plain = type(part) in PLAIN and type(past[at]) in PLAIN
-        what = f"changed: {contrast(past[at], part)}" if is_plain else "is another object"
-        found.append(f"{path}{at[0]} {what}")
-    named = [line for line in found if not line.startswith(f"{path}<key ")]
-    yield from named or [f"the order or the keys of the {_described(path, now.cls)} changed"]
+        was = past.get(at, part)
+        if part is not was and not same_plain(part, was):
+            is_plain = type(part) in PLAIN and type(was) in PLAIN
+            found.append(f"{path}{at[0]} {f'changed: {contrast(was, part)}' if is_plain else 'is another object'}")
+    if found or list(present) != list(past):
+        named = [line for line in found if not line.startswith(f"{path}<key ")]
+        yield from named or [f"the order or the keys of the {_described(path, now.cls)} changed"]
 
 
-def _by_place(parts: list[tuple[str, Any]]) -> dict[tuple[str, int], Any]:
+def _by_place(contents: Contents) -> dict[tuple[str, int], Any]:
     """Return the parts by their steps; of keys that look alike, by the first, the second, and so on."""
     met: Counter[str] = Counter()
     found = {}
-    for step, part in parts:
+    for step, part in contents.parts():
         found[step, met[step]] = part
         met[step] += 1
     return found
 
 
-_REDUCE: Any = object.__reduce__
-
-
 def _state_of(value: Any) -> Any:
-    """Return what an object written in C holds (an array, a ``bytearray``, a generator); ``None`` of others."""
+    """Return what an object holds besides attributes (an array, a ``bytearray``, a generator); ``None`` of others."""
     if isinstance(value, torch.Generator):
         return value.get_state().tolist()
     if is_collection(value) or isinstance(value, (torch.Tensor, torch.storage.TypedStorage, torch.UntypedStorage)):
         return None
-    plain = not stands_on_c(type(value)) and getattr(type(value), "__reduce__", None) is _REDUCE
-    if plain and attributes_of(value):
-        return None  # these are all that it holds, and are looked at one by one
+    cls: Any = type(value)
+    if holds_attributes_only(cls) or caches_of(cls):
+        return None  # attributes are looked at one by one; pickle would take caches along
     try:
         with memoryview(value) as view:
             return view.format, view.shape, view.strides, view.readonly, view.tobytes()
@@ -142,42 +119,28 @@ class Watch:
     Classes and identities of containers and of what they hold (plain values by type and bits), attributes, default
     factories, versions, dtypes, geometry, gradients, hooks, bytes, storage sizes, and what lies in arrays of NumPy,
     sets, random generators and other objects that can be pickled. Not how far Python's own generators have run.
-
-    Example:
-        >>> import torch
-        >>> from statetree.testing import Watch
-        >>> state = {"w": torch.arange(3.0)}
-        >>> watch = Watch(state)
-        >>> _ = state["w"].add_(1)
-        >>> watch.check()
-        Traceback (most recent call last):
-        ...
-        AssertionError: Watch: the tree changed in 2 places:
-          bytes below ['w'] changed
-          the version of the tensor at ['w'] changed from 0 to 1
     """
 
     def __init__(self, tree: Any) -> None:
         self.tree = tree
         self._objects = list(walk_with_paths(tree, gradients=True))
-        self._bodies = [anatomy(value) for _, value in self._objects]
+        self._contents = [contents_of(value) for _, value in self._objects]
         self._states = [_state_of(value) for _, value in self._objects]
         self._tensors = [(path, value) for path, value in self._objects if isinstance(value, torch.Tensor)]
-        self._records = [_record(value) for _, value in self._tensors]
-        self._storages: dict[int, _Storage] = {}
+        self._facts = [_facts(value) for _, value in self._tensors]
+        # By storage: it, its size, its bytes, and the paths of what lies on it.
+        self._storages: dict[int, tuple[torch.UntypedStorage, int, torch.Tensor, list[str]]] = {}
         for path, value in self._objects:
-            storage = storage_of(value)
-            if storage is None:
-                continue
-            if storage._cdata not in self._storages:
-                self._storages[storage._cdata] = _Storage(storage, storage.nbytes(), raw_bytes(storage).clone(), [])
-            self._storages[storage._cdata].paths.append(place(path))
+            if (storage := storage_of(value)) is not None:
+                if storage._cdata not in self._storages:
+                    self._storages[storage._cdata] = storage, storage.nbytes(), raw_bytes(storage).clone(), []
+                self._storages[storage._cdata][3].append(place(path))
 
     def changes(self) -> list[str]:
         """Return what is different now, one line for each place."""
         found: list[str] = []
-        for (path, value), before in zip(self._objects, self._bodies, strict=True):
-            found += _body_changes(path, anatomy(value), before)
+        for (path, value), before in zip(self._objects, self._contents, strict=True):
+            found += _changed_contents(path, contents_of(value), before)
         for (path, value), state in zip(self._objects, self._states, strict=True):
             if state is not None and _state_of(value) != state:
                 found.append(f"what the {_described(path, type(value))} holds changed")
@@ -185,11 +148,10 @@ class Watch:
             if storage.nbytes() != nbytes or not torch.equal(raw_bytes(storage), past_bytes):
                 more = ", ..." if len(paths) > SHOWN_ALONE else ""
                 found.append(f"bytes below {', '.join(paths[:SHOWN_ALONE])}{more} changed")
-        for (path, value), past in zip(self._tensors, self._records, strict=True):
-            now = _record(value)
-            for name, was, present in zip(_Tensor._fields, past, now, strict=True):
-                if was != present:
-                    values = "" if name in _IDENTITIES else f" from {was} to {present}"
+        for (path, value), past in zip(self._tensors, self._facts, strict=True):
+            for name, now in _facts(value).items():
+                if past[name] != now:
+                    values = "" if name in _ADDRESSES else f" from {past[name]} to {now}"
                     found.append(f"the {name} of the tensor at {place(path)} changed{values}")
         return found
 

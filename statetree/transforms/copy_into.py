@@ -29,8 +29,8 @@ def copy_into(src: Any, dst: Any, *, cast: bool = False) -> Any:
     Raises:
         TreeMismatch: If structure, leaf types, shapes, dtypes, layouts, meshes or placements differ (it names every
             place), if a tensor of ``dst`` cannot be written (it overlaps itself, is an inference tensor, or has no
-            memory), or if tensors of ``dst`` overlap where those of ``src`` hold different values. Nothing is
-            written then.
+            memory), or if tensors of ``dst`` overlap otherwise than those of ``src`` do (the same view twice may
+            receive equal values). Nothing is written then.
         UnsupportedLeaf: If a leaf cannot be taken apart.
         CyclicTree: If a container holds itself.
 

@@ -85,7 +85,12 @@ def _on_meta(source: Manifest) -> list[Any]:
 def _bundles(manifest: Manifest) -> list[list[int]]:
     """Return groups of tied leaves, in the order of the paths, for all leaves that are not distributed."""
     local = [index for index in manifest.order if index not in manifest.chunks and not is_plain(manifest.leaves[index])]
-    unpacked = unpack(manifest.verb, [manifest.leaves[index] for index in local], manifest.spec.paths, memory=False)
+    unpacked = unpack(
+        manifest.verb,
+        [manifest.leaves[index] for index in local],
+        lambda: list(map(manifest.path, local)),
+        memory=False,
+    )
     tied = tied_leaves(unpacked)
     return [[local[member] for member in members] for position, members in enumerate(tied) if members[0] == position]
 

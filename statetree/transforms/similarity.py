@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from statetree.errors import Difference, StateTreeError, shown
 from statetree.leaves.builtin import settled, taken_over
 from statetree.leaves.pairing import LeafPairing, leave_out_differences, paired_parts
-from statetree.leaves.parts import Kept, Packed, Recipe, Unpacked, unpack
+from statetree.leaves.parts import AtomRecipe, PackedRecipe, Recipe, Unpacked, unpack
 from statetree.spans.bits import first_difference, is_unreadable, safely_equal, same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.layout import holds_memory
-from statetree.spans.overlaps import conflicts, lie_apart, overlaps_itself
+from statetree.spans.overlaps import are_disjoint, conflicts, overlaps_itself
 from statetree.torch_internals import quietly
 from statetree.tree.atoms import same_value
 
@@ -57,7 +57,8 @@ def similarity(a: Any, b: Any, *, values: bool = False) -> Similarity:
     compared; neither is changed.
 
     If the trees are similar, ``copy_into`` succeeds in either direction (on tensors that can be written at all). So
-    they are not if tied tensors of one correspond to tensors of the other that hold different values.
+    they are not if tensors that overlap in one correspond to tensors of the other that do not; a view that appears
+    twice may correspond to two tensors with equal values.
 
     Args:
         a: Any tree.
@@ -173,24 +174,25 @@ def _unpack_both(
 
 def _same_contexts(a: Recipe, b: Recipe) -> bool:
     """Whether opaque objects agree in everything but the tensors inside, which are compared on their own."""
-    if isinstance(a, Kept) or isinstance(b, Kept):
-        return isinstance(a, Kept) and isinstance(b, Kept) and safely_equal(a.value, b.value)
-    if not isinstance(a, Packed) or not isinstance(b, Packed):
+    if isinstance(a, AtomRecipe) or isinstance(b, AtomRecipe):
+        return isinstance(a, AtomRecipe) and isinstance(b, AtomRecipe) and safely_equal(a.value, b.value)
+    if not isinstance(a, PackedRecipe) or not isinstance(b, PackedRecipe):
         return True
     return a.leaf_type is b.leaf_type and a.leaf_type.same_context(a.context, b.context)
 
 
 def _tie_conflicts(pairing: LeafPairing, left: _Parts, right: _Parts) -> list[tuple[int, int, str, str]]:
-    """Return leaves that are tied on one side and hold different values on the other."""
+    """Return leaves that are tied on one side, and on the other hold what ``copy_into`` would not write there."""
     a, b = pairing.columns
     if len(left.tensors) > len(pairing.bare):
         a, b = Columns(left.tensors), Columns(right.tensors)
-    if lie_apart(a) and lie_apart(b):
+    if are_disjoint(a) and are_disjoint(b):
         return []
+    opaque = {index for index in pairing.others if taken_over(pairing.left[index])}  # copied, not written to
     readable = [
         index
         for index, (x, y) in enumerate(zip(a.tensors, b.tensors, strict=True))
-        if _can_be_written(x) and _can_be_written(y) and not is_unreadable(x, y)
+        if left.leaves[index] not in opaque and _can_be_written(x) and _can_be_written(y) and not is_unreadable(x, y)
     ]
     a = Columns([a.tensors[index] for index in readable])
     b = Columns([b.tensors[index] for index in readable])

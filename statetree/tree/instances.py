@@ -170,23 +170,25 @@ def slots_of(cls: type) -> dict[str, Any]:
     return slots
 
 
-def copy_plain(value: Any, depth: int) -> Any:
-    """Copy builtin containers of atoms, the quick way for the usual metadata (``_metadata`` of a state dict)."""
+def copy_plain(value: Any) -> Any:
+    """Copy an atom, a dict of atoms, or a dict of dicts of atoms.
+
+    The last is ``_metadata``, which every state dict carries: a dict for every module. Taken apart as a tree it costs
+    more than the state dict itself: with 1,000 modules and 2,000 tensors ``flatten`` takes 1.3 ms instead of 0.5.
+
+    Raises:
+        NotPlain: If it is anything else.
+    """
     cls = type(value)
     if is_atom_type(cls):
         return value
-    if depth > 2 * MAX_ATTRIBUTE_DEPTH:
-        raise NotPlain
     if cls is dict or (cls is OrderedDict and not vars(value)):
         items = list(value.values())
         classes = set(map(type, items))
         if all(map(is_atom_type, classes)):
             return cls(value)
         if classes == {dict} and all(map(is_atom_type, set(map(type, chain.from_iterable(map(dict.values, items)))))):
-            return cls(zip(value, map(dict.copy, items), strict=True))  # such as the metadata of modules
-        return cls(zip(value, [copy_plain(item, depth + 1) for item in items], strict=True))
-    if cls is list or cls is tuple:
-        return cls([copy_plain(item, depth + 1) for item in value])
+            return cls(zip(value, map(dict.copy, items), strict=True))
     raise NotPlain
 
 

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, Final
 from statetree.errors import Difference
 from statetree.paths import Path, key_identity
 from statetree.tree.spec import TreeSpec, same_aux
-from statetree.tree.traversal import Node
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from statetree.tree.traversal import Node
 
 ABSENT = "absent"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import optree
 import torch
@@ -170,6 +170,7 @@ def declare_leaf_class(cls: type) -> None:
     if cls in _BUILTIN:
         msg = f"register_leaf_type: {cls.__qualname__} is a builtin container: expected a class of your own."
         raise ValueError(msg)
+    _take_back(cls)
     LEAF_CLASSES.add(cls)
     CONTAINERS[cls] = None
 
@@ -213,9 +214,8 @@ def register_container(
         what = "a builtin container" if cls in _BUILTIN else "a leaf"
         msg = f"register_container: {cls.__qualname__} is {what}: expected a class of your own. Derive one from it."
         raise ValueError(msg)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # optree has rules of its own for namedtuples: override them
-        optree.register_pytree_node(cast("Any", cls), flatten, cast("Any", unflatten), namespace=NAMESPACE)
+    _take_back(cls)
+    _register_with_optree(cls, flatten, unflatten)
     LEAF_CLASSES.discard(cls)
     CONTAINERS[cls] = _Registered(cls, _registered_entry(cls))
 
@@ -231,12 +231,20 @@ def optree_structure(tree: Any) -> optree.PyTreeSpec:
         return optree.tree_structure(tree, none_is_leaf=True, namespace=NAMESPACE)
 
 
+#: Containers that optree has rules of its own for, which keep what we keep. (A ``Counter`` is a leaf to it.)
+_KNOWN_TO_OPTREE: Final = frozenset({dict, defaultdict, OrderedDict, list, tuple, deque})
+
+#: The classes that ``introduce`` registered. A user who registers one of them overrides that.
+_INTRODUCED: set[type] = set()
+
+
 def introduce(container: Container, freeze: Freeze) -> None:
     """Register a class with optree that was recognised here, and that optree does not know."""
     cls = container.cls
-    known = cls in _BUILTIN or _registered_entry(cls) is not None
-    if known or optree.is_namedtuple_class(cls) or optree.is_structseq_class(cls):
+    if cls in _KNOWN_TO_OPTREE or _registered_entry(cls) is not None or optree.is_structseq_class(cls):
         return
+    if optree.is_namedtuple_class(cls) and cls.__bases__ == (tuple,):
+        return  # optree calls the constructors of classes that derive from it, and drops their attributes
 
     def flatten(value: Any) -> tuple[Any, Any, Any]:
         children, keys, aux = container.flatten(value, freeze)
@@ -245,7 +253,21 @@ def introduce(container: Container, freeze: Freeze) -> None:
     def unflatten(metadata: Any, children: Any) -> Any:
         return container.unflatten(metadata[1], metadata[0], children)
 
-    optree.register_pytree_node(cast("Any", cls), flatten, cast("Any", unflatten), namespace=NAMESPACE)
+    _register_with_optree(cls, flatten, unflatten)
+    _INTRODUCED.add(cls)
+
+
+def _register_with_optree(cls: type, flatten: Any, unflatten: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # optree has rules of its own for namedtuples: override them
+        optree.register_pytree_node(cast("Any", cls), flatten, unflatten, namespace=NAMESPACE)
+
+
+def _take_back(cls: type) -> None:
+    """Undo ``introduce``."""
+    if cls in _INTRODUCED:
+        _INTRODUCED.discard(cls)
+        optree.unregister_pytree_node(cls, namespace=NAMESPACE)
 
 
 def _recognise(cls: type) -> Container | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.errors import TreeMismatch
@@ -21,6 +22,11 @@ _MAX_LINES: Final = 200
 
 class _Placeholder:
     """Stands for a leaf."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
 
 
 class Visit(NamedTuple):
@@ -86,11 +92,11 @@ class TreeSpec:
 
     def __str__(self) -> str:
         lines = []
-        for path, cls, keys, _ in self.walk():
-            name = f"{'  ' * len(path)}{render_key(path[-1])}: " if path else ""
+        for path, cls, keys, _ in islice(self.walk(), _MAX_LINES):
+            name = f"{'  ' * len(path)}{_shown(path[-1])}: " if path else ""
             lines.append(f"{name}*" if cls is None else f"{name}{cls.__qualname__} of {len(keys)}")
-            if len(lines) == _MAX_LINES:
-                return "\n".join([*lines, "…"])
+        if self.num_leaves + len(self.nodes) > _MAX_LINES:
+            lines.append("…")
         return "\n".join(lines)
 
     def unflatten(self, leaves: Iterable[Any]) -> Any:
@@ -152,14 +158,22 @@ class TreeSpec:
         """Return the same structure as an ``optree.PyTreeSpec``, for use with optree's functions.
 
         Containers that optree does not know by itself are registered with it under the namespace ``"statetree"``.
-        Attributes of ``OrderedDict``, which optree drops, are not part of the result.
+        It then sees the leaves of a tree in the order of ``flatten`` if it is told to keep the order of mappings::
+
+            with optree.dict_insertion_ordered(True, namespace="statetree"):
+                leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace="statetree")
+
+        What optree drops is not part of the result: attributes of an ``OrderedDict``, such as ``_metadata``, and the
+        order that its ``move_to_end`` made.
 
         Raises:
-            ValueError: If the structure has leaves that optree does not see: in the attributes of an ``OrderedDict``.
+            ValueError: If the structure has leaves that optree does not see: in the attributes of an ``OrderedDict``,
+                or in the default factory of a ``defaultdict``.
         """
         for container in {node[0] for node in self.nodes}:
             introduce(container, freeze)
-        spec = optree_structure(self.unflatten(range(self.num_leaves)))
+        # Not numbers: an attribute with a tensor inside is a child, and one with a number is not.
+        spec = optree_structure(self.unflatten([_Placeholder(index) for index in range(self.num_leaves)]))
         if spec.num_leaves != self.num_leaves:
             msg = (
                 f"to_optree: optree sees other leaves: expected {self.num_leaves}, got {spec.num_leaves}. Take tensors "
@@ -170,20 +184,34 @@ class TreeSpec:
 
     @classmethod
     def from_optree(cls, spec: PyTreeSpec) -> TreeSpec:
-        """Return the structure that an ``optree.PyTreeSpec`` describes, made with ``none_is_leaf=True``.
+        """Return the structure that an ``optree.PyTreeSpec`` describes.
+
+        Args:
+            spec: Made with ``none_is_leaf=True``, and with mappings in the order of insertion (see ``to_optree``).
 
         Raises:
-            ValueError: If ``None`` is a node of it, and no leaf.
+            ValueError: If it has other leaves, or the same in another order: ``None`` is a node of it, or mappings are
+                in the order of their sorted keys.
         """
-        leaf = _Placeholder()
-        leaves, nodes = traverse(spec.unflatten([leaf] * spec.num_leaves), verb="from_optree")
-        if any(found is not leaf for found in leaves):
-            msg = "from_optree: None is a node of the structure: expected a leaf. Make it with none_is_leaf=True."
-            raise ValueError(msg)
+        tree = spec.unflatten([_Placeholder(index) for index in range(spec.num_leaves)])
+        leaves, nodes = traverse(tree, verb="from_optree")
+        for index, leaf in enumerate(leaves):
+            if type(leaf) is not _Placeholder:
+                what = f"{type(leaf).__qualname__} is a node, and to statetree a leaf"
+                msg = f"from_optree: {what}: expected the same leaves. Make the structure with none_is_leaf=True."
+                raise ValueError(msg)
+            if leaf.index != index:
+                msg = (
+                    "from_optree: the leaves come in another order: expected mappings in the order of insertion. Make "
+                    'the structure within optree.dict_insertion_ordered(True, namespace="statetree").'
+                )
+                raise ValueError(msg)
         return cls(tuple(nodes), len(leaves))
 
     def links(self) -> list[Sequence[int]]:
         """Return, for each node, what its children are: the index of a leaf, or ``~index`` of a node."""
+        # Nodes are in the order in which containers are finished, so that rebuilding takes one pass with a stack, as
+        # in a calculator that takes operands first. The same pass with indices in place of values gives the links.
         if self._links is None:
             links: list[Sequence[int]] = []
             stack: list[int] = []
@@ -251,6 +279,13 @@ class TreeSpec:
                 else:
                     pending.append((child, f"{key}."))
         return result
+
+
+def _shown(key: Any) -> str:
+    """Return a key in one line, quoted where it would read like a number."""
+    text = render_key(key)
+    plain = text.isprintable() and not (isinstance(key, str) and (not key or key[0].isdigit()))
+    return text if plain else repr(text)
 
 
 def _loaded(nodes: list[tuple[Any, ...]], num_leaves: int) -> TreeSpec:

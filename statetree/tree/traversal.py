@@ -42,7 +42,7 @@ class Frozen(NamedTuple):
 
     Attributes:
         leaves: The leaves; without nodes, the value itself.
-        nodes: The containers. Builtin ones are mostly copied without, which is quicker.
+        nodes: The containers; none for what ``copy_plain`` copies, which is quicker.
     """
 
     leaves: tuple[Any, ...]
@@ -50,7 +50,7 @@ class Frozen(NamedTuple):
 
     def thaw(self) -> Any:
         """Return a fresh value."""
-        return rebuild(self.nodes, list(self.leaves), {}) if self.nodes else copy_plain(self.leaves[0], 0)
+        return rebuild(self.nodes, list(self.leaves), {}) if self.nodes else copy_plain(self.leaves[0])
 
     def __reduce__(self) -> Any:
         return _loaded_frozen, (self.leaves, by_class(self.nodes))
@@ -64,7 +64,7 @@ def freeze(value: Any, depth: int = 1) -> Frozen | None:
         depth: In how many attributes it lies.
     """
     try:
-        return Frozen((copy_plain(value, depth),), ())
+        return Frozen((copy_plain(value),), ())
     except NotPlain:
         pass
     if depth > MAX_ATTRIBUTE_DEPTH:
@@ -175,7 +175,13 @@ def traverse(
             kind = kind_of(cls, _UNSEEN)
             if kind is _UNSEEN:
                 kind = container_of(cls)
-            if kind is None or (is_leaf is not None and is_leaf(child)):
+            if kind is not None and is_leaf is not None:
+                try:
+                    kind = None if is_leaf(child) else kind
+                except Exception as error:
+                    note_leaf(error, _path_of([*frames, frame], index), child)
+                    raise
+            if kind is None:
                 if plain and not is_atom_type(cls):
                     raise NotPlain
                 leaves.append(child)
@@ -194,6 +200,8 @@ def traverse(
                 leaves.append(child)
                 continue
             frame.kids.append(index)
+            # The parents of leaves are most of the containers of a state: they need no frame. All that their children
+            # are is found in one look at a set of classes, which costs less than a look-up for each child.
             if not plain and LEAF_CLASSES.issuperset(map(type, children)):
                 leaves += children
                 nodes.append((kind, keys, aux, (), len(leaves) - emitted))

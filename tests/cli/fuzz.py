@@ -25,12 +25,12 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 
 from statetree.cli.app import main
-from statetree.cli.checkpoint import tensors_in
-from statetree.cli.comparing import compare
+from statetree.cli.differences import compare
+from statetree.cli.digests import verify
 from statetree.cli.opening import opened
 from statetree.cli.rows import rows_of
-from statetree.cli.verify import verify
 from statetree.errors import StateTreeError
+from statetree.files.checkpoint import tensors_in
 from tests.cli.hostile import archive, pickled
 from tests.cli.states import bits, flat_state, nested_state, tied_state, write
 from tests.trees import quiet
@@ -119,8 +119,8 @@ def targets(folder: Path) -> list[Target]:
         Target("dcp data", [(directory / "__0_0.distcp").read_bytes()], beside("__0_0.distcp", directory)),
         Target(
             "digests",
-            [(folder / "digest.pt.sha256.json").read_bytes()],
-            beside("digest.pt.sha256.json", folder / "digest.pt"),
+            [(folder / "digest.pt.sha256").read_bytes()],
+            beside("digest.pt.sha256", folder / "digest.pt"),
         ),
     ]
 

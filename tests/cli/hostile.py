@@ -12,18 +12,16 @@ from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
 import torch
 
-from statetree.cli.formats.zip_writer import ZipWriter
+from statetree.files.zip_archive import ZipWriter
 
 
 def archive(path: Path, data_pkl: bytes, storages: dict[str, bytes] | None = None, **more: bytes) -> Path:
     """A sound zip archive of torch with a given pickle."""
-    with path.open("wb") as file:
-        writer = ZipWriter(file)
+    with path.open("wb") as file, ZipWriter(file) as writer:
         members = {"data.pkl": data_pkl, "byteorder": b"little", "version": b"3\n", **more}
         members |= {f"data/{key}": data for key, data in (storages or {}).items()}
         for name, data in members.items():
             writer.add(f"archive/{name}", len(data), [data])
-        writer.finish()
     return path
 
 

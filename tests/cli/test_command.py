@@ -17,11 +17,12 @@ import torch
 from statetree.cli.app import main
 from tests.cli.hostile import bomb
 from tests.cli.states import bits, write
+from tests.pace import units
 
 
 def started(*args, **options):
     command = [sys.executable, "-m", "statetree", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
+    return subprocess.run(command, capture_output=True, text=True, timeout=units(60), check=False, **options)
 
 
 @pytest.fixture
@@ -49,11 +50,12 @@ def test_a_reader_that_goes_away_is_no_error(files):
     ) as process:
         assert process.stdout is not None
         process.stdout.close()
-        process.wait(timeout=120)
+        process.wait(timeout=units(60))
         assert process.stderr is not None
         assert b"Traceback" not in process.stderr.read()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["show"], ["show", "--json"], ["diff", "--values"], ["--help"], ["nonsense"]])
 def test_nobody_reading_is_not_a_difference(command, files):
     paths = {"show": files[:1], "diff": [files[0], files[0]]}.get(command[0], [])
@@ -61,7 +63,7 @@ def test_nobody_reading_is_not_a_difference(command, files):
     os.close(read)
     ran = subprocess.run(
         [sys.executable, "-m", "statetree", *command, *map(str, paths)],
-        stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+        stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=units(60), check=False,
     )  # fmt: skip
     os.close(write_end)
     assert ran.returncode == (2 if command == ["nonsense"] else 141)
@@ -72,17 +74,18 @@ def test_nobody_reading_is_not_a_difference(command, files):
 def test_what_cannot_be_written_out_is_a_failure(files):
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "statetree", "show", str(files[0])]
-        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=units(60), check=False)
     assert ran.returncode == 2
     assert "No space left on device" in ran.stderr
     assert "Exception ignored" not in ran.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", [1, 2])
 def test_closed_streams(closed, files):
     for paths, status in (((files[0], files[0]), 0), (files, 1), ((files[0], "none.pt"), 2)):
         command = f"{sys.executable} -m statetree diff --values {paths[0]} {paths[1]} {closed}>&-"
-        ran = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120, check=False)
+        ran = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=units(60), check=False)
         assert ran.returncode == status
         assert "fault" not in ran.stderr
 
@@ -93,65 +96,29 @@ def test_the_extra_is_named_when_it_is_missing(missing, files):
         f"import sys; sys.modules[{missing!r}] = None; sys.argv = ['statetree', 'show', {str(files[0])!r}]\n"
         "from statetree.__main__ import main; sys.exit(main())"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=units(60), check=False)
     assert (ran.returncode, ran.stdout) == (2, "")
     assert f"the command needs the extra cli ({missing} is missing): pip install 'statetree[cli]'" in ran.stderr
     assert "Traceback" not in ran.stderr
 
 
-@pytest.mark.parametrize("command", [[], ["show"], ["diff"], ["convert"], ["completion"]])
+@pytest.mark.parametrize("command", [[], ["show"], ["diff"], ["convert"]])
 def test_help_has_examples(command, statetree):
     ran = statetree(*command, "--help")
     assert ran.status == 0
     assert ("Examples:" in ran.out and f"statetree {command[0]} " in ran.out) if command else "Commands:" in ran.out
 
 
-OPTIONS_OF_DIFF = {"--values", "--match", "--json", "--follow-links", "-h", "--help"}
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["statetree", ""], {"show", "diff", "convert", "completion"}),
-        (["statetree", "con"], {"convert"}),
-        (["statetree", "--"], {"--version", "--help"}),
-        (["statetree", "diff", "-"], OPTIONS_OF_DIFF),
-        (["statetree", "diff", "a.pt", "--m"], {"--match"}),
-        (["statetree", "show", "--sort", ""], {"file", "name", "size"}),
-        (["statetree", "show", "--sort", "n"], {"name"}),
-        (["statetree", "completion", ""], {"bash", "zsh", "fish"}),
-        (["statetree", "completion", "z"], {"zsh"}),
-        (["statetree", "show", ""], {"a.pt", "b b.pt"}),
-        (["statetree", "show", "--json", "a"], {"a.pt"}),
-        (["statetree", "convert", "--match", "x", "a.pt", "b"], {"b b.pt"}),
-    ],
-)
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_completion_scripts_complete(shell, words, expected, tmp_path, statetree):
-    """The function that both shells call, by bash; it starts no other program."""
-    (tmp_path / "a.pt").touch()
-    (tmp_path / "b b.pt").touch()
-    ran = statetree("completion", shell)
-    assert ran.status == 0
-    script = ran.out.removeprefix("autoload -U +X bashcompinit && bashcompinit\n")
-    assert script.endswith("-F _statetree statetree\n")
-    given = " ".join(f"'{word}'" for word in words)
-    call = f"PATH=; COMP_WORDS=({given}); _statetree statetree '{words[-1]}' '{words[-2]}'"
-    done = subprocess.run(
-        ["bash", "-c", f"{script}\n{call}\nprintf '%s\\n' \"${{COMPREPLY[@]}}\""],
-        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
-    assert (set(done.stdout.splitlines()), done.stderr) == (expected, "")
-
-
-def test_completion_for_fish(statetree):
-    lines = statetree("completion", "fish").out.splitlines()
-    assert "complete -c statetree -n '__fish_seen_subcommand_from show' -l sort -r -f -a 'file name size'" in lines[2]
-    assert {line.split(" -a ")[1].split()[0] for line in lines if "__fish_use_subcommand" in line} == {
-        *("show", "diff", "convert", "completion"),
-    }
-    diff = [line for line in lines if "from diff'" in line]
-    assert all(any(f"-l {option[2:]} " in line for line in diff) for option in OPTIONS_OF_DIFF if option[:2] == "--")
+def test_completion_is_that_of_click(tmp_path):
+    """``_STATETREE_COMPLETE`` gives the script, which in turn asks for completions."""
+    pytest.importorskip("click")
+    script = started(env={**os.environ, "_STATETREE_COMPLETE": "bash_source"})
+    assert script.returncode == 0
+    assert "_STATETREE_COMPLETE=bash_complete" in script.stdout
+    for words, expected in {"statetree ": {"show", "diff", "convert"}, "statetree diff --m": {"--match"}}.items():
+        env = {"_STATETREE_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        lines = started(env={**os.environ, **env}).stdout.splitlines()
+        assert {line.partition(",")[2] for line in lines} == expected
 
 
 def test_the_entry_point_is_declared():
@@ -179,8 +146,8 @@ LIMITED = """
 import json, resource, sys
 from pathlib import Path
 from statetree.cli.app import main
-import statetree.cli.convert, statetree.cli.show, statetree.dcp, statetree.cli.formats.dcp_writer
-import statetree.cli.formats.safetensors_writer, statetree.cli.formats.torch_file, statetree.cli.formats.torch_writer
+import statetree.cli.convert, statetree.cli.show, statetree.dcp, statetree.cli.dcp_writer
+import statetree.files.safetensors_writer, statetree.files.torch_reader, statetree.files.torch_writer
 import torch
 torch.zeros(10).add(1)
 main(["--help"])
@@ -194,9 +161,10 @@ def limited(extra_bytes, *args):
     """Run the command with little memory beyond what its modules take."""
     command = [sys.executable, "-c", LIMITED, str(extra_bytes), *map(str, args)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}  # an arena reserves 64 MiB for a thread
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=units(150), check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["b.pt", "b.safetensors", "b"])
 def test_converting_takes_little_memory_however_large_the_file(name, tmp_path):
     """320 MiB of tensors, one of them 256 MiB, in 224 MiB of memory (address space, of which 64 to 118 MiB suffice)."""
@@ -219,7 +187,7 @@ def test_faults_of_our_own_are_no_differences(files, tmp_path, statetree, monkey
     def broken(*_):
         raise ZeroDivisionError("oops")
 
-    monkeypatch.setattr("statetree.cli.stored.FileStorage.read", broken)
+    monkeypatch.setattr("statetree.files.stored.FileStorage.read", broken)
     ran = statetree("diff", "--values", files[0], files[1])
     assert ran.status == 2
     assert "Please report this" in ran.err
@@ -237,7 +205,7 @@ def test_interrupts_end_quietly(files, tmp_path, capsys, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("statetree.cli.stored.FileStorage.read", interrupted)
+    monkeypatch.setattr("statetree.files.stored.FileStorage.read", interrupted)
     assert main(["convert", str(files[0]), str(tmp_path / "c.pt")]) == 130
     assert capsys.readouterr().err.strip() == "interrupted"
     assert not (tmp_path / "c.pt").exists()
@@ -258,7 +226,7 @@ def test_json_is_json_whatever_the_names_and_values(tmp_path):
 
 SLOW = """
 import os, sys, time
-import statetree.cli.stored as stored
+import statetree.files.stored as stored
 from statetree.cli.app import main
 read = stored.FileStorage.read
 def slow(self, start, stop):
@@ -283,6 +251,7 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "numbers", "status"),
     [
@@ -306,7 +275,7 @@ def test_signals_leave_nothing_behind(name, numbers, status, tmp_path):
         for number in numbers:
             process.send_signal(number)
             time.sleep(0.1)
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=units(60))
     os.close(read)
     os.close(write_end)
     assert process.returncode == status, err
@@ -318,7 +287,9 @@ def test_signals_that_are_ignored_stay_ignored(files, tmp_path):
     """As under ``nohup``."""
     code = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n{SLOW}"
     code = code.replace("os.write(3,", "os.kill(os.getpid(), signal.SIGHUP), (")
-    ran = subprocess.run([sys.executable, "-c", code, "convert", files[0], tmp_path / "c.pt"], timeout=120, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", code, "convert", files[0], tmp_path / "c.pt"], timeout=units(60), check=False
+    )
     assert ran.returncode == 0
 
 

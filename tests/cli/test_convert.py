@@ -15,9 +15,9 @@ import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from statetree.cli import convert as conversion
-from statetree.cli import elements, files, gathering, stored
-from statetree.cli.formats import dcp_writer, safetensors_writer, torch_writer
+from statetree.cli import dcp_writer, elements
 from statetree.cli.opening import opened
+from statetree.files import ranges, safetensors_writer, stored, torch_writer
 from statetree.testing import assert_trees_equal
 from tests.cli.hostile import Raw, Storage, archive, pickle_of
 from tests.cli.states import bits, flat_state, load, nested_state, tied_state, write
@@ -95,11 +95,7 @@ def test_ties_are_reported_where_they_are_lost(name, tmp_path, statetree):
         assert torch.equal(loaded[key], tensor), key
 
 
-@pytest.mark.parametrize("near", [1, 64, 1 << 20])
-@pytest.mark.parametrize("run", [1, 16, 512])
-def test_views_of_any_strides_are_read_whole_and_in_part(near, run, tmp_path, monkeypatch):
-    monkeypatch.setattr(gathering, "_NEAR_BYTES", near)
-    monkeypatch.setattr(gathering, "_RUN_BYTES", run)
+def test_views_of_any_strides_are_read_whole_and_in_part(tmp_path, monkeypatch):
     monkeypatch.setattr(stored, "BUCKET_BYTES", 40)
     base = torch.arange(9000, dtype=torch.int16)
     shapes = [(), (0, 3), (5,), (4, 6), (4, 1, 6), (2, 3, 5)]
@@ -327,14 +323,14 @@ def test_pieces_with_long_rows_are_read_in_part(shape, tmp_path, statetree, monk
     with quiet():
         torch_dcp.save(state, checkpoint_id=tmp_path / "a")
     most = []
-    read_into = files.Region.read_into
+    read_into = ranges.FileRange.read_into
 
     def noted(self, target, start, entry):
         most.append(target.nbytes)
         read_into(self, target, start, entry)
 
     monkeypatch.setattr(stored, "BUCKET_BYTES", 64)
-    monkeypatch.setattr(files.Region, "read_into", noted)
+    monkeypatch.setattr(ranges.FileRange, "read_into", noted)
     converted(statetree, tmp_path / "a", tmp_path / "b.safetensors")
     assert max(most) <= 64
     assert torch.equal(load(tmp_path / "b.safetensors")["w"], state["w"])
@@ -342,6 +338,7 @@ def test_pieces_with_long_rows_are_read_in_part(shape, tmp_path, statetree, monk
 
 def test_pieces_of_ranks_are_put_together(tmp_path, statetree):
     """A tensor in boxes of odd sizes, as a two-dimensional sharding would leave it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
         Metadata,
@@ -349,8 +346,6 @@ def test_pieces_of_ranks_are_put_together(tmp_path, statetree):
         TensorProperties,
         TensorStorageMetadata,
     )
-
-    from statetree.cli.internals import stored_piece
 
     whole = bits(7, 5, 3, dtype=torch.int32)
     (tmp_path / "a").mkdir()
@@ -362,7 +357,7 @@ def test_pieces_of_ranks_are_put_together(tmp_path, statetree):
                 start = file.tell()
                 torch.save(whole.narrow(0, *rows).narrow(1, *columns).clone(), file)
                 chunks.append(ChunkStorageMetadata(offsets, sizes))
-                stored[MetadataIndex("w", offsets)] = stored_piece("data", start, file.tell() - start)
+                stored[MetadataIndex("w", offsets)] = _StorageInfo("data", start, file.tell() - start)
     entry = TensorStorageMetadata(TensorProperties(dtype=torch.int32), whole.shape, chunks)
     torch_dcp.FileSystemWriter  # noqa: B018 - its module registers what is pickled
     (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(Metadata({"w": entry}, storage_data=stored)))

@@ -86,7 +86,7 @@ def test_failures_while_reading_leave_nothing(name, source, tmp_path, statetree,
     def broken(*_):
         raise OSError("gone")
 
-    monkeypatch.setattr("statetree.cli.stored.FileStorage.read", broken)
+    monkeypatch.setattr("statetree.files.stored.FileStorage.read", broken)
     ran = statetree("convert", source, tmp_path / name)
     assert ran.status == 2
     assert "gone" in ran.err
@@ -139,7 +139,7 @@ def test_the_current_directory_may_be_replaced(destination, source, tmp_path, st
 
 @pytest.mark.parametrize("name", NAMES)
 def test_names_may_be_long(name, source, tmp_path, statetree):
-    place = tmp_path / f"{'n' * (243 - len(name))}{name}"  # and .sha256.json beside it
+    place = tmp_path / f"{'n' * (248 - len(name))}{name}"  # and .sha256 beside it
     assert statetree("convert", source, place).status == 0
     assert statetree("convert", "--force", source, place).status == 0
     assert names(tmp_path)[0] == "a.pt"
@@ -230,10 +230,10 @@ def published(folder):
     """The checkpoints in a folder, by what they hold."""
     found = {}
     for path in folder.iterdir():
-        if path.name.endswith(".json") and not path.name.endswith("sha256.json"):
+        if path.name.endswith(".json"):
             shards = sorted(set(json.loads(path.read_text())["weight_map"].values()))
             found[path.name] = [key for shard in shards for key in load(folder / shard)]
-        elif not path.name.startswith((".", "m-")) and not path.name.endswith("sha256.json"):
+        elif not path.name.startswith((".", "m-")) and path.suffix != ".sha256":
             found[path.name] = list(load(path))
     return found
 

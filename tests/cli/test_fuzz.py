@@ -31,6 +31,7 @@ def test_good_files_can_be_opened(name, found, tmp_path):
         shutil.rmtree(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_mutations_break_nothing(name, found, tmp_path):
     rng = random.Random(7)

@@ -9,9 +9,9 @@ import pickle
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
 
-from statetree.cli.internals import stored_piece
 from tests.cli.hostile import Raw, archive, bomb
 from tests.cli.states import bits, write
 from tests.cli.test_hostile_torch import BOMBS
@@ -95,7 +95,7 @@ def test_the_metadata_lie_inside(goal, directory, statetree):
     (directory / ".metadata").symlink_to(goal)
     ran = statetree("show", "--follow-links", directory)
     assert ran.status == (0 if goal == "inside" else 2)
-    assert ("its .metadata is a link that leads out of it" in ran.err) is (ran.status == 2)
+    assert (".metadata is a link" in ran.err) is (ran.status == 2)
 
 
 def pieces(metadata, *boxes):
@@ -121,7 +121,7 @@ EDITS = {
     "beyond the end": (lambda m: setattr(info(m), "offset", 10**7), "is truncated"),
     "negative": (lambda m: setattr(info(m), "offset", -1), "expected an offset"),
     "elsewhere": (
-        lambda m: m.storage_data.update({MetadataIndex("v.b"): stored_piece("__0_0.distcp", 5, 90)}),
+        lambda m: m.storage_data.update({MetadataIndex("v.b"): _StorageInfo("__0_0.distcp", 5, 90)}),
         "__0_0.distcp: the entry 'v.b'",
     ),
 }

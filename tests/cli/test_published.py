@@ -9,6 +9,8 @@ import torch
 from statetree.testing import assert_trees_equal
 from tests.cli.states import load
 
+pytestmark = pytest.mark.slow
+
 FILES = {
     "resemblyzer": ["pretrained.pt"],
     "lpips": [f"weights/{version}/{net}.pth" for version in ("v0.0", "v0.1") for net in ("alex", "squeeze", "vgg")],

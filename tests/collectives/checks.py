@@ -12,7 +12,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 import statetree
-from statetree.testing import tree_differences
+from statetree.testing.assertions import tree_differences
 
 
 def attempt(call: Callable[[], Any]) -> tuple[str, str]:

@@ -19,6 +19,7 @@ from tests.collectives.disagreements import (
     usual_call,
     whole_tree,
 )
+from tests.pace import units
 
 RANKS = pytest.mark.parametrize("world_size", [2, 4])
 
@@ -98,7 +99,7 @@ def disagree_often(first, count):
 
 @pytest.mark.parametrize(("world_size", "count"), [(2, 250), (4, 250)])
 def test_every_rank_hears_of_a_disagreement(world_size, count):
-    run_ranks(world_size, disagree_often, 1000 * world_size, count, timeout=120)
+    run_ranks(world_size, disagree_often, 1000 * world_size, count, timeout=units(60))
 
 
 def differ_without_harm():

@@ -9,9 +9,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 import statetree
-from statetree.testing import Layout, Watch, run_ranks
+from statetree.testing import Layout, run_ranks
+from statetree.testing.watch import Watch
 from statetree.tree.spec import TreeSpec
 from tests.collectives.checks import attempt, blank, check_in_step
+from tests.pace import units
 
 RANKS = pytest.mark.parametrize("world_size", [1, 2, 4])
 
@@ -169,7 +171,7 @@ def give_bad_options():
             assert "the timeout must be positive" in message
             check_in_step()
         call(20)
-        call(datetime.timedelta(seconds=20))
+        call(datetime.timedelta(seconds=units(10)))
     for call in (
         lambda: statetree.gather(tree, group=object()),
         lambda: statetree.gather(tree, dst="0"),
@@ -210,7 +212,7 @@ def give_a_bad_timeout_on_one_rank():
 
 
 def test_a_bad_timeout_on_one_rank_makes_all_raise():
-    run_ranks(2, give_a_bad_timeout_on_one_rank, collective_timeout=10)
+    run_ranks(2, give_a_bad_timeout_on_one_rank)
 
 
 def write_onto_meta():
@@ -311,3 +313,23 @@ def lack_memory_in_many():
 
 def test_many_faults_are_told_at_once():
     run_ranks(2, lack_memory_in_many)
+
+
+class Refusing:
+    def __reduce__(self):
+        raise RuntimeError("it will not be pickled")
+
+
+VERBS_OF_ONE = {
+    "gather": statetree.gather,
+    "broadcast": statetree.broadcast,
+    "partition_replicas": statetree.partition_replicas,
+    "reshard": lambda tree: statetree.reshard(tree, tree),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS_OF_ONE.values(), ids=VERBS_OF_ONE)
+def test_a_leaf_that_cannot_be_taken_apart_is_named(verb):
+    with pytest.raises(statetree.UnsupportedLeaf, match=r"the leaf at model\.x \(Refusing\) cannot") as raised:
+        verb({"first": torch.ones(1), "model": {"x": Refusing(), "w": torch.ones(2)}})
+    assert raised.value.path == ("model", "x")

@@ -10,10 +10,13 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
 import statetree
-from statetree.testing import Layout, build, run_ranks, tree_differences
-from statetree.testing.strategies import optimizer_plans, tied_plans, tree_plans
+from statetree.testing import Layout, run_ranks
+from statetree.testing.assertions import tree_differences
+from statetree.testing.plan_strategies import tied_plans, tree_plans
+from statetree.testing.plans import build
 from tests.collectives.checks import attempt, check_equal, check_in_step
 from tests.trees import TREES
+from tests.trees.optimizers import optimizer_plans
 
 BUCKETS = st.sampled_from([64 << 20, 1, 100])
 RANKS = pytest.mark.parametrize("world_size", [2, 3])
@@ -147,6 +150,7 @@ def send_distributed():
     check_in_step()
 
 
+@pytest.mark.slow
 def test_distributed_leaves_keep_their_layout():
     run_ranks(4, send_distributed)
 
@@ -187,5 +191,6 @@ def disagree_with_the_absent():
     assert statetree.broadcast(None) is None
 
 
+@pytest.mark.slow
 def test_trees_other_than_the_sources_are_refused():
     run_ranks(4, disagree_with_the_absent)

@@ -105,6 +105,7 @@ def keep_blocks():
     return [(offsets, block.is_meta) for offsets, block in found.blocks]
 
 
+@pytest.mark.slow
 def test_copies_of_blocks_are_kept_once():
     # Ranks 0 to 3 hold the blocks n and n - 1, so that they hold different sets of blocks: all are kept.
     rows = run_ranks(4, keep_blocks)

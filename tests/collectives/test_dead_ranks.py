@@ -13,13 +13,15 @@ import torch.distributed as dist
 
 import statetree
 from statetree.exchange.group import Group
-from statetree.testing import Layout, rank_outcomes
+from statetree.testing import Layout
+from statetree.testing.rank_calls import rank_outcomes
 from tests.collectives.checks import attempt
 from tests.collectives.disagreements import VERBS, usual_call
+from tests.pace import units
 
 TIMEOUT_S = 1.0
 #: How late an error may be on a busy machine.
-SLACK_S = 10.0
+SLACK_S = units(10)
 
 
 def outlive(number):
@@ -27,7 +29,7 @@ def outlive(number):
     pids = torch.zeros(dist.get_world_size(), dtype=torch.int64)
     pids[dist.get_rank()] = os.getpid()
     dist.all_reduce(pids)
-    groups = {verb: dist.new_group(timeout=datetime.timedelta(seconds=60)) for verb in (*VERBS, "stream")}
+    groups = {verb: dist.new_group(timeout=datetime.timedelta(seconds=units(30))) for verb in (*VERBS, "stream")}
     calls = {verb: usual_call(verb, 0) for verb in VERBS}
     tree = calls["gather"].tree
     for group in groups.values():
@@ -51,9 +53,10 @@ def outlive(number):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_survivors_raise_in_time(number):
-    outcomes = rank_outcomes(3, outlive, number, timeout=110, collective_timeout=60)
+    outcomes = rank_outcomes(3, outlive, number, timeout=units(55), collective_timeout=units(30))
     assert [outcome.status for outcome in outcomes] == ["returned", "died", "returned"], "\n".join(map(str, outcomes))
     for outcome in (outcomes[0], outcomes[2]):
         assert len(outcome.value) == len(VERBS) + 1
@@ -74,7 +77,7 @@ def outlive_a_move(number, verb):
     }[verb]
     pid = torch.tensor(os.getpid() if rank == 1 else 0)
     dist.all_reduce(pid)
-    group = dist.new_group(timeout=datetime.timedelta(seconds=60))
+    group = dist.new_group(timeout=datetime.timedelta(seconds=units(30)))
     dist.barrier(group)
     count = 0
     exchange = Group.exchange
@@ -96,9 +99,10 @@ def outlive_a_move(number, verb):
     return (*found, elapsed_s)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "verb"), [(signal.SIGKILL, "distribute"), (signal.SIGSTOP, "reshard")])
 def test_survivors_raise_in_time_while_elements_move(number, verb):
-    outcomes = rank_outcomes(3, outlive_a_move, number, verb, timeout=110, collective_timeout=60)
+    outcomes = rank_outcomes(3, outlive_a_move, number, verb, timeout=units(55), collective_timeout=units(30))
     assert [outcome.status for outcome in outcomes] == ["returned", "died", "returned"], "\n".join(map(str, outcomes))
     for outcome in (outcomes[0], outcomes[2]):
         name, message, elapsed_s = outcome.value

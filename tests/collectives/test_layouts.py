@@ -187,6 +187,7 @@ def gather_in_group():
     check_in_step()
 
 
+@pytest.mark.slow
 def test_a_group_of_some_ranks():
     run_ranks(4, gather_in_group)
 
@@ -225,6 +226,7 @@ def gather_own_meshes():
     check_in_step()
 
 
+@pytest.mark.slow
 def test_meshes_that_differ_between_ranks_hold_replicas():
     run_ranks(4, gather_own_meshes)
 

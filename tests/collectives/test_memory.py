@@ -168,10 +168,12 @@ def meshes_of_their_own():
     return statetree.gather({"a": local(values, meshes[first // 2])}, replicas="first")["a"].tolist()
 
 
+@pytest.mark.slow
 def test_summands_that_the_group_does_not_hold():
     found = run_ranks(4, summands_elsewhere)
     assert all("UnsupportedLeaf: gather: the ranks of the group hold only a part" in text for text in found[:2])
 
 
+@pytest.mark.slow
 def test_what_pairs_of_ranks_hold_over_meshes_of_their_own_is_not_mixed():
     assert run_ranks(4, meshes_of_their_own) == [[0.0, 1.0, 2.0, 3.0]] * 4

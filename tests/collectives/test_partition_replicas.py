@@ -6,7 +6,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import statetree
-from statetree.testing import Layout, TensorPlan, build, run_ranks
+from statetree.testing import Layout, run_ranks
+from statetree.testing.plans import TensorPlan, build
 from tests.collectives.checks import check_equal, group_of, locals_of
 from tests.collectives.models import state_of, whole
 from tests.collectives.test_models import distributed
@@ -81,6 +82,7 @@ def keep_of_layouts():
     return found
 
 
+@pytest.mark.slow
 def test_each_chunk_is_kept_once():
     rows = run_ranks(4, keep_of_layouts)
     for key, layout in LAYOUTS.items():
@@ -129,6 +131,7 @@ def keep_in_group():
     return found["a"].is_meta, found["b"]._local_tensor.is_meta
 
 
+@pytest.mark.slow
 def test_a_group_shares_among_itself():
     rows = run_ranks(4, keep_in_group)
     assert rows[0] == rows[1]

@@ -10,7 +10,7 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardM
 from torch.distributed.tensor import DTensor
 
 import statetree
-from statetree.exchange import replicas
+from statetree.exchange import replica_check as replicas
 from statetree.testing import Layout, layouts, run_ranks
 from tests.collectives.checks import attempt, blank, check_equal, check_in_step, group_of, locals_of
 from tests.collectives.test_custom_chunks import FULL, Blocks, BlocksType, blocks_of

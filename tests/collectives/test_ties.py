@@ -205,6 +205,7 @@ def see_ties_differently():
     assert torch.equal(moved["b"], expected + 100)
 
 
+@pytest.mark.slow
 def test_ties_of_nothing_are_none():
     run_ranks(4, see_ties_differently)
 

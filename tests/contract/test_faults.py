@@ -9,7 +9,9 @@ import torch
 
 import statetree as st
 from statetree.spans import memory as buffers
-from statetree.testing import Watch, assert_trees_equal, tree_differences
+from statetree.testing import assert_trees_equal
+from statetree.testing.assertions import tree_differences
+from statetree.testing.watch import Watch
 from tests.contract.verbs import VERBS, Verb, staged
 from tests.faults import STEPS, fail_each
 from tests.trees.corpus import Held, Ramp
@@ -31,6 +33,7 @@ CASES = [
     *((verb, step) for verb in SHARED for step in ("descriptor", "room")),
     *((verb, "pin") for verb in PINNED),
 ]
+QUICK = {("offload", "call"), ("copy_into", "call"), ("stage", "call"), ("stage into shared memory", "room")}
 
 
 def make_tree():
@@ -60,7 +63,13 @@ def same(verb, result, tree):
 
 # An interrupt that strikes while Python closes a generator is lost, and Python says so.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize(("verb", "step"), CASES, ids=[f"{verb}-{step}" for verb, step in CASES])
+@pytest.mark.parametrize(
+    ("verb", "step"),
+    [
+        pytest.param(verb, step, id=f"{verb}-{step}", marks=() if (verb.name, step) in QUICK else pytest.mark.slow)
+        for verb, step in CASES
+    ],
+)
 def test_whatever_fails(verb, step, monkeypatch):
     pinned = set()
     if step == "pin":

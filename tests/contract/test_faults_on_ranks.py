@@ -11,13 +11,15 @@ import torch
 import torch.distributed as dist
 
 import statetree as st
-from statetree.testing import Layout, Watch, assert_trees_equal, run_ranks
+from statetree.testing import Layout, assert_trees_equal, run_ranks
+from statetree.testing.watch import Watch
 from tests.collectives.checks import attempt, blank, check_in_step
 from tests.faults import Fault
+from tests.pace import units
 
 #: How long a rank waits for one that has left it in the middle of things, and how late it may be on a busy machine.
-TIMEOUT_S = 3.0
-SLACK_S = 15.0
+TIMEOUT_S = units(1.5)
+SLACK_S = units(15)
 #: In the middle of things every so many steps are tried: the others have to wait each time.
 STRIDE = 25
 #: Trees of everything that a collective treats in a way of its own, and what is called on them.
@@ -97,7 +99,7 @@ def attempt_with_fault(call, at, *, here):
 
 
 def fresh_group():
-    return dist.new_group(timeout=datetime.timedelta(seconds=60))
+    return dist.new_group(timeout=datetime.timedelta(seconds=units(30)))
 
 
 def fail_each(verb, culprit):
@@ -139,8 +141,9 @@ def fail_each(verb, culprit):
     return told, left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("verb", "culprit"), CASES, ids=[f"{verb} on rank {culprit}" for verb, culprit in CASES])
 def test_whatever_fails_on_one_rank(verb, culprit):
-    for told, left in run_ranks(2, fail_each, verb, culprit, timeout=200):
+    for told, left in run_ranks(2, fail_each, verb, culprit, timeout=units(100)):
         assert told >= 10
         assert left >= 1

@@ -12,7 +12,7 @@ import torch
 import statetree as st
 from statetree import compose
 from statetree.leaves.builtin import holds_tensor
-from statetree.testing.memory import raw_bytes, storage_of
+from statetree.testing.regions import raw_bytes, storage_of
 from statetree.tree.flatten import flatten_for_copy
 
 

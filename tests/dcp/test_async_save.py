@@ -12,6 +12,7 @@ import statetree
 from statetree import dcp
 from statetree.dcp import saving
 from statetree.testing import assert_trees_equal
+from tests.pace import units
 
 
 class Gate:
@@ -23,7 +24,7 @@ class Gate:
         run = saving.run_save
 
         def wait_and_run(writer, planner, group):
-            assert self.opened.wait(20)
+            assert self.opened.wait(units(10))
             self.saves.append(writer.checkpoint_id.name)
             return run(writer, planner, group)
 
@@ -53,7 +54,7 @@ def test_two_saves_in_flight_hold_their_own_values(given, gate, tmp_path):
         assert not any(future.done() for future in futures)
         gate.open()
         for step, future in enumerate(futures):
-            assert future.result(20) is None
+            assert future.result(units(10)) is None
             assert_trees_equal(
                 dcp.load(checkpoint_id=tmp_path / f"{step}"), {"w": torch.full((3,), step + 1.0), "step": step}
             )
@@ -67,8 +68,8 @@ def test_a_stager_that_is_full_tells_the_caller(gate, tmp_path):
         with pytest.raises(statetree.StagerBusy, match=r"staged trees? (is|are) alive"):
             dcp.async_save({"w": weight}, checkpoint_id=tmp_path / "b", stager=stager)
         gate.open()
-        first.result(20)
-        dcp.async_save({"w": weight}, checkpoint_id=tmp_path / "b", stager=stager).result(20)
+        first.result(units(10))
+        dcp.async_save({"w": weight}, checkpoint_id=tmp_path / "b", stager=stager).result(units(10))
 
 
 def test_a_failure_in_staging_reaches_the_caller(tmp_path):

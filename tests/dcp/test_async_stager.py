@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import statetree
 from statetree import dcp
 from statetree.testing import assert_trees_equal, run_ranks
+from tests.pace import units
 
 # DCP warns wherever there is no process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -55,7 +56,7 @@ class HeldWriter(torch_dcp.FileSystemWriter):
     may_write = threading.Event()
 
     def write_data(self, plan, planner):
-        assert self.may_write.wait(30)
+        assert self.may_write.wait(units(15))
         return super().write_data(plan, planner)
 
 
@@ -82,14 +83,14 @@ def save_in_threads(kind, directory, *, asynchronous):
             )
             if asynchronous:
                 assert isinstance(response, AsyncSaveResponse)
-                response.staging_completion.result(30)
+                response.staging_completion.result(units(15))
                 response = response.upload_completion
             uploads.append(response)
         run.train()
         assert not any(upload.done() for upload in uploads)
         HeldWriter.may_write.set()
         for upload in uploads:
-            upload.result(30)
+            upload.result(units(15))
     check_saved(kind, saved)
 
 
@@ -109,7 +110,7 @@ def save_in_a_process(kind, directory):
                 async_checkpointer_type=AsyncCheckpointerType.PROCESS,
             )
             run.train()
-            upload.result(60)
+            upload.result(units(30))
         # What the process is done with is written again.
         assert stager.stats.allocations <= 2  # the process may hold the last one a little longer
     check_saved(kind, saved)
@@ -123,9 +124,10 @@ def save_by_all_means(directory):
         save_in_a_process(kind, directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_saves_hold_the_values_of_their_steps(world_size, tmp_path):
-    run_ranks(world_size, save_by_all_means, tmp_path, timeout=120)
+    run_ranks(world_size, save_by_all_means, tmp_path, timeout=units(60))
 
 
 def test_it_satisfies_dcps_protocol():
@@ -145,7 +147,7 @@ def test_a_failure_in_staging_reaches_the_caller(asynchronous, tmp_path):
         with pytest.raises(statetree.UnsupportedLeaf, match=r"at a"):
             torch_dcp.async_save({"a": freed()}, checkpoint_id=tmp_path, async_stager=stager)
         upload = torch_dcp.async_save({"a": torch.arange(3)}, checkpoint_id=tmp_path, async_stager=stager)
-        (upload.upload_completion if asynchronous else upload).result(30)
+        (upload.upload_completion if asynchronous else upload).result(units(15))
     assert_trees_equal(dcp.load({"a": torch.zeros(3).long()}, checkpoint_id=tmp_path), {"a": torch.arange(3)})
 
 
@@ -156,7 +158,7 @@ class Slow:
 
     def __reduce__(self):
         self.reached.set()
-        assert self.go.wait(30)
+        assert self.go.wait(units(15))
         return Slow, ()
 
 
@@ -165,14 +167,14 @@ def test_a_failure_in_the_background_is_the_futures(tmp_path):
     with dcp.AsyncStager(asynchronous=True) as stager:
         before = threading.Thread(target=statetree.Stager.stage, args=(stager, [Slow()]))
         before.start()
-        assert Slow.reached.wait(30)
+        assert Slow.reached.wait(units(15))
         response = torch_dcp.async_save(state, checkpoint_id=tmp_path, async_stager=stager)
         state["a"].untyped_storage().resize_(0)
         Slow.go.set()
         before.join()
         for future in (response.staging_completion, response.upload_completion):
             with pytest.raises(statetree.UnsupportedLeaf, match="at a"):
-                future.result(30)
+                future.result(units(15))
 
 
 def test_a_third_save_in_flight_is_refused(tmp_path):
@@ -189,9 +191,9 @@ def test_a_third_save_in_flight_is_refused(tmp_path):
             save(2)
         HeldWriter.may_write.set()
         for upload in uploads:
-            upload.result(30)
+            upload.result(units(15))
         del upload, uploads
-        save(3).result(30)
+        save(3).result(units(15))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -201,7 +203,7 @@ def test_closing_leaves_saves_in_flight_whole(asynchronous, tmp_path):
     stager = dcp.AsyncStager(asynchronous=asynchronous)
     upload = torch_dcp.async_save(state, storage_writer=HeldWriter(tmp_path), async_stager=stager)
     if asynchronous:
-        upload.staging_completion.result(30)
+        upload.staging_completion.result(units(15))
         upload = upload.upload_completion
     stager.close()
     state["a"].zero_()
@@ -209,5 +211,5 @@ def test_closing_leaves_saves_in_flight_whole(asynchronous, tmp_path):
     with pytest.raises(statetree.StagerClosed, match="the stager is closed"):
         torch_dcp.async_save(state, checkpoint_id=tmp_path, async_stager=stager)
     HeldWriter.may_write.set()
-    upload.result(30)
+    upload.result(units(15))
     assert_trees_equal(dcp.load(state, checkpoint_id=tmp_path), {"a": torch.arange(1000)})

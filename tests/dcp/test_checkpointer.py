@@ -10,6 +10,7 @@ import torch
 import statetree
 from statetree.dcp import AsyncStager, Checkpointer, directories, saving, series
 from statetree.testing import assert_trees_equal
+from tests.pace import units
 
 
 def state_of(step):
@@ -108,7 +109,7 @@ class Held:
         run = saving.run_save
 
         def wait_and_run(*args):
-            assert self.go.wait(20)
+            assert self.go.wait(units(10))
             return run(*args)
 
         monkeypatch.setattr(saving, "run_save", wait_and_run)
@@ -126,7 +127,7 @@ def test_a_running_save_is_refused_or_waited_for(tmp_path, monkeypatch):
         threading.Timer(0.1, held.go.set).start()
         second = saved.async_save(2, {"w": weight})
         assert first.done()
-        second.result(20)
+        second.result(units(10))
         saved.async_save(3, {"w": weight}, wait=False)
         assert saved.restore(step=1)["w"].tolist() == [0, 0]
         assert saved.steps() == [1, 2, 3]
@@ -290,7 +291,7 @@ def test_threads_take_turns(tmp_path):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(units(30))
         assert saved.steps() == [10 * thread + number for thread in range(4) for number in range(4)]
     assert not errors
 
@@ -319,7 +320,7 @@ def test_a_failure_in_staging_reaches_the_caller_once(tmp_path):
     with Checkpointer(tmp_path) as saved:
         with pytest.raises(statetree.UnsupportedLeaf, match=r"stage: .*at w"):
             saved.async_save(1, {"w": freed})
-        saved.async_save(2, state_of(2)).result(20)
+        saved.async_save(2, state_of(2)).result(units(10))
         assert names(tmp_path) == ["step-00000002"]
 
 

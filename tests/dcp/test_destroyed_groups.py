@@ -16,6 +16,7 @@ import statetree
 from statetree import dcp
 from statetree.dcp import saving
 from statetree.testing import run_ranks
+from tests.pace import units
 
 
 def sharded(shift):
@@ -31,7 +32,7 @@ def destroy_before_the_thread_begins(directory: Path) -> list[str]:
 
         def stage(self, tree):
             staged, future = super().stage(tree), Future()
-            threading.Thread(target=lambda: (may_go.wait(60), future.set_result(staged))).start()
+            threading.Thread(target=lambda: (may_go.wait(units(30)), future.set_result(staged))).start()
             return future
 
     with SlowStager(max_snapshots=4) as stager:
@@ -44,7 +45,7 @@ def destroy_before_the_thread_begins(directory: Path) -> list[str]:
         may_go.set()
         for future in (first, lone, queued):
             with pytest.raises(statetree.CheckpointError, match=r"(?s)save: .*(group|Connection closed by peer)"):
-                future.result(60)
+                future.result(units(30))
         assert series.steps() == [0]
         with pytest.raises(statetree.CheckpointError, match=r"save: "):
             series.restore()
@@ -86,7 +87,7 @@ def destroy_while_saving(directory: Path) -> str:
     run, may_go = saving.run_save, threading.Event()
 
     def run_late(*args):
-        may_go.wait(60)
+        may_go.wait(units(30))
         return run(*args)
 
     saving.run_save = run_late
@@ -102,6 +103,6 @@ def destroy_while_saving(directory: Path) -> str:
 
 
 def test_the_other_ranks_hear_of_a_group_that_one_destroys(tmp_path):
-    waiting, destroying = run_ranks(2, destroy_while_saving, tmp_path, fresh=True, timeout=60)
+    waiting, destroying = run_ranks(2, destroy_while_saving, tmp_path, fresh=True, timeout=units(30))
     assert "peer" in waiting
     assert "group" in destroying

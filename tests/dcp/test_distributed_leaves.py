@@ -140,6 +140,7 @@ def cut_right_to_left(directory: Path) -> None:
         dcp.load({"a": other}, checkpoint_id=directory / "good")
 
 
+@pytest.mark.slow
 def test_a_mesh_that_cuts_in_another_order_is_refused(tmp_path):
     run_ranks(4, cut_right_to_left, tmp_path)
 

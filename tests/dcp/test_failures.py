@@ -13,6 +13,7 @@ import statetree
 from statetree import dcp
 from statetree.dcp import saving
 from statetree.testing import assert_trees_equal
+from tests.pace import units
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def test_a_directory_that_cannot_be_written_is_named(small_disk):
             checkpointer.save(2, {"w": torch.zeros(10)})
         future = checkpointer.async_save(3, {"w": torch.zeros(10)})
         with pytest.raises(statetree.CheckpointError, match=r"Read-only"):
-            future.result(20)
+            future.result(units(10))
         with pytest.raises(statetree.CheckpointError, match=r"Read-only"):
             checkpointer.restore()
         assert_trees_equal(checkpointer.restore(), {"w": torch.zeros(10)})  # reading still works

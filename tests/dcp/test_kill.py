@@ -24,6 +24,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from statetree.dcp import Checkpointer
 from statetree.testing import assert_trees_equal
+from tests.pace import units
+
+pytestmark = pytest.mark.slow
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 KILLS = int(os.environ.get("STATETREE_KILLS") or (50 if THOROUGH else 8))
@@ -41,7 +44,7 @@ def state_of(step):
 def train(directory, first, sender, rank, world_size, store):
     torch.set_num_threads(1)
     if world_size > 1:
-        timeout = datetime.timedelta(seconds=20)
+        timeout = datetime.timedelta(seconds=units(10))
         store = dist.FileStore(str(store), world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
         mesh = init_device_mesh("cpu", (world_size,))
@@ -67,7 +70,7 @@ def run_and_kill(directory, first, world_size, store, moments):
     for process in processes:
         process.start()
     sender.close()
-    assert receiver.poll(60)
+    assert receiver.poll(units(30))
     time.sleep(moments.uniform(0.0, WITHIN_S))
     victims = moments.sample(processes, world_size)
     for process in victims:
@@ -86,7 +89,7 @@ def run_and_kill(directory, first, world_size, store, moments):
     return seen
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(units(450))
 @pytest.mark.parametrize(("world_size", "kills"), [(1, KILLS), (2, max(2, KILLS // 4))], ids=["1 rank", "2 ranks"])
 def test_a_killed_run_leaves_a_restorable_checkpoint(world_size, kills, tmp_path):
     moments = random.Random(world_size)

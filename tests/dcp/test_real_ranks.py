@@ -19,6 +19,7 @@ import statetree
 from statetree import dcp
 from statetree.dcp.series import Series
 from statetree.testing import run_ranks
+from tests.pace import units
 
 STEPS = 2
 
@@ -71,7 +72,7 @@ def save_on_ranks(directory: Path) -> dict[str, float]:
     with statetree.Stager() as stager:
         future = dcp.async_save(extra, checkpoint_id=f"{directory}/async", stager=stager)
         train(model, optimizer, 20)  # collectives on the default group, while the save is under way
-        future.result(60)
+        future.result(units(30))
     with dcp.Checkpointer(f"{directory}/series", keep=2) as series:
         for step in range(3):
             series.async_save(step, {"model": model.state_dict(), "step": step, "rank": rank})
@@ -114,6 +115,7 @@ def close(left: dict[str, float], right: dict[str, float]) -> bool:
     return left.keys() == right.keys() and all(math.isclose(left[key], right[key], rel_tol=1e-6) for key in left)
 
 
+@pytest.mark.slow
 def test_a_sharded_state_is_resharded_from_2_to_4_to_1_ranks(tmp_path):
     expected = run_ranks(2, save_on_ranks, tmp_path)[0]
     run_ranks(4, load_on_ranks, tmp_path, expected)
@@ -140,7 +142,11 @@ def fail_on_ranks(directory: Path) -> list[str]:
     note(lambda: dcp.save(bad, checkpoint_id=f"{directory}/meta"))
     freed = torch.ones(4)
     freed.untyped_storage().resize_(0)
-    note(lambda: dcp.async_save({"a": freed} if rank == 1 else good, checkpoint_id=f"{directory}/staging").result(60))
+    note(
+        lambda: dcp.async_save({"a": freed} if rank == 1 else good, checkpoint_id=f"{directory}/staging").result(
+            units(30)
+        )
+    )
     dcp.save(good, checkpoint_id=f"{directory}/good")
     wrong = {"a": torch.zeros(5) if rank == 1 else torch.zeros(6)}
     note(lambda: dcp.load(wrong, checkpoint_id=f"{directory}/good"))
@@ -153,7 +159,7 @@ def fail_on_ranks(directory: Path) -> list[str]:
         assert series.steps() == []
         series.save(2, {"a": distribute_tensor(torch.arange(6.0), mesh, [Replicate()])})
         assert series.steps() == [2]
-        note(lambda: series.async_save(3, {"a": freed} if rank == 1 else good).result(60))
+        note(lambda: series.async_save(3, {"a": freed} if rank == 1 else good).result(units(30)))
         note(lambda: series.save(4, good))  # the ranks are in step: all hear of it, and none begins another save
         series.save(5, good)
         assert series.steps() == [2, 5]
@@ -197,7 +203,7 @@ def disagree_on_steps(directory: Path) -> None:
         with pytest.raises(ValueError, match="save: step must be a number"):
             series.save(-1, {})
         with pytest.raises(statetree.RankMismatch, match="async_save: " + differs.format(10, 11)):
-            series.async_save(10 + rank, {}).result(60)
+            series.async_save(10 + rank, {}).result(units(30))
         with pytest.raises(statetree.RankMismatch, match="async_save: " + differs.format(10, 11)):
             series.save(3, {})  # the next call raises it, too, and begins nothing
         assert series.steps() == [1, 2]
@@ -233,9 +239,11 @@ def call_from_outside(directory: Path) -> None:
     calls = {
         "save": lambda: dcp.save({"a": 1}, checkpoint_id=directory / "one", process_group=group),
         "load": lambda: dcp.load(checkpoint_id=directory / "one", process_group=group),
-        "async_save": lambda: dcp.async_save({}, checkpoint_id=directory / "two", process_group=group).result(60),
+        "async_save": lambda: dcp.async_save({}, checkpoint_id=directory / "two", process_group=group).result(
+            units(30)
+        ),
         "save ": lambda: series.save(1, {}),
-        "async_save ": lambda: series.async_save(2, {}).result(60),
+        "async_save ": lambda: series.async_save(2, {}).result(units(30)),
         "restore": series.restore,
     }
     for verb, call in calls.items():
@@ -263,12 +271,13 @@ def save_where_ranks_are_in_unequally_many_groups(directory: Path) -> Any:
         with dcp.Checkpointer(directory / name, process_group=group) as series:
             series.async_save(1, {"own": {rank: torch.arange(3) + rank}})
             loaded = series.restore({"own": {rank: torch.zeros(3).long()}})
-    dcp.async_save({rank: 1}, checkpoint_id=directory / "async", process_group=group).result(60)
+    dcp.async_save({rank: 1}, checkpoint_id=directory / "async", process_group=group).result(units(30))
     return loaded["own"][rank].tolist()
 
 
+@pytest.mark.slow
 def test_ranks_may_be_in_unequally_many_groups(tmp_path):
-    found = run_ranks(4, save_where_ranks_are_in_unequally_many_groups, tmp_path, timeout=30, fresh=True)
+    found = run_ranks(4, save_where_ranks_are_in_unequally_many_groups, tmp_path, timeout=units(15), fresh=True)
     assert found == [None, [1, 2, 3], [2, 3, 4], [3, 4, 5]]
 
 
@@ -281,11 +290,12 @@ def save_on_the_last_two(directory: Path) -> Any:
     with dcp.Checkpointer(directory / "series", process_group=group) as series:
         series.async_save(1, {"own": own, "rank": rank})
         restored = series.restore({"own": {rank: torch.zeros(3).long()}, "rank": None})
-    dcp.async_save(own, checkpoint_id=directory / "async", process_group=group).result(60)
+    dcp.async_save(own, checkpoint_id=directory / "async", process_group=group).result(units(30))
     loaded = dcp.load({rank: torch.zeros(3).long()}, checkpoint_id=directory / "async", process_group=group)
     return restored["own"][rank].tolist(), restored["rank"], loaded[rank].tolist()
 
 
+@pytest.mark.slow
 def test_some_of_the_ranks_save_by_themselves(tmp_path):
     found = run_ranks(4, save_on_the_last_two, tmp_path)
     assert found == [None, None, ([2, 3, 4], 2, [2, 3, 4]), ([3, 4, 5], 2, [3, 4, 5])]

@@ -19,11 +19,13 @@ from hypothesis import strategies as st
 import statetree
 from statetree import dcp
 from statetree.dcp.keys import key_of
-from statetree.testing import Node, Value, assert_trees_equal, build
+from statetree.testing import assert_trees_equal
+from statetree.testing.plan_strategies import plain_values, tensor_plans, tree_plans
+from statetree.testing.plans import Node, Value, build
 from statetree.testing.regions import raw_bytes
 from statetree.testing.samples import Color, Thing
-from statetree.testing.strategies import plain_values, tensor_plans, tree_plans
 from statetree.testing.tensor_plan import GEOMETRIES
+from tests.pace import units
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # where waiting for the disk costs nothing
 FILLABLE = [name for name in GEOMETRIES if name not in {"meta", "expanded"}]
@@ -163,7 +165,7 @@ def test_objects_are_saved_without_the_storages_that_their_tensors_lie_in(share_
     dcp.save(state, checkpoint_id=tmp_path / "at once")
     with statetree.Stager(share_memory=share_memory) as stager:
         slab = {"w": torch.zeros(100_000), **state}
-        dcp.async_save(slab, checkpoint_id=tmp_path / "staged", stager=stager).result(60)
+        dcp.async_save(slab, checkpoint_id=tmp_path / "staged", stager=stager).result(units(30))
     for name, allowed in (("at once", 100_000), ("staged", 500_000)):
         assert sum(path.stat().st_size for path in (tmp_path / name).iterdir()) < allowed
         loaded = dcp.load(checkpoint_id=tmp_path / name, weights_only=False)

@@ -30,6 +30,7 @@ from unittest import mock
 import click
 
 from statetree.cli.app import main
+from tests.pace import units
 
 EXECUTED = ("python", "console")
 NOT_EXECUTED = ("sh", "")
@@ -79,7 +80,7 @@ class Script:
         file = folder / "example.py"
         file.write_text("\n\n".join(block.text for block in self.blocks), encoding="utf-8")
         done = subprocess.run(
-            [sys.executable, file.name], cwd=folder, capture_output=True, text=True, timeout=240, check=False
+            [sys.executable, file.name], cwd=folder, capture_output=True, text=True, timeout=units(120), check=False
         )
         if done.returncode != 0:
             raise AssertionError(f"{self.path}: as a file it fails:\n{done.stderr}")

@@ -33,6 +33,7 @@ def test_every_snippet_runs(path, tmp_path, monkeypatch):
     Page(path).run("page_" + re.sub(r"\W", "_", str(path.relative_to(ROOT))), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [script for script in SCRIPTS if not script.can_be_typed()], ids=str)
 def test_the_blocks_of_a_page_make_a_program(script, tmp_path):
     script.execute(tmp_path)

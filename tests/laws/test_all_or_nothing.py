@@ -7,8 +7,12 @@ from hypothesis import example, given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from statetree.testing import Node, TensorPlan, Watch, assert_trees_equal, build, tied_plans, tree_plans
+from statetree.testing import assert_trees_equal
+from statetree.testing.plan_strategies import tied_plans, tree_plans
+from statetree.testing.plans import Node, TensorPlan, build
+from statetree.testing.watch import Watch
 from tests.laws.drawn import near
+from tests.laws.table import Table
 
 plans = hyp.one_of(tree_plans(max_leaves=8), tied_plans(max_leaves=8))
 pairs_of_plans = hyp.one_of(near(plans), hyp.tuples(plans, plans))
@@ -34,8 +38,11 @@ def test_any_two_trees(pair, cast):
         assert {found.kind for found in report.differences} <= ({"dtype"} if cast else set()), report
 
 
-@given(plan=plans)
-def test_two_trees_of_one_plan(plan):
+laws = Table()
+
+
+@laws
+def two_trees_of_one_plan(plan):
     source, target = build(plan), build(plan)
     watch = Watch(target)
     try:
@@ -47,8 +54,8 @@ def test_two_trees_of_one_plan(plan):
         assert_trees_equal(result, source, ties=False)
 
 
-@given(plan=plans)
-def test_what_was_allocated_can_be_filled(plan):
+@laws
+def what_was_allocated_can_be_filled(plan):
     tree = build(plan)
     target = st.offload(tree) if _has_meta(tree) else st.allocate_like(tree)
     try:
@@ -57,6 +64,11 @@ def test_what_was_allocated_can_be_filled(plan):
         assert "overlaps itself" in str(error)
     else:
         assert st.similarity(result, tree, values=True)  # not the attributes of tensors, which are the target's
+
+
+@given(plan=plans)
+def test_of_one_tree(**drawn):
+    laws.check(**drawn)
 
 
 def _has_meta(tree):
@@ -75,7 +87,7 @@ def view_of(base, view):
     targets=hyp.lists(views, min_size=1, max_size=4),
     contents=hyp.lists(hyp.lists(hyp.integers(0, 2), min_size=4, max_size=4), min_size=4, max_size=4),
 )
-def test_overlapping_targets_are_written_exactly_if_their_order_does_not_matter(targets, contents):
+def test_overlapping_targets_are_written_only_if_their_order_does_not_matter(targets, contents):
     def fresh():
         base = torch.arange(10.0, 10.0 + CELLS)
         return base, [view_of(base, view) for view in targets]
@@ -91,7 +103,8 @@ def test_overlapping_targets_are_written_exactly_if_their_order_does_not_matter(
     try:
         st.copy_into(sources, writable)
     except st.TreeMismatch:
-        assert not orders_agree
+        places = [(target.data_ptr(), target.shape, target.stride()) for target in writable]
+        assert not orders_agree or len(set(places)) > 1  # one view, however often, may receive equal values
         assert torch.equal(base, fresh()[0])
     else:
         assert orders_agree

@@ -9,7 +9,11 @@ from hypothesis import strategies as hyp
 
 import statetree as st
 from statetree import compose
-from statetree.testing import Watch, assert_trees_equal, build, tied_plans, tree_plans
+from statetree.testing import assert_trees_equal
+from statetree.testing.plan_strategies import tied_plans, tree_plans
+from statetree.testing.plans import build
+from statetree.testing.watch import Watch
+from tests.laws.table import Table
 
 
 def double(leaf):
@@ -40,18 +44,21 @@ def in_turn(tree, chosen):
     return tree
 
 
-@given(plan=plans, chosen=steps, bucket_bytes=buckets)
-def test_a_chain_is_its_steps_in_turn(plan, chosen, bucket_bytes):
+laws = Table()
+
+
+@laws
+def a_chain_is_its_steps_in_turn(plan, first, bucket_bytes):
     tree = build(plan)
     watch = Watch(tree)
     with mock.patch.object(compose, "BUCKET_BYTES", bucket_bytes):
-        result = st.chain(*chosen)(tree)
+        result = st.chain(*first)(tree)
     watch.check()
-    assert_trees_equal(result, in_turn(build(plan), chosen), storages=STEPS["shared"] not in chosen)
+    assert_trees_equal(result, in_turn(build(plan), first), storages=STEPS["shared"] not in first)
 
 
-@given(plan=plans, first=steps, second=steps, third=steps, bucket_bytes=buckets)
-def test_associative(plan, first, second, third, bucket_bytes):
+@laws
+def associative(plan, first, second, third, bucket_bytes):
     tree = build(plan)
     with mock.patch.object(compose, "BUCKET_BYTES", bucket_bytes):
         flat = st.chain(*first, *second, *third)(tree)
@@ -62,15 +69,15 @@ def test_associative(plan, first, second, third, bucket_bytes):
     assert_trees_equal(flat, right, storages=storages)
 
 
-@given(plan=plans)
-def test_the_empty_chain_is_the_identity(plan):
+@laws
+def the_empty_chain_is_the_identity(plan):
     tree = build(plan)
     assert st.chain()(tree) is tree
     assert_trees_equal(st.chain(st.chain(), st.offload, st.chain())(tree), tree)
 
 
-@given(plan=plans, bucket_bytes=buckets)
-def test_a_stream_yields_every_leaf_once_in_the_order_of_the_paths(plan, bucket_bytes):
+@laws
+def a_stream_yields_every_leaf_once_in_the_order_of_the_paths(plan, bucket_bytes):
     tree = build(plan)
     leaves, spec = st.flatten(tree)
     with mock.patch.object(compose, "BUCKET_BYTES", bucket_bytes):
@@ -81,8 +88,8 @@ def test_a_stream_yields_every_leaf_once_in_the_order_of_the_paths(plan, bucket_
     assert_trees_equal([leaf for _, leaf in streamed], [leaves[index] for index in order])
 
 
-@given(plan=plans, random=hyp.randoms(use_true_random=False))
-def test_the_order_of_a_stream_does_not_depend_on_that_of_dicts(plan, random):
+@laws
+def the_order_of_a_stream_does_not_depend_on_that_of_dicts(plan, random):
     tree = build(plan)
     flat = dict(st.to_flat(tree)[0])
     items = list(flat.items())
@@ -90,3 +97,10 @@ def test_the_order_of_a_stream_does_not_depend_on_that_of_dicts(plan, random):
     one = [path for path, _ in st.stream(flat, st.offload)]
     other = [path for path, _ in st.stream(dict(items), st.offload)]
     assert one == other
+
+
+@given(
+    plan=plans, first=steps, second=steps, third=steps, bucket_bytes=buckets, random=hyp.randoms(use_true_random=False)
+)
+def test_of_one_tree(**drawn):
+    laws.check(**drawn)

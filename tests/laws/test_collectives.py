@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 import statetree
 from statetree.testing import Layout, layouts, run_ranks
+from tests.laws.batches import as_many, batches, each
 
 DTYPES = (
     torch.float32,
@@ -64,7 +65,7 @@ def pairs(draw, world_size):
     return source, Layout(source.shape, target.mesh, target.placements, source.dtype, target.geometry)
 
 
-def go_there_and_back(world_size, drawn, bucket_bytes, dst, src):
+def go_there_and_back(drawn, bucket_bytes, dst, src):
     """Take tensors through every collective."""
     full = {str(index): source.full() for index, (source, _) in enumerate(drawn)}
     tree = {str(index): source.build() for index, (source, _) in enumerate(drawn)}
@@ -113,14 +114,15 @@ def go_there_and_back(world_size, drawn, bucket_bytes, dst, src):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_elements_arrive_where_they_belong(world_size):
-    @hypothesis.given(
-        st.lists(pairs(world_size), min_size=1, max_size=3),
-        BUCKETS,
-        st.sets(st.integers(0, world_size - 1), min_size=1),
-        st.integers(0, world_size - 1),
+    ranks = st.integers(0, world_size - 1)
+    moves = st.tuples(
+        st.lists(pairs(world_size), min_size=1, max_size=3), BUCKETS, st.sets(ranks, min_size=1).map(sorted), ranks
     )
-    def holds(drawn, bucket_bytes, dst, src):
-        run_ranks(world_size, go_there_and_back, world_size, drawn, bucket_bytes, sorted(dst), src)
+
+    @as_many()
+    @hypothesis.given(batches(moves))
+    def holds(batch):
+        run_ranks(world_size, each, go_there_and_back, batch)
 
     holds()
 

@@ -8,8 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from statetree.testing import assert_trees_equal, build, optimizer_plans, tied_plans, tree_plans
+from statetree.testing import assert_trees_equal
+from statetree.testing.plan_strategies import tied_plans, tree_plans
+from statetree.testing.plans import build
 from tests.contract.verbs import VERBS
+from tests.laws.table import Table
+from tests.trees.optimizers import optimizer_plans
 
 exact = hyp.sampled_from([verb for verb in VERBS if verb.copies and verb.prepare is None])
 plans = hyp.one_of(tree_plans(), tied_plans(), optimizer_plans())
@@ -27,16 +31,19 @@ def defaults(dtype, device):
         torch.set_default_dtype(torch.float32)
 
 
-@given(plan=plans, verb=exact, dtype=dtypes, inference=hyp.booleans())
-def test_copies_are_exact_whatever_the_default_dtype_device_and_grad_mode(plan, verb, dtype, inference):
+laws = Table()
+
+
+@laws
+def copies_are_exact_whatever_the_default_dtype_device_and_grad_mode(plan, verb, dtype, inference):
     tree = build(plan)
     with defaults(dtype, "meta"), torch.inference_mode(inference):
         result = verb.apply(tree)
     assert_trees_equal(result, tree, storages=not verb.slabs)
 
 
-@given(plan=plans, dtype=dtypes)
-def test_allocation(plan, dtype):
+@laws
+def allocation(plan, dtype):
     tree = build(plan)
     expected = st.allocate_like(tree)
     with defaults(dtype, "meta"):
@@ -55,8 +62,8 @@ def test_comparison(one, other, dtype, values):
         assert st.similarity(a, a, values=True)
 
 
-@given(plan=plans, dtype=dtypes)
-def test_copying_into(plan, dtype):
+@laws
+def copying_into(plan, dtype):
     source, target = build(plan), build(plan)
     with defaults(dtype, "meta"):
         try:
@@ -65,6 +72,11 @@ def test_copying_into(plan, dtype):
             assert {difference.kind for difference in error.differences} <= {"overlap", "writability"}
             return
     assert_trees_equal(result, source, ties=False)
+
+
+@given(plan=plans, verb=exact, dtype=dtypes, inference=hyp.booleans())
+def test_of_one_tree(**drawn):
+    laws.check(**drawn)
 
 
 def test_the_defaults_are_in_force_while_the_laws_look():

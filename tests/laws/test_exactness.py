@@ -4,29 +4,35 @@ from hypothesis import example, given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from statetree.testing import Again, Node, assert_trees_equal, build, optimizer_plans, tied_plans, tree_plans
-from statetree.testing.memory import covered_bytes, storages
+from statetree.testing import assert_trees_equal
+from statetree.testing.plan_strategies import tied_plans, tree_plans
+from statetree.testing.plans import Again, Node, build
 from tests.contract.verbs import VERBS
 from tests.laws.drawn import with_shared_containers
+from tests.laws.table import Table
+from tests.memory import covered_bytes, storages
+from tests.trees.optimizers import optimizer_plans
 
 plans = hyp.one_of(tree_plans(), tied_plans(), optimizer_plans())
 exact = hyp.sampled_from([verb for verb in VERBS if verb.copies and verb.prepare is None])
 
+laws = Table()
 
-@given(plan=plans, verb=exact)
-def test_what_comes_out_is_what_went_in(plan, verb):
+
+@laws
+def what_comes_out_is_what_went_in(plan, verb):
     tree = build(plan)
     assert_trees_equal(verb.apply(tree), tree, storages=not verb.slabs)
 
 
-@given(plan=plans)
-def test_offload(plan):
+@laws
+def offload(plan):
     tree = build(plan)
     assert_trees_equal(st.offload(tree), tree)
 
 
-@given(plan=plans, share_memory=hyp.booleans())
-def test_stage(plan, share_memory):
+@laws
+def stage(plan, share_memory):
     tree = build(plan)
     with st.Stager(share_memory=share_memory) as stager:
         for _ in range(2):
@@ -43,7 +49,12 @@ def test_stage_keeps_one_container_one(plan):
             assert_trees_equal(stager.stage(tree), tree, containers=True)
 
 
-@given(plan=plans)
-def test_no_more_is_copied_than_is_needed(plan):
+@laws
+def no_more_is_copied_than_is_needed(plan):
     tree = build(plan)
     assert sum(storage.nbytes() for storage in storages(st.offload(tree))) <= covered_bytes(tree)
+
+
+@given(plan=plans, verb=exact, share_memory=hyp.booleans())
+def test_of_one_tree(**drawn):
+    laws.check(**drawn)

@@ -5,30 +5,25 @@ from collections import deque
 from hypothesis import example, given
 from hypothesis import strategies as hyp
 
-from statetree.testing import (
-    Node,
-    Value,
-    assert_independent,
-    assert_trees_equal,
-    build,
-    optimizer_plans,
-    samples,
-    tensor_plans,
-    tied_plans,
-    tree_plans,
-)
-from statetree.testing.memory import scribble, shares_memory
+from statetree.testing import assert_independent, assert_trees_equal
+from statetree.testing.plan_strategies import tensor_plans, tied_plans, tree_plans
+from statetree.testing.plans import Node, Value, build, samples
 from statetree.testing.walk import walk
 from tests.contract.verbs import VERBS
+from tests.laws.table import Table
+from tests.memory import scribble, shares_memory
+from tests.trees.optimizers import optimizer_plans
 
 copies = hyp.sampled_from([verb for verb in VERBS if verb.fresh and verb.copies and verb.prepare is None])
 fresh = hyp.sampled_from([verb for verb in VERBS if verb.fresh and verb.prepare is None])
 OFFLOAD = next(verb for verb in VERBS if verb.name == "offload")
 plans = hyp.one_of(tree_plans(), tied_plans(), optimizer_plans())
 
+laws = Table()
 
-@given(plan=plans, verb=fresh)
-def test_nothing_is_shared(plan, verb):
+
+@laws
+def nothing_is_shared(plan, verb):
     tree = build(plan)
     assert not shares_memory(tree, verb.apply(tree))
 
@@ -39,12 +34,12 @@ def test_no_gradient_flows_from_a_result_into_its_source(plan, verb):
     assert_independent(tree, verb.apply(tree), containers=verb.copies)
 
 
-@given(plan=plans, verb=copies)
-def test_a_result_survives_its_source(plan, verb):
+@laws
+def a_result_survives_its_source(plan, first):
     tree = build(plan)
-    result = verb.apply(tree)
+    result = first.apply(tree)
     scribble(tree)
-    assert_trees_equal(result, build(plan), storages=not verb.slabs)
+    assert_trees_equal(result, build(plan), storages=not first.slabs)
 
 
 @given(plan=hyp.one_of(tree_plans(opaque=False), tied_plans(opaque=False)), verb=copies)
@@ -66,17 +61,22 @@ def _empty(value):
     getattr(value, "__dict__", {}).clear()
 
 
-@given(plan=plans, verb=fresh)
-def test_a_source_survives_its_result(plan, verb):
+@laws
+def a_source_survives_its_result(plan, verb):
     tree = build(plan)
     scribble(verb.apply(tree))
     assert_trees_equal(tree, build(plan))
 
 
-@given(plan=plans, first=copies, second=copies)
-def test_results_are_independent_of_each_other(plan, first, second):
+@laws
+def results_are_independent_of_each_other(plan, first, second):
     tree = build(plan)
     one, other = first.apply(tree), second.apply(tree)
     assert not shares_memory(one, other)
     scribble(one)
     assert_trees_equal(other, tree, storages=not second.slabs)
+
+
+@given(plan=plans, verb=fresh, first=copies, second=copies)
+def test_of_one_tree(**drawn):
+    laws.check(**drawn)

@@ -6,10 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from statetree.testing import Node, assert_trees_equal, build, tree_plans
+from statetree.testing import assert_trees_equal
 from statetree.testing.container_plan import MAPPINGS
+from statetree.testing.plan_strategies import tree_plans
+from statetree.testing.plans import Node, build
 from statetree.tree.matching import matched
 from tests.contract.verbs import VERBS
+from tests.laws.table import Table
 
 plans = tree_plans(opaque=False)
 randoms = hyp.randoms(use_true_random=False)
@@ -30,16 +33,19 @@ def reordered(plan, random):
     return Node(plan.kind, tuple(children), tuple(keys), attributes)
 
 
-@given(plan=plans, random=randoms)
-def test_sorted_paths_do_not_depend_on_the_order_of_mappings(plan, random):
+laws = Table()
+
+
+@laws
+def sorted_paths_do_not_depend_on_the_order_of_mappings(plan, random):
     one, other = st.paths(build(plan)), st.paths(build(reordered(plan, random)))
     assert sorted(map(st.Path.sort_key, one)) == sorted(map(st.Path.sort_key, other))
     ordered = sorted(one, key=st.Path.sort_key)
     assert ordered == sorted(other, key=st.Path.sort_key)
 
 
-@given(plan=plans, random=randoms)
-def test_trees_match_whatever_the_order_of_mappings(plan, random):
+@laws
+def trees_match_whatever_the_order_of_mappings(plan, random):
     tree, other = build(plan), build(reordered(plan, random))
     (leaves, spec), (others, other_spec) = st.flatten(tree), st.flatten(other)
     order, found = matched(spec, leaves, other_spec, others)
@@ -49,8 +55,8 @@ def test_trees_match_whatever_the_order_of_mappings(plan, random):
         assert other_paths[index] == path
 
 
-@given(plan=plans, verb=copying, random=randoms)
-def test_a_transform_of_a_reordered_tree_is_the_reordered_result(plan, verb, random):
+@laws
+def a_transform_of_a_reordered_tree_is_the_reordered_result(plan, verb, random):
     """The tree itself is reordered: elements are counted while a plan is built, so another plan has others."""
     tree = build(plan)
     other = shuffled(tree, random)
@@ -59,8 +65,8 @@ def test_a_transform_of_a_reordered_tree_is_the_reordered_result(plan, verb, ran
     assert_trees_equal(two, other, ties=False)
 
 
-@given(plan=plans, random=randoms)
-def test_copy_into_finds_its_keys(plan, random):
+@laws
+def copy_into_finds_its_keys(plan, random):
     source = build(plan)
     target = st.offload(shuffled(source, random))
     try:
@@ -71,13 +77,18 @@ def test_copy_into_finds_its_keys(plan, random):
         assert st.similarity(result, source, values=True)
 
 
-@given(plan=plans, random=randoms)
-def test_streams_come_in_one_order(plan, random):
+@laws
+def streams_come_in_one_order(plan, random):
     tree = build(plan)
     one = [(path, leaf) for path, leaf in st.stream(tree, st.offload)]
     other = [(path, leaf) for path, leaf in st.stream(shuffled(tree, random), st.offload)]
     assert [path for path, _ in one] == [path for path, _ in other]
     assert_trees_equal([leaf for _, leaf in one], [leaf for _, leaf in other], ties=False)
+
+
+@given(plan=plans, verb=copying, random=randoms)
+def test_of_one_tree(**drawn):
+    laws.check(**drawn)
 
 
 def shuffled(tree, random):

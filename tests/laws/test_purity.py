@@ -6,8 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from statetree.testing import Watch, build, optimizer_plans, tied_plans, tree_plans
+from statetree.testing.plan_strategies import tied_plans, tree_plans
+from statetree.testing.plans import build
+from statetree.testing.watch import Watch
 from tests.contract.verbs import VERBS
+from tests.trees.optimizers import optimizer_plans
 
 plans = hyp.one_of(tree_plans(), tied_plans(), optimizer_plans())
 

@@ -2,32 +2,28 @@
 
 import operator
 import pickle
+from collections import OrderedDict
 
+import optree
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from statetree.testing import (
-    Node,
-    TensorPlan,
-    Value,
-    ViewPlan,
-    assert_independent,
-    assert_trees_equal,
-    build,
-    tied_plans,
-    tree_differences,
-    tree_plans,
-)
+from statetree.testing import assert_independent, assert_trees_equal
+from statetree.testing.assertions import tree_differences
+from statetree.testing.plan_strategies import tied_plans, tree_plans
+from statetree.testing.plans import Node, TensorPlan, Value, ViewPlan, build
 from statetree.tree.matching import matched
+from statetree.tree.spec import TreeSpec
+from tests.laws.table import Table
 from tests.repack import repacked
 
-any_plan = given(plan=hyp.one_of(tree_plans(), tied_plans()))
+laws = Table()
 
 
-@any_plan
-def test_unflatten_inverts_flatten(plan):
+@laws
+def unflatten_inverts_flatten(plan):
     tree = build(plan)
     leaves, spec = st.flatten(tree)
     assert len(leaves) == spec.num_leaves
@@ -35,8 +31,8 @@ def test_unflatten_inverts_flatten(plan):
     assert_trees_equal(tree, build(plan), containers=True)  # nothing was changed
 
 
-@given(plan=hyp.one_of(tree_plans(), tied_plans()), random=hyp.randoms(use_true_random=False))
-def test_from_flat_inverts_to_flat_in_any_order(plan, random):
+@laws
+def from_flat_inverts_to_flat_in_any_order(plan, random):
     tree = build(plan)
     flat, spec = st.to_flat(tree)
     assert len(flat) == spec.num_leaves
@@ -52,8 +48,8 @@ class Box:
         self.content = content
 
 
-@any_plan
-def test_a_tree_is_made_of_its_leaves_in_order(plan):
+@laws
+def a_tree_is_made_of_its_leaves_in_order(plan):
     leaves, spec = st.flatten(build(plan))
     boxes = [Box(leaf) for leaf in leaves]
     again, same = st.flatten(st.unflatten(spec, boxes))
@@ -63,22 +59,22 @@ def test_a_tree_is_made_of_its_leaves_in_order(plan):
     assert same.paths() == spec.paths()
 
 
-@any_plan
-def test_mapping_twice_is_mapping_once(plan):
+@laws
+def mapping_twice_is_mapping_once(plan):
     tree = build(plan)
     twice = st.map_leaves(lambda box: Box(2, *box.content), st.map_leaves(lambda leaf: Box(id(leaf)), tree))
     assert_trees_equal(twice, st.map_leaves(lambda leaf: Box(2, id(leaf)), tree))
 
 
-@any_plan
-def test_what_was_mapped_matches_what_it_was_mapped_from(plan):
+@laws
+def what_was_mapped_matches_what_it_was_mapped_from(plan):
     tree = build(plan)
     boxed = st.map_leaves(Box, tree)
     assert_trees_equal(st.map_leaves(lambda leaf, box: box.content[0], tree, boxed), tree)
 
 
-@any_plan
-def test_leaf_types_invert_themselves(plan):
+@laws
+def leaf_types_invert_themselves(plan):
     tree = build(plan)
     again = repacked(tree)
     assert_trees_equal(again, tree)
@@ -86,14 +82,27 @@ def test_leaf_types_invert_themselves(plan):
     assert_trees_equal(tree, build(plan), containers=True)
 
 
-@any_plan
-def test_specs_are_carried_by_pickle(plan):
+@laws
+def specs_are_carried_by_pickle(plan):
     tree = build(plan)
     leaves, spec = st.flatten(tree)
     loaded = pickle.loads(pickle.dumps(spec))
     assert loaded == spec
     assert hash(loaded) == hash(spec)
     assert_trees_equal(st.unflatten(loaded, leaves), tree)
+
+
+@laws
+def optree_sees_the_same_tree(plan):
+    leaves, spec = st.flatten(build(plan))
+    if any(node[0].cls is OrderedDict and node[2][1] is not None for node in spec.nodes):
+        return  # it has attributes, which optree drops
+    structure = spec.to_optree()
+    assert TreeSpec.from_optree(structure) == spec
+    with optree.dict_insertion_ordered(True, namespace="statetree"):
+        found, same = optree.tree_flatten(st.unflatten(spec, leaves), none_is_leaf=True, namespace="statetree")
+    assert list(map(id, found)) == list(map(id, leaves))
+    assert same == structure
 
 
 @given(one=tree_plans(max_leaves=4), other=tree_plans(max_leaves=4))
@@ -112,12 +121,17 @@ def test_specs_are_equal_exactly_if_they_rebuild_the_same(one, other):
     assert first != second or hash(first) == hash(second)
 
 
-@any_plan
-def test_a_plan_gives_one_spec(plan):
+@laws
+def a_plan_gives_one_spec(plan):
     one, other = st.flatten(build(plan))[1], st.flatten(build(plan))[1]
     assert one == other
     assert hash(one) == hash(other)
     assert one.flat_keys() == other.flat_keys()
+
+
+@given(plan=hyp.one_of(tree_plans(), tied_plans()), random=hyp.randoms(use_true_random=False))
+def test_of_one_tree(**drawn):
+    laws.check(**drawn)
 
 
 @given(one=tree_plans(max_leaves=5), other=tree_plans(max_leaves=5))

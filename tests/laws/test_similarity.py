@@ -4,15 +4,20 @@ from hypothesis import given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from statetree.testing import build, tied_plans, tree_differences, tree_plans
+from statetree.testing.assertions import tree_differences
+from statetree.testing.plan_strategies import tied_plans, tree_plans
+from statetree.testing.plans import build
 from tests.laws.drawn import near
+from tests.laws.table import Table
 
 plans = hyp.one_of(tree_plans(max_leaves=8), tied_plans(max_leaves=8))
 pairs = hyp.one_of(near(plans), hyp.tuples(plans, plans))
 
+laws = Table()
 
-@given(pair=pairs, values=hyp.booleans())
-def test_symmetric(pair, values):
+
+@laws
+def symmetric(pair, values):
     a, b = map(build, pair)
     there, back = st.similarity(a, b, values=values), st.similarity(b, a, values=values)
     assert bool(there) == bool(back)
@@ -20,29 +25,30 @@ def test_symmetric(pair, values):
     assert {(d.path, d.kind) for d in there.differences} == {(d.path, d.kind) for d in back.differences}
 
 
-@given(plan=plans)
-def test_reflexive(plan):
+@laws
+def reflexive(pair):
+    plan, _ = pair
     tree = build(plan)
     assert st.similarity(tree, tree, values=True)
     assert st.similarity(tree, build(plan), values=True)
 
 
-@given(plan=plans)
-def test_copies_are_similar(plan):
-    tree = build(plan)
+@laws
+def copies_are_similar(pair):
+    tree = build(pair[0])
     assert st.similarity(tree, st.offload(tree), values=True)
     assert st.similarity(st.offload(tree), tree)
 
 
-@given(pair=pairs)
-def test_what_is_similar_in_values_is_similar(pair):
+@laws
+def what_is_similar_in_values_is_similar(pair):
     a, b = map(build, pair)
     if st.similarity(a, b, values=True):
         assert st.similarity(a, b)
 
 
-@given(pair=pairs)
-def test_where_it_is_true_copy_into_succeeds(pair):
+@laws
+def where_it_is_true_copy_into_succeeds(pair):
     a, b = map(build, pair)
     for source, target in ((a, b), (a, build(pair[0])), (b, build(pair[1]))):
         if not st.similarity(source, target):
@@ -53,8 +59,8 @@ def test_where_it_is_true_copy_into_succeeds(pair):
             assert "overlaps itself" in str(error)
 
 
-@given(pair=pairs)
-def test_where_copy_into_succeeds_types_aside_it_was_true(pair):
+@laws
+def where_copy_into_succeeds_types_aside_it_was_true(pair):
     a, b = map(build, pair)
     similar = st.similarity(a, b)
     try:
@@ -65,8 +71,13 @@ def test_where_copy_into_succeeds_types_aside_it_was_true(pair):
     assert {difference.kind for difference in similar.differences} <= {"type", "ties"}
 
 
-@given(pair=pairs)
-def test_trees_that_a_strict_judge_calls_the_same_are_similar(pair):
+@laws
+def trees_that_a_strict_judge_calls_the_same_are_similar(pair):
     a, b = map(build, pair)
     if not tree_differences(a, b):
         assert st.similarity(a, b, values=True)
+
+
+@given(pair=pairs, values=hyp.booleans())
+def test_of_two_trees(**drawn):
+    laws.check(**drawn)

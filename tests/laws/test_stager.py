@@ -7,7 +7,6 @@ with its deepcopy.
 """
 
 import copy
-import gc
 import os
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import statetree as st
 from statetree.testing import assert_trees_equal
 from tests.faults import fault
+from tests.pace import units
 
 SIZES = hyp.sampled_from([0, 1, 7, 32, 64, 300, (1 << 18) + 5])  # the last gets a block of its own
 DTYPES = hyp.sampled_from([torch.float32, torch.int32, torch.float16, torch.complex64])
@@ -245,7 +245,7 @@ class Staging(RuleBasedStateMachine):
         if self.alive() >= self.most:
             refusals = (*refusals, st.StagerBusy)
         with pytest.raises(refusals, match=r"not now|not then|alive"):
-            self.stager.stage_async(state).result(60) if background else self.stager.stage(state)
+            self.stager.stage_async(state).result(units(30)) if background else self.stager.stage(state)
 
     @rule(verb=hyp.sampled_from(["stage", "stage_async", "prewarm", "synchronize"]), step=hyp.integers(1, 150))
     def interrupt(self, verb, step):
@@ -287,7 +287,7 @@ class Staging(RuleBasedStateMachine):
         assert self.stager.nbytes == 0
         for pending in self.pending:
             try:
-                self.held.append(Held(pending.future.result(60), pending.expected))
+                self.held.append(Held(pending.future.result(units(30)), pending.expected))
             except st.StagerClosed:
                 continue
             except st.StagerBusy:
@@ -308,11 +308,3 @@ class Staging(RuleBasedStateMachine):
 
 class TestStaging(Staging.TestCase):
     settings = settings(settings.default, stateful_step_count=STEPS)
-
-    def setUp(self):
-        # A stager collects garbage before it is busy, which is often here: what torch brought need not be looked at.
-        gc.collect()
-        gc.freeze()
-
-    def tearDown(self):
-        gc.unfreeze()

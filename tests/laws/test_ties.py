@@ -8,21 +8,27 @@ from hypothesis import strategies as hyp
 
 import statetree as st
 from statetree import compose
-from statetree.testing import assert_trees_equal, build, tied_plans, tree_differences
+from statetree.testing import assert_trees_equal
+from statetree.testing.assertions import tree_differences
+from statetree.testing.plan_strategies import tied_plans
+from statetree.testing.plans import build
 from tests.contract.verbs import VERBS
+from tests.laws.table import Table
 
 fresh = hyp.sampled_from([verb for verb in VERBS if verb.fresh and verb.prepare is None])
 
+laws = Table()
 
-@given(plan=tied_plans(), verb=fresh)
-def test_ties_are_kept(plan, verb):
+
+@laws
+def ties_are_kept(plan, verb):
     tree = build(plan)
     found = tree_differences(verb.apply(tree), tree, storages=not verb.slabs)
     assert [line for line in found if verb.copies or not line.startswith("elements differ")] == []
 
 
-@given(plan=tied_plans(), bucket_bytes=hyp.integers(1, 300))
-def test_ties_are_kept_whatever_the_size_of_buckets(plan, bucket_bytes):
+@laws
+def ties_are_kept_whatever_the_size_of_buckets(plan, bucket_bytes):
     tree = build(plan)
     with mock.patch.object(compose, "BUCKET_BYTES", bucket_bytes):
         assert_trees_equal(st.chain(st.offload, st.offload)(tree), tree)
@@ -41,8 +47,8 @@ def test_where_a_storage_is_cut_views_that_overlap_stay_together(cuts, gap):
     assert_trees_equal(result, tree, storages=False)
 
 
-@given(plan=tied_plans())
-def test_a_write_through_one_view_is_seen_through_all(plan):
+@laws
+def a_write_through_one_view_is_seen_through_all(plan):
     """What ties are for: both trees behave alike afterwards."""
     tree, copy = build(plan), st.offload(build(plan))
     for tensors in zip(*(st.flatten(side)[0] for side in (tree, copy)), strict=True):
@@ -52,3 +58,8 @@ def test_a_write_through_one_view_is_seen_through_all(plan):
             for tensor in tensors:
                 tensor.view(-1)[:1].zero_() if tensor.is_contiguous() else tensor[..., :1].zero_()
     assert_trees_equal(copy, tree)
+
+
+@given(plan=tied_plans(), verb=fresh, bucket_bytes=hyp.integers(1, 300))
+def test_of_tied_tensors(**drawn):
+    laws.check(**drawn)

@@ -29,20 +29,11 @@ from hypothesis import strategies as hyp
 from torch.distributed.tensor import DTensor
 
 import statetree as st
-from statetree.testing import (
-    Layout,
-    Node,
-    TensorPlan,
-    Value,
-    ViewPlan,
-    assert_trees_equal,
-    build,
-    layouts,
-    run_ranks,
-    tensor_plans,
-)
-from statetree.testing.strategies import plain_values
+from statetree.testing import Layout, assert_trees_equal, layouts, run_ranks
+from statetree.testing.plan_strategies import plain_values, tensor_plans
+from statetree.testing.plans import Node, TensorPlan, Value, ViewPlan, build
 from statetree.testing.tensor_plan import DTYPES
+from tests.laws.batches import as_many, batches, each
 
 try:
     from torch.distributed._state_dict_utils import (
@@ -239,12 +230,13 @@ gathered_leaves = hyp.one_of(
 )
 
 
-@given(
-    plan=hyp.dictionaries(keys, gathered_leaves | hyp.lists(gathered_leaves, max_size=3), max_size=3),
-    dst=hyp.integers(0, 1),
-)
-def test_gather(plan, dst):
-    run_ranks(2, gather_alike, plan, dst)
+gathered_trees = hyp.dictionaries(keys, gathered_leaves | hyp.lists(gathered_leaves, max_size=3), max_size=3)
+
+
+@as_many()
+@given(batch=batches(hyp.tuples(gathered_trees, hyp.integers(0, 1))))
+def test_gather(batch):
+    run_ranks(2, each, gather_alike, batch)
 
 
 def zeroed(tree):
@@ -280,15 +272,19 @@ def spread_alike(sharded, plain):
 spread_layouts = layouts(2, strided=False, subsets=False).filter(lambda layout: layout.shape)
 
 
-@given(
-    sharded=hyp.dictionaries(keys, spread_layouts, max_size=3),
-    plain=hyp.dictionaries(
+spread_trees = hyp.tuples(
+    hyp.dictionaries(keys, spread_layouts, max_size=3),
+    hyp.dictionaries(
         keys,
         tensor_plans(dtypes=SENT, geometries=["contiguous", "inside"], wraps=["tensor"])
         | hyp.builds(Value, checked_values),
         max_size=3,
     ),
 )
-@hypothesis.example(sharded={}, plain={"": TensorPlan((0, 1), torch.float16)})
-def test_distribute_and_broadcast(sharded, plain):
-    run_ranks(2, spread_alike, sharded, plain)
+
+
+@as_many()
+@given(batch=batches(spread_trees))
+@hypothesis.example(batch=[({}, {"": TensorPlan((0, 1), torch.float16)})])
+def test_distribute_and_broadcast(batch):
+    run_ranks(2, each, spread_alike, batch)

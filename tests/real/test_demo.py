@@ -9,9 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.pace import units
+
+pytestmark = pytest.mark.slow
+
 DEMO = Path(__file__).parents[2] / "examples" / "train_resume.py"
 SMALL = ("--steps", "16", "--every", "4")
-TIMEOUT_S = 200  # it takes about 15; the rest is for a busy machine
+TIMEOUT_S = units(100)  # it takes about 8
 
 
 def run_demo(*arguments: str) -> subprocess.CompletedProcess:

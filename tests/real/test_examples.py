@@ -10,8 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.pace import units
+
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TIMEOUT_S = 200  # each takes about 5; the rest is for a busy machine
+TIMEOUT_S = units(100)
 
 
 def run(name, *arguments):

@@ -13,6 +13,8 @@ import torch
 import statetree as st
 from statetree.testing import assert_trees_equal
 
+pytestmark = pytest.mark.slow
+
 FILES = {
     "resemblyzer": ["pretrained.pt"],
     "lpips": [f"weights/{version}/{net}.pth" for version in ("v0.0", "v0.1") for net in ("alex", "squeeze", "vgg")],

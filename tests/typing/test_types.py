@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.pace import units
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 SAMPLES = sorted(path for path in HERE.glob("*.py") if path.name not in ("__init__.py", Path(__file__).name))
@@ -27,11 +29,12 @@ def expected() -> set[tuple[str, int, str]]:
     return {("mistakes.py", number, kind[1]) for number, kind in kinds if kind}
 
 
+@pytest.mark.slow
 def test_the_types_are_those_that_users_see(tmp_path):
     pytest.importorskip("mypy", reason="the type checker is not installed: group lint")
     options = ("--strict", "--config-file=", "--no-error-summary", f"--cache-dir={ROOT / '.mypy_cache' / 'users'}")
     command = [sys.executable, "-m", "mypy", *options, *map(str, SAMPLES)]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=units(140), check=False)
     assert not ran.stderr
     found = re.findall(r"^(?:.*/)?(\w+\.py):(\d+): error: .* \[([a-z-]+)\]$", ran.stdout, re.MULTILINE)
     assert {(name, int(line), kind) for name, line, kind in found} == expected(), ran.stdout

@@ -26,6 +26,9 @@ from benchmarks.ranks import RankRow, measure_here, sends_alike, sends_one_model
 from benchmarks.rows_exchange import gather, gather_to_one, holds_wholes, sharded
 from benchmarks.states import State, leaves, zeros_like
 from statetree.testing import run_ranks
+from tests.pace import units
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 TINY = 0.0005
@@ -47,7 +50,7 @@ def written(tmp_path_factory):
     path = tmp_path_factory.mktemp("bench") / "results.json"
     command = ["-m", "benchmarks", "--quick", "--scale", str(TINY), "--only", "similarity", "flat", "--json", str(path)]
     done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=units(120), check=False
     )
     assert done.returncode == 0, done.stderr
     return json.loads(path.read_text()), done.stdout

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import statetree
+from tests.pace import units
 
 PACKAGE = Path(statetree.__file__).parent
 
@@ -52,7 +53,12 @@ json.dump(failed, sys.stdout)
 
 def run_fresh(code: str, *arguments: str, stdin: str = "") -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], input=stdin, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code, *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=units(60),
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

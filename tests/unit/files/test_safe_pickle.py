@@ -10,6 +10,7 @@ from contextlib import suppress
 import pytest
 
 from statetree.files.safe_pickle import BadPickle, Foreign, Named, Reader, Record, Recorded, collection_paused
+from tests.pace import units
 
 PLAIN = [
     None,
@@ -131,4 +132,4 @@ def test_the_garbage_collector_stays_as_it_was(is_enabled):
 
 def test_importing_the_package_does_not_load_it():
     code = "import sys, statetree; assert 'statetree.files.safe_pickle' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=units(60))

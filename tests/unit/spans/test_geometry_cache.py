@@ -19,8 +19,11 @@ from benchmarks.memory import give_back_freed_memory
 from statetree.spans import geometry_cache
 from statetree.spans.columns import Columns
 from statetree.testing import assert_trees_equal
-from statetree.testing.memory import raw_bytes, shares_memory, storages
+from statetree.testing.regions import raw_bytes
 from statetree.torch_internals import geometry_guard
+from tests.memory import shares_memory, storages
+from tests.pace import units
+from tests.products import product
 
 COUNT = 80
 LONG = 620  # more than one piece
@@ -97,7 +100,7 @@ def allocated(tree, before):
 
 
 def written_to(tree, before):
-    return st.copy_into([leaf.clone() for leaf in before], tree)
+    return st.copy_into(st.offload(before), tree)
 
 
 TRANSFORMS = {
@@ -232,8 +235,7 @@ CHANGES = {
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.quantize_per_tensor:UserWarning")
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize(("transform", "change"), product(TRANSFORMS, CHANGES))
 def test_what_changes_after_it_was_seen_is_seen(transform, change):
     slow, _ = outcome(transform, simple, CHANGES[change], warm=False)
     fast, tree = outcome(transform, simple, CHANGES[change], warm=True)
@@ -448,8 +450,10 @@ def test_equal_pieces_of_a_list_are_remembered_once(recognised):
     assert_trees_equal(result, tree)
 
 
-@pytest.mark.parametrize("place", [0, 600, 5 * 500 + 6])
-@pytest.mark.parametrize("change", ["requires_grad_", "t_", "data of another dtype", "parameter", "conjugate", "meta"])
+@pytest.mark.parametrize(
+    ("change", "place"),
+    product(["requires_grad_", "t_", "data of another dtype", "parameter", "conjugate", "meta"], [0, 600, 5 * 500 + 6]),
+)
 def test_a_change_is_seen_in_whichever_equal_piece(change, place):
     count = 5 * geometry_cache._PIECE + 7
     slow, fast = ([torch.zeros(3, 3) for _ in range(count)] for _ in range(2))
@@ -524,6 +528,7 @@ def remembered_bytes(make):
     return taken, remembered.nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "guarded"), [(layers, 500), (telling, 20_000)], ids=["layers", "telling"])
 def test_no_more_memory_is_taken_than_is_said(make, guarded):
     taken, said = remembered_bytes(partial(make, 20_000))
@@ -645,7 +650,7 @@ def test_another_thread_that_remembers_the_same_first_does_no_harm(monkeypatch):
 
 
 def test_threads_that_see_each_others_lists():
-    ready = threading.Barrier(4, timeout=60)
+    ready = threading.Barrier(4, timeout=units(30))
 
     def work(number):
         ready.wait()
@@ -661,4 +666,4 @@ def test_threads_that_see_each_others_lists():
 
     with ThreadPoolExecutor(4) as pool:
         for future in [pool.submit(work, number) for number in range(4)]:
-            future.result(timeout=120)
+            future.result(timeout=units(60))

@@ -20,12 +20,14 @@ from statetree.spans.layout import (
     holds_memory,
     is_dense,
     lay_out,
-    replicate,
 )
 from statetree.spans.memory import LARGE_BYTES, Memory
-from statetree.testing import Watch, assert_trees_equal
-from statetree.testing.memory import raw_bytes, shares_memory, storages
+from statetree.spans.replicate import replicate_columns
+from statetree.testing import assert_trees_equal
+from statetree.testing.regions import raw_bytes
+from statetree.testing.watch import Watch
 from statetree.torch_internals import WITHOUT_KERNELS, quietly
+from tests.memory import shares_memory, storages
 
 GAP = MIN_GAP_BYTES
 
@@ -38,7 +40,7 @@ def laid_out(*tensors):
 @quietly
 def replicated(tensors, memory=None, *, copy=True):
     columns = Columns(list(tensors))
-    return replicate(columns, extents(columns), memory or Memory(), copy=copy)
+    return replicate_columns(columns, extents(columns), memory or Memory(), copy=copy)
 
 
 def ramp(*shape, dtype=torch.float32, start=0):

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as hyp
 
 from statetree.spans import memory as buffers
-from statetree.spans.layout import raw
+from statetree.spans.layout import as_bytes
 from statetree.spans.memory import ALIGNMENT, LARGE_BYTES, SLAB_BYTES, Buffer, Memory
 from statetree.stager.pool import Pool
+from tests.pace import units
 
 CONTAINERS = {"plain": {}, "shared": {"share_memory": True}}
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs fork")
@@ -87,7 +88,7 @@ def test_small_plain_buffers_in_slabs_are_storages_of_their_own():
 
 def test_pieces_keep_their_slab_alive():
     kept = Memory().carve([8, 8], slabs=True)[1].storage
-    view = raw(kept, 0, 8).fill_(7)
+    view = as_bytes(kept, 0, 8).fill_(7)
     others = [torch.zeros(2) for _ in range(100)]
     assert view.tolist() == [7] * 8
     del others
@@ -138,7 +139,7 @@ def test_memory_of_a_device_has_no_bytes_on_meta():
 @pytest.mark.parametrize("options", CONTAINERS.values(), ids=CONTAINERS)
 def test_large_buffers_can_be_written_from_end_to_end(options, size):
     (buffer,) = Memory(**options).carve([size])
-    view = raw(buffer.storage, buffer.start, buffer.start + size).fill_(3)
+    view = as_bytes(buffer.storage, buffer.start, buffer.start + size).fill_(3)
     assert int(view.sum()) == 3 * size
 
 
@@ -170,7 +171,7 @@ def add_one(views):
 
 def shared_views():
     carved = Memory(share_memory=True).carve([8, 8, LARGE_BYTES])
-    views = [raw(storage, start, start + 8) for storage, start in carved]
+    views = [as_bytes(storage, start, start + 8) for storage, start in carved]
     for number, view in enumerate(views):
         view.copy_(torch.arange(8) + 10 * number)
     return views
@@ -180,7 +181,7 @@ def assert_seen_elsewhere(views, context):
     expected = [view + 1 for view in views]
     process = context.Process(target=add_one, args=(views,))
     process.start()
-    process.join(60)
+    process.join(units(30))
     assert process.exitcode == 0
     for view, wanted in zip(views, expected, strict=True):
         assert torch.equal(view, wanted)
@@ -196,10 +197,10 @@ def test_what_a_forked_process_writes_to_shared_memory_is_seen():
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_what_a_forked_process_writes_to_plain_memory_is_not():
     (buffer,) = Memory().carve([8])
-    view = raw(buffer.storage, 0, 8).fill_(1)
+    view = as_bytes(buffer.storage, 0, 8).fill_(1)
     process = multiprocessing.get_context("fork").Process(target=add_one, args=([view],))
     process.start()
-    process.join(60)
+    process.join(units(30))
     assert process.exitcode == 0
     assert view.tolist() == [1] * 8
 
@@ -236,7 +237,7 @@ import statetree as st, torch
 st.offload([torch.ones(1)], pin_memory=True)  # warns here
 st.allocate_like([torch.ones(1)], pin_memory=True)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=units(60), check=True)
     assert "<string>:3: UserWarning: pin_memory=True needs an accelerator" in done.stderr
     assert done.stderr.count("UserWarning") == 1
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as hyp
 
 from statetree.spans.columns import Columns
 from statetree.spans.overlaps import (
-    all_apart,
+    all_disjoint,
+    are_disjoint,
     conflicts,
-    lie_apart,
     overlaps_itself,
     reads_of_written,
     shared_elements,
@@ -151,15 +151,37 @@ def test_conflicts(plans, kind, how, data):
             sources = [source.real.to(torch.int64) for source in sources]
     truth = true_conflicts(targets, sources)
     pairs = found(targets, sources)
-    assert bool(pairs) == bool(truth)
-    assert {first for first, _ in pairs} <= truth
+    assert pairs or not truth  # what is not refused does not depend on the order of writing
+    assert found(targets[::-1], sources[::-1]) or not pairs  # nor does the answer on that of asking
     for pair in pairs:
-        assert true_conflicts(*([side[index] for index in pair] for side in (targets, sources))) == {0, 1}
+        shared = [set(bytes_in_memory(targets[index])) for index in pair]
+        assert shared[0] & shared[1]
+    if how == 0:
+        assert pairs == []
+
+
+@given(plan=views, kind=kinds, values=hyp.sampled_from(["equal", "tied", "other"]), cast=hyp.booleans())
+def test_the_same_view_twice_may_receive_equal_bits(plan, kind, values, cast):
+    memories = kind()
+    targets = [plan.on(memories), plan.on(memories)]
+    assume(not overlaps_itself(targets[0].shape, targets[0].stride()))
+    value = torch.arange(targets[0].numel()).reshape(targets[0].shape).to(torch.int64 if cast else plan.dtype)
+    sources = [value, {"equal": value.clone(), "tied": value[:], "other": value + 1}[values]]
+    assert bool(found(targets, sources)) == (values == "other" and value.numel() > 0)
+
+
+def test_contiguous_tensors_on_the_same_elements_are_the_same_view_whatever_their_shapes():
+    base, value = torch.zeros(6), ramp(6)
+    assert found([base, base.view(2, 3)], [value, value.clone().view(2, 3)]) == []
+    assert found([base, base.view(2, 3)], [value, value.view(3, 2).t().contiguous().view(2, 3)]) == [(0, 1)]
+    assert found([base.view(2, 3), base.view(3, 2).t()], [torch.ones(2, 3), torch.ones(2, 3)]) == [(0, 1)]
+    assert found([base, base[:5]], [torch.ones(6), torch.ones(5)]) == [(0, 1)]
 
 
 def test_the_partner_is_the_one_that_disagrees():
     base = torch.zeros(10)
-    assert found([base, base[2:3], base[9:]], [torch.zeros(10), torch.ones(1), torch.zeros(1)]) == [(0, 1)]
+    values = torch.zeros(10)
+    assert found([base, base[2:3], base[9:]], [values, torch.ones(1), values[9:]]) == [(0, 1)]
 
 
 @given(left=hyp.lists(views, max_size=4), right=hyp.lists(views, max_size=4), kind=kinds, same=hyp.booleans())
@@ -174,8 +196,8 @@ def test_reads_and_addresses(left, right, kind, same):
     if not same:
         assert reads == []
     for tensors, told in (
-        (targets, lie_apart(Columns(targets))),
-        ([*targets, *sources], all_apart(Columns(targets), Columns(sources))),
+        (targets, are_disjoint(Columns(targets))),
+        ([*targets, *sources], all_disjoint(Columns(targets), Columns(sources))),
     ):
         counts = Counter(place for tensor in tensors for place in set(bytes_in_memory(tensor)))
         apart = all(count == 1 for count in counts.values())
@@ -190,24 +212,34 @@ def test_reads_and_addresses(left, right, kind, same):
 
 def test_tensors_that_touch_are_apart():
     base = ramp(10)
-    assert lie_apart(Columns([base[5:], base[:5]]))
-    assert not lie_apart(Columns([base[4:], base[:5]]))
-    assert all_apart(Columns([base[5:]]), Columns([base[:5]]))
-    assert not all_apart(Columns([base[5:]]), Columns([base[:6]]))
-    assert not all_apart(Columns([base]), Columns([base]))
-    assert not lie_apart(Columns([base, base[2:4], base[8:]]))  # one ends within the first, after the second
+    assert are_disjoint(Columns([base[5:], base[:5]]))
+    assert not are_disjoint(Columns([base[4:], base[:5]]))
+    assert all_disjoint(Columns([base[5:]]), Columns([base[:5]]))
+    assert not all_disjoint(Columns([base[5:]]), Columns([base[:6]]))
+    assert not all_disjoint(Columns([base]), Columns([base]))
+    assert not are_disjoint(Columns([base, base[2:4], base[8:]]))  # one ends within the first, after the second
 
 
 def test_tied_targets_may_receive_tied_sources_of_any_values():
     base, source = torch.zeros(10), ramp(10)
     assert found([base[:6], base[4:]], [source[:6], source[4:]]) == []
     assert found([base[:6], base[4:]], [source[:6], source[3:9]]) == [(0, 1)]
+    assert found([base[:6], base[4:]], [source[:6], source[4:].clone()]) == [(0, 1)]  # although they agree
+    assert found([base[:6], base[4:], base[:6]], [source[:6], source[4:], source[:6].clone()]) == []
+
+
+def test_tied_targets_of_another_dtype_are_as_many_elements_apart():
+    base, source = torch.zeros(10, dtype=torch.bfloat16), ramp(10)
+    assert found([base[:6], base[4:]], [source[:6], source[4:]]) == []
+    assert found([base[:6], base[4:]], [source[:6], source[3:9]]) == [(0, 1)]
+    assert found([base[:6], base.view(torch.int16)[4:]], [source[:6], source[4:]]) == [(0, 1)]
 
 
 def test_tensors_that_begin_alike_but_have_other_strides_are_not_tied_alike():
     base, source = torch.zeros(10), ramp(10)
     assert found([base[:4], base[1:3]], [source[:8:2], source[1:3]]) == [(0, 1)]
     assert found([base[:4], base[1:4]], [source[:8:2], source[1:7:2]]) == [(0, 1)]
+    assert found([base[:4].view(4, 1), base[1:4]], [source[:4].as_strided((4, 1), (1, 7)), source[1:4]]) == []
 
 
 def test_tensors_as_many_bytes_apart_but_of_other_sizes_are_not_tied_alike():
@@ -218,13 +250,17 @@ def test_tensors_as_many_bytes_apart_but_of_other_sizes_are_not_tied_alike():
 
 def test_one_within_another_does_not_end_what_overlaps():
     base = torch.zeros(10)
-    assert found([base, base[1:2], base[5:6]], [ramp(10), ramp(1, start=1), ramp(1, start=70)]) == [(0, 2)]
+    values = ramp(10)
+    assert found([base, base[1:2], base[5:6]], [values, values[1:2], ramp(1, start=70)]) == [(0, 2)]
 
 
 def test_foreign_storages_within_another():
     array = np.zeros(10, dtype=np.float32)
     whole, first, last = (torch.from_numpy(array[part]) for part in (slice(None), slice(1, 2), slice(5, 6)))
-    assert found([whole, first, last], [ramp(10), ramp(1, start=1), ramp(1, start=70)]) == [(0, 2)]
+    values = ramp(10)
+    assert found([whole, first, last], [values, values[1:2], ramp(1, start=70)]) == [(0, 2)]
+    tied = [torch.from_numpy(values.numpy()[part]) for part in (slice(None), slice(1, 2), slice(5, 6))]
+    assert found([whole, first, last], tied) == []
     assert reads_of_written(Columns([whole]), Columns([first, last])) == [0, 1]
 
 
@@ -232,7 +268,10 @@ def test_the_conflicting_pair_is_named():
     base = torch.zeros(20)
     targets = [base[15:], base[:5], base[8:12], base[11:14]]
     assert found(targets, [ramp(5), ramp(5), ramp(4), ramp(3, start=50)]) == [(2, 3)]
-    assert found(targets, [ramp(5), ramp(5), ramp(4), ramp(3, start=3)]) == []
+    values = ramp(12)
+    assert found(targets, [ramp(5), ramp(5), values[8:], values[9:]]) == [(2, 3)]
+    values = ramp(14)
+    assert found(targets, [ramp(5), ramp(5), values[8:12], values[11:]]) == []
 
 
 def test_the_partner_that_is_named_overlaps():
@@ -265,27 +304,28 @@ def test_targets_of_different_dtypes_over_each_other():
     number = base.view(torch.int32)
     one = torch.ones(2)
     assert found([base, number], [one, one.view(torch.int32)]) == []
-    assert found([base, number], [one, torch.ones(2, dtype=torch.int32)]) != []
+    assert found([base, number], [one, one.view(torch.int32).clone()]) != []
 
 
 def test_conjugate_targets():
     base = torch.zeros(2, dtype=torch.complex64)
     value = torch.tensor([1 + 2j, 3 - 4j])
-    assert found([base, base.conj()], [value, value.conj().resolve_conj()]) == []
+    assert found([base, base.conj()], [value, value.conj()]) == []
     assert found([base, base.conj()], [value, value]) != []
-    assert found([base, base.conj()], [value, value.clone()]) != []
-    real = torch.tensor([1 + 0j, 3 + 0j])
-    assert found([base, base.imag], [real, torch.zeros(2)]) == []
-    assert found([base, base.conj().imag], [value, -value.imag]) == []
-    assert found([base, base.conj().imag], [value, value.imag.clone()]) != []
+    assert found([base, base.conj()], [value, value.conj().resolve_conj()]) != []
+    assert found([base.conj(), base.conj()], [value, value.clone()]) == []
+    assert found([base.conj(), base.conj()], [value, value + 1]) != []
+    assert found([base, base.imag], [value, value.imag]) == []
+    assert found([base, base.conj().imag], [value, value.conj().imag]) == []
+    assert found([base, base.conj().imag], [value, -value.imag]) != []
 
 
-def test_memory_at_odd_addresses_is_refused_where_it_may_matter():
+def test_memory_at_odd_addresses():
     buffer = bytearray(33)
     odd = torch.frombuffer(buffer, dtype=torch.float32, offset=1)
     number = torch.frombuffer(buffer, dtype=torch.float32, count=8)
     assert found([odd, number], [ramp(8), ramp(8)])
-    assert found([odd, number], [torch.zeros(8), torch.zeros(8)])  # it would not matter, but is not tried
+    assert found([odd, odd[:]], [ramp(8), ramp(8)]) == []
     assert found([odd], [torch.ones(8)]) == []
     source = ramp(8)
     assert found([odd, odd[2:]], [source, source[2:]]) == []  # whatever the values

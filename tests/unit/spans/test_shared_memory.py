@@ -16,6 +16,7 @@ import statetree as st
 from statetree.spans import memory as buffers
 from statetree.spans.memory import LARGE_BYTES, SLAB_BYTES, Memory
 from statetree.testing import assert_trees_equal
+from tests.pace import units
 
 resource = pytest.importorskip("resource")
 
@@ -35,7 +36,7 @@ def descriptors():
 
 def run(code, *arguments, prefix=()):
     command = [*prefix, sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=os.getcwd())
+    return subprocess.run(command, capture_output=True, text=True, timeout=units(120), check=False, cwd=os.getcwd())
 
 
 # Few descriptors
@@ -85,7 +86,12 @@ print(len(os.listdir("/proc/self/fd")))
 
 @pytest.mark.parametrize(
     ("limit", "count", "size"),
-    [(1024, 5000, 10), (256, 5000, 10), (256, 300, 290_000), (256, 40, 1_000_000)],
+    [
+        pytest.param(1024, 5000, 10, marks=pytest.mark.slow),
+        pytest.param(256, 5000, 10, marks=pytest.mark.slow),
+        (256, 300, 290_000),
+        pytest.param(256, 40, 1_000_000, marks=pytest.mark.slow),
+    ],
     ids=["5,000 small ones", "5,000 small ones and few descriptors", "300 of 1.1 MiB", "40 of 4 MB"],
 )
 def test_three_snapshots_alive_under_a_limit_of_descriptors(limit, count, size):
@@ -111,7 +117,7 @@ def test_descriptors_are_given_back():
 def answer(staged, orders, answers):
     """Do as one is told, with a tree that was sent here. What arrives late is not looked at again."""
     while True:
-        order = orders.get(timeout=120)
+        order = orders.get(timeout=units(60))
         if order == "sums":
             answers.put({key: float(tensor.double().sum()) for key, tensor in staged.items()})
         elif order == "add":
@@ -133,14 +139,14 @@ class Elsewhere:
 
     def ask(self, order):
         self.orders.put(order)
-        return self.answers.get(timeout=120)
+        return self.answers.get(timeout=units(60))
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
         self.orders.put("end")
-        self.process.join(30)
+        self.process.join(units(15))
         self.process.kill()
 
 
@@ -257,9 +263,9 @@ OBSTACLES = {
 def test_no_room_is_a_clear_error_and_leaves_nothing_behind(obstacle, message):
     state, large = {"w": ramp(50), "v": ramp(60)[::2]}, {"w": ramp(1 << 20)}
     with st.Stager(share_memory=True) as stager:
-        staged = stager.stage_async(state).result(60)
+        staged = stager.stage_async(state).result(units(30))
         before = descriptors(), stager.nbytes, os.listdir("/dev/shm")
-        for verb in (stager.stage, stager.prewarm, lambda tree: stager.stage_async(tree).result(60)):
+        for verb in (stager.stage, stager.prewarm, lambda tree: stager.stage_async(tree).result(units(30))):
             with obstacle(), pytest.raises(OSError, match=REFUSED + message):
                 verb(large)
             assert (descriptors(), stager.nbytes, os.listdir("/dev/shm")) == before
@@ -305,7 +311,7 @@ def tiny_dev_shm():
     """What to put before a command so that it sees 8 MiB of /dev/shm."""
     prefix = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=8m tmpfs /dev/shm && exec "$@"', "sh")
     try:
-        works = subprocess.run([*prefix, "true"], capture_output=True, timeout=60, check=False).returncode == 0
+        works = subprocess.run([*prefix, "true"], capture_output=True, timeout=units(30), check=False).returncode == 0
     except FileNotFoundError:
         works = False
     if not works:

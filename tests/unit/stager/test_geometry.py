@@ -1,4 +1,4 @@
-"""``geometry``: when a snapshot that was laid out for some tensors fits others."""
+"""``Geometry``: when a snapshot that was laid out for some tensors fits others."""
 
 import gc
 import weakref
@@ -11,7 +11,7 @@ from hypothesis import strategies as hyp
 from statetree.spans.columns import Columns
 from statetree.spans.layout import MIN_GAP_BYTES, copy_spans, extents, lay_out, make_views
 from statetree.spans.memory import Memory
-from statetree.stager.geometry import Geometry
+from statetree.stager.snapshot import Geometry
 from statetree.testing import assert_trees_equal
 from statetree.torch_internals import quietly
 

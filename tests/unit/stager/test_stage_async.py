@@ -17,6 +17,7 @@ import torch
 import statetree as st
 from statetree.testing import assert_trees_equal
 from tests.faults import fail_each
+from tests.pace import units
 from tests.soak import SNAPSHOTS, Model, assert_is_of_turn, eight_threads, stage_fresh_tensors
 
 LARGE = (1 << 18) + 3  # float32 elements: a block of its own
@@ -68,7 +69,7 @@ class Gate:
 def pass_gate():
     gate = Gate.latest
     gate.reached.set()
-    assert gate.opened.wait(60)
+    assert gate.opened.wait(units(30))
     gate.action()
     return "passed"
 
@@ -86,21 +87,21 @@ def test_a_future_carries_what_stage_returns(stager, options):
     state = make_state()
     future = stager.stage_async(state)
     assert isinstance(future, Future)
-    assert_trees_equal(future.result(60), state, storages=not options["share_memory"])
+    assert_trees_equal(future.result(units(30)), state, storages=not options["share_memory"])
     assert future.exception() is None
     assert stager.stats.stages == 1
 
 
 @pytest.mark.parametrize("tree", [3, None, {}, [], {"a": (1, "b")}, ramp(3), torch.empty(0)])
 def test_any_tree(stager, tree):
-    assert_trees_equal(stager.stage_async(tree).result(60), tree)
+    assert_trees_equal(stager.stage_async(tree).result(units(30)), tree)
 
 
 def test_cycles_and_shared_containers(stager):
     shared = [ramp(3)]
     state = {"a": shared, "b": shared}
     state["self"] = state
-    staged = stager.stage_async(state).result(60)
+    staged = stager.stage_async(state).result(units(30))
     assert staged["self"] is staged
     assert staged["a"] is staged["b"]
     assert torch.equal(staged["a"][0], ramp(3))
@@ -130,7 +131,7 @@ def test_a_future_carries_the_error_that_stage_raises(stager, when):
     assert type(error) is st.UnsupportedLeaf
     assert str(error) == str(foreground.value).replace("stage:", "stage_async:", 1)
     assert error.path == foreground.value.path
-    assert_trees_equal(stager.stage_async({"w": ramp(3)}).result(60), {"w": ramp(3)})
+    assert_trees_equal(stager.stage_async({"w": ramp(3)}).result(units(30)), {"w": ramp(3)})
 
 
 class Stubborn:
@@ -171,12 +172,12 @@ def test_what_is_no_error_is_raised_at_once(stager):
 def test_too_many_staged_trees_come_through_the_future(options):
     with st.Stager(max_snapshots=1, **options) as stager:
         held = stager.stage_async({"w": ramp(3)})
-        held.result(60)
+        held.result(units(30))
         refused = stager.stage_async({"w": ramp(3)})
         with pytest.raises(st.StagerBusy, match="stage_async: 1 staged tree is alive"):
-            refused.result(60)
+            refused.result(units(30))
         del held, refused
-        assert_trees_equal(stager.stage_async({"w": ramp(3, 5)}).result(60), {"w": ramp(3, 5)})
+        assert_trees_equal(stager.stage_async({"w": ramp(3, 5)}).result(units(30)), {"w": ramp(3, 5)})
 
 
 def test_a_future_holds_its_tree_and_no_more(options):
@@ -264,7 +265,7 @@ def test_structure_values_and_memory_are_those_at_the_time_of_the_call(stager, c
     with stager._lock:  # the worker waits
         future = stager.stage_async(state)
         change(state)
-    assert_trees_equal(future.result(60), make_state(3), storages=False)
+    assert_trees_equal(future.result(units(30)), make_state(3), storages=False)
 
 
 def test_many_tensors_that_look_as_before(stager):
@@ -275,7 +276,9 @@ def test_many_tensors_that_look_as_before(stager):
             future = stager.stage_async(state)
             for i in range(0, 100, 3):
                 state[f"w{i}"].data = ramp(5)
-        assert_trees_equal(future.result(60), {f"w{i}": ramp(5, 100 * turn + i) for i in range(100)}, storages=False)
+        assert_trees_equal(
+            future.result(units(30)), {f"w{i}": ramp(5, 100 * turn + i) for i in range(100)}, storages=False
+        )
 
 
 @pytest.mark.parametrize("size", [0, 8], ids=["freed", "shrunk"])
@@ -287,7 +290,7 @@ def test_a_storage_freed_before_its_turn_is_refused(stager, name, size):
         future = stager.stage_async(state)
         state[name].untyped_storage().resize_(size)
     with pytest.raises(st.UnsupportedLeaf, match=rf"stage_async: .*{name}.*freed or resized") as caught:
-        future.result(60)
+        future.result(units(30))
     assert str(caught.value.path) == name
     assert_trees_equal(stager.stage(make_state()), make_state(), storages=False)
 
@@ -337,12 +340,12 @@ def test_synchronize_waits_for_what_is_under_way(stager):
     gate = Gate()
     future = stager.stage_async({"w": ramp(3), "gate": gate})
     later = stager.stage_async({"w": ramp(4)})
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(units(30))
     waiter = in_thread(stager.synchronize)
     waiter.join(0.2)
     assert waiter.is_alive()
     gate.opened.set()
-    waiter.join(60)
+    waiter.join(units(30))
     assert not waiter.is_alive()
     assert future.done()
     assert later.done()
@@ -364,7 +367,7 @@ def test_synchronize_with_nothing_to_wait_for(stager):
     threads = threading.active_count()
     stager.synchronize()
     assert threading.active_count() == threads
-    stager.stage_async({"w": ramp(3)}).result(60)
+    stager.stage_async({"w": ramp(3)}).result(units(30))
     stager.synchronize()
     stager.close()
     stager.synchronize()
@@ -374,7 +377,7 @@ def test_a_stage_not_begun_can_be_cancelled(stager):
     gate = Gate()
     first = stager.stage_async({"w": ramp(3), "gate": gate})
     second, third = (stager.stage_async({"w": ramp(size)}) for size in (4, 5))
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(units(30))
     assert second.cancel()
     assert not first.cancel()
     gate.opened.set()
@@ -393,23 +396,23 @@ def test_close_completes_what_is_under_way_and_refuses_what_is_not_begun(stager)
     gate = Gate()
     running = stager.stage_async({"w": ramp(3), "gate": gate})
     queued = stager.stage_async({"w": ramp(4)})
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(units(30))
     closer = in_thread(stager.close)
     closer.join(0.2)
     with pytest.raises(st.StagerClosed, match=r"stage_async: the stager is closed.*Make a new Stager"):
         stager.stage_async({"w": ramp(5)})
     gate.opened.set()
-    closer.join(60)
+    closer.join(units(30))
     assert not closer.is_alive()
-    assert torch.equal(running.result(60)["w"], ramp(3))
+    assert torch.equal(running.result(units(30))["w"], ramp(3))
     with pytest.raises(st.StagerClosed, match="stage_async: the stager is closed"):
-        queued.result(60)
+        queued.result(units(30))
     stager.synchronize()
     assert stager.nbytes == 0
 
 
 def test_after_close_it_is_refused_at_once(stager):
-    staged = stager.stage_async({"w": ramp(3)}).result(60)
+    staged = stager.stage_async({"w": ramp(3)}).result(units(30))
     stager.close()
     for tree in ({"w": ramp(3)}, {"step": 1}):
         with pytest.raises(st.StagerClosed, match="stage_async: the stager is closed"):
@@ -437,7 +440,7 @@ def test_closing_while_threads_stage(options):
         wait([futures[0]] if futures else [stager.stage_async({"w": ramp(2)})])
         stager.close()
         for thread in threads:
-            thread.join(60)
+            thread.join(units(30))
         stager.synchronize()
         assert problems == []
         assert stager.nbytes == 0
@@ -460,7 +463,7 @@ def test_a_nested_call_in_the_worker_is_refused_and_does_not_wait_for_itself(sta
 
     gate = Gate(call)
     gate.opened.set()
-    staged = stager.stage_async({"w": ramp(3), "gate": gate}).result(60)
+    staged = stager.stage_async({"w": ramp(3), "gate": gate}).result(units(30))
     assert torch.equal(staged["w"], ramp(3))
     assert len(seen) == 1
     assert seen[0].startswith(f"{verb}: the stager is staging already")
@@ -469,7 +472,7 @@ def test_a_nested_call_in_the_worker_is_refused_and_does_not_wait_for_itself(sta
 def test_closing_from_inside_the_worker(stager):
     gate = Gate(stager.close)
     gate.opened.set()
-    staged = stager.stage_async({"w": ramp(3), "gate": gate}).result(60)
+    staged = stager.stage_async({"w": ramp(3), "gate": gate}).result(units(30))
     assert torch.equal(staged["w"], ramp(3))
     stager.synchronize()
     assert stager.nbytes == 0
@@ -499,14 +502,14 @@ def test_a_dropped_stager_completes_its_stages_and_is_freed_with_its_thread(opti
     futures = [stager.stage_async({"w": ramp(3), "gate": gate}), stager.stage_async({"w": ramp(LARGE)})]
     failed = [stager.stage_async({"w": ramp(3), "bad": bad}) for bad in (Stubborn(), Sleepless())]
     gone = weakref.ref(stager)
-    (worker,) = stager._worker._threads
+    (worker,) = stager._worker.executor._threads
     del stager
     gate.opened.set()
-    assert torch.equal(futures[0].result(60)["w"], ramp(3))
-    assert torch.equal(futures[1].result(60)["w"], ramp(LARGE))
+    assert torch.equal(futures[0].result(units(30))["w"], ramp(3))
+    assert torch.equal(futures[1].result(units(30))["w"], ramp(LARGE))
     assert all("not" in str(future.exception(60)) for future in failed)
     failed.clear()  # tracebacks hold what was called
-    worker.join(60)
+    worker.join(units(30))
     assert not worker.is_alive()
     assert gone() is None
     assert torch.equal(futures[1].result()["w"], ramp(LARGE))
@@ -516,9 +519,9 @@ def test_a_dropped_stager_completes_its_stages_and_is_freed_with_its_thread(opti
 def test_sources_are_let_go_of_when_they_are_staged(stager):
     source = ramp(LARGE)
     future = stager.stage_async({"w": source})
-    future.result(60)
+    future.result(units(30))
     storage = weakref.ref(source.untyped_storage())
-    stager.stage_async(1).result(60)  # the worker has turned to something else
+    stager.stage_async(1).result(units(30))  # the worker has turned to something else
     del source
     assert storage() is None
 
@@ -526,7 +529,8 @@ def test_sources_are_let_go_of_when_they_are_staged(stager):
 # Interrupts
 
 
-@pytest.mark.parametrize("file", ["/stager.py", "/spans/layout.py", "/builtin.py"])
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["/stager/", "/spans/layout.py", "/leaves/builtin.py"])
 def test_an_interrupt_anywhere_leaves_nothing_behind(options, file):
     with st.Stager(**options) as stager:
         kept, expected = stager.stage(make_state()), make_state()
@@ -536,17 +540,17 @@ def test_an_interrupt_anywhere_leaves_nothing_behind(options, file):
             nonlocal turn, source
             turn += 1
             source = {**make_state(turn), "more": ramp(turn)}
-            stager.stage_async(source).result(60)
+            stager.stage_async(source).result(units(30))
 
         def after(where):
             thread = in_thread(stager.synchronize)
-            thread.join(60)
+            thread.join(units(30))
             assert not thread.is_alive(), where
             for tensor in source.values():
                 if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
                     tensor.data = torch.empty(0, dtype=tensor.dtype)
             assert_trees_equal(kept, expected, storages=False)
-            assert_trees_equal(stager.stage_async(make_state(7)).result(60), make_state(7), storages=False)
+            assert_trees_equal(stager.stage_async(make_state(7)).result(units(30)), make_state(7), storages=False)
 
         source = {}
         tried = fail_each(stage_another, after, step="signal", error=KeyboardInterrupt, file=file)
@@ -582,7 +586,7 @@ def right(staged, turn):
 struck = turn = 0
 with st.Stager(max_snapshots=2, share_memory=sys.argv[1] == "shared") as stager:
     kept, kept_turn = stager.stage(state), 0
-    until = time.monotonic() + 60  # and not for ever, if nobody is there to strike any more
+    until = time.monotonic() + float(sys.argv[2])  # and not for ever, if nobody is there to strike any more
     while struck < 40 and time.monotonic() < until:
         staged = None
         try:
@@ -609,13 +613,14 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="needs POSIX signals")
 def test_signals_at_any_moment(options):
     kind = "shared" if options["share_memory"] else "plain"
     # Not measured by coverage, whose collector is Python: struck there, it keeps its lock, and waits for it for ever.
     unmeasured = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
     process = subprocess.Popen(
-        [sys.executable, "-c", SIGNALS, kind],
+        [sys.executable, "-c", SIGNALS, kind, str(units(30))],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -626,7 +631,7 @@ def test_signals_at_any_moment(options):
         while process.poll() is None:
             process.send_signal(signal.SIGINT)
             threading.Event().wait(0.007)
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=units(60))
     finally:
         process.kill()
         process.wait()
@@ -643,7 +648,7 @@ def test_the_worker_is_started_where_no_signal_handler_runs(monkeypatch):
     real = ThreadPoolExecutor.submit
     monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
     with st.Stager() as stager:
-        assert stager.stage_async(1).result(60) == 1
+        assert stager.stage_async(1).result(units(30)) == 1
     assert callers[0] is not threading.main_thread()
 
 
@@ -687,7 +692,7 @@ def test_fresh_tensors_take_no_more_memory_after_the_second_stage(options, verb)
         for turn in range(30):
             model.mark(turn)
             staged = getattr(stager, verb)({"model": model.state_dict(), "turn": turn})
-            held = staged.result(60) if verb == "stage_async" else staged
+            held = staged.result(units(30)) if verb == "stage_async" else staged
             del staged
             assert_is_of_turn(held, turn)
             counts.append((stager.stats.allocations, stager.stats.allocated_bytes, stager.nbytes))
@@ -712,7 +717,7 @@ def test_after_prewarm_the_first_stage_takes_no_memory(options, verb):
         assert ahead.allocations > 0
         assert ahead.allocated_bytes == stager.nbytes
         staged = getattr(stager, verb)(make_state(5))
-        staged = staged.result(60) if verb == "stage_async" else staged
+        staged = staged.result(units(30)) if verb == "stage_async" else staged
         assert_trees_equal(staged, make_state(5), storages=False)
         assert stager.stats == (1, *ahead[1:])
 
@@ -760,5 +765,5 @@ def test_a_forked_process_has_the_stager_to_itself(options):
     kind = "shared" if options["share_memory"] else "plain"
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK, kind]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # OpenMP's threads do not outlive a fork
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=units(60), check=False, env=environment)
     assert done.returncode == 0, done.stderr

@@ -21,9 +21,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import statetree as st
 from statetree.spans import memory as buffers
-from statetree.testing import Watch, assert_trees_equal
-from statetree.testing.memory import raw_bytes, scribble, shares_memory, storages
+from statetree.testing import assert_trees_equal
+from statetree.testing.regions import raw_bytes
+from statetree.testing.watch import Watch
 from tests.faults import Fault, fail_each
+from tests.memory import scribble, shares_memory, storages
+from tests.pace import units
 
 SMALL, LARGE = 64, (1 << 18) + 3  # float32 elements: in a slab, and in a block of its own
 
@@ -82,12 +85,12 @@ def stager(options):
         yield made
 
 
-def elsewhere(action, *args, timeout=5):
+def elsewhere(action, *args):
     """Run something in another thread, and fail rather than wait if it never gets its turn."""
     result = []
     thread = threading.Thread(target=lambda: result.append(action(*args)), daemon=True)
     thread.start()
-    thread.join(timeout)
+    thread.join(units(30))
     assert not thread.is_alive(), "another thread waits for ever"
     return result[0]
 
@@ -395,9 +398,8 @@ def test_a_copy_that_fails_half_way(options, monkeypatch):
         assert_trees_equal(staged, expected, storages=False)
 
 
-@pytest.mark.parametrize(
-    "file", ["/stager.py", "/pool.py", "/geometry.py", "/spans/layout.py", "/memory.py", "/builtin.py"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["/stager/", "/spans/layout.py", "/spans/memory.py", "/leaves/builtin.py"])
 def test_an_interrupt_anywhere_leaves_the_stager_usable_by_every_thread(options, file):
     state, other = state_for_faults(0), state_for_faults(500)
     with st.Stager(**options) as stager:
@@ -427,14 +429,14 @@ def test_an_interrupt_in_prewarm_and_close(options):
         with st.Stager(**options) as stager:
             stager.prewarm(state)
 
-    fail_each(cycle, lambda where: None, step="signal", error=KeyboardInterrupt, file="/stager.py")
+    fail_each(cycle, lambda where: None, step="signal", error=KeyboardInterrupt, file="/stager/stager.py")
     stager = st.Stager(**options)
     stager.stage(state)
 
     def after(where):
         assert elsewhere(lambda: stager.nbytes) >= 0, where
 
-    fail_each(stager.close, after, step="signal", error=KeyboardInterrupt, file="/stager.py")
+    fail_each(stager.close, after, step="signal", error=KeyboardInterrupt, file="/stager/stager.py")
     assert stager.nbytes == 0
 
 
@@ -456,7 +458,7 @@ class Holder(threading.Thread):
     def run(self):
         held = self.tensor
         del self.tensor
-        self.done.wait(30)
+        self.done.wait(units(15))
         del held
 
 
@@ -574,7 +576,7 @@ def test_another_thread_holds_a_lease(options):
         with pytest.raises(st.StagerBusy, match="alive"):
             stager.stage(state)
         thread.done.set()
-        thread.join(30)
+        thread.join(units(15))
         stager.stage(state)
 
 
@@ -966,7 +968,7 @@ def test_eight_threads_are_right_or_busy(options):
             }
             if number % 2:
                 mine["more"] = ramp(number * 10)
-            start.wait(30)
+            start.wait(units(15))
             for turn in range(12):
                 mine["w"].add_(1)
                 try:
@@ -1012,7 +1014,7 @@ def test_closing_while_others_stage(options):
         time.sleep(0.005)
         stager.close()
         for thread in threads:
-            thread.join(30)
+            thread.join(units(15))
         assert problems == []
         assert stager.nbytes == 0
 
@@ -1060,6 +1062,7 @@ def resident():
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/statm")
 @pytest.mark.parametrize("verb", ["stage", "stage_async"])
 def test_a_hundred_dropped_stagers_leave_no_memory_behind(options, verb):
@@ -1068,7 +1071,7 @@ def test_a_hundred_dropped_stagers_leave_no_memory_behind(options, verb):
     def stage_and_drop():
         stager = st.Stager(**options)
         staged = getattr(stager, verb)(state)
-        staged = staged.result(60) if verb == "stage_async" else staged
+        staged = staged.result(units(30)) if verb == "stage_async" else staged
         assert staged[3][-1] == state[3][-1]
 
     stage_and_drop()
@@ -1174,7 +1177,7 @@ def test_a_staged_tree_in_shared_memory_reaches_another_process_as_the_same_memo
         process = context.Process(target=scribble, args=(staged,))
         expected = {name: (~raw_bytes(tensor.untyped_storage())).clone() for name, tensor in staged.items()}
         process.start()
-        process.join(60)
+        process.join(units(30))
         assert process.exitcode == 0
         for name, tensor in staged.items():
             assert torch.equal(raw_bytes(tensor.untyped_storage()), expected[name])
@@ -1211,7 +1214,7 @@ for name in ("w", "l"):
             assert all(torch.equal(staged[key], state[key]) for key in state)
             del staged
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=units(60), check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -1299,7 +1302,7 @@ def test_models_optimizers_and_loaders(stager):
 def _report(trees, seen, go_on):
     tree = trees.get()
     seen.put(tree["a"].tolist())
-    go_on.wait(60)
+    go_on.wait(units(30))
     seen.put(tree["a"].tolist())
 
 
@@ -1312,14 +1315,14 @@ def test_what_was_sent_to_another_process_is_never_written_again(options):
         source = {"a": torch.zeros(5), "b": torch.zeros(1 << 19)}
         with st.Stager(max_snapshots=1, **options) as stager:
             trees.put(stager.stage(source))
-            assert seen.get(timeout=60) == [0.0] * 5
+            assert seen.get(timeout=units(30)) == [0.0] * 5
             source["a"].fill_(7)
             stager.stage(source)
             go_on.set()
-            assert seen.get(timeout=60) == [0.0] * 5
+            assert seen.get(timeout=units(30)) == [0.0] * 5
     finally:
         process.kill()
-        process.join(30)
+        process.join(units(15))
 
 
 class FailsWhenMade:

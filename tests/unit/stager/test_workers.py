@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from statetree.stager.workers import submit
+from tests.pace import units
 
 
 @pytest.mark.parametrize("where", ["main thread", "another thread"])
@@ -44,4 +45,4 @@ def test_nothing_of_the_call_is_held_when_it_is_over():
         submit(executor, id, argument)
         submit(executor, id, None)
         del argument
-        assert gone.wait(60)
+        assert gone.wait(units(30))

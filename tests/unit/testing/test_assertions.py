@@ -16,14 +16,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import statetree as st
-from statetree.testing import (
-    assert_independent,
-    assert_pure,
-    assert_structure_preserved,
-    assert_trees_equal,
-    tree_differences,
-)
-from statetree.testing.objects import brief
+from statetree.testing import assert_independent, assert_pure, assert_structure_preserved, assert_trees_equal
+from statetree.testing.assertions import tree_differences
+from statetree.testing.messages import brief
 from tests.trees import DISTRIBUTED_TREES, TREES, Ramp
 from tests.trees.corpus import Held
 from tests.trees.fields import Frozen, State

@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import statetree as st
-from statetree.testing import assert_independent, assert_trees_equal, tree_differences
+from statetree.testing import assert_independent, assert_trees_equal
+from statetree.testing.assertions import tree_differences
 from tests.trees import Ramp
 from tests.trees.classes import SlottedSubclass, TwoTensors, Unflattened, subclassed
 from tests.trees.containers import DictWithAttributes, ListWithSlots, Point
@@ -396,6 +397,15 @@ def test_equal_distributed_tensors_are_accepted():
     assert_trees_equal(left, right, containers=True)
     assert_trees_equal(right, left, containers=True)
     assert_independent(left, right)
+
+
+@pytest.mark.usefixtures("one_rank_group")
+def test_a_mesh_and_its_copy_are_accepted_whatever_torch_notes_on_one():
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("rows", "columns"))
+    copied = copy.deepcopy(mesh)
+    assert_trees_equal([mesh], [copied])
+    hash(mesh), mesh._flatten("all")
+    assert_trees_equal([mesh], [copied])
 
 
 def test_equal_frozensets_may_be_one_object_on_one_side():

@@ -14,8 +14,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from statetree.testing import Watch, assert_pure, assert_trees_equal, memory
+from statetree.testing import assert_pure, assert_trees_equal, regions
 from statetree.testing import watch as watch_module
+from statetree.testing.watch import Watch
 from tests.trees import Ramp
 from tests.trees.classes import TwoTensors, Unflattened, subclassed
 from tests.trees.containers import ListWithAttributes, ListWithSlots
@@ -328,7 +329,7 @@ def test_bytes_are_named_by_where_they_were():
 
 def test_the_cost_of_changes_grows_with_their_number(monkeypatch):
     asked = []
-    storage_of = memory.storage_of
+    storage_of = regions.storage_of
     monkeypatch.setattr(watch_module, "storage_of", lambda value: asked.append(value) or storage_of(value))
 
     def asks(count):

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import statetree as st
-from statetree.testing import Watch, assert_independent, assert_trees_equal
-from statetree.testing.memory import raw_bytes, shares_memory, storages
+from statetree.testing import assert_independent, assert_trees_equal
+from statetree.testing.regions import raw_bytes
+from statetree.testing.watch import Watch
+from tests.memory import shares_memory, storages
 
 Point = namedtuple("Point", "x y")
 

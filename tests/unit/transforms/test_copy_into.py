@@ -13,10 +13,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import statetree as st
 from statetree.leaves.copying import castable
-from statetree.testing import Watch, assert_trees_equal
-from statetree.testing.memory import raw_bytes, shares_memory
+from statetree.testing import assert_trees_equal
+from statetree.testing.regions import raw_bytes
+from statetree.testing.watch import Watch
 from statetree.torch_internals import can_negate
 from tests.faults import fail_each
+from tests.memory import shares_memory
 from tests.trees.classes import TwoTensors
 from tests.trees.tensors import BITS, DTYPES, of_bytes, with_bits
 
@@ -483,13 +485,21 @@ def test_destinations_that_overlap_like_their_sources(kind):
     assert_trees_equal(result, src)
 
 
-@pytest.mark.parametrize("kind", OVERLAPS)
-def test_destinations_that_overlap_where_the_sources_agree(kind):
+@pytest.mark.parametrize("kind", ["same object", "same place"])
+def test_one_destination_twice_where_the_sources_agree(kind):
     src = [tensor.clone() for tensor in overlapping(kind, start=100)]
     dst = overlapping(kind)
     st.copy_into(src, dst)
     for a, b in zip(src, dst, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in OVERLAPS if kind not in ("same object", "same place", "interleaved")]
+)
+def test_destinations_that_overlap_in_part_are_refused_even_where_the_sources_agree(kind):
+    src = [tensor.clone() for tensor in overlapping(kind, start=100)]
+    refused(src, overlapping(kind), "overlap at")
 
 
 @pytest.mark.parametrize("kind", [kind for kind in OVERLAPS if kind != "interleaved"])
@@ -523,8 +533,10 @@ def test_overlap_of_conjugated_views():
     assert torch.equal(dst[0], new)
     assert torch.equal(dst[1], new.conj())
     dst = [base, base.conj()]
-    st.copy_into([new.clone(), new.conj().resolve_conj()], dst)
-    assert torch.equal(dst[1], new.conj())
+    refused([new.clone(), new.conj().resolve_conj()], dst, "overlap at")
+    dst = [base.conj(), base.conj()]
+    st.copy_into([new.clone(), new.clone()], dst)
+    assert torch.equal(dst[1], new)
 
 
 def test_overlap_of_negated_views():
@@ -533,7 +545,9 @@ def test_overlap_of_negated_views():
     refused([ramp(3, start=9), ramp(3, start=9)], dst, "overlap at")
     shared = ramp(3, start=9)
     refused([shared, shared], dst, "overlap at")
-    st.copy_into([shared, -shared], dst)
+    refused([shared, -shared], dst, "overlap at")
+    new = torch.complex(ramp(3), ramp(3, start=9))
+    st.copy_into([new.imag, new.conj().imag], dst)
     assert torch.equal(dst[0], shared)
 
 

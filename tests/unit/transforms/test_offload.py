@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import statetree as st
-from statetree.testing import Watch, assert_independent, assert_trees_equal
-from statetree.testing.memory import scribble, shares_memory, storages
+from statetree.testing import assert_independent, assert_trees_equal
+from statetree.testing.watch import Watch
+from tests.memory import scribble, shares_memory, storages
 
 
 class Box:

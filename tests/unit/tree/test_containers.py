@@ -22,6 +22,7 @@ from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE
 import statetree as st
 from statetree.testing import assert_trees_equal
 from statetree.tree.registry import CONTAINERS, container_of, declare_leaf_class
+from tests.pace import units
 from tests.trees.containers import (
     AttrDict,
     DictWithAttributes,
@@ -504,7 +505,7 @@ def in_threads(count, function):
 
     def run(index):
         try:
-            barrier.wait(10)
+            barrier.wait(units(5))
             results[index] = function()
         except Exception as error:
             errors.append(error)
@@ -513,14 +514,14 @@ def in_threads(count, function):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(units(15))
     if errors:
         raise errors[0]
     return results
 
 
 def test_a_class_met_by_two_threads_at_once_is_one_class():
-    meeting = threading.Barrier(2, timeout=2)
+    meeting = threading.Barrier(2, timeout=units(1))
 
     class Slow(type):
         """Lets nobody look at the class before two threads do."""

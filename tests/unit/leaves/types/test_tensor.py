@@ -11,6 +11,7 @@ from statetree.leaves.types.fake import FAKE, UNINITIALIZED
 from statetree.leaves.types.storage import STORAGE
 from statetree.leaves.types.tensor import TENSOR
 from statetree.testing import assert_trees_equal
+from tests.pace import units
 from tests.repack import repacked, unpacked
 from tests.trees import TREES, Ramp
 from tests.trees.classes import PlainSubclass, SlottedSubclass, subclassed
@@ -92,7 +93,7 @@ def test_another_thread_may_put_leaves_together():
     results = []
     thread = threading.Thread(target=lambda: results.append(repacked(tree)))
     thread.start()
-    thread.join(30)
+    thread.join(units(15))
     assert_trees_equal(results[0], tree)
 
 

@@ -1,1 +1,0 @@
-"""The formats of checkpoints: how each is read without trust, and written."""

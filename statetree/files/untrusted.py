@@ -1,0 +1,72 @@
+"""Names and texts out of files that nobody vouches for: kept inside their directory, and shown without harm."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+from typing import Final, NoReturn
+
+from statetree.errors import CheckpointError
+
+_LONGEST: Final = 1000
+#: What to do about a file that is not what it says it is.
+DISTRUST: Final = "It is damaged, truncated or hostile: get another copy."
+
+
+def printable(text: str) -> str:
+    """Return a text in which control characters, which a terminal would obey, are written as escapes.
+
+    So are characters that change the direction of writing, invisible ones, line breaks and lone surrogates.
+    """
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def brief(text: str, limit: int = 60) -> str:
+    """Return a text cut down to a length, printable."""
+    return printable(text[: limit - 1] + "…" if len(text) > limit else text)
+
+
+def is_text(text: str) -> bool:
+    """Whether a text has an encoding: JSON and pickles can also write halves of characters (lone surrogates)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def refuse(file: Path | str, what: str, remedy: str = DISTRUST) -> NoReturn:
+    """Raise the error for a file that cannot be read. Names in it may be of any length: what is said is cut short."""
+    said = what if len(what) <= _LONGEST else f"{what[: _LONGEST // 2]}…{what[-_LONGEST // 2 :]}"
+    msg = f"read: {file}: {said}. {remedy}"
+    raise CheckpointError(msg)
+
+
+def inside(directory: Path, name: object, listed_in: Path, *, follow_links: bool = False) -> Path:
+    """Return the file that a name out of an untrusted file stands for.
+
+    Args:
+        directory: Where it has to be.
+        name: What was read.
+        listed_in: The file that it was read from, for messages.
+        follow_links: Whether it may lead out of the directory over a symbolic link, which is something that whoever
+            made the directory decided, not the file.
+
+    Raises:
+        CheckpointError: If it may lead out of the directory: by ``..``, as an absolute path, over a symbolic link, or
+            by a name that systems read differently.
+    """
+    if type(name) is not str:
+        refuse(listed_in, f"a file name is a {type(name).__name__}: expected a text")
+    pure = PurePosixPath(name)
+    if pure.is_absolute() or ".." in pure.parts or not pure.parts or any(char in name for char in "\\\0:"):
+        refuse(listed_in, f"the file name {name!r} leads out of its directory")
+    path = directory / name
+    try:
+        if not follow_links and not path.resolve().is_relative_to(directory.resolve()):
+            remedy = "If you trust whoever made the directory, pass --follow-links."
+            refuse(listed_in, f"the file {name!r} is a link that leads out of its directory", remedy)
+        if not path.is_file():
+            refuse(listed_in, f"the file {name!r} is missing", "Get all files of the checkpoint.")
+    except (OSError, ValueError) as error:
+        refuse(listed_in, f"the file {name!r} cannot be found: {error}")
+    return path

@@ -1,0 +1,134 @@
+"""Tensors replicated in other memory: with the same geometry and overlap, and with or without the same bytes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from statetree.paths import Path
+from statetree.spans.columns import Columns
+from statetree.spans.layout import check_memory, copy_spans, extents, lay_out, make_views
+from statetree.spans.memory import LARGE_BYTES, Memory
+from statetree.torch_internals import COPIED_AS_INTEGERS, clone_all, quietly
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@quietly
+def replicate(tensors: Sequence[torch.Tensor], memory: Memory, *, copy: bool = True) -> list[torch.Tensor]:
+    """Replicate the storages of tensors in other memory, and return tensors that lie on them as these do.
+
+    Dtypes, shapes, strides, conjugate and negative bits are the same, and so is overlap: what shared memory does so
+    again. Only the bytes that the tensors cover are allocated and copied.
+
+    Args:
+        tensors: Plain tensors. (``statetree.leaves.take_apart`` gives those of a tree.)
+        memory: Where the new ones lie, from ``memory_of``.
+        copy: Whether they hold the same elements; otherwise their contents are undefined. Meta tensors stay meta when
+            they are copied, and become real when they are not.
+
+    Raises:
+        TypeError: If a tensor is no plain one: sparse, nested, quantized, or a wrapper around others.
+        UnsupportedLeaf: If the storage of a tensor was freed.
+
+    Example:
+        >>> import torch
+        >>> from statetree.spans import memory_of, replicate
+        >>> w = torch.arange(6.0).view(2, 3)
+        >>> first, second = replicate([w, w.T], memory_of("cpu"))
+        >>> second
+        tensor([[0., 3.],
+                [1., 4.],
+                [2., 5.]])
+        >>> first.data_ptr() == second.data_ptr(), first.data_ptr() == w.data_ptr()
+        (True, False)
+    """
+    for index, tensor in enumerate(tensors):
+        if not _is_plain(tensor):
+            msg = (
+                f"replicate: tensor {index} ({type(tensor).__qualname__}, {tensor.layout}) is no plain one: expected "
+                "strided tensors that are no wrappers. Take it apart with statetree.leaves.take_apart."
+            )
+            raise TypeError(msg)
+    columns = Columns(tensors)
+    if copy:
+        check_memory("replicate", columns, lambda index: Path((index,)))
+    return replicate_columns(columns, extents(columns), memory, copy=copy)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_quantized
+        and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    )
+
+
+def replicate_columns(columns: Columns, reach: list[int], memory: Memory, *, copy: bool) -> list[torch.Tensor]:
+    """Return tensors of the same dtypes, geometry and overlap in other memory.
+
+    Args:
+        columns: The tensors.
+        reach: Their ``extents``.
+        memory: Where the new ones lie. Meta tensors stay meta when they are copied, and become real when they are not.
+        copy: Whether the new tensors hold the same elements; otherwise their contents are undefined.
+    """
+    if copy and memory.device.type != "meta" and not columns.on_cpu:
+        meta = [device.type == "meta" for device in columns.devices]
+        if any(meta):
+            return _by_part(columns, reach, meta, Memory("meta"), memory, copy=copy)
+    # The usual state has thousands of small tensors with storages of their own. For these, spans, buffers and views are
+    # three objects too many: one call of `clone` over all of them does the same in a third of the time.
+    if memory.is_plain_host and columns.own_storages:
+        clonable = _clonable(columns, reach)
+        if all(clonable):
+            return clone_all(columns.tensors) if copy else list(map(torch.empty_like, columns.tensors))
+        if any(clonable):
+            return _by_part(columns, reach, clonable, memory, memory, copy=copy)
+    layout = lay_out(columns, reach)
+    buffers = memory.carve([span.stop - span.start for span in layout.spans])
+    views = make_views(columns, layout, buffers, memory.device)
+    if copy and memory.device.type != "meta":
+        copy_spans(columns, layout, buffers, views)
+    return views
+
+
+def _by_part(
+    columns: Columns,
+    reach: list[int],
+    mask: Sequence[bool],
+    where_true: Memory,
+    where_false: Memory,
+    *,
+    copy: bool,
+) -> list[torch.Tensor]:
+    """Replicate the tensors for which ``mask`` holds apart from the others, with which they share no storage."""
+    result: list[torch.Tensor] = list(columns.tensors)
+    for wanted, memory in ((True, where_true), (False, where_false)):
+        chosen = [index for index, flag in enumerate(mask) if flag is wanted]
+        part = Columns([columns.tensors[index] for index in chosen])
+        fresh = replicate_columns(part, [reach[index] for index in chosen], memory, copy=copy)
+        for index, tensor in zip(chosen, fresh, strict=True):
+            result[index] = tensor
+    return result
+
+
+def _clonable(columns: Columns, reach: list[int]) -> list[bool]:
+    """Return for which tensors with storages of their own ``clone`` gives exactly what a copied span would.
+
+    Small contiguous host tensors of ordinary dtypes, without conjugate or negative bit. (Large ones are better off on
+    huge pages.)
+    """
+    special = {dtype for dtype in set(columns.dtypes) if dtype.is_complex or dtype in COPIED_AS_INTEGERS}
+    ordinary = columns.on_cpu and not special and not any(columns.neg) and all(columns.contiguous)
+    if ordinary and max(reach, default=0) < LARGE_BYTES:
+        return [True] * len(reach)
+    return [
+        length < LARGE_BYTES and contiguous and not negative and dtype not in special and device.type == "cpu"
+        for length, contiguous, negative, dtype, device in zip(
+            reach, columns.contiguous, columns.neg, columns.dtypes, columns.devices, strict=True
+        )
+    ]

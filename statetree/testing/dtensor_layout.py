@@ -1,0 +1,252 @@
+"""Descriptions of DTensors that can be sent to ranks, drawn by hypothesis, and worked out without any collective."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from statetree.testing.arguments import check_one_of, check_shape, refuse
+from statetree.testing.numbered import Numbers
+from statetree.testing.source_code import PrintsAsCode
+from statetree.testing.tensor_plan import DTYPES
+
+#: How the local tensors of a layout may lie in their storages.
+LOCAL_GEOMETRIES = ("contiguous", "transposed", "inside")
+_SUMMED = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8),
+)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Layout(PrintsAsCode):
+    """A DTensor as seen from all ranks at once.
+
+    Attributes:
+        shape: The global shape.
+        mesh: The ranks of the mesh, as nested tuples.
+        placements: One for each dim of the mesh: ``R`` (replicate), ``S1`` (shard dim 1), ``S1/2`` (strided: dim 1 is
+            cut in two, and each piece is sharded), ``P`` (partial sums, of a dtype in which they are exact).
+        dtype: The dtype.
+        geometry: How local tensors lie in their storages: one of ``LOCAL_GEOMETRIES``.
+
+    Example:
+        >>> import torch
+        >>> from statetree.testing import Layout
+        >>> layout = Layout((5,), mesh=(0, 1), placements=("S0",))
+        >>> layout.full()
+        tensor([1., 2., 3., 4., 5.])
+        >>> layout.local(1)
+        tensor([4., 5.])
+    """
+
+    shape: tuple[int, ...]
+    mesh: tuple[Any, ...]
+    placements: tuple[str, ...]
+    dtype: torch.dtype = torch.float32
+    geometry: str = "contiguous"
+
+    def __post_init__(self) -> None:
+        check_shape("Layout: shape", self.shape)
+        if not _is_mesh(self.mesh):
+            refuse("Layout: mesh", "ranks, each once, in nested tuples of equal lengths", self.mesh)
+        if len(self.placements) != len(mesh_shape(self.mesh)):
+            refuse("Layout: placements", f"one for each of {len(mesh_shape(self.mesh))} dims", self.placements)
+        kinds = ("R", "P", *(f"S{dim}" for dim in range(len(self.shape))))
+        for kind in self.placements:
+            check_one_of("Layout: placements", re.sub(r"(?<=\d)/[1-9]\d*$", "", str(kind)), kinds)
+        check_one_of("Layout: dtype", self.dtype, DTYPES)
+        if "P" in self.placements and largest_sum(self.dtype) < self._total_weight():
+            refuse("Layout: dtype", "one in which sums of placement P are exact, as torch.float32", self.dtype)
+        check_one_of("Layout: geometry", self.geometry, LOCAL_GEOMETRIES)
+
+    def full(self) -> torch.Tensor:
+        """Return the whole tensor. Its elements are unique by position, but for partial sums in short dtypes."""
+        return _times(self._elements(), self._total_weight())
+
+    def local(self, rank: int) -> torch.Tensor | None:
+        """Return what a rank holds, or ``None`` if it is not in the mesh."""
+        indices = self.indices(rank)
+        if indices is None:
+            return None
+        weight = math.prod(
+            place + 1 for place, kind in zip(self._coordinate(rank) or (), self.placements, strict=True) if kind == "P"
+        )
+        return _laid_out(_times(self._elements(), weight).flatten()[indices], self.geometry)
+
+    def indices(self, rank: int) -> torch.Tensor | None:
+        """Return where the elements that a rank holds are in the flattened whole, or ``None`` outside the mesh."""
+        coordinate = self._coordinate(rank)
+        if coordinate is None:
+            return None
+        held = torch.arange(math.prod(self.shape), device="cpu").reshape(self.shape)
+        for place, size, kind in zip(coordinate, mesh_shape(self.mesh), self.placements, strict=True):
+            if kind[0] == "S":
+                dim, factor = _parsed(kind)
+                pieces = [_chunk(piece, size, place, dim) for piece in held.chunk(factor, dim)]
+                held = torch.cat(pieces, dim)
+        return held
+
+    def build(self) -> Any:
+        """Make the DTensor. All ranks of the default group call it, those outside the mesh too."""
+        from torch.distributed.tensor import DTensor
+
+        local = self.local(dist.get_rank())
+        return DTensor.from_local(
+            torch.empty(0, dtype=self.dtype, device="cpu") if local is None else local,
+            self.device_mesh(),
+            self.torch_placements(),
+            run_check=False,
+            shape=torch.Size(self.shape),
+            stride=torch.empty(self.shape, device="meta").stride(),
+        )
+
+    def device_mesh(self) -> Any:
+        """Return the mesh, which is made once in a process. All ranks of the default group call it."""
+        return _device_mesh(self.mesh, id(dist.group.WORLD))
+
+    def torch_placements(self) -> list[Any]:
+        """Return the placements as torch has them."""
+        return [_torch_placement(kind) for kind in self.placements]
+
+    def _elements(self) -> torch.Tensor:
+        if "P" not in self.placements:
+            return Numbers()(self.shape, self.dtype)
+        most = largest_sum(self.dtype) // self._total_weight()
+        numbers = torch.arange(math.prod(self.shape), device="cpu").reshape(self.shape) % most + 1
+        return numbers.to(self.dtype) * (1 - 1j) if self.dtype.is_complex else numbers.to(self.dtype)
+
+    def _total_weight(self) -> int:
+        sizes = zip(mesh_shape(self.mesh), self.placements, strict=True)
+        return math.prod(total(size) for size, kind in sizes if kind == "P")
+
+    def _coordinate(self, rank: int) -> tuple[int, ...] | None:
+        found = (torch.tensor(self.mesh, device="cpu") == rank).nonzero().tolist()
+        return tuple(found[0]) if found else None
+
+
+def meshes(world_size: int, *, subsets: bool = True) -> list[tuple[Any, ...]]:
+    """Return meshes of up to three dims over some ranks, as nested tuples; the plainest first.
+
+    The ranks rise in every dim: torch's own collectives take a dim's ranks for sorted, whatever their coordinates are.
+
+    Args:
+        world_size: How many ranks there are.
+        subsets: Whether there are meshes that leave ranks out.
+    """
+    everyone = range(world_size)
+    found = _grids(everyone, 3)
+    if subsets and world_size > 1:
+        for ranks in (everyone[:-1], everyone[1:], everyone[:: world_size - 1], everyone[-1:]):
+            found += _grids(ranks, 2)
+    return sorted(dict.fromkeys(found), key=lambda mesh: len(mesh_shape(mesh)))
+
+
+def _grids(ranks: range, most_dims: int) -> list[tuple[Any, ...]]:
+    """Return the meshes of some ranks, by rows and by columns, those of fewer dims first."""
+    flat = torch.tensor(ranks, device="cpu")
+    sizes = [size for size in range(1, len(ranks) + 1) if len(ranks) % size == 0]
+    found = []
+    for dims in range(1, most_dims + 1):
+        for shape in itertools.product(sizes, repeat=dims):
+            if math.prod(shape) == len(ranks):
+                by_columns = flat.reshape(shape[::-1]).permute(*reversed(range(dims)))
+                found += [_nested(flat.reshape(shape).tolist()), _nested(by_columns.tolist())]
+    return found
+
+
+def _nested(ranks: Any) -> Any:
+    return tuple(map(_nested, ranks)) if isinstance(ranks, list) else ranks
+
+
+def mesh_shape(mesh: tuple[Any, ...]) -> tuple[int, ...]:
+    """Return how long a mesh is in each of its dims."""
+    return tuple(torch.tensor(mesh, device="cpu").shape)
+
+
+@functools.cache
+def _device_mesh(mesh: tuple[Any, ...], group: int) -> Any:  # noqa: ARG001 - meshes of an earlier group are of no use
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh("cpu", torch.tensor(mesh, device="cpu"))
+
+
+def _torch_placement(kind: str) -> Any:
+    """Return a placement of torch. Strided ones are private: tried with torch 2.11 and 2.13."""
+    from torch.distributed.tensor import Partial, Replicate, Shard, placement_types
+
+    if kind == "R":
+        return Replicate()
+    if kind == "P":
+        return Partial()
+    dim, factor = _parsed(kind)
+    return placement_types._StridedShard(dim, split_factor=factor) if "/" in kind else Shard(dim)
+
+
+def _parsed(kind: str) -> tuple[int, int]:
+    dim, _, factor = kind[1:].partition("/")
+    return int(dim), int(factor or 1)
+
+
+def _chunk(tensor: torch.Tensor, count: int, index: int, dim: int) -> torch.Tensor:
+    """Return a shard: all are as long as the first, but for the last ones, which may be shorter or empty."""
+    length = -(-tensor.shape[dim] // count)
+    start = min(index * length, tensor.shape[dim])
+    return tensor.narrow(dim, start, min(length, tensor.shape[dim] - start))
+
+
+def _laid_out(tensor: torch.Tensor, geometry: str) -> torch.Tensor:
+    if geometry == "transposed" and tensor.ndim > 1:
+        return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+    if geometry == "inside":
+        larger = torch.full((tensor.numel() + 8,), 99, dtype=tensor.dtype, device="cpu")
+        larger[5 : 5 + tensor.numel()] = tensor.flatten()
+        return larger[5 : 5 + tensor.numel()].view(tensor.shape)
+    return tensor
+
+
+def _times(tensor: torch.Tensor, factor: int) -> torch.Tensor:
+    return tensor if factor == 1 else tensor * factor  # not every dtype can be multiplied
+
+
+def total(size: int) -> int:
+    """Return the sum of what the ranks of a dim of this size weigh: 1, 2, 3 and so on."""
+    return size * (size + 1) // 2
+
+
+def largest_sum(dtype: torch.dtype) -> int:
+    """Return up to which number all sums in a dtype are exact, in whatever order: 0 if torch does not sum it."""
+    if dtype not in _SUMMED:
+        return 0
+    is_whole = not (dtype.is_floating_point or dtype.is_complex)
+    return torch.iinfo(dtype).max if is_whole else round(2 / torch.finfo(dtype).eps)
+
+
+def _is_mesh(mesh: Any) -> bool:
+    try:
+        ranks = torch.tensor(mesh, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    is_filled = isinstance(mesh, tuple) and ranks.dtype is torch.int64 and ranks.numel() > 0
+    return is_filled and int(ranks.min()) >= 0 and len(ranks.unique()) == ranks.numel()
+
+
+def over_later_dims(placements: tuple[str, ...], mesh: tuple[Any, ...]) -> tuple[str, ...]:
+    """Return placements in which, of two dims of the mesh that shard one dim, the earlier shards what the later cuts.
+
+    This is how FSDP shards what tensor parallelism has sharded.
+    """
+    sizes = mesh_shape(mesh)
+    result = list(placements)
+    for one, other in itertools.combinations(range(len(placements)), 2):
+        if placements[one] == placements[other] and placements[one][0] == "S":
+            _, factor = _parsed(result[one])
+            result[one] = f"{placements[one]}/{factor * sizes[other]}"
+    return tuple(result)

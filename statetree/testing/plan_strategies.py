@@ -1,0 +1,154 @@
+"""Strategies for plans of trees, of which ``build`` makes the same tree as often as it is asked to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from hypothesis import strategies as st
+
+from statetree.testing.arguments import check_at_least, check_some_of, refuse
+from statetree.testing.container_plan import MAPPINGS, PAIRS, SEQUENCES, WITH_ATTRIBUTES, Again, Node, Value
+from statetree.testing.plans import TreePlan
+from statetree.testing.samples import Color, NamedPair, Pair, a_factory
+from statetree.testing.tensor_plan import DTYPES, GEOMETRIES, USUAL_WRAPS, VIEWS, WRAPS, TensorPlan, ViewPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+NAN = float("nan")
+AWKWARD_KEYS = (
+    *(True, False, None, 0.0, -0.0, 1.0, NAN, "0", "1", "True", "None", "", ".", "[0]", "['a']", "\ud800", b"a"),
+    *(Color.RED, (0,), ("0",), (False, "a"), (), frozenset({"a", "b"}), NamedPair(1, "a"), int),
+)
+#: The simplest leaf. It is drawn in one choice, so that what shrinks ends here, and not with an empty object.
+_NOTHING = st.just(Value(None))
+_WRAPPED = st.builds(TensorPlan, wrap=st.sampled_from(USUAL_WRAPS))
+
+
+def shapes(*, min_dims: int = 0, max_dims: int = 3, max_side: int = 3) -> st.SearchStrategy[tuple[int, ...]]:
+    """Shapes, with sides of 0 and 1 among them."""
+    check_at_least("max_dims", max_dims, 0)
+    check_at_least("max_side", max_side, 0)
+    return st.lists(st.integers(0, max_side), min_size=min_dims, max_size=max_dims).map(tuple)
+
+
+def tensor_plans(
+    *,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    max_dims: int = 3,
+    max_side: int = 3,
+    geometries: Sequence[str] = tuple(GEOMETRIES),
+    wraps: Sequence[str] = USUAL_WRAPS,
+) -> st.SearchStrategy[TensorPlan]:
+    """Plans of single tensors (see ``tensors``)."""
+    check_some_of("dtypes", dtypes, DTYPES)
+    check_some_of("geometries", geometries, GEOMETRIES)
+    check_some_of("wraps", wraps, WRAPS)
+    return st.builds(
+        TensorPlan,
+        shape=shapes(max_dims=max_dims, max_side=max_side),
+        dtype=st.sampled_from(dtypes),
+        geometry=st.sampled_from(geometries),
+        wrap=st.sampled_from(wraps),
+    ).filter(can_be_shown)
+
+
+def can_be_shown(plan: TensorPlan) -> bool:
+    """Whether torch can print the tensor: a test that fails on another would fail with torch's error, not its own."""
+    return plan.shape != () or plan.dtype is not torch.float4_e2m1fn_x2
+
+
+def view_plans(*, max_bases: int = 3) -> st.SearchStrategy[ViewPlan]:
+    """Plans of views that overlap in a few storages."""
+    return st.builds(
+        ViewPlan,
+        base=st.integers(0, max_bases - 1),
+        kind=st.sampled_from(list(VIEWS)),
+        start=st.integers(0, 24),
+        stop=st.integers(0, 24),
+    )
+
+
+def plain_values() -> st.SearchStrategy[Any]:
+    """Values that hold no tensor: numbers, strings, and what is passed by identity."""
+    return st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(),
+        st.complex_numbers(),
+        st.text(max_size=3),
+        st.binary(max_size=3),
+        st.sampled_from([Color.RED, a_factory, Pair, torch.float32, torch.device("cpu"), torch.Size([2, 1])]),
+    )
+
+
+def tree_plans(
+    leaves: st.SearchStrategy[Any] | None = None, *, max_leaves: int = 12, opaque: bool = True
+) -> st.SearchStrategy[Any]:
+    """Plans of trees (see ``state_trees``)."""
+    check_at_least("max_leaves", max_leaves, 1)
+    if not (leaves is None or isinstance(leaves, st.SearchStrategy)):
+        refuse("leaves", "a strategy, or None", leaves, TypeError)
+    usual = st.one_of(_NOTHING, tensor_plans(), tensor_plans(), st.builds(Value, plain_values()))
+    chosen = usual if leaves is None else _plans_of(leaves)
+    trees = st.recursive(chosen, lambda smaller: _nodes(smaller, opaque=opaque), max_leaves=max_leaves)
+    fewest = st.sampled_from([0, 2, 2])  # else half of all trees would be leaves, or empty
+    return st.one_of(trees, fewest.flatmap(lambda count: _nodes(trees, opaque=opaque, fewest=count)))
+
+
+def tied_plans(*, max_leaves: int = 12, opaque: bool = True) -> st.SearchStrategy[Any]:
+    """Plans of trees whose leaves share storages (see ``tied_trees``)."""
+    again = st.builds(Again, st.integers(0, 7))
+    views = (view_plans(max_bases=1), view_plans(max_bases=2), view_plans())
+    leaves = st.one_of(_NOTHING, *views, again, _WRAPPED, st.builds(Value, plain_values()))
+    return tree_plans(leaves, max_leaves=max_leaves, opaque=opaque)
+
+
+def _plans_of(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    # Leaves that were built one by one would each count their elements from 1, and would not print as code.
+    if branches := getattr(leaves, "original_strategies", ()):  # hypothesis' own name, of ``one_of``
+        return st.one_of(*map(_plans_of, branches))
+    plans: st.SearchStrategy[Any] = getattr(leaves, "plans", leaves)
+    return plans.map(lambda leaf: leaf if isinstance(leaf, TreePlan) else Value(leaf))
+
+
+def _keys() -> st.SearchStrategy[Any]:
+    """Keys of mappings: those that ordinary states have, and those that are hard to tell apart."""
+    return st.one_of(st.text("ab.", max_size=3), st.integers(0, 3), st.sampled_from(AWKWARD_KEYS), st.text(max_size=2))
+
+
+def _nodes(children: st.SearchStrategy[Any], *, opaque: bool, fewest: int = 0) -> st.SearchStrategy[Any]:
+    @st.composite
+    def mappings(draw: st.DrawFn) -> Node:
+        kind = draw(st.sampled_from(list(MAPPINGS)))
+        most = 1 if kind == "Counter" else 4  # to be shown, it sorts what it holds, and tensors cannot be
+        items = st.tuples(_keys(), children)
+        drawn = draw(st.lists(items, min_size=min(fewest, most), max_size=most, unique_by=lambda item: item[0]))
+        keys, held = (tuple(item[side] for item in drawn) for side in (0, 1))
+        return Node(kind, held, keys, draw(_attributes(kind, children)))
+
+    @st.composite
+    def sequences(draw: st.DrawFn) -> Node:
+        kind = draw(st.sampled_from(list(SEQUENCES)))
+        items = draw(st.lists(children, min_size=fewest, max_size=4))
+        return Node(kind, tuple(items), attributes=draw(_attributes(kind, children)))
+
+    @st.composite
+    def pairs(draw: st.DrawFn) -> Node:
+        return Node(draw(st.sampled_from(list(PAIRS))), (draw(children), draw(children)))
+
+    @st.composite
+    def things(draw: st.DrawFn) -> Node:
+        return Node("Thing", tuple(draw(st.lists(children, min_size=fewest, max_size=3))))
+
+    # All are composite: these stand for themselves in representations, which else would grow with each level.
+    return st.one_of(mappings(), sequences(), pairs(), *([things()] if opaque else []))
+
+
+def _attributes(kind: str, children: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[tuple[str, Any], ...]]:
+    if kind not in WITH_ATTRIBUTES:
+        return st.just(())
+    names = st.sampled_from(["_metadata", "extra", "a"])
+    return st.dictionaries(names, children, max_size=2).map(lambda named: tuple(named.items()))

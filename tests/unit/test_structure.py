@@ -1,0 +1,57 @@
+"""The structure of the package, as far as the import contracts of `make lint` do not hold it."""
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+import statetree
+
+ROOT = Path(statetree.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+PACKAGES = ["chunks", "cli", "dcp", "exchange", "files", "leaves", "spans", "stager", "testing", "transforms", "tree"]
+MODULES = ["__init__.py", "__main__.py", "compose.py", "declare.py", "errors.py", "paths.py", "torch_internals.py"]
+#: A layer and its registry, or its public face, have one name each by design.
+SHARED_FILE_NAMES = {"__init__.py", "registry.py"}
+
+
+def name_of(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+def test_the_root_shows_the_engines():
+    found = sorted(entry.name for entry in ROOT.iterdir() if entry.name != "__pycache__")
+    assert found == sorted([*PACKAGES, *MODULES, "py.typed"])
+
+
+@pytest.mark.parametrize("package", [*PACKAGES, "leaves/types"])
+def test_each_package_says_what_it_is(package):
+    text = ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text()))
+    assert text
+    if package != "leaves/types":
+        files = [path.stem for path in (ROOT / package).glob("*.py") if not path.name.startswith("_")]
+        assert not [name for name in files if f"``{name}``" not in text], "files that its docstring does not list"
+
+
+def test_no_two_classes_have_one_name():
+    where = defaultdict(list)
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                where[node.name].append(name_of(path))
+    assert {name: paths for name, paths in where.items() if len(paths) > 1} == {}
+
+
+def test_no_two_files_have_one_name():
+    where = defaultdict(list)
+    for path in FILES:
+        if path.name not in SHARED_FILE_NAMES:
+            where[path.name].append(name_of(path))
+    assert {name: paths for name, paths in where.items() if len(paths) > 1} == {}
+
+
+def test_a_file_is_one_idea():
+    lengths = {name_of(path): len(path.read_text().splitlines()) for path in FILES}
+    assert {name: length for name, length in lengths.items() if length > 400} == {}
+    assert sorted(lengths.values())[len(lengths) // 2] <= 150
