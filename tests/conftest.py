@@ -36,6 +36,8 @@ LIMIT = 3600 if PROFILE == "thorough" else 300
 RANKS_LIMIT, COLLECTIVE_LIMIT = 60, 30
 #: Worlds of other sizes than two and three are for `make slow`, where a test is run for several.
 QUICK_WORLDS = (2, 3)
+#: Modules that import one of these start ranks.
+STARTING_RANKS = {"run_ranks", "rank_outcomes", "close_ranks"}
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-timeout reads it
@@ -45,16 +47,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.timeout = units(LIMIT)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups, and pytest the markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what needs many ranks as slow, and keep what needs ranks on one worker."""
-    for item in items:
-        names = vars(getattr(item, "module", item))
-        if "run_ranks" in names or "rank_outcomes" in names:
-            item.add_marker(pytest.mark.xdist_group("ranks"))
-        worlds = getattr(item, "callspec", None)
-        if worlds is not None and worlds.params.get("world_size", QUICK_WORLDS[0]) not in QUICK_WORLDS:
-            item.add_marker(pytest.mark.slow)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark what needs one rank or many as slow, and group tests by what they share on a worker: ranks, or a module."""
+    has_ranks = not STARTING_RANKS.isdisjoint(vars(getattr(item, "module", item)))
+    item.add_marker(pytest.mark.xdist_group("ranks" if has_ranks else item.path.stem))
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    if parameters.get("world_size", QUICK_WORLDS[0]) not in QUICK_WORLDS:
+        item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:
