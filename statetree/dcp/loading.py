@@ -22,6 +22,7 @@ from statetree.spans.columns import Columns
 from statetree.spans.overlaps import sharing
 from statetree.transforms.allocate_like import allocate_like
 from statetree.transforms.copy_into import copy_into
+from statetree.transforms.similarity import similarity
 from statetree.tree.spec import TreeSpec
 
 if TYPE_CHECKING:
@@ -173,6 +174,13 @@ class _Ties:
         try:
             copy_into(self.loaded, self._tied)
         except TreeMismatch as error:
+            # Those that overlap in part are tried out on scratch memory, in which they overlap as they do here.
+            scratch = allocate_like(self._tied)
+            for key, tensor in self.loaded.items():
+                copy_into(tensor, scratch[key])
+            if all(similarity(tensor, scratch[key], values=True) for key, tensor in self.loaded.items()):
+                copy_into(scratch, self._tied)
+                return
             found = [
                 Difference(self._paths[path[0]], "ties", "values of its own", right)
                 for path, _, _, right in error.differences
