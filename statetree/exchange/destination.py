@@ -99,6 +99,7 @@ class FreshDestination(Destination):
         super().__init__(source, list(source.leaves))
         self._rank = rank
         self._whole = isinstance(rule, WholeOn)
+        self._moves = device is None or torch.device(device).type != "meta"  # on every rank alike
         self._device = "meta" if isinstance(rule, WholeOn) and rank not in rule.ranks else device
         self._layouts = {index: rule(chunks) for index, chunks in source.chunks.items()}
         self._bring_others(self._device)
@@ -152,7 +153,7 @@ class FreshDestination(Destination):
         """Return the distributed leaves of the source that move."""
         if self.source.canonical != self._canonical:
             self._make()
-        return self.source.moving()
+        return self.source.moving() if self._moves else []
 
     def transfers(self, sources: dict[int, Chunked], layouts: dict[int, ChunkLayout] | None = None) -> list[Transfer]:
         """Return what moves from where to where."""

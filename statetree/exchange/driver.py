@@ -62,10 +62,10 @@ class Exchange(Call):
         """
         size = self.group.size
         listed: Sequence[Any] = range(size) if chosen is None else (chosen,) if isinstance(chosen, int) else chosen
-        ranks = tuple(sorted(set(listed)))
-        if not all(isinstance(rank, int) and 0 <= rank < size for rank in ranks):
+        if not listed or not all(_is_rank(rank, size) for rank in listed):
             msg = f"{self.verb}: dst must name ranks of the group: expected some of 0 to {size - 1}, got {chosen!r}."
             raise RankMismatch(msg)
+        ranks = tuple(sorted(set(listed)))
         self.options["dst"] = list(ranks)
         return ranks
 
@@ -230,6 +230,10 @@ class Exchange(Call):
         kinds = [chunks.device for manifest in (source, *target.manifests) for chunks in manifest.chunks.values()]
         device = communicating_device(self.group, kinds)
         return plan_transfers(TransferOptions(key, self.group, device, self.bucket_bytes), transfers, reduction)
+
+
+def _is_rank(value: Any, size: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < size
 
 
 def exchange(verb: str, group: ProcessGroup | None = None, timeout: Timeout = None, **options: Any) -> Exchange:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
 from statetree.declare import collective, leafwise
 from statetree.exchange.buckets import BUCKET_BYTES
 from statetree.exchange.destination import WholeOn
@@ -12,7 +14,6 @@ from statetree.exchange.driver import exchange
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
     from torch.distributed import ProcessGroup
 
     from statetree.exchange.group import Timeout
@@ -40,7 +41,8 @@ def gather(
         tree: Any tree, the same on every rank up to elements and plain values.
         dst: Which ranks of the group get the tensors: one, several, or with ``None`` all.
         group: The ranks that take part; by default all. Together they must hold every distributed tensor completely.
-        device: Where the tensors are put; by default where the shards lie.
+        device: Where the tensors are put, by default where the shards lie: devices of one type on every rank. With
+            ``"meta"`` nothing is moved.
         replicas: What to do with a path at which the ranks hold tensors over meshes that differ from rank to rank (two
             copies of a model, or two pipeline stages with one name for their layers). With ``"check"`` they are copies
             only if their bytes are the same, which are hashed for that. With ``"first"``, what the first rank's mesh
@@ -75,6 +77,8 @@ def gather(
         {'w': tensor([1., 1.])}
     """
     with exchange("gather", group, timeout, dst=dst, replicas=replicas, bucket_bytes=bucket_bytes) as run:
+        # Which device of a type it is may differ from rank to rank.
+        run.options["device"] = None if device is None else torch.device(device).type
         receivers = run.ranks(dst)
         source = run.manifest(tree, complete=True)
         target = run.destination(source, WholeOn(receivers), device=device)

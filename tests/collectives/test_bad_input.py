@@ -175,12 +175,13 @@ def give_bad_options():
     for call in (
         lambda: statetree.gather(tree, group=object()),
         lambda: statetree.gather(tree, dst="0"),
-        lambda: statetree.gather(tree, dst=[]) and None,
     ):
         attempt(call)  # whatever it is, it is the same everywhere
         check_in_step()
-    found = statetree.gather(tree, dst=[])
-    assert found["w"].is_meta  # nobody gets it
+    for dst in ([], True, [0, False]):
+        name, message = attempt(lambda dst=dst: statetree.gather(tree, dst=dst))
+        assert (name, "dst must name ranks" in message) == ("RankMismatch", True), (dst, name, message)
+        check_in_step()
 
 
 @RANKS

@@ -101,7 +101,9 @@ class DTensorType(WrapperType):
         known = ranks.memo.get(key)
         if known is None:
             known = ranks.memo[key] = _described(spec, shape, dtype, ranks, on_meta=local.is_meta)
-        pieces = [local] if local.shape == known.only else local_pieces(local, known.boxes)
+        # On ranks outside of the mesh torch gives a tensor without dims one element, which nobody asked for.
+        outside = not known.boxes and not shape
+        pieces = [local] if local.shape == known.only else [] if outside else local_pieces(local, known.boxes)
         if pieces is None:
             held = tuple(box.sizes for box in known.boxes)
             msg = (
