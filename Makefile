@@ -13,7 +13,7 @@ OTHERS_STAMP := $(OTHERS)/.installed
 INSTALL := python -m pip install -qq --disable-pip-version-check -c constraints.txt
 PIP := $(BIN)/$(INSTALL)
 PYTEST := $(BIN)/python -m pytest
-WORKERS := --numprocesses=2 --dist=loadgroup
+WORKERS := --numprocesses=2
 SOURCES := $(wildcard statetree tests examples benchmarks docs)
 
 # Only for the checkpoint files (resemblyzer, lpips) and tensor subclasses (torchao) that they ship:
@@ -40,7 +40,6 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## Train, checkpoint, kill and resume a small transformer
 	@$(BIN)/python examples/train_resume.py
 
-# Tests that start ranks are a group, which one of the workers runs: two pools of ranks would wait for each other's cores.
 # The profiles quick and ci (30 and 100 examples) take the same ones every time: a run here means what a run there means.
 test: $(STAMP)  ## Run the tests but the slow ones (five minutes)
 	@HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-quick}" $(PYTEST) $(WORKERS) -m "not slow" $(ARGS)
@@ -75,7 +74,7 @@ mutation: $(STAMP)  ## Change one thing at a time in the core, and see whether t
 	@HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-dev}" $(BIN)/python -m tests.mutation --jobs 2 $(ARGS)
 
 thorough: $(STAMP)  ## Run all tests with 3,000 hypothesis examples each, on all cores
-	@HYPOTHESIS_PROFILE=thorough $(PYTEST) --numprocesses=auto --dist=loadgroup $(ARGS)
+	@HYPOTHESIS_PROFILE=thorough $(PYTEST) --numprocesses=auto $(ARGS)
 
 soak: $(STAMP)  ## Stage 10,000 times, and from eight threads, and look for what is left behind
 	@$(BIN)/python -m tests.soak $(ARGS)

@@ -4,10 +4,13 @@ The environment variable HYPOTHESIS_PROFILE chooses the profile: ``quick`` in `m
 wherever CI is set, ``thorough`` in `make thorough`, ``dev`` while working.
 """
 
+import functools
 import gc
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -36,6 +39,7 @@ LIMIT = 3600 if PROFILE == "thorough" else 300
 RANKS_LIMIT, COLLECTIVE_LIMIT = 60, 30
 #: Worlds of other sizes than two and three are for `make slow`, where a test is run for several.
 QUICK_WORLDS = (2, 3)
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-timeout reads it
@@ -45,16 +49,32 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.timeout = units(LIMIT)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups, and pytest the markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what needs many ranks as slow, and keep what needs ranks on one worker."""
-    for item in items:
-        names = vars(getattr(item, "module", item))
-        if "run_ranks" in names or "rank_outcomes" in names:
-            item.add_marker(pytest.mark.xdist_group("ranks"))
-        worlds = getattr(item, "callspec", None)
-        if worlds is not None and worlds.params.get("world_size", QUICK_WORLDS[0]) not in QUICK_WORLDS:
-            item.add_marker(pytest.mark.slow)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark what needs one rank or many as slow."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    if parameters.get("world_size", QUICK_WORLDS[0]) not in QUICK_WORLDS:
+        item.add_marker(pytest.mark.slow)
+
+
+@functools.cache
+def starts_ranks(file: str) -> bool:
+    return re.search(r"\b(run_ranks|rank_outcomes|close_ranks)\b", (ROOT / file).read_text()) is not None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give a file's tests to one worker, and all files that start ranks to the same: pools would fight for the cores.
+
+    Not by marks: xdist 3.8 tells groups by the ids of tests, which pytest 9 does not let it change.
+    """
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "ranks" if starts_ranks(file) else file
+
+    return Scheduling(config, log)
 
 
 def pytest_collection_finish() -> None:

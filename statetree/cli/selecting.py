@@ -13,7 +13,7 @@ from statetree.paths import render_key
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from statetree.files.checkpoint import Contents
+    from statetree.files.checkpoint import FileContents
 
 _GONE: Final = object()
 
@@ -47,7 +47,7 @@ class Rename(NamedTuple):
             raise ValueError(msg) from None
 
 
-def select(contents: Contents, patterns: Sequence[str], renames: Sequence[Rename] = ()) -> Any:
+def select(contents: FileContents, patterns: Sequence[str], renames: Sequence[Rename] = ()) -> Any:
     """Return a tree with the entries whose keys match, under their new keys.
 
     An entry whose key changes stays in the innermost mapping whose key still begins its own. Mappings that lose all
@@ -63,7 +63,7 @@ def select(contents: Contents, patterns: Sequence[str], renames: Sequence[Rename
     return _rebuilt(contents, chosen, _arrivals(contents, chosen, renames), keeps_empty=not patterns)
 
 
-def without(contents: Contents, dropped: set[str]) -> Any:
+def without(contents: FileContents, dropped: set[str]) -> Any:
     """Return a tree without the entries of some keys.
 
     Raises:
@@ -77,7 +77,7 @@ def without(contents: Contents, dropped: set[str]) -> Any:
 _Arrivals = dict[tuple[int, int], list[tuple[str, int]]]
 
 
-def _arrivals(contents: Contents, chosen: set[int], renames: Sequence[Rename]) -> _Arrivals:
+def _arrivals(contents: FileContents, chosen: set[int], renames: Sequence[Rename]) -> _Arrivals:
     """Find the new places of entries whose keys change."""
     keys = {}
     for index in chosen:
@@ -98,7 +98,9 @@ def _arrivals(contents: Contents, chosen: set[int], renames: Sequence[Rename]) -
     return found
 
 
-def _place(contents: Contents, index: int, key: str, above: dict[int, tuple[int, int]]) -> tuple[tuple[int, int], str]:
+def _place(
+    contents: FileContents, index: int, key: str, above: dict[int, tuple[int, int]]
+) -> tuple[tuple[int, int], str]:
     """Return where an entry goes, and its key in the innermost mapping whose own key begins the new one."""
     path, old, ref = contents.entries[index].path, contents.entries[index].key, index
     for count in range(len(path) - 1, -1, -1):
@@ -115,7 +117,7 @@ def _place(contents: Contents, index: int, key: str, above: dict[int, tuple[int,
     raise CheckpointError(msg)
 
 
-def _rebuilt(contents: Contents, chosen: set[int], arrivals: _Arrivals, *, keeps_empty: bool) -> Any:
+def _rebuilt(contents: FileContents, chosen: set[int], arrivals: _Arrivals, *, keeps_empty: bool) -> Any:
     """Return a tree of the chosen entries, some of them at other places."""
     entries, spec = contents
     if not spec.nodes:

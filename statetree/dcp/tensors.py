@@ -15,7 +15,8 @@ from statetree.dcp.keys import without_addresses
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange.manifest import chunks_of
 from statetree.leaves.builtin import facts, is_distributed, is_plain, leaf_type_of, settled
-from statetree.leaves.parts import located, unpack
+from statetree.leaves.location import located
+from statetree.leaves.parts import unpack
 from statetree.leaves.replicas import replicated
 from statetree.leaves.types.special import QUANTIZED
 from statetree.leaves.types.tensor import TENSOR

@@ -70,7 +70,7 @@ class Destination:
         """
         raise NotImplementedError
 
-    def run_alone(self, source: Manifest, bucket_bytes: int) -> None:
+    def run_alone(self, bucket_bytes: int) -> None:
         """Move elements of a source of which this rank holds everything."""
         raise NotImplementedError
 
@@ -149,11 +149,14 @@ class FreshDestination(Destination):
         return as_leaf(_empty(shape, stride, chunks.dtype, where), leaf)
 
     def sources(self) -> list[int]:
+        """Return the distributed leaves of the source that move."""
         if self.source.canonical != self._canonical:
             self._make()
         return self.source.moving()
 
     def transfers(self, sources: dict[int, Chunked], layouts: dict[int, ChunkLayout] | None = None) -> list[Transfer]:
+        """Return what moves from where to where."""
+        assert layouts is None
         found = []
         for index, source in sources.items():
             layout = self._layouts[index]

@@ -116,7 +116,7 @@ def _tied_on_some(manifest: Manifest, first: int, index: int, tied: Sequence[boo
     path, other = manifest.path(index), manifest.path(first)
     where = ranks_named([rank for rank, found in enumerate(tied) if found])
     msg = (
-        f"{manifest.verb}: the ranks do not see the same ties at {path or '<root>'}: expected one memory with {other} on "
-        f"every rank or on none, got that on {where} alone. Nothing was moved. Tie them on every rank, or on none."
+        f"{manifest.verb}: the ranks do not see the same ties at {path or '<root>'}: expected one memory with {other} "
+        f"on every rank or on none, got that on {where} alone. Nothing was moved. Tie them on every rank, or on none."
     )
     return RankMismatch(msg)

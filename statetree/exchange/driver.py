@@ -162,10 +162,10 @@ class Exchange(Call):
         planned.pop().run()
         return target.finish()
 
-    def move_alone(self, source: Manifest, target: Destination) -> Any:
+    def move_alone(self, target: Destination) -> Any:
         """Do as ``move`` where this rank has all that it needs, without communication."""
         self.alone()
-        target.run_alone(source, self.bucket_bytes)
+        target.run_alone(self.bucket_bytes)
         return target.finish()
 
     def receive(self, sent: Sent | StateTreeError | None, like: Manifest | None) -> Received:

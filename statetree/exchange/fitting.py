@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
-
 from statetree.errors import Difference, TreeMismatch
 from statetree.exchange.manifest import is_cuttable
 from statetree.exchange.transfers import as_sendable
@@ -15,6 +13,8 @@ from statetree.tree.matching import matched
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
 
     from statetree.exchange.manifest import Manifest
     from statetree.tree.spec import TreeSpec

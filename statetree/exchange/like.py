@@ -87,11 +87,13 @@ class LikeDestination(Destination):
             self.copy_in(local, [source.leaves[index] for index in local])
 
     def sources(self) -> list[int]:
+        """Return the distributed leaves of the source that move."""
         source = self.source
         self._check_ties_again()
         return [i for i in self._moving if i in source.chunks and source.canonical[i] == i]
 
     def transfers(self, sources: dict[int, Chunked], layouts: dict[int, ChunkLayout] | None = None) -> list[Transfer]:
+        """Return what moves from where to where."""
         return self.transfers_from(sources, layouts or {}, range(self._group.size))
 
     def transfers_from(
@@ -137,7 +139,8 @@ class LikeDestination(Destination):
         self._check_sources(found)
         return found
 
-    def run_alone(self, source: Manifest, bucket_bytes: int) -> None:
+    def run_alone(self, bucket_bytes: int) -> None:
+        """Move elements of a source of which this rank holds everything."""
         rank = self._group.rank
         own = {index: _own_part(rank, held.shape, tuple(held.boxes)) for index, held in self.like.chunks.items()}
         transfers = self.transfers_from({}, own, [rank])
@@ -147,6 +150,7 @@ class LikeDestination(Destination):
         plan.run(pieces, self._group, take_buckets([plan.bucket_sizes(pieces, host)], host))
 
     def finish(self) -> Any:
+        """Copy what this rank has itself, and return the tree."""
         self._write()
         return super().finish()
 
@@ -248,8 +252,8 @@ class LikeDestination(Destination):
             for piece in source.pieces:
                 if _storage(piece) in places and location_of(piece) not in there:
                     msg = (
-                        f"{self.like.verb}: a tensor to move lies in the memory that is written: expected memory of its "
-                        "own, got that of like. Nothing was written. Copy it first, or do without in_place."
+                        f"{self.like.verb}: a tensor to move lies in the memory that is written: expected memory of "
+                        "its own, got that of like. Nothing was written. Copy it first, or do without in_place."
                     )
                     raise TreeMismatch(msg)
 

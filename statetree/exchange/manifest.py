@@ -11,7 +11,8 @@ from statetree.chunks.local import location_of
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange.consensus import CONTAINER, Entry
 from statetree.leaves.builtin import facts, holds_tensor, is_distributed, leaf_type_of, may_be_under_way, settled
-from statetree.leaves.parts import hides_distributed, located
+from statetree.leaves.location import located
+from statetree.leaves.parts import hides_distributed
 from statetree.leaves.types.special import QUANTIZED
 from statetree.paths import Path, exactly, unique_keys
 from statetree.spans.columns import Columns
@@ -36,8 +37,8 @@ class Manifest:
         spec: Its structure.
         order: The indices of the leaves, in the order of their paths: the same on every rank.
         chunks: What this rank holds of each distributed leaf, by its index.
-        canonical: For every distributed leaf the first one (in the order of the paths) that lies in the same memory; for
-            others that elements are moved into, too.
+        canonical: For every distributed leaf the first one (in the order of the paths) that lies in the same memory;
+            for others that elements are moved into, too.
         complete: Whether the ranks must hold every distributed leaf completely between them.
         written: Whether elements are moved into its leaves: then the ranks must see the same ties.
         replicas: Where meshes differ from rank to rank, whether their elements are compared (``"check"``), or the first

@@ -40,7 +40,7 @@ class StoredEntry(NamedTuple):
     value: Any
 
 
-class Contents(NamedTuple):
+class FileContents(NamedTuple):
     """The entries of a tree in their order, and the structure above them."""
 
     entries: Sequence[StoredEntry]
@@ -91,7 +91,7 @@ class Checkpoint:
         return self.kind == TORCH
 
     @cached_property
-    def contents(self) -> Contents:
+    def contents(self) -> FileContents:
         """The entries and the structure above them."""
         return contents_of(self.tree)
 
@@ -100,11 +100,11 @@ class Checkpoint:
         return self.contents.entries
 
 
-def contents_of(tree: Any) -> Contents:
+def contents_of(tree: Any) -> FileContents:
     """Return the entries of a tree: leaves, and lists and tuples of plain values (a random state's 625 numbers)."""
     leaves, spec = flatten_for("read", tree, is_leaf=is_entry)
     rows = zip(spec.paths(), spec.flat_keys(), leaves, strict=True)
-    return Contents([StoredEntry(*row) for row in rows], spec)
+    return FileContents([StoredEntry(*row) for row in rows], spec)
 
 
 def is_entry(container: Any) -> bool:

@@ -7,6 +7,7 @@ bottom:
 - ``tree_parts``: a whole tree taken apart into plain tensors, for transforms on spans.
 - ``pairing``, ``ties``: the leaves of two trees side by side; which leaves of a tree share memory.
 - ``parts``: many leaves taken apart at once, each tensor object once, and packed again.
+- ``location``: errors that say which leaf could not be.
 - ``builtin``: the leaf type of every class, looked up.
 - ``types/``: the leaf types that come with statetree, a file each.
 - ``registry``: ``LeafType``, from which all derive, and those that users registered.

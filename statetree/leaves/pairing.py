@@ -13,7 +13,8 @@ import torch
 
 from statetree.errors import Difference
 from statetree.leaves.builtin import facts, leaf_type_of, settled, taken_over
-from statetree.leaves.parts import AtomRecipe, PackedRecipe, Recipe, Unpacked, are_views, located
+from statetree.leaves.location import located
+from statetree.leaves.parts import AtomRecipe, PackedRecipe, Recipe, Unpacked, are_views
 from statetree.spans.bits import safely_equal
 from statetree.spans.columns import Columns
 from statetree.spans.geometry_cache import recognise

@@ -5,7 +5,7 @@ The assertions look at torch for themselves and use none of the engines, so that
 - ``values``, ``messages``, ``objects``, ``pickled_state``, ``walk``, ``regions``: what a tree is made of
 - ``report``, ``element_pairs``, ``aliasing``, ``tensor_judge``, ``judge``: whether two trees are the same
 - ``recorded_structure``, ``sharing``, ``watch``, ``assertions``: what transforms leave alone
-- ``samples``, ``numbered``, ``source_code``, ``*_plan``, ``plans``: how a tree is made, printed as code
+- ``samples``, ``numbered``, ``source_code``, ``container_plan``, ``tensor_plan``, ``plans``: how a tree is made
 - ``dtensor_layout``: a DTensor as seen from all ranks at once; ``arguments``: checks of arguments
 - ``plan_strategies``, ``strategies``, ``layout_strategies``: what hypothesis draws (the extra ``testing``)
 - ``tensor_pickles``, ``rank_worker``, ``rank_process``, ``rank_pool``, ``rank_calls``: ranks as processes

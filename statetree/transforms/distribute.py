@@ -74,7 +74,7 @@ def distribute(
         if src is None:
             run.alone()
             source = _whole(run.manifest(full, complete=True))
-            return run.move_alone(source, run.destination_like(source, run.manifest(like), in_place=in_place))
+            return run.move_alone(run.destination_like(source, run.manifest(like), in_place=in_place))
         run.check_rank("src")
         wanted = run.manifest(like, written=True)
         sent = caught(_sent, run, full, wanted) if run.group.rank == src else None

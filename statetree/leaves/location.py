@@ -1,0 +1,48 @@
+"""Errors of leaves that cannot be taken apart or put together: which leaf it was, and what to do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from statetree.errors import StateTreeError, UnsupportedLeaf, describe_leaf
+from statetree.paths import Path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+def located(
+    verb: str, doing: str, error: Exception, paths: Callable[[], Sequence[Path]], leaves: list[Any], index: int
+) -> Exception:
+    """Return the error to raise for one that came up while a leaf was taken apart or put together."""
+    path = paths()[index]
+    inner = getattr(error, "path", None)
+    if isinstance(error, StateTreeError) and inner is not None:  # in a leaf's attributes, or in an opaque object
+        return type(error)(f"{verb}: inside the leaf at {path or '<root>'}: {error}", Path((*path, *inner)))
+    if isinstance(error, UnsupportedLeaf):
+        message = str(error).replace("%PATH%", str(path) or "<root>")
+        error.args = (message,)  # it is shown as the cause
+        return UnsupportedLeaf(f"{verb}: {message}", path)
+    msg = (
+        f"{verb}: cannot {doing} the leaf at {path or '<root>'} ({describe_leaf(leaves[index])}): "
+        f"{type(error).__name__}: {_first_line(error)}. {_remedy(error, leaves[index])}"
+    )
+    return UnsupportedLeaf(msg, path)
+
+
+#: How many characters of somebody else's message are shown.
+_LONGEST: Final = 200
+
+
+def _first_line(error: Exception) -> str:
+    """Return what an error says, without the tables and advice that torch appends."""
+    line = str(error).strip().split("\n", 1)[0].rstrip(".")
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}…"
+
+
+def _remedy(error: Exception, leaf: Any) -> str:
+    if isinstance(error, MemoryError):
+        return "Free memory, and try again."
+    if type(leaf).__module__.split(".")[0] in {"builtins", "torch"}:
+        return "Convert it first."
+    return "Register its class with register_leaf_type."
