@@ -8,6 +8,7 @@ the records hold, once it was checked.
 from __future__ import annotations
 
 import math
+import reprlib
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -164,7 +165,7 @@ class _Reading:
 
     def _number(self, value: Any, what: str) -> int:
         if type(value) is not int or not 0 <= value <= _LARGEST:
-            self._damaged(f"expected {what}, got {str(value)[:40]}")
+            self._damaged(f"expected {what}, got {reprlib.repr(value)}")
         return int(value)
 
     def _size(self, value: Any) -> torch.Size:

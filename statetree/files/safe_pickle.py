@@ -234,12 +234,6 @@ def collection_paused() -> Iterator[None]:
 
 
 _INSTRUCTIONS: Final = {ord(info.code): info for info in pickletools.opcodes if info.name in _ADMITTED}
-#: How many bytes begin the argument of an instruction, where they say how long it is.
-_LENGTH_BYTES: Final = {
-    pickletools.TAKEN_FROM_ARGUMENT1: 1,
-    pickletools.TAKEN_FROM_ARGUMENT4: 4,
-    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
-}
 
 
 def _steps(names: frozenset[str]) -> list[int]:
@@ -283,7 +277,7 @@ def _checked(data: bytes | mmap.mmap, start: int, *, is_modern: bool) -> tuple[b
                 if not at:
                     raise BadPickle("it is cut off in a name")
         elif arg_bytes < 0:
-            width = _LENGTH_BYTES[arg_bytes]
+            width = 1 if arg_bytes == pickletools.TAKEN_FROM_ARGUMENT1 else 4
             at += width + int.from_bytes(data[at : at + width], "little")
         else:
             at += arg_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -45,7 +46,7 @@ def size_of(value: Any, what: str = "a size") -> tuple[int, ...]:
     if type(value) not in (tuple, list, torch.Size) or len(value) > _MAX_DIMS:
         raise BadPickle(f"it has something else where {what} is expected")
     if not all(type(part) is int and 0 <= part <= _LARGEST for part in value):
-        raise BadPickle(f"it has {what} of {str(value)[:60]}")
+        raise BadPickle(f"it has {what} of {reprlib.repr(value)}")
     if math.prod(value) > _LARGEST:
         raise BadPickle(f"it has the impossible size {str(tuple(value))[:60]}")
     return tuple(value)

@@ -95,7 +95,7 @@ GEOMETRY = {
         Raw(torch._utils._rebuild_tensor_v2, Storage("0", 4, "FloatStorage"), 0, (1,), (1,), False, {}),
         "without a class or a key",
     ),
-    "of too many arguments": (Raw(torch._utils._rebuild_tensor_v2, *range(20)), "damaged (TypeError"),
+    "of too many arguments": (Raw(torch._utils._rebuild_tensor_v2, *range(20)), "no storage"),
     "of too few arguments": (Raw(torch._utils._rebuild_tensor_v2, 1), "damaged (TypeError"),
     "a parameter of nothing": (Raw(torch._utils._rebuild_parameter, 1, True, {}), "a parameter that is no tensor"),
     "of a layout": (Raw(torch._utils._rebuild_sparse_tensor, torch.float32, (1, 2, 3)), "an unknown layout"),

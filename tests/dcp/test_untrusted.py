@@ -184,6 +184,15 @@ def test_what_dcp_itself_writes_is_read(checkpoint):
     assert dcp.load(checkpoint_id=checkpoint)["v"] == [1, "x"]
 
 
+@pytest.mark.parametrize("name", ["offset", "length"])
+def test_what_is_shared_often_is_not_shown_in_full(name, checkpoint):
+    deep = [1]
+    for _ in range(60):
+        deep = [deep, deep]
+    change(checkpoint, lambda metadata: setattr(info(metadata), name, deep))
+    refused(checkpoint, rf"expected an? {name}, got \[\[")
+
+
 def change(directory, edit):
     path = directory / ".metadata"
     metadata = pickle.loads(path.read_bytes())
