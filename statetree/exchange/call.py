@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self
 
-from statetree.errors import RankMismatch
+from statetree.errors import RankMismatch, StateTreeError
 from statetree.exchange.consensus import Fingerprint, compare, ready, tell_failure
 from statetree.exchange.group import Timeout, group_of
 
@@ -52,7 +52,11 @@ class Call:
     ) -> None:
         if error is not None:
             self._tell(error)
-        assert not self._awaited, "the block ended although the other ranks wait for an agreement"
+        elif self._awaited:
+            msg = f"{self.verb}: the block ended without an agreement: expected it to move something, got nothing."
+            failure = StateTreeError(msg)
+            self._tell(failure)
+            raise failure
 
     def _tell(self, error: BaseException) -> None:
         if self._awaited:

@@ -64,6 +64,7 @@ class LikeDestination(Destination):
         self.like = like
         self.manifests = [like]
         self._group = group
+        self._in_place = in_place
         self._partners = partners_of(like.verb, source.spec, source.leaves, like)
         self._leaf_of = {partner: index for index, partner in enumerate(self._partners)}
         described = moving is not None
@@ -236,7 +237,7 @@ class LikeDestination(Destination):
 
     def _check_unwritten(self, local: Sequence[int]) -> None:
         """Raise ``TreeMismatch`` if a leaf that is copied lies in memory that others are moved into."""
-        written = self._written()
+        written = self._written() if self._in_place else set()
         parts, owners = _parts_of([self.source.leaves[index] for index in local]) if written else ([], [])
         found = {local[owner] for part, owner in zip(parts, owners, strict=True) if _storage(part) in written}
         self._refuse("overlap", [(index, "a tensor in memory that is written", "one elsewhere") for index in found])
@@ -246,6 +247,8 @@ class LikeDestination(Destination):
 
         A piece that stays where it is may do so: it is copied onto itself.
         """
+        if not self._in_place:
+            return
         places = {_storage(piece): location_of(piece) for _, target, _ in transfers for piece in target.pieces}
         for source, target, _ in transfers:
             there = set(map(location_of, target.pieces)) if source.layout.digest == target.layout.digest else set()

@@ -41,6 +41,22 @@ def rotate():
     check_in_step()
 
 
+def leave_early():
+    def transform(tree):
+        with exchange("halfway") as run:
+            source = run.manifest(tree)
+            return run.move(source, run.destination(source, lambda chunks: chunks.layout)) if dist.get_rank() else tree
+
+    name, message = attempt(lambda: transform({"w": torch.ones(2)}))
+    assert "ended without an agreement" in message, message
+    assert name == ("RankMismatch" if dist.get_rank() else "StateTreeError")
+    check_in_step()
+
+
+def test_a_block_that_ends_early_makes_all_raise():
+    run_ranks(2, leave_early)
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_each_rank_gets_the_shard_of_the_next(world_size):
     run_ranks(world_size, rotate)
