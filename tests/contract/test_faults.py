@@ -33,7 +33,7 @@ CASES = [
     *((verb, step) for verb in SHARED for step in ("descriptor", "room")),
     *((verb, "pin") for verb in PINNED),
 ]
-QUICK = {("offload", "call"), ("copy_into", "call"), ("stage", "call"), ("stage into shared memory", "room")}
+QUICK = {*((verb.name, "call") for verb in VERBS), *((verb.name, "room") for verb in SHARED)}
 
 
 def make_tree():

@@ -51,6 +51,7 @@ def test_what_is_watched_is_found_wherever_it_was_imported_and_put_back():
     assert {"flatten", "checks", "plan", "allocation", "bytes", "rebuild", "rest"} == seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(profiles.ROWS)), ids=lambda number: profiles.ROWS[number].work)
 def test_a_row_is_taken_to_pieces(number):
     row = profiles.ROWS[number]
@@ -95,6 +96,7 @@ def test_a_wrong_result_has_no_profile():
         profiles.profile(Row("flat", "to_flat", many_small, never), TINY, seconds=0)
 
 
+@pytest.mark.slow
 def test_the_command_writes_what_it_prints(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(profiles, "ROWS", profiles.ROWS[:1])
     path = tmp_path / "profiles.json"
