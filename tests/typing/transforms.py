@@ -45,6 +45,16 @@ def copies(state: dict[str, Any]) -> None:
     assert_type(st.copy_into(state, state, cast=True), Any)
 
 
+@st.leafwise
+@st.collective
+def of_our_own(tree: dict[str, Any], *, group: object = None, timeout: float | None = None) -> dict[str, Any]:
+    return tree
+
+
+def declared(state: dict[str, Any]) -> None:
+    assert_type(of_our_own(state, timeout=1.0), dict[str, Any])
+
+
 def comparison(a: object, b: object) -> None:
     report = st.similarity(a, b, values=True)
     assert_type(report, st.Similarity)
