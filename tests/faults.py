@@ -49,7 +49,7 @@ class Fault:
 
     def step(self, frame: FrameType, strike: Callable[[], None] | None = None) -> None:
         name = frame.f_code.co_filename
-        if not (name.startswith(PACKAGE) and name.endswith(self.file)):
+        if not (name.startswith(PACKAGE) and self.file in name):
             return
         self.steps += 1
         if self.steps == self.at:

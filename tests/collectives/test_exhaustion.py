@@ -74,21 +74,10 @@ def whole_tree():
     return {name: torch.zeros(shape) for name, shape in shapes.items()}
 
 
-def swapped():
-    """Move two tensors into each other's memory, which takes clones."""
-    one, other = Layout((500,), everyone(), ("S0",)).build(), Layout((500,), everyone(), ("S0",)).build()
-    return {"a": one, "b": other}, {"a": other, "b": one}
-
-
 def distribute_from_one():
     mine = whole_tree() if dist.get_rank() == 0 else None
     like = make_tree("S1")
     return lambda: statetree.distribute(mine, like, src=0)
-
-
-def reshard_in_place():
-    source, target = swapped()
-    return lambda: statetree.reshard(source, target, in_place=True)
 
 
 #: What makes a call, apart from memory that is the caller's.
@@ -96,7 +85,7 @@ CALLS = {
     "gather": lambda: functools.partial(statetree.gather, make_tree()),
     "gather in slabs": lambda: functools.partial(statetree.gather, make_tree(), bucket_bytes=1 << 20),
     "reshard": lambda: functools.partial(statetree.reshard, make_tree(), make_tree("S1")),
-    "reshard in place": reshard_in_place,
+    "reshard in place": lambda: functools.partial(statetree.reshard, make_tree(), make_tree("S1"), in_place=True),
     "distribute": distribute_from_one,
     "broadcast": lambda: functools.partial(statetree.broadcast, make_tree("S1")),
     "partition_replicas": lambda: functools.partial(statetree.partition_replicas, make_tree()),
