@@ -95,6 +95,11 @@ class Call:
     def check_rank(self, name: str) -> None:
         """Raise ``RankMismatch`` unless an option is a rank of the group."""
         rank, size = self.options[name], self.group.size
-        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < size:
+        if not is_rank(rank, size):
             msg = f"{self.verb}: {name} must be a rank of the group: expected one of 0 to {size - 1}, got {rank!r}."
             raise RankMismatch(msg)
+
+
+def is_rank(value: Any, size: int) -> bool:
+    """Whether a value is a rank of a group of a size."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < size

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from statetree.errors import RankMismatch
 from statetree.exchange.buckets import BUCKET_BYTES
-from statetree.exchange.call import Call
+from statetree.exchange.call import Call, is_rank
 from statetree.exchange.consensus import Entry, Fingerprint
 from statetree.exchange.description import Message, Received, described, opened, span_transfers
 from statetree.exchange.destination import FreshDestination
@@ -62,7 +62,7 @@ class Exchange(Call):
         """
         size = self.group.size
         listed: Sequence[Any] = range(size) if chosen is None else (chosen,) if isinstance(chosen, int) else chosen
-        if not listed or not all(_is_rank(rank, size) for rank in listed):
+        if not listed or not all(is_rank(rank, size) for rank in listed):
             msg = f"{self.verb}: dst must name ranks of the group: expected some of 0 to {size - 1}, got {chosen!r}."
             raise RankMismatch(msg)
         ranks = tuple(sorted(set(listed)))
@@ -152,10 +152,10 @@ class Exchange(Call):
         if len(known) == len(manifests):
             planned.append(self._planned(source, target, known, (fingerprint.key, (b"",) * len(manifests))))
         consensus = self.agree(fingerprint)
-        found = [self._discovered(manifest, details_agree=consensus.details_agree) for manifest in manifests]
-        told = tuple(digest for _, digest in found)
-        if any(told):
+        if not planned or not consensus.details_agree:
             planned.clear()  # before memory is taken again
+            found = [self._discovered(manifest, details_agree=consensus.details_agree) for manifest in manifests]
+            told = tuple(digest for _, digest in found)
             self.expect()
             planned.append(self._planned(source, target, [layouts for layouts, _ in found], (consensus.key, told)))
             self.ready()
@@ -230,10 +230,6 @@ class Exchange(Call):
         kinds = [chunks.device for manifest in (source, *target.manifests) for chunks in manifest.chunks.values()]
         device = communicating_device(self.group, kinds)
         return plan_transfers(TransferOptions(key, self.group, device, self.bucket_bytes), transfers, reduction)
-
-
-def _is_rank(value: Any, size: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < size
 
 
 def exchange(verb: str, group: ProcessGroup | None = None, timeout: Timeout = None, **options: Any) -> Exchange:

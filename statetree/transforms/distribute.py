@@ -58,7 +58,8 @@ def distribute(
     Raises:
         TreeMismatch: If structure, global shapes or dtypes differ, a tensor of ``like`` cannot be written or is
             ``Partial``, or tensors of ``like`` are tied that hold different values in ``full``, or overlap without
-            being the same view. Nothing is written then.
+            being the same view, or with ``in_place`` something to move lies in memory that is written. Nothing is
+            written then.
         RankMismatch: If the ranks pass a different ``like`` or different options, if one of them failed or did not
             answer in time, or if ``src`` is not a rank of the group.
         UnsupportedLeaf: If a leaf of ``full`` is distributed or cannot be sent.

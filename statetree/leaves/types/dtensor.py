@@ -9,9 +9,8 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
-from statetree.chunks.boxes import Box
 from statetree.chunks.layouts import ChunkLayout, Split, mesh_layout
-from statetree.chunks.local import LocalChunks, local_pieces, location_of
+from statetree.chunks.local import LocalChunks, listed_chunks, local_pieces, location_of
 from statetree.chunks.reductions import reduces
 from statetree.errors import UnsupportedLeaf
 from statetree.leaves.types.tensor import attributes_of, set_attributes
@@ -21,6 +20,7 @@ from statetree.tree.flatten import flatten, unflatten
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from statetree.chunks.boxes import Box
     from statetree.chunks.ranks import Ranks
     from statetree.tree.spec import TreeSpec
 
@@ -185,49 +185,6 @@ def _summands(
         chosen = tuple(rank if place in held else -1 for place, rank in enumerate(members))
         layouts.append(mesh_layout(shape, mesh_shape, chosen, splits))
     return reduction, tuple(layouts)
-
-
-def listed_chunks(value: Any) -> LocalChunks:
-    """Return the chunks of a tensor that lists them itself, by the protocol of ``torch.distributed.checkpoint``."""
-    from torch.distributed.checkpoint.metadata import MetadataIndex
-
-    boxes, pieces = [], []
-    for number, chunk in enumerate(value.__create_chunk_list__()):
-        start = tuple(chunk.offsets)
-        box = Box(start, tuple(first + size for first, size in zip(start, chunk.sizes, strict=True)))
-        piece = value.__get_tensor_shard__(MetadataIndex("", chunk.offsets, number))
-        if all(chunk.sizes):
-            boxes.append(box)
-            pieces.append(piece.detach())
-    return checked_chunks(value, tuple(value.shape), value.dtype, boxes, pieces)
-
-
-def checked_chunks(
-    value: Any, shape: tuple[int, ...], dtype: torch.dtype, boxes: Sequence[Box], pieces: Sequence[torch.Tensor]
-) -> LocalChunks:
-    """Return what is known of a distributed tensor of which each rank knows its own chunks only."""
-    for box, piece in zip(boxes, pieces, strict=True):
-        if tuple(piece.shape) != box.sizes or piece.dtype != dtype:
-            msg = (
-                f"a chunk of the leaf at %PATH% is not what its leaf type says: expected {dtype} {box.sizes}, got "
-                f"{piece.dtype} {tuple(piece.shape)}. Correct the leaf type."
-            )
-            raise UnsupportedLeaf(msg)
-    if len(set(boxes)) < len(boxes):
-        msg = "the leaf at %PATH% lists a chunk twice on one rank: expected each once. Correct the leaf type."
-        raise UnsupportedLeaf(msg)
-    tie = tuple(map(location_of, pieces))
-    return LocalChunks(
-        f"a {type(value).__qualname__} {dtype} {shape}",
-        "",
-        shape,
-        dtype,
-        None,
-        boxes,
-        pieces,
-        (tie, id(value)) if not pieces else (tie, shape),
-        pieces[0].device.type if pieces else "",
-    )
 
 
 DTENSOR = DTensorType()
