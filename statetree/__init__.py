@@ -31,7 +31,7 @@ from statetree.tree.mapping import from_flat, map_leaves, map_with_path, to_flat
 from statetree.tree.registry import register_container
 from statetree.tree.spec import TreeSpec
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError",
