@@ -1,6 +1,6 @@
 """statetree: a PyTorch training state as a pytree, and pure, composable transforms over it."""
 
-from statetree.compose import chain, stream
+from statetree.compose import chain, prepare, stream
 from statetree.declare import collective, leafwise
 from statetree.errors import (
     CheckpointError,
@@ -14,6 +14,7 @@ from statetree.errors import (
     TreeTooDeep,
     UnsupportedLeaf,
 )
+from statetree.exchange.prepared import Prepared
 from statetree.leaves.registry import LeafType, register_leaf_type
 from statetree.paths import Path
 from statetree.stager.stager import Stager
@@ -39,6 +40,7 @@ __all__ = [
     "Difference",
     "LeafType",
     "Path",
+    "Prepared",
     "RankMismatch",
     "Similarity",
     "Stager",
@@ -64,6 +66,7 @@ __all__ = [
     "offload",
     "partition_replicas",
     "paths",
+    "prepare",
     "register_container",
     "register_leaf_type",
     "reshard",
