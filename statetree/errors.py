@@ -21,7 +21,7 @@ class Difference(NamedTuple):
     """One place where two trees differ.
 
     ``kind`` is one of ``missing``, ``structure``, ``length``, ``leaf type``, ``type``, ``dtype``, ``shape``,
-    ``layout``, ``ties``, ``overlap``, ``value`` and a few that a leaf type adds (``mesh``, ``placements``…).
+    ``layout``, ``ties``, ``overlap``, ``range``, ``value`` and a few that a leaf type adds (``mesh``, ``placements``…).
     ``left`` and ``right`` say what each side holds there.
     """
 

@@ -13,7 +13,7 @@ from statetree.leaves.location import located
 from statetree.leaves.types.special import QUANTIZED
 from statetree.spans.columns import Columns
 from statetree.spans.geometry_cache import recognise, remember
-from statetree.torch_internals import is_zero_tensor
+from statetree.torch_internals import carry_tangents, is_zero_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -300,6 +300,7 @@ def are_views(columns: Columns) -> bool:
             and len(columns.pointers) == len(columns.tensors)  # sparse tensors have no storage and refuse
             and not any(columns.nested)
             and not (0 in columns.pointers and any(map(is_zero_tensor, columns.tensors)))
+            and not carry_tangents(columns.tensors)
         )
     except (RuntimeError, NotImplementedError):
         return False
