@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.dcp.directories import DirectoryWriter, local_directory
+from statetree.dcp.directories import local_directory
+from statetree.dcp.directory_writer import DirectoryWriter
 from statetree.dcp.failures import checkpoint_errors
 from statetree.dcp.flat_state import STRUCTURE_KEY, flat_state, free_key
 from statetree.dcp.groups import check_alive, group_for, ranks_of
