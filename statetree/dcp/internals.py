@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
@@ -18,15 +17,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
     from torch.distributed.checkpoint.storage import StorageWriter
     from torch.distributed.tensor import DTensor
-
-
-def _empty_bytes() -> bytes:
-    return b""
-
-
-# torch.load(weights_only=True) admits bytes, but not empty ones, which pickle makes by calling the class. The class
-# itself would make as many as a hostile file asks for.
-torch.serialization.add_safe_globals([(_empty_bytes, "builtins.bytes")])
 
 
 _NOT_IN_GROUP: Any = dist.GroupMember.NON_GROUP_MEMBER

@@ -324,7 +324,9 @@ def test_coverage_by_many_boxes_takes_little():
 
 def test_code_in_values_does_not_run(checkpoint, tmp_path):
     directory = tmp_path / "evil"
-    dcp.save({"v": touch(tmp_path)}, checkpoint_id=directory)
+    with pytest.warns(UserWarning, match=r"v \(Evil\): .*posix.mkdir"):
+        dcp.save({"v": touch(tmp_path)}, checkpoint_id=directory)
+    assert not (tmp_path / MARK).exists()
     refused(directory, "the plain value at v cannot be read: .*weights_only=False")
     refused(directory, "the plain value at v cannot be read", {"v": None})
     assert not (tmp_path / MARK).exists()
@@ -333,7 +335,8 @@ def test_code_in_values_does_not_run(checkpoint, tmp_path):
 def test_empty_bytes_are_admitted_and_no_more(tmp_path):
     dcp.save({"v": b""}, checkpoint_id=tmp_path / "empty")
     assert dcp.load(checkpoint_id=tmp_path / "empty") == {"v": b""}
-    dcp.save({"v": Evil(bytes, 1 << 30)}, checkpoint_id=tmp_path / "many")
+    with pytest.warns(UserWarning, match=r"v \(Evil\)"):
+        dcp.save({"v": Evil(bytes, 1 << 30)}, checkpoint_id=tmp_path / "many")
     refused(tmp_path / "many", "the plain value at v cannot be read")
 
 
