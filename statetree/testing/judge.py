@@ -17,7 +17,7 @@ import torch
 from statetree.testing.aliasing import Met, Partners, changed_identities, changed_ties
 from statetree.testing.findings import GEOMETRY, STRUCTURE, TIES, VALUES
 from statetree.testing.messages import place
-from statetree.testing.objects import contents_of, is_collection, is_record
+from statetree.testing.objects import contents_of, is_collection, is_container, is_record
 from statetree.testing.pickled_state import holds_attributes_only, reduced, refuses_pickle
 from statetree.testing.tensor_judge import TensorJudge
 from statetree.testing.values import IDENTITIES, PLAIN, same_plain
@@ -185,9 +185,7 @@ def _kind(value: Any) -> str:
     """Return which aspect of a tree the type of a value belongs to."""
     if isinstance(value, (torch.Tensor, torch.UntypedStorage, torch.storage.TypedStorage)):
         return GEOMETRY
-    if type(value) in PLAIN or isinstance(value, IDENTITIES):
-        return VALUES
-    return STRUCTURE
+    return STRUCTURE if is_container(value) else VALUES
 
 
 def _is_of_numpy(name: str, value: Any) -> bool:

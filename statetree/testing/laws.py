@@ -25,7 +25,7 @@ from statetree.testing.assertions import (
     assert_trees_equal,
     tree_differences,
 )
-from statetree.testing.findings import GEOMETRY, TIES, VALUES
+from statetree.testing.findings import GEOMETRY, STRUCTURE, TIES, VALUES
 from statetree.testing.messages import raise_for
 from statetree.testing.watch import Watch
 from statetree.transforms.offload import offload
@@ -110,6 +110,7 @@ def _stable(transform: Transform, state: Make) -> None:
 
 def _structure(transform: Transform, state: Make) -> None:
     assert_structure_preserved(transform, state())
+    _aspect(STRUCTURE, transform, state)  # what is in opaque objects, too
 
 
 def _aspect(aspect: str, transform: Transform, state: Make, *, storages: bool = True) -> None:

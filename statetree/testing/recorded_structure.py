@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
 from typing import Any
-
-import torch
 
 from statetree.testing.findings import Finding, Findings, Strictness
 from statetree.testing.judge import Judge
-from statetree.testing.objects import Contents, contents_of, is_record
+from statetree.testing.objects import Contents, contents_of, is_container
 from statetree.testing.walk import has_no_parts
 
 #: A place in two trees: its path, what is there, and whether values are part of the structure there.
@@ -26,7 +23,7 @@ class RecordedStructure:
         pending = [tree]
         while pending:
             value = pending.pop()
-            if _is_container(value) and id(value) not in self._held:
+            if is_container(value) and id(value) not in self._held:
                 contents = contents_of(value)
                 self._held[id(value)] = value, contents
                 pending += [part for _, part in contents.parts()]
@@ -101,12 +98,6 @@ def _expect_same(report: Findings, path: str, a: Any, b: Any) -> None:
 
 def _is_same(a: Any, b: Any) -> bool:
     return not Judge(Strictness(ties=False)).run(a, b).found
-
-
-def _is_container(value: Any) -> bool:
-    if isinstance(value, (type, torch.Size)):
-        return False
-    return isinstance(value, (dict, list, tuple, deque)) or is_record(type(value))
 
 
 def _fields(value: Any, contents: Contents) -> set[str]:
