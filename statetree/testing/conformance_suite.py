@@ -124,7 +124,7 @@ def conformance(
         >>> import copy
         >>> from statetree.testing import conformance
         >>> found = conformance(copy=copy.deepcopy)
-        >>> found["tied_weights"].outcome, found["negated_view"].outcome
+        >>> found["tied_weights"].outcome, found["parameter_tied_to_its_tensor"].outcome
         ('passes', 'FAILS')
     """
     given = {COPY: copy, STAGER: stager, GATHER: gather}

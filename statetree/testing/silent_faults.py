@@ -51,7 +51,15 @@ class SilentFault:
     def source(self) -> str:
         """The check as a program that uses torch alone: whoever runs it adds a call with an implementation."""
         lines = inspect.getsource(self.check).splitlines()
-        return "\n".join([*_IMPORTS, "", "", *lines[lines.index(f"def {self.check.__name__}({_ARGUMENT[self.kind]}: Any) -> None:") :], ""])
+        return "\n".join(
+            [
+                *_IMPORTS,
+                "",
+                "",
+                *lines[lines.index(f"def {self.check.__name__}({_ARGUMENT[self.kind]}: Any) -> None:") :],
+                "",
+            ]
+        )
 
 
 #: All of them, in the order of tables.
@@ -487,4 +495,5 @@ def collective_in_flight(gather: Any) -> None:
 
     reduced = all_reduce(torch.full((3,), 1.0), "sum", dist.group.WORLD)
     result = gather({"w": reduced})
+    assert reduced.tolist() == [float(dist.get_world_size())] * 3, "it is waited for, whatever was gathered"
     assert result["w"].tolist() == [float(dist.get_world_size())] * 3, result

@@ -27,7 +27,11 @@ _INSTEAD = (
 _GENERATE = settings(
     settings.get_profile("default"),  # whatever profile tests have: what is found does not depend on it
     derandomize=False,
-    phases=[Phase.generate], database=None, deadline=None, suppress_health_check=list(HealthCheck), print_blob=False
+    phases=[Phase.generate],
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    print_blob=False,
 )
 
 

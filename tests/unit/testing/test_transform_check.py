@@ -244,7 +244,7 @@ def test_a_collective_is_called_on_real_ranks():
 
 @pytest.mark.slow
 def test_ranks_that_leave_each_other_are_noticed():
-    report = check_transform(gathered_by_some, laws=None, ranks=(2,), examples=2)
+    report = check_transform(gathered_by_some, ranks=(2,), examples=2)
     assert report["accepts"].holds is False
     assert "did not make the same collectives" in report["accepts"].error
 
