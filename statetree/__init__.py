@@ -22,10 +22,15 @@ from statetree.transforms.broadcast import broadcast
 from statetree.transforms.copy_into import copy_into
 from statetree.transforms.distribute import distribute
 from statetree.transforms.gather import gather
+from statetree.transforms.merge import merge
 from statetree.transforms.offload import offload
+from statetree.transforms.partition import partition
 from statetree.transforms.partition_replicas import partition_replicas
 from statetree.transforms.reshard import reshard
+from statetree.transforms.select import select
 from statetree.transforms.similarity import Similarity, similarity
+from statetree.transforms.update import update
+from statetree.tree.atoms import HOLE
 from statetree.tree.flatten import flatten, paths, unflatten
 from statetree.tree.mapping import from_flat, map_leaves, map_with_path, to_flat
 from statetree.tree.registry import register_container
@@ -34,6 +39,7 @@ from statetree.tree.spec import TreeSpec
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "HOLE",
     "CheckpointError",
     "CyclicTree",
     "Difference",
@@ -61,14 +67,18 @@ __all__ = [
     "leafwise",
     "map_leaves",
     "map_with_path",
+    "merge",
     "offload",
+    "partition",
     "partition_replicas",
     "paths",
     "register_container",
     "register_leaf_type",
     "reshard",
+    "select",
     "similarity",
     "stream",
     "to_flat",
     "unflatten",
+    "update",
 ]
