@@ -22,8 +22,8 @@ _GONE = object()
 def pruned(verb: str, spec: TreeSpec, leaves: Sequence[Any], kept: Sequence[bool]) -> Any:
     """Return a tree of some of the leaves. The root stays, if it is a container; a leaf that goes becomes ``HOLE``.
 
-    Mappings lose keys, lists, tuples and deques become shorter; containers that lose all their leaves go, and empty ones
-    stay only where everything beside them does.
+    Mappings lose keys, lists, tuples and deques become shorter; containers that lose all their leaves go, and
+    empty ones stay only where everything beside them does.
 
     Raises:
         TreeMismatch: If some children of a container go that it cannot lack.

@@ -64,7 +64,9 @@ def test_select_refuses_what_cannot_lack_a_child(tree):
 
 def test_empty_containers_stay_where_all_beside_them_do():
     tree = {"a": {"e": [], "w": 1}, "b": {"e": {}, "w": 2, "v": 3}, "c": Pair((), 4), "d": {}}
-    assert st.select(tree, ["a.w", "b.w", "c.right"]) == {"a": {"e": [], "w": 1}, "b": {"w": 2}, "c": Pair((), 4)}
+    found = st.select(tree, ["a.w", "b.w", "c.right"])
+    assert found == {"a": {"e": [], "w": 1}, "b": {"w": 2}, "c": Pair((), 4), "d": {}}
+    assert st.select(tree, "b.w") == {"b": {"w": 2}}
     assert st.select(tree, "**") == tree
 
 
