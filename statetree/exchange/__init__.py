@@ -14,6 +14,7 @@ move. Moving agrees with the other ranks, plans, and sends in buckets of bounded
 - ``consensus``: fingerprints compared before anything moves; ``group``: the few collectives all this is made of
 - ``transfers``: planned once for a fingerprint; ``plan``: what moves in which round; ``buckets``: how it is moved
 - ``routes``: which boxes go where; ``senders``: who sends what several have; ``stacks``: where boxes lie in a bucket
+- ``executor``: moves elements, or records how, for transfers that are ``prepared`` once and run often
 - ``partial_reduction``: summands put together on the way
 """
 

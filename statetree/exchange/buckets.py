@@ -6,6 +6,7 @@ the other where both are contiguous. While one round is under way, the next is p
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import islice
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -25,12 +26,12 @@ from statetree.exchange.stacks import (
     cuts_of,
     lay_out,
 )
-from statetree.torch_internals import copy_each
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from statetree.chunks.layouts import ChunkLayout
+    from statetree.exchange.executor import Executor
     from statetree.exchange.group import Group, Message
 
 #: How many bytes a rank sends and receives at a time, unless the caller says otherwise.
@@ -134,12 +135,13 @@ class BucketedPlan:
             most[number % 2] = max(most[number % 2], _bytes_of(step, pieces, device))
         return most[0], most[1]
 
-    def run(self, pieces: Sequence[Pieces], group: Group, buckets: Buckets) -> None:
+    def run(self, pieces: Sequence[Pieces], group: Group, executor: Executor, buckets: Buckets) -> None:
         """Move everything. Nothing is checked and (but for very many rounds) no memory taken: the ranks have agreed.
 
         Args:
             pieces: This rank's tensors, for each move.
             group: The ranks.
+            executor: Copies, sends and waits.
             buckets: What ``take_buckets`` returned for the ``bucket_sizes`` of these pieces.
         """
         taken = list(buckets)
@@ -149,10 +151,10 @@ class BucketedPlan:
                 need = _bytes_of(step, pieces, taken[number % 2].device)  # not known in advance
                 if need > taken[number % 2].numel():
                     taken[number % 2] = taken[number % 2].new_empty(need)
-            under_way = _start(step, taken[number % 2], pieces, group)
+            under_way = _start(step, taken[number % 2], pieces, group, executor)
             if finish is not None:
                 finish()
-            _copy_here(step, pieces)
+            _copy_here(step, pieces, executor)
             finish = under_way
         if finish is not None:
             finish()
@@ -250,39 +252,42 @@ class _Landing:
         self._beside.append((box, whole))
         return _as_bytes(whole)
 
-    def finish(self) -> None:
+    def finish(self, executor: Executor) -> None:
         """Bring the boxes to their places, once they have arrived."""
-        torch.autograd.graph.increment_version(self._written)
-        copy_each([box for box, _ in self._beside], [whole for _, whole in self._beside])
+        executor.call(partial(torch.autograd.graph.increment_version, self._written))
+        executor.copy([box for box, _ in self._beside], [whole for _, whole in self._beside])
 
 
-def _start(step: _Step, bucket: torch.Tensor, pieces: Sequence[Pieces], group: Group) -> Callable[[], None]:
+def _start(
+    step: _Step, bucket: torch.Tensor, pieces: Sequence[Pieces], group: Group, executor: Executor
+) -> Callable[[], None]:
     """Start a round, and return the function that waits for it and puts what came in where it belongs."""
     (transport, root, _), (sending, receiving, _) = step
     outgoing, incoming = bucket[: sending.nbytes], bucket[sending.nbytes :]
     room = _Room(bucket, sending.nbytes + receiving.nbytes)
     landing = _Landing(room)
-    received = [*_stretches(receiving, incoming)]
+    received = [] if transport is Transport.ALL_GATHER else [*_stretches(receiving, incoming)]
     for box in receiving.large:
         received += [(box.peer, landing.place(_cut(pieces[move].targets, box))) for move in step.moves(box)]
     places, boxes = _fields(step, sending, outgoing, pieces, _SOURCES)
-    copy_each(places, boxes)
+    executor.copy(places, boxes)
     sent = [*_stretches(sending, outgoing)]
     for box in sending.large:
-        sent += [(box.peer, _sendable(_cut(pieces[move].sources, box), room)) for move in step.moves(box)]
+        sent += [(box.peer, _sendable(_cut(pieces[move].sources, box), room, executor)) for move in step.moves(box)]
     if transport is Transport.ALL_GATHER:
         stride = receiving.stacks[0].stride
-        wait = group.all_gather_into(incoming[: stride * group.size], outgoing[:stride])
+        start = partial(group.all_gather_into, incoming[: stride * group.size], outgoing[:stride])
     elif transport is Transport.BROADCAST:
-        wait = group.broadcast([data for _, data in sent or received], root)
+        start = partial(group.broadcast, [data for _, data in sent or received], root)
     else:
-        wait = group.exchange(sent, received)
+        start = partial(group.exchange, sent, received)
+    wait = executor.start(start)
 
     def finish() -> None:
         wait()
         places, boxes = _fields(step, receiving, incoming, pieces, _TARGETS)
-        copy_each(boxes, places)
-        landing.finish()
+        executor.copy(boxes, places)
+        landing.finish(executor)
 
     return finish
 
@@ -295,12 +300,12 @@ def _stretches(side: Side, bucket: torch.Tensor) -> Iterator[Message]:
             yield peer, bucket[start : start + stack.nbytes]
 
 
-def _sendable(box: torch.Tensor, room: _Room) -> torch.Tensor:
+def _sendable(box: torch.Tensor, room: _Room, executor: Executor) -> torch.Tensor:
     """Return the bytes of a box to send."""
     if _can_travel(box, room.device):
         return _as_bytes(box)
     whole = room.like(box)
-    copy_each([whole], [box])
+    executor.copy([whole], [box])
     return _as_bytes(whole)
 
 
@@ -340,9 +345,9 @@ def _places(bucket: torch.Tensor, stack: Stack, field: Field, part: Part) -> tor
     return typed.as_strided(shape, (numel, stack.stride // itemsize, *strides), first)
 
 
-def _copy_here(step: _Step, pieces: Sequence[Pieces]) -> None:
+def _copy_here(step: _Step, pieces: Sequence[Pieces], executor: Executor) -> None:
     moved = [(copy, pieces[move]) for copy in step.layout.copies for move in step.moves(copy)]
-    copy_each(
+    executor.copy(
         [cut_from(held.targets[copy.target], copy.target_cut) for copy, held in moved],
         [cut_from(held.sources[copy.source], copy.source_cut) for copy, held in moved],
     )

@@ -35,7 +35,7 @@ def layouts_of(draw, shape):
 
 
 def meshes(dims):
-    """Return meshes with splits: of one dim, of two, with replicas, in another order, strided, of a part of the ranks."""
+    """Return meshes with splits: of one dim or two, with replicas, strided, of a part of the ranks."""
     last = dims - 1
     return [
         ((RANKS,), (0, 1, 2, 3), (Split(0, 0, 1),)),

@@ -7,6 +7,7 @@ from math import prod
 import torch
 
 from statetree.exchange.buckets import BucketedPlan, Pieces, take_buckets
+from statetree.exchange.executor import Executor
 
 TIMEOUT_S = 60
 
@@ -92,7 +93,9 @@ class WiredRanks:
                 host = torch.device("cpu")
                 plan, pieces = self.plans[rank], self.pieces[rank]
                 for _ in range(times):
-                    plan.run(pieces, self.groups[rank], take_buckets([plan.bucket_sizes(pieces, host)], host))
+                    plan.run(
+                        pieces, self.groups[rank], Executor(), take_buckets([plan.bucket_sizes(pieces, host)], host)
+                    )
             except BaseException as error:
                 errors.append(error)
                 raise
