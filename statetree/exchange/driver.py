@@ -241,7 +241,7 @@ class Exchange(Call):
         told = b""
         if like is not None and not consensus.absent:
             layouts, told = self._discovered(like, details_agree=consensus.details_agree)
-        text = self.group.broadcast_bytes(message.text, consensus.nbytes[src], src)
+        text = self.group.broadcast_bytes(message.text, consensus.nbytes, src)
         self.expect()
         description = opened(self.verb, text)
         parts, places = description.metadata.allocate()
