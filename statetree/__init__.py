@@ -13,6 +13,7 @@ __version__ = "0.1.0.dev0"
 # the package is imported, and makes them when it runs this file once more, which `_Package` below has it do.
 if TYPE_CHECKING or "_wanted" in globals():
     from statetree.compose import chain as chain
+    from statetree.compose import prepare as prepare
     from statetree.compose import stream as stream
     from statetree.declare import collective as collective
     from statetree.declare import leafwise as leafwise
@@ -26,6 +27,7 @@ if TYPE_CHECKING or "_wanted" in globals():
     from statetree.errors import TreeMismatch as TreeMismatch
     from statetree.errors import TreeTooDeep as TreeTooDeep
     from statetree.errors import UnsupportedLeaf as UnsupportedLeaf
+    from statetree.exchange.prepared import Prepared as Prepared
     from statetree.leaves.registry import LeafType as LeafType
     from statetree.leaves.registry import register_leaf_type as register_leaf_type
     from statetree.paths import Path as Path

@@ -179,15 +179,24 @@ def without_common_bits(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor,
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Do as ``copy_all``, for tensors of any kind and whatever their bits: the targets then read like the sources."""
+    copy_all(*plain_pairs(targets, sources))
+
+
+def plain_pairs(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """Return tensors that ``copy_all`` takes, on the memory of others, so that the targets then read like the sources.
+
+    Of sources that are converted into targets with bits, copies are made.
+    """
     dtypes = set(map(TENSOR_BASE.dtype.__get__, targets))
     has_bits = any(map(TENSOR_BASE.is_neg, targets)) or (
         any(dtype.is_complex for dtype in dtypes) and any(map(TENSOR_BASE.is_conj, targets))
     )
     if dtypes.isdisjoint(COPIED_AS_INTEGERS) and not has_bits:
-        copy_all(targets, sources)
-        return
+        return targets, sources
     pairs = list(map(plain_pair, targets, sources))
-    copy_all([to for to, _ in pairs], [of for _, of in pairs])
+    return [to for to, _ in pairs], [of for _, of in pairs]
 
 
 def plain_pair(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
