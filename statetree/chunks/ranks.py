@@ -58,3 +58,12 @@ class Ranks:
             members = tuple(self.index.get(rank, -1) for rank in ranks)
             known = self._positions[id(mesh)] = Positions(tuple(grid.shape), str(ranks), members, mesh)
         return known
+
+
+def own_ranks() -> Ranks:
+    """Return the ranks of the default group; this process alone where there is none."""
+    import torch.distributed as dist  # which takes long to import
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return Ranks(0, [0])
+    return Ranks(dist.get_rank(), range(dist.get_world_size()))

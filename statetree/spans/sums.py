@@ -40,8 +40,10 @@ _ROW_WORDS: Final = 1 << _ROW_BITS
 _ROW_BYTES: Final = _ROW_WORDS * _WORD_BYTES
 #: What is multiplied at a time on a processor: it stays in the cache, and below the size from which torch starts threads.
 _CACHED_ROWS: Final = 64
-#: What is taken apart at a time, on a processor and on a device.
+#: What is taken apart at a time, on a processor and on a device. (Of a transposed tensor, pieces have columns of so many
+#: elements that whole cache lines are read.)
 _PIECE_BYTES: Final = 4 << 20
+_TRANSPOSED_BYTES: Final = 16 << 20
 _DEVICE_PIECE_BYTES: Final = 64 << 20
 #: How many elements are given coefficients one by one at a time.
 _SINGLE: Final = 1 << 15
@@ -99,8 +101,7 @@ def piece_sums(piece: torch.Tensor, box: Box, shape: Sequence[int], count: int =
     itemsize = piece.dtype.itemsize
     outer, run = _runs(box, shape)
     if outer is None:
-        limit = _PIECE_BYTES if piece.is_cpu else _DEVICE_PIECE_BYTES
-        for start, flat in bits_in_pieces(piece, limit):
+        for start, flat in bits_in_pieces(piece, _piece_bytes(piece)):
             first = run + start
             if itemsize > _WORD_BYTES:
                 first *= itemsize // _WORD_BYTES
@@ -109,6 +110,12 @@ def piece_sums(piece: torch.Tensor, box: Box, shape: Sequence[int], count: int =
     for part, offsets in _outer_parts(piece, outer, run):
         total += _strided_sums(part, offsets, itemsize, count)
     return total
+
+
+def _piece_bytes(piece: torch.Tensor) -> int:
+    if not piece.is_cpu:
+        return _DEVICE_PIECE_BYTES
+    return _PIECE_BYTES if piece.is_contiguous() else _TRANSPOSED_BYTES
 
 
 def _runs(box: Box, shape: Sequence[int]) -> tuple[torch.Tensor | None, int]:
@@ -133,11 +140,10 @@ def _runs(box: Box, shape: Sequence[int]) -> tuple[torch.Tensor | None, int]:
 
 def _outer_parts(piece: torch.Tensor, outer: torch.Tensor, run: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield the bits of a box in pieces, as rows of one stretch each, with the positions at which these begin."""
-    limit = _PIECE_BYTES if piece.is_cpu else _DEVICE_PIECE_BYTES
     words = max(1, piece.dtype.itemsize // _WORD_BYTES)
     pending = None
     taken = 0
-    for _, flat in bits_in_pieces(piece, limit):  # which may end within a stretch
+    for _, flat in bits_in_pieces(piece, _piece_bytes(piece)):  # which may end within a stretch
         flat = flat if pending is None else torch.cat([pending, flat])
         whole = flat.numel() // (run * words)
         if whole:
@@ -170,10 +176,11 @@ def _row_sums(words: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tens
     """Return the sums of whole rows of words."""
     factors = _place_factors(words.device)
     products = torch.empty(count, len(words), dtype=torch.int64, device=words.device)
-    step = _CACHED_ROWS if words.is_cpu else len(words)
+    step = min(len(words), _CACHED_ROWS) if words.is_cpu else len(words)
+    buffer = torch.empty(step, _ROW_WORDS, dtype=torch.int64, device=words.device)
     for start in range(0, len(words), step):
         part, found = words[start : start + step], products[:, start : start + step]
-        high = part >> SHIFTS[1]
+        high = torch.bitwise_right_shift(part, SHIFTS[1], out=buffer[: len(part)]) if count > 1 else part
         for number in range(count):
             shifted = high if SHIFTS[number] else part
             if part.is_cpu:
