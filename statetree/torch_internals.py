@@ -307,6 +307,14 @@ def start_all_gather(group: Any, received: torch.Tensor, sent: torch.Tensor, tim
     return group._allgather_base(received, sent, options)
 
 
+def start_all_reduce(group: Any, data: torch.Tensor, timeout: timedelta | None) -> Any:
+    """Start adding up what the ranks of a group hold, in its place, and return the work to wait for."""
+    options = torch._C._distributed_c10d.AllreduceOptions()
+    if timeout is not None:
+        options.timeout = timeout
+    return group.allreduce([data], options)
+
+
 def start_broadcast(group: Any, data: torch.Tensor, source: int, timeout: timedelta | None) -> Any:
     """Start sending what one rank of a group holds to all, and return the work to wait for."""
     options = torch._C._distributed_c10d.BroadcastOptions()
