@@ -317,10 +317,14 @@ def start_all_gather(group: Any, received: torch.Tensor, sent: torch.Tensor, tim
     return group._allgather_base(received, sent, options)
 
 
-def start_all_reduce_max(group: Any, data: torch.Tensor, timeout: timedelta | None) -> Any:
-    """Start replacing each element by the greatest that a rank has there, and return the work to wait for."""
+def start_all_reduce(group: Any, data: torch.Tensor, timeout: timedelta | None, *, greatest: bool = False) -> Any:
+    """Start adding up what the ranks of a group hold, in its place, and return the work to wait for.
+
+    With ``greatest``, each element becomes the greatest that a rank has there instead.
+    """
     options = torch._C._distributed_c10d.AllreduceOptions()
-    options.reduceOp = torch._C._distributed_c10d.ReduceOp(torch._C._distributed_c10d.ReduceOp.MAX)
+    if greatest:
+        options.reduceOp = torch._C._distributed_c10d.ReduceOp(torch._C._distributed_c10d.ReduceOp.MAX)
     if timeout is not None:
         options.timeout = timeout
     return group.allreduce([data], options)

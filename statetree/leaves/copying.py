@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from statetree.paths import Path
+
 
 def prepared_copy(
     verb: str, src: Any, dst: Any, *, cast: bool = False, saturate: bool = False
@@ -236,7 +238,7 @@ class _CopyJob:
         result = list(self.pairing.right)
         taken = [self.pairing.left[index] for index in self.taken]
         unpacked = unpack("copy_into", taken, lambda: list(map(self._path, self.taken)))
-        fresh = unpacked.pack(_copies(unpacked.columns))
+        fresh = unpacked.pack(copies_of(unpacked.columns))
         for index, leaf in zip(self.taken, fresh, strict=True):
             result[index] = leaf
         return result
@@ -246,7 +248,7 @@ class _CopyJob:
         targets, sources = list(self.targets.tensors), list(self.sources.tensors)
         moved = [] if self.disjoint else reads_of_written(*self._places(private=True))
         if moved:
-            copies = _copies(Columns([sources[index] for index in moved]))
+            copies = copies_of(Columns([sources[index] for index in moved]))
             for index, fresh in zip(moved, copies, strict=True):
                 sources[index] = fresh
         for index in self._converted() if self.saturate else ():
@@ -265,7 +267,13 @@ class _CopyJob:
         return [index for index, (neg, conj, dtype) in enumerate(bits) if neg or conj or dtype in COPIED_AS_INTEGERS]
 
 
-def _copies(columns: Columns) -> list[torch.Tensor]:
+def copied_leaves(verb: str, leaves: list[Any], paths: Callable[[], Sequence[Path]]) -> list[Any]:
+    """Return independent copies of leaves, each on its own device. Atoms are passed by identity."""
+    unpacked = unpack(verb, leaves, paths)
+    return unpacked.pack(copies_of(unpacked.columns))
+
+
+def copies_of(columns: Columns) -> list[torch.Tensor]:
     """Return independent copies of tensors, each on its own device."""
     result: list[torch.Tensor] = list(columns.tensors)
     reach = extents(columns)

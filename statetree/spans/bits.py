@@ -98,6 +98,21 @@ def differing(a: torch.Tensor, b: torch.Tensor) -> Iterator[torch.Tensor]:
                 yield positions.add_(start)
 
 
+def bits_in_pieces(tensor: torch.Tensor, nbytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Cut a plain tensor in row-major order into pieces of at most so many bytes.
+
+    Yields:
+        The position at which a piece begins, and its elements' bits as flat integers on the tensor's device (two for an
+        element of 16 bytes). Where the tensor is contiguous, these lie in its memory.
+    """
+    start = 0
+    bare = tensor.detach()
+    for piece, _ in _cut(bare, bare, max(1, nbytes // tensor.dtype.itemsize)):
+        if piece.numel():
+            yield start, _flat(_as_integers(_resolved(piece)))
+        start += piece.numel()
+
+
 def is_unreadable(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether only one of two tensors has a negative bit, on what torch cannot negate (private functions set it)."""
     return a.is_neg() != b.is_neg() and not can_negate(a.dtype)
