@@ -107,7 +107,7 @@ def bits_in_pieces(tensor: torch.Tensor, nbytes: int) -> Iterator[tuple[int, tor
     """
     start = 0
     bare = tensor.detach()
-    for piece, _ in _cut(bare, bare, max(1, nbytes // tensor.dtype.itemsize)):
+    for piece, _ in cut(bare, bare, max(1, nbytes // tensor.dtype.itemsize)):
         if piece.numel():
             yield start, _flat(_as_integers(_resolved(piece)))
         start += piece.numel()
