@@ -14,6 +14,7 @@ move. Moving agrees with the other ranks, plans, and sends in buckets of bounded
 - ``consensus``: fingerprints compared before anything moves; ``group``: the few collectives all this is made of
 - ``transfers``: planned once for a fingerprint; ``plan``: which boxes go where; ``buckets``: how they are packed
 - ``partial_reduction``: summands put together on the way
+- ``executor``: moves what a plan says, or records it; ``prepared``: what was recorded, to be run again and again
 """
 
 from statetree.chunks.boxes import Box

@@ -57,7 +57,11 @@ class Exchange(Call):
     ) -> None:
         preparation, self._preparation = self._preparation, None
         if preparation is not None and kind is None:
-            preparation.conclude(self)
+            try:
+                preparation.conclude(self)
+            except BaseException as failure:
+                self._tell(failure)
+                raise
         super().__exit__(kind, error, traceback)
 
     def agree(self, fingerprint: Fingerprint) -> Consensus:

@@ -16,7 +16,7 @@ from statetree.exchange.fitting import partners_of, refuse, tied_differently, un
 from statetree.exchange.manifest import chunks_of
 from statetree.exchange.partial_reduction import Chunked
 from statetree.exchange.transfers import Transfer, as_sendable, moves_of, pieces_of
-from statetree.leaves.builtin import is_distributed
+from statetree.leaves.builtin import is_distributed, is_plain
 from statetree.leaves.copying import prepared_copy
 from statetree.leaves.parts import unpack
 from statetree.leaves.replicas import replicated
@@ -164,7 +164,8 @@ class LikeDestination(Destination):
 
     @cached_property
     def _are_disjoint(self) -> bool:
-        return are_disjoint(Columns(_parts_of([self.leaves[index] for index in self._local])[0]))
+        leaves = [self.leaves[index] for index in self._local if not is_plain(self.leaves[index])]
+        return len(set(map(id, leaves))) == len(leaves) and are_disjoint(Columns(_parts_of(leaves)[0]))
 
     def reads(self) -> Iterable[int]:
         """Return the leaves of the source whose elements are read."""

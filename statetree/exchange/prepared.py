@@ -46,7 +46,9 @@ class Preparation:
     def begin(self, call: Call) -> Recorder:
         """Take note of the call, and return what records it."""
         if self.call is not None:
-            msg = f"prepare: expected one collective, got {self.call.verb} and then {call.verb}. Prepare each by itself."
+            msg = (
+                f"prepare: expected one collective, got {self.call.verb} and then {call.verb}. Prepare each by itself."
+            )
             raise TypeError(msg)
         self.call = call
         return self.recorder
@@ -135,7 +137,7 @@ class Prepared:
             if path is not None:
                 msg = (
                     f"prepare: the tensor at {path or '<root>'} is not what it was when this {verb} was prepared: "
-                    "expected the same memory, shape and strides, got others. Nothing was moved. Prepare it again."
+                    "expected the same memory, shape and strides, got others. Prepare it again."
                 )
                 raise RankMismatch(msg)
         self._recorder.check()

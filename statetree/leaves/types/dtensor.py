@@ -45,6 +45,7 @@ class DTensorType(WrapperType):
     """``DTensor``: its local tensor, with the mesh and placements kept."""
 
     distributed = True
+    local_tensor = "_local_tensor"
 
     def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
         attributes = vars(value) if type(value) is DTensor else attributes_of(value)
@@ -70,10 +71,6 @@ class DTensorType(WrapperType):
 
     def elements_only(self, context: Any) -> bool:
         return True
-
-    def only_part(self, value: Any) -> torch.Tensor | None:
-        local = value._local_tensor
-        return local if type(local) is torch.Tensor else None
 
     def global_shape(self, value: Any) -> tuple[Sequence[int], torch.dtype]:
         return value.shape, value.dtype
