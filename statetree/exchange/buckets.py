@@ -99,6 +99,7 @@ class _Size(NamedTuple):
     nbytes: int
     sent: list[Moved]
     received: list[Moved]
+    dtypes: Sequence[torch.dtype]
 
 
 #: Memory that rounds are packed into in turn.
@@ -149,7 +150,7 @@ class BucketedPlan:
             device: The memory that is sent from and received into.
         """
         if self._sizes is None:
-            self._sizes = list(map(_size, islice(self._steps(), _MAX_SIZED)))
+            self._sizes = [_size(step, self._dtypes) for step in islice(self._steps(), _MAX_SIZED)]
         most = [0, 0]
         for number, size in enumerate(self._sizes):
             need = size.nbytes + _extra_bytes(size, pieces, device)
@@ -169,8 +170,8 @@ class BucketedPlan:
         finish: Callable[[], None] | None = None
         for number, step in enumerate(self._steps()):
             if number >= _MAX_SIZED:
-                taken[number % 2] = _large_enough(taken[number % 2], step, pieces)
-            under_way = _start(step, taken[number % 2], pieces, group, executor)
+                taken[number % 2] = _large_enough(taken[number % 2], step, pieces, self._dtypes)
+            under_way = _start(step, taken[number % 2], pieces, self._dtypes, group, executor)
             if finish is not None:
                 finish()
             _copy_here(step, pieces, executor)
@@ -241,13 +242,15 @@ def _lay_out(transfers: list[Moved], dtypes: Sequence[torch.dtype]) -> _Side:
     return _Side(sections, stretches, large, position)
 
 
-def _size(step: _Step) -> _Size:
-    return _Size(step.sent.nbytes + step.received.nbytes, step.sent.large, step.received.large)
+def _size(step: _Step, dtypes: Sequence[torch.dtype]) -> _Size:
+    return _Size(step.sent.nbytes + step.received.nbytes, step.sent.large, step.received.large, dtypes)
 
 
-def _large_enough(bucket: torch.Tensor, step: _Step, pieces: Sequence[Pieces]) -> torch.Tensor:
+def _large_enough(
+    bucket: torch.Tensor, step: _Step, pieces: Sequence[Pieces], dtypes: Sequence[torch.dtype]
+) -> torch.Tensor:
     """Return a bucket for a round whose size was not known in advance."""
-    size = _size(step)
+    size = _size(step, dtypes)
     need = size.nbytes + _extra_bytes(size, pieces, bucket.device)
     return bucket if need <= bucket.numel() else bucket.new_empty(need)
 
@@ -255,10 +258,12 @@ def _large_enough(bucket: torch.Tensor, step: _Step, pieces: Sequence[Pieces]) -
 def _extra_bytes(size: _Size, pieces: Sequence[Pieces], device: torch.device) -> int:
     """Return how many bytes a bucket needs for large boxes that cannot travel as they lie."""
     boxes = [
-        *(_cut(pieces[move].sources[transfer.piece], transfer.cut) for move, transfer in size.sent),
-        *(_cut(pieces[move].targets[transfer.piece], transfer.cut) for move, transfer in size.received),
+        *((_cut(pieces[move].sources[part.piece], part.cut), size.dtypes[move]) for move, part in size.sent),
+        *((_cut(pieces[move].targets[part.piece], part.cut), size.dtypes[move]) for move, part in size.received),
     ]
-    return sum(_aligned(box.numel() * box.itemsize) for box in boxes if not _can_travel(box, device))
+    return sum(
+        _aligned(box.numel() * dtype.itemsize) for box, dtype in boxes if not _can_travel(box, dtype, device)
+    )
 
 
 def _aligned(position: int) -> int:
@@ -272,16 +277,21 @@ class _Room:
         self._bucket = bucket
         self._start = start
 
-    def like(self, box: torch.Tensor) -> torch.Tensor:
-        """Return a contiguous tensor of a box's shape and dtype, with undefined elements."""
-        stop = self._start + box.numel() * box.itemsize
-        fresh = self._bucket[self._start : stop].view(box.dtype).view(box.shape)
+    def like(self, box: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return a contiguous tensor of a box's shape and some dtype, with undefined elements."""
+        stop = self._start + box.numel() * dtype.itemsize
+        fresh = self._bucket[self._start : stop].view(dtype).view(box.shape)
         self._start = _aligned(stop)
         return fresh
 
 
 def _start(
-    step: _Step, bucket: torch.Tensor, pieces: Sequence[Pieces], group: Group, executor: Executor
+    step: _Step,
+    bucket: torch.Tensor,
+    pieces: Sequence[Pieces],
+    dtypes: Sequence[torch.dtype],
+    group: Group,
+    executor: Executor,
 ) -> Callable[[], None]:
     """Start a round, and return the function that waits for it and puts what came in where it belongs."""
     outgoing = bucket[: step.sent.nbytes]
@@ -294,10 +304,10 @@ def _start(
     written: list[torch.Tensor] = []
     for move, transfer in step.received.large:
         box = whole = _cut(targets[move][transfer.piece], transfer.cut)
-        if _can_travel(box, bucket.device):
+        if _can_travel(box, dtypes[move], bucket.device):
             written.append(box)  # by the backend, which tells nobody
         else:
-            whole = room.like(box)
+            whole = room.like(box, dtypes[move])
             unpacked.append((box, whole))
         received.append((transfer.peers[0], _as_bytes(whole)))
     places, boxes = _pairs(step.sent, outgoing, sources)
@@ -305,8 +315,8 @@ def _start(
     sent = [(peer, outgoing[start:stop]) for peer, start, stop in step.sent.stretches]
     for move, transfer in step.sent.large:
         box = _cut(sources[move][transfer.piece], transfer.cut)
-        if not _can_travel(box, bucket.device):
-            whole = room.like(box)
+        if not _can_travel(box, dtypes[move], bucket.device):
+            whole = room.like(box, dtypes[move])
             executor.copy([whole], [box])
             box = whole
         sent += [(peer, _as_bytes(box)) for peer in transfer.peers]
@@ -321,9 +331,10 @@ def _start(
     return finish
 
 
-def _can_travel(box: torch.Tensor, device: torch.device) -> bool:
-    """Whether the elements of a box can be sent as they lie, or received there."""
-    return box.is_contiguous() and box.device == device and not box.is_conj() and not box.is_neg()
+def _can_travel(box: torch.Tensor, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the elements of a box can be sent as they lie, or received there, if they travel as some dtype."""
+    lies_flat = box.is_contiguous() and not box.is_conj() and not box.is_neg()
+    return lies_flat and box.dtype == dtype and box.device == device
 
 
 def _as_bytes(box: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from statetree.errors import RankMismatch
 from statetree.exchange.buckets import BUCKET_BYTES
@@ -13,6 +13,7 @@ from statetree.exchange.description import Message, Received, Sent, described, o
 from statetree.exchange.destination import FreshDestination
 from statetree.exchange.discovery import discover_layouts
 from statetree.exchange.executor import Executor
+from statetree.exchange.fitting import LikeOptions
 from statetree.exchange.like import LikeDestination
 from statetree.exchange.manifest import Manifest
 from statetree.exchange.prepared import preparation_under_way
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from statetree.exchange.group import Timeout
     from statetree.exchange.transfers import Transfer
     from statetree.tree.spec import TreeSpec
+
+
+_USUAL: Final = LikeOptions()
 
 
 class Exchange(Call):
@@ -130,23 +134,26 @@ class Exchange(Call):
         """
         return FreshDestination(source, rule, self.group.rank, device=device)
 
-    def destination_like(self, source: Manifest, like: Manifest, *, in_place: bool = False) -> LikeDestination:
+    def destination_like(
+        self, source: Manifest, like: Manifest, options: LikeOptions = _USUAL
+    ) -> LikeDestination:
         """Take the layouts of another tree as those that a tree's leaves arrive in.
 
         Args:
             source: The tree.
             like: The other tree, of the same structure.
-            in_place: Whether its tensors are written into; otherwise fresh ones like these.
+            options: Whether its tensors are written into, and what may differ.
         """
-        return LikeDestination(source, like, self.group, in_place=in_place)
+        return LikeDestination(source, like, self.group, options=options)
 
-    def destination_received(self, received: Received, like: Manifest, *, in_place: bool = False) -> LikeDestination:
+    def destination_received(self, received: Received, like: Manifest, options: LikeOptions) -> LikeDestination:
         """Do as ``destination_like``, for a tree of which one rank has the elements."""
         description = received.description
         source = Manifest.described(self.verb, description.spec, received.leaves)
         moving = [index for index in source.order if index in description.exchanged]
-        target = LikeDestination(source, like, self.group, in_place=in_place, moving=moving)
-        target.copy_in(description.described, [received.leaves[index] for index in description.described])
+        target = LikeDestination(source, like, self.group, options=options, moving=moving)
+        copied = target.matched(description.described)
+        target.copy_in(copied, [received.leaves[index] for index in copied])
         return target
 
     def layouts(self, *manifests: Manifest, beside: Sequence[Entry] = ()) -> list[dict[int, ChunkLayout]]:
@@ -250,7 +257,8 @@ class Exchange(Call):
         description = opened(self.verb, text)
         parts, places = description.metadata.allocate()
         sizes = tuple(place.numel() for place in places)
-        key = (consensus.key, told)
+        exchanged = tuple(description.exchanged.items())  # dtypes that only the source knows, if they are converted
+        key = (consensus.key, told, exchanged)
         transfers = span_transfers(src, self.group, message.spans, places)
         planned = self._planned_from((*key, sizes), transfers, [place.device.type for place in places])
         self.ready()
