@@ -11,6 +11,7 @@ move. Moving agrees with the other ranks, plans, and sends in buckets of bounded
 - ``manifest``: what a rank holds; ``discovery``, ``replica_check``: what ranks tell each other of that, where they must
 - ``destination``: fresh tensors by a rule; ``like``: the layouts of another tree, and ``fitting``: whether they fit
 - ``description``, ``leaf_metadata``: one rank's tree told to all
+- ``key_union``: ranks that hold different keys tell each other
 - ``consensus``: fingerprints compared before anything moves; ``group``: the few collectives all this is made of
 - ``transfers``: planned once for a fingerprint; ``plan``: which boxes go where; ``buckets``: how they are packed
 - ``partial_reduction``: summands put together on the way

@@ -261,9 +261,7 @@ def _extra_bytes(size: _Size, pieces: Sequence[Pieces], device: torch.device) ->
         *((_cut(pieces[move].sources[part.piece], part.cut), size.dtypes[move]) for move, part in size.sent),
         *((_cut(pieces[move].targets[part.piece], part.cut), size.dtypes[move]) for move, part in size.received),
     ]
-    return sum(
-        _aligned(box.numel() * dtype.itemsize) for box, dtype in boxes if not _can_travel(box, dtype, device)
-    )
+    return sum(_aligned(box.numel() * dtype.itemsize) for box, dtype in boxes if not _can_travel(box, dtype, device))
 
 
 def _aligned(position: int) -> int:

@@ -14,6 +14,7 @@ from statetree.exchange.destination import FreshDestination
 from statetree.exchange.discovery import discover_layouts
 from statetree.exchange.executor import Executor
 from statetree.exchange.fitting import LikeOptions
+from statetree.exchange.key_union import unite
 from statetree.exchange.like import LikeDestination
 from statetree.exchange.manifest import Manifest
 from statetree.exchange.prepared import preparation_under_way
@@ -109,18 +110,23 @@ class Exchange(Call):
         self.options["dst"] = list(ranks)
         return ranks
 
-    def manifest(self, tree: Any, *, complete: bool = False, written: bool = False) -> Manifest:
+    def manifest(
+        self, tree: Any, *, complete: bool = False, written: bool = False, union: bool = False
+    ) -> Manifest:
         """Describe what this rank holds of a tree.
 
         Args:
             tree: Any tree, the same on every rank up to elements and plain values.
             complete: Whether its elements will be read: the ranks must hold all of them between them.
             written: Whether elements will be moved into its tensors.
+            union: Whether ranks may hold different keys: they tell each other, and it describes a tree that has all.
         """
         replicas = None if written else self.options.get("replicas", "check")
         found = Manifest(self.verb, tree, self.group, complete=complete, written=written, replicas=replicas)
         if complete:
             found.check_readable()
+        if union:
+            unite(self, found)
         return found
 
     def destination(self, source: Manifest, rule: Rule, *, device: Device = None) -> FreshDestination:
@@ -134,9 +140,7 @@ class Exchange(Call):
         """
         return FreshDestination(source, rule, self.group.rank, device=device)
 
-    def destination_like(
-        self, source: Manifest, like: Manifest, options: LikeOptions = _USUAL
-    ) -> LikeDestination:
+    def destination_like(self, source: Manifest, like: Manifest, options: LikeOptions = _USUAL) -> LikeDestination:
         """Take the layouts of another tree as those that a tree's leaves arrive in.
 
         Args:

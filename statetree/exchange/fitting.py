@@ -137,6 +137,8 @@ def _tied_alike(source: Manifest, index: int, other: int) -> bool:
     """Whether two leaves of the source may go to one memory: they are tied as well, or hold the same elements."""
     if index in source.canonical and source.canonical[index] == source.canonical.get(other):
         return True
+    if source.is_absent(index) or source.is_absent(other):  # other ranks know
+        return True
     ours, theirs = source.chunks.get(index), source.chunks.get(other)
     if ours is None and theirs is None:
         return _same_elements(source.leaves[index], source.leaves[other])

@@ -80,14 +80,20 @@ class LikeDestination(Destination):
         described = moving is not None
         if moving is None:
             shared = set(matched)
-            moving = [i for i in source.order if i in shared and (i in source.chunks or self._partners[i] in like.chunks)]
+            moving = [
+                i for i in source.order if i in shared and (i in source.chunks or self._partners[i] in like.chunks)
+            ]
         self._moving = moving
         like.add_ties([self._partners[index] for index in moving])
         self._canonical = dict(like.canonical)
         if not described:
             refuse(like.verb, unfit(source, like, self._partners, moving, cast=options.cast))
         leaves = [like.leaves[partner] if partner >= 0 else None for partner in self._partners]
-        super().__init__(source, leaves if options.in_place else allocated(like.verb, leaves, source.spec))
+        held = [None if like.is_absent(partner) else leaf for partner, leaf in zip(self._partners, leaves, strict=True)]
+        fresh = leaves if options.in_place else allocated(like.verb, held, source.spec)
+        super().__init__(
+            source, [leaf if keeps is None else made for leaf, keeps, made in zip(leaves, held, fresh, strict=True)]
+        )
         self._chunks: dict[int, LocalChunks] = {}
         self._check_writable()
         self._check_disjoint()
@@ -217,8 +223,10 @@ class LikeDestination(Destination):
 
     def _chunks_of(self, index: int) -> LocalChunks:
         if index not in self._chunks:
-            chunks = chunks_of(self.leaves[index], self._group)
-            assert chunks is not None
+            partner = self._partners[index]
+            if self.like.is_absent(partner):
+                return self.like.chunks[partner]
+            chunks = chunks_of(self.leaves[index], self._group) or partly_held(self.leaves[index], "")
             self._chunks[index] = chunks
         return self._chunks[index]
 
@@ -237,7 +245,8 @@ class LikeDestination(Destination):
 
     def _unwritable(self, index: int) -> set[str]:
         found = set(map(_why_unwritable, self._pieces(index)))
-        if self._is_distributed(index) and self._chunks_of(index).device == "meta":
+        absent = self.like.is_absent(self._partners[index])
+        if self._is_distributed(index) and not absent and self._chunks_of(index).device == "meta":
             found.add(_WITHOUT_MEMORY)  # also on ranks that hold nothing of it
         found.discard("")
         return found

@@ -28,6 +28,7 @@ def reshard(
     cast: bool = False,
     strict: bool = True,
     on_missing: Callable[[Difference], object] | None = None,
+    union: bool = False,
     replicas: Literal["check", "first"] = "check",
     bucket_bytes: int = BUCKET_BYTES,
     timeout: Timeout = None,
@@ -51,6 +52,9 @@ def reshard(
             ``like`` is left alone. Lists, tuples and other containers must match all the same.
         on_missing: Called with the ``Difference`` for each path that only one of the trees has, if ``strict`` is
             ``False``; on every rank, before anything moves.
+        union: Whether ranks may hold different keys (pipeline stages, experts). They tell each other theirs, and the
+            result has all of them on every rank. Where a rank has no key of ``like``, it gets a ``meta`` tensor of the global
+            shape. Otherwise that is refused.
         replicas: What to do with a path at which the ranks hold tensors over meshes that differ from rank to rank (two
             copies of a model, or two pipeline stages with one name for their layers). With ``"check"`` they are copies
             only if their bytes are the same, which are hashed for that. With ``"first"``, what the first rank's mesh
@@ -87,7 +91,7 @@ def reshard(
         {'w': tensor([1., 1.])}
     """
     how = LikeOptions(in_place, cast, strict, on_missing)
-    options = {**how.agreed(), "replicas": replicas, "bucket_bytes": bucket_bytes}
+    options = {**how.agreed(), "union": union, "replicas": replicas, "bucket_bytes": bucket_bytes}
     with exchange("reshard", group, timeout, **options) as run:
-        source = run.manifest(tree, complete=True)
-        return run.move(source, run.destination_like(source, run.manifest(like, written=True), how))
+        source = run.manifest(tree, complete=True, union=union)
+        return run.move(source, run.destination_like(source, run.manifest(like, written=True, union=union), how))

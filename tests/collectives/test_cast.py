@@ -26,7 +26,13 @@ PAIRS = [
 def trees(before, after, shape=(5, 6)):
     """Return a tree of one dtype, one like it in other layouts and another dtype, and what the first one holds whole."""
     ranks = tuple(range(dist.get_world_size()))
-    kinds = {"rows": ("S0", "S1"), "columns": ("S1", "R"), "whole": ("S0", None), "spread": (None, "S0"), "plain": (None, None)}
+    kinds = {
+        "rows": ("S0", "S1"),
+        "columns": ("S1", "R"),
+        "whole": ("S0", None),
+        "spread": (None, "S0"),
+        "plain": (None, None),
+    }
     tree, like, full = {}, {}, {}
     for key, (source, target) in kinds.items():
         layouts = [Layout(shape, ranks, (kind or "R",), dtype) for kind, dtype in ((source, before), (target, after))]

@@ -76,7 +76,9 @@ def refuse():
     before = statetree.offload(like)
     calls = {
         "strict": functools.partial(statetree.reshard, tree, like, in_place=True),
-        "another container": functools.partial(statetree.reshard, {**tree, "model": []}, like, in_place=True, strict=False),
+        "another container": functools.partial(
+            statetree.reshard, {**tree, "model": []}, like, in_place=True, strict=False
+        ),
         "a shorter list": functools.partial(statetree.reshard, {"a": [1]}, {"a": [1, 2]}, strict=False),
     }
     for case, call in calls.items():
