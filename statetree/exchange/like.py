@@ -13,6 +13,7 @@ from statetree.errors import Difference, StateTreeError, TreeMismatch, place_in_
 from statetree.exchange.buckets import BucketedPlan, Pieces, take_buckets
 from statetree.exchange.destination import Destination
 from statetree.exchange.fitting import LikeOptions, partners_of, refuse, tied_differently, unfit
+from statetree.exchange.key_union import partly_held
 from statetree.exchange.manifest import chunks_of
 from statetree.exchange.partial_reduction import Chunked
 from statetree.exchange.transfers import as_sendable, converted, moves_of, pieces_of
