@@ -5,6 +5,7 @@ Tried with torch 2.11.0 and 2.13.0. (``leaf_types`` touch what is private to the
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from functools import cache, wraps
 from itertools import chain, repeat
@@ -100,6 +101,24 @@ def storages_sent() -> set[int]:
     with reductions.shared_cache.lock:
         references = list(reductions.shared_cache.values())
     return {reference.cdata for reference in references if not reference.expired()}
+
+
+@cache
+def _memcmp() -> Any:
+    """Return the C library's ``memcmp``, which is twice as quick as ``torch.equal``; ``None`` where it is not found."""
+    try:
+        function = ctypes.CDLL(None).memcmp
+    except (OSError, TypeError, AttributeError):  # not on Windows
+        return None
+    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    function.restype = ctypes.c_int
+    return function
+
+
+def compare_memory(a: int, b: int, nbytes: int) -> bool | None:
+    """Whether host memory at two addresses is equal; ``None`` if that cannot be asked here."""
+    function = _memcmp()
+    return None if function is None else not function(a, b, nbytes)
 
 
 #: Whether a tensor is one of autograd's, which are all zeros and have no memory whatever their storage says.
@@ -286,6 +305,15 @@ def start_all_gather(group: Any, received: torch.Tensor, sent: torch.Tensor, tim
     if timeout is not None:
         options.timeout = timeout
     return group._allgather_base(received, sent, options)
+
+
+def start_all_reduce_max(group: Any, data: torch.Tensor, timeout: timedelta | None) -> Any:
+    """Start replacing each element by the greatest that a rank has there, and return the work to wait for."""
+    options = torch._C._distributed_c10d.AllreduceOptions()
+    options.reduceOp = torch._C._distributed_c10d.ReduceOp(torch._C._distributed_c10d.ReduceOp.MAX)
+    if timeout is not None:
+        options.timeout = timeout
+    return group.allreduce([data], options)
 
 
 def start_broadcast(group: Any, data: torch.Tensor, source: int, timeout: timedelta | None) -> Any:

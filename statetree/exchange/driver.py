@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -184,7 +185,10 @@ class Exchange(Call):
                 [Entry(f"{path}{more}", text) for path, text in manifest.entries()] if more else manifest.entries()
             )
             details += manifest.details()
-        return Fingerprint(self.described(), [*entries, *beside], details, nbytes)
+        found = Fingerprint(self.described(), [*entries, *beside], details, nbytes)
+        if self.options.get("union", True):
+            return found
+        return replace(found, remedy=f"{found.remedy} Where ranks hold different keys, pass union=True.")
 
     def move(self, source: Manifest, target: Destination) -> Any:
         """Agree with the other ranks, move the elements, and return the resulting tree.
@@ -256,7 +260,7 @@ class Exchange(Call):
         told = b""
         if like is not None and not consensus.absent:
             layouts, told = self._discovered(like, details_agree=consensus.details_agree)
-        text = self.group.broadcast_bytes(message.text, consensus.nbytes[src], src)
+        text = self.group.broadcast_bytes(message.text, consensus.nbytes, src)
         self.expect()
         description = opened(self.verb, text)
         parts, places = description.metadata.allocate()

@@ -12,7 +12,13 @@ import torch.distributed as dist
 
 from statetree.chunks.ranks import Ranks
 from statetree.errors import RankMismatch
-from statetree.torch_internals import device_types, start_all_gather, start_broadcast, start_exchange
+from statetree.torch_internals import (
+    device_types,
+    start_all_gather,
+    start_all_reduce_max,
+    start_broadcast,
+    start_exchange,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -92,6 +98,19 @@ class Group(Ranks):
         self._wait(start_all_gather(self._process_group, received, own, self.timeout))
         return received.to("cpu").view(self.size, -1)
 
+    def all_reduce_max(self, numbers: Sequence[int]) -> list[int]:
+        """Return the greatest number that a rank has in each place. What a rank receives does not grow with the ranks.
+
+        Args:
+            numbers: Of 64 bits, with signs; equally many on every rank.
+        """
+        if self.size == 1:
+            return list(numbers)
+        data = torch.tensor(numbers, dtype=torch.int64).to(self.device(self.devices[0]))
+        self._wait(start_all_reduce_max(self._process_group, data, self.timeout))
+        found: list[int] = data.tolist()
+        return found
+
     def all_gather_bytes(self, sent: bytes) -> list[bytes]:
         """Return what every rank sends, of any length."""
         lengths = self.all_gather(torch.tensor([len(sent)], dtype=torch.int64).view(torch.uint8)).view(torch.int64)
@@ -128,6 +147,21 @@ class Group(Ranks):
         if not sent and not received:
             return _nothing
         works = start_exchange(self._process_group, sent, received)
+
+        def wait() -> None:
+            for work in works:
+                self._wait(work)
+
+        return wait
+
+    def all_gather_into(self, received: torch.Tensor, sent: torch.Tensor) -> Callable[[], None]:
+        """Start giving every rank what each sends: ``uint8``, equally much. Returns a function that waits for it."""
+        work = start_all_gather(self._process_group, received, sent, self.timeout)
+        return lambda: self._wait(work)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> Callable[[], None]:
+        """Start giving every rank what one has: ``uint8``, contiguous. Returns a function that waits for it."""
+        works = [start_broadcast(self._process_group, tensor, source, self.timeout) for tensor in tensors]
 
         def wait() -> None:
             for work in works:

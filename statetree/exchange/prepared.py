@@ -57,7 +57,7 @@ class Preparation:
         """Wait until all ranks have prepared everything, and agree on the token."""
         if call.communicates:
             call.expect()
-            self.token = call.agree(Fingerprint("prepare", [Entry("", "")], (), self.token)).nbytes[0]
+            self.token = call.agree(Fingerprint("prepare", [Entry("", "")], (), self.token)).nbytes
 
     def finish(self, name: str, tree: Any) -> Prepared:
         """Return what was prepared.
