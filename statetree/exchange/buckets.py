@@ -272,7 +272,9 @@ def _start(
     landing = _Landing(room)
     received = [] if transport is Transport.ALL_GATHER else [*_stretches(receiving, incoming)]
     for box in receiving.large:
-        received += [(box.peer, landing.place(_cut(pieces[move].targets, box), step.dtype(box))) for move in step.moves(box)]
+        received += [
+            (box.peer, landing.place(_cut(pieces[move].targets, box), step.dtype(box))) for move in step.moves(box)
+        ]
     places, boxes = _fields(step, sending, outgoing, pieces, _SOURCES)
     executor.copy(places, boxes)
     sent = [*_stretches(sending, outgoing)]

@@ -239,9 +239,7 @@ def ranks_named(ranks: Sequence[int]) -> str:
     return f"{'ranks' if len(ranks) > 1 else 'rank'} {listed}"
 
 
-def _first_difference(
-    verb: str, group: Group, entries: Sequence[Entry] | None, remedy: str
-) -> RankMismatch:
+def _first_difference(verb: str, group: Group, entries: Sequence[Entry] | None, remedy: str) -> RankMismatch:
     """Find the first path at which the ranks that hold something differ: missing on some rank, or something else there.
 
     The place of the first difference is found by bisection. Which path comes first there may differ from rank to rank:

@@ -111,9 +111,7 @@ class Exchange(Call):
         self.options["dst"] = list(ranks)
         return ranks
 
-    def manifest(
-        self, tree: Any, *, complete: bool = False, written: bool = False, union: bool = False
-    ) -> Manifest:
+    def manifest(self, tree: Any, *, complete: bool = False, written: bool = False, union: bool = False) -> Manifest:
         """Describe what this rank holds of a tree.
 
         Args:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.errors import Difference, TreeMismatch
@@ -14,7 +13,7 @@ from statetree.spans.layout import holds_memory
 from statetree.tree.matching import matched, only_missing
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 

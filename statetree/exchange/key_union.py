@@ -1,7 +1,7 @@
 """Unions: where ranks hold different keys, they tell each other what they hold, and all see a tree that has everything.
 
-What a rank does not hold is a leaf of which it has no chunk. What only some ranks hold is a distributed leaf, even if it
-is a plain tensor there. Ranks that hold the same tell it once.
+What a rank does not hold is a leaf of which it has no chunk. What only some ranks hold is a distributed leaf, even if
+it is a plain tensor there. Ranks that hold the same tell it once.
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ def unite(call: Call, manifest: Manifest) -> None:
     """
     outline = _outline_of(manifest)
     paths = manifest.spec.paths()
-    leaves = [leaf for leaf in manifest.leaves if is_plain(leaf)]
-    text = pickled(manifest.verb, outline, leaves, lambda: [path for path, leaf in zip(paths, manifest.leaves, strict=True) if is_plain(leaf)])
+    plain = [index for index, leaf in enumerate(manifest.leaves) if is_plain(leaf)]
+    values = [manifest.leaves[index] for index in plain]
+    text = pickled(manifest.verb, outline, values, lambda: [paths[index] for index in plain])
     own = digest([str(part) for entry in manifest.entries() for part in entry])
     call.agree(Fingerprint(f"keys of {call.described()}", [Entry("", "")]))
     call.expect()
@@ -111,7 +112,9 @@ def _told(manifest: Manifest, index: int, text: str) -> _Told:
         return _Told(text, None, chunks.shape, chunks.dtype, chunks.device, *kind, summed=chunks.summands is not None)
     if is_plain(leaf):
         return _Told(text, leaf)
-    return _Told(text, None, tuple(leaf.shape), leaf.dtype, leaf.device.type, *kind) if is_cuttable(leaf) else _Told(text)
+    return (
+        _Told(text, None, tuple(leaf.shape), leaf.dtype, leaf.device.type, *kind) if is_cuttable(leaf) else _Told(text)
+    )
 
 
 def _merge(manifest: Manifest, outlines: Sequence[_Outline], ranks: Sequence[Sequence[int]], own: int) -> None:
@@ -162,9 +165,10 @@ def _check(verb: str, path: Path, told: Mapping[int, _Told], ranks: Sequence[Seq
     first = next(iter(told.values()))
     if len(told) < len(ranks) and (first.summed or (first.shape is None and first.text != PLAIN)):
         what = f"{first.text} in summands" if first.summed else first.text
+        holders = ranks_named(sorted(rank for number in told for rank in ranks[number]))
         msg = (
-            f"{verb}: only {ranks_named(sorted(sum((list(ranks[number]) for number in told), [])))} hold the leaf at "
-            f"{path or '<root>'}: expected a tensor or a plain value, got {what}. Take it apart first, or leave it out."
+            f"{verb}: the leaf at {path or '<root>'} is on {holders} alone: expected a tensor or a plain value, got "
+            f"{what}. Take it apart first, or leave it out."
         )
         raise UnsupportedLeaf(msg, path)
 

@@ -41,8 +41,8 @@ def distribute(
     Args:
         full: A tree of tensors that are not distributed.
         like: A tree of the same structure, whose tensors have the same global shapes and dtypes (but for ``cast``). It
-            gives layouts, devices, strides, ties and classes. Without ``in_place`` its contents do not matter, and its tensors may be
-            ``meta`` ones.
+            gives layouts, devices, strides, ties and classes. Without ``in_place`` its contents do not matter, and its
+            tensors may be ``meta`` ones.
         src: With ``None`` every rank holds ``full`` and takes its own part of it, without communication. Otherwise the
             rank of the group that holds it: each rank receives its own chunks alone, and ``full`` of the others, which
             may be ``None``, is not looked at. Tensors that are not distributed are the source's on every rank.
@@ -60,8 +60,8 @@ def distribute(
         timeout: How long each collective may take, in seconds or as a ``timedelta``; by default what the group allows.
 
     Returns:
-        A tree with the structure and plain values of ``full``, and tensors in the layouts of ``like``. Without ``strict`` its
-        structure is that of ``like``.
+        A tree with the structure and plain values of ``full``, and tensors in the layouts of ``like``. Without
+        ``strict`` its structure is that of ``like``.
 
     Aliasing:
         None, but with ``in_place`` the tensors are those of ``like``, and without ``strict`` leaves that only ``like``

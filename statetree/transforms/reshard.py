@@ -41,8 +41,8 @@ def reshard(
     Args:
         tree: Where elements and plain values come from: the same tree on every rank, up to elements and plain values.
         like: A tree of the same structure, whose tensors have the same global shapes and dtypes (but for ``cast``). It
-            gives layouts, devices, strides, ties and classes. Without ``in_place`` its contents do not matter, and its tensors may be
-            ``meta`` ones.
+            gives layouts, devices, strides, ties and classes. Without ``in_place`` its contents do not matter, and its
+            tensors may be ``meta`` ones.
         group: The ranks that take part; by default all. Together they must hold every tensor of ``tree`` completely.
         in_place: Write into the tensors of ``like`` instead of fresh ones.
         cast: Convert elements to the dtypes of ``like``, as ``copy_into(cast=True)`` does: losslessly, or between
@@ -53,8 +53,8 @@ def reshard(
         on_missing: Called with the ``Difference`` for each path that only one of the trees has, if ``strict`` is
             ``False``; on every rank, before anything moves.
         union: Whether ranks may hold different keys (pipeline stages, experts). They tell each other theirs, and the
-            result has all of them on every rank. Where a rank has no key of ``like``, it gets a ``meta`` tensor of the global
-            shape. Otherwise that is refused.
+            result has all of them on every rank. Where a rank has no key of ``like``, it gets a ``meta`` tensor of the
+            global shape. Otherwise that is refused.
         replicas: What to do with a path at which the ranks hold tensors over meshes that differ from rank to rank (two
             copies of a model, or two pipeline stages with one name for their layers). With ``"check"`` they are copies
             only if their bytes are the same, which are hashed for that. With ``"first"``, what the first rank's mesh
@@ -64,8 +64,8 @@ def reshard(
         timeout: How long each collective may take, in seconds or as a ``timedelta``; by default what the group allows.
 
     Returns:
-        A tree with the structure and plain values of ``tree``, and tensors in the layouts of ``like``. Without ``strict`` its
-        structure is that of ``like``.
+        A tree with the structure and plain values of ``tree``, and tensors in the layouts of ``like``. Without
+        ``strict`` its structure is that of ``like``.
 
     Aliasing:
         None, but with ``in_place`` the tensors are those of ``like``, and without ``strict`` leaves that only ``like``

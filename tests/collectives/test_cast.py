@@ -1,6 +1,7 @@
 """Elements that are converted on their way, to the dtypes of the tree whose layouts they take."""
 
 import functools
+import operator
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ PAIRS = [
 
 
 def trees(before, after, shape=(5, 6)):
-    """Return a tree of one dtype, one like it in other layouts and another dtype, and what the first one holds whole."""
+    """Return a tree of one dtype, one in other layouts and of another dtype, and what the first one holds whole."""
     ranks = tuple(range(dist.get_world_size()))
     kinds = {
         "rows": ("S0", "S1"),
@@ -73,7 +74,7 @@ def convert_large():
         rows, columns = ({"w": Layout((1024, 1024), ranks, (kind,), before).build()} for kind in ("S0", "S1"))
         statetree.distribute({"w": full}, rows, in_place=True)
         for like in (columns, {"w": torch.empty(1024, 1024)}):
-            like = statetree.allocate_like(statetree.map_leaves(lambda leaf: leaf.to(after), like))
+            like = statetree.map_leaves(operator.methodcaller("to", after), like)
             expected = statetree.distribute({"w": full.to(after)}, like)
             check_same(statetree.reshard(rows, like, cast=True), expected)
             check_same(statetree.distribute({"w": full}, like, src=0, cast=True), expected)
