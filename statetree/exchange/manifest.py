@@ -255,13 +255,12 @@ def chunks_of(leaf: Any, ranks: Ranks) -> LocalChunks | None:
     leaf_type = leaf_type_of(type(leaf))
     if leaf_type is None:
         return None
-    if type(leaf) in (torch.Tensor, torch.nn.Parameter):
-        if leaf.__dict__ and any(map(is_distributed, flatten(leaf.__dict__)[0])):
-            raise _hidden(leaf)
+    plain = type(leaf) in (torch.Tensor, torch.nn.Parameter)
+    if plain and not leaf.__dict__:
         return None
     if leaf_type.is_distributed(leaf):
         return leaf_type.local_chunks(leaf, ranks)
-    if hides_distributed(leaf):
+    if any(map(is_distributed, flatten(leaf.__dict__)[0])) if plain else hides_distributed(leaf):
         raise _hidden(leaf)
     return None
 
@@ -288,7 +287,7 @@ def _text_of(leaf: Any) -> str:
 
 def is_cuttable(leaf: Any) -> bool:
     """Whether a leaf is a strided tensor, not distributed, that can be cut into boxes."""
-    return isinstance(leaf, torch.Tensor) and _is_bare(type(leaf)) and is_strided(leaf)
+    return isinstance(leaf, torch.Tensor) and _is_bare(type(leaf)) and is_strided(leaf) and not is_distributed(leaf)
 
 
 def _is_bare(cls: type) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from statetree.leaves.registry import LeafType
+from statetree.leaves.types.checkpointable import holds_shards, shards_of
 from statetree.leaves.types.special import special_layout
 from statetree.spans.layout import holds_memory
 from statetree.torch_internals import as_class, is_zero_tensor
@@ -17,6 +18,8 @@ from statetree.tree.instances import slots_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from statetree.chunks.local import LocalChunks
+    from statetree.chunks.ranks import Ranks
     from statetree.tree.spec import TreeSpec
 
 
@@ -98,6 +101,15 @@ class TensorType(LeafType):
     def essential(self, context: Any, inner: Sequence[Any]) -> Sequence[Any]:
         """Return what holds the elements, without the attributes."""
         return inner[: context[2]]
+
+    def is_distributed(self, value: torch.Tensor) -> bool:
+        return holds_shards(value) or super().is_distributed(value)
+
+    def local_chunks(self, value: torch.Tensor, ranks: Ranks) -> LocalChunks:
+        return shards_of(value) if holds_shards(value) else super().local_chunks(value, ranks)
+
+    def global_shape(self, value: Any) -> tuple[Sequence[int], torch.dtype]:
+        return (value.global_shape, value.dtype) if holds_shards(value) else super().global_shape(value)
 
     def elements_only(self, context: Any) -> bool:
         """Whether the inner tensors hold nothing that putting them together depends on."""
