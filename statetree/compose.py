@@ -347,11 +347,11 @@ def _call(together: _Alone, steps: Sequence[Step], bucket: dict[str, Any], paths
     except StateTreeError as error:
         place_in_tree(error, paths)
         raise
-    if not isinstance(result, dict) or result.keys() != bucket.keys():
+    if not isinstance(result, dict) or result.keys() != paths.keys():
         got = list(result)[:3] if isinstance(result, dict) else type(result).__qualname__
         msg = (
-            f"stream: the step changed the structure of a bucket: expected a dict of {len(bucket)} leaves from "
-            f"{next(iter(bucket))!r} on, got {got}. Stream transforms that keep the structure."
+            f"stream: the step changed the structure of a bucket: expected a dict of {len(paths)} leaves from "
+            f"{next(iter(paths))!r} on, got {got}. Stream transforms that keep the structure."
         )
         mismatch = TreeMismatch(msg)
         together.tell(mismatch)

@@ -12,9 +12,10 @@ from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from datetime import timedelta
 
 P = ParamSpec("P")
@@ -123,6 +124,15 @@ def compare_memory(a: int, b: int, nbytes: int) -> bool | None:
 
 #: Whether a tensor is one of autograd's, which are all zeros and have no memory whatever their storage says.
 is_zero_tensor: Final[Any] = TENSOR_BASE._is_zerotensor
+
+
+def carry_tangents(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether any tensor is a dual one, of forward-mode differentiation."""
+    level = forward_ad._current_level
+    if level < 0:
+        return False
+    unpack: Any = torch._VF._unpack_dual
+    return any(unpack(tensor, level=level)[1] is not None for tensor in tensors)
 
 
 def set_bits(tensor: torch.Tensor, *, conj: bool, neg: bool) -> None:
@@ -307,10 +317,14 @@ def start_all_gather(group: Any, received: torch.Tensor, sent: torch.Tensor, tim
     return group._allgather_base(received, sent, options)
 
 
-def start_all_reduce_max(group: Any, data: torch.Tensor, timeout: timedelta | None) -> Any:
-    """Start replacing each element by the greatest that a rank has there, and return the work to wait for."""
+def start_all_reduce(group: Any, data: torch.Tensor, timeout: timedelta | None, *, greatest: bool = False) -> Any:
+    """Start adding up what the ranks of a group hold, in its place, and return the work to wait for.
+
+    With ``greatest``, each element becomes the greatest that a rank has there instead.
+    """
     options = torch._C._distributed_c10d.AllreduceOptions()
-    options.reduceOp = torch._C._distributed_c10d.ReduceOp(torch._C._distributed_c10d.ReduceOp.MAX)
+    if greatest:
+        options.reduceOp = torch._C._distributed_c10d.ReduceOp(torch._C._distributed_c10d.ReduceOp.MAX)
     if timeout is not None:
         options.timeout = timeout
     return group.allreduce([data], options)

@@ -68,3 +68,12 @@ def _digest(grid: torch.Tensor) -> str:
     """Return what only meshes of the same ranks have in common: every leaf states it, so the ranks are not listed."""
     ranks = grid.to("cpu", torch.int64).contiguous()
     return blake2b(ctypes.string_at(ranks.data_ptr(), ranks.nbytes), digest_size=16).hexdigest()
+
+
+def own_ranks() -> Ranks:
+    """Return the ranks of the default group; this process alone where there is none."""
+    import torch.distributed as dist  # which takes long to import
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return Ranks(0, [0])
+    return Ranks(dist.get_rank(), range(dist.get_world_size()))

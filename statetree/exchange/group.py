@@ -12,13 +12,7 @@ import torch.distributed as dist
 
 from statetree.chunks.ranks import Ranks
 from statetree.errors import RankMismatch
-from statetree.torch_internals import (
-    device_types,
-    start_all_gather,
-    start_all_reduce_max,
-    start_broadcast,
-    start_exchange,
-)
+from statetree.torch_internals import device_types, start_all_gather, start_all_reduce, start_broadcast, start_exchange
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -107,7 +101,7 @@ class Group(Ranks):
         if self.size == 1:
             return list(numbers)
         data = torch.tensor(numbers, dtype=torch.int64).to(self.device(self.devices[0]))
-        self._wait(start_all_reduce_max(self._process_group, data, self.timeout))
+        self._wait(start_all_reduce(self._process_group, data, self.timeout, greatest=True))
         found: list[int] = data.tolist()
         return found
 
@@ -120,6 +114,18 @@ class Group(Ranks):
             padded[: len(sent)] = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
         rows = self.all_gather(padded)
         return [ctypes.string_at(row.data_ptr(), count) for row, count in zip(rows, counts, strict=True)]
+
+    def all_reduce(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the sum of what the ranks have, modulo 2⁶⁴.
+
+        Args:
+            own: ``int64``, on the CPU, of the same shape on every rank.
+        """
+        if self.size == 1 or not own.numel():
+            return own
+        total = own.to(self.device(self.devices[0]), copy=True)
+        self._wait(start_all_reduce(self._process_group, total, self.timeout))
+        return total.to("cpu")
 
     def broadcast_bytes(self, sent: bytes, nbytes: int, source: int) -> bytes:
         """Return what one rank sends, of a length that all know."""

@@ -37,7 +37,7 @@ class LeafType:
         name: What values are called in comparisons and messages; by default their class's name.
         distributed: Whether the ranks of a group hold different parts of each value. ``chunks`` sets it.
         opaque: Whether values are taken apart by pickle. They are then treated as plain values are: ``copy_into``
-            takes them from its source, and ``similarity`` compares their classes.
+            takes them from its source, and ``similarity`` compares their classes and the tensors inside.
         bare: Whether values are tensors of torch itself: a strided one is nothing but a view on a storage.
         has_elements: Whether values have elements at all (fake and uninitialized tensors have none).
         settles: Whether values may stand for tensors that a collective has not yet written: see ``settle``.
