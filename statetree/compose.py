@@ -162,9 +162,9 @@ def stream(tree: Any, step: Step) -> Iterator[tuple[Path, Any]]:
 def prepare(verb: Callable[..., Any], /, *args: Any, **options: Any) -> Prepared:
     """Plan a transfer and agree on it once, to move elements many times.
 
-    ``sync = prepare(reshard, tree, like, in_place=True)`` checks, plans, agrees and takes memory for these very tensors,
-    and moves nothing yet. Each ``sync()`` moves what they hold then, at a small part of the cost of ``reshard``: the
-    ranks tell each other, in one small message, that their tensors still lie where they lay.
+    ``sync = prepare(reshard, tree, like, in_place=True)`` checks, plans, agrees and takes memory for these very
+    tensors, and moves nothing yet. Each ``sync()`` moves what they hold then, at a small part of the cost of
+    ``reshard``: the ranks tell each other, in one small message, that their tensors still lie where they lay.
 
     Only elements move again. Structure, plain values and opaque objects stay what they were when the transfer was
     prepared (``gather`` passes leaves that are not distributed through: those are the source's own). So do results of

@@ -82,6 +82,8 @@ def content_of(verb: str, leaf: Any, path: Path, ranks: Group | None = None) -> 
         _check_distributed(verb, leaf, path, ranks or ranks_of(verb, None))
         return Content(TENSOR_ENTRY, (leaf,))
     leaf_type = leaf_type_of(type(leaf))
+    if leaf_type is TENSOR and is_distributed(leaf):
+        _refuse(verb, path, "a tensor of which each rank holds a part", "Gather it")
     if leaf_type is TENSOR and leaf.layout is torch.strided and not leaf.is_nested and leaf.dtype not in QUANTIZED:
         tensor = _bare(leaf)
         check_elements(verb, tensor, path)

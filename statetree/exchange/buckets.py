@@ -80,6 +80,10 @@ class _Step(NamedTuple):
         """Return the moves of which something has a box each."""
         return self.round.parts[placed.part].moves
 
+    def dtype(self, placed: LargeBox) -> torch.dtype:
+        """Return the dtype in which elements travel."""
+        return self.round.parts[placed.part].dtype
+
 
 #: Memory that rounds are packed into in turn.
 Buckets = tuple[torch.Tensor, torch.Tensor]
@@ -205,9 +209,9 @@ def _bounds(layout: ChunkLayout, rank: int) -> tuple[torch.Tensor, torch.Tensor]
 def _bytes_of(step: _Step, pieces: Sequence[Pieces], device: torch.device) -> int:
     """Return how many bytes a round takes of a bucket, with those of large boxes that cannot travel as they lie."""
     sent, received, _ = step.layout
-    boxes = [_cut(pieces[move].sources, box) for box in sent.large for move in step.moves(box)]
-    boxes += [_cut(pieces[move].targets, box) for box in received.large for move in step.moves(box)]
-    beside = sum(aligned(box.numel() * box.itemsize) for box in boxes if not _can_travel(box, device))
+    boxes = [(_cut(pieces[move].sources, box), step.dtype(box)) for box in sent.large for move in step.moves(box)]
+    boxes += [(_cut(pieces[move].targets, box), step.dtype(box)) for box in received.large for move in step.moves(box)]
+    beside = sum(aligned(box.numel() * dtype.itemsize) for box, dtype in boxes if not _can_travel(box, dtype, device))
     return sent.nbytes + received.nbytes + beside
 
 
@@ -227,10 +231,10 @@ class _Room:
         """Where it is."""
         return self._bucket.device
 
-    def like(self, box: torch.Tensor) -> torch.Tensor:
-        """Return a contiguous tensor of a box's shape and dtype, with undefined elements."""
-        stop = self._start + box.numel() * box.itemsize
-        fresh = self._bucket[self._start : stop].view(box.dtype).view(box.shape)
+    def like(self, box: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return a contiguous tensor of a box's shape and some dtype, with undefined elements."""
+        stop = self._start + box.numel() * dtype.itemsize
+        fresh = self._bucket[self._start : stop].view(dtype).view(box.shape)
         self._start = aligned(stop)
         return fresh
 
@@ -243,12 +247,12 @@ class _Landing:
         self._beside: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._written: list[torch.Tensor] = []
 
-    def place(self, box: torch.Tensor) -> torch.Tensor:
-        """Return the bytes that a box is received into."""
-        if _can_travel(box, self._room.device):
+    def place(self, box: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the bytes that a box is received into, whose elements come as some dtype."""
+        if _can_travel(box, dtype, self._room.device):
             self._written.append(box)  # by the backend, which tells nobody
             return _as_bytes(box)
-        whole = self._room.like(box)
+        whole = self._room.like(box, dtype)
         self._beside.append((box, whole))
         return _as_bytes(whole)
 
@@ -268,12 +272,15 @@ def _start(
     landing = _Landing(room)
     received = [] if transport is Transport.ALL_GATHER else [*_stretches(receiving, incoming)]
     for box in receiving.large:
-        received += [(box.peer, landing.place(_cut(pieces[move].targets, box))) for move in step.moves(box)]
+        received += [
+            (box.peer, landing.place(_cut(pieces[move].targets, box), step.dtype(box))) for move in step.moves(box)
+        ]
     places, boxes = _fields(step, sending, outgoing, pieces, _SOURCES)
     executor.copy(places, boxes)
     sent = [*_stretches(sending, outgoing)]
     for box in sending.large:
-        sent += [(box.peer, _sendable(_cut(pieces[move].sources, box), room, executor)) for move in step.moves(box)]
+        own = [_cut(pieces[move].sources, box) for move in step.moves(box)]
+        sent += [(box.peer, _sendable(piece, step.dtype(box), room, executor)) for piece in own]
     if transport is Transport.ALL_GATHER:
         stride = receiving.stacks[0].stride
         start = partial(group.all_gather_into, incoming[: stride * group.size], outgoing[:stride])
@@ -300,18 +307,19 @@ def _stretches(side: Side, bucket: torch.Tensor) -> Iterator[Message]:
             yield peer, bucket[start : start + stack.nbytes]
 
 
-def _sendable(box: torch.Tensor, room: _Room, executor: Executor) -> torch.Tensor:
-    """Return the bytes of a box to send."""
-    if _can_travel(box, room.device):
+def _sendable(box: torch.Tensor, dtype: torch.dtype, room: _Room, executor: Executor) -> torch.Tensor:
+    """Return the bytes of a box to send, whose elements travel as some dtype."""
+    if _can_travel(box, dtype, room.device):
         return _as_bytes(box)
-    whole = room.like(box)
+    whole = room.like(box, dtype)
     executor.copy([whole], [box])
     return _as_bytes(whole)
 
 
-def _can_travel(box: torch.Tensor, device: torch.device) -> bool:
-    """Whether the elements of a box can be sent as they lie, or received there."""
-    return box.is_contiguous() and box.device == device and not box.is_conj() and not box.is_neg()
+def _can_travel(box: torch.Tensor, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the elements of a box can be sent as they lie, or received there, if they travel as some dtype."""
+    lies_flat = box.is_contiguous() and not box.is_conj() and not box.is_neg()
+    return lies_flat and box.dtype == dtype and box.device == device
 
 
 def _as_bytes(box: torch.Tensor) -> torch.Tensor:

@@ -54,12 +54,14 @@ class Fingerprint:
         entries: What it holds, in the order of the paths; ``None`` if it leaves that to others.
         details: What only need agree for there to be a short cut: where it does not, ``agree`` returns so.
         nbytes: How many bytes it will send next.
+        remedy: What to do where the entries differ.
     """
 
     options: str
     entries: Sequence[Entry] | None
     details: Sequence[str] = ()
     nbytes: int = 0
+    remedy: str = "Pass trees of the same structure, shapes and dtypes on every rank."
 
     @cached_property
     def key(self) -> tuple[bytes, bytes, bytes]:
@@ -163,7 +165,7 @@ def compare(verb: str, group: Group, fingerprint: Fingerprint, message: Sequence
     if stated[options] != inverse[options]:
         raise _other_options(verb, group, fingerprint.options)
     if stated[entries] != inverse[entries] and _NOTHING not in stated[entries]:
-        raise _first_difference(verb, group, fingerprint.entries)
+        raise _first_difference(verb, group, fingerprint.entries, fingerprint.remedy)
     key = tuple(_DIGEST.pack(*stated[part]) for part in (options, entries, details))
     assert len(key) == 3
     return Consensus(key, stated[details] == inverse[details], nbytes, absent=bool(absent))
@@ -237,7 +239,7 @@ def ranks_named(ranks: Sequence[int]) -> str:
     return f"{'ranks' if len(ranks) > 1 else 'rank'} {listed}"
 
 
-def _first_difference(verb: str, group: Group, entries: Sequence[Entry] | None) -> RankMismatch:
+def _first_difference(verb: str, group: Group, entries: Sequence[Entry] | None, remedy: str) -> RankMismatch:
     """Find the first path at which the ranks that hold something differ: missing on some rank, or something else there.
 
     The place of the first difference is found by bisection. Which path comes first there may differ from rank to rank:
@@ -259,7 +261,7 @@ def _first_difference(verb: str, group: Group, entries: Sequence[Entry] | None) 
     texts = [(_text(text), ranks) for text, ranks in found]
     msg = (
         f"{verb}: the ranks do not hold the same at {first or '<root>'}: expected one layout, got {_by_text(texts)}. "
-        "Nothing was moved. Pass trees of the same structure, shapes and dtypes on every rank."
+        f"Nothing was moved. {remedy}"
     )
     return RankMismatch(msg)
 

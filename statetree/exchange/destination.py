@@ -17,6 +17,7 @@ from statetree.exchange.transfers import Transfer, as_sendable
 from statetree.leaves.builtin import taken_over
 from statetree.leaves.copying import prepared_copy
 from statetree.leaves.replicas import moved, replicated
+from statetree.leaves.types.checkpointable import SHARD_ATTRIBUTES
 from statetree.spans.layout import is_dense
 from statetree.spans.memory import Memory, memory_of
 from statetree.tree.flatten import unflatten
@@ -244,7 +245,11 @@ def as_leaf(fresh: torch.Tensor, leaf: Any) -> torch.Tensor:
     elif requires_grad:
         fresh.requires_grad_()
     # What torch's classes keep for themselves begins with an underscore.
-    carried = {name: held for name, held in getattr(leaf, "__dict__", {}).items() if not name.startswith("_")}
+    carried = {
+        name: held
+        for name, held in getattr(leaf, "__dict__", {}).items()
+        if not name.startswith("_") and name not in SHARD_ATTRIBUTES
+    }
     if carried and isinstance(leaf, torch.Tensor):
         vars(fresh).update(replicated("gather", carried, Memory(), copy=True))
     return fresh

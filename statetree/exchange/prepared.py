@@ -137,7 +137,7 @@ class Prepared:
             if path is not None:
                 msg = (
                     f"prepare: the tensor at {path or '<root>'} is not what it was when this {verb} was prepared: "
-                    "expected the same memory, shape and strides, got others. Nothing was moved. Prepare it again."
+                    "expected the same memory, shape and strides, got others. Prepare it again."
                 )
                 raise RankMismatch(msg)
         self._recorder.check()

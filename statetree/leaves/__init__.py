@@ -8,6 +8,7 @@ bottom:
 - ``tree_parts``: a whole tree taken apart into plain tensors, for transforms on spans.
 - ``pairing``, ``ties``: the leaves of two trees side by side; which leaves of a tree share memory.
 - ``parts``: many leaves taken apart at once, each tensor object once, and packed again.
+- ``held_memory``: whether the tensors of leaves still lie where they lay.
 - ``location``: errors that say which leaf could not be.
 - ``builtin``: the leaf type of every class, looked up.
 - ``types/``: the leaf types that come with statetree, a file each.

@@ -41,6 +41,7 @@ class LeafType:
         bare: Whether values are tensors of torch itself: a strided one is nothing but a view on a storage.
         has_elements: Whether values have elements at all (fake and uninitialized tensors have none).
         settles: Whether values may stand for tensors that a collective has not yet written: see ``settle``.
+        local_tensor: The name of the attribute that holds all of this rank's elements of a value, if there is one.
 
     Example:
         >>> import statetree as st, torch
@@ -64,6 +65,7 @@ class LeafType:
     bare: bool = False
     has_elements: bool = True
     settles: bool = False
+    local_tensor: str | None = None
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -112,10 +114,6 @@ class LeafType:
     def settle(self, value: Any) -> Any:
         """Wait for a collective under way, and return the tensor that the value stands for."""
         return value
-
-    def only_part(self, value: Any) -> torch.Tensor | None:  # noqa: ARG002 - for others
-        """Return the plain tensor that is all of a value's elements, if that can be told without taking it apart."""
-        return None
 
     def chunks(self, value: Any) -> Chunks:
         """Return the global shape and the dtype of a distributed value, and the chunks of it that this rank holds.

@@ -26,12 +26,17 @@ def matched(
 
     Returns:
         For every leaf of ``left`` the index of the one of ``right`` that it matches (``None`` if that is the same
-        index throughout), and every difference of structure. With differences the first part means nothing.
+        index throughout), and every difference of structure. Leaves that have no match have the index -1.
     """
     sizes = (left.num_leaves, len(left.nodes)), (right.num_leaves, len(right.nodes))
     if sizes[0] == sizes[1] and all(map(_same_place, left.nodes, right.nodes)):
         return None, []
     return _Matching(left, left_leaves, right, right_leaves).run()
+
+
+def only_missing(differences: Sequence[Difference]) -> bool:
+    """Whether two trees differ in nothing but keys that one of them lacks: what both have matches then."""
+    return all(found.kind == "missing" for found in differences)
 
 
 def _same_place(a: Node, b: Node) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from statetree.errors import UnsupportedLeaf
 from statetree.leaves.registry import LeafType
+from statetree.leaves.types.checkpointable import holds_shards, shards_of
 from statetree.leaves.types.special import special_layout
 from statetree.spans.layout import holds_memory
 from statetree.torch_internals import as_class, carry_tangents, is_zero_tensor
@@ -18,6 +19,8 @@ from statetree.tree.instances import slots_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from statetree.chunks.local import LocalChunks
+    from statetree.chunks.ranks import Ranks
     from statetree.tree.spec import TreeSpec
 
 
@@ -101,8 +104,14 @@ class TensorType(LeafType):
         """Return what holds the elements, without the attributes."""
         return inner[: context[2]]
 
-    def only_part(self, value: torch.Tensor) -> torch.Tensor | None:
-        return value if special_layout(value) is None else None
+    def is_distributed(self, value: torch.Tensor) -> bool:
+        return holds_shards(value) or super().is_distributed(value)
+
+    def local_chunks(self, value: torch.Tensor, ranks: Ranks) -> LocalChunks:
+        return shards_of(value) if holds_shards(value) else super().local_chunks(value, ranks)
+
+    def global_shape(self, value: Any) -> tuple[Sequence[int], torch.dtype]:
+        return (value.global_shape, value.dtype) if holds_shards(value) else super().global_shape(value)
 
     def elements_only(self, context: Any) -> bool:
         """Whether the inner tensors hold nothing that putting them together depends on."""
