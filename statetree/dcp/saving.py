@@ -76,6 +76,8 @@ def save(
         {'w': tensor([1., 1.]), 7: ('a', None)}
     """
     warn_of_values("save", state)
+    if storage_writer is not None:
+        storage_writer.reset(checkpoint_id)
     write(lambda: state, checkpoint_id, group_for("save", process_group), storage_writer)
 
 
@@ -142,8 +144,6 @@ def write(
     check_alive("save", group)
     if writer is None:
         writer = DirectoryWriter(local_directory("save", checkpoint_id))
-    else:
-        writer.reset(checkpoint_id)
     planner = SavePlanner(lambda is_coordinator: _prepared(state(), group, with_structure=is_coordinator))
     with checkpoint_errors("save", checkpoint_id):
         run_save(writer, planner, group)
