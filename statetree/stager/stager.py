@@ -13,7 +13,8 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 from weakref import WeakSet
 
 from statetree.errors import StagerBusy, StagerClosed, clear_frames
@@ -26,12 +27,17 @@ from statetree.stager.workers import Worker, failed
 from statetree.torch_internals import quietly
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from concurrent.futures import Future
     from types import TracebackType
 
     import torch
 
     from statetree.spans.columns import Columns
+
+
+#: How long a stage waits for memory that is leased before it takes more.
+_PATIENCE_S: Final = 0.01
 
 
 class StagerStats(NamedTuple):
@@ -53,8 +59,9 @@ class Stager:
 
     What ``stage`` returns never changes: no later ``stage``, no change of the source and no failure writes to its
     memory for as long as anything in this process refers to one of its tensors. Memory is reused once nothing does,
-    unless it was sent to another process. Containers that appear several times in a tree, and cycles, come out as
-    they were. (What containers and opaque objects have in common becomes separate.)
+    unless it was sent to another process or shared (``share_memory_``). While it is referred to, the next stage waits
+    a few milliseconds, and then takes other memory. Containers that appear several times in a tree, and cycles, come
+    out as they were. (What containers and opaque objects have in common becomes separate.)
 
     Threads may share a stager: they take turns. A process made by ``fork`` inherits it empty, with memory of its own
     (and should not read trees that the parent staged into shared memory: the parent cannot know of it).
@@ -313,13 +320,12 @@ class Stager:
         """Return a snapshot that fits and that nothing refers to, making one if there may be another."""
         geometry: Geometry | None = None
         for attempt in ("first", "after collecting garbage"):
-            idle = [snapshot for snapshot in self._snapshots if not snapshot.is_leased()]
-            if not self._receivers_are_done:
-                for snapshot in filter(Snapshot.was_sent, idle):
-                    self._snapshots.remove(snapshot)
-                idle = [snapshot for snapshot in idle if snapshot in self._snapshots]
-            for snapshot in idle:
-                if snapshot.geometry.fits(columns):
+            idle = self._idle()
+            fitting = [snapshot for snapshot in self._snapshots if snapshot.geometry.fits(columns)]
+            if attempt == "first" and fitting and not any(snapshot in idle for snapshot in fitting):
+                idle = self._idle_soon(fitting)
+            for snapshot in fitting:
+                if snapshot in idle:
                     return snapshot
             if len(self._snapshots) - len(idle) < self.max_snapshots:
                 geometry = geometry or Geometry(columns)
@@ -338,6 +344,27 @@ class Stager:
             "with this one. Drop one (a saving thread may still hold it), or make the Stager with more."
         )
         raise StagerBusy(msg)
+
+    def _idle(self) -> list[Snapshot]:
+        """Return the snapshots that may be written. Others that nobody here refers to may be read elsewhere: they go."""
+        found = []
+        for snapshot in list(self._snapshots):
+            if snapshot.is_leased():
+                continue
+            if snapshot.is_intact() and (self._receivers_are_done or not snapshot.was_sent()):
+                found.append(snapshot)
+            else:
+                self._snapshots.remove(snapshot)
+        return found
+
+    def _idle_soon(self, wanted: Sequence[Snapshot]) -> list[Snapshot]:
+        """Wait a moment for one of some snapshots: a thread that saves drops its tree just after it says it is done."""
+        deadline = monotonic() + _PATIENCE_S
+        while monotonic() < deadline:
+            sleep(_PATIENCE_S / 20)
+            if not all(map(Snapshot.is_leased, wanted)):
+                break
+        return self._idle()
 
     def _trim(self, latest: Snapshot) -> None:
         """Keep at most one idle snapshot beside the live ones: the latest, if that is idle."""
