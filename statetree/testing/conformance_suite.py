@@ -8,12 +8,15 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from statetree.testing import copy_faults, gather_faults, stager_faults
 from statetree.testing.arguments import refuse
 from statetree.testing.pace import units
 from statetree.testing.rank_calls import run_ranks
-from statetree.testing.silent_faults import COPY, FAULTS, GATHER, STAGER, SilentFault
+from statetree.testing.silent_faults import COPY, GATHER, STAGER, SilentFault
 
 PASSES, FAILS, REFUSES, UNSUPPORTED = "passes", "FAILS", "refuses", "unsupported"
+#: All faults that we know of, in the order of tables.
+FAULTS: tuple[SilentFault, ...] = (*copy_faults.FAULTS, *stager_faults.FAULTS, *gather_faults.FAULTS)
 Function = Callable[[Any], Any]
 
 
@@ -133,7 +136,7 @@ def conformance(
     found = []
     for fault in FAULTS:
         if fault.kind == COPY and copy is not None:
-            found.append(_looked_at(fault, lambda check=fault.check: check(_refusing(copy))))
+            found.append(_looked_at(fault, functools.partial(fault.check, _refusing(copy))))
         if fault.kind != GATHER and stager is not None:
             found.append(_looked_at(fault, functools.partial(_with_stager, fault, stager)))
         if fault.kind == GATHER and gather is not None:
