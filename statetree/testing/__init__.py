@@ -8,7 +8,8 @@ The assertions look at torch for themselves and use none of the engines, so that
 - ``laws``: what may hold of a transform; ``known_states``, ``transform_examples``: the states that it is given;
   ``shrinking``, ``snippets``: counter-examples; ``transform_report``, ``transform_check``: ``check_transform``;
   ``ghostwriter``: a test file for a transform
-- ``silent_faults``, ``copy_faults``, ``stager_faults``, ``gather_faults``, ``conformance_suite``: ``conformance``
+- ``silent_faults``, ``copy_faults``, ``stager_faults``, ``gather_faults``, ``conformance_suite``: ``conformance``;
+  ``stager_machine``: a stateful test of stagers
 - ``samples``, ``numbered``, ``source_code``, ``container_plan``, ``tensor_plan``, ``plans``: how a tree is made
 - ``dtensor_layout``: a DTensor as seen from all ranks at once; ``arguments``: checks of arguments
 - ``plan_strategies``, ``strategies``, ``layout_strategies``: what hypothesis draws (the extra ``testing``)
@@ -38,6 +39,7 @@ from statetree.testing.transform_report import Report, Verdict
 
 if TYPE_CHECKING:
     from statetree.testing.layout_strategies import layouts
+    from statetree.testing.stager_machine import StagerMachine
     from statetree.testing.strategies import state_trees, tensors, tied_trees
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "Law",
     "Layout",
     "Report",
+    "StagerMachine",
     "Verdict",
     "assert_independent",
     "assert_pure",
@@ -74,5 +77,6 @@ if not TYPE_CHECKING:  # a type checker is to know which names there are
             msg = f"module {__name__!r} has no attribute {name!r}"
             raise AttributeError(msg)
         with needing_hypothesis(name):
-            from statetree.testing import layout_strategies, strategies
-        return getattr(layout_strategies if name == "layouts" else strategies, name)
+            from statetree.testing import layout_strategies, stager_machine, strategies
+        modules = {"layouts": layout_strategies, "StagerMachine": stager_machine}
+        return getattr(modules.get(name, strategies), name)

@@ -39,10 +39,16 @@ class StagerAdapter:
     close: Callable[[], Any]
 
     @classmethod
-    def of(cls, stager: Any) -> StagerAdapter:
+    def bare(cls, stager: Any) -> StagerAdapter:
         """Return that of an object with ``stage``, and perhaps ``wait`` and ``close``."""
         wait = getattr(stager, "wait", lambda staged: staged.result() if hasattr(staged, "result") else staged)
-        return cls(_refusing(stager.stage), _refusing(wait), _refusing(getattr(stager, "close", lambda: None)))
+        return cls(stager.stage, wait, getattr(stager, "close", lambda: None))
+
+    @classmethod
+    def of(cls, stager: Any) -> StagerAdapter:
+        """Return that of an object, of which what it raises is told from what a check does."""
+        bare = cls.bare(stager)
+        return cls(_refusing(bare.stage), _refusing(bare.wait), _refusing(bare.close))
 
     def copied(self, state: Any) -> Any:
         """Stage a state, and wait for the copy."""
