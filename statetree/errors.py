@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import traceback
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +21,7 @@ class Difference(NamedTuple):
     """One place where two trees differ.
 
     ``kind`` is one of ``missing``, ``structure``, ``length``, ``leaf type``, ``type``, ``dtype``, ``shape``,
-    ``layout``, ``ties``, ``overlap``, ``value`` and a few that a leaf type adds (``mesh``, ``placements``…).
+    ``layout``, ``ties``, ``overlap``, ``range``, ``value`` and a few that a leaf type adds (``mesh``, ``placements``…).
     ``left`` and ``right`` say what each side holds there.
     """
 
@@ -70,6 +71,18 @@ def clear_frames(error: BaseException) -> None:
     """Let go of what the tracebacks of an exception, and of those that led to it, hold."""
     for found in chain_of(error):
         traceback.clear_frames(found.__traceback__)
+
+
+def is_users_own(error: BaseException) -> bool:
+    """Whether what came up in somebody else's code concerns that alone: errors, and exits that no signal asked for.
+
+    An interrupt concerns the program, and so does the exit that the handler of a signal asks for.
+    """
+    if not isinstance(error, SystemExit):
+        return isinstance(error, Exception)
+    handlers = map(signal.getsignal, signal.valid_signals())
+    codes = [getattr(getattr(handler, "__func__", handler), "__code__", None) for handler in handlers]
+    return all(frame.f_code not in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def describe_leaf(leaf: Any) -> str:

@@ -5,15 +5,17 @@ Tried with torch 2.11.0 and 2.13.0. (``leaf_types`` touch what is private to the
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from functools import cache, wraps
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from datetime import timedelta
 
 P = ParamSpec("P")
@@ -102,8 +104,35 @@ def storages_sent() -> set[int]:
     return {reference.cdata for reference in references if not reference.expired()}
 
 
+@cache
+def _memcmp() -> Any:
+    """Return the C library's ``memcmp``, which is twice as quick as ``torch.equal``; ``None`` where it is not found."""
+    try:
+        function = ctypes.CDLL(None).memcmp
+    except (OSError, TypeError, AttributeError):  # not on Windows
+        return None
+    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    function.restype = ctypes.c_int
+    return function
+
+
+def compare_memory(a: int, b: int, nbytes: int) -> bool | None:
+    """Whether host memory at two addresses is equal; ``None`` if that cannot be asked here."""
+    function = _memcmp()
+    return None if function is None else not function(a, b, nbytes)
+
+
 #: Whether a tensor is one of autograd's, which are all zeros and have no memory whatever their storage says.
 is_zero_tensor: Final[Any] = TENSOR_BASE._is_zerotensor
+
+
+def carry_tangents(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether any tensor is a dual one, of forward-mode differentiation."""
+    level = forward_ad._current_level
+    if level < 0:
+        return False
+    unpack: Any = torch._VF._unpack_dual
+    return any(unpack(tensor, level=level)[1] is not None for tensor in tensors)
 
 
 def set_bits(tensor: torch.Tensor, *, conj: bool, neg: bool) -> None:
@@ -160,15 +189,24 @@ def without_common_bits(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor,
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Do as ``copy_all``, for tensors of any kind and whatever their bits: the targets then read like the sources."""
+    copy_all(*plain_pairs(targets, sources))
+
+
+def plain_pairs(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """Return tensors that ``copy_all`` takes, on the memory of others, so that the targets then read like the sources.
+
+    Of sources that are converted into targets with bits, copies are made.
+    """
     dtypes = set(map(TENSOR_BASE.dtype.__get__, targets))
     has_bits = any(map(TENSOR_BASE.is_neg, targets)) or (
         any(dtype.is_complex for dtype in dtypes) and any(map(TENSOR_BASE.is_conj, targets))
     )
     if dtypes.isdisjoint(COPIED_AS_INTEGERS) and not has_bits:
-        copy_all(targets, sources)
-        return
+        return targets, sources
     pairs = list(map(plain_pair, targets, sources))
-    copy_all([to for to, _ in pairs], [of for _, of in pairs])
+    return [to for to, _ in pairs], [of for _, of in pairs]
 
 
 def plain_pair(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -277,6 +315,19 @@ def start_all_gather(group: Any, received: torch.Tensor, sent: torch.Tensor, tim
     if timeout is not None:
         options.timeout = timeout
     return group._allgather_base(received, sent, options)
+
+
+def start_all_reduce(group: Any, data: torch.Tensor, timeout: timedelta | None, *, greatest: bool = False) -> Any:
+    """Start adding up what the ranks of a group hold, in its place, and return the work to wait for.
+
+    With ``greatest``, each element becomes the greatest that a rank has there instead.
+    """
+    options = torch._C._distributed_c10d.AllreduceOptions()
+    if greatest:
+        options.reduceOp = torch._C._distributed_c10d.ReduceOp(torch._C._distributed_c10d.ReduceOp.MAX)
+    if timeout is not None:
+        options.timeout = timeout
+    return group.allreduce([data], options)
 
 
 def start_broadcast(group: Any, data: torch.Tensor, source: int, timeout: timedelta | None) -> Any:

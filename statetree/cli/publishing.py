@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 from statetree.cli.digests import digests_path
 from statetree.dcp.directories import sync_directory
+from statetree.dcp.file_manifest import MANIFEST
 from statetree.errors import CheckpointError
 from statetree.files.safetensors_writer import INDEX
 
@@ -57,7 +58,8 @@ def check_destination(path: Path, *, is_directory: bool, force: bool) -> None:
 
 def _is_part(file: Path) -> bool:
     """Whether something in a directory is, by its name, a file of a DCP checkpoint."""
-    is_named_so = file.suffix == _PIECES or file.name in (_METADATA, digests_path(file.parent, is_directory=True).name)
+    names = (_METADATA, MANIFEST, digests_path(file.parent, is_directory=True).name)
+    is_named_so = file.suffix == _PIECES or file.name in names
     return is_named_so and file.is_file() and not file.is_symlink()
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from statetree.dcp.groups import from_all, group_for
 from statetree.dcp.internals import count_groups, is_alive
-from statetree.dcp.saving import write
+from statetree.dcp.saving import warn_of_values, write
 from statetree.errors import CheckpointError, chain_of
 from statetree.stager.stager import Stager
 from statetree.stager.workers import submit
@@ -67,6 +67,7 @@ def async_save(
         >>> statetree.dcp.load(checkpoint_id=directory)
         {'w': tensor([0., 0.])}
     """
+    warn_of_values("async_save", state)
     background = background_of("async_save", process_group, "async_save")
     future, error = start(
         background, lambda: stage(state, stager), lambda staged: write(staged, checkpoint_id, background.group)

@@ -15,7 +15,7 @@ from statetree.dcp.directories import DirectoryReader
 from statetree.dcp.failures import checkpoint_errors
 from statetree.dcp.groups import check_alive, from_all, from_first, is_first, size_of
 from statetree.dcp.loading import read
-from statetree.dcp.saving import write
+from statetree.dcp.saving import warn_of_values, write
 from statetree.dcp.series import Series, StepDirectory, UnfinishedStep
 from statetree.errors import CheckpointError, RankMismatch, StagerBusy, StateTreeError, shown
 from statetree.stager.stager import Stager
@@ -110,6 +110,7 @@ class Checkpointer:
             UnsupportedLeaf, CyclicTree: As ``statetree.dcp.save``.
         """
         with self._calling:
+            warn_of_values("save", state)
             foreground = self._begin("save")
             self._write("save", step, lambda: state, foreground.group)
 
@@ -142,6 +143,7 @@ class Checkpointer:
             return stage(state, self._stager())
 
         with self._calling:
+            warn_of_values("async_save", state)
             if not wait:
                 self._check_idle("async_save")
             background = self._begin("async_save")

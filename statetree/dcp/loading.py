@@ -54,7 +54,7 @@ def load(
         template: A tree like the saved one. Only the memory of its tensors changes. Those of its tensors that share
             memory must have had the same values when they were saved (ties are saved by value); they are loaded into
             memory of their own first. Without a template, the state comes back as it was saved, provided that all
-            containers are ``dict``, ``list``, ``tuple`` or ``OrderedDict``.
+            containers are those of Python and of ``collections``.
         checkpoint_id: The directory.
         process_group: The ranks that load; by default all.
         storage_reader: Reads from elsewhere than a directory, or a checkpoint that DCP transformed. What follows about
@@ -233,7 +233,7 @@ def _check_builtin(saved: Structure) -> None:
         if ref < 0:
             why = why_not_rebuilt(saved.spec.nodes[~ref])
             if why:
-                differences.append(Difference(path_of(texts), "structure", why, "dict, list, tuple or OrderedDict"))
+                differences.append(Difference(path_of(texts), "structure", why, "a builtin container"))
         elif saved.entries[ref].sort == PARTS_ENTRY:
             path = path_of(texts)
             msg = (

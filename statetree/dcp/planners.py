@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import re
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from statetree.chunks.boxes import Box, is_covered
 from statetree.dcp.flat_state import STRUCTURE_KEY
+from statetree.dcp.plain_values import gist, read_value
 from statetree.dcp.tensors import pieces_of
 from statetree.errors import CheckpointError
 
@@ -174,9 +174,10 @@ class LoadPlanner(DefaultLoadPlanner):
         """Unpickle a plain value."""
         key = read_item.dest_index.fqn
         try:
-            self.values[key] = torch.load(value, weights_only=self._weights_only)
+            data = value.getvalue()
+            self.values[key] = read_value(data) if self._weights_only else torch.load(value, weights_only=False)
         except Exception as error:  # noqa: BLE001 - damaged or hostile bytes may raise anything
-            reason = f"{type(error).__name__}: {_gist(error)}"
+            reason = f"{type(error).__name__}: {gist(error)}"
             remedy = (
                 "If you trust where the checkpoint comes from, pass weights_only=False, or name its classes with "
                 "torch.serialization.add_safe_globals."
@@ -185,15 +186,6 @@ class LoadPlanner(DefaultLoadPlanner):
             )
             msg = f"load: the plain value at {key} cannot be read: {reason}. {remedy}"
             raise CheckpointError(msg) from None
-
-
-def _gist(error: Exception) -> str:
-    """Return what torch says that is of use here: its advice is for calls of torch.load."""
-    text = " ".join(str(error).split())
-    found = re.search(
-        r"WeightsUnpickler error: (.*?)(?:\. |$)|(Unsupported (?:global|class|operand).*?)(?:\. |$)", text
-    )
-    return next(filter(None, found.groups())) if found else text[:200]
 
 
 class CarefulReader:

@@ -12,7 +12,9 @@ move. Moving agrees with the other ranks, plans, and sends in buckets of bounded
 - ``destination``: fresh tensors by a rule; ``like``: the layouts of another tree, and ``fitting``: whether they fit
 - ``description``, ``leaf_metadata``: one rank's tree told to all
 - ``consensus``: fingerprints compared before anything moves; ``group``: the few collectives all this is made of
-- ``transfers``: planned once for a fingerprint; ``plan``: which boxes go where; ``buckets``: how they are packed
+- ``transfers``: planned once for a fingerprint; ``plan``: what moves in which round; ``buckets``: how it is moved
+- ``routes``: which boxes go where; ``senders``: who sends what several have; ``stacks``: where boxes lie in a bucket
+- ``executor``: moves elements, or records how, for transfers that are ``prepared`` once and run often
 - ``partial_reduction``: summands put together on the way
 """
 

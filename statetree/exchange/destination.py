@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from math import prod
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -13,20 +14,25 @@ from statetree.chunks.layouts import whole_on
 from statetree.errors import StateTreeError, UnsupportedLeaf, place_in_tree
 from statetree.exchange.partial_reduction import Chunked
 from statetree.exchange.transfers import Transfer, as_sendable
+from statetree.leaves.builtin import taken_over
+from statetree.leaves.copying import prepared_copy
 from statetree.leaves.replicas import moved, replicated
 from statetree.spans.layout import is_dense
 from statetree.spans.memory import Memory, memory_of
 from statetree.tree.flatten import unflatten
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from statetree.chunks.layouts import ChunkLayout
     from statetree.chunks.local import LocalChunks
+    from statetree.exchange.executor import Executor
     from statetree.exchange.manifest import Manifest
 
 #: Where something lies, as users give it; ``None`` for where it lies already.
 Device = torch.device | str | int | None
+#: From this size on fresh host memory is asked for in huge pages: the system provides those in a fraction of the time.
+_HUGE_PAGES_BYTES: Final = 8 << 20
 #: Says in which layout a distributed leaf arrives: which ranks of the group hold which boxes of its global shape.
 Rule = Callable[["LocalChunks"], "ChunkLayout"]
 
@@ -70,13 +76,39 @@ class Destination:
         """
         raise NotImplementedError
 
-    def run_alone(self, bucket_bytes: int) -> None:
+    def run_alone(self, executor: Executor, bucket_bytes: int) -> None:
         """Move elements of a source of which this rank holds everything."""
         raise NotImplementedError
 
+    def write(self) -> None:
+        """Write what this rank has itself, once the other elements are there."""
+
+    def written_again(self) -> Callable[[], None]:
+        """Return what writes, when elements move once more, what was made with its elements the first time."""
+        return _nothing
+
+    def check_values(self, source: Manifest) -> None:
+        """Raise ``TreeMismatch`` if other elements than those of the first time may not move to where these did.
+
+        Args:
+            source: The tree with the elements.
+        """
+
+    def reads(self) -> Iterable[int]:
+        """Return the leaves of the source whose elements are read."""
+        return self.source.chunks
+
+    def writes(self) -> Iterable[int]:
+        """Return the leaves of the result whose elements are written."""
+        return self.source.chunks
+
     def finish(self) -> Any:
-        """Do what is left once the elements are there, and return the tree."""
+        """Return the resulting tree."""
         return unflatten(self.source.spec, self.leaves)
+
+
+def _nothing() -> None:
+    """Write nothing."""
 
 
 class FreshDestination(Destination):
@@ -102,6 +134,7 @@ class FreshDestination(Destination):
         self._moves = device is None or torch.device(device).type != "meta"  # on every rank alike
         self._device = "meta" if isinstance(rule, WholeOn) and rank not in rule.ranks else device
         self._layouts = {index: rule(chunks) for index, chunks in source.chunks.items()}
+        self._brought: list[int] = []
         self._bring_others(self._device)
         self._canonical: dict[int, int] = {}
         self._make()
@@ -130,6 +163,24 @@ class FreshDestination(Destination):
             raise
         for index, leaf in zip(rest, brought.values(), strict=True):
             self.leaves[index] = leaf
+            if memory.device.type != "meta" and leaf is not self.source.leaves[index] and not taken_over(leaf):
+                self._brought.append(index)
+
+    def written_again(self) -> Callable[[], None]:
+        """Return what copies those leaves once more that were brought to another device."""
+        keys = self.source.spec.flat_keys()
+        before, after = (
+            {keys[index]: leaves[index] for index in self._brought} for leaves in (self.source.leaves, self.leaves)
+        )
+        return prepared_copy(self.source.verb, before, after)[1]
+
+    def reads(self) -> Iterable[int]:
+        """Return the leaves of the source whose elements are read."""
+        return [*self.source.chunks, *self._brought]
+
+    def writes(self) -> Iterable[int]:
+        """Return the leaves of the result whose elements are written."""
+        return self.reads()
 
     def _fresh(self, index: int, canonical: int, device: Device) -> Any:
         leaf, chunks = self.source.leaves[index], self.source.chunks[index]
@@ -167,7 +218,13 @@ class FreshDestination(Destination):
 
 
 def _empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: Device) -> torch.Tensor:
-    if _is_dense(tuple(shape), tuple(stride)):
+    is_dense = _is_dense(tuple(shape), tuple(stride))
+    nbytes = prod(shape) * dtype.itemsize
+    if nbytes >= _HUGE_PAGES_BYTES and torch.device("cpu" if device is None else device).type == "cpu":
+        storage = Memory("cpu").carve([nbytes])[0].storage
+        fresh = torch.empty(0, dtype=dtype, device="cpu")
+        return fresh.set_(storage, 0, tuple(shape), tuple(stride)) if is_dense else fresh.set_(storage).view(*shape)
+    if is_dense:
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)
     return torch.empty(shape, dtype=dtype, device=device)
 

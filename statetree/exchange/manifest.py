@@ -98,6 +98,16 @@ class Manifest:
         texts = [self._text(index) for index in self.order]
         return [*map(Entry, self._keys, texts), *self._structure]
 
+    @property
+    def structure(self) -> list[Entry]:
+        """What the containers are, in the order of their paths."""
+        return self._structure
+
+    @property
+    def keys(self) -> list[str]:
+        """The names of the leaves, in the order of their paths."""
+        return self._keys
+
     def _text(self, index: int) -> str:
         chunks = self.chunks.get(index)
         if chunks is not None:

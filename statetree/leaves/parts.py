@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from statetree.errors import UnsupportedLeaf, describe_leaf
+from statetree.errors import UnsupportedLeaf, describe_leaf, is_users_own
 from statetree.leaves.builtin import leaf_type_of
 from statetree.leaves.location import located
 from statetree.leaves.types.special import QUANTIZED
 from statetree.spans.columns import Columns
 from statetree.spans.geometry_cache import recognise, remember
-from statetree.torch_internals import is_zero_tensor
+from statetree.torch_internals import carry_tangents, is_zero_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -210,7 +210,9 @@ def _unpack_together(
         for tensor, owner in zip(tensors, owner_of, strict=True):
             inner.append(attempt.unpack(tensor))
             owners += [chosen[owner]] * (len(attempt.parts) - len(unpacker.parts) - len(owners))
-    except Exception:  # noqa: BLE001 - user code raises it, and will do so again
+    except BaseException as error:  # user code raises it, and will do so again
+        if not is_users_own(error):
+            raise
         return unpacker, {}, []
     whole = PackedRecipe(leaf_type, context, tuple(inner), -1)
     return attempt, {index: MemberRecipe(whole, position) for position, index in enumerate(chosen)}, owners
@@ -298,6 +300,7 @@ def are_views(columns: Columns) -> bool:
             and len(columns.pointers) == len(columns.tensors)  # sparse tensors have no storage and refuse
             and not any(columns.nested)
             and not (0 in columns.pointers and any(map(is_zero_tensor, columns.tensors)))
+            and not carry_tangents(columns.tensors)
         )
     except (RuntimeError, NotImplementedError):
         return False

@@ -37,7 +37,7 @@ class LeafType:
         name: What values are called in comparisons and messages; by default their class's name.
         distributed: Whether the ranks of a group hold different parts of each value. ``chunks`` sets it.
         opaque: Whether values are taken apart by pickle. They are then treated as plain values are: ``copy_into``
-            takes them from its source, and ``similarity`` compares their classes.
+            takes them from its source, and ``similarity`` compares their classes and the tensors inside.
         bare: Whether values are tensors of torch itself: a strided one is nothing but a view on a storage.
         has_elements: Whether values have elements at all (fake and uninitialized tensors have none).
         settles: Whether values may stand for tensors that a collective has not yet written: see ``settle``.
@@ -112,6 +112,10 @@ class LeafType:
     def settle(self, value: Any) -> Any:
         """Wait for a collective under way, and return the tensor that the value stands for."""
         return value
+
+    def only_part(self, value: Any) -> torch.Tensor | None:  # noqa: ARG002 - for others
+        """Return the plain tensor that is all of a value's elements, if that can be told without taking it apart."""
+        return None
 
     def chunks(self, value: Any) -> Chunks:
         """Return the global shape and the dtype of a distributed value, and the chunks of it that this rank holds.
