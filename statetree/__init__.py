@@ -44,11 +44,16 @@ if TYPE_CHECKING or "_wanted" in globals():
     from statetree.transforms.digest import digest as digest
     from statetree.transforms.distribute import distribute as distribute
     from statetree.transforms.gather import gather as gather
+    from statetree.transforms.merge import merge as merge
     from statetree.transforms.offload import offload as offload
+    from statetree.transforms.partition import partition as partition
     from statetree.transforms.partition_replicas import partition_replicas as partition_replicas
     from statetree.transforms.reshard import reshard as reshard
+    from statetree.transforms.select import select as select
     from statetree.transforms.similarity import Similarity as Similarity
     from statetree.transforms.similarity import similarity as similarity
+    from statetree.transforms.update import update as update
+    from statetree.tree.atoms import HOLE as HOLE
     from statetree.tree.flatten import flatten as flatten
     from statetree.tree.flatten import paths as paths
     from statetree.tree.flatten import unflatten as unflatten

@@ -1,5 +1,6 @@
 """The transforms, one file a verb: short declarations over the engines.
 
+- over trees: ``select``, ``partition``, ``merge``, ``update``
 - over spans: ``allocate_like``, ``offload``
 - over pairs of leaves: ``copy_into``, ``similarity``
 - over exchange: ``gather``, ``distribute``, ``broadcast``, ``reshard``, ``partition_replicas``

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from statetree.errors import CyclicTree, TreeTooDeep, note_leaf
 from statetree.paths import Attr, Path, render_key
-from statetree.tree.atoms import add_atom_type, is_atom_type
+from statetree.tree.atoms import add_atom_type, is_atom_type, is_constant_type
 from statetree.tree.containers import Container
 from statetree.tree.instances import MAX_ATTRIBUTE_DEPTH, NotPlain, copy_plain
 from statetree.tree.registry import CONTAINERS, LEAF_CLASSES, container_of
@@ -182,7 +182,7 @@ def traverse(
                     note_leaf(error, _path_of([*frames, frame], index), child)
                     raise
             if kind is None:
-                if plain and not is_atom_type(cls):
+                if plain and not is_constant_type(cls):
                     raise NotPlain
                 leaves.append(child)
                 continue

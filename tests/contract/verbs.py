@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -97,6 +98,11 @@ def staged_again(tree: Any) -> Any:
         return stager.stage(tree)
 
 
+def _every_other() -> Callable[..., bool]:
+    turns = count()
+    return lambda *_: next(turns) % 2 == 0
+
+
 VERBS = [
     Verb("offload", st.offload),
     Verb("offload to shared memory", partial(st.offload, share_memory=True), slabs=True),
@@ -111,6 +117,9 @@ VERBS = [
     Verb("stage again", staged_again, deep=True),
     Verb("offload without copy", partial(st.offload, copy=False), fresh=False),
     Verb("map_leaves", partial(st.map_leaves, identity), fresh=False, looks=False),
+    Verb("partition and merge", lambda tree: st.merge(*st.partition(tree, _every_other())), fresh=False, looks=False),
+    Verb("select all", lambda tree: st.select(tree, lambda *_: True), fresh=False, looks=False),
+    Verb("update with itself", lambda tree: st.update(tree, lambda *_: True, identity), fresh=False, looks=False),
     Verb("flatten and unflatten", lambda tree: st.unflatten(*reversed(st.flatten(tree))), fresh=False, looks=False),
     Verb("to_flat and from_flat", lambda tree: st.from_flat(*st.to_flat(tree)), fresh=False, looks=False),
 ]
