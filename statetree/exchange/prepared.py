@@ -46,7 +46,9 @@ class Preparation:
     def begin(self, call: Call) -> Recorder:
         """Take note of the call, and return what records it."""
         if self.call is not None:
-            msg = f"prepare: expected one collective, got {self.call.verb} and then {call.verb}. Prepare each by itself."
+            msg = (
+                f"prepare: expected one collective, got {self.call.verb} and then {call.verb}. Prepare each by itself."
+            )
             raise TypeError(msg)
         self.call = call
         return self.recorder
