@@ -31,8 +31,8 @@ class TensorChange:
         gaps: By how much each position is above the one before it, the first being ``head[0]``; unsigned bytes or wider
             integers. Without elements if everything that this rank holds is replaced.
         values: The elements for these positions; of a tensor that is replaced, all that this rank holds, box by box.
-        head: Six ``int64``: the first position (-1: everything is replaced), the number of elements of the global shape,
-            and two sums each of the elements there before and after.
+        head: Six ``int64``: the first position (-1: everything is replaced), the number of elements of the global
+            shape, and two sums each of the elements there before and after.
     """
 
     gaps: torch.Tensor
@@ -174,10 +174,14 @@ def mismatch(
 ) -> TreeMismatch:
     """Return the error for a leaf that a delta does not fit."""
     where = name or "<root>"
-    return TreeMismatch(f"{verb}: the delta was made for another tree at {where}: expected {expected}, got {got}. {remedy}")
+    return TreeMismatch(
+        f"{verb}: the delta was made for another tree at {where}: expected {expected}, got {got}. {remedy}"
+    )
 
 
 def damaged(verb: str, name: str, fault: str) -> TreeMismatch:
     """Return the error for a delta that cannot be one."""
     where = name or "<root>"
-    return TreeMismatch(f"{verb}: the delta is damaged at {where}: {fault}. Nothing was written. Make or load it again.")
+    return TreeMismatch(
+        f"{verb}: the delta is damaged at {where}: {fault}. Nothing was written. Make or load it again."
+    )

@@ -42,8 +42,8 @@ def prepared_apply(
         everything: Whether the tree must be the base also where nothing is written.
 
     Raises:
-        TreeMismatch: If the tree is not the base, as far as it is looked at, a tensor cannot be written, or the delta is
-            damaged.
+        TreeMismatch: If the tree is not the base, as far as it is looked at, a tensor cannot be written, or the delta
+            is damaged.
     """
     return _Application(verb, delta, TreeEntries(verb, tree, ranks)).prepared(everything=everything)
 
@@ -118,7 +118,9 @@ class _Application:
 
         Where tensors overlap, the delta is written to copies of them that do so, too, to see what comes of it.
         """
-        owners = [index for index, entry in self.entries.tensors.items() for piece in entry.pieces if _has_memory(piece)]
+        owners = [
+            index for index, entry in self.entries.tensors.items() for piece in entry.pieces if _has_memory(piece)
+        ]
         pieces = [piece for entry in self.entries.tensors.values() for piece in entry.pieces if _has_memory(piece)]
         columns = Columns(pieces)
         if columns.disjoint or not self.writes:

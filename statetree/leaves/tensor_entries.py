@@ -59,14 +59,16 @@ class TensorEntry(NamedTuple):
         return len(self.boxes) == 1 and self.boxes[0].sizes == self.shape
 
     @property
-    def count(self) -> int:
+    def held(self) -> int:
         """How many elements this rank holds."""
         return sum(box.volume for box in self.boxes)
 
     @property
     def place(self) -> Any:
         """What entries have in common that are the same views on the same memory."""
-        places = [(piece.data_ptr(), piece.shape, piece.stride(), piece.is_conj(), piece.is_neg()) for piece in self.pieces]
+        places = [
+            (piece.data_ptr(), piece.shape, piece.stride(), piece.is_conj(), piece.is_neg()) for piece in self.pieces
+        ]
         return (self.dtype, tuple(places)) if places and all(place[0] for place in places) else id(self.pieces)
 
     def sums(self, count: int = FEW) -> torch.Tensor:
