@@ -28,20 +28,35 @@ from statetree.tree.flatten import unflatten
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from statetree.tree.selection import Where
 
-def prepared_copy(verb: str, src: Any, dst: Any, *, cast: bool = False) -> tuple[Any, Callable[[], None]]:
+
+def prepared_copy(
+    verb: str,
+    src: Any,
+    dst: Any,
+    *,
+    cast: bool = False,
+    where: Where | None = None,
+    strict: bool = True,
+    on_missing: Callable[[Difference], object] | None = None,
+) -> tuple[Any, Callable[[], None]]:
     """Do all of ``copy_into`` but the writing: return what it returns, and the function that writes.
 
     Raises:
         TreeMismatch, UnsupportedLeaf, CyclicTree: What ``copy_into`` raises. The function does not raise any more.
     """
-    pairing = LeafPairing(verb, src, dst)
+    pairing = LeafPairing(verb, src, dst, where=where, strict=strict)
     differences = leave_out_differences(pairing, plain=False, dtypes=not cast)
     job = _CopyJob(pairing)
     differences = [*differences, *job.differences(cast=cast)]
     if differences:
         raise _refusal(verb, differences)
-    return unflatten(pairing.spec, job.result()), job.write  # both may fail, in code that is not ours
+    if on_missing is not None:
+        for difference in pairing.missing:
+            on_missing(difference)
+    made = unflatten(pairing.spec, job.result()) if where is None and strict else pairing.completed(job.result())
+    return made, job.write  # what comes before may fail, in code that is not ours
 
 
 def _refusal(verb: str, differences: Sequence[Difference]) -> TreeMismatch:

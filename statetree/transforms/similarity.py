@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from statetree.paths import Path
+    from statetree.tree.selection import Where
 
 #: How many differences a ``Similarity`` keeps; it counts all of them.
 MAX_DIFFERENCES: Final = 1_000
@@ -49,7 +50,7 @@ class Similarity:
         return f"{places}:\n  {shown([str(difference) for difference in self.differences], self.count)}"
 
 
-def similarity(a: Any, b: Any, *, values: bool = False) -> Similarity:
+def similarity(a: Any, b: Any, *, where: Where | None = None, values: bool = False) -> Similarity:
     """Compare two trees: structure, leaf types, dtypes, shapes, layouts, and with ``values`` every byte.
 
     Mappings are compared by their keys, whatever their type and order; lists, tuples and other containers must be of
@@ -63,6 +64,7 @@ def similarity(a: Any, b: Any, *, values: bool = False) -> Similarity:
     Args:
         a: Any tree.
         b: Any tree.
+        where: Which leaves are compared, as for ``select``: those that match in one of the trees.
         values: Whether the elements of tensors must agree bit by bit and plain values in value. Otherwise plain
             values are compared by type (``1``, ``1.0`` and ``True`` differ).
 
@@ -70,6 +72,7 @@ def similarity(a: Any, b: Any, *, values: bool = False) -> Similarity:
         A ``Similarity``: true or false, with every difference, and a report as its ``str``.
 
     Raises:
+        TreeMismatch: If a glob in ``where`` matches nothing in either tree.
         CyclicTree: If a container holds itself.
 
     Example:
@@ -81,12 +84,12 @@ def similarity(a: Any, b: Any, *, values: bool = False) -> Similarity:
         1 difference:
           shape differs at w: (2, 3) against (3, 2)
     """
-    return _similarity(a, b, values=values)
+    return _similarity(a, b, where=where, values=values)
 
 
 @quietly
-def _similarity(a: Any, b: Any, *, values: bool) -> Similarity:
-    pairing = LeafPairing("similarity", a, b)
+def _similarity(a: Any, b: Any, *, where: Where | None, values: bool) -> Similarity:
+    pairing = LeafPairing("similarity", a, b, where=where, either=True)
     found = [*leave_out_differences(pairing, plain=True), *_byte_differences(pairing, values=values)]
     return Similarity(tuple(found[:MAX_DIFFERENCES]), len(found))
 
