@@ -31,17 +31,26 @@ if TYPE_CHECKING:
     import torch
 
     from statetree.paths import Path
+    from statetree.tree.selection import Where
 
 
 def prepared_copy(
-    verb: str, src: Any, dst: Any, *, cast: bool = False, saturate: bool = False
+    verb: str,
+    src: Any,
+    dst: Any,
+    *,
+    cast: bool = False,
+    saturate: bool = False,
+    where: Where | None = None,
+    strict: bool = True,
+    on_missing: Callable[[Difference], object] | None = None,
 ) -> tuple[Any, Callable[[], None]]:
     """Do all of ``copy_into`` but the writing: return what it returns, and the function that writes.
 
     Raises:
         TreeMismatch, UnsupportedLeaf, CyclicTree: What ``copy_into`` raises. The function does not raise any more.
     """
-    pairing = LeafPairing(verb, src, dst)
+    pairing = LeafPairing(verb, src, dst, where=where, strict=strict)
     differences = leave_out_differences(pairing, plain=False, dtypes=not cast)
     job = _CopyJob(pairing)
     differences = [*differences, *job.differences(cast=cast)]
@@ -50,7 +59,11 @@ def prepared_copy(
     job.saturate = saturate
     if differences:
         raise _refusal(verb, differences)
-    result = unflatten(pairing.spec, job.result())  # both may fail, in code that is not ours, or do anything at all
+    if on_missing is not None:
+        for difference in pairing.missing:
+            on_missing(difference)
+    # Both may fail, in code that is not ours, or do anything at all.
+    result = unflatten(pairing.spec, job.result()) if where is None and strict else pairing.completed(job.result())
     if pairing.others or any(node[0].compares_aux for node in pairing.spec.nodes):
         job.look_again()
     return result, job.write
