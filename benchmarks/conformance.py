@@ -12,12 +12,15 @@ import importlib.metadata
 import platform
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import statetree as st
 from benchmarks.conformance_peers import IMPLEMENTATIONS, Implementation
 from statetree.testing import conformance
-from statetree.testing.silent_faults import FAULTS, SilentFault
+from statetree.testing.conformance_suite import FAULTS
+
+if TYPE_CHECKING:
+    from statetree.testing.silent_faults import SilentFault
 
 PAGE = Path(__file__).parents[1] / "docs" / "conformance.md"
 MARK = "<!-- What follows is written by `python -m benchmarks.conformance`. -->\n"
@@ -26,7 +29,7 @@ OURS = (
     Implementation("statetree", "stager", st.Stager, "statetree"),
     Implementation("statetree", "gather", st.gather, "statetree"),
 )
-_CELLS = {"passes": "yes", "FAILS": "**no**", "refuses": "error", "unsupported": "–"}
+_CELLS = {"passes": "yes", "FAILS": "**no**", "refuses": "error", "unsupported": "n/a"}
 _TITLES = {"copy": "Copies", "stager": "Stagers", "gather": "Gathers"}
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from statetree.paths import nearest
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
@@ -118,6 +120,11 @@ class TreeMismatch(StateTreeError, ValueError):
     def between(cls, verb: str, differences: Sequence[Difference], remedy: str) -> TreeMismatch:
         """Return the error for a left tree (what was given) that does not fit a right one (what was expected)."""
         lines = list(map(_told, differences))
+        absent = [str(found.path) for found in differences if found.kind == "missing" and found.left == "absent"]
+        for index, found in enumerate(differences[:SHOWN_DIFFERENCES] if absent else ()):
+            if found.kind == "missing" and found.left != "absent":
+                meant = nearest(str(found.path), absent, cutoff=0.8)
+                lines[index] += f" Did you mean {meant}?" if meant else ""
         places = f"the trees differ in {len(lines)} places:\n  " if len(lines) > 1 else ""
         return cls(f"{verb}: {places}{shown(lines)} {remedy}", differences)
 

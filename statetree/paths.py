@@ -199,7 +199,7 @@ def unique_keys(plain: list[str], paths: Sequence[tuple[Any, ...]]) -> list[str]
 _COMPARED: Final = 300
 
 
-def nearest(text: str, keys: Iterable[str]) -> str | None:
+def nearest(text: str, keys: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """Return the rendered path that a mistyped one most likely stands for, or ``None`` if none is near.
 
     Example:
@@ -210,4 +210,4 @@ def nearest(text: str, keys: Iterable[str]) -> str | None:
     words = set(text.split("."))
     # Most paths have most components in common with the one that is meant: the others need no slow comparison.
     likely = sorted(keys, key=lambda key: (-len(words.intersection(key.split("."))), abs(len(key) - len(text))))
-    return next(iter(get_close_matches(text, likely[:_COMPARED], n=1)), None)
+    return next(iter(get_close_matches(text, likely[:_COMPARED], n=1, cutoff=cutoff)), None)

@@ -237,6 +237,16 @@ def can_negate(dtype: torch.dtype) -> bool:
     return True
 
 
+@cache
+def can_conjugate(dtype: torch.dtype) -> bool:
+    """Whether torch can read a tensor of a dtype that has a conjugate bit: not of ``torch.bcomplex32`` (2.14, 2.15)."""
+    try:
+        torch.zeros(1, dtype=dtype, device="cpu").conj().clone()
+    except NotImplementedError:
+        return False
+    return True
+
+
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, non_blocking: bool = False) -> None:
     """Copy tensors into others of the same shapes, in one call, which no signal handler interrupts half-way."""
     if targets:

@@ -108,7 +108,7 @@ def listed_chunks(value: Any, local: Any = None) -> LocalChunks:
     if local is not None and not hasattr(local, "__get_tensor_shard__"):
         if len(listed) > 1 or any(tuple(chunk.sizes) != tuple(local.shape) for chunk in listed):
             msg = (
-                "the local tensor of the leaf at %PATH% lists chunks that are not the tensor as a whole: expected one of "
+                "the local tensor of the leaf at %PATH% lists chunks that are not all of the tensor: expected one of "
                 f"{tuple(local.shape)}, got {[tuple(chunk.sizes) for chunk in listed]}. Give it __get_tensor_shard__."
             )
             raise UnsupportedLeaf(msg)

@@ -4,8 +4,10 @@ A state is flattened down to what DCP writes as one entry. Its structure is writ
 that the state can be loaded without a template; plain DCP reads all others. Files are not trusted.
 
 - ``saving``, ``loading``: ``save`` and ``load``. ``background``: ``async_save``, by a thread with a group of its own.
-- ``checkpointer``: ``Checkpointer``, over the directories that ``series`` keeps. ``async_stager``: for DCP's own saves.
-- ``flat_state``: the entries of a tree, with DCP's keys. ``tensors``: what is saved of a leaf.
+- ``checkpointer``: ``Checkpointer``, over the directories that ``series`` keeps; ``restoring``: which of them is taken.
+  ``agreement``: what ranks decide together. ``async_stager``: for DCP's own saves.
+- ``flat_state``: the entries of a tree, with DCP's keys. ``tensors``: what is saved of a leaf; ``local_pieces``:
+  of one whose chunks DCP does not know.
 - ``plain_values``: values read as data, and made by what ``reconstructors`` and ``numpy_values`` admit.
 - ``saved_structure``: a ``TreeSpec`` as text, and back. ``keys``: the keys in it.
 - ``templates``: which entries of a checkpoint fill a template.

@@ -46,6 +46,18 @@ def sync_directory(path: Path) -> None:
         os.close(handle)
 
 
+def check_files(directory: Path) -> None:
+    """Check that a checkpoint has all its files, whole and of one save, without reading what is in them.
+
+    Raises:
+        CheckpointError: If it has not.
+    """
+    _, manifest = read_described(directory, verify=True)
+    for name, listed in ({} if manifest is None else manifest.files).items():
+        with (directory / name).open("rb") as file:
+            check_file(file, name, listed)
+
+
 class DirectoryReader(FileSystemReader):
     """Reads what DCP's ``FileSystemWriter`` wrote, without trusting it: see ``read_metadata``.
 

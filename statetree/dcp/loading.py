@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.storage import StorageReader
 
+    from statetree.leaves.parts import Unpacked
     from statetree.paths import Path
 
 
@@ -132,7 +133,10 @@ class _Template:
                 values.update(dict.fromkeys(match.keys))
             else:
                 tensors.update(zip(match.keys, content.tensors, strict=True))
+                if match.context:
+                    values[match.context] = None
                 paths.update(dict.fromkeys(match.keys, entry.path))
+        self._contents = contents
         self._ties = _Ties(tensors, paths)
         return {**values, **tensors, **self._ties.loaded}
 
@@ -140,11 +144,24 @@ class _Template:
         self._ties.write()
 
     def result(self, values: dict[str, Any]) -> Any:
-        found = [
-            values[match.keys[0]] if match.sort == VALUE_ENTRY else entry.value
-            for match, entry in zip(self._matches, self._state.entries, strict=True)
-        ]
+        found = []
+        for match, entry, content in zip(self._matches, self._state.entries, self._contents, strict=True):
+            if match.sort == VALUE_ENTRY:
+                found.append(values[match.keys[0]])
+            elif content.unpacked is not None:
+                found.append(_packed(entry.path, content.unpacked, values[match.context]))
+            else:
+                found.append(entry.value)
         return self._state.spec.unflatten(found)
+
+
+def _packed(path: Path, unpacked: Unpacked, contexts: Any) -> Any:
+    """Return a value of a registered leaf type, packed of the template's tensors as it was saved."""
+    if type(contexts) is not list or len(contexts) != len(unpacked.contexts(0)):
+        msg = f"load: the context of the leaf at {path or '<root>'} is damaged. Load another checkpoint."
+        raise CheckpointError(msg)
+    unpacked.replace_contexts(0, contexts)
+    return unpacked.pack(unpacked.parts)[0]
 
 
 class _Ties:

@@ -39,11 +39,15 @@ _NAMES: Final = {cls: name for name, cls in BUILTIN.items()}
 
 
 class SavedEntry(NamedTuple):
-    """An entry of a checkpoint: its sort, the keys of its data (several for the parts of a tensor), and facts."""
+    """An entry of a checkpoint: its sort, the keys of its data (several for the parts of a tensor), and facts.
+
+    ``context`` is the key of what a value of a registered leaf type has beside its parts, if there is anything.
+    """
 
     sort: str
     keys: tuple[str, ...]
     facts: str = ""
+    context: str = ""
 
 
 class SavedContainer(Container):
@@ -133,7 +137,7 @@ def written(spec: TreeSpec, entries: Sequence[SavedEntry]) -> str:
     for (container, keys, attributes, *_), links in zip(saved_form(spec).nodes, spec.links(), strict=True):
         assert isinstance(container, SavedContainer)
         rows.append([container.name, container.family, keys, list(links), attributes])
-    table = [[entry.sort, entry.keys, entry.facts] for entry in entries]
+    table = [list(entry) if entry.context else list(entry[:3]) for entry in entries]
     return json.dumps({"version": VERSION, "nodes": rows, "entries": table}, separators=(",", ":"))
 
 
@@ -186,11 +190,11 @@ def _checked_row(name: Any, family: Any, keys: Any, links: Any, attributes: Any)
     return _Row(SavedContainer(name, family), tuple(keys), links, attributes)
 
 
-def _read_entry(sort: Any, keys: Any, facts: Any) -> SavedEntry:
-    _texts([facts])
+def _read_entry(sort: Any, keys: Any, facts: Any, context: Any = "") -> SavedEntry:
+    _texts([facts, context])
     if sort not in {TENSOR_ENTRY, PARTS_ENTRY, VALUE_ENTRY} or (sort != PARTS_ENTRY and len(keys) != 1):
         raise ValueError("expected the sort of an entry, and its keys")
-    return SavedEntry(sort, _texts(keys), facts)
+    return SavedEntry(sort, _texts(keys), facts, context)
 
 
 def _read_spec(rows: Sequence[_Row], num_entries: int) -> TreeSpec:

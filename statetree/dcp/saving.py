@@ -76,6 +76,8 @@ def save(
         {'w': tensor([1., 1.]), 7: ('a', None)}
     """
     warn_of_values("save", state)
+    if storage_writer is not None:
+        storage_writer.reset(checkpoint_id)
     write(lambda: state, checkpoint_id, group_for("save", process_group), storage_writer)
 
 
@@ -110,16 +112,19 @@ _COMING_BACK: Final = frozenset(
 
 def _comes_back(leaf: Any) -> bool:
     cls = type(leaf)
-    if cls in _COMING_BACK or isinstance(leaf, torch.Tensor):
+    if cls in _COMING_BACK or cls is torch.Tensor:
         return True
     if cls in (list, tuple):
         return all(type(item) in _COMING_BACK for item in leaf)
     leaf_type = leaf_type_of(cls)
-    return leaf_type is not None and not leaf_type.opaque
+    return leaf_type is not None and not leaf_type.opaque and not leaf_type.registered
 
 
 def _why_not(value: Any) -> str:
+    leaf_type = leaf_type_of(type(value))
     try:
+        if leaf_type is not None and leaf_type.registered:
+            value = content_of("save", value, Path()).contexts
         return why_not_restorable(_pickled(value, Path()).data)
     except UnsupportedLeaf:  # the save itself raises it, with its path
         return ""
@@ -139,8 +144,6 @@ def write(
     check_alive("save", group)
     if writer is None:
         writer = DirectoryWriter(local_directory("save", checkpoint_id))
-    else:
-        writer.reset(checkpoint_id)
     planner = SavePlanner(lambda is_coordinator: _prepared(state(), group, with_structure=is_coordinator))
     with checkpoint_errors("save", checkpoint_id):
         run_save(writer, planner, group)
@@ -163,7 +166,13 @@ def _prepared(state: Any, group: ProcessGroup | None, *, with_structure: bool) -
         prepared.dcp_paths.update((key, entry.dcp_path_of(key)) for key in keys)
         if content.sort == PARTS_ENTRY:
             prepared.inseparable.update(keys)
-        saved.append(SavedEntry(content.sort, keys, content.facts))
+        context = ""
+        if content.contexts:
+            context = free_key(f"{entry.key}.<context>", taken)
+            taken.add(context)
+            prepared.flat[context] = _pickled(content.contexts, entry.path)
+            prepared.dcp_paths[context] = (context,)
+        saved.append(SavedEntry(content.sort, keys, content.facts, context))
     if with_structure:
         prepared.flat[STRUCTURE_KEY] = _pickled(written(spec, saved), Path())
         prepared.dcp_paths[STRUCTURE_KEY] = (STRUCTURE_KEY,)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from statetree.errors import Difference, TreeMismatch
 from statetree.exchange.manifest import is_cuttable
 from statetree.exchange.transfers import as_sendable
-from statetree.leaves.copying import castable
+from statetree.leaves.casting import castable
 from statetree.spans.bits import same_bytes
 from statetree.spans.layout import holds_memory
 from statetree.tree.matching import matched, only_missing

@@ -12,13 +12,13 @@ from enum import Enum
 from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-import torch
-
 from statetree.exchange.routes import Route, Slab
 from statetree.exchange.senders import Senders, senders_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    import torch
 
     from statetree.chunks.layouts import ChunkLayout
 

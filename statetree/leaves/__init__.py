@@ -5,6 +5,9 @@ bottom:
 
 - ``copying``, ``replicas``: what ``copy_into``, and ``offload`` and ``allocate_like``, are made of.
 - ``casting``: which dtypes are converted, and which values are too large for that.
+- ``delta_making``, ``delta_applying``: two trees compared; what differs written over one of them. ``delta_tree`` is
+  what lies between, made of ``changes``; ``located_change`` is one of them with the memory that it concerns.
+- ``tensor_entries``: a tree as tensors in global shapes and other values; ``leaf_numbers``: numbers for these.
 - ``tree_parts``: a whole tree taken apart into plain tensors, for transforms on spans.
 - ``pairing``, ``ties``: the leaves of two trees side by side; which leaves of a tree share memory.
 - ``parts``: many leaves taken apart at once, each tensor object once, and packed again.

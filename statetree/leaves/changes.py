@@ -31,8 +31,8 @@ class TensorChange:
         gaps: By how much each position is above the one before it, the first being ``head[0]``; unsigned bytes or wider
             integers. Without elements if everything that this rank holds is replaced.
         values: The elements for these positions; of a tensor that is replaced, all that this rank holds, box by box.
-        head: Six ``int64``: the first position (-1: everything is replaced), the number of elements of the global shape,
-            and two sums each of the elements there before and after.
+        head: Six ``int64``: the first position (-1: everything is replaced), the number of elements of the global
+            shape, and two sums each of the elements there before and after.
     """
 
     gaps: torch.Tensor

@@ -18,6 +18,7 @@ from statetree.spans.overlaps import all_disjoint, conflicts, once, overlaps_its
 from statetree.spans.replicate import replicate_columns
 from statetree.torch_internals import (
     COPIED_AS_INTEGERS,
+    can_conjugate,
     can_negate,
     copy_all,
     plain_pair,
@@ -30,17 +31,26 @@ if TYPE_CHECKING:
     import torch
 
     from statetree.paths import Path
+    from statetree.tree.selection import Where
 
 
 def prepared_copy(
-    verb: str, src: Any, dst: Any, *, cast: bool = False, saturate: bool = False
+    verb: str,
+    src: Any,
+    dst: Any,
+    *,
+    cast: bool = False,
+    saturate: bool = False,
+    where: Where | None = None,
+    strict: bool = True,
+    on_missing: Callable[[Difference], object] | None = None,
 ) -> tuple[Any, Callable[[], None]]:
     """Do all of ``copy_into`` but the writing: return what it returns, and the function that writes.
 
     Raises:
         TreeMismatch, UnsupportedLeaf, CyclicTree: What ``copy_into`` raises. The function does not raise any more.
     """
-    pairing = LeafPairing(verb, src, dst)
+    pairing = LeafPairing(verb, src, dst, where=where, strict=strict)
     differences = leave_out_differences(pairing, plain=False, dtypes=not cast)
     job = _CopyJob(pairing)
     differences = [*differences, *job.differences(cast=cast)]
@@ -49,7 +59,11 @@ def prepared_copy(
     job.saturate = saturate
     if differences:
         raise _refusal(verb, differences)
-    result = unflatten(pairing.spec, job.result())  # both may fail, in code that is not ours, or do anything at all
+    if on_missing is not None:
+        for difference in pairing.missing:
+            on_missing(difference)
+    # Both may fail, in code that is not ours, or do anything at all.
+    result = unflatten(pairing.spec, job.result()) if where is None and strict else pairing.completed(job.result())
     if pairing.others or any(node[0].compares_aux for node in pairing.spec.nodes):
         job.look_again()
     return result, job.write
@@ -137,7 +151,7 @@ class _CopyJob:
         if not all(self.targets.contiguous):
             self._leave_out_repeated()
         self._check_dtypes(cast=cast)
-        self._check_negatives()
+        self._check_bits()
         self._check_memory(self.sources)
         self._check_memory(self.targets)
         if any(self.targets.inference):
@@ -202,17 +216,21 @@ class _CopyJob:
                 self._refuse(self.leaves[index], "range", f"{value}{more}", f"values up to {largest} ({dtype})")
         return self.found
 
-    def _check_negatives(self) -> None:
-        """Refuse negative bits on what torch cannot negate: only its private functions set them there."""
-        dtypes = {*self.sources.dtypes, *self.targets.dtypes}
-        if all(map(can_negate, dtypes)):
-            return
-        bits = zip(self.sources.neg, self.targets.neg, self.sources.dtypes, self.targets.dtypes, strict=True)
-        for index, (neg, target_neg, dtype, target_dtype) in enumerate(bits):
-            if neg == target_neg and dtype == target_dtype:
+    def _check_bits(self) -> None:
+        """Refuse bits on what torch cannot negate or conjugate, where source and target do not both have them."""
+        sources, targets = self.sources, self.targets
+        dtypes = {*sources.dtypes, *targets.dtypes}
+        for what, can, here, there in (
+            ("negative bit", can_negate, sources.neg, targets.neg),  # which only torch's private functions set there
+            ("conjugate bit", can_conjugate, sources.conj, targets.conj),
+        ):
+            if all(map(can, dtypes)):
                 continue
-            if (neg and not can_negate(dtype)) or (target_neg and not can_negate(target_dtype)):
-                self._refuse(self.leaves[index], "negative bit", neg, target_neg)
+            rows = zip(here, there, sources.dtypes, targets.dtypes, strict=True)
+            for index, (bit, target_bit, dtype, target_dtype) in enumerate(rows):
+                alike = bit == target_bit and dtype == target_dtype
+                if not alike and ((bit and not can(dtype)) or (target_bit and not can(target_dtype))):
+                    self._refuse(self.leaves[index], what, bit, target_bit)
 
     def _check_memory(self, columns: Columns) -> None:
         check_memory("copy_into", columns, lambda index: self._path(self.leaves[index]))

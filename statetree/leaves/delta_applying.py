@@ -42,8 +42,8 @@ def prepared_apply(
         everything: Whether the tree must be the base also where nothing is written.
 
     Raises:
-        TreeMismatch: If the tree is not the base, as far as it is looked at, a tensor cannot be written, or the delta is
-            damaged.
+        TreeMismatch: If the tree is not the base, as far as it is looked at, a tensor cannot be written, or the delta
+            is damaged.
     """
     return _Application(verb, delta, TreeEntries(verb, tree, ranks)).prepared(everything=everything)
 

@@ -44,7 +44,8 @@ def make_delta(verb: str, new: Any, base: Any, ranks: Ranks) -> Delta:
 class _Making:
     def __init__(self, verb: str, new: TreeEntries, base: TreeEntries) -> None:
         self.verb, self.new, self.base = verb, new, base
-        partner, differences = matched(base.spec, base.leaves, new.spec, new.leaves)
+        partner, found = matched(base.spec, base.leaves, new.spec, new.leaves)
+        differences = [Difference(path, kind, left, right) for path, kind, right, left in found]
         self.partner = list(range(len(base.leaves))) if partner is None else partner
         if not differences:
             differences = [difference for index in base.order for difference in self._differences(index)]
@@ -119,7 +120,7 @@ def _change(a: TensorEntry, b: TensorEntry, sums: torch.Tensor) -> TensorChange 
     """Return what has to be written over a tensor to make it another one, in the fewest bytes; ``None`` for nothing."""
     if b.on_meta:
         return None
-    numel, count = torch.Size(b.shape).numel(), b.count
+    numel, count = torch.Size(b.shape).numel(), b.held
     itemsize = b.dtype.itemsize
     if any(is_unreadable(x, y) for x, y in zip(a.pieces, b.pieces, strict=True)):
         return _all(a, b, numel, sums)

@@ -27,11 +27,10 @@ class Delta:
     In ``to_flat(delta)``, whose names others may rely on, a tensor ``model.w`` of which some elements changed has
 
     - ``tensors.model.w.values``: these elements, in its dtype,
-    - ``tensors.model.w.gaps`` and ``tensors.model.w.head``: their positions in the global shape, in row-major order, are
-      ``head[0] + gaps.cumsum()``. Where ``head[0]`` is -1, there are no gaps: the tensor is replaced as a whole.
+    - ``tensors.model.w.gaps`` and ``tensors.model.w.head``: their positions in the global shape, in row-major order,
+      are ``head[0] + gaps.cumsum()``. Where ``head[0]`` is -1, there are no gaps: the tensor is replaced as a whole.
 
-    On a rank of several, the delta of a distributed tensor holds what changed of this rank's part. ``reshard`` brings it
-    to another layout.
+    On a rank of several, the delta of a distributed tensor holds what changed of this rank's part.
 
     Attributes:
         tensors: For each tensor that changed, by its name in ``to_flat`` of the base, what is written over it.
@@ -156,7 +155,7 @@ class Delta:
 
     def sums_before(self, row: int) -> list[int]:
         """Return the sums (or the number, and a zero) of a leaf of the base, by its row in the table."""
-        return self.table[row, 1:].tolist()  # type: ignore[no-any-return]
+        return self.table[row, 1:].tolist()
 
     def sums_after(self, name: str, sums: list[int]) -> list[int]:
         """Return what the sums of a leaf become."""
@@ -165,4 +164,4 @@ class Delta:
         if name not in self.tensors:
             return sums
         change = self.tensors[name]
-        return (torch.tensor(sums, device="cpu") - change.before + change.after).tolist()  # type: ignore[no-any-return]
+        return (torch.tensor(sums, device="cpu") - change.before + change.after).tolist()

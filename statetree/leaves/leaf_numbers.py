@@ -47,7 +47,7 @@ def value_number(value: Any) -> int:
         return text_number("value", value_text(value))
     if not leaf_type.has_elements:
         return text_number("value", str(_plain_facts(value)))
-    unpacked = unpack("digest", [value], lambda: [])
+    unpacked = unpack("digest", [value], list)
     found: list[bytes] = [str(_plain_facts(value)).encode("utf-8", "surrogatepass")]
     if leaf_type.opaque:
         skeleton, kept = leaf_type.unpack(value)[1]
@@ -77,7 +77,7 @@ def _essential_parts(unpacked: Unpacked) -> Iterator[int]:
 
 
 def value_text(value: Any) -> str:
-    """Render a plain value so that another text means another value (``1`` and ``1.0``, ``0.0`` and ``-0.0`` differ)."""
+    """Render a plain value so that another value has another text (``1`` and ``1.0`` differ, ``0.0`` and ``-0.0``)."""
     cls = type(value)
     name = f"{cls.__module__}.{cls.__qualname__}"
     if isinstance(value, float):

@@ -50,7 +50,7 @@ class LocatedChange:
         fault = change.fault()
         if not fault and change.values.dtype != entry.dtype:
             fault = f"expected values of {entry.dtype}, got {change.values.dtype}"
-        expected = entry.count if change.is_whole else change.gaps.numel()
+        expected = entry.held if change.is_whole else change.gaps.numel()
         if not fault and change.values.numel() != expected:
             fault = f"expected {expected} values, got {change.values.numel()}"
         numel = torch.Size(entry.shape).numel()
@@ -121,9 +121,9 @@ class LocatedChange:
         """Return the function that writes the change, in one call of torch. Its memory is taken now."""
         bits, dtype = as_bits(self.change.values.reshape(-1)), self.entry.dtype
         chosen = [from_bits(_of(bits, part.chosen).to(part.piece.device), dtype) for part in self._parts]
-        if len(self._parts) == 1 and self._parts[0].places is not None:
-            piece, places, _ = self._parts[0]
-            return partial(put, piece, places, stored(chosen[0], piece))
+        for piece, places, _ in self._parts:
+            if places is not None and len(self._parts) == 1:
+                return partial(put, piece, places, stored(chosen[0], piece))
         pieces = [part.piece for part in self._parts]
         sources = [
             found.view(part.piece.shape) if part.places is None else _replaced(part.piece, part.places, found)

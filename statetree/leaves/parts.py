@@ -123,6 +123,23 @@ class Unpacked:
                     found.append(part)
         return found
 
+    def contexts(self, leaf: int) -> list[Any]:
+        """Return the contexts of a leaf's registered leaf types, from the outside in: what its parts do not say."""
+        found: list[Any] = []
+
+        def take(context: Any) -> Any:
+            found.append(context)
+            return context
+
+        _with_contexts(self.recipe(leaf), take)
+        return found
+
+    def replace_contexts(self, leaf: int, contexts: Sequence[Any]) -> None:
+        """Let a leaf be packed with other contexts: as many as ``contexts`` returned."""
+        following = iter(contexts)
+        recipe = _with_contexts(self.recipe(leaf), lambda _: next(following))
+        self.recipes = {**self.recipes, leaf: recipe}
+
     def holds_distributed(self) -> bool:
         """Whether a distributed tensor lies inside a leaf that is taken apart."""
         return _hold_distributed(self.recipes.values())
@@ -216,6 +233,13 @@ def _unpack_together(
         return unpacker, {}, []
     whole = PackedRecipe(leaf_type, context, tuple(inner), -1)
     return attempt, {index: MemberRecipe(whole, position) for position, index in enumerate(chosen)}, owners
+
+
+def _with_contexts(recipe: Recipe, change: Callable[[Any], Any]) -> Recipe:
+    if not isinstance(recipe, PackedRecipe):
+        return recipe
+    context = change(recipe.context) if recipe.leaf_type.registered else recipe.context
+    return recipe._replace(context=context, inner=tuple(_with_contexts(part, change) for part in recipe.inner))
 
 
 def hides_distributed(leaf: Any) -> bool:

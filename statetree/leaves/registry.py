@@ -40,6 +40,8 @@ class LeafType:
             takes them from its source, and ``similarity`` compares their classes and the tensors inside.
         bare: Whether values are tensors of torch itself: a strided one is nothing but a view on a storage.
         has_elements: Whether values have elements at all (fake and uninitialized tensors have none).
+        registered: Whether a user registered it, so that its context says what the parts do not. ``register_leaf_type``
+            sets it.
         settles: Whether values may stand for tensors that a collective has not yet written: see ``settle``.
         local_tensor: The name of the attribute that holds all of this rank's elements of a value, if there is one.
 
@@ -64,6 +66,7 @@ class LeafType:
     opaque: bool = False
     bare: bool = False
     has_elements: bool = True
+    registered: bool = False
     settles: bool = False
     local_tensor: str | None = None
 
@@ -194,5 +197,7 @@ def register_leaf_type(cls: type, leaf_type: LeafType | type[LeafType] | None) -
             msg = f"register_leaf_type: the leaf type for {cls.__qualname__} lacks unpack or pack: got {instance!r}."
             raise TypeError(msg)
         instance = _Adapted(instance, cls)
+    if instance is not None:
+        instance.registered = True
     declare_leaf_class(cls)
     LEAF_TYPES[cls] = instance

@@ -59,7 +59,7 @@ class TensorEntry(NamedTuple):
         return len(self.boxes) == 1 and self.boxes[0].sizes == self.shape
 
     @property
-    def count(self) -> int:
+    def held(self) -> int:
         """How many elements this rank holds."""
         return sum(box.volume for box in self.boxes)
 

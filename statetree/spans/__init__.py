@@ -10,6 +10,8 @@ about thousands of tensors at once, over *columns*. From the top to the bottom:
 - ``memory``: plain, pinned and shared host memory, and memory of a device.
 - ``geometry_cache``: lists of tensors that look like one seen before are not asked again.
 - ``columns``: the attributes of a list of tensors, each as a list.
+- ``positions``: elements taken from tensors, and put into them, by their positions.
+- ``sums``: what only the same bits at the same positions add up to, however they are cut and laid out.
 - ``bits``: tensors compared bit by bit.
 """
 

@@ -13,6 +13,7 @@ import torch
 from statetree.errors import is_users_own
 from statetree.spans.layout import holds_memory
 from statetree.torch_internals import (
+    can_conjugate,
     can_negate,
     compare_memory,
     is_zero_tensor,
@@ -114,8 +115,10 @@ def bits_in_pieces(tensor: torch.Tensor, nbytes: int) -> Iterator[tuple[int, tor
 
 
 def is_unreadable(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether only one of two tensors has a negative bit, on what torch cannot negate (private functions set it)."""
-    return a.is_neg() != b.is_neg() and not can_negate(a.dtype)
+    """Whether only one of two tensors has a negative or conjugate bit, where torch cannot undo it for their dtype."""
+    if a.is_neg() != b.is_neg() and not can_negate(a.dtype):  # (private functions set such bits)
+        return True
+    return a.is_conj() != b.is_conj() and not can_conjugate(a.dtype)
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -117,7 +117,7 @@ def within(positions: torch.Tensor, start: Sequence[int], sizes: Sequence[int], 
 def in_box(
     positions: torch.Tensor, start: Sequence[int], sizes: Sequence[int], shape: Sequence[int]
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Return which of some positions in a shape lie in a box (``None`` for all), and the positions of these in the box."""
+    """Return which positions in a shape lie in a box (``None`` for all), and the positions of these in the box."""
     if tuple(sizes) == tuple(shape):
         return None, positions
     inside = torch.ones_like(positions, dtype=torch.bool)

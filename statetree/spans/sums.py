@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from statetree.chunks.boxes import Box
 from statetree.spans.bits import bits_in_pieces
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from statetree.chunks.boxes import Box
 
 #: By how many bits words are shifted to the right for each of the four sums.
 SHIFTS: Final = (0, 32, 0, 32)
@@ -38,10 +39,10 @@ _WORD_BYTES: Final = 8
 _ROW_BITS: Final = 9
 _ROW_WORDS: Final = 1 << _ROW_BITS
 _ROW_BYTES: Final = _ROW_WORDS * _WORD_BYTES
-#: What is multiplied at a time on a processor: it stays in the cache, and below the size from which torch starts threads.
+#: What is multiplied at a time on a processor: it stays in the cache, and torch starts no threads for it.
 _CACHED_ROWS: Final = 64
-#: What is taken apart at a time, on a processor and on a device. (Of a transposed tensor, pieces have columns of so many
-#: elements that whole cache lines are read.)
+#: What is taken apart at a time, on a processor and on a device. (Pieces of a transposed tensor are so large that whole
+#: cache lines are read.)
 _PIECE_BYTES: Final = 4 << 20
 _TRANSPOSED_BYTES: Final = 16 << 20
 _DEVICE_PIECE_BYTES: Final = 64 << 20

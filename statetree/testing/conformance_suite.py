@@ -8,12 +8,15 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from statetree.testing import copy_faults, gather_faults, stager_faults
 from statetree.testing.arguments import refuse
 from statetree.testing.pace import units
 from statetree.testing.rank_calls import run_ranks
-from statetree.testing.silent_faults import COPY, FAULTS, GATHER, STAGER, SilentFault
+from statetree.testing.silent_faults import COPY, GATHER, STAGER, SilentFault
 
 PASSES, FAILS, REFUSES, UNSUPPORTED = "passes", "FAILS", "refuses", "unsupported"
+#: All faults that we know of, in the order of tables.
+FAULTS: tuple[SilentFault, ...] = (*copy_faults.FAULTS, *stager_faults.FAULTS, *gather_faults.FAULTS)
 Function = Callable[[Any], Any]
 
 
@@ -36,10 +39,16 @@ class StagerAdapter:
     close: Callable[[], Any]
 
     @classmethod
-    def of(cls, stager: Any) -> StagerAdapter:
+    def bare(cls, stager: Any) -> StagerAdapter:
         """Return that of an object with ``stage``, and perhaps ``wait`` and ``close``."""
         wait = getattr(stager, "wait", lambda staged: staged.result() if hasattr(staged, "result") else staged)
-        return cls(_refusing(stager.stage), _refusing(wait), _refusing(getattr(stager, "close", lambda: None)))
+        return cls(stager.stage, wait, getattr(stager, "close", lambda: None))
+
+    @classmethod
+    def of(cls, stager: Any) -> StagerAdapter:
+        """Return that of an object, of which what it raises is told from what a check does."""
+        bare = cls.bare(stager)
+        return cls(_refusing(bare.stage), _refusing(bare.wait), _refusing(bare.close))
 
     def copied(self, state: Any) -> Any:
         """Stage a state, and wait for the copy."""
@@ -133,7 +142,7 @@ def conformance(
     found = []
     for fault in FAULTS:
         if fault.kind == COPY and copy is not None:
-            found.append(_looked_at(fault, lambda check=fault.check: check(_refusing(copy))))
+            found.append(_looked_at(fault, functools.partial(fault.check, _refusing(copy))))
         if fault.kind != GATHER and stager is not None:
             found.append(_looked_at(fault, functools.partial(_with_stager, fault, stager)))
         if fault.kind == GATHER and gather is not None:

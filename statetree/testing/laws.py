@@ -150,17 +150,24 @@ def _commutes_with_offload(transform: Transform, state: Make) -> None:
 
 def _streams(transform: Transform, state: Make) -> None:
     whole = transform(state())
-    leaves, spec = flatten_for_copy(state(), holds_tensor)
+    try:
+        with mock.patch.object(compose, "BUCKET_BYTES", 1):
+            streamed = leaf_by_leaf(transform, state())
+    except TreeMismatch as error:
+        raise AssertionError(str(error)) from error
+    assert_trees_equal(whole, streamed, storages=False)
+
+
+def leaf_by_leaf(transform: Transform, tree: Any) -> Any:
+    """Return what ``stream`` makes of a tree, put together again."""
+    leaves, spec = flatten_for_copy(tree, holds_tensor)
     paths = spec.paths()
     order = sorted(range(len(leaves)), key=lambda index: paths[index].sort_key())
     results: list[Any] = [None] * len(leaves)
-    try:
-        with mock.patch.object(compose, "BUCKET_BYTES", 1):
-            for index, (_, leaf) in zip(order, compose.stream(unflatten(spec, leaves), transform), strict=True):
-                results[index] = leaf
-    except TreeMismatch as error:
-        raise AssertionError(str(error)) from error
-    assert_trees_equal(whole, unflatten(spec, results), storages=False)
+    for index, (path, leaf) in zip(order, compose.stream(tree, transform), strict=True):
+        assert path == paths[index]
+        results[index] = leaf
+    return unflatten(spec, results)
 
 
 def _round_trip(inverse: Transform, transform: Transform, state: Make) -> None:

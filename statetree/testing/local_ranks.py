@@ -19,8 +19,8 @@ def local_ranks(world_size: int) -> Iterator[Any]:
 
     DTensors then hold the local tensors of all ranks, and torch's operations on them do what they would do on each.
     There are no processes and no collectives, so that there may be hundreds of ranks. It is for what DTensors do by
-    themselves, such as ``distribute_tensor``, ``redistribute`` and ``full_tensor``: collectives of statetree need ranks of
-    their own (``run_ranks``).
+    themselves, such as ``distribute_tensor``, ``redistribute`` and ``full_tensor``: statetree's collectives need ranks
+    of their own (``run_ranks``).
 
     Args:
         world_size: How many ranks there are.

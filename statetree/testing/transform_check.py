@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from statetree.errors import UnsupportedLeaf
 from statetree.testing import laws as known
-from statetree.testing.arguments import check_at_least, refuse
+from statetree.testing.arguments import check_at_least, needing_hypothesis, refuse
 from statetree.testing.container_plan import Node
 from statetree.testing.known_states import STATES, states_on_ranks
 from statetree.testing.pace import units
@@ -19,6 +19,7 @@ from statetree.testing.transform_report import Report, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from types import ModuleType
 
     from statetree.testing.laws import Law, Transform
     from statetree.testing.transform_examples import Where
@@ -89,7 +90,7 @@ def check_transform(
         found = _plans(world_size, examples, where, seed)
         for law in chosen:
             if law.name not in verdicts or verdicts[law.name].holds is not False:
-                verdict = _judged(law, fn, found, world_size)
+                verdict = _judged(law, fn, found, world_size, where)
                 verdicts[law.name] = verdict.after(verdicts.get(law.name))
     report = Report(fn, tuple(verdicts.values()))
     if laws is not None and not report:
@@ -107,24 +108,32 @@ def _known(law: Any) -> Law:
     return found
 
 
+def _examples() -> ModuleType:
+    """Return the module that draws states, if hypothesis is there."""
+    with needing_hypothesis("check_transform"):
+        from statetree.testing import transform_examples
+    return transform_examples
+
+
 def _plans(world_size: int | None, examples: int, where: Where | None, seed: int) -> list[Any]:
     """Return plans, the smallest first: those that are known, as many as are asked for, and drawn ones."""
-    from statetree.testing.transform_examples import drawn_layouts, drawn_plans, only
-
+    drawn = _examples()
     begin = STATES if world_size is None else states_on_ranks(world_size)
     missing = examples - len(begin)
     found = list(begin[:examples])
     if missing > 0:
-        found += drawn_plans(missing, seed) if world_size is None else drawn_layouts(world_size, missing, seed)
+        found += (
+            drawn.drawn_plans(missing, seed) if world_size is None else drawn.drawn_layouts(world_size, missing, seed)
+        )
     if where is not None:
-        found = [only(where, plan) for plan in found]
+        found = [drawn.only(where, plan) for plan in found]
     # Many transforms take containers alone, and strangers read these more easily.
     return sorted(
         {repr(plan): plan for plan in found}.values(), key=lambda plan: (not isinstance(plan, Node), size(plan))
     )
 
 
-def _judged(law: Law, transform: Transform, plans: list[Any], world_size: int | None) -> Verdict:
+def _judged(law: Law, transform: Transform, plans: list[Any], world_size: int | None, where: Where | None) -> Verdict:
     """Look for the first state for which a law does not hold, and make it small."""
     look = functools.partial(_outcomes, law, transform, world_size)
     counts = dict.fromkeys((HOLDS, FAILS, HANGS, REFUSED, SAYS_NOTHING), 0)
@@ -135,12 +144,17 @@ def _judged(law: Law, transform: Transform, plans: list[Any], world_size: int | 
         if found in (FAILS, HANGS):
             small = plan
             if found == FAILS:  # of those that hang, each would be waited for
-                small = smallest(plan, lambda smaller: next(iter(look([smaller])))[0] == FAILS)
-                _, said = next(iter(look([small])))
+                small = smallest(plan, lambda smaller: _is_drawn(smaller, where) and next(look([smaller]))[0] == FAILS)
+                _, said = next(look([small]))
             source = snippet(law, transform, small, world_size)
             return Verdict(law, holds=False, examples=counts[HOLDS], refused=counts[REFUSED], error=said, source=source)
     holds = True if counts[HOLDS] else None
     return Verdict(law, holds=holds, examples=counts[HOLDS], refused=counts[REFUSED], error=refusal)
+
+
+def _is_drawn(plan: Any, where: Where | None) -> bool:
+    """Whether all leaves of a plan are such as are wanted."""
+    return where is None or repr(_examples().only(where, plan)) == repr(plan)
 
 
 def _outcomes(law: Law, transform: Transform, world_size: int | None, plans: list[Any]) -> Iterator[tuple[str, str]]:

@@ -72,7 +72,8 @@ def only(where: Where, plan: Any, path: Path = Path(())) -> Any:  # noqa: B008 -
     if isinstance(plan, Node) and plan.kind != "Thing":
         keys = plan.keys if plan.kind in MAPPINGS else range(len(plan.children))
         children = [only(where, child, path.child(key)) for key, child in zip(keys, plan.children, strict=True)]
-        return dataclasses.replace(plan, children=tuple(children), attributes=())
+        kind = "Pair" if plan.kind == "SlottedPair" else plan.kind  # which has a leaf of its own
+        return dataclasses.replace(plan, kind=kind, children=tuple(children), attributes=())
     for candidate in (plan, *_INSTEAD):
         if where(path, build(candidate)):
             return candidate

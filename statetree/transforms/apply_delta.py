@@ -33,8 +33,8 @@ def apply_delta(delta: Delta, tree: Any, *, verify: Literal["written", "all"] = 
         A tree with ``tree``'s tensors and the delta's plain values, in fresh containers.
 
     Aliasing:
-        The result's leaves are those of ``tree``, but for values that the delta brings, which are copies. Those that have
-        other sizes than before (a sparse tensor with more elements) are fresh.
+        The result's leaves are those of ``tree``, but for values that the delta brings, which are copies. Those
+        that have other sizes than before (a sparse tensor with more elements) are fresh.
 
     Raises:
         TreeMismatch: If ``tree`` is not the base, as far as that is verified; if a tensor cannot be written, or shares

@@ -53,10 +53,10 @@ class Digest:
 def digest(tree: Any, *, group: ProcessGroup | None = None, timeout: Timeout = None) -> Digest:
     """Compute a number for a tree, and one for each leaf, from types, dtypes, global shapes and bits.
 
-    Two trees have the same number exactly if they are the same in these (but for a chance of 2⁻⁶⁴): ``0.0`` and ``-0.0``
-    differ, and so do ``1`` and ``1.0``. It does not depend on how tensors are laid out over ranks, on meshes, strides,
-    devices or processes: ``digest(gather(tree))`` is ``digest(tree)``. Types and order of mappings, attributes of tensors
-    and ``requires_grad`` do not matter, nor whether a tensor is a parameter.
+    Two trees have the same number exactly if they are the same in these (but for a chance of 2⁻⁶⁴): ``0.0`` and
+    ``-0.0`` differ, and so do ``1`` and ``1.0``. It does not depend on how tensors are laid out over ranks, on meshes,
+    strides, devices or processes: ``digest(gather(tree))`` is ``digest(tree)``. Types and order of mappings, attributes
+    of tensors and ``requires_grad`` do not matter, nor whether a tensor is a parameter.
 
     It tells accidents, and is no defence against forgers: whoever wants to can make another tree with the same number.
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from statetree.tree.selection import Where
+
 #: How many differences a ``Similarity`` keeps; it counts all of them.
 MAX_DIFFERENCES: Final = 1_000
 
@@ -48,7 +50,7 @@ class Similarity:
         return f"{places}:\n  {shown([str(difference) for difference in self.differences], self.count)}"
 
 
-def similarity(a: Any, b: Any, *, values: bool = False) -> Similarity:
+def similarity(a: Any, b: Any, *, where: Where | None = None, values: bool = False) -> Similarity:
     """Compare two trees: structure, leaf types, dtypes, shapes, layouts, and with ``values`` every byte.
 
     Mappings are compared by their keys, whatever their type and order; lists, tuples and other containers must be of
@@ -62,6 +64,7 @@ def similarity(a: Any, b: Any, *, values: bool = False) -> Similarity:
     Args:
         a: Any tree.
         b: Any tree.
+        where: Which leaves are compared, as for ``select``: those that match in one of the trees.
         values: Whether the elements of tensors must agree bit by bit and plain values in value. Otherwise plain
             values are compared by type (``1``, ``1.0`` and ``True`` differ), and opaque objects by their classes and
             the dtypes and shapes of the tensors inside. Comparing elements takes a few megabytes.
@@ -70,6 +73,7 @@ def similarity(a: Any, b: Any, *, values: bool = False) -> Similarity:
         A ``Similarity``: true or false, with every difference, and a report as its ``str``.
 
     Raises:
+        TreeMismatch: If a glob in ``where`` matches nothing in either tree.
         CyclicTree: If a container holds itself.
 
     Example:
@@ -81,18 +85,18 @@ def similarity(a: Any, b: Any, *, values: bool = False) -> Similarity:
         1 difference:
           shape differs at w: (2, 3) against (3, 2)
     """
-    return _similarity(a, b, values=values)
+    return _similarity(a, b, where=where, values=values)
 
 
 @quietly
-def _similarity(a: Any, b: Any, *, values: bool) -> Similarity:
+def _similarity(a: Any, b: Any, *, where: Where | None, values: bool) -> Similarity:
     try:
-        pairing = LeafPairing("similarity", a, b)
+        pairing = LeafPairing("similarity", a, b, where=where, either=True)
         found = [*leave_out_differences(pairing, plain=True), *_byte_differences(pairing, values=values)]
     except (CyclicTree, TreeTooDeep, MemoryError):
         raise
     except BaseException as error:  # total: what cannot be looked at is like nothing
-        if not is_users_own(error):
+        if where is not None or not is_users_own(error):  # a predicate's own error, or a glob that matches nothing
             raise
         path = getattr(error, "path", None) or Path()
         found = [Difference(path, "leaf type", "cannot be taken apart", f"{type(error).__name__}: {error}")]

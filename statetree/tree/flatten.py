@@ -88,8 +88,8 @@ def _warn_of_whole(verb: str, tree: torch.nn.Module | torch.optim.Optimizer) -> 
     # Once for each place that calls: Python's own filter sees to that. Inside a container it is meant.
     name = type(tree).__qualname__
     msg = (
-        f"{verb}: the tree is a whole object, a {name}, which is handled as one opaque leaf: expected a state. Pass its "
-        "state_dict()."
+        f"{verb}: the tree is a whole object, a {name}, which is handled as one opaque leaf: expected a state. "
+        "Pass its state_dict()."
     )
     warnings.warn(msg, stacklevel=4)
 

@@ -12,9 +12,8 @@ import torch
 
 import statetree as st
 from statetree import compose
-from statetree.leaves.builtin import holds_tensor
+from statetree.testing import Law, laws
 from statetree.testing.regions import raw_bytes, storage_of
-from statetree.tree.flatten import flatten_for_copy
 
 
 class Verb(NamedTuple):
@@ -42,6 +41,22 @@ class Verb(NamedTuple):
 
     def __str__(self) -> str:
         return self.name
+
+    def laws(self, *, ties: bool = True) -> list[Law]:
+        """Return what holds of the transform for every tree that it takes.
+
+        Args:
+            ties: Whether leaves of the tree that share a storage without overlapping do so in a result.
+        """
+        found = [laws.pure, laws.structure, laws.geometry]
+        if self.fresh:
+            found += [laws.independent]
+        if self.copies:
+            found += [laws.values]
+        if self.prepare is None:
+            # What copy_into takes from the source, its opaque objects, is tied to nothing of the destination's.
+            found += [laws.overlaps if self.slabs or not ties else laws.ties]
+        return found
 
     def ready(self, tree: Any) -> Callable[[], Any]:
         """Return the call of the transform, with everything prepared."""
@@ -74,15 +89,8 @@ def in_small_buckets(tree: Any) -> Any:
 
 
 def streamed(tree: Any) -> Any:
-    leaves, spec = flatten_for_copy(tree, holds_tensor)
-    paths = spec.paths()
-    order = sorted(range(len(leaves)), key=lambda index: paths[index].sort_key())
-    results = [None] * len(leaves)
     with mock.patch.object(compose, "BUCKET_BYTES", 100):
-        for index, (path, leaf) in zip(order, st.stream(tree, st.offload), strict=True):
-            assert path == paths[index]
-            results[index] = leaf
-    return st.unflatten(spec, results)
+        return laws.leaf_by_leaf(st.offload, tree)
 
 
 def staged(tree: Any, **options: Any) -> Any:

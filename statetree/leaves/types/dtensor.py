@@ -89,9 +89,9 @@ class DTensorType(WrapperType):
         spec, local = value._spec, value._local_tensor
         if isinstance(local, AsyncCollectiveTensor):
             local = local.wait()
-        if type(local) is not torch.Tensor or local.__dict__:
-            if hasattr(local, "__create_chunk_list__"):  # some attach it to a plain tensor: it knows better
-                return listed_chunks(value, local)
+        is_bare = type(local) is torch.Tensor and not local.__dict__
+        if not is_bare and hasattr(local, "__create_chunk_list__"):  # some attach it to a plain tensor: it knows better
+            return listed_chunks(value, local)
         if type(local) is not torch.Tensor:
             msg = (
                 f"cannot tell the chunks of the leaf at %PATH%: expected a DTensor of plain tensors, got one of "

@@ -10,8 +10,7 @@ import statetree as st
 from benchmarks.conformance import reproduction
 from benchmarks.conformance_peers import IMPLEMENTATIONS
 from statetree.testing import conformance
-from statetree.testing.conformance_suite import StagerAdapter
-from statetree.testing.silent_faults import FAULTS
+from statetree.testing.conformance_suite import FAULTS, StagerAdapter
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # said once
 
@@ -205,7 +204,7 @@ def test_a_cell_of_the_tables_can_be_reproduced():
         if fault.name in {"torn_snapshot", "conjugate_view"}:
             program = reproduction(peer, fault)
             assert "statetree" not in program
-            with pytest.raises(AssertionError, match="the first snapshot has become the second one|tensor"):
+            with pytest.raises(AssertionError, match=r"the first snapshot has become the second one|tensor"):
                 exec(program, {})
 
 

@@ -92,7 +92,8 @@ def test_five_transforms_are_judged_right(transform, holding, broken):
     assert broken <= set(report.broken)
     assert bool(report) == (not broken)
     for verdict in report.verdicts:
-        assert (verdict.law.name in str(report)) and (verdict.source.rstrip() in str(report))
+        assert verdict.law.name in str(report)
+        assert verdict.source.rstrip() in str(report)
         assert verdict.examples + verdict.refused > 0
         if verdict.holds is False:
             assert len(verdict.source.splitlines()) <= MAX_LINES
@@ -137,6 +138,10 @@ def test_only_leaves_that_are_wanted_are_drawn():
     assert report["accepts"].examples > 50
     assert report["structure"].holds
     assert report["geometry"].holds is False
+    report = check_transform(
+        lambda state: st.map_leaves(lambda leaf: leaf + 1, state), where=lambda path, leaf: type(leaf) is int
+    )
+    assert "None" not in report["values"].source
     with pytest.raises(ValueError, match="where holds of no leaf"):
         check_transform(halved, where=lambda path, leaf: False)
 
