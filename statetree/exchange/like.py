@@ -13,7 +13,7 @@ from statetree.errors import Difference, TreeMismatch
 from statetree.exchange.allocation import allocated
 from statetree.exchange.buckets import BucketedPlan, Pieces, take_buckets
 from statetree.exchange.destination import Destination
-from statetree.exchange.fitting import LikeOptions, partners_of, refuse, tied_differently, unfit
+from statetree.exchange.fitting import LikeOptions, beyond_range, partners_of, refuse, tied_differently, unfit
 from statetree.exchange.key_union import partly_held
 from statetree.exchange.manifest import chunks_of
 from statetree.exchange.partial_reduction import Chunked
@@ -115,6 +115,7 @@ class LikeDestination(Destination):
 
     def transfers(self, sources: dict[int, Chunked], layouts: dict[int, ChunkLayout] | None = None) -> list[Transfer]:
         """Return what moves from where to where."""
+        self._check_range(self.source)
         return self.transfers_from(sources, layouts or {}, range(self._group.size))
 
     def transfers_from(
@@ -150,6 +151,7 @@ class LikeDestination(Destination):
         """
         if source is not None:  # it may hold nothing of leaves that others know to be tied
             self.check_ties(source)
+            self._check_range(source)
         found: list[Transfer] = []
         for index in self._moving:
             if self._first(index) == index:
@@ -164,6 +166,7 @@ class LikeDestination(Destination):
         """Move elements of a source of which this rank holds everything."""
         rank = self._group.rank
         own = {index: _own_part(rank, held.shape, tuple(held.boxes)) for index, held in self.like.chunks.items()}
+        self._check_range(self.source)
         transfers = self.transfers_from({}, own, [rank])
         plan = BucketedPlan(moves_of(transfers), self._group, bucket_bytes)
         pieces = [Pieces(sent.pieces, received.pieces) for sent, received, _ in transfers]
@@ -181,6 +184,7 @@ class LikeDestination(Destination):
     def check_values(self, source: Manifest) -> None:
         """Raise ``TreeMismatch`` if leaves that hold different values by now would go to one memory."""
         self.check_ties(source)
+        self._check_range(source)
         if self._local and not self._are_disjoint:
             sides = self._sides(self._local, [source.leaves[index] for index in self._local])
             prepared_copy(self.like.verb, *sides, cast=self._options.cast)
@@ -272,6 +276,11 @@ class LikeDestination(Destination):
         """Raise ``TreeMismatch`` if, as the other ranks know, different values would go to one memory."""
         if self.like.canonical != self._canonical:  # of tensors that this rank holds nothing of, others know more
             self.check_ties(self.source)
+
+    def _check_range(self, source: Manifest) -> None:
+        """Raise ``TreeMismatch`` where values are too large for the dtype that they are converted to."""
+        if self._options.cast:
+            refuse(self.like.verb, beyond_range(source, self._moving, self.dtype))
 
     def check_ties(self, source: Manifest) -> None:
         """Raise ``TreeMismatch`` where different values would go to one memory, as far as this rank holds them."""
