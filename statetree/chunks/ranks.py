@@ -77,3 +77,9 @@ def own_ranks() -> Ranks:
     if not (dist.is_available() and dist.is_initialized()):
         return Ranks(0, [0])
     return Ranks(dist.get_rank(), range(dist.get_world_size()))
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    """Name ranks in a message, the first ones if there are many."""
+    listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {listed}"

@@ -9,10 +9,12 @@ move. Moving agrees with the other ranks, plans, and sends in buckets of bounded
 
 - ``driver``: ``exchange`` and what a block can do; ``call``: who waits for whom, and what they hear of a failure
 - ``manifest``: what a rank holds; ``discovery``, ``replica_check``: what ranks tell each other of that, where they must
-- ``destination``: fresh tensors by a rule; ``like``: the layouts of another tree, and ``fitting``: whether they fit
+- ``destination``: fresh tensors by a rule; ``like``: the layouts of another tree, and ``fitting``: whether they fit;
+  ``allocation``: fresh tensors of these layouts
 - ``description``, ``leaf_metadata``: one rank's tree told to all
 - ``key_union``: ranks that hold different keys tell each other
 - ``consensus``: fingerprints compared before anything moves; ``group``: the few collectives all this is made of
+- ``silent_ranks``: who did not answer, where one fails
 - ``transfers``: planned once for a fingerprint; ``plan``: what moves in which round; ``buckets``: how it is moved
 - ``routes``: which boxes go where; ``senders``: who sends what several have; ``stacks``: where boxes lie in a bucket
 - ``digesting``: numbers for distributed tensors, whatever their layout, and replicas compared by them

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import torch
 
+from statetree.chunks.ranks import ranks_named
 from statetree.errors import RankMismatch, shown
 
 if TYPE_CHECKING:
@@ -231,12 +232,6 @@ def _leaves_first(path: str) -> tuple[bool, str]:
 def _by_text(told: Sequence[tuple[str, Sequence[int]]]) -> str:
     """Say which ranks hold which text."""
     return "; ".join(f"{text} on {ranks_named(ranks)}" for text, ranks in told)
-
-
-def ranks_named(ranks: Sequence[int]) -> str:
-    """Name ranks in a message, the first ones if there are many."""
-    listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"{'ranks' if len(ranks) > 1 else 'rank'} {listed}"
 
 
 def _first_difference(verb: str, group: Group, entries: Sequence[Entry] | None, remedy: str) -> RankMismatch:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from statetree.chunks.boxes import Box
 from statetree.chunks.layouts import layout_of
+from statetree.chunks.ranks import ranks_named
 from statetree.errors import RankMismatch, UnsupportedLeaf
-from statetree.exchange.consensus import digest, ranks_named
+from statetree.exchange.consensus import digest
 from statetree.exchange.manifest import ABSENT
 from statetree.exchange.replica_check import Copies, check_replicas, first_copy
 

@@ -267,9 +267,10 @@ class Exchange(Call):
         key = (consensus.key, told, exchanged)
         transfers = span_transfers(src, self.group, message.spans, places)
         planned = self._planned_from((*key, sizes), transfers, [place.device.type for place in places])
-        self.ready()
-        planned.run(self.executor)
-        self.executor.catch_up()  # what leaves are put together by may be among the elements
+        if any(sizes):  # or a failure until here is told in the next agreement
+            self.ready()
+            planned.run(self.executor)
+            self.executor.catch_up()  # what leaves are put together by may be among the elements
         del planned  # and its buckets
         if isinstance(sent, Sent):
             self.hold(sent.manifest.spec, sent.manifest.leaves, description.described, opaque=True)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from statetree.errors import Difference, TreeMismatch
 from statetree.exchange.manifest import is_cuttable
 from statetree.exchange.transfers import as_sendable
-from statetree.leaves.casting import castable
+from statetree.leaves.casting import castable, out_of_range
 from statetree.spans.bits import same_bytes
 from statetree.spans.layout import holds_memory
-from statetree.tree.matching import matched, only_missing
+from statetree.tree.matching import matched, matched_where
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -63,10 +63,13 @@ def partners_of(
     Raises:
         TreeMismatch: If the structures do not match.
     """
-    order, differences = matched(spec, leaves, like.spec, like.leaves)
-    if options.strict or not only_missing(differences):
+    if options.strict:
+        order, differences = matched(spec, leaves, like.spec, like.leaves)
         refuse(like.verb, differences)
-    return list(range(spec.num_leaves)) if order is None else order, differences
+        return list(range(spec.num_leaves)) if order is None else order, []
+    common = matched_where(like.verb, (spec, leaves), (like.spec, like.leaves), strict=False)
+    refuse(like.verb, common.differences)
+    return common.order, common.missing
 
 
 def unfit(
@@ -116,6 +119,29 @@ def _facts(manifest: Manifest, index: int) -> tuple[torch.dtype, tuple[int, ...]
 
 def _shown(found: tuple[torch.dtype, tuple[int, ...]] | str) -> str:
     return found if isinstance(found, str) else f"a tensor {found[0]} {found[1]}"
+
+
+def beyond_range(source: Manifest, moving: Sequence[int], dtype_of: Callable[[int], torch.dtype]) -> list[Difference]:
+    """Return which leaves hold values that are too large for the dtypes that they are converted to, as far as known.
+
+    Args:
+        source: The leaves.
+        moving: Those to look at.
+        dtype_of: Gives the dtype that a leaf is converted to.
+    """
+    found: list[Difference] = []
+    for index in moving:
+        leaf, chunks, after = source.leaves[index], source.chunks.get(index), dtype_of(index)
+        if (leaf.dtype if chunks is None else chunks.dtype) == after or (chunks and chunks.summands is not None):
+            continue
+        for piece in [leaf.detach()] if chunks is None else chunks.pieces:
+            beyond = None if piece.is_meta else out_of_range(piece, after)
+            if beyond is not None:
+                count, value, largest = beyond
+                more = f" and {count - 1} more" if count > 1 else ""
+                allowed = f"values up to {largest} ({after})"
+                found.append(Difference(source.path(index), "range", f"{value}{more}", allowed))
+    return found
 
 
 def tied_differently(

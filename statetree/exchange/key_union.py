@@ -14,8 +14,9 @@ import torch
 
 from statetree.chunks.boxes import Box
 from statetree.chunks.local import LocalChunks, location_of
+from statetree.chunks.ranks import ranks_named
 from statetree.errors import RankMismatch, TreeMismatch, UnsupportedLeaf, shown
-from statetree.exchange.consensus import Entry, Fingerprint, digest, ranks_named
+from statetree.exchange.consensus import Entry, Fingerprint, digest
 from statetree.exchange.leaf_metadata import pickled
 from statetree.exchange.manifest import ABSENT, is_cuttable, path_order
 from statetree.exchange.transfers import as_sendable
@@ -59,7 +60,7 @@ class _Told(NamedTuple):
     summed: bool = False
 
 
-class _Outline(NamedTuple):
+class _HeldKeys(NamedTuple):
     """What a rank says that it holds: the structure, and its leaves in the order of the paths."""
 
     spec: TreeSpec
@@ -91,7 +92,7 @@ def unite(call: Call, manifest: Manifest) -> None:
     for holders in ranks.values():
         nbytes = int(rows[holders[0]][_DIGEST_BYTES:].clone().view(torch.int64))
         found = pickle.loads(call.group.broadcast_bytes(text, nbytes, holders[0]))
-        assert isinstance(found, _Outline)
+        assert isinstance(found, _HeldKeys)
         outlines.append(found)
     _merge(manifest, outlines, list(ranks.values()), list(ranks).index(own))
 
@@ -100,9 +101,9 @@ def _row(own: bytes, nbytes: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(own + nbytes.to_bytes(_LENGTH_BYTES, "little")), dtype=torch.uint8)
 
 
-def _outline_of(manifest: Manifest) -> _Outline:
+def _outline_of(manifest: Manifest) -> _HeldKeys:
     texts = {index: text for index, (_, text) in zip(manifest.order, manifest.entries(), strict=False)}
-    return _Outline(manifest.spec, [_told(manifest, index, texts[index]) for index in manifest.order])
+    return _HeldKeys(manifest.spec, [_told(manifest, index, texts[index]) for index in manifest.order])
 
 
 def _told(manifest: Manifest, index: int, text: str) -> _Told:
@@ -117,7 +118,7 @@ def _told(manifest: Manifest, index: int, text: str) -> _Told:
     )
 
 
-def _merge(manifest: Manifest, outlines: Sequence[_Outline], ranks: Sequence[Sequence[int]], own: int) -> None:
+def _merge(manifest: Manifest, outlines: Sequence[_HeldKeys], ranks: Sequence[Sequence[int]], own: int) -> None:
     """Put the union in the place of what this rank holds.
 
     Args:

@@ -9,22 +9,21 @@ import torch
 
 from statetree.chunks.layouts import layout_of, whole_on
 from statetree.chunks.local import location_of
-from statetree.errors import Difference, StateTreeError, TreeMismatch, place_in_tree
+from statetree.errors import Difference, TreeMismatch
+from statetree.exchange.allocation import allocated
 from statetree.exchange.buckets import BucketedPlan, Pieces, take_buckets
 from statetree.exchange.destination import Destination
-from statetree.exchange.fitting import LikeOptions, partners_of, refuse, tied_differently, unfit
+from statetree.exchange.fitting import LikeOptions, beyond_range, partners_of, refuse, tied_differently, unfit
 from statetree.exchange.key_union import partly_held
 from statetree.exchange.manifest import chunks_of
 from statetree.exchange.partial_reduction import Chunked
 from statetree.exchange.transfers import as_sendable, converted, moves_of, pieces_of
-from statetree.leaves.builtin import is_distributed, is_plain
+from statetree.leaves.builtin import is_plain
 from statetree.leaves.copying import prepared_copy
 from statetree.leaves.parts import unpack
-from statetree.leaves.replicas import replicated
 from statetree.paths import Path
 from statetree.spans.columns import Columns
 from statetree.spans.layout import holds_memory
-from statetree.spans.memory import Memory
 from statetree.spans.overlaps import are_disjoint, overlaps_itself, shared_elements
 from statetree.torch_internals import storage_key
 from statetree.tree.flatten import unflatten
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from statetree.exchange.group import Group
     from statetree.exchange.manifest import Manifest
     from statetree.exchange.transfers import Transfer
-    from statetree.tree.spec import TreeSpec
 
 _WITHOUT_MEMORY = "a tensor without memory"
 
@@ -117,6 +115,7 @@ class LikeDestination(Destination):
 
     def transfers(self, sources: dict[int, Chunked], layouts: dict[int, ChunkLayout] | None = None) -> list[Transfer]:
         """Return what moves from where to where."""
+        self._check_range(self.source)
         return self.transfers_from(sources, layouts or {}, range(self._group.size))
 
     def transfers_from(
@@ -152,6 +151,7 @@ class LikeDestination(Destination):
         """
         if source is not None:  # it may hold nothing of leaves that others know to be tied
             self.check_ties(source)
+            self._check_range(source)
         found: list[Transfer] = []
         for index in self._moving:
             if self._first(index) == index:
@@ -166,6 +166,7 @@ class LikeDestination(Destination):
         """Move elements of a source of which this rank holds everything."""
         rank = self._group.rank
         own = {index: _own_part(rank, held.shape, tuple(held.boxes)) for index, held in self.like.chunks.items()}
+        self._check_range(self.source)
         transfers = self.transfers_from({}, own, [rank])
         plan = BucketedPlan(moves_of(transfers), self._group, bucket_bytes)
         pieces = [Pieces(sent.pieces, received.pieces) for sent, received, _ in transfers]
@@ -183,6 +184,7 @@ class LikeDestination(Destination):
     def check_values(self, source: Manifest) -> None:
         """Raise ``TreeMismatch`` if leaves that hold different values by now would go to one memory."""
         self.check_ties(source)
+        self._check_range(source)
         if self._local and not self._are_disjoint:
             sides = self._sides(self._local, [source.leaves[index] for index in self._local])
             prepared_copy(self.like.verb, *sides, cast=self._options.cast)
@@ -274,6 +276,11 @@ class LikeDestination(Destination):
         """Raise ``TreeMismatch`` if, as the other ranks know, different values would go to one memory."""
         if self.like.canonical != self._canonical:  # of tensors that this rank holds nothing of, others know more
             self.check_ties(self.source)
+
+    def _check_range(self, source: Manifest) -> None:
+        """Raise ``TreeMismatch`` where values are too large for the dtype that they are converted to."""
+        if self._options.cast:
+            refuse(self.like.verb, beyond_range(source, self._moving, self.dtype))
 
     def check_ties(self, source: Manifest) -> None:
         """Raise ``TreeMismatch`` where different values would go to one memory, as far as this rank holds them."""
@@ -377,40 +384,3 @@ def _why_unwritable(piece: torch.Tensor) -> str:
 
 def _storage(piece: torch.Tensor) -> int:
     return storage_key(piece.untyped_storage())
-
-
-def allocated(verb: str, leaves: Sequence[Any], spec: TreeSpec) -> list[Any]:
-    """Return fresh tensors like those of leaves, on the same devices; real ones for those on ``meta``.
-
-    Args:
-        verb: The collective, for messages.
-        leaves: The leaves.
-        spec: The structure that they belong to.
-    """
-    result = list(leaves)
-    by_device: dict[torch.device, list[int]] = {}
-    for index, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor) or is_distributed(leaf):
-            by_device.setdefault(_device_of(leaf), []).append(index)
-    keys, paths = spec.flat_keys(), spec.paths()
-    for device, indices in by_device.items():
-        try:
-            found = replicated(verb, {keys[index]: leaves[index] for index in indices}, Memory(device), copy=False)
-        except StateTreeError as error:
-            place_in_tree(error, {keys[index]: paths[index] for index in indices})
-            raise
-        for index, leaf in zip(indices, found.values(), strict=True):
-            result[index] = leaf
-    return result
-
-
-def _device_of(leaf: Any) -> torch.device:
-    """Return where a leaf's elements lie, or are to lie if it has none."""
-    if isinstance(leaf, torch.Tensor):
-        devices = [leaf.device]
-    else:
-        devices = [part.device for part in unpack("", [leaf], lambda: [Path()], memory=False).parts]
-    if devices and devices[0].type != "meta":
-        return devices[0]
-    mesh = getattr(leaf, "device_mesh", None)
-    return torch.device("cpu" if mesh is None or mesh.device_type == "meta" else mesh.device_type)

@@ -18,8 +18,8 @@ import torch
 
 from statetree.chunks.boxes import Box, in_slabs
 from statetree.chunks.layouts import layout_of
+from statetree.chunks.ranks import ranks_named
 from statetree.errors import RankMismatch
-from statetree.exchange.consensus import ranks_named
 from statetree.spans.bits import bits_of
 from statetree.spans.layout import holds_memory
 from statetree.torch_internals import can_negate, negated_view

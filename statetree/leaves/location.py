@@ -25,7 +25,7 @@ def located(
         return UnsupportedLeaf(f"{verb}: {message}", path)
     msg = (
         f"{verb}: cannot {doing} the leaf at {path or '<root>'} ({describe_leaf(leaves[index])}): "
-        f"{type(error).__name__}: {_first_line(error)}. {_remedy(error, leaves[index])}"
+        f"{_shown(error)}. {_remedy(error, leaves[index])}"
     )
     return UnsupportedLeaf(msg, path)
 
@@ -34,10 +34,11 @@ def located(
 _LONGEST: Final = 200
 
 
-def _first_line(error: Exception) -> str:
-    """Return what an error says, without the tables and advice that torch appends."""
+def _shown(error: Exception) -> str:
+    """Return the class of an error and what it says, without the tables and advice that torch appends."""
     line = str(error).strip().split("\n", 1)[0].rstrip(".")
-    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}…"
+    line = line if len(line) <= _LONGEST else f"{line[:_LONGEST]}…"
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__  # a MemoryError says nothing
 
 
 def _remedy(error: Exception, leaf: Any) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from statetree.chunks.ranks import ranks_named
 from statetree.declare import collective
 from statetree.errors import shown
-from statetree.exchange.consensus import ranks_named
 from statetree.exchange.digesting import Copy, differing_copies
 from statetree.exchange.driver import exchange
 from statetree.exchange.manifest import Manifest

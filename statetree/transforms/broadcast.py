@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from statetree.declare import collective
 from statetree.errors import UnsupportedLeaf
+from statetree.exchange.allocation import allocated
 from statetree.exchange.buckets import BUCKET_BYTES
 from statetree.exchange.description import Sent
 from statetree.exchange.driver import Exchange, exchange
-from statetree.exchange.like import allocated
 from statetree.exchange.manifest import path_order
 from statetree.exchange.partial_reduction import Chunked
 from statetree.exchange.transfers import Transfer, pieces_of

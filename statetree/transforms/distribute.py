@@ -49,8 +49,8 @@ def distribute(
         group: The ranks that take part; by default all.
         in_place: Write into the tensors of ``like`` instead of fresh ones.
         cast: Convert elements to the dtypes of ``like``, as ``copy_into(cast=True)`` does: losslessly, or between
-            floating point types. They are converted where they are sent if that makes fewer bytes, otherwise where
-            they arrive.
+            floating point types, and not where a value is too large. They are converted where they are sent if that
+            makes fewer bytes, otherwise where they arrive.
         strict: Whether both trees must have the same keys. With ``False``, what both have is moved, and the rest of
             ``like`` is left alone. Lists, tuples and other containers must match all the same.
         on_missing: Called with the ``Difference`` for each path that only one of the trees has, if ``strict`` is

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import statetree
+from statetree.exchange.call import Call
 from statetree.testing import Layout, run_ranks
 from tests.collectives.checks import attempt, check_in_step
 from tests.collectives.disagreements import (
@@ -190,3 +191,36 @@ def differ_in_like():
 
 def test_layouts_to_take_must_agree():
     run_ranks(2, differ_in_like)
+
+
+def count_agreements():
+    """Return how often the ranks agree in each verb, where they know the layouts."""
+    ranks = tuple(range(dist.get_world_size()))
+    tree = {"rows": Layout((4, 6), ranks, ("S0",)).build(), "step": 3}
+    like = {"rows": Layout((4, 6), ranks, ("S1",)).build(), "step": 0}
+    full = {"rows": torch.zeros(4, 6), "step": 1}
+    calls = {
+        "gather": lambda: statetree.gather(tree),
+        "reshard": lambda: statetree.reshard(tree, like),
+        "distribute": lambda: statetree.distribute(full, like, src=0),
+        "broadcast": lambda: statetree.broadcast(tree),
+    }
+    found = {}
+    agree = Call.agree
+    for verb, call in calls.items():
+        count = 0
+
+        def counted(self, fingerprint):
+            nonlocal count
+            count += 1
+            return agree(self, fingerprint)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Call, "agree", counted)
+            call()
+        found[verb] = count
+    return found
+
+
+def test_ranks_agree_twice_at_most():
+    assert run_ranks(2, count_agreements)[0] == {"gather": 1, "reshard": 1, "distribute": 2, "broadcast": 2}

@@ -132,6 +132,37 @@ def test_what_copy_into_does_not_convert_is_refused():
     run_ranks(2, refuse)
 
 
+def overflow():
+    """Refuse values that the other dtype has no place for, also once they turn up in a prepared transfer."""
+    ranks = tuple(range(dist.get_world_size()))
+    full = torch.arange(24.0).view(4, 6)
+    tree = {"a": {"w": Layout((4, 6), ranks, ("S0",), torch.float32).build()}, "plain": full.clone()}
+    like = {
+        "a": {"w": Layout((4, 6), ranks, ("S1",), torch.float16).build()},
+        "plain": Layout((4, 6), ranks, ("S1",), torch.float16).build(),
+    }
+    sync = statetree.prepare(statetree.reshard, tree, like, in_place=True, cast=True)
+    sync()
+    before = statetree.offload(like)
+    if dist.get_rank() == 1:
+        tree["a"]["w"]._local_tensor[0, 0] = 1e6
+    whole = statetree.gather(tree, dst=1)
+    for call in (
+        sync,
+        functools.partial(statetree.reshard, tree, like, in_place=True, cast=True),
+        functools.partial(statetree.distribute, whole, like, src=1, in_place=True, cast=True),
+    ):
+        name, message = attempt(call)
+        assert name == ("TreeMismatch" if dist.get_rank() == 1 else "RankMismatch"), (name, message)
+        assert "range differs at a.w: expected values up to 65504" in message, message
+        check_same(like, before)
+        check_in_step()
+
+
+def test_values_that_are_too_large_are_refused():
+    run_ranks(2, overflow)
+
+
 def change_the_source():
     """Distribute from sources of two dtypes into one tree: what was planned for the first is not used for the other."""
     _, like, _ = trees(torch.float32, torch.float32)

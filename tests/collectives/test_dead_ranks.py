@@ -62,7 +62,7 @@ def test_survivors_raise_in_time(number):
         assert len(outcome.value) == len(VERBS) + 1
         for verb, (name, message, elapsed_s) in outcome.value.items():
             assert name == "RankMismatch", (verb, name, message)
-            assert "did not answer within 1 s" in message, (verb, message)
+            assert "rank 1 of the group did not answer within 1 s" in message, (verb, message)
             assert elapsed_s < TIMEOUT_S + SLACK_S, (verb, elapsed_s)
 
 

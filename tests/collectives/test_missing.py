@@ -31,7 +31,7 @@ def trees():
     return tree, like, rows.full()
 
 
-LEFT = {"model.old", "model.gone", "schedule"}
+LEFT = {"model.old", "model.gone", "schedule.rate"}
 RIGHT = {"model.new", "model.fresh", "epoch"}
 
 

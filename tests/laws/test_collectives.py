@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
 import statetree
+from statetree.leaves.copying import castable
 from statetree.testing import Layout, layouts, run_ranks
 from tests.laws.batches import as_many, batches, each
 
@@ -110,6 +111,72 @@ def go_there_and_back(drawn, bucket_bytes, dst, src):
     for index, (_, target) in enumerate(drawn):
         assert filled[str(index)] is like[str(index)]
         check_local(filled[str(index)], target, full[str(index)])
+
+
+def go_in_other_ways(drawn, bucket_bytes, dst, src):
+    """Take tensors through the options of the collectives: each gives what the plain call would give."""
+    full = {str(index): source.full() for index, (source, _) in enumerate(drawn)}
+    tree = {str(index): source.build() for index, (source, _) in enumerate(drawn)}
+    like = {str(index): target.build() for index, (_, target) in enumerate(drawn)}
+    rank, options = dist.get_rank(), {"bucket_bytes": bucket_bytes}
+
+    # Prepared transfers move what the tensors hold then.
+    given = {key: leaf.clone() for key, leaf in full.items()} if rank == src else None
+    gathered = statetree.prepare(statetree.gather, tree, dst=dst, **options)
+    distributed = statetree.prepare(statetree.distribute, given, like, src=src, **options)
+    for change in (0, 1):
+        if change:
+            for tensor in [*(leaf._local_tensor for leaf in tree.values()), *(given or {}).values()]:
+                tensor.copy_(tensor.flip(tuple(range(tensor.dim()))))
+            full = {key: leaf.flip(tuple(range(leaf.dim()))) for key, leaf in full.items()}
+        expected, found = statetree.gather(tree, dst=dst, **options), gathered()
+        for key, leaf in expected.items():
+            assert leaf.is_meta == found[key].is_meta
+            assert leaf.is_meta or same(found[key], leaf), (key, found[key], leaf)
+        found = distributed()
+        for index, (_, target) in enumerate(drawn):
+            check_local(found[str(index)], target, full[str(index)])
+
+    # Elements are converted on their way as they are before or after it.
+    wide = {key: leaf.to(torch.complex128 if leaf.is_complex() else torch.float64) for key, leaf in like.items()}
+    chosen = [key for key, leaf in tree.items() if castable(leaf.dtype, wide[key].dtype)]
+    before, after = ({key: held[key] for key in chosen} for held in (tree, wide))
+    there = statetree.reshard(before, after, cast=True, **options)
+    back = statetree.reshard(before, {key: like[key] for key in chosen}, **options)
+    for key in chosen:
+        assert same(there[key]._local_tensor, back[key]._local_tensor.to(after[key].dtype)), key
+
+    # What only one tree has is left alone.
+    less, more = {key: tree[key] for key in list(tree)[1:]}, {**like, "more": torch.arange(3)}
+    missing = []
+    moved = statetree.reshard(less, more, strict=False, on_missing=missing.append, **options)
+    assert {str(difference.path) for difference in missing} == {"0", "more"}
+    assert all(moved[key] is more[key] for key in ("0", "more"))
+    for key, leaf in statetree.reshard(less, {key: like[key] for key in less}, **options).items():
+        assert same(moved[key]._local_tensor, leaf._local_tensor)
+
+    # Keys that only some ranks hold are in the result of all.
+    own = {**tree, f"rank {rank}": torch.arange(3) + rank}
+    together = statetree.gather(own, union=True, **options)
+    for key, leaf in statetree.gather(tree, **options).items():
+        assert same(together[key], leaf)
+    for other in range(dist.get_world_size()):
+        assert torch.equal(together[f"rank {other}"], torch.arange(3) + other)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_options_give_what_the_plain_calls_give(world_size):
+    ranks = st.integers(0, world_size - 1)
+    moves = st.tuples(
+        st.lists(pairs(world_size), min_size=1, max_size=3), BUCKETS, st.sets(ranks, min_size=1).map(sorted), ranks
+    )
+
+    @as_many()
+    @hypothesis.given(batches(moves))
+    def holds(batch):
+        run_ranks(world_size, each, go_in_other_ways, batch)
+
+    holds()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

@@ -95,7 +95,7 @@ class DTensorType(WrapperType):
         if type(local) is not torch.Tensor:
             msg = (
                 f"cannot tell the chunks of the leaf at %PATH%: expected a DTensor of plain tensors, got one of "
-                f"{type(local).__qualname__}. Take it apart first."
+                f"{type(local).__qualname__}. Move it before it is converted, or convert it back first."
             )
             raise UnsupportedLeaf(msg)
         shape, dtype = tuple(value.shape), local.dtype

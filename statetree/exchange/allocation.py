@@ -1,0 +1,56 @@
+"""Fresh leaves like others: of the same layouts, on the same devices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from statetree.errors import StateTreeError, place_in_tree
+from statetree.leaves.builtin import is_distributed
+from statetree.leaves.parts import unpack
+from statetree.leaves.replicas import replicated
+from statetree.paths import Path
+from statetree.spans.memory import Memory
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from statetree.tree.spec import TreeSpec
+
+
+def allocated(verb: str, leaves: Sequence[Any], spec: TreeSpec) -> list[Any]:
+    """Return fresh tensors like those of leaves, on the same devices; real ones for those on ``meta``.
+
+    Args:
+        verb: The collective, for messages.
+        leaves: The leaves.
+        spec: The structure that they belong to.
+    """
+    result = list(leaves)
+    by_device: dict[torch.device, list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) or is_distributed(leaf):
+            by_device.setdefault(_device_of(leaf), []).append(index)
+    keys, paths = spec.flat_keys(), spec.paths()
+    for device, indices in by_device.items():
+        try:
+            found = replicated(verb, {keys[index]: leaves[index] for index in indices}, Memory(device), copy=False)
+        except StateTreeError as error:
+            place_in_tree(error, {keys[index]: paths[index] for index in indices})
+            raise
+        for index, leaf in zip(indices, found.values(), strict=True):
+            result[index] = leaf
+    return result
+
+
+def _device_of(leaf: Any) -> torch.device:
+    """Return where a leaf's elements lie, or are to lie if it has none."""
+    if isinstance(leaf, torch.Tensor):
+        devices = [leaf.device]
+    else:
+        devices = [part.device for part in unpack("", [leaf], lambda: [Path()], memory=False).parts]
+    if devices and devices[0].type != "meta":
+        return devices[0]
+    mesh = getattr(leaf, "device_mesh", None)
+    return torch.device("cpu" if mesh is None or mesh.device_type == "meta" else mesh.device_type)
