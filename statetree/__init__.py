@@ -19,6 +19,7 @@ from statetree.paths import Path
 from statetree.stager.stager import Stager
 from statetree.transforms.allocate_like import allocate_like
 from statetree.transforms.broadcast import broadcast
+from statetree.transforms.cast import cast
 from statetree.transforms.copy_into import copy_into
 from statetree.transforms.distribute import distribute
 from statetree.transforms.gather import gather
@@ -57,6 +58,7 @@ __all__ = [
     "UnsupportedLeaf",
     "allocate_like",
     "broadcast",
+    "cast",
     "chain",
     "collective",
     "copy_into",

@@ -5,6 +5,7 @@ bottom:
 
 - ``copying``, ``replicas``: what ``copy_into``, and ``offload`` and ``allocate_like``, are made of.
 - ``tree_parts``: a whole tree taken apart into plain tensors, for transforms on spans.
+- ``conversion``: elements in another dtype, ties kept.
 - ``pairing``, ``ties``: the leaves of two trees side by side; which leaves of a tree share memory.
 - ``parts``: many leaves taken apart at once, each tensor object once, and packed again.
 - ``location``: errors that say which leaf could not be.
