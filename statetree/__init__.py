@@ -27,6 +27,7 @@ from statetree.transforms.merge import merge
 from statetree.transforms.offload import offload
 from statetree.transforms.partition import partition
 from statetree.transforms.partition_replicas import partition_replicas
+from statetree.transforms.rename import rename
 from statetree.transforms.reshard import reshard
 from statetree.transforms.select import select
 from statetree.transforms.similarity import Similarity, similarity
@@ -35,6 +36,7 @@ from statetree.tree.atoms import HOLE
 from statetree.tree.flatten import flatten, paths, unflatten
 from statetree.tree.mapping import from_flat, map_leaves, map_with_path, to_flat
 from statetree.tree.registry import register_container
+from statetree.tree.rename_rules import Renaming
 from statetree.tree.spec import TreeSpec
 
 __version__ = "0.1.0.dev0"
@@ -47,6 +49,7 @@ __all__ = [
     "LeafType",
     "Path",
     "RankMismatch",
+    "Renaming",
     "Similarity",
     "Stager",
     "StagerBusy",
@@ -76,6 +79,7 @@ __all__ = [
     "paths",
     "register_container",
     "register_leaf_type",
+    "rename",
     "reshard",
     "select",
     "similarity",
