@@ -12,6 +12,8 @@ from benchmarks.measure import Contender, floor, ours, peer
 from benchmarks.peers import flatten_state_dict, pytree_flatten, pytree_unflatten, unflatten_state_dict
 from benchmarks.rows import Row, faster, within
 from benchmarks.states import State, many_small, model_state, nested, optimizer_state, training_state
+from statetree.tree.selection import compiled_glob, selected
+from statetree.tree.spec import TreeSpec
 
 
 def flatten_unflatten(state: State) -> list[Contender]:
@@ -30,6 +32,32 @@ def flatten_unflatten_module(state: State) -> list[Contender]:
     return [
         *flatten_unflatten(state),
         floor("optree, _metadata too", lambda: _optree((state.tree, vars(module))), lambda result: in_tree(result[0])),
+    ]
+
+
+def partition_merge(state: State) -> list[Contender]:
+    """Divide a tree by a glob and make it whole again: three structures are taken apart, and three put together."""
+    in_tree = has_leaves_of(state)
+    return [
+        ours(lambda: st.merge(*st.partition(state.tree, "**1*", missing_ok=True)), in_tree),
+        floor("flatten + unflatten", lambda: _statetree(state.tree), in_tree),
+    ]
+
+
+def glob_again(state: State) -> list[Contender]:
+    """Find the leaves that a glob means, in a tree of a structure that it was matched against before."""
+    leaves, spec = st.flatten(state.tree)
+    nodes, keys = spec.nodes, spec.flat_keys()
+    fits = compiled_glob("**1*").fullmatch
+    expected = [fits(key) is not None for key in keys]
+
+    def again() -> list[bool]:
+        fresh = TreeSpec(nodes, len(leaves))  # as flatten makes it: without the keys that it rendered before
+        return selected("**1*", fresh, leaves, verb="benchmark", missing_ok=True)
+
+    return [
+        ours(again, lambda found: found == expected),
+        floor("the regular expression alone", lambda: [fits(key) is not None for key in keys], expected.__eq__),
     ]
 
 
@@ -68,6 +96,18 @@ def _flat_state_dict(tree: Any) -> Any:
 
 
 ROWS = (
+    *(
+        Row(
+            "tree",
+            "partition + merge",
+            state,
+            partition_merge,
+            (within(1.5, "flatten + unflatten"),),
+            moves_bytes=False,
+        )
+        for state in (many_small, nested)
+    ),
+    *(Row("tree", "a glob, matched again", state, glob_again, (), moves_bytes=False) for state in (many_small, nested)),
     *(
         Row("tree", "flatten + unflatten", state, contenders, (within(1.5, "optree"),), moves_bytes=False)
         for state, contenders in (

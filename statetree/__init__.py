@@ -38,6 +38,7 @@ if TYPE_CHECKING or "_wanted" in globals():
     from statetree.transforms.audit import Audit as Audit
     from statetree.transforms.audit import audit as audit
     from statetree.transforms.broadcast import broadcast as broadcast
+    from statetree.transforms.cast import cast as cast
     from statetree.transforms.copy_into import copy_into as copy_into
     from statetree.transforms.delta import delta as delta
     from statetree.transforms.digest import Digest as Digest
@@ -48,6 +49,7 @@ if TYPE_CHECKING or "_wanted" in globals():
     from statetree.transforms.offload import offload as offload
     from statetree.transforms.partition import partition as partition
     from statetree.transforms.partition_replicas import partition_replicas as partition_replicas
+    from statetree.transforms.rename import rename as rename
     from statetree.transforms.reshard import reshard as reshard
     from statetree.transforms.select import select as select
     from statetree.transforms.similarity import Similarity as Similarity
@@ -62,6 +64,7 @@ if TYPE_CHECKING or "_wanted" in globals():
     from statetree.tree.mapping import map_with_path as map_with_path
     from statetree.tree.mapping import to_flat as to_flat
     from statetree.tree.registry import register_container as register_container
+    from statetree.tree.rename_rules import Renaming as Renaming
     from statetree.tree.spec import TreeSpec as TreeSpec
 else:
 

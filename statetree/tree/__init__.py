@@ -6,7 +6,8 @@ containers. From the top to the bottom:
 - ``mapping``: functions mapped over leaves, and trees as flat dicts.
 - ``flatten``: the two directions, and their variants for copying.
 - ``selection``: which leaves are meant: globs over paths, and predicates.
-- ``pruning``: a structure without some of its leaves.
+- ``pruning``, ``renaming``: a tree without some of its leaves; with leaves at other paths.
+- ``rename_rules``: names of paths made of others, by patterns.
 - ``matching``: which leaves of two trees correspond, mappings matched by their keys.
 - ``union``: a structure that has every key of several.
 - ``spec``: ``TreeSpec``, the structure without the leaves; to optree and back.

@@ -1,0 +1,75 @@
+"""``rename``: a tree whose leaves lie at other paths."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from statetree.errors import TreeMismatch, shown
+from statetree.paths import nearest
+from statetree.tree.flatten import flatten_for
+from statetree.tree.rename_rules import Renaming
+from statetree.tree.renaming import located, renamed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+
+def rename(
+    tree: Any, rules: Renaming | Mapping[str, str] | Iterable[tuple[str, str]], *, missing_ok: bool = False
+) -> Any:
+    """Return a tree whose leaves have other paths, by patterns with captures.
+
+    It works on flat state dicts and on nested trees alike: a name is cut into keys as the old one was. What lies in a
+    mapping with dots in its keys gets one key, and what lies in nested mappings gets nested ones; where nothing tells,
+    in a tree that is one mapping, it is one key. Containers keep their classes and attributes (also
+    ``OrderedDict._metadata``, as it is), and go with their leaves; new ones are dicts.
+
+    Args:
+        tree: Any tree.
+        rules: Pairs of patterns, a mapping, or a ``Renaming``, which says how they are read, and has an ``inverse``.
+        missing_ok: Whether a rule may match nothing.
+
+    Returns:
+        A tree with fresh containers.
+
+    Aliasing:
+        The leaves are the tree's own.
+
+    Raises:
+        TreeMismatch: If a rule matches nothing, two leaves would get one path, a path would go through a leaf, or a
+            list, a tuple or another container would get a hole or keys that it cannot have.
+        ValueError: If a rule asks for what it does not capture.
+        CyclicTree: If a container holds itself.
+
+    Example:
+        >>> import statetree as st
+        >>> rules = st.Renaming({"model.layers.{i}.self_attn.{p}_proj.weight": "layers.{i}.attention.w{p}.weight"})
+        >>> renamed = st.rename({"model.layers.0.self_attn.q_proj.weight": 1}, rules)
+        >>> renamed
+        {'layers.0.attention.wq.weight': 1}
+        >>> st.rename(renamed, rules.inverse)
+        {'model.layers.0.self_attn.q_proj.weight': 1}
+    """
+    rules = rules if isinstance(rules, Renaming) else Renaming(rules)
+    leaves, spec = flatten_for("rename", tree)
+    names: dict[int, str] = {}
+    used: set[int] = set()
+    texts = []
+    for item in located(spec):
+        texts.append(item.text)
+        found = rules.match(item.text)
+        if found is not None:
+            used.add(found[0])
+            names[item.ref] = found[1]
+            if item.text and not found[1]:
+                rule = rules.pairs[found[0]]
+                msg = f"rename: the path {item.text} would be lost: expected a name, got none. Change {rule}."
+                raise TreeMismatch(msg)
+    unused = [source for index, (source, _) in enumerate(rules.pairs) if index not in used]
+    if unused and not missing_ok:
+        lines = []
+        for source in unused:
+            meant = nearest(source, texts)
+            lines.append(f"no path matches the rule {source!r}{f': did you mean {meant}?' if meant else '.'}")
+        raise TreeMismatch(f"rename: {shown(lines)} Change it, or pass missing_ok=True.")
+    return renamed("rename", spec, leaves, names)
