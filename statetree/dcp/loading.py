@@ -12,6 +12,7 @@ from statetree.dcp.failures import checkpoint_errors
 from statetree.dcp.flat_state import flat_state
 from statetree.dcp.groups import group_for, ranks_of
 from statetree.dcp.internals import run_load
+from statetree.dcp.part_checks import check_indices, has_indices
 from statetree.dcp.planners import CarefulReader, LoadPlanner
 from statetree.dcp.saved_structure import Structure, path_of, places, why_not_rebuilt
 from statetree.dcp.saved_structure import read as read_structure
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.storage import StorageReader
 
-    from statetree.leaves.parts import Unpacked
+    from statetree.dcp.tensors import Content
     from statetree.paths import Path
 
 
@@ -138,9 +139,24 @@ class _Template:
                 paths.update(dict.fromkeys(match.keys, entry.path))
         self._contents = contents
         self._ties = _Ties(tensors, paths)
-        return {**values, **tensors, **self._ties.loaded}
+        apart = [
+            key
+            for match, entry in zip(self._matches, self._state.entries, strict=True)
+            if match.sort == PARTS_ENTRY and has_indices(entry.value)
+            for key in match.keys
+            if key not in self._ties.loaded
+        ]
+        self._apart = {key: allocate_like(tensors[key], device=tensors[key].device) for key in apart}
+        self._tensors = tensors
+        return {**values, **tensors, **self._apart, **self._ties.loaded}
 
     def finish(self) -> None:
+        loaded = {**self._apart, **self._ties.loaded}
+        for match, entry, content in zip(self._matches, self._state.entries, self._contents, strict=True):
+            if match.sort == PARTS_ENTRY and has_indices(entry.value):
+                made = content.packed([loaded[key] for key in match.keys])
+                check_indices(made, entry.value, str(entry.path) or "<root>")
+        copy_into(self._apart, {key: self._tensors[key] for key in self._apart})
         self._ties.write()
 
     def result(self, values: dict[str, Any]) -> Any:
@@ -148,16 +164,18 @@ class _Template:
         for match, entry, content in zip(self._matches, self._state.entries, self._contents, strict=True):
             if match.sort == VALUE_ENTRY:
                 found.append(values[match.keys[0]])
-            elif content.unpacked is not None:
-                found.append(_packed(entry.path, content.unpacked, values[match.context]))
+            elif match.context:
+                found.append(_packed(entry.path, content, values[match.context]))
             else:
                 found.append(entry.value)
         return self._state.spec.unflatten(found)
 
 
-def _packed(path: Path, unpacked: Unpacked, contexts: Any) -> Any:
+def _packed(path: Path, content: Content, contexts: Any) -> Any:
     """Return a value of a registered leaf type, packed of the template's tensors as it was saved."""
-    if type(contexts) is not list or len(contexts) != len(unpacked.contexts(0)):
+    unpacked = content.unpacked
+    assert unpacked is not None
+    if type(contexts) is not list or len(contexts) != len(content.contexts):
         msg = f"load: the context of the leaf at {path or '<root>'} is damaged. Load another checkpoint."
         raise CheckpointError(msg)
     unpacked.replace_contexts(0, contexts)
