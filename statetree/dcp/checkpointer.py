@@ -179,6 +179,8 @@ class Checkpointer:
         fallback: bool = False,
         weights_only: bool = True,
         verify: bool = True,
+        cast: bool = False,
+        strict: bool = True,
     ) -> Any:
         """Load a checkpoint. A save that is running is waited for.
 
@@ -190,6 +192,8 @@ class Checkpointer:
                 says so. Without it, the error names the newest older one that looks whole.
             weights_only: As for ``statetree.dcp.load``.
             verify: As for ``statetree.dcp.load``.
+            cast: As for ``statetree.dcp.load``.
+            strict: As for ``statetree.dcp.load``.
 
         Returns:
             The tree.
@@ -217,7 +221,8 @@ class Checkpointer:
                 _check_step("restore", step)
 
             def load(path: Path) -> Any:
-                return read(state, DirectoryReader(path, verify=verify), group, weights_only=weights_only)
+                reader = DirectoryReader(path, verify=verify)
+                return read(state, reader, group, weights_only=weights_only, cast=cast, strict=strict)
 
             return Restoration(self._series, group, step).run(load, fallback=fallback)
 

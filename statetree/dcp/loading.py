@@ -12,6 +12,7 @@ from statetree.dcp.failures import checkpoint_errors
 from statetree.dcp.flat_state import flat_state
 from statetree.dcp.groups import group_for, ranks_of
 from statetree.dcp.internals import run_load
+from statetree.dcp.part_checks import check_indices, has_indices
 from statetree.dcp.planners import CarefulReader, LoadPlanner
 from statetree.dcp.saved_structure import Structure, path_of, places, why_not_rebuilt
 from statetree.dcp.saved_structure import read as read_structure
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.storage import StorageReader
 
-    from statetree.leaves.parts import Unpacked
+    from statetree.dcp.tensors import Content
     from statetree.paths import Path
 
 
@@ -43,6 +44,8 @@ def load(
     storage_reader: StorageReader | None = None,
     weights_only: bool = True,
     verify: bool = True,
+    cast: bool = False,
+    strict: bool = True,
 ) -> Any:
     """Load a state that ``save``, or DCP's own ``save``, wrote.
 
@@ -62,8 +65,12 @@ def load(
             untrusted files does not hold for it.
         weights_only: Whether plain values are read by the rules of ``torch.load(weights_only=True)``. With ``False``,
             what the checkpoint holds may run any code.
-        verify: Whether each entry is compared with the checksums that DCP wrote (CRC-32) before it is loaded. Entries
-            that are not loaded are not verified. It has no effect on a ``storage_reader``.
+        verify: Whether what is loaded is compared with its checksums first: those of the manifest that ``save`` writes,
+            or those that DCP wrote into each entry (CRC-32). Entries that are not loaded are not verified. It has no
+            effect on a ``storage_reader``.
+        cast: Whether tensors of the template may be of another dtype than the saved ones, as ``copy_into`` has it.
+        strict: Whether the checkpoint must hold all that the template does. Without it, what is missing keeps what it
+            holds in the template.
 
     Returns:
         With a template: its containers, fresh, with its own tensors, and the checkpoint's plain values, in the types in
@@ -87,11 +94,11 @@ def load(
 
     Note:
         Files are not trusted. Guarded against: code in DCP's ``.metadata`` (its pickle is read without being executed),
-        file names that lead out of the directory, pieces that lie outside of their file or tensor or need more memory
-        than the files have bytes, and, unless ``weights_only=False``, code in plain values and tensors. Not guarded
-        against: values that somebody changed, and their checksums with them, damage to ``.metadata`` (which has no
-        checksum) that leaves it valid, plain values whose pickle is made to take much memory, faults of
-        ``torch.load(weights_only=True)`` itself, and files that change while they are read.
+        file names that lead out of the directory, pieces that lie outside of their file or tensor, over each other, or
+        need more memory than the files have bytes, indices that lead outside of their tensor, files of two checkpoints,
+        and, unless ``weights_only=False``, code in plain values and tensors. Not guarded against: values that somebody
+        changed, and their checksums with them, faults of ``torch.load(weights_only=True)`` itself, and files that
+        change while they are read.
     """
     group = group_for("load", process_group)
     inner = storage_reader
@@ -100,13 +107,21 @@ def load(
     else:
         inner.reset(checkpoint_id)
     with checkpoint_errors("load", checkpoint_id):
-        return read(template, inner, group, weights_only=weights_only)
+        return read(template, inner, group, weights_only=weights_only, cast=cast, strict=strict)
 
 
-def read(template: Any, storage_reader: StorageReader, group: ProcessGroup | None, *, weights_only: bool) -> Any:
+def read(
+    template: Any,
+    storage_reader: StorageReader,
+    group: ProcessGroup | None,
+    *,
+    weights_only: bool,
+    cast: bool = False,
+    strict: bool = True,
+) -> Any:
     """Load as ``load`` does, but raise what DCP raises: a ``CheckpointException``, the same one on every rank."""
     reader = CarefulReader(storage_reader)
-    target = _Free() if template is None else _Template(template, group)
+    target = _Free() if template is None else _Template(template, group, cast=cast, strict=strict)
     planner = LoadPlanner(reader, target.choose, target.finish, weights_only=weights_only)
     run_load(reader, planner, group)
     return target.result(planner.values)
@@ -115,49 +130,71 @@ def read(template: Any, storage_reader: StorageReader, group: ProcessGroup | Non
 class _Template:
     """Loads into the tensors of a template."""
 
-    def __init__(self, template: Any, group: ProcessGroup | None) -> None:
+    def __init__(self, template: Any, group: ProcessGroup | None, *, cast: bool, strict: bool) -> None:
         self._tree = template
         self._group = group
+        self._cast = cast
+        self._strict = strict
 
     def choose(self, text: str | None, metadata: Metadata) -> dict[str, Any]:
         self._state = flat_state(self._tree, verb="load")
         ranks = ranks_of("load", self._group)
         contents = [content_of("load", entry.value, entry.path, ranks) for entry in self._state.entries]
         saved = None if text is None else read_structure(text)
-        self._matches = TemplateMatching(self._state, contents, saved, metadata).run()
+        matching = TemplateMatching(self._state, contents, saved, metadata, cast=self._cast, strict=self._strict)
+        self._found = [
+            (match, entry, content)
+            for match, entry, content in zip(matching.run(), self._state.entries, contents, strict=True)
+            if match is not None
+        ]
         values: dict[str, Any] = {}
         tensors: dict[str, Any] = {}
         paths: dict[str, Path] = {}
-        for match, content, entry in zip(self._matches, contents, self._state.entries, strict=True):
+        apart: dict[str, Any] = {}
+        for match, entry, content in self._found:
             if match.sort == VALUE_ENTRY:
                 values.update(dict.fromkeys(match.keys))
-            else:
-                tensors.update(zip(match.keys, content.tensors, strict=True))
-                if match.context:
-                    values[match.context] = None
-                paths.update(dict.fromkeys(match.keys, entry.path))
-        self._contents = contents
+                continue
+            if match.context:
+                values[match.context] = None
+            own = dict(zip(match.keys, content.tensors, strict=True))
+            tensors.update(own)
+            paths.update(dict.fromkeys(match.keys, entry.path))
+            if match.sort == PARTS_ENTRY and has_indices(entry.value):
+                apart.update((key, allocate_like(tensor, device=tensor.device)) for key, tensor in own.items())
+            for key, tensor in own.items():
+                stored = metadata.state_dict_metadata[key]
+                assert isinstance(stored, TensorStorageMetadata)
+                if stored.properties.dtype != tensor.dtype:
+                    apart[key] = torch.empty_like(tensor, dtype=stored.properties.dtype)
         self._ties = _Ties(tensors, paths)
-        return {**values, **tensors, **self._ties.loaded}
+        self._apart = apart
+        self._into = {key: self._ties.loaded.get(key, tensors[key]) for key in apart}
+        return {**values, **tensors, **self._ties.loaded, **apart}
 
     def finish(self) -> None:
+        for match, entry, content in self._found:
+            if match.sort == PARTS_ENTRY and has_indices(entry.value):
+                made = content.packed([self._apart[key] for key in match.keys])
+                check_indices(made, entry.value, str(entry.path) or "<root>")
+        copy_into(self._apart, self._into, cast=self._cast)
         self._ties.write()
 
     def result(self, values: dict[str, Any]) -> Any:
-        found = []
-        for match, entry, content in zip(self._matches, self._state.entries, self._contents, strict=True):
+        leaves = {id(entry): entry.value for entry in self._state.entries}
+        for match, entry, content in self._found:
             if match.sort == VALUE_ENTRY:
-                found.append(values[match.keys[0]])
-            elif content.unpacked is not None:
-                found.append(_packed(entry.path, content.unpacked, values[match.context]))
-            else:
-                found.append(entry.value)
-        return self._state.spec.unflatten(found)
+                leaves[id(entry)] = values[match.keys[0]]
+            elif match.context:
+                leaves[id(entry)] = _packed(entry.path, content, values[match.context])
+        return self._state.spec.unflatten(list(leaves.values()))
 
 
-def _packed(path: Path, unpacked: Unpacked, contexts: Any) -> Any:
+def _packed(path: Path, content: Content, contexts: Any) -> Any:
     """Return a value of a registered leaf type, packed of the template's tensors as it was saved."""
-    if type(contexts) is not list or len(contexts) != len(unpacked.contexts(0)):
+    unpacked = content.unpacked
+    assert unpacked is not None
+    if type(contexts) is not list or len(contexts) != len(content.contexts):
         msg = f"load: the context of the leaf at {path or '<root>'} is damaged. Load another checkpoint."
         raise CheckpointError(msg)
     unpacked.replace_contexts(0, contexts)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from statetree.dcp.keys import shown_key
 from statetree.dcp.saved_structure import SavedContainer, SavedEntry, Structure, path_of, places, saved_form
 from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY, VALUE_ENTRY, Content, why_not_writable
 from statetree.errors import Difference, TreeMismatch
+from statetree.leaves.copying import castable
 from statetree.paths import Path, exactly, render_key
 from statetree.tree.matching import ABSENT, matched
 
@@ -39,10 +42,19 @@ class TemplateMatching:
         contents: What there is to fill of each.
         structure: The checkpoint's structure, or ``None`` if DCP itself wrote it.
         metadata: The checkpoint's metadata.
+        cast: Whether dtypes may differ where ``copy_into`` converts them.
+        strict: Whether the checkpoint must hold all that the template does.
     """
 
     def __init__(
-        self, template: FlatState, contents: Sequence[Content], structure: Structure | None, metadata: Metadata
+        self,
+        template: FlatState,
+        contents: Sequence[Content],
+        structure: Structure | None,
+        metadata: Metadata,
+        *,
+        cast: bool = False,
+        strict: bool = True,
     ) -> None:
         self._spec, self._entries = template
         self._contents = contents
@@ -51,9 +63,11 @@ class TemplateMatching:
         self._found: list[SavedEntry | None] = [None] * len(self._entries)
         self._differences: list[Difference] = []
         self._remedy = _REMEDY
+        self._cast = cast
+        self._strict = strict
 
-    def run(self) -> list[SavedEntry]:
-        """Return the saved entry for each of the template's.
+    def run(self) -> list[SavedEntry | None]:
+        """Return the saved entry for each of the template's; ``None`` where there need not be one.
 
         Raises:
             TreeMismatch: If the checkpoint lacks something, or holds it in another form. It names every place.
@@ -67,7 +81,7 @@ class TemplateMatching:
                 self._check_entry(index, entry)
         if self._differences:
             raise TreeMismatch.between("load", self._differences, self._remedy)
-        return [entry for entry in self._found if entry is not None]
+        return self._found
 
     def _differ(self, path: Sequence[Any], kind: str, saved: Any, wanted: Any) -> None:
         self._differences.append(Difference(Path(path), kind, saved, wanted))
@@ -88,6 +102,10 @@ class TemplateMatching:
         alike: dict[int, dict[str, list[Any]]] = {}
         for path, kind, left, right in differences:
             texts = tuple(path)
+            if not self._strict and ABSENT in (left, right):
+                if right == ABSENT:
+                    self._match_of_other_ranks(refs[texts], taken)
+                continue
             if left == ABSENT:
                 above = texts[:-1]
                 container, keys = ours.nodes[~refs[above]][:2]
@@ -152,7 +170,7 @@ class TemplateMatching:
                 elif holds_below(prefix):
                     self._differ(path, "structure", f"several entries ({prefix}…)", self._shown(ref))
                     self._remedy = _EMPTY_REMEDY if self._is_empty(ref) else _REMEDY
-                else:
+                elif self._strict:
                     self._differ(path, "missing", ABSENT, self._shown(ref))
                 continue
             container, steps = self._spec.nodes[~ref][:2]
@@ -192,11 +210,16 @@ class TemplateMatching:
                 continue
             if tuple(stored.size) != tuple(tensor.shape):
                 self._differ(path, "shape", tuple(stored.size), tuple(tensor.shape))
-            if stored.properties.dtype != tensor.dtype:
+            if stored.properties.dtype != tensor.dtype and not self._is_cast(stored.properties.dtype, tensor):
                 self._differ(path, "dtype", stored.properties.dtype, tensor.dtype)
             why = why_not_writable(tensor)
             if why:
                 self._differ(path, "writability", "values to load", why)
+
+    def _is_cast(self, saved: torch.dtype, target: Any) -> bool:
+        """Whether a tensor may be loaded as it was saved, and converted."""
+        own_class = isinstance(target, torch.Tensor) and not isinstance(target, ShardedTensor)
+        return self._cast and own_class and castable(saved, target.dtype)
 
     def _shown(self, ref: int) -> str:
         if ref < 0:

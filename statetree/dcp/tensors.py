@@ -50,7 +50,7 @@ class Content(NamedTuple):
         sort: ``TENSOR_ENTRY``, ``PARTS_ENTRY`` or ``VALUE_ENTRY``.
         tensors: The tensor itself, or its parts. None for plain values.
         facts: What must agree, besides, for the parts to be of use.
-        unpacked: How a value of a registered leaf type is packed again of its parts; ``None`` for others.
+        unpacked: How a leaf is packed again of its parts; ``None`` where there are none.
     """
 
     sort: str
@@ -62,6 +62,14 @@ class Content(NamedTuple):
     def contexts(self) -> list[Any]:
         """What a value of a registered leaf type has beside its parts."""
         return [] if self.unpacked is None else self.unpacked.contexts(0)
+
+    def packed(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return the leaf again, of other tensors in the place of ``tensors``."""
+        assert self.unpacked is not None
+        parts = list(self.unpacked.parts)
+        for index, tensor in zip(dict.fromkeys(self.unpacked.parts_of(0)), tensors, strict=True):
+            parts[index] = tensor.view(parts[index].dtype)
+        return self.unpacked.pack(parts)[0]
 
 
 PLAIN: Final = Content(VALUE_ENTRY, ())
@@ -118,8 +126,7 @@ def content_of(verb: str, leaf: Any, path: Path, ranks: Group | None = None) -> 
     for part in parts:
         check_elements(verb, part, path)
     parts = [as_copied(part) if part.dtype in WITHOUT_KERNELS else part for part in parts]
-    is_registered = leaf_type is not None and leaf_type.registered
-    return Content(PARTS_ENTRY, parts, _facts(leaf), unpacked if is_registered else None)
+    return Content(PARTS_ENTRY, parts, _facts(leaf), unpacked)
 
 
 @quietly

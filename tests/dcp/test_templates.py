@@ -191,3 +191,50 @@ def test_containers_of_other_classes(tmp_path):
     assert_trees_equal(dcp.load(template, checkpoint_id=tmp_path), {"p": Pair(torch.arange(2), 1), "d": {"a": 1}})
     with pytest.raises(statetree.TreeMismatch, match=r"structure differs at p: expected tuple of 2, got .*Pair of 2"):
         dcp.load({"p": (torch.zeros(2).long(), None)}, checkpoint_id=tmp_path)
+
+
+def test_what_the_checkpoint_lacks_keeps_what_it_holds(tmp_path):
+    dcp.save({"a": torch.arange(3.0), "n": {"x": 1}}, checkpoint_id=tmp_path)
+    template = {
+        "a": torch.zeros(3),
+        "new": torch.full((2,), 7.0),
+        "n": {"x": 0, "y": {"z": 5}},
+    }
+    with pytest.raises(statetree.TreeMismatch, match=r"missing at new"):
+        dcp.load(template, checkpoint_id=tmp_path)
+    loaded = dcp.load(template, checkpoint_id=tmp_path, strict=False)
+    assert loaded["a"].tolist() == [0, 1, 2]
+    assert loaded["new"] is template["new"]
+    assert loaded["new"].tolist() == [7, 7]
+    assert loaded["n"] == {"x": 1, "y": {"z": 5}}
+    with pytest.raises(statetree.TreeMismatch, match=r"shape differs at a"):
+        dcp.load({"a": torch.zeros(4), "new": 1}, checkpoint_id=tmp_path, strict=False)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_a_checkpoint_of_dcp_lacks_keeps_what_it_holds(tmp_path):
+    torch.distributed.checkpoint.save({"a": torch.arange(3.0)}, checkpoint_id=tmp_path, no_dist=True)
+    loaded = dcp.load({"a": torch.zeros(3), "new": 5}, checkpoint_id=tmp_path, strict=False)
+    assert loaded["a"].tolist() == [0, 1, 2]
+    assert loaded["new"] == 5
+
+
+def test_dtypes_are_converted_where_that_is_asked_for(tmp_path):
+    values = torch.tensor([1.0, 2.5, -3.0])
+    dcp.save({"a": values, "b": values, "n": torch.arange(3)}, checkpoint_id=tmp_path)
+    shared = torch.zeros(3, dtype=torch.float64)
+    template = {"a": shared, "b": shared, "n": torch.zeros(3).long()}
+    with pytest.raises(statetree.TreeMismatch, match=r"dtype differs at a"):
+        dcp.load(template, checkpoint_id=tmp_path)
+    assert not shared.any()
+    loaded = dcp.load(template, checkpoint_id=tmp_path, cast=True)
+    assert loaded["a"] is shared
+    assert loaded["b"] is shared
+    assert shared.tolist() == [1, 2.5, -3]
+    assert loaded["n"].tolist() == [0, 1, 2]
+    half = torch.zeros(3, dtype=torch.bfloat16)
+    dcp.Checkpointer(tmp_path / "series").save(1, {"a": values})
+    dcp.Checkpointer(tmp_path / "series").restore({"a": half, "new": 1}, cast=True, strict=False)
+    assert half.tolist() == [1, 2.5, -3]
+    with pytest.raises(statetree.TreeMismatch, match=r"dtype differs at a: expected torch.int32, got torch.float32"):
+        dcp.load({"a": torch.zeros(3, dtype=torch.int32)}, checkpoint_id=tmp_path, cast=True)

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 import statetree
 from statetree import dcp
 from statetree.chunks.boxes import Box, is_covered
-from statetree.dcp import file_manifest, metadata
+from statetree.dcp import file_manifest, metadata, tensors
 from statetree.dcp.file_manifest import MANIFEST
 from statetree.dcp.saved_structure import read
 from tests.pace import units
@@ -454,3 +454,48 @@ def test_any_damaged_metadata_is_refused_or_harmless(where, checkpoint):
     path.write_bytes(data)
     with suppress(statetree.StateTreeError):
         dcp.load({"v": None, "w": torch.zeros(1000)}, checkpoint_id=checkpoint)
+
+
+def coo(indices):
+    return torch.sparse_coo_tensor(torch.tensor([indices]), torch.arange(1.0, 3), (4,), check_invariants=False)
+
+
+def csr(rows, columns):
+    rows, columns = torch.tensor(rows), torch.tensor(columns)
+    return torch.sparse_csr_tensor(rows, columns, torch.arange(1.0, 3), (2, 3), check_invariants=False)
+
+
+def jagged(offsets):
+    return torch.nested.nested_tensor_from_jagged(torch.arange(6.0).reshape(6, 1), torch.tensor(offsets))
+
+
+INDICES = {
+    "coo": (coo([0, 9]), coo([1, 3])),
+    "coo, negative": (coo([-1, 2]), coo([1, 3])),
+    "csr, columns": (csr([0, 1, 2], [0, 9]), csr([0, 1, 2], [0, 1])),
+    "csr, rows": (csr([0, 7, 2], [0, 1]), csr([0, 1, 2], [0, 1])),
+    "jagged": (jagged([0, 2, 6]), jagged([0, 3, 6])),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse (CSR|invariant)")
+@pytest.mark.parametrize("name", INDICES)
+def test_indices_do_not_lead_outside(name, tmp_path, monkeypatch):
+    wrong, template = INDICES[name]
+    if name == "jagged":
+        wrong._offsets[1] = 1000
+    with monkeypatch.context() as patch:
+        told = tensors._facts(template)
+        patch.setattr(tensors, "_facts", lambda _: told)
+        dcp.save({"a": wrong}, checkpoint_id=tmp_path)
+    before = [part.clone() for part in statetree.leaves.parts.unpack("test", [template], list).parts]
+    with pytest.raises(statetree.CheckpointError, match=r"load: the indices of the leaf at a are damaged: .*"):
+        dcp.load({"a": template}, checkpoint_id=tmp_path)
+    after = statetree.leaves.parts.unpack("test", [template], list).parts
+    assert all(map(torch.equal, after, before))
+
+
+def test_one_name_imports_no_modules(checkpoint):
+    """Torch imports some where a name of it is looked up."""
+    (checkpoint / ".metadata").write_bytes(b"ctorch\n_dynamo\n.")
+    refused(checkpoint, "refers to torch._dynamo")
