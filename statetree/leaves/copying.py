@@ -257,12 +257,16 @@ class _CopyJob:
         copy_all(targets, sources)
 
     def _special(self) -> list[int]:
-        """Return the targets of whose bits or dtype a plain copy takes no account."""
-        targets = self.targets
-        if not any(targets.neg) and not any(targets.conj) and COPIED_AS_INTEGERS.isdisjoint(targets.dtypes):
+        """Return the tensors of whose bits or dtype a plain copy takes no account."""
+        targets, dtypes = self.targets, {*self.targets.dtypes, *self.sources.dtypes}
+        if not any(targets.neg) and not any(targets.conj) and COPIED_AS_INTEGERS.isdisjoint(dtypes):
             return []
-        bits = zip(targets.neg, targets.conj, targets.dtypes, strict=True)
-        return [index for index, (neg, conj, dtype) in enumerate(bits) if neg or conj or dtype in COPIED_AS_INTEGERS]
+        bits = zip(targets.neg, targets.conj, targets.dtypes, self.sources.dtypes, strict=True)
+        return [
+            index
+            for index, (neg, conj, *pair) in enumerate(bits)
+            if neg or conj or not COPIED_AS_INTEGERS.isdisjoint(pair)
+        ]
 
 
 def _copies(columns: Columns) -> list[torch.Tensor]:

@@ -17,6 +17,7 @@ from statetree.torch_internals import (
     compare_memory,
     is_zero_tensor,
     negated_view,
+    resolved,
     without_common_bits,
 )
 from statetree.tree.atoms import same_value
@@ -123,7 +124,7 @@ def _resolved(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach()
     if is_zero_tensor(plain):
         return plain.clone()
-    return plain.resolve_conj().resolve_neg()
+    return resolved(plain)
 
 
 def _as_integers(plain: torch.Tensor) -> torch.Tensor:
@@ -241,7 +242,7 @@ def first_difference(a: torch.Tensor, b: torch.Tensor) -> tuple[str, str]:
 def _element(tensor: torch.Tensor, index: tuple[int, ...]) -> str:
     if tensor.is_neg() and not can_negate(tensor.dtype):
         return f"-({_element(negated_view(tensor), index)})"
-    element = tensor.detach()[index]
+    element = resolved(tensor.detach()[index])
     try:
         return str(element.item())
     except RuntimeError:  # a dtype that has no Python number

@@ -346,7 +346,7 @@ class Stager:
         raise StagerBusy(msg)
 
     def _idle(self) -> list[Snapshot]:
-        """Return the snapshots that may be written. Others that nobody here refers to may be read elsewhere: they go."""
+        """Return the snapshots that may be written. Others that nobody refers to may be read elsewhere: they go."""
         found = []
         for snapshot in list(self._snapshots):
             if snapshot.is_leased():
