@@ -1,6 +1,6 @@
 """The private parts of torch that everything else stands on, each behind one function.
 
-Tried with torch 2.11.0 and 2.13.0. (``leaf_types`` touch what is private to their kinds of tensors themselves.)
+Tried with torch 2.11.0, 2.13.0 and 2.15.0. (``leaf_types`` touch what is private to their kinds of tensors themselves.)
 """
 
 from __future__ import annotations
@@ -155,16 +155,37 @@ WITHOUT_KERNELS: Final = frozenset(
     )
     if hasattr(torch, name)
 )
+#: Complex dtypes whose conjugate torch cannot read (since 2.14), and those of which it warns when it allocates one.
+_UNCONJUGATED: Final = frozenset(getattr(torch, name) for name in ("bcomplex32",) if hasattr(torch, name))
+_WARNED_OF: Final = _UNCONJUGATED | {torch.complex32}
 #: Dtypes whose bytes a copy does not keep, or which cannot be copied: they are copied as integers. A copy of a bool is
 #: 0 or 1, but a view of other numbers as bools may look at any bytes.
-COPIED_AS_INTEGERS: Final = WITHOUT_KERNELS | {torch.bool}
+COPIED_AS_INTEGERS: Final = WITHOUT_KERNELS | _UNCONJUGATED | {torch.bool}
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def copied_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype as which elements of a dtype are copied: its own, or integers of its size."""
     if dtype not in COPIED_AS_INTEGERS:
         return dtype
-    return torch.uint8 if dtype.itemsize == 1 else torch.int16
+    return _INTEGERS[dtype.itemsize]
+
+
+def without_elements(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return an empty tensor, to be set on some memory. torch warns of some dtypes where one is allocated."""
+    if dtype not in _WARNED_OF:
+        return torch.empty(0, dtype=dtype, device=device)
+    return torch.empty(0, dtype=torch.int32, device=device).view(dtype).data
+
+
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose memory holds what it reads like: without conjugate and negative bits."""
+    if tensor.dtype not in _UNCONJUGATED or not tensor.is_conj():
+        return tensor.resolve_conj().resolve_neg()
+    tensor = tensor.conj()
+    flipped = tensor.view(torch.int32).clone()
+    flipped ^= torch.iinfo(torch.int32).min  # the sign of the imaginary part, which comes second
+    return flipped.view(tensor.dtype)
 
 
 def as_copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -215,11 +236,13 @@ def plain_pair(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor
     Elements that are converted are so first: torch gives a conjugate bit to complex tensors only, a negative one to
     whatever it cannot negate, and to unsigned integers, which then wrap around.
     """
-    if target.dtype != source.dtype and (target.is_neg() or target.is_conj()):
-        source = source.resolve_conj().resolve_neg().to(target.dtype)
+    if target.dtype != source.dtype and (target.is_neg() or target.is_conj() or source.dtype in _UNCONJUGATED):
+        source = resolved(source).to(target.dtype)
     target, source = without_common_bits(target, source)
     if target.is_conj():
         target, source = torch._conj(target), torch._conj(source)
+    if source.dtype in _UNCONJUGATED:
+        source = resolved(source)
     if target.is_neg():
         target, source = negated_view(target), negated_view(source)
     if target.dtype == source.dtype:
@@ -231,18 +254,8 @@ def plain_pair(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor
 def can_negate(dtype: torch.dtype) -> bool:
     """Whether torch can read a tensor of a dtype that has a negative bit, and a conjugate one too if it is complex."""
     try:
-        negated_view(torch.zeros(1, dtype=dtype, device="cpu").conj()).clone()
+        negated_view(torch.zeros(16, dtype=torch.uint8, device="cpu").view(dtype).conj()).clone()
     except NotImplementedError:  # nothing else: a lack of memory says nothing about the dtype, and is not remembered
-        return False
-    return True
-
-
-@cache
-def can_conjugate(dtype: torch.dtype) -> bool:
-    """Whether torch can read a tensor of a dtype that has a conjugate bit: not of ``torch.bcomplex32`` (2.14, 2.15)."""
-    try:
-        torch.zeros(1, dtype=dtype, device="cpu").conj().clone()
-    except NotImplementedError:
         return False
     return True
 

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 import torch
 
 from statetree.spans.bits import cut
-from statetree.torch_internals import WITHOUT_KERNELS
+from statetree.torch_internals import WITHOUT_KERNELS, resolved
 
 #: Dtypes that torch cannot convert, or only by throwing most of a value away (scales, which are powers of two).
 _UNCONVERTIBLE: Final = WITHOUT_KERNELS | {torch.float4_e2m1fn_x2, torch.float8_e8m0fnu}
@@ -87,7 +87,7 @@ def out_of_range(source: torch.Tensor, target: torch.dtype) -> tuple[int, str, f
         if source.is_complex():
             outside = outside.any(-1)
         if bool(outside.any()):
-            example = example or str(piece.detach().resolve_conj().resolve_neg()[outside][0].item())
+            example = example or str(resolved(piece.detach())[outside][0].item())
             count += int(outside.sum())
     return (count, example, found.largest) if count else None
 
@@ -106,8 +106,8 @@ def saturated(source: torch.Tensor, target: torch.dtype) -> torch.Tensor:
 
 def _parts(tensor: torch.Tensor) -> torch.Tensor:
     """Return real values that can be compared: real and imaginary parts, and small floating point types widened."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    if plain.dtype == torch.complex32:  # torch computes little with it
+    plain = resolved(tensor.detach())
+    if plain.is_complex() and plain.dtype.itemsize < torch.complex64.itemsize:  # torch computes little with these
         plain = plain.to(torch.complex64)
     real = torch.view_as_real(plain) if plain.is_complex() else plain
     return real.float() if real.dtype.itemsize < torch.float32.itemsize else real

@@ -18,7 +18,6 @@ from statetree.spans.overlaps import all_disjoint, conflicts, once, overlaps_its
 from statetree.spans.replicate import replicate_columns
 from statetree.torch_internals import (
     COPIED_AS_INTEGERS,
-    can_conjugate,
     can_negate,
     copy_all,
     plain_pair,
@@ -151,7 +150,7 @@ class _CopyJob:
         if not all(self.targets.contiguous):
             self._leave_out_repeated()
         self._check_dtypes(cast=cast)
-        self._check_bits()
+        self._check_negatives()
         self._check_memory(self.sources)
         self._check_memory(self.targets)
         if any(self.targets.inference):
@@ -216,21 +215,17 @@ class _CopyJob:
                 self._refuse(self.leaves[index], "range", f"{value}{more}", f"values up to {largest} ({dtype})")
         return self.found
 
-    def _check_bits(self) -> None:
-        """Refuse bits on what torch cannot negate or conjugate, where source and target do not both have them."""
-        sources, targets = self.sources, self.targets
-        dtypes = {*sources.dtypes, *targets.dtypes}
-        for what, can, here, there in (
-            ("negative bit", can_negate, sources.neg, targets.neg),  # which only torch's private functions set there
-            ("conjugate bit", can_conjugate, sources.conj, targets.conj),
-        ):
-            if all(map(can, dtypes)):
+    def _check_negatives(self) -> None:
+        """Refuse negative bits on what torch cannot negate: only its private functions set them there."""
+        dtypes = {*self.sources.dtypes, *self.targets.dtypes}
+        if all(map(can_negate, dtypes)):
+            return
+        bits = zip(self.sources.neg, self.targets.neg, self.sources.dtypes, self.targets.dtypes, strict=True)
+        for index, (neg, target_neg, dtype, target_dtype) in enumerate(bits):
+            if neg == target_neg and dtype == target_dtype:
                 continue
-            rows = zip(here, there, sources.dtypes, targets.dtypes, strict=True)
-            for index, (bit, target_bit, dtype, target_dtype) in enumerate(rows):
-                alike = bit == target_bit and dtype == target_dtype
-                if not alike and ((bit and not can(dtype)) or (target_bit and not can(target_dtype))):
-                    self._refuse(self.leaves[index], what, bit, target_bit)
+            if (neg and not can_negate(dtype)) or (target_neg and not can_negate(target_dtype)):
+                self._refuse(self.leaves[index], "negative bit", neg, target_neg)
 
     def _check_memory(self, columns: Columns) -> None:
         check_memory("copy_into", columns, lambda index: self._path(self.leaves[index]))
@@ -277,12 +272,16 @@ class _CopyJob:
         copy_all(targets, sources)
 
     def _special(self) -> list[int]:
-        """Return the targets of whose bits or dtype a plain copy takes no account."""
-        targets = self.targets
-        if not any(targets.neg) and not any(targets.conj) and COPIED_AS_INTEGERS.isdisjoint(targets.dtypes):
+        """Return the tensors of whose bits or dtype a plain copy takes no account."""
+        targets, dtypes = self.targets, {*self.targets.dtypes, *self.sources.dtypes}
+        if not any(targets.neg) and not any(targets.conj) and COPIED_AS_INTEGERS.isdisjoint(dtypes):
             return []
-        bits = zip(targets.neg, targets.conj, targets.dtypes, strict=True)
-        return [index for index, (neg, conj, dtype) in enumerate(bits) if neg or conj or dtype in COPIED_AS_INTEGERS]
+        bits = zip(targets.neg, targets.conj, targets.dtypes, self.sources.dtypes, strict=True)
+        return [
+            index
+            for index, (neg, conj, *pair) in enumerate(bits)
+            if neg or conj or not COPIED_AS_INTEGERS.isdisjoint(pair)
+        ]
 
 
 def copied_leaves(verb: str, leaves: list[Any], paths: Callable[[], Sequence[Path]]) -> list[Any]:

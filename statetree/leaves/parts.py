@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from statetree.errors import UnsupportedLeaf, describe_leaf, is_users_own
+from statetree.errors import UnsupportedLeaf, describe_leaf
 from statetree.leaves.builtin import leaf_type_of
 from statetree.leaves.location import located
 from statetree.leaves.types.special import QUANTIZED
@@ -227,9 +227,7 @@ def _unpack_together(
         for tensor, owner in zip(tensors, owner_of, strict=True):
             inner.append(attempt.unpack(tensor))
             owners += [chosen[owner]] * (len(attempt.parts) - len(unpacker.parts) - len(owners))
-    except BaseException as error:  # user code raises it, and will do so again
-        if not is_users_own(error):
-            raise
+    except Exception:  # noqa: BLE001 - user code raises it, and will do so again
         return unpacker, {}, []
     whole = PackedRecipe(leaf_type, context, tuple(inner), -1)
     return attempt, {index: MemberRecipe(whole, position) for position, index in enumerate(chosen)}, owners

@@ -13,11 +13,11 @@ import torch
 from statetree.errors import is_users_own
 from statetree.spans.layout import holds_memory
 from statetree.torch_internals import (
-    can_conjugate,
     can_negate,
     compare_memory,
     is_zero_tensor,
     negated_view,
+    resolved,
     without_common_bits,
 )
 from statetree.tree.atoms import same_value
@@ -115,10 +115,8 @@ def bits_in_pieces(tensor: torch.Tensor, nbytes: int) -> Iterator[tuple[int, tor
 
 
 def is_unreadable(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether only one of two tensors has a negative or conjugate bit, where torch cannot undo it for their dtype."""
-    if a.is_neg() != b.is_neg() and not can_negate(a.dtype):  # (private functions set such bits)
-        return True
-    return a.is_conj() != b.is_conj() and not can_conjugate(a.dtype)
+    """Whether only one of two tensors has a negative bit, on what torch cannot negate (private functions set it)."""
+    return a.is_neg() != b.is_neg() and not can_negate(a.dtype)
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -141,7 +139,7 @@ def _resolved(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach()
     if is_zero_tensor(plain):
         return plain.clone()
-    return plain.resolve_conj().resolve_neg()
+    return resolved(plain)
 
 
 def _as_integers(plain: torch.Tensor) -> torch.Tensor:
@@ -259,7 +257,7 @@ def first_difference(a: torch.Tensor, b: torch.Tensor) -> tuple[str, str]:
 def _element(tensor: torch.Tensor, index: tuple[int, ...]) -> str:
     if tensor.is_neg() and not can_negate(tensor.dtype):
         return f"-({_element(negated_view(tensor), index)})"
-    element = tensor.detach()[index]
+    element = resolved(tensor.detach()[index])
     try:
         return str(element.item())
     except RuntimeError:  # a dtype that has no Python number

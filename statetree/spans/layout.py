@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from statetree.errors import UnsupportedLeaf
-from statetree.torch_internals import COPIED_AS_INTEGERS, copy_all, set_bits
+from statetree.torch_internals import COPIED_AS_INTEGERS, copy_all, set_bits, without_elements
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -206,13 +206,12 @@ def make_views(
     columns: Columns, layout: SpanLayout, buffers: Sequence[Buffer], device: torch.device
 ) -> list[torch.Tensor]:
     """Return for each tensor one of the same dtype, geometry and bits, on the buffer of its span."""
-    empty = torch.empty
     views = []
     for span, offset, dtype, shape, stride in zip(
         layout.span_of, layout.offsets, columns.dtypes, columns.shapes, columns.strides, strict=True
     ):
         storage, start = buffers[span]
-        view = empty(0, dtype=dtype, device=device).set_(storage, start // dtype.itemsize + offset, shape, stride)
+        view = without_elements(dtype, device).set_(storage, start // dtype.itemsize + offset, shape, stride)
         views.append(view)
     if any(columns.neg) or any(columns.conj):
         for view, conj, neg in zip(views, columns.conj, columns.neg, strict=True):

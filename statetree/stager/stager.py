@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 from weakref import WeakSet
 
 from statetree.errors import StagerBusy, StagerClosed, clear_frames
-from statetree.spans.columns import Columns
 from statetree.spans.memory import memory_of
 from statetree.stager.capture import CapturedTree, capture
-from statetree.stager.frozen import FrozenStorages, with_frozen
 from statetree.stager.pool import Pool
 from statetree.stager.snapshot import Geometry, Snapshot
 from statetree.stager.streams import SideStreams
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from statetree.tree.selection import Where
+    from statetree.spans.columns import Columns
 
 
 #: How long a stage waits for memory that is leased before it takes more.
@@ -73,11 +71,6 @@ class Stager:
         share_memory: Take memory that other processes can map: a staged tree that is sent to one (through
             ``torch.multiprocessing``) arrives as the same memory. It takes about a hundred file descriptors at most.
         max_snapshots: How many staged trees may be alive at a time.
-        frozen: Which leaves nobody will write to, as ``select`` takes it: globs over paths, or a predicate such as
-            ``lambda path, leaf: not leaf.requires_grad``. Their storages are copied once, and all staged trees share
-            these copies (which nobody may write to either); ``thaw`` has them copied once more. A storage that another
-            leaf lies on, too, is not frozen.
-        check: Compare frozen storages with their copies at every stage, to find a promise that is not kept.
 
     Raises:
         TypeError, ValueError: If ``max_snapshots`` is not an integer, or less than one.
@@ -95,15 +88,7 @@ class Stager:
     #: Whether other processes that staged trees were sent to are done with them once nothing here refers to them.
     _receivers_are_done = False
 
-    def __init__(
-        self,
-        *,
-        pin_memory: bool = False,
-        share_memory: bool = False,
-        max_snapshots: int = 2,
-        frozen: Where | None = None,
-        check: bool = False,
-    ) -> None:
+    def __init__(self, *, pin_memory: bool = False, share_memory: bool = False, max_snapshots: int = 2) -> None:
         given: object = max_snapshots
         if not isinstance(given, int) or isinstance(given, bool):
             msg = f"Stager: max_snapshots must be a whole number: expected an int, got {given!r}."
@@ -113,7 +98,6 @@ class Stager:
             raise ValueError(msg)
         self.max_snapshots = max_snapshots
         self._memory = memory_of(pin_memory=pin_memory, share_memory=share_memory)
-        self._frozen = None if frozen is None else FrozenStorages(frozen, self._memory, check=check)
         self._closed = False
         self._start_empty()
         _stagers.add(self)
@@ -121,7 +105,6 @@ class Stager:
     def _start_empty(self) -> None:
         self._pool = Pool(self._memory)
         self._snapshots: list[Snapshot] = []
-        self.thaw()
         self._lock = threading.Lock()
         self._owner = 0
         self._stages = 0
@@ -146,7 +129,6 @@ class Stager:
             StagerClosed: After ``close``.
             UnsupportedLeaf: If a leaf cannot be copied exactly.
             OSError: If there is no shared memory, or no file descriptor, for another snapshot.
-            TreeMismatch: With ``check``, if a frozen leaf was written to.
         """
         self._refuse_nested("stage")
         with self._lock:
@@ -234,14 +216,10 @@ class Stager:
     @quietly
     def _copy(self, verb: str, captured: CapturedTree) -> Any:
         staged: list[torch.Tensor] = []
-        frozen, columns = self._parted(verb, captured)
-        if columns.tensors:
-            snapshot = self._idle_snapshot(verb, columns)
-            staged = snapshot.fill(columns)
+        if captured.columns.tensors:
+            snapshot = self._idle_snapshot(verb, captured.columns)
+            staged = snapshot.fill(captured.columns)
             self._trim(snapshot)
-        if frozen and self._frozen is not None:
-            copies = self._frozen.copies(verb, captured, frozen)
-            staged = with_frozen(len(captured.columns.tensors), frozen, copies, staged)
         try:
             result = captured.put_together(staged)
         except BaseException as error:
@@ -250,19 +228,6 @@ class Stager:
             raise
         self._stages += 1
         return result
-
-    def _parted(self, verb: str, captured: CapturedTree) -> tuple[list[int], Columns]:
-        """Return which tensors are frozen, and the columns of the others."""
-        frozen = [] if self._frozen is None else self._frozen.chosen(verb, captured)
-        if not frozen:
-            return frozen, captured.columns
-        known, tensors = set(frozen), captured.columns.tensors
-        return frozen, Columns([tensor for index, tensor in enumerate(tensors) if index not in known])
-
-    def thaw(self) -> None:
-        """Have frozen leaves copied once more by the next stage. Trees that were staged keep what they have."""
-        if self._frozen is not None:
-            self._frozen.thaw()
 
     def prewarm(self, tree: Any) -> None:
         """Allocate, pin and fault in the memory that staging a tree like this one takes.
@@ -283,7 +248,7 @@ class Stager:
 
     @quietly
     def _prewarm(self, tree: Any) -> None:
-        _, columns = self._parted("prewarm", capture("prewarm", tree))
+        columns = capture("prewarm", tree).columns
         if columns.tensors:
             snapshot = self._idle_snapshot("prewarm", columns)
             snapshot.touch()
@@ -304,8 +269,7 @@ class Stager:
             with self._lock:
                 if self._snapshots:
                     self._trim(self._snapshots[-1])
-        frozen = 0 if self._frozen is None else self._frozen.nbytes
-        return frozen + self._pool.nbytes + sum(snapshot.nbytes for snapshot in list(self._snapshots))
+        return self._pool.nbytes + sum(snapshot.nbytes for snapshot in list(self._snapshots))
 
     def close(self) -> None:
         """Release all memory. Staged trees stay valid. Closing again does nothing.
@@ -351,7 +315,6 @@ class Stager:
         if self._closed:
             self._snapshots.clear()
             self._pool.clear()
-            self.thaw()
 
     def _idle_snapshot(self, verb: str, columns: Columns) -> Snapshot:
         """Return a snapshot that fits and that nothing refers to, making one if there may be another."""
@@ -383,7 +346,7 @@ class Stager:
         raise StagerBusy(msg)
 
     def _idle(self) -> list[Snapshot]:
-        """Return the snapshots that may be written. Others that nobody here refers to may be read elsewhere: drop."""
+        """Return the snapshots that may be written. Others that nobody refers to may be read elsewhere: they go."""
         found = []
         for snapshot in list(self._snapshots):
             if snapshot.is_leased():

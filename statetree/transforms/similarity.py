@@ -155,10 +155,12 @@ def _unpack_both(
         chosen = [settled(leaves[index]) for index in indices]
         try:
             sides.append(unpack("similarity", chosen, lambda: [pairing.spec.paths()[index] for index in indices]))
-        except StateTreeError as error:
+        except (StateTreeError, SystemExit) as error:
             # similarity is total: what cannot be taken apart is like nothing, not even itself. The rest goes on.
+            if not is_users_own(error):
+                raise
             if len(indices) == 1:
-                differ(indices[0], "leaf type", "cannot be taken apart", str(error))
+                differ(indices[0], "leaf type", "cannot be taken apart", str(error) or type(error).__name__)
             else:
                 for index in indices:
                     _unpack_both(pairing, [index], left, right, differ, values=values)

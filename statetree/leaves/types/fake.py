@@ -37,8 +37,9 @@ class FakeType(LeafType):
 
 
 def _like_fake(value: Any) -> torch.Tensor:
-    with value.fake_mode:
-        fresh = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    # Made without an operation under its mode, which would count it.
+    bare = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    fresh: torch.Tensor = type(value)(value.fake_mode, bare, value.fake_device)
     return fresh.requires_grad_(value.requires_grad)
 
 

@@ -514,8 +514,6 @@ def test_a_class_that_cannot_be_looked_up_is_named():
 def test_exits_of_an_object_are_named():
     (found,) = st.similarity([ramp(2), Exits()], [ramp(2), Exits()]).differences
     assert (found.kind, found.path) == ("leaf type", (1,))
-    with pytest.raises(st.UnsupportedLeaf, match=r"at 0 .* cannot be taken apart: .* SystemExit: 3"):
-        st.offload([Exits(), Exits()])
 
 
 @pytest.mark.parametrize("handler", ["function", "method"])

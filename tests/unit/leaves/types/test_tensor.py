@@ -374,6 +374,17 @@ def test_fake_tensors_stay_in_their_mode():
     assert again["p"].requires_grad
 
 
+def test_nothing_of_a_fake_mode_changes():
+    with FakeTensorMode() as mode:
+        tree = {"x": torch.empty(2, 3), "p": torch.nn.Parameter(torch.empty(2))}
+    describer = mode.fake_tensor_converter.meta_converter.describer
+    before = describer.next_tensor_id, describer.next_storage_id
+    for verb in (st.offload, st.allocate_like, st.Stager().stage, lambda it: st.copy_into(it, st.offload(it))):
+        verb(tree)
+    assert st.similarity(tree, st.offload(tree), values=True)
+    assert (describer.next_tensor_id, describer.next_storage_id) == before
+
+
 def test_fake_tensors_on_another_device():
     with FakeTensorMode():
         tensor = torch.empty(2, device="cuda")
