@@ -81,6 +81,8 @@ def check_transform(
     if not callable(fn):
         refuse("check_transform: fn", "a function of a tree", fn, TypeError)
     check_at_least("check_transform: examples", examples, 1)
+    if not (where is None or callable(where)):
+        refuse("check_transform: where", "a predicate of a path and a leaf", where, TypeError)
     every = known.ALL if ranks is None else known.COLLECTIVE
     chosen = list(every) if laws is None else [_known(law) for law in laws]
     if inverse is not None:

@@ -61,9 +61,9 @@ class Report:
         verdicts: One for each law.
 
     Example:
-        >>> import copy
+        >>> import statetree as st
         >>> from statetree.testing import check_transform
-        >>> report = check_transform(copy.deepcopy, laws=["pure"], examples=20)
+        >>> report = check_transform(st.offload, laws=["pure"], examples=20)
         >>> bool(report), report["pure"].holds, report["pure"].examples
         (True, True, 20)
     """

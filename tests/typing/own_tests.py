@@ -17,6 +17,13 @@ def assertions(a: object, b: object) -> None:
     assert_type(testing.assert_structure_preserved(st.offload, a), Any)
 
 
+def laws(a: object) -> None:
+    report = testing.check_transform(st.offload, laws=["pure", testing.laws.ties], ranks=(1, 2), examples=3)
+    assert_type(report["pure"].holds, bool | None)
+    assert_type(testing.conformance(copy=st.offload)["alias_kept"].outcome, str)
+    testing.Law("mine", "What holds.", lambda transform, state: None)(st.offload, lambda: a)
+
+
 def rank(base: int, *, by: int = 1) -> int:
     return base + by
 
@@ -28,7 +35,7 @@ def ranks() -> None:
 
 def strategies() -> None:
     assert_type(testing.tensors(max_dims=2), SearchStrategy[torch.Tensor])
-    assert_type(testing.state_trees(max_leaves=3, opaque=False), SearchStrategy[Any])
+    assert_type(testing.state_trees(dtypes="training", max_leaves=3, opaque=False), SearchStrategy[Any])
     assert_type(testing.tied_trees(max_leaves=3), SearchStrategy[Any])
     assert_type(testing.layouts(2, partial=True), SearchStrategy[testing.Layout])
 
