@@ -13,6 +13,7 @@ move. Moving agrees with the other ranks, plans, and sends in buckets of bounded
 - ``description``, ``leaf_metadata``: one rank's tree told to all
 - ``consensus``: fingerprints compared before anything moves; ``group``: the few collectives all this is made of
 - ``transfers``: planned once for a fingerprint; ``plan``: which boxes go where; ``buckets``: how they are packed
+- ``delta_moving``: what changed, brought from one layout to another
 - ``digesting``: numbers for distributed tensors, whatever their layout, and replicas compared by them
 - ``partial_reduction``: summands put together on the way
 """

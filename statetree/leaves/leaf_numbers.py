@@ -77,7 +77,7 @@ def _essential_parts(unpacked: Unpacked) -> Iterator[int]:
 
 
 def value_text(value: Any) -> str:
-    """Render a plain value so that another text means another value (``1`` and ``1.0`` differ, ``0.0`` and ``-0.0``)."""
+    """Render a plain value so that another text means another value (``1`` and ``1.0``, ``0.0`` and ``-0.0``)."""
     cls = type(value)
     name = f"{cls.__module__}.{cls.__qualname__}"
     if isinstance(value, float):

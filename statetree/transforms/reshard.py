@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from statetree.declare import collective
 from statetree.exchange.buckets import BUCKET_BYTES
+from statetree.exchange.delta_moving import moved_delta
 from statetree.exchange.driver import exchange
+from statetree.leaves.delta_tree import Delta
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -70,6 +72,9 @@ def reshard(
         >>> st.reshard({"w": torch.ones(2)}, like={"w": torch.empty(2, device="meta")})
         {'w': tensor([1., 1.])}
     """
+    if isinstance(tree, Delta):
+        with exchange("reshard", group, timeout, delta=True) as run:
+            return moved_delta(run, tree, like)
     options = {"in_place": in_place, "replicas": replicas, "bucket_bytes": bucket_bytes}
     with exchange("reshard", group, timeout, **options) as run:
         source = run.manifest(tree, complete=True)
