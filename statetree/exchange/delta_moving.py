@@ -34,8 +34,8 @@ class _Elements(NamedTuple):
 def moved_delta(run: Exchange, delta: Delta, like: Any) -> Delta:
     """Agree with the other ranks, and return the delta that does to another layout what theirs do together.
 
-    A delta does not hold what it writes over, but sums of that. So ``like`` must hold the elements of the base: its sums
-    are those of the new delta, and all ranks' together must be those of the old ones.
+    A delta does not hold what it writes over, but sums of that. So ``like`` must hold the elements of the base: its
+    sums are those of the new delta, and all ranks' together must be those of the old ones.
     """
     manifest = Manifest(run.verb, like, run.group, complete=True)
     manifest.check_readable()
