@@ -15,6 +15,7 @@ import torch
 
 from benchmarks import (
     rows_copy,
+    rows_delta,
     rows_exchange,
     rows_gpu,
     rows_growth,
@@ -37,6 +38,7 @@ ROWS: Final = (
     *rows_stagers.ROWS,
     *rows_copy.ROWS,
     *rows_similarity.ROWS,
+    *rows_delta.ROWS,
     *rows_tree.ROWS,
     *rows_gpu.ROWS,
     *rows_exchange.ROWS,

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from math import prod
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from statetree.errors import TreeMismatch
-from statetree.spans.positions import as_bits, as_gaps, from_bits, from_gaps
+from statetree.spans.positions import as_bits, as_gaps, from_bits, from_gaps, within
 from statetree.spans.sums import FEW, element_sums
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from statetree.chunks.boxes import Box
 
 #: Where ``head`` has what.
 _START: Final = 0
@@ -29,7 +35,8 @@ class TensorChange:
 
     Attributes:
         gaps: By how much each position is above the one before it, the first being ``head[0]``; unsigned bytes or wider
-            integers. Without elements if everything that this rank holds is replaced.
+            integers. Where everything that this rank holds is replaced, nothing; of a part of a distributed tensor the
+            global shape and then the corners of this rank's boxes (first index, index behind the last), as ``int64``.
         values: The elements for these positions; of a tensor that is replaced, all that this rank holds, box by box.
         head: Six ``int64``: the first position (-1: everything is replaced), the number of elements of the global
             shape, and two sums each of the elements there before and after.
@@ -63,6 +70,24 @@ class TensorChange:
         """Return the positions; ``None`` if they do not ascend."""
         return from_gaps(int(self.head[_START]), self.gaps)
 
+    def all_positions(self) -> torch.Tensor:
+        """Return the positions in the order of the values, also where everything is replaced."""
+        if not self.is_whole:
+            found = self.positions()
+            assert found is not None
+            return found
+        if not self.gaps.numel():
+            return torch.arange(self.numel, dtype=torch.int64, device=self.values.device)
+        shape, *corners = self._corners()
+        boxes = zip(corners[::2], corners[1::2], strict=True)
+        sizes = [(start, [b - a for a, b in zip(start, stop, strict=True)]) for start, stop in boxes]
+        local = [torch.arange(prod(size), dtype=torch.int64, device=self.values.device) for _, size in sizes]
+        return torch.cat([within(each, start, size, shape) for each, (start, size) in zip(local, sizes, strict=True)])
+
+    def _corners(self) -> list[list[int]]:
+        """Return the global shape, and the corners of boxes."""
+        return self.gaps[1:].view(-1, int(self.gaps[0])).tolist()
+
     def undone(self, values: torch.Tensor) -> TensorChange:
         """Return the change back, to the values that were there."""
         start, numel, gaps = int(self.head[_START]), self.numel, self.gaps.clone()
@@ -74,10 +99,29 @@ class TensorChange:
             return f"expected a head of {_HEAD} int64, got {self.head.dtype} {tuple(self.head.shape)}"
         if self.gaps.dim() != 1 or self.gaps.dtype.is_floating_point or self.gaps.dtype.is_complex:
             return f"expected gaps as integers in one dim, got {self.gaps.dtype} {tuple(self.gaps.shape)}"
-        count = 0 if self.is_whole else self.values.numel()
+        if self.is_whole:
+            return self._fault_of_boxes()
+        count = self.values.numel()
         if self.gaps.numel() != count:
             return f"expected {count} gaps, got {self.gaps.numel()}"
-        return "" if self.is_whole or self.positions() is not None else "its positions do not ascend"
+        return "" if self.positions() is not None else "its positions do not ascend"
+
+    def _fault_of_boxes(self) -> str:
+        """Say what is wrong with the boxes of a change that replaces everything."""
+        if not self.gaps.numel():
+            return ""
+        dims = int(self.gaps[0])
+        if self.gaps.dtype != torch.int64 or dims < 1 or (self.gaps.numel() - 1) % dims:
+            return "its boxes have no shape"
+        shape, *corners = self._corners()
+        if len(corners) % 2 or prod(shape) != self.numel:
+            return "its boxes lie in another shape"
+        boxes = list(zip(corners[::2], corners[1::2], strict=True))
+        inside = all(
+            0 <= a <= b <= size for start, stop in boxes for a, b, size in zip(start, stop, shape, strict=True)
+        )
+        volume = sum(prod(b - a for a, b in zip(start, stop, strict=True)) for start, stop in boxes)
+        return "" if inside and volume == self.values.numel() else "its boxes do not fit its values"
 
 
 def _head(start: int, numel: int, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
@@ -92,10 +136,15 @@ def change_at(
     return TensorChange(as_gaps(positions), values, _head(start, numel, before, after))
 
 
-def change_of_all(values: torch.Tensor, numel: int, before: torch.Tensor, after: torch.Tensor) -> TensorChange:
-    """Return the change that replaces everything."""
-    nothing = torch.empty(0, dtype=torch.uint8, device=values.device)
-    return TensorChange(nothing, values, _head(_WHOLE, numel, before, after))
+def change_of_all(
+    values: torch.Tensor, shape: Sequence[int], boxes: Sequence[Box], before: torch.Tensor, after: torch.Tensor
+) -> TensorChange:
+    """Return the change that replaces everything that this rank holds."""
+    gaps = torch.empty(0, dtype=torch.uint8, device=values.device)
+    if [box.sizes for box in boxes] != [tuple(shape)]:
+        corners = [number for box in boxes for corner in box for number in corner]
+        gaps = torch.tensor([len(shape), *shape, *corners], dtype=torch.int64, device=values.device)
+    return TensorChange(gaps, values, _head(_WHOLE, prod(shape), before, after))
 
 
 def merged(name: str, first: TensorChange, second: TensorChange) -> TensorChange:
@@ -125,13 +174,15 @@ def merged(name: str, first: TensorChange, second: TensorChange) -> TensorChange
 
 
 def _over_whole(name: str, first: TensorChange, second: TensorChange, late: torch.Tensor) -> TensorChange:
-    if first.values.numel() != first.numel:
-        remedy = "Apply one after the other, or make one delta of both."
-        got = "a part of a distributed tensor that is replaced first"
-        raise mismatch("then", name, "positions in both, or a tensor of one rank", got, remedy)
     bits = as_bits(first.values.reshape(-1)).clone()
-    both = element_sums(bits[late], late).cpu()
-    bits[late] = as_bits(second.values).to(bits.device)
+    places = late
+    if first.gaps.numel():
+        found, order = first.all_positions().sort()
+        places = order[torch.searchsorted(found, late).clamp_(max=len(order) - 1)]
+        if not first.all_positions()[places].equal(late):
+            raise mismatch("then", name, "positions that the first delta knows", "others", "Pass deltas in a row.")
+    both = element_sums(bits[places], late).cpu()
+    bits[places] = as_bits(second.values).to(bits.device)
     values = from_bits(bits, first.values.dtype).view(first.values.shape)
     before, after = first.before + second.before - both, first.after + second.after - both
     return TensorChange(first.gaps, values, _head(_WHOLE, first.numel, before, after))

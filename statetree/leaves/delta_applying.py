@@ -51,8 +51,8 @@ def prepared_apply(
 class _Application:
     def __init__(self, verb: str, delta: Delta, entries: TreeEntries) -> None:
         self.verb, self.delta, self.entries = verb, delta, entries
-        if delta.table.dtype != torch.int64 or delta.table.dim() != 2 or delta.table.shape[1:] != (3,):
-            raise damaged(verb, "", f"expected a table of three int64 a leaf, got {tuple(delta.table.shape)}")
+        if delta.table.dtype != torch.int64 or delta.table.dim() != 2 or delta.table.shape[1:] != (4,):
+            raise damaged(verb, "", f"expected a table of four int64 a leaf, got {tuple(delta.table.shape)}")
         delta.check_leaves(verb, entries)
         self.index_of = {name: index for index, name in enumerate(entries.keys)}
         self.writes: list[Callable[[], None]] = []

@@ -12,7 +12,7 @@ from statetree.leaves.changes import TensorChange, ValueChange, change_at, chang
 from statetree.leaves.copying import copied_leaves
 from statetree.leaves.delta_tree import Delta
 from statetree.leaves.pairing import fact_differences
-from statetree.leaves.tensor_entries import TensorEntry, TreeEntries
+from statetree.leaves.tensor_entries import EVERYBODYS, TensorEntry, TreeEntries
 from statetree.spans.bits import differing, is_unreadable
 from statetree.spans.columns import Columns
 from statetree.spans.overlaps import conflicts
@@ -76,12 +76,12 @@ class _Making:
             a, b = self._pair(index)
             if a is None or b is None:
                 before, after = self.base.number(index), self.new.number(self.partner[index])
-                rows.append([self.base.fingerprint(index), before, 0])
+                rows.append([self.base.fingerprint(index), before, 0, EVERYBODYS])
                 if before != after:
                     numbers[index] = before, after
                 continue
             sums = b.sums()
-            rows.append([self.base.fingerprint(index), *sums.tolist()])
+            rows.append(b.row(self.base.fingerprint(index), sums))
             # Ties: what lies in one memory on both sides is compared once.
             key = a.place, b.place
             change = same[key] if key in same else _change(a, b, sums)
@@ -94,7 +94,7 @@ class _Making:
             self.base.keys[index]: ValueChange.between(copy, *numbers[index])
             for index, copy in zip(numbers, copies, strict=True)
         }
-        table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(rows), 3)
+        table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(rows), 4)
         return Delta(tensors, values, table)
 
     def _check_ties(self) -> None:
@@ -123,7 +123,7 @@ def _change(a: TensorEntry, b: TensorEntry, sums: torch.Tensor) -> TensorChange 
     numel, count = torch.Size(b.shape).numel(), b.held
     itemsize = b.dtype.itemsize
     if any(is_unreadable(x, y) for x, y in zip(a.pieces, b.pieces, strict=True)):
-        return _all(a, b, numel, sums)
+        return _all(a, b, sums)
     most = count * itemsize // (itemsize + _GAP_BYTES)  # of positions
     found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     number = 0
@@ -135,7 +135,7 @@ def _change(a: TensorEntry, b: TensorEntry, sums: torch.Tensor) -> TensorChange 
             parts.append(positions.to(x.device))
             number += positions.numel()
             if number > most:
-                return _all(a, b, numel, sums)
+                return _all(a, b, sums)
         if parts:
             local = torch.cat(parts)
             values, old = take(x, places_of(local, x)), take(y, places_of(local.to(y.device), y)).to(x.device)
@@ -144,7 +144,7 @@ def _change(a: TensorEntry, b: TensorEntry, sums: torch.Tensor) -> TensorChange 
         return None
     positions, values, old = found[0] if len(found) == 1 else _in_order(found)
     change = change_at(positions, values, numel, element_sums(old, positions), element_sums(values, positions))
-    return change if change.gaps.nbytes + values.nbytes <= count * itemsize else _all(a, b, numel, sums)
+    return change if change.gaps.nbytes + values.nbytes <= count * itemsize else _all(a, b, sums)
 
 
 def _in_order(found: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, ...]:
@@ -159,12 +159,12 @@ def _same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bits and a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.device == b.device
 
 
-def _all(a: TensorEntry, b: TensorEntry, numel: int, sums: torch.Tensor) -> TensorChange:
+def _all(a: TensorEntry, b: TensorEntry, sums: torch.Tensor) -> TensorChange:
     """Return the change of everything that this rank holds."""
     copies = [torch.empty(piece.shape, dtype=piece.dtype, device=piece.device) for piece in a.pieces]
     copy_each(copies, a.pieces)
     values = copies[0] if len(copies) == 1 else _joined(copies, b.dtype)
-    return change_of_all(values, numel, sums, a.sums())
+    return change_of_all(values, b.shape, b.boxes, sums, a.sums())
 
 
 def _joined(copies: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

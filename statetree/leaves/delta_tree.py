@@ -35,7 +35,8 @@ class Delta:
     Attributes:
         tensors: For each tensor that changed, by its name in ``to_flat`` of the base, what is written over it.
         values: For each other leaf that changed, what takes its place.
-        table: For every leaf of the base, in the order of the paths, three ``int64`` by which it is recognised.
+        table: For every leaf of the base, in the order of the paths, three ``int64`` by which it is recognised, and one
+            that says who holds what this rank holds: 0 for each rank by itself, 1 for this rank first, 2 for others first.
     """
 
     tensors: dict[str, TensorChange]
@@ -122,7 +123,7 @@ class Delta:
         values = {name: self.values[name].undone(copy) for name, copy in zip(self.values, copies, strict=True)}
         table = self.table.clone()
         for row, index in enumerate(entries.order):
-            table[row, 1:] = torch.tensor(self.sums_after(entries.keys[index], self.sums_before(row)), device="cpu")
+            table[row, 1:3] = torch.tensor(self.sums_after(entries.keys[index], self.sums_before(row)), device="cpu")
         return Delta(tensors, values, table)
 
     def check_leaves(self, verb: str, entries: TreeEntries) -> None:
@@ -155,7 +156,7 @@ class Delta:
 
     def sums_before(self, row: int) -> list[int]:
         """Return the sums (or the number, and a zero) of a leaf of the base, by its row in the table."""
-        return self.table[row, 1:].tolist()
+        return self.table[row, 1:3].tolist()
 
     def sums_after(self, name: str, sums: list[int]) -> list[int]:
         """Return what the sums of a leaf become."""

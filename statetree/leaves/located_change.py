@@ -50,7 +50,7 @@ class LocatedChange:
         fault = change.fault()
         if not fault and change.values.dtype != entry.dtype:
             fault = f"expected values of {entry.dtype}, got {change.values.dtype}"
-        expected = entry.held if change.is_whole else change.gaps.numel()
+        expected = entry.held if change.is_whole else change.values.numel()
         if not fault and change.values.numel() != expected:
             fault = f"expected {expected} values, got {change.values.numel()}"
         numel = torch.Size(entry.shape).numel()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from statetree.paths import Path
 
 
+#: Who holds what this rank holds of a leaf: every rank by itself, this rank before others, or others before this one.
+EVERYBODYS: Final = 0
+OWN: Final = 1
+OTHERS: Final = 2
+
+
 class TensorEntry(NamedTuple):
     """A strided tensor, or what this rank holds of a distributed one.
 
@@ -34,6 +40,7 @@ class TensorEntry(NamedTuple):
         boxes: The boxes in it that this rank holds.
         pieces: Their plain tensors.
         chunks: What is known of a distributed tensor.
+        rank: This rank, in the group that it lies on.
     """
 
     dtype: torch.dtype
@@ -41,6 +48,21 @@ class TensorEntry(NamedTuple):
     boxes: Sequence[Box]
     pieces: Sequence[torch.Tensor]
     chunks: LocalChunks | None
+    rank: int = 0
+
+    def row(self, fingerprint: int, sums: torch.Tensor) -> list[int]:
+        """Return what a delta keeps of it."""
+        return [fingerprint, *sums.tolist(), self.holder]
+
+    @property
+    def holder(self) -> int:
+        """Who holds what this rank holds."""
+        layout = None if self.chunks is None else self.chunks.layout
+        if layout is None or not self.boxes:
+            return EVERYBODYS if self.chunks is None else OWN
+        which = layout.distinct.which
+        first = int((layout.ranks == self.rank).nonzero()[0])
+        return OWN if int((which == which[first]).nonzero()[0]) == first else OTHERS
 
     @property
     def on_meta(self) -> bool:
@@ -143,7 +165,9 @@ def _entry(leaf: Any, ranks: Ranks) -> TensorEntry | None:
         return None
     if leaf_type.is_distributed(leaf):
         chunks = leaf_type.local_chunks(leaf, ranks)
-        return TensorEntry(chunks.dtype, chunks.shape, chunks.boxes, list(map(_bare, chunks.pieces)), chunks)
+        return TensorEntry(
+            chunks.dtype, chunks.shape, chunks.boxes, list(map(_bare, chunks.pieces)), chunks, ranks.rank
+        )
     if not leaf_type.bare or special_layout(leaf) is not None:
         return None
     shape = tuple(leaf.shape)

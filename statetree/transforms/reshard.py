@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from statetree.declare import collective
 from statetree.exchange.buckets import BUCKET_BYTES
+from statetree.exchange.delta_moving import moved_delta
 from statetree.exchange.driver import exchange
 from statetree.exchange.fitting import LikeOptions
+from statetree.leaves.delta_tree import Delta
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,6 +42,8 @@ def reshard(
 
     Args:
         tree: Where elements and plain values come from: the same tree on every rank, up to elements and plain values.
+            Or a ``Delta`` of such a tree: then what changed is moved alone, ``like`` must hold the elements of the base,
+            and the result is the ``Delta`` to apply to it. Of the options, ``group`` and ``timeout`` alone mean anything.
         like: A tree of the same structure, whose tensors have the same global shapes and dtypes (but for ``cast``). It
             gives layouts, devices, strides, ties and classes. Without ``in_place`` its contents do not matter, and its
             tensors may be ``meta`` ones.
@@ -90,6 +94,9 @@ def reshard(
         >>> st.reshard({"w": torch.ones(2)}, like={"w": torch.empty(2, device="meta")})
         {'w': tensor([1., 1.])}
     """
+    if isinstance(tree, Delta):
+        with exchange("reshard", group, timeout, delta=True) as run:
+            return moved_delta(run, tree, like)
     how = LikeOptions(in_place, cast, strict, on_missing)
     options = {**how.agreed(), "union": union, "replicas": replicas, "bucket_bytes": bucket_bytes}
     with exchange("reshard", group, timeout, **options) as run:

@@ -31,6 +31,15 @@ def test_positions_take_few_bytes(dtype):
     assert change.nbytes == 2 * (2 + dtype.itemsize) + 12 * (1 + 8)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_two_percent_anywhere_take_few_bytes(dtype):
+    base = {"w": torch.zeros(1_000_000, dtype=dtype)}
+    places = torch.randperm(1_000_000, generator=torch.Generator().manual_seed(1))[:20_000]
+    change = st.delta({"w": base["w"].index_fill(0, places, 1)}, base)
+    assert change.changed == {"w": 20_000}
+    assert change.nbytes <= 20_000 * (2 + dtype.itemsize)  # where positions of their own would take 4 bytes each
+
+
 def test_others_can_read_a_flat_delta():
     base, new = states()
     flat, _ = st.to_flat(st.delta({"a": new["a"]}, {"a": base["a"]}))

@@ -1,0 +1,110 @@
+"""Deltas on ranks: of distributed tensors, sent to replicas, and brought to other layouts."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import statetree
+from statetree.testing import Layout, run_ranks
+from tests.collectives.checks import attempt, check_in_step
+
+
+def state(full, layout):
+    return {"w": statetree.distribute({"w": full}, {"w": layout.build()})["w"], "b": full[0].clone(), "step": 1}
+
+
+def layouts(shape):
+    world = tuple(range(dist.get_world_size()))
+    found = [("S0",), ("S1",), ("R",)]
+    made = [Layout(shape, world, placements) for placements in found]
+    if len(world) == 4:
+        made.append(Layout(shape, ((0, 1), (2, 3)), ("R", "S0")))
+        made.append(Layout(shape, ((0, 1), (2, 3)), ("S0", "S0")))
+    return [*made, Layout(shape, world[:1], ("S0",)), Layout(shape, world, ("S0/2",)) if len(world) == 2 else made[0]]
+
+
+def changes(full):
+    """A full tensor with few other elements, with many, and with others everywhere."""
+    few = full.clone()
+    few.view(-1)[::17] += 0.5
+    yield few
+    many = full.clone()
+    many.view(-1)[1::2] += 0.5
+    yield many
+    yield full + 0.5
+
+
+def deltas_go_to_other_layouts():
+    full = Layout((12, 5), (0,), ("R",)).full()
+    for other in changes(full):
+        for source in layouts((12, 5)):
+            base, new = state(full, source), state(other, source)
+            new["step"] = 2
+            change = statetree.delta(new, base)
+            applied = statetree.apply_delta(change, statetree.offload(base), verify="all")
+            assert statetree.similarity(applied, new, values=True)
+            back = statetree.apply_delta(change.inverse(base), statetree.offload(new), verify="all")
+            assert statetree.similarity(back, base, values=True)
+            for target in layouts((12, 5)):
+                like, expected = state(full, target), {**state(other, target), "step": 2}
+                moved = statetree.reshard(change, like)
+                found = statetree.apply_delta(moved, like, verify="all")
+                assert statetree.similarity(found, expected, values=True), (source, target)
+            like = {"w": full.clone(), "b": full[0].clone(), "step": 1}
+            found = statetree.apply_delta(statetree.reshard(change, like), like)
+            assert found["w"].equal(other)
+    check_in_step()
+
+
+def two_in_a_row():
+    full = Layout((12, 5), (0,), ("R",)).full()
+    for source in layouts((12, 5)):
+        for other in changes(full):
+            for last in changes(other):
+                a, b, c = state(full, source), state(other, source), state(last, source)
+                both = statetree.delta(b, a).then(statetree.delta(c, b))
+                assert statetree.similarity(statetree.apply_delta(both, a, verify="all"), c, values=True)
+
+
+def another_base_is_refused_on_every_rank():
+    full = Layout((12, 5), (0,), ("R",)).full()
+    source, target = Layout((12, 5), (0, 1), ("S0",)), Layout((12, 5), (0, 1), ("S1",))
+    other = full.clone()
+    other[3, 1] = other[9, 3] = -1
+    change = statetree.delta(state(other, source), state(full, source))
+    wrong = full.clone()
+    wrong[3, 1] += 1
+    name, message = attempt(lambda: statetree.reshard(change, state(wrong, target)))
+    assert (name, "at w: expected the elements of the base in like" in message) == ("TreeMismatch", True), message
+    check_in_step()
+    replicated = Layout((12, 5), (0, 1), ("R",)).build()
+    replicated._local_tensor.copy_(wrong if dist.get_rank() == 1 else full)
+    like = {**state(full, source), "w": replicated}
+    name, message = attempt(lambda: statetree.reshard(change, like))
+    assert (name, "at w" in message) == ("TreeMismatch", True), message
+    check_in_step()
+    name, message = attempt(lambda: statetree.apply_delta(change, state(full, target)))
+    assert (name, "expected a leaf of the base" in message) == ("TreeMismatch", True), message
+
+
+def deltas_are_broadcast():
+    base = {"w": torch.arange(100.0), "step": 1}
+    new = {"w": base["w"].clone().index_fill_(0, torch.tensor([3, 70]), -1), "step": 2}
+    change = statetree.broadcast(statetree.delta(new, base) if dist.get_rank() == 0 else None, src=0)
+    assert change.changed == {"w": 2, "step": 1}
+    result = statetree.apply_delta(change, base, verify="all")
+    assert statetree.similarity(result, new, values=True)
+
+
+@pytest.mark.parametrize(
+    ("check", "world_size"),
+    [
+        (deltas_go_to_other_layouts, 2),
+        pytest.param(deltas_go_to_other_layouts, 4, marks=pytest.mark.slow),
+        (two_in_a_row, 2),
+        (another_base_is_refused_on_every_rank, 2),
+        (deltas_are_broadcast, 2),
+    ],
+)
+def test_on_ranks(check, world_size):
+    run_ranks(world_size, check)
