@@ -10,12 +10,13 @@ move. Moving agrees with the other ranks, plans, and sends in buckets of bounded
 - ``driver``: ``exchange`` and what a block can do; ``call``: who waits for whom, and what they hear of a failure
 - ``manifest``: what a rank holds; ``discovery``, ``replica_check``: what ranks tell each other of that, where they must
 - ``destination``: fresh tensors by a rule; ``like``: the layouts of another tree, and ``fitting``: whether they fit
+- ``statements``: what they say of that, each text sent once
 - ``description``, ``leaf_metadata``: one rank's tree told to all
 - ``consensus``: fingerprints compared before anything moves; ``group``: the few collectives all this is made of
 - ``transfers``: planned once for a fingerprint; ``plan``: what moves in which round; ``buckets``: how it is moved
 - ``routes``: which boxes go where; ``senders``: who sends what several have; ``stacks``: where boxes lie in a bucket
 - ``executor``: moves elements, or records how, for transfers that are ``prepared`` once and run often
-- ``partial_reduction``: summands put together on the way
+- ``partial_reduction``: summands put together on the way; ``digesting``: digests of what ranks hold together
 """
 
 from statetree.chunks.boxes import Box

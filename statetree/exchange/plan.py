@@ -12,13 +12,13 @@ from enum import Enum
 from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-import torch
-
 from statetree.exchange.routes import Route, Slab
 from statetree.exchange.senders import Senders, senders_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    import torch
 
     from statetree.chunks.layouts import ChunkLayout
 
@@ -133,9 +133,10 @@ class ExchangePlan:
 
     def _rounds(self, kinds: list[_Kind]) -> Iterator[Round]:
         """Fill rounds, one after the other."""
+        place = {id(kind): place for place, kind in enumerate(self._kinds.values())}
         by_transport: defaultdict[tuple[Transport, int], list[int]] = defaultdict(list)
-        for number, kind in enumerate(kinds):
-            by_transport[kind.transport, kind.root].append(number)
+        for number in sorted(range(len(kinds)), key=lambda number: place[id(kinds[number])]):
+            by_transport[kinds[number].transport, kinds[number].root].append(number)  # alike rounds are laid out once
         for travels, numbers in by_transport.items():
             room = self._bucket_bytes
             filled: list[int] = []

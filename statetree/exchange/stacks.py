@@ -1,8 +1,8 @@
 """Stacks: where boxes lie in a bucket.
 
-What goes to a peer, or comes from it, is one stretch of bytes: in it lie the boxes of all moves of a part one behind the
-other, part by part. Peers whose stretches look alike are stacked, ``[peer, byte]``, so that the boxes that a tensor has
-in all of them are one strided view. Both ends of a transfer come to the same stretch, as they list the same boxes.
+What goes to a peer, or comes from it, is one stretch of bytes: in it lie the boxes of all moves of a part, one behind
+the other, part by part. Peers whose stretches look alike are stacked, ``[peer, byte]``, so that the boxes that a tensor
+has in all of them are one strided view. Both ends of a transfer come to the same stretch, as they list the same boxes.
 """
 
 from __future__ import annotations

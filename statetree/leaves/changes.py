@@ -174,10 +174,14 @@ def mismatch(
 ) -> TreeMismatch:
     """Return the error for a leaf that a delta does not fit."""
     where = name or "<root>"
-    return TreeMismatch(f"{verb}: the delta was made for another tree at {where}: expected {expected}, got {got}. {remedy}")
+    return TreeMismatch(
+        f"{verb}: the delta was made for another tree at {where}: expected {expected}, got {got}. {remedy}"
+    )
 
 
 def damaged(verb: str, name: str, fault: str) -> TreeMismatch:
     """Return the error for a delta that cannot be one."""
     where = name or "<root>"
-    return TreeMismatch(f"{verb}: the delta is damaged at {where}: {fault}. Nothing was written. Make or load it again.")
+    return TreeMismatch(
+        f"{verb}: the delta is damaged at {where}: {fault}. Nothing was written. Make or load it again."
+    )

@@ -118,7 +118,9 @@ class _Application:
 
         Where tensors overlap, the delta is written to copies of them that do so, too, to see what comes of it.
         """
-        owners = [index for index, entry in self.entries.tensors.items() for piece in entry.pieces if _has_memory(piece)]
+        owners = [
+            index for index, entry in self.entries.tensors.items() for piece in entry.pieces if _has_memory(piece)
+        ]
         pieces = [piece for entry in self.entries.tensors.values() for piece in entry.pieces if _has_memory(piece)]
         columns = Columns(pieces)
         if columns.disjoint or not self.writes:

@@ -149,7 +149,10 @@ class Delta:
 
     def _kinds_differ(self, entries: TreeEntries) -> Sequence[str]:
         tensors = {entries.keys[index] for index in entries.tensors}
-        return [*(name for name in self.tensors if name not in tensors), *(name for name in self.values if name in tensors)]
+        return [
+            *(name for name in self.tensors if name not in tensors),
+            *(name for name in self.values if name in tensors),
+        ]
 
     def sums_before(self, row: int) -> list[int]:
         """Return the sums (or the number, and a zero) of a leaf of the base, by its row in the table."""

@@ -47,7 +47,7 @@ def value_number(value: Any) -> int:
         return text_number("value", value_text(value))
     if not leaf_type.has_elements:
         return text_number("value", str(_plain_facts(value)))
-    unpacked = unpack("digest", [value], lambda: [])
+    unpacked = unpack("digest", [value], list)
     found: list[bytes] = [str(_plain_facts(value)).encode("utf-8", "surrogatepass")]
     if leaf_type.opaque:
         skeleton, kept = leaf_type.unpack(value)[1]

@@ -66,7 +66,9 @@ class TensorEntry(NamedTuple):
     @property
     def place(self) -> Any:
         """What entries have in common that are the same views on the same memory."""
-        places = [(piece.data_ptr(), piece.shape, piece.stride(), piece.is_conj(), piece.is_neg()) for piece in self.pieces]
+        places = [
+            (piece.data_ptr(), piece.shape, piece.stride(), piece.is_conj(), piece.is_neg()) for piece in self.pieces
+        ]
         return (self.dtype, tuple(places)) if places and all(place[0] for place in places) else id(self.pieces)
 
     def sums(self, count: int = FEW) -> torch.Tensor:

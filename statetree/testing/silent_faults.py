@@ -64,7 +64,7 @@ class SilentFault:
 
 #: All of them, in the order of tables.
 FAULTS: list[SilentFault] = []
-Pair = namedtuple("Pair", ["first", "second"])  # noqa: PYI024 - as states of real projects have them
+Pair = namedtuple("Pair", ["first", "second"])
 
 
 def _fault(kind: str, statement: str) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
@@ -378,7 +378,7 @@ def snapshot_after_a_failed_stage(stager: Any) -> None:
     state["w"].fill_(1.0)
     try:
         stager.wait(stager.stage({**state, "x": Unpicklable()}))
-    except Exception:  # noqa: S110 - however it refuses
+    except Exception:
         pass
     assert first["w"].tolist() == [0.0] * 64, "the first snapshot has a part of the one that failed"
 

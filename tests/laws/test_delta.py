@@ -22,7 +22,9 @@ laws = Table()
 def ordinary(leaf):
     if type(leaf) not in (torch.Tensor, torch.nn.Parameter) or leaf.is_meta:
         return False
-    return leaf.layout is torch.strided and not leaf.is_nested and not leaf.is_quantized and storage_of(leaf) is not None
+    return (
+        leaf.layout is torch.strided and not leaf.is_nested and not leaf.is_quantized and storage_of(leaf) is not None
+    )
 
 
 def changed(tree, seed, share):
