@@ -20,7 +20,7 @@ from benchmarks import (
     rows_gpu,
     rows_growth,
     rows_import,
-    rows_plan,
+    rows_scale,
     rows_similarity,
     rows_stage,
     rows_stagers,
@@ -43,7 +43,7 @@ ROWS: Final = (
     *rows_gpu.ROWS,
     *rows_exchange.ROWS,
     *rows_growth.ROWS,
-    *rows_plan.ROWS,
+    *rows_scale.ROWS,
     *rows_import.ROWS,
 )
 GROUPS: Final = tuple(dict.fromkeys(row.group for row in ROWS))

@@ -13,7 +13,21 @@ if TYPE_CHECKING:
 
     import torch
 
-    from statetree.chunks.layouts import ChunkLayout
+    from statetree.chunks.layouts import ChunkLayout, Split
+
+
+class MeshSplits(NamedTuple):
+    """What the layout of a tensor of any shape over a mesh follows from.
+
+    Attributes:
+        shape: The shape of the mesh.
+        ranks: Its global ranks, in row-major order.
+        splits: How it cuts the tensor.
+    """
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    splits: tuple[Split, ...]
 
 
 class LocalChunks(NamedTuple):
@@ -30,6 +44,7 @@ class LocalChunks(NamedTuple):
         tie: Equal for leaves of this rank that lie in the same memory.
         device: The type of the device that the elements lie on.
         summands: Where ranks hold summands of the elements: how they are reduced, and the layout of each summand.
+        mesh: The mesh that the layout follows from, and how it cuts the tensor; ``None`` if it is none.
     """
 
     text: str
@@ -42,6 +57,7 @@ class LocalChunks(NamedTuple):
     tie: Hashable
     device: str
     summands: tuple[str, tuple[ChunkLayout, ...]] | None = None
+    mesh: MeshSplits | None = None
 
 
 def location_of(piece: torch.Tensor) -> Hashable:

@@ -20,13 +20,15 @@ class Positions(NamedTuple):
 
     Attributes:
         shape: The shape of the mesh.
-        ranks: A digest of its global ranks.
+        digest: A digest of its global ranks.
+        ranks: These.
         members: Their ranks within the group; -1 for those outside of it.
         mesh: The mesh, so that its id is not handed out again.
     """
 
     shape: tuple[int, ...]
-    ranks: str
+    digest: str
+    ranks: tuple[int, ...]
     members: tuple[int, ...]
     mesh: DeviceMesh
 
@@ -58,9 +60,9 @@ class Ranks:
         known = self._positions.get(id(mesh))
         if known is None:
             grid = mesh.mesh
-            ranks = grid.flatten().tolist()
+            ranks = tuple(grid.flatten().tolist())
             members = tuple(self.index.get(rank, -1) for rank in ranks)
-            known = self._positions[id(mesh)] = Positions(tuple(grid.shape), _digest(grid), members, mesh)
+            known = self._positions[id(mesh)] = Positions(tuple(grid.shape), _digest(grid), ranks, members, mesh)
         return known
 
 

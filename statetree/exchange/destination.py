@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from math import prod
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from statetree.chunks.layouts import whole_on
 from statetree.errors import StateTreeError, UnsupportedLeaf, place_in_tree
@@ -18,6 +18,7 @@ from statetree.leaves.builtin import taken_over
 from statetree.leaves.copying import prepared_copy
 from statetree.leaves.replicas import moved, replicated
 from statetree.leaves.types.checkpointable import SHARD_ATTRIBUTES
+from statetree.leaves.types.dtensor import OWN as DTENSOR_OWN
 from statetree.spans.layout import is_dense
 from statetree.spans.memory import Memory, memory_of
 from statetree.tree.flatten import unflatten
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
 #: Where something lies, as users give it; ``None`` for where it lies already.
 Device = torch.device | str | int | None
-#: From this size on fresh host memory is asked for in huge pages: the system provides those in a fraction of the time.
-_HUGE_PAGES_BYTES: Final = 8 << 20
 #: Says in which layout a distributed leaf arrives: which ranks of the group hold which boxes of its global shape.
 Rule = Callable[["LocalChunks"], "ChunkLayout"]
 
@@ -43,10 +42,13 @@ class WholeOn:
     """The rule by which some ranks get every leaf as a whole, and the others nothing."""
 
     ranks: tuple[int, ...]
+    _known: dict[tuple[int, ...], ChunkLayout] = field(default_factory=dict, compare=False, repr=False)
 
     def __call__(self, chunks: LocalChunks, /) -> ChunkLayout:
         """Return the layout of one leaf."""
-        return whole_on(chunks.shape, self.ranks)
+        if chunks.shape not in self._known:  # (There may be many ranks to look it up by.)
+            self._known[chunks.shape] = whole_on(chunks.shape, self.ranks)
+        return self._known[chunks.shape]
 
 
 class Destination:
@@ -219,13 +221,7 @@ class FreshDestination(Destination):
 
 
 def _empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: Device) -> torch.Tensor:
-    is_dense = _is_dense(tuple(shape), tuple(stride))
-    nbytes = prod(shape) * dtype.itemsize
-    if nbytes >= _HUGE_PAGES_BYTES and torch.device("cpu" if device is None else device).type == "cpu":
-        storage = Memory("cpu").carve([nbytes])[0].storage
-        fresh = torch.empty(0, dtype=dtype, device="cpu")
-        return fresh.set_(storage, 0, tuple(shape), tuple(stride)) if is_dense else fresh.set_(storage).view(*shape)
-    if is_dense:
+    if _is_dense(tuple(shape), tuple(stride)):
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)
     return torch.empty(shape, dtype=dtype, device=device)
 
@@ -237,6 +233,8 @@ def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 def as_leaf(fresh: torch.Tensor, leaf: Any) -> torch.Tensor:
     """Return a fresh plain tensor as what a distributed leaf is beside its elements: a parameter, with attributes."""
+    if type(leaf) is DTensor and not leaf.requires_grad and vars(leaf).keys() <= DTENSOR_OWN:
+        return fresh  # as nearly all are
     requires_grad = bool(getattr(leaf, "requires_grad", False))
     if isinstance(leaf, torch.nn.Parameter):
         fresh = torch.nn.Parameter(fresh, requires_grad=requires_grad)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from statetree.chunks.boxes import Box
-from statetree.chunks.layouts import layout_of
 from statetree.chunks.ranks import ranks_named
 from statetree.errors import RankMismatch, UnsupportedLeaf
-from statetree.exchange.consensus import digest
-from statetree.exchange.manifest import ABSENT
-from statetree.exchange.replica_check import Copies, check_replicas, first_copy
+from statetree.exchange.replica_check import check_replicas
+from statetree.exchange.statements import Statements
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,6 +15,7 @@ if TYPE_CHECKING:
     from statetree.chunks.layouts import ChunkLayout
     from statetree.exchange.call import Call
     from statetree.exchange.manifest import Manifest
+    from statetree.exchange.replica_check import Copies
 
 
 def discover_layouts(call: Call, manifest: Manifest, *, details_agree: bool) -> tuple[dict[int, ChunkLayout], bytes]:
@@ -54,67 +51,64 @@ def discover_layouts(call: Call, manifest: Manifest, *, details_agree: bool) -> 
 
 def _told(call: Call, manifest: Manifest) -> tuple[dict[int, ChunkLayout], bytes]:
     """Have every rank say what it holds, and return the layouts that come of it."""
-    held = manifest.chunks.values()
-    known = [chunks.layout is not None for chunks in held]
-    told = json.dumps([manifest.ties(), [chunks.detail for chunks in held], [chunks.boxes for chunks in held], known])
-    rows = [json.loads(text) for text in call.group.all_gather_bytes(told.encode())]
-    _refine_ties(manifest, [(ties, boxes) for ties, _, boxes, _ in rows])
+    told = Statements(call.group, manifest)
+    _refine_ties(manifest, told)
     layouts: dict[int, ChunkLayout] = {}
     copies: dict[int, Copies] = {}
     for number, (index, chunks) in enumerate(manifest.chunks.items()):
-        details = [meshes[number] for _, meshes, _, _ in rows]
-        present = [rank for rank, detail in enumerate(details) if detail != ABSENT]
-        elsewhere = {rank for rank in present if details[rank] != details[present[0]]}
-        # Ranks that know their own chunks only may have any mesh.
-        own_only = not all(row[3][number] for rank, row in enumerate(rows) if rank in present)
-        if elsewhere and chunks.summands is not None:
+        held = told.held(number)
+        if held.differs and chunks.summands is not None:
             path = manifest.path(index)
             msg = (
                 f"{manifest.verb}: cannot reduce the leaf at {path or '<root>'}: expected Partial over one mesh, got "
                 "other meshes on other ranks. Pass the group of one mesh, or redistribute it first."
             )
             raise UnsupportedLeaf(msg, path)
-        boxes = [[Box(*map(tuple, box)) for box in listed[number]] for _, _, listed, _ in rows]
-        if manifest.replicas == "check" and (elsewhere or own_only):
-            meshes = range(len(rows)) if own_only else list(map(details.index, details))
-            copies[index] = Copies(meshes, boxes)
-        # Meshes of their own hold replicas. What is read comes from the first rank's: a mix would be nobody's.
-        chosen = {rank: own for rank, own in enumerate(boxes) if not (manifest.complete and rank in elsewhere)}
-        if manifest.replicas == "first" and own_only:
-            chosen = first_copy(chunks.shape, chosen)
-        layouts[index] = layout_of(chunks.shape, chosen)
+        if manifest.replicas == "check" and (held.differs or not held.is_known):
+            copies[index] = held.copies
+        if manifest.replicas == "first" and not held.is_known:
+            layouts[index] = held.first
+        else:
+            # Meshes of their own hold replicas. What is read comes from the first rank's: a mix would be nobody's.
+            layouts[index] = held.of_first_mesh if manifest.complete else held.of_all
     check_replicas(call, manifest, copies)
-    return layouts, digest([json.dumps(rows)])
+    return layouts, told.digest
 
 
-def _refine_ties(manifest: Manifest, by_rank: Sequence[tuple[Sequence[int], Sequence[Any]]]) -> None:
+def _refine_ties(manifest: Manifest, told: Statements) -> None:
     """Keep only those ties that all ranks see.
 
     A rank that holds nothing of two leaves has no say: it may take them for one, or not know that they are.
 
     Args:
         manifest: The tree.
-        by_rank: For each rank its ``ties``, and the boxes that it holds of each distributed leaf.
+        told: What the ranks said.
 
     Raises:
         RankMismatch: If two values would be moved into one memory then, or one into a part of several.
     """
-    first: dict[tuple[int | None, ...], int] = {}
+    if all(ties == told.ties[0] for ties in told.ties):
+        return
     indices = list(manifest.canonical)
-    rows = [
-        [tie if number >= len(held) or held[number] else None for number, tie in enumerate(ties)]
-        for ties, held in by_rank
-    ]
-    for index, seen in zip(indices, zip(*rows, strict=True), strict=True):
+    numbers = sorted({number for ties in told.ties for pair in ties.items() for number in pair})
+    rows: list[dict[int, int]] = [{} for _ in told.ties_of]  # for each rank, of the leaves that it holds
+    for number in numbers:
+        ranks = told.held(number).ranks if number < len(manifest.chunks) else range(len(rows))
+        for rank in ranks:
+            rows[rank][number] = told.ties[told.ties_of[rank]].get(number, number)
+    first: dict[tuple[int | None, ...], int] = {}
+    for number in numbers:
+        seen = tuple(row.get(number) for row in rows)
+        index = indices[number]
         manifest.canonical[index] = first.setdefault(seen, index) if any(tie is not None for tie in seen) else index
     if not manifest.written:
         return
     for row in rows:
         canonical: dict[int, int] = {}
-        for number, tie in enumerate(row):
+        for number, tie in row.items():
             index = indices[number]
-            if tie is not None and canonical.setdefault(tie, manifest.canonical[index]) != manifest.canonical[index]:
-                raise _tied_on_some(manifest, indices[tie], index, [row[number] == tie for row in rows])
+            if canonical.setdefault(tie, manifest.canonical[index]) != manifest.canonical[index]:
+                raise _tied_on_some(manifest, indices[tie], index, [other.get(number) == tie for other in rows])
 
 
 def _tied_on_some(manifest: Manifest, first: int, index: int, tied: Sequence[bool]) -> RankMismatch:

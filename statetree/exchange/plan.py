@@ -133,9 +133,10 @@ class ExchangePlan:
 
     def _rounds(self, kinds: list[_Kind]) -> Iterator[Round]:
         """Fill rounds, one after the other."""
+        place = {id(kind): place for place, kind in enumerate(self._kinds.values())}
         by_transport: defaultdict[tuple[Transport, int], list[int]] = defaultdict(list)
-        for number, kind in enumerate(kinds):
-            by_transport[kind.transport, kind.root].append(number)
+        for number in sorted(range(len(kinds)), key=lambda number: place[id(kinds[number])]):
+            by_transport[kinds[number].transport, kinds[number].root].append(number)  # alike rounds are laid out once
         for travels, numbers in by_transport.items():
             room = self._bucket_bytes
             filled: list[int] = []

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import ctypes
 import json
+import struct
 from collections import defaultdict
+from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -35,17 +37,35 @@ if TYPE_CHECKING:
 _SLAB_BYTES: Final = 16 << 20
 
 
-class Copies(NamedTuple):
-    """Who holds what of a leaf.
+class Part(NamedTuple):
+    """Elements that a rank compares with other meshes.
 
     Attributes:
+        box: The rank's box that they are in.
+        part: Where they are.
+        weight: How often this rank's digest counts: those of all ranks that compare these elements add up to nothing.
+    """
+
+    box: Box
+    part: Box
+    weight: int
+
+
+class Copies:
+    """Who holds what of leaves.
+
+    Args:
         meshes: For each rank a number of its mesh. Where meshes are not known, each rank is one of its own.
         boxes: For each rank its boxes.
     """
 
-    meshes: Sequence[int]
-    boxes: Sequence[Sequence[Box]]
+    def __init__(self, meshes: Sequence[int], boxes: Sequence[Sequence[Box]]) -> None:
+        self.meshes = meshes
+        self.boxes = boxes
+        self._parts: dict[int, list[Part]] = {}
+        self._are_single: bool | None = None
 
+    @cached_property
     def holders(self) -> dict[tuple[int, Box], int]:
         """Return, for each box of each mesh, the first rank that holds it: replicas within a mesh are not compared."""
         found: dict[tuple[int, Box], int] = {}
@@ -56,27 +76,57 @@ class Copies(NamedTuple):
 
     def are_single(self, shape: Sequence[int]) -> bool:
         """Whether there is one of each element, without a look at pairs of boxes. It may be so if this is false."""
-        held = [box for _, box in self.holders()]
-        whole = Box((0,) * len(shape), tuple(shape)).volume
-        return sum(box.volume for box in held) == whole and layout_of(shape, {0: held}).is_complete
+        if self._are_single is None:
+            held = [box for _, box in self.holders]
+            whole = Box((0,) * len(shape), tuple(shape)).volume
+            alone = sum(box.volume for box in held) == whole
+            self._are_single = alone and layout_of(shape, {0: held}).is_complete
+        return self._are_single
 
-    def in_common(self, rank: int) -> Iterator[tuple[Box, Box]]:
-        """Yield what a rank compares with other meshes: its box, and the part of it that these hold, too."""
-        mine = self.meshes[rank]
-        meshes: defaultdict[Box, set[int]] = defaultdict(set)
-        holders = self.holders()
-        for mesh, box in holders:
-            meshes[box].add(mesh)
-        others = [box for box, found in meshes.items() if found != {mine}]
-        bounds = torch.tensor(others, dtype=torch.int64).view(len(others), 2, -1)
-        for (mesh, box), holder in holders.items():
-            if mesh == mine and holder == rank and others:
-                low = torch.maximum(bounds[:, 0], torch.tensor(box.start, dtype=torch.int64))
-                high = torch.minimum(bounds[:, 1], torch.tensor(box.stop, dtype=torch.int64))
-                chosen = (high > low).all(1)
-                parts = zip(low[chosen].tolist(), high[chosen].tolist(), strict=True)
-                for part in dict.fromkeys(Box(tuple(start), tuple(stop)) for start, stop in parts):
-                    yield box, part
+    def in_common(self, rank: int) -> list[Part]:
+        """Return what a rank compares with other meshes: those of its elements that these hold, too."""
+        if rank not in self._parts:
+            mine = self.meshes[rank]
+            own = [box for (mesh, box), holder in self.holders.items() if mesh == mine and holder == rank]
+            found: dict[Part, None] = {}
+            for box in own:
+                for part in dict.fromkeys(part for mesh, _, part in self._meeting(box) if mesh != mine):
+                    comparing = sorted(self._comparing(part))
+                    found[Part(box, part, len(comparing) - 1 if comparing[0] == (rank, box) else -1)] = None
+            self._parts[rank] = list(found)
+        return self._parts[rank]
+
+    def _comparing(self, part: Box) -> set[tuple[int, Box]]:
+        """Return the ranks that compare these very elements, with the boxes that they are in."""
+        around = [(mesh, box) for mesh, box, met in self._meeting(part) if met == part]
+        return {
+            (self.holders[mesh, box], box)
+            for mesh, box in around
+            if any(other != mesh and _met(box, beside) == part for other, beside in around)
+        }
+
+    def _meeting(self, box: Box) -> Iterator[tuple[int, Box, Box]]:
+        """Yield the boxes of all meshes that have elements in common with one, with the place of these elements."""
+        bounds = self._bounds
+        low = torch.maximum(bounds[:, 0], torch.tensor(box.start, dtype=torch.int64))
+        high = torch.minimum(bounds[:, 1], torch.tensor(box.stop, dtype=torch.int64))
+        rows = (high > low).all(1).nonzero()[:, 0]
+        listed = self._listed
+        for row, start, stop in zip(rows.tolist(), low[rows].tolist(), high[rows].tolist(), strict=True):
+            yield *listed[row], Box(tuple(start), tuple(stop))
+
+    @cached_property
+    def _listed(self) -> list[tuple[int, Box]]:
+        return list(self.holders)
+
+    @cached_property
+    def _bounds(self) -> torch.Tensor:
+        return torch.tensor([box for _, box in self._listed], dtype=torch.int64).view(len(self._listed), 2, -1)
+
+
+def _met(one: Box, other: Box) -> Box:
+    """Return the elements that two boxes have in common."""
+    return Box(tuple(map(max, one.start, other.start)), tuple(map(min, one.stop, other.stop)))
 
 
 def first_copy(shape: Sequence[int], boxes: Mapping[int, Sequence[Box]]) -> dict[int, list[Box]]:
@@ -110,31 +160,49 @@ def check_replicas(call: Call, manifest: Manifest, copies: Mapping[int, Copies])
         return
 
     call.expect()
-    found = [
-        (number, *part, _digest(piece))
-        for number, (index, held) in enumerate(compared.items())
-        for part, piece in _pieces(held, manifest.chunks[index], call.group.rank)
-    ]
-    told = json.dumps(found).encode()
+    # For each leaf a sum over all ranks, which is nothing exactly if (but for chance) what is compared is the same.
+    sums = torch.zeros(len(compared), 2, dtype=torch.int64)
+    found: list[list[tuple[Box, bytes]]] = [[] for _ in compared]
+    for number, (index, held) in enumerate(compared.items()):
+        for place, piece in _pieces(held, manifest.chunks[index], call.group.rank):
+            digest = _digest(piece)
+            found[number].append((place.part, digest))
+            sums[number] += _weighed(place, digest)
+    mixed = (sums * torch.arange(1, 2 * len(sums), 2)[:, None]).sum(0)  # by odd numbers: no leaf's sum is lost
     call.ready()
+    if not bool(call.group.all_reduce(mixed).any()):
+        return
+    unlike = call.group.all_reduce(sums).any(1).nonzero()[:, 0].tolist()
+    for number in unlike:
+        ranks = _unlike_ranks(call, found[number])
+        if ranks:  # and not only a rank without elements
+            raise _unlike(manifest, list(compared)[number], ranks, len(unlike))
+
+
+def _unlike_ranks(call: Call, found: Sequence[tuple[Box, bytes]]) -> list[list[int]]:
+    """Have the ranks tell each other their digests of a leaf, and return those that do not agree at some place."""
+    which, texts = call.group.told_once(json.dumps([(*part, digest.hex()) for part, digest in found]).encode())
     ranks_by_digest: defaultdict[Any, defaultdict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, row in enumerate(call.group.all_gather_bytes(told)):
-        for number, start, stop, digest in json.loads(row):
-            ranks_by_digest[number, tuple(start), tuple(stop)][digest].append(rank)
-    unlike = {place: found for place, found in ranks_by_digest.items() if len(found) > 1}
-    if unlike:
-        first = min(unlike)
-        index = list(compared)[first[0]]
-        raise _unlike(manifest, index, list(unlike[first].values()), len({number for number, *_ in unlike}))
+    for rank, number in enumerate(which):
+        for start, stop, digest in json.loads(texts[number]):
+            ranks_by_digest[tuple(start), tuple(stop)][digest].append(rank)
+    unlike = [list(listed.values()) for _, listed in sorted(ranks_by_digest.items()) if len(listed) > 1]
+    return unlike[0] if unlike else []
 
 
-def _pieces(held: Copies, chunks: LocalChunks, rank: int) -> Iterator[tuple[Box, torch.Tensor]]:
+def _weighed(place: Part, digest: bytes) -> torch.Tensor:
+    """Return what a rank adds to the sum of a leaf: two numbers of 64 bits that stand for elements and their place."""
+    words = struct.unpack("<qq", blake2b(repr(place.part).encode() + digest, digest_size=16).digest())
+    return torch.tensor(words, dtype=torch.int64) * place.weight
+
+
+def _pieces(held: Copies, chunks: LocalChunks, rank: int) -> Iterator[tuple[Part, torch.Tensor]]:
     """Yield the parts that this rank compares, with their tensors; none without elements, of which nothing is read."""
     by_box = dict(zip(chunks.boxes, chunks.pieces, strict=True))
-    for box, part in held.in_common(rank):
-        piece = by_box[box]
+    for place in held.in_common(rank):
+        piece = by_box[place.box]
         if not piece.is_meta and holds_memory(piece):
-            yield part, _within(piece, box, part)
+            yield place, _within(piece, place.box, place.part)
 
 
 def _within(piece: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
@@ -144,7 +212,7 @@ def _within(piece: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
     return piece
 
 
-def _digest(tensor: torch.Tensor) -> str:
+def _digest(tensor: torch.Tensor) -> bytes:
     """Return a digest of a tensor's elements, in row-major order."""
     found = blake2b(digest_size=16)
     tensor = tensor.detach()
@@ -155,7 +223,7 @@ def _digest(tensor: torch.Tensor) -> str:
     for slab in in_slabs(whole, -(-tensor.nbytes // _SLAB_BYTES)):
         bits = bits_of(_within(tensor, whole, slab))
         found.update((ctypes.c_char * bits.nbytes).from_address(bits.data_ptr()))
-    return found.hexdigest()
+    return found.digest()
 
 
 def _unlike(manifest: Manifest, index: int, ranks: Sequence[Sequence[int]], count: int) -> RankMismatch:

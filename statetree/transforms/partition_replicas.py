@@ -124,6 +124,21 @@ def _kept(
 
 def _by_share(held: Sequence[ChunkLayout]) -> ChunkLayout:
     """Return a layout with one box for each set of boxes that a rank holds: they are kept or left together."""
+    memo = held[0].memo
+    key = ("by share", *map(id, held))
+    if key not in memo:
+        memo[key] = _shares(held), held  # which must live as long as their ids are looked up
+    found: ChunkLayout = memo[key][0]
+    return found
+
+
+def _shares(held: Sequence[ChunkLayout]) -> ChunkLayout:
+    first = held[0]
+    if len(held) == 1 and bool((first.ranks[1:] > first.ranks[:-1]).all()):  # no rank has several boxes
+        stops = first.distinct.volumes.cumsum(0)
+        starts = stops - first.distinct.volumes
+        which = first.distinct.which
+        return ChunkLayout((int(stops[-1]) if len(stops) else 0,), first.ranks, starts[which, None], stops[which, None])
     shares: dict[Any, Box] = {}
     ranks: dict[int, list[Box]] = {}
     position = 0

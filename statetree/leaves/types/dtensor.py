@@ -11,7 +11,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from statetree.chunks.layouts import ChunkLayout, Split, mesh_layout
-from statetree.chunks.local import LocalChunks, listed_chunks, local_pieces, location_of
+from statetree.chunks.local import LocalChunks, MeshSplits, listed_chunks, local_pieces, location_of
 from statetree.chunks.reductions import reduces
 from statetree.errors import UnsupportedLeaf
 from statetree.leaves.types.tensor import attributes_of, set_attributes
@@ -39,7 +39,7 @@ class _Wrapper(NamedTuple):
 
 
 #: What a ``DTensor`` keeps for itself.
-_OWN: Final = frozenset({"_local_tensor", "_spec"})
+OWN: Final = frozenset({"_local_tensor", "_spec"})
 
 
 class DTensorType(WrapperType):
@@ -50,7 +50,7 @@ class DTensorType(WrapperType):
 
     def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
         attributes = vars(value) if type(value) is DTensor else attributes_of(value)
-        carried = {name: held for name, held in attributes.items() if name not in _OWN}
+        carried = {name: held for name, held in attributes.items() if name not in OWN}
         leaves, spec = flatten(carried) if carried else ([], None)
         return [value._local_tensor, *leaves], _Wrapper(type(value), value._spec, value.requires_grad, spec)
 
@@ -94,7 +94,7 @@ class DTensorType(WrapperType):
     def local_chunks(self, value: Any, ranks: Ranks) -> LocalChunks:
         """Return which chunks of a ``DTensor`` this rank holds, and where the others are."""
         spec, local = value._spec, value._local_tensor
-        if isinstance(local, AsyncCollectiveTensor):
+        if type(local) is not torch.Tensor and isinstance(local, AsyncCollectiveTensor):
             local = local.wait()
         is_bare = type(local) is torch.Tensor and not local.__dict__
         if not is_bare and hasattr(local, "__create_chunk_list__"):  # some attach it to a plain tensor: it knows better
@@ -120,9 +120,9 @@ class DTensorType(WrapperType):
                 f"shape of {held}, got {tuple(local.shape)}. Make it with distribute_tensor or from_local(shape=...)."
             )
             raise UnsupportedLeaf(msg)
-        text, detail, layout, boxes, summands, _, _ = known
+        text, detail, layout, boxes, summands, _, mesh, _ = known
         return LocalChunks(
-            text, detail, shape, dtype, layout, boxes, pieces, location_of(local), local.device.type, summands
+            text, detail, shape, dtype, layout, boxes, pieces, location_of(local), local.device.type, summands, mesh
         )
 
 
@@ -135,12 +135,13 @@ class _Described(NamedTuple):
     boxes: Sequence[Box]
     summands: tuple[str, tuple[ChunkLayout, ...]] | None
     only: torch.Size | None  # the shape of the local tensor, if it is the only piece
-    mesh: Any  # so that its id is not handed out again
+    mesh: MeshSplits
+    kept: Any  # the mesh: so that its id is not handed out again
 
 
 def _described(spec: Any, shape: tuple[int, ...], dtype: torch.dtype, ranks: Ranks, *, on_meta: bool) -> _Described:
     mesh = spec.mesh
-    mesh_shape, listed, members, _ = ranks.positions(mesh)
+    mesh_shape, digest, listed, members, _ = ranks.positions(mesh)
     splits, summed = _splits(spec)
     layout = mesh_layout(shape, mesh_shape, members, splits)
     boxes = layout.boxes_of(ranks.rank)
@@ -148,7 +149,8 @@ def _described(spec: Any, shape: tuple[int, ...], dtype: torch.dtype, ranks: Ran
     text = f"a {kind} {dtype} {shape} {spec.placements} over a mesh {mesh_shape} of {mesh.device_type}"
     summands = _summands(spec, shape, dtype, mesh_shape, members, splits, summed) if summed else None
     only = torch.Size(boxes[0].sizes) if len(boxes) == 1 else None
-    return _Described(text, f"{listed}{spec.shard_order}", layout, boxes, summands, only, mesh)
+    splitting = MeshSplits(mesh_shape, listed, splits)
+    return _Described(text, f"{digest}{spec.shard_order}", layout, boxes, summands, only, splitting, mesh)
 
 
 def _splits(spec: Any) -> tuple[tuple[Split, ...], list[int]]:

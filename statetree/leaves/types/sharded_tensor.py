@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from statetree.chunks.layouts import ChunkLayout
     from statetree.chunks.ranks import Ranks
 
 
@@ -85,11 +87,7 @@ class ShardedTensorType(LeafType):
         """Return which chunks of a ``ShardedTensor`` this rank holds, and where the others are."""
         metadata = value.metadata()
         shape, dtype = tuple(metadata.size), metadata.tensor_properties.dtype
-        held: dict[int, list[Box]] = {}
-        for shard in metadata.shards_metadata:
-            rank = ranks.index.get(shard.placement.rank(), -1)
-            if rank >= 0 and all(shard.shard_sizes):
-                held.setdefault(rank, []).append(_box(shard))
+        detail, layout = _layout(metadata, shape, ranks)
         local = [shard for shard in value.local_shards() if all(shard.metadata.shard_sizes)]
         pieces = [shard.tensor.detach() for shard in local]
         kinds = sorted({shard.placement.device().type for shard in metadata.shards_metadata})
@@ -97,15 +95,31 @@ class ShardedTensorType(LeafType):
         kind = "ShardedTensor on meta" if device == "meta" else "ShardedTensor"
         return LocalChunks(
             f"a {kind} {dtype} {shape} in {len(metadata.shards_metadata)} shards",
-            str([(shard.shard_offsets, shard.shard_sizes, str(shard.placement)) for shard in metadata.shards_metadata]),
+            detail,
             shape,
             dtype,
-            layout_of(shape, held),
+            layout,
             [_box(shard.metadata) for shard in local],
             pieces,
             tuple(map(location_of, pieces)) if pieces else id(value),
             device,
         )
+
+
+def _layout(metadata: Any, shape: tuple[int, ...], ranks: Ranks) -> tuple[str, ChunkLayout]:
+    """Return a digest of where all shards are, and the layout: one for all tensors whose shards lie alike."""
+    shards = metadata.shards_metadata
+    key = (shape, tuple((*shard.shard_offsets, *shard.shard_sizes, str(shard.placement)) for shard in shards))
+    if key not in ranks.memo:
+        held: dict[int, list[Box]] = {}
+        for shard in shards:
+            rank = ranks.index.get(shard.placement.rank(), -1)
+            if rank >= 0 and all(shard.shard_sizes):
+                held.setdefault(rank, []).append(_box(shard))
+        digest = blake2b(repr(key).encode(), digest_size=16).hexdigest()
+        ranks.memo[key] = digest, layout_of(shape, held)
+    found: tuple[str, ChunkLayout] = ranks.memo[key]
+    return found
 
 
 def _is_elsewhere(tensor: torch.Tensor, shard: Any, whole: Any) -> bool:
