@@ -21,7 +21,7 @@ SOURCES := $(wildcard statetree tests examples benchmarks docs)
 WITHOUT_DEPENDENCIES := resemblyzer lpips torchao
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test slow check lint types doctest docs coverage mutation thorough soak bench package integration fuzz instructions format clean
+.PHONY: help venv demo test slow check lint types doctest docs coverage mutation thorough soak bench package versions integration fuzz instructions format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -93,6 +93,9 @@ $(BUILDERS): $(STAMP)
 
 package: $(BUILDERS)  ## Build the package, install it into an empty environment, and run tests there
 	@HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-ci}" $(BIN)/python -m tests.package build/package $(ARGS)
+
+versions: $(STAMP)  ## Run the tests on torch 2.11, 2.13 and 2.15, each in an environment of its own (large downloads)
+	@$(BIN)/python -m tests.versions $(ARGS)
 
 # An environment of its own: what these packages bring along may not be there when the other tests run.
 $(OTHERS_STAMP): pyproject.toml constraints.txt

@@ -12,10 +12,10 @@ BEGIN_LINE: Final = "<!-- figures in a line: written by make bench -->\n"
 END_LINE: Final = "<!-- end of the line -->\n"
 #: What the line tells: rows, not the best alone, and what the work is in words.
 LINE: Final = {
-    "stage again, 10,000 x 1 KB": "to stage 10,000 small tensors again",
-    "similarity, 10,000 x 1 KB": "to compare them",
-    "gather to all, 1,000 x 4 KB DTensors, 2 ranks": "to gather 1,000 small DTensors",
-    "ten saves, a transformer and AdamW: 1,152 tensors, 54 MB": "for ten whole saves, of which most is writing files",
+    "stage again, 10,000 x 1 KB": "at staging 10,000 small tensors again",
+    "similarity, 10,000 x 1 KB": "at comparing them",
+    "gather to all, 1,000 x 4 KB DTensors, 2 ranks": "at gathering 1,000 small DTensors",
+    "ten saves, a transformer and AdamW: 1,152 tensors, 54 MB": "at ten whole saves, most of which is writing files",
 }
 
 _FASTER: Final = "times faster than "
@@ -33,14 +33,14 @@ def line(results: dict[str, Any]) -> str:
     rows = {row["title"]: row for row in reversed(results["rows"])}
     parts = [f"**{_ratio(rows[title], _peers(rows[title])[0])}** {work}" for title, work in LINE.items()]
     return (
-        f"How long PyTorch's own helpers take, in multiples of statetree's time: {'; '.join(parts)}. `make bench` "
-        "measures it; [all figures, and the machine](#how-fast-it-is).\n"
+        f"Speed beside PyTorch's own helpers (above 1, statetree is faster): {'; '.join(parts)}. `make bench` measures "
+        "it; [all figures, and the machine](#how-fast-it-is).\n"
     )
 
 
 def figures(results: dict[str, Any]) -> str:
     """Return the table, and what it was measured on."""
-    lines = ["| work | statetree | peer | the peer takes | the floor takes |", "|---|---|---|---|---|"]
+    lines = ["| work | statetree takes | compared with | speed-up |", "|---|---|---|---|"]
     done: set[str] = set()
     for row in results["rows"]:
         peers = _peers(row)
@@ -50,8 +50,7 @@ def figures(results: dict[str, Any]) -> str:
     machine = results["machine"]
     lines.append(
         f"\nMedians of {results['date'][:10]} with torch {results['versions']['torch']} on {machine['cores']} cores "
-        f"({machine['cpu']}), as multiples of statetree's time. The floor is a bare copy of the bytes, or the least "
-        "that the work takes."
+        f"({machine['cpu']}). The speed-up is the peer's time by statetree's: above 1, statetree is faster."
     )
     return "\n".join(lines) + "\n"
 
@@ -72,10 +71,8 @@ def _ratio(row: dict[str, Any], peer: str) -> str:
 
 
 def _cells(row: dict[str, Any], peer: str) -> str:
-    floors = [contender["times_ours"] for contender in row["contenders"] if contender["role"] == "floor"]
     ours = next(contender for contender in row["contenders"] if contender["role"] == "ours")
-    floor = f"{floors[0]:.2f}{_TIMES}" if floors else ""
-    return f"| {row['title']} | {_time(ours['median_s'])} | `{peer}` | **{_ratio(row, peer)}** | {floor} |"
+    return f"| {row['title']} | {_time(ours['median_s'])} | `{peer}` | **{_ratio(row, peer)}** |"
 
 
 def _time(seconds: float) -> str:

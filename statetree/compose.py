@@ -18,6 +18,7 @@ from statetree.declare import is_collective, is_leafwise
 from statetree.errors import RankMismatch, StateTreeError, TreeMismatch, place_in_tree
 from statetree.exchange.consensus import Entry, Fingerprint, agree, ready, tell_failure
 from statetree.exchange.group import group_of
+from statetree.exchange.prepared import Prepared, preparing
 from statetree.leaves.builtin import global_bytes, holds_tensor, is_distributed
 from statetree.leaves.parts import unpack
 from statetree.leaves.ties import tied_leaves
@@ -156,6 +157,54 @@ def stream(tree: Any, step: Step) -> Iterator[tuple[Path, Any]]:
     """
     leaves, spec = flatten_for_copy(tree, holds_tensor, verb="stream")
     yield from _stream(leaves, spec, chain(step).steps, spec.paths())
+
+
+def prepare(verb: Callable[..., Any], /, *args: Any, **options: Any) -> Prepared:
+    """Plan a transfer and agree on it once, to move elements many times.
+
+    ``sync = prepare(reshard, tree, like, in_place=True)`` checks, plans, agrees and takes memory for these very tensors,
+    and moves nothing yet. Each ``sync()`` moves what they hold then, at a small part of the cost of ``reshard``: the
+    ranks tell each other, in one small message, that their tensors still lie where they lay.
+
+    Only elements move again. Structure, plain values and opaque objects stay what they were when the transfer was
+    prepared (``gather`` passes leaves that are not distributed through: those are the source's own). So do results of
+    looking at elements: whether meshes that differ from rank to rank hold copies is found out once.
+
+    Args:
+        verb: ``gather``, ``distribute``, ``broadcast`` or ``reshard``, or a transform of your own that moves elements
+            with one of them, or one ``exchange``.
+        args: What it is called with.
+        options: Its options.
+
+    Returns:
+        A function without arguments. It returns the same tree each time, with new elements. It holds its tensors until
+        it is closed, with ``close()`` or at the end of a ``with`` block.
+
+    Aliasing:
+        As for the verb.
+
+    Collective:
+        If the verb is, so are both ``prepare`` and each call of what it returns.
+
+    Raises:
+        TypeError: If the verb moves no elements, or in several steps.
+        Exception: What the verb raises. On every rank, as there.
+        RankMismatch: When elements are to move: if on some rank a tensor was moved, resized, freed or replaced since.
+            On every rank, before anything moves.
+
+    Example:
+        >>> import statetree as st, torch
+        >>> weights, engine = {"w": torch.zeros(2)}, {"w": torch.empty(2)}
+        >>> with st.prepare(st.reshard, weights, engine, in_place=True) as sync:
+        ...     for step in range(2):
+        ...         weights["w"] += 1
+        ...         sync()
+        {'w': tensor([1., 1.])}
+        {'w': tensor([2., 2.])}
+    """
+    with preparing() as preparation:
+        tree = verb(*args, **options)
+    return preparation.finish(getattr(getattr(verb, "func", verb), "__name__", repr(verb)), tree)
 
 
 def _apply_by_bucket(tree: Any, steps: Sequence[Step]) -> Any:

@@ -5,6 +5,7 @@ Tried with torch 2.11.0 and 2.13.0. (``leaf_types`` touch what is private to the
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from functools import cache, wraps
 from itertools import chain, repeat
@@ -102,6 +103,24 @@ def storages_sent() -> set[int]:
     return {reference.cdata for reference in references if not reference.expired()}
 
 
+@cache
+def _memcmp() -> Any:
+    """Return the C library's ``memcmp``, which is twice as quick as ``torch.equal``; ``None`` where it is not found."""
+    try:
+        function = ctypes.CDLL(None).memcmp
+    except (OSError, TypeError, AttributeError):  # not on Windows
+        return None
+    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    function.restype = ctypes.c_int
+    return function
+
+
+def compare_memory(a: int, b: int, nbytes: int) -> bool | None:
+    """Whether host memory at two addresses is equal; ``None`` if that cannot be asked here."""
+    function = _memcmp()
+    return None if function is None else not function(a, b, nbytes)
+
+
 #: Whether a tensor is one of autograd's, which are all zeros and have no memory whatever their storage says.
 is_zero_tensor: Final[Any] = TENSOR_BASE._is_zerotensor
 
@@ -160,15 +179,24 @@ def without_common_bits(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor,
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Do as ``copy_all``, for tensors of any kind and whatever their bits: the targets then read like the sources."""
+    copy_all(*plain_pairs(targets, sources))
+
+
+def plain_pairs(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """Return tensors that ``copy_all`` takes, on the memory of others, so that the targets then read like the sources.
+
+    Of sources that are converted into targets with bits, copies are made.
+    """
     dtypes = set(map(TENSOR_BASE.dtype.__get__, targets))
     has_bits = any(map(TENSOR_BASE.is_neg, targets)) or (
         any(dtype.is_complex for dtype in dtypes) and any(map(TENSOR_BASE.is_conj, targets))
     )
     if dtypes.isdisjoint(COPIED_AS_INTEGERS) and not has_bits:
-        copy_all(targets, sources)
-        return
+        return targets, sources
     pairs = list(map(plain_pair, targets, sources))
-    copy_all([to for to, _ in pairs], [of for _, of in pairs])
+    return [to for to, _ in pairs], [of for _, of in pairs]
 
 
 def plain_pair(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

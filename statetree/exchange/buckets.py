@@ -9,6 +9,7 @@ under way, the next is packed.
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 from itertools import groupby, islice
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -16,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from statetree.exchange.plan import BoxTransfer, Cut, ExchangePlan, Move
-from statetree.torch_internals import copy_each
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from statetree.exchange.executor import Executor
     from statetree.exchange.group import Group
 
 #: How many bytes a rank sends and receives at a time, unless the caller says otherwise.
@@ -155,12 +156,13 @@ class BucketedPlan:
             most[number % 2] = max(most[number % 2], need)
         return most[0], most[1]
 
-    def run(self, pieces: Sequence[Pieces], group: Group, buckets: Buckets) -> None:
+    def run(self, pieces: Sequence[Pieces], group: Group, executor: Executor, buckets: Buckets) -> None:
         """Move everything. Nothing is checked and (but for very many rounds) no memory taken: the ranks have agreed.
 
         Args:
             pieces: This rank's tensors, for each move.
             group: The ranks.
+            executor: Copies, sends and waits.
             buckets: What ``take_buckets`` returned for the ``bucket_sizes`` of these pieces.
         """
         taken = list(buckets)
@@ -168,10 +170,10 @@ class BucketedPlan:
         for number, step in enumerate(self._steps()):
             if number >= _MAX_SIZED:
                 taken[number % 2] = _large_enough(taken[number % 2], step, pieces)
-            under_way = _start(step, taken[number % 2], pieces, group)
+            under_way = _start(step, taken[number % 2], pieces, group, executor)
             if finish is not None:
                 finish()
-            _copy_here(step, pieces)
+            _copy_here(step, pieces, executor)
             finish = under_way
         if finish is not None:
             finish()
@@ -278,7 +280,9 @@ class _Room:
         return fresh
 
 
-def _start(step: _Step, bucket: torch.Tensor, pieces: Sequence[Pieces], group: Group) -> Callable[[], None]:
+def _start(
+    step: _Step, bucket: torch.Tensor, pieces: Sequence[Pieces], group: Group, executor: Executor
+) -> Callable[[], None]:
     """Start a round, and return the function that waits for it and puts what came in where it belongs."""
     outgoing = bucket[: step.sent.nbytes]
     incoming = bucket[step.sent.nbytes :]
@@ -297,22 +301,22 @@ def _start(step: _Step, bucket: torch.Tensor, pieces: Sequence[Pieces], group: G
             unpacked.append((box, whole))
         received.append((transfer.peers[0], _as_bytes(whole)))
     places, boxes = _pairs(step.sent, outgoing, sources)
-    copy_each(places, boxes)
+    executor.copy(places, boxes)
     sent = [(peer, outgoing[start:stop]) for peer, start, stop in step.sent.stretches]
     for move, transfer in step.sent.large:
         box = _cut(sources[move][transfer.piece], transfer.cut)
         if not _can_travel(box, bucket.device):
             whole = room.like(box)
-            copy_each([whole], [box])
+            executor.copy([whole], [box])
             box = whole
         sent += [(peer, _as_bytes(box)) for peer in transfer.peers]
-    wait = group.exchange(sent, received)
+    wait = executor.start(partial(group.exchange, sent, received))
 
     def finish() -> None:
         wait()
-        torch.autograd.graph.increment_version(written)
+        executor.call(partial(torch.autograd.graph.increment_version, written))
         places, boxes = _pairs(step.received, incoming, targets)
-        copy_each([*boxes, *(box for box, _ in unpacked)], [*places, *(whole for _, whole in unpacked)])
+        executor.copy([*boxes, *(box for box, _ in unpacked)], [*places, *(whole for _, whole in unpacked)])
 
     return finish
 
@@ -345,7 +349,7 @@ def _pairs(side: _Side, bucket: torch.Tensor, tensors: list[Sequence[torch.Tenso
     return places, boxes
 
 
-def _copy_here(step: _Step, pieces: Sequence[Pieces]) -> None:
+def _copy_here(step: _Step, pieces: Sequence[Pieces], executor: Executor) -> None:
     sources = [_cut(pieces[move].sources[piece], cut) for move, piece, cut in step.copied]
     targets = [_cut(pieces[move].targets[piece], cut) for move, piece, cut in step.written]
-    copy_each(targets, sources)
+    executor.copy(targets, sources)

@@ -30,12 +30,14 @@ class Call:
 
     Attributes:
         group: The ranks.
+        communicates: Whether other ranks take part at all.
     """
 
     def __init__(self, verb: str, process_group: ProcessGroup | None, timeout: Timeout, **options: Any) -> None:
         self.verb = verb
         self.options = options
         self.group = group_of(verb, process_group, timeout)
+        self.communicates = True
         self._awaited = True  # by the other ranks, in an agreement
 
     def __enter__(self) -> Self:
@@ -72,7 +74,7 @@ class Call:
 
     def alone(self) -> None:
         """Say that no agreement comes: this call communicates with nobody."""
-        self._awaited = False
+        self.communicates = self._awaited = False
 
     def agree(self, fingerprint: Fingerprint) -> Consensus:
         """Make sure that all ranks have one fingerprint.

@@ -13,16 +13,19 @@ from statetree.chunks.layouts import whole_on
 from statetree.errors import StateTreeError, UnsupportedLeaf, place_in_tree
 from statetree.exchange.partial_reduction import Chunked
 from statetree.exchange.transfers import Transfer, as_sendable
+from statetree.leaves.builtin import taken_over
+from statetree.leaves.copying import prepared_copy
 from statetree.leaves.replicas import moved, replicated
 from statetree.spans.layout import is_dense
 from statetree.spans.memory import Memory, memory_of
 from statetree.tree.flatten import unflatten
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from statetree.chunks.layouts import ChunkLayout
     from statetree.chunks.local import LocalChunks
+    from statetree.exchange.executor import Executor
     from statetree.exchange.manifest import Manifest
 
 #: Where something lies, as users give it; ``None`` for where it lies already.
@@ -70,13 +73,39 @@ class Destination:
         """
         raise NotImplementedError
 
-    def run_alone(self, bucket_bytes: int) -> None:
+    def run_alone(self, executor: Executor, bucket_bytes: int) -> None:
         """Move elements of a source of which this rank holds everything."""
         raise NotImplementedError
 
+    def write(self) -> None:
+        """Write what this rank has itself, once the other elements are there."""
+
+    def written_again(self) -> Callable[[], None]:
+        """Return what writes, when elements move once more, what was made with its elements the first time."""
+        return _nothing
+
+    def check_values(self, source: Manifest) -> None:
+        """Raise ``TreeMismatch`` if other elements than those of the first time may not move to where these did.
+
+        Args:
+            source: The tree with the elements.
+        """
+
+    def reads(self) -> Iterable[int]:
+        """Return the leaves of the source whose elements are read."""
+        return self.source.chunks
+
+    def writes(self) -> Iterable[int]:
+        """Return the leaves of the result whose elements are written."""
+        return self.source.chunks
+
     def finish(self) -> Any:
-        """Do what is left once the elements are there, and return the tree."""
+        """Return the resulting tree."""
         return unflatten(self.source.spec, self.leaves)
+
+
+def _nothing() -> None:
+    """Write nothing."""
 
 
 class FreshDestination(Destination):
@@ -102,6 +131,7 @@ class FreshDestination(Destination):
         self._moves = device is None or torch.device(device).type != "meta"  # on every rank alike
         self._device = "meta" if isinstance(rule, WholeOn) and rank not in rule.ranks else device
         self._layouts = {index: rule(chunks) for index, chunks in source.chunks.items()}
+        self._brought: list[int] = []
         self._bring_others(self._device)
         self._canonical: dict[int, int] = {}
         self._make()
@@ -130,6 +160,24 @@ class FreshDestination(Destination):
             raise
         for index, leaf in zip(rest, brought.values(), strict=True):
             self.leaves[index] = leaf
+            if memory.device.type != "meta" and leaf is not self.source.leaves[index] and not taken_over(leaf):
+                self._brought.append(index)
+
+    def written_again(self) -> Callable[[], None]:
+        """Return what copies those leaves once more that were brought to another device."""
+        keys = self.source.spec.flat_keys()
+        before, after = (
+            {keys[index]: leaves[index] for index in self._brought} for leaves in (self.source.leaves, self.leaves)
+        )
+        return prepared_copy(self.source.verb, before, after)[1]
+
+    def reads(self) -> Iterable[int]:
+        """Return the leaves of the source whose elements are read."""
+        return [*self.source.chunks, *self._brought]
+
+    def writes(self) -> Iterable[int]:
+        """Return the leaves of the result whose elements are written."""
+        return self.reads()
 
     def _fresh(self, index: int, canonical: int, device: Device) -> Any:
         leaf, chunks = self.source.leaves[index], self.source.chunks[index]

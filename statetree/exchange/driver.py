@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from statetree.errors import RankMismatch
 from statetree.exchange.buckets import BUCKET_BYTES
 from statetree.exchange.call import Call, is_rank
 from statetree.exchange.consensus import Entry, Fingerprint
-from statetree.exchange.description import Message, Received, described, opened, span_transfers
+from statetree.exchange.description import Message, Received, Sent, described, opened, span_transfers
 from statetree.exchange.destination import FreshDestination
 from statetree.exchange.discovery import discover_layouts
+from statetree.exchange.executor import Executor
 from statetree.exchange.like import LikeDestination
 from statetree.exchange.manifest import Manifest
+from statetree.exchange.prepared import preparation_under_way
 from statetree.exchange.transfers import (
     PlannedTransfers,
     TransferOptions,
@@ -20,25 +23,54 @@ from statetree.exchange.transfers import (
     plan_transfers,
     sources_of,
 )
+from statetree.leaves.held_memory import HeldMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
+    from types import TracebackType
 
     from torch.distributed import ProcessGroup
 
     from statetree.chunks.layouts import ChunkLayout
     from statetree.errors import StateTreeError
-    from statetree.exchange.description import Sent
+    from statetree.exchange.consensus import Consensus
     from statetree.exchange.destination import Destination, Device, Rule
     from statetree.exchange.group import Timeout
     from statetree.exchange.transfers import Transfer
+    from statetree.tree.spec import TreeSpec
 
 
 class Exchange(Call):
-    """One call of a collective that moves elements. Made by ``exchange``."""
+    """One call of a collective that moves elements. Made by ``exchange``.
+
+    Attributes:
+        executor: Moves the elements, or records how.
+    """
+
+    def __init__(self, verb: str, process_group: ProcessGroup | None, timeout: Timeout, **options: Any) -> None:
+        super().__init__(verb, process_group, timeout, **options)
+        self._preparation = preparation_under_way()
+        self.executor = Executor()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        preparation, self._preparation = self._preparation, None
+        if preparation is not None and kind is None:
+            preparation.conclude(self)
+        super().__exit__(kind, error, traceback)
+
+    def agree(self, fingerprint: Fingerprint) -> Consensus:
+        """Do as ``Call.agree``. If the call is prepared, the ranks agree once more, at its end."""
+        consensus = super().agree(fingerprint)
+        if self._preparation is not None:
+            self.expect()
+        return consensus
 
     def check_options(self) -> None:
         """Raise ``ValueError`` if an option that many collectives have cannot be."""
+        if self._preparation is not None:
+            self.executor = self._preparation.begin(self)
         bucket_bytes = self.options.get("bucket_bytes", 1)
         if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
             msg = f"{self.verb}: bucket_bytes must be a positive number of bytes, got {bucket_bytes!r}."
@@ -159,14 +191,34 @@ class Exchange(Call):
             self.expect()
             planned.append(self._planned(source, target, [layouts for layouts, _ in found], (consensus.key, told)))
             self.ready()
-        planned.pop().run()
-        return target.finish()
+        planned.pop().run(self.executor)
+        return self.finish(target, source)
 
     def move_alone(self, target: Destination) -> Any:
         """Do as ``move`` where this rank has all that it needs, without communication."""
         self.alone()
-        target.run_alone(self.bucket_bytes)
+        target.run_alone(self.executor, self.bucket_bytes)
+        return self.finish(target, target.source)
+
+    def finish(self, target: Destination, source: Manifest | None) -> Any:
+        """Do what is left once elements have moved, and return the resulting tree.
+
+        Args:
+            target: Where they moved.
+            source: The tree that they come from, if it is this rank's.
+        """
+        self.executor.call(target.write)
+        self.executor.with_each(target.written_again)
+        if source is not None:
+            self.executor.before_each(partial(target.check_values, source))
+            self.hold(source.spec, source.leaves, target.reads())
+        self.hold(target.source.spec, target.leaves, target.writes())
         return target.finish()
+
+    def hold(self, spec: TreeSpec, leaves: Sequence[Any], indices: Iterable[int], *, opaque: bool = False) -> None:
+        """If the call is prepared: hold the memory of leaves, and have it looked at before elements move again."""
+        if self._preparation is not None:
+            self._preparation.held.append(HeldMemory(spec, leaves, list(indices), opaque=opaque))
 
     def receive(self, sent: Sent | StateTreeError | None, like: Manifest | None) -> Received:
         """Agree with the other ranks on a tree that one of them, the option ``src``, describes, and receive it.
@@ -198,8 +250,11 @@ class Exchange(Call):
         transfers = span_transfers(src, self.group, message.spans, places)
         planned = self._planned_from((*key, sizes), transfers, [place.device.type for place in places])
         self.ready()
-        planned.run()
+        planned.run(self.executor)
+        self.executor.catch_up()  # what leaves are put together by may be among the elements
         del planned  # and its buckets
+        if isinstance(sent, Sent):
+            self.hold(sent.manifest.spec, sent.manifest.leaves, description.described, opaque=True)
         self.expect()
         return Received(description, description.put_together(self.verb, parts), layouts, key)
 
@@ -214,7 +269,7 @@ class Exchange(Call):
         devices = [] if manifest is None else [chunks.device for chunks in manifest.chunks.values()]
         planned = self._planned_from((*received.key, "layouts"), transfers, devices)
         self.ready()
-        planned.run()
+        planned.run(self.executor)
 
     def _planned_from(self, key: Any, transfers: Sequence[Transfer], devices: Sequence[str]) -> PlannedTransfers:
         device = communicating_device(self.group, devices)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,16 +24,17 @@ from statetree.paths import Path
 from statetree.spans.columns import Columns
 from statetree.spans.layout import holds_memory
 from statetree.spans.memory import Memory
-from statetree.spans.overlaps import overlaps_itself, shared_elements
+from statetree.spans.overlaps import are_disjoint, overlaps_itself, shared_elements
 from statetree.torch_internals import storage_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from statetree.chunks.boxes import Box
     from statetree.chunks.layouts import ChunkLayout
     from statetree.chunks.local import LocalChunks
     from statetree.exchange.description import Received
+    from statetree.exchange.executor import Executor
     from statetree.exchange.group import Group
     from statetree.exchange.manifest import Manifest
     from statetree.tree.spec import TreeSpec
@@ -81,6 +82,7 @@ class LikeDestination(Destination):
         self._check_writable()
         self._check_disjoint()
         self._write: Callable[[], None] = _nothing
+        self._local: Sequence[int] = ()
         if not described:
             moved = set(moving)
             local = [index for index in range(len(self._partners)) if index not in moved]
@@ -128,7 +130,7 @@ class LikeDestination(Destination):
             source: The tree with the elements, on that rank.
         """
         if source is not None:  # it may hold nothing of leaves that others know to be tied
-            refuse(self.like.verb, tied_differently(source, self.like, self._partners, self._moving))
+            self.check_ties(source)
         found: list[Transfer] = []
         for index in self._moving:
             if self._first(index) == index:
@@ -140,7 +142,7 @@ class LikeDestination(Destination):
         self._check_sources(found)
         return found
 
-    def run_alone(self, bucket_bytes: int) -> None:
+    def run_alone(self, executor: Executor, bucket_bytes: int) -> None:
         """Move elements of a source of which this rank holds everything."""
         rank = self._group.rank
         own = {index: _own_part(rank, held.shape, tuple(held.boxes)) for index, held in self.like.chunks.items()}
@@ -148,12 +150,29 @@ class LikeDestination(Destination):
         plan = BucketedPlan(moves_of(transfers), self._group, bucket_bytes)
         pieces = [Pieces(sent.pieces, received.pieces) for sent, received, _ in transfers]
         host = torch.device("cpu")
-        plan.run(pieces, self._group, take_buckets([plan.bucket_sizes(pieces, host)], host))
+        plan.run(pieces, self._group, executor, take_buckets([plan.bucket_sizes(pieces, host)], host))
 
-    def finish(self) -> Any:
-        """Copy what this rank has itself, and return the tree."""
+    def write(self) -> None:
+        """Copy what this rank has itself."""
         self._write()
-        return super().finish()
+
+    def check_values(self, source: Manifest) -> None:
+        """Raise ``TreeMismatch`` if leaves that hold different values by now would go to one memory."""
+        self.check_ties(source)
+        if self._local and not self._are_disjoint:
+            prepared_copy(self.like.verb, *self._sides(self._local, [source.leaves[index] for index in self._local]))
+
+    @cached_property
+    def _are_disjoint(self) -> bool:
+        return are_disjoint(Columns(_parts_of([self.leaves[index] for index in self._local])[0]))
+
+    def reads(self) -> Iterable[int]:
+        """Return the leaves of the source whose elements are read."""
+        return [*self._moving, *self._local]
+
+    def writes(self) -> Iterable[int]:
+        """Return the leaves of the result whose elements are written."""
+        return self.reads()
 
     def _first(self, index: int) -> int:
         """Return the first of the leaves that lie in the same memory as this one."""
@@ -225,11 +244,11 @@ class LikeDestination(Destination):
     def _check_ties_again(self) -> None:
         """Raise ``TreeMismatch`` if, as the other ranks know, different values would go to one memory."""
         if self.like.canonical != self._canonical:  # of tensors that this rank holds nothing of, others know more
-            self.check_ties()
+            self.check_ties(self.source)
 
-    def check_ties(self) -> None:
+    def check_ties(self, source: Manifest) -> None:
         """Raise ``TreeMismatch`` where different values would go to one memory, as far as this rank holds them."""
-        refuse(self.like.verb, tied_differently(self.source, self.like, self._partners, self._moving))
+        refuse(self.like.verb, tied_differently(source, self.like, self._partners, self._moving))
 
     def _written(self) -> set[int]:
         """Return the keys of the storages that elements which move are put into."""
@@ -263,16 +282,22 @@ class LikeDestination(Destination):
     def copy_in(self, indices: Sequence[int], sources: Sequence[Any]) -> None:
         """Prepare copying leaves that this rank has into those of the tree. ``finish`` does it."""
         spec, verb = self.source.spec, self.like.verb
-        keys, named = spec.flat_keys(), spec.paths()
-        left = {keys[index]: leaf for index, leaf in zip(indices, sources, strict=True)}
+        keys = spec.flat_keys()
         try:
-            result, self._write = prepared_copy(verb, left, {keys[index]: self.leaves[index] for index in indices})
+            result, self._write = prepared_copy(verb, *self._sides(indices, sources))
         except TreeMismatch as error:
-            path_of = dict(zip(keys, named, strict=True))
+            path_of = dict(zip(keys, spec.paths(), strict=True))
             refuse(verb, [found._replace(path=path_of[found.path[0]]) for found in error.differences])
             raise
         for index in indices:
             self.leaves[index] = result[keys[index]]
+        self._local = indices
+
+    def _sides(self, indices: Sequence[int], sources: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return leaves that are copied here, and those that they are copied into, as flat dicts."""
+        keys = self.source.spec.flat_keys()
+        left = {keys[index]: leaf for index, leaf in zip(indices, sources, strict=True)}
+        return left, {keys[index]: self.leaves[index] for index in indices}
 
 
 @lru_cache(maxsize=4096)

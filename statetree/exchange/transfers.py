@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from statetree.chunks.layouts import ChunkLayout
     from statetree.chunks.local import LocalChunks
+    from statetree.exchange.executor import Executor
     from statetree.exchange.group import Group
     from statetree.exchange.manifest import Manifest
 
@@ -76,12 +77,12 @@ class PlannedTransfers(NamedTuple):
     group: Group
     buckets: Buckets
 
-    def run(self) -> None:
+    def run(self, executor: Executor) -> None:
         """Move the elements."""
         for leg in self.legs:
-            leg.plan.run(leg.pieces, self.group, self.buckets)
+            leg.plan.run(leg.pieces, self.group, executor, self.buckets)
             if leg.finish is not None:
-                leg.finish()
+                executor.call(leg.finish)
 
 
 class TransferOptions(NamedTuple):

@@ -113,6 +113,10 @@ class LeafType:
         """Wait for a collective under way, and return the tensor that the value stands for."""
         return value
 
+    def only_part(self, value: Any) -> torch.Tensor | None:  # noqa: ARG002 - for others
+        """Return the plain tensor that is all of a value's elements, if that can be told without taking it apart."""
+        return None
+
     def chunks(self, value: Any) -> Chunks:
         """Return the global shape and the dtype of a distributed value, and the chunks of it that this rank holds.
 

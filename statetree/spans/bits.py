@@ -1,13 +1,36 @@
-"""Tensors compared bit by bit: NaNs, and the signs of zeros, included."""
+"""Tensors compared bit by bit: NaNs, and the signs of zeros, included.
+
+They are compared piece by piece, eight bytes at a time, so that a comparison takes a few megabytes of memory however
+large the tensors are, and whatever their strides.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from statetree.torch_internals import COPIED_AS_INTEGERS, can_negate, negated_view, without_common_bits
+from statetree.spans.layout import holds_memory
+from statetree.torch_internals import (
+    can_negate,
+    compare_memory,
+    is_zero_tensor,
+    negated_view,
+    without_common_bits,
+)
 from statetree.tree.atoms import same_value
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+#: How much of each tensor is looked at at a time: what fits into a processor's cache, and what occupies a device.
+_PIECE_BYTES: Final = 1 << 20
+_DEVICE_PIECE_BYTES: Final = 64 << 20
+_WORD_BYTES: Final = 8
+#: Where more words than one in this many differ, elements are compared at once, and not the words first.
+_FEW: Final = 4
+_BY_SIZE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS: Final = frozenset(_BY_SIZE.values())
 
 
 def safely_equal(a: Any, b: Any) -> bool:
@@ -25,11 +48,51 @@ def safely_equal(a: Any, b: Any) -> bool:
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two plain tensors of one dtype and shape hold the same elements, bit by bit (NaNs and zeros' signs)."""
+    """Whether two plain tensors of one dtype and shape hold the same elements, bit by bit (NaNs and zeros' signs).
+
+    Meta tensors are equal to each other, and so are tensors whose memory was freed.
+    """
+    without = _without_elements(a), _without_elements(b)
+    if any(without):
+        return without[0] == without[1]
     if is_unreadable(a, b):
         return False
-    a, b = without_common_bits(a, b)
-    return bits_of(a).equal(bits_of(b))
+    a, b = _in_memory_order(*without_common_bits(a, b))
+    if _is_memory(a) and _is_memory(b):  # the usual case, in one go
+        answer = compare_memory(a.data_ptr(), b.data_ptr(), a.nbytes)
+        if answer is not None:
+            return answer
+    return all(_equal(x, y) for _, x, y in _pieces(*_distinct(a, b)))
+
+
+def differing(a: torch.Tensor, b: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the positions at which two plain tensors of one dtype and shape differ, bit by bit.
+
+    Positions count elements in row-major order, whatever the strides (those of ``reshape(-1)``), and ascend. A caller
+    who has seen enough stops. Beside what is yielded this takes a few megabytes.
+
+    Args:
+        a: A tensor whose memory is there.
+        b: Another one, with the same readable bits (see ``is_unreadable``). It may lie on another device.
+
+    Yields:
+        Positions as ``int64``, on the device of the tensors (the CPU if they lie on two), none of them empty.
+
+    Example:
+        >>> import torch
+        >>> a = torch.arange(6.0).view(2, 3)
+        >>> b = a.clone()
+        >>> b[0, 2] = b[1, 1] = float("nan")
+        >>> list(differing(a, b))
+        [tensor([2, 4])]
+        >>> list(differing(a.T, b.T))
+        [tensor([3, 4])]
+    """
+    for start, x, y in _pieces(*without_common_bits(a, b)):
+        if x.device.type != "cpu" or not _equal(x, y):
+            positions = _positions(x, y, a.dtype.itemsize)
+            if positions.numel():
+                yield positions.add_(start)
 
 
 def is_unreadable(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -39,33 +102,135 @@ def is_unreadable(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements' bits as integers on the CPU, in the order of the elements."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    if plain.dtype in COPIED_AS_INTEGERS:
-        plain = plain.view(_BY_SIZE[plain.dtype.itemsize])
-    plain = plain.cpu().contiguous()
-    plain = plain.as_strided((plain.numel(),), (1,))  # one element may have any stride
-    if plain.dtype in _INTEGERS:
+    return _flat(_as_integers(_resolved(tensor)).cpu())
+
+
+def _without_elements(tensor: torch.Tensor) -> str:
+    return "meta" if tensor.is_meta else "" if holds_memory(tensor) else "freed"
+
+
+def _is_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor without common bits reads like a stretch of host memory."""
+    bare = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+    return bare and not is_zero_tensor(tensor)
+
+
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose memory holds what it reads like."""
+    plain = tensor.detach()
+    if is_zero_tensor(plain):
+        return plain.clone()
+    return plain.resolve_conj().resolve_neg()
+
+
+def _as_integers(plain: torch.Tensor) -> torch.Tensor:
+    """Return elements as integers of their size; those of 16 bytes are left."""
+    if plain.dtype in _INTEGERS or plain.dtype.itemsize not in _BY_SIZE:
         return plain
-    if plain.dtype.itemsize in _BY_SIZE:
-        return plain.view(_BY_SIZE[plain.dtype.itemsize])
-    return plain.view(torch.int64)  # complex128
+    return plain.view(_BY_SIZE[plain.dtype.itemsize])
 
 
-_BY_SIZE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_INTEGERS: Final = frozenset(_BY_SIZE.values())
+def _flat(plain: torch.Tensor) -> torch.Tensor:
+    """Return integers in row-major order; two for an element of 16 bytes."""
+    plain = plain.contiguous()
+    plain = plain.as_strided((plain.numel(),), (1,))  # one element may have any stride
+    return plain if plain.dtype in _INTEGERS else plain.view(torch.int64)  # complex128
+
+
+def _in_memory_order(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tensors with their dims in the order of the strides of one: contiguous, if both were transposed."""
+    if a.is_contiguous() and b.is_contiguous():
+        return a, b
+    strides = a.stride()
+    order = sorted(range(a.dim()), key=lambda dim: -strides[dim])
+    return a.permute(order), b.permute(order)
+
+
+def _distinct(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tensors without the copies of elements that both show along expanded dims."""
+    for dim, (size, step, other) in enumerate(zip(a.shape, a.stride(), b.stride(), strict=True)):
+        if size > 1 and step == 0 == other:
+            a, b = a.narrow(dim, 0, 1), b.narrow(dim, 0, 1)
+    return a, b
+
+
+def _pieces(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Cut tensors in row-major order. Yield where each piece begins, and both tensors' bits there as flat integers."""
+    one_device = a.device == b.device
+    nbytes = _PIECE_BYTES if a.is_cpu or not one_device else _DEVICE_PIECE_BYTES
+    start = 0
+    for x, y in _cut(a, b, nbytes // a.dtype.itemsize):
+        count = x.numel()
+        if count:
+            x, y = (_as_integers(_resolved(piece)) for piece in (x, y))
+            yield (start, _flat(x if one_device else x.cpu()), _flat(y if one_device else y.cpu()))
+        start += count
+
+
+def _cut(a: torch.Tensor, b: torch.Tensor, most: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Cut two tensors alike in row-major order, into pieces of at most so many elements."""
+    count = a.numel()
+    if count <= most:
+        yield a, b
+        return
+    if a.is_contiguous() and b.is_contiguous():
+        a, b = a.view(-1), b.view(-1)
+    row = count // a.shape[0]
+    if row > most:
+        for index in range(a.shape[0]):
+            yield from _cut(a[index], b[index], most)
+        return
+    step = most // row
+    for start in range(0, a.shape[0], step):
+        yield a[start : start + step], b[start : start + step]
+
+
+def _equal(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two contiguous pieces of integers are equal."""
+    if x.is_cpu:
+        answer = compare_memory(x.data_ptr(), y.data_ptr(), x.nbytes)
+        if answer is not None:
+            return answer
+    return x.equal(y)
+
+
+def _positions(x: torch.Tensor, y: torch.Tensor, itemsize: int) -> torch.Tensor:
+    """Return the elements at which two contiguous pieces of integers differ, in ascending order."""
+    per = _WORD_BYTES // x.itemsize
+    if per == 1:
+        found = x.ne(y).nonzero().view(-1)
+        return found if itemsize == _WORD_BYTES else (found // (itemsize // _WORD_BYTES)).unique_consecutive()
+    # Eight bytes are compared as quickly as one, and where little differs, a few of these words hold it.
+    whole = x.numel() // per * per
+    x, y = (piece if _is_aligned(piece) else piece.clone() for piece in (x, y))
+    a, b = x[:whole].view(torch.int64), y[:whole].view(torch.int64)
+    words = a.ne(b).nonzero().view(-1)
+    if words.numel() * per * _FEW > whole:
+        return x.ne(y).nonzero().view(-1)
+    unequal = a.index_select(0, words).bitwise_xor_(b.index_select(0, words)).view(x.dtype).nonzero().view(-1)
+    found = words.index_select(0, unequal // per).mul_(per).add_(unequal % per)
+    return found if whole == x.numel() else torch.cat([found, x[whole:].ne(y[whole:]).nonzero().view(-1).add_(whole)])
+
+
+def _is_aligned(piece: torch.Tensor) -> bool:
+    return piece.storage_offset() * piece.itemsize % _WORD_BYTES == 0
 
 
 def first_difference(a: torch.Tensor, b: torch.Tensor) -> tuple[str, str]:
     """Return how two tensors read at the first index at which they differ, and how often they do."""
-    if a.is_meta or b.is_meta:
-        return ("no bytes" if a.is_meta else "bytes", "no bytes" if b.is_meta else "bytes")
+    without = _without_elements(a), _without_elements(b)
+    if any(without):
+        return tuple({"meta": "no bytes", "freed": "freed", "": "bytes"}[state] for state in without)  # type: ignore[return-value]  # two of them
     if is_unreadable(a, b):
         return (f"negative bit {a.is_neg()}", f"negative bit {b.is_neg()}")
-    bits_a, bits_b = map(bits_of, without_common_bits(a, b))
-    unequal = (bits_a != bits_b).reshape(max(a.numel(), 1), -1).any(1)
-    position = int(unequal.nonzero()[0])
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(position, device="cpu"), a.shape)) if a.dim() else ()
-    count = int(unequal.sum())
+    distinct = _distinct(a, b)
+    first, count = -1, 0
+    for positions in differing(*distinct):
+        first = int(positions[0]) if first < 0 else first
+        count += positions.numel()
+    # The first index of all is one of a distinct element: it is 0 along the dims in which these are repeated.
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(first, device="cpu"), distinct[0].shape))
+    count *= a.numel() // distinct[0].numel()
     more = f" ({count} of {a.numel()} elements differ)"
     return (f"{_element(a, index)} at index {index}{more}", f"{_element(b, index)} at index {index}")
 

@@ -13,7 +13,6 @@ from statetree.exchange.like import allocated
 from statetree.exchange.manifest import path_order
 from statetree.exchange.partial_reduction import Chunked
 from statetree.exchange.transfers import Transfer, pieces_of
-from statetree.torch_internals import copy_each
 from statetree.tree.flatten import unflatten
 
 if TYPE_CHECKING:
@@ -80,7 +79,11 @@ def broadcast(
         sent = Sent(own, elements) if own is not None and run.group.rank == src else None
         received = run.receive(sent, own)
         run.move_from(received, _distributed(run, received, own), own)
-        return unflatten(received.description.spec, received.leaves)
+        spec, leaves = received.description.spec, received.leaves
+        if own is not None:
+            run.hold(own.spec, own.leaves, own.chunks)
+        run.hold(spec, leaves, range(len(leaves)))
+        return unflatten(spec, leaves)
 
 
 def _distributed(run: Exchange, received: Received, own: Manifest | None) -> list[Transfer]:
@@ -108,5 +111,5 @@ def _distributed(run: Exchange, received: Received, own: Manifest | None) -> lis
         if held.summands is None:
             transfers.append(Transfer(Chunked(layout, sources), Chunked(layout, targets), held.dtype))
         else:  # every rank has a summand of its own
-            copy_each(targets, sources)
+            run.executor.copy(targets, sources)
     return transfers

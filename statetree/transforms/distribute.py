@@ -83,7 +83,7 @@ def distribute(
         target = run.destination_received(received, wanted, in_place=in_place)
         own = sent.manifest if isinstance(sent, Sent) else None
         run.move_from(received, target.transfers_from_one(src, received, own), wanted)
-        return target.finish()
+        return run.finish(target, own)
 
 
 def _sent(run: Exchange, full: Any, like: Manifest) -> Sent:

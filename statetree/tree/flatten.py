@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any, cast
+
+import torch
 
 from statetree.errors import CyclicTree
 from statetree.tree.spec import TreeSpec
@@ -71,12 +74,24 @@ def flatten_for_copy(
         shared: Whether a container that appears again is to become a leaf, ``Repeated``, which ``unflatten_copy``
             resolves, and a tree with a cycle to become one opaque leaf.
     """
+    if isinstance(tree, (torch.nn.Module, torch.optim.Optimizer)):
+        _warn_of_whole(verb, tree)
     if not shared:
         return _specified(traverse(tree, verb=verb, holds_tensor=holds_tensor))
     try:
         return _specified(traverse(tree, verb=verb, holds_tensor=holds_tensor, met={}))
     except CyclicTree:
         return [tree], TreeSpec((), 1)
+
+
+def _warn_of_whole(verb: str, tree: torch.nn.Module | torch.optim.Optimizer) -> None:
+    # Once for each place that calls: Python's own filter sees to that. Inside a container it is meant.
+    name = type(tree).__qualname__
+    msg = (
+        f"{verb}: the tree is a whole object, a {name}, which is handled as one opaque leaf: expected a state. Pass its "
+        "state_dict()."
+    )
+    warnings.warn(msg, stacklevel=4)
 
 
 def unflatten(spec: TreeSpec, leaves: Iterable[Any]) -> Any:

@@ -74,9 +74,19 @@ def test_parts_of_it_take_a_template():
 def test_it_is_written_as_it_was(tmp_path):
     dcp.save(state(1), checkpoint_id=tmp_path)
     now, before = (torch_dcp.FileSystemReader(place).read_metadata() for place in (tmp_path, BEFORE))
-    assert now.state_dict_metadata == before.state_dict_metadata
+    assert known_before(now.state_dict_metadata) == known_before(before.state_dict_metadata)
     assert now.planner_data == before.planner_data
     assert structure_text(tmp_path) == structure_text(BEFORE)
+
+
+def known_before(entries):
+    """What the versions of torch describe alike: 2.14 began to tell strides."""
+    return {
+        key: (vars(entry) | {"properties": {**vars(entry.properties), "strides": None}})
+        if hasattr(entry, "properties")
+        else entry
+        for key, entry in entries.items()
+    }
 
 
 def structure_text(place):

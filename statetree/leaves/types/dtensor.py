@@ -71,6 +71,10 @@ class DTensorType(WrapperType):
     def elements_only(self, context: Any) -> bool:
         return True
 
+    def only_part(self, value: Any) -> torch.Tensor | None:
+        local = value._local_tensor
+        return local if type(local) is torch.Tensor else None
+
     def global_shape(self, value: Any) -> tuple[Sequence[int], torch.dtype]:
         return value.shape, value.dtype
 

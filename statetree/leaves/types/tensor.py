@@ -99,6 +99,9 @@ class TensorType(LeafType):
         """Return what holds the elements, without the attributes."""
         return inner[: context[2]]
 
+    def only_part(self, value: torch.Tensor) -> torch.Tensor | None:
+        return value if special_layout(value) is None else None
+
     def elements_only(self, context: Any) -> bool:
         """Whether the inner tensors hold nothing that putting them together depends on."""
         return context[1] is None

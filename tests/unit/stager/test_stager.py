@@ -1289,7 +1289,7 @@ def test_models_optimizers_and_loaders(stager):
             "rng": torch.get_rng_state(),
         }
         assert_trees_equal(stager.stage(state), state, storages=False)
-    staged = stager.stage(model)
+    (staged,) = stager.stage([model])
     assert_trees_equal(staged, model, containers=True)
     assert staged[1].weight is staged[0].weight
     assert not shares_memory(model, staged)

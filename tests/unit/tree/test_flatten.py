@@ -698,3 +698,16 @@ def test_a_cycle_is_refused_in_the_name_of_the_verb(verb):
     with pytest.raises(st.CyclicTree, match=rf"^{verb}: the container at a\.0 is the one at <root>") as caught:
         VERBS[verb](tree)
     assert caught.value.path == st.Path(("a", 0))
+
+
+@pytest.mark.parametrize("verb", [st.offload, st.allocate_like, lambda tree: st.Stager().stage(tree)])
+@pytest.mark.parametrize(
+    "whole", [torch.nn.Linear(2, 2), torch.optim.SGD([torch.ones(1)])], ids=["module", "optimizer"]
+)
+def test_a_whole_object_as_a_tree_is_warned_of(verb, whole):
+    with pytest.warns(UserWarning, match=rf"the tree is a whole object, a {type(whole).__name__}.*Pass its state_dict"):
+        verb(whole)
+
+
+def test_an_object_inside_a_container_is_meant():
+    assert isinstance(st.offload([torch.nn.Linear(2, 2)])[0], torch.nn.Linear)

@@ -1,0 +1,158 @@
+"""Prepared transfers: planned, agreed on and bound to tensors once, and run as often as one likes.
+
+While a verb is prepared, its ``Exchange`` records what it would move. All that is left to do later is to see that the
+tensors still lie where they lay, to tell each other so, and to move.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from statetree.errors import RankMismatch, StateTreeError
+from statetree.exchange.consensus import Entry, Fingerprint
+from statetree.exchange.executor import Recorder
+from statetree.torch_internals import quietly
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import TracebackType
+
+    from statetree.exchange.call import Call
+    from statetree.leaves.held_memory import HeldMemory
+
+#: A token is a positive number in the 8 bytes of a fingerprint.
+_TOKEN_BYTES: Final = 7
+
+
+class Preparation:
+    """A call of a collective that is recorded, and does not move anything yet.
+
+    Attributes:
+        recorder: What would move.
+        call: The call, once the collective has begun.
+        held: The memory that it would move from and to.
+        token: What all ranks know this call by, once they have agreed.
+    """
+
+    def __init__(self) -> None:
+        self.recorder = Recorder()
+        self.call: Call | None = None
+        self.held: list[HeldMemory] = []
+        self.token = int.from_bytes(os.urandom(_TOKEN_BYTES), "little")
+
+    def begin(self, call: Call) -> Recorder:
+        """Take note of the call, and return what records it."""
+        if self.call is not None:
+            msg = (
+                f"prepare: expected one collective, got {self.call.verb} and then {call.verb}. Prepare each by itself."
+            )
+            raise TypeError(msg)
+        self.call = call
+        return self.recorder
+
+    def conclude(self, call: Call) -> None:
+        """Wait until all ranks have prepared everything, and agree on the token."""
+        if call.communicates:
+            call.expect()
+            self.token = call.agree(Fingerprint("prepare", [Entry("", "")], (), self.token)).nbytes[0]
+
+    def finish(self, name: str, tree: Any) -> Prepared:
+        """Return what was prepared.
+
+        Args:
+            name: What was called, for messages.
+            tree: What it returned.
+        """
+        if self.call is None or not self.held:
+            msg = f"prepare: expected gather, distribute, broadcast or reshard, got {name}. Call it as it is."
+            raise TypeError(msg)
+        return Prepared(self, self.call, tree)
+
+
+_UNDER_WAY: Final[ContextVar[Preparation | None]] = ContextVar("preparation", default=None)
+
+
+@contextmanager
+def preparing() -> Iterator[Preparation]:
+    """Have the collective that is called in the block record what it moves."""
+    preparation = Preparation()
+    token = _UNDER_WAY.set(preparation)
+    try:
+        yield preparation
+    finally:
+        _UNDER_WAY.reset(token)
+
+
+def preparation_under_way() -> Preparation | None:
+    """Return the preparation in whose block this is called."""
+    return _UNDER_WAY.get()
+
+
+class Prepared:
+    """A transfer that is planned, agreed on and bound to its tensors. Made by ``prepare``.
+
+    Calling it moves what the tensors hold then, and returns the same tree each time. It holds its tensors until it is
+    closed; it is a context manager that closes itself.
+
+    Collective:
+        Every rank of the group calls it, whenever one does.
+
+    Raises:
+        RankMismatch: On every rank, before anything moves: if on some rank a tensor was moved, resized, freed or
+            replaced since, or if the ranks call different transfers.
+        StateTreeError: If it was closed.
+    """
+
+    def __init__(self, preparation: Preparation, call: Call, tree: Any) -> None:
+        self._call = call
+        self._tree = tree
+        self._recorder = preparation.recorder
+        self._held = preparation.held
+        self._closed = False
+        self._fingerprint = Fingerprint(f"the {call.verb} prepared as {preparation.token:x}", [Entry("", "")])
+
+    @quietly
+    def __call__(self) -> Any:
+        """Move the elements, and return the tree that they are in."""
+        call = self._call
+        if call.communicates and call.group.is_alive:
+            call.expect()
+        with call:
+            self._check()
+            if call.communicates:
+                call.agree(self._fingerprint)
+            self._recorder.replay()
+        return self._tree
+
+    def _check(self) -> None:
+        verb = self._call.verb
+        if self._closed:
+            msg = f"prepare: this {verb} was closed: expected an open one. Prepare it again."
+            raise StateTreeError(msg)
+        for held in self._held:
+            path = held.moved()
+            if path is not None:
+                msg = (
+                    f"prepare: the tensor at {path or '<root>'} is not what it was when this {verb} was prepared: "
+                    "expected the same memory, shape and strides, got others. Nothing was moved. Prepare it again."
+                )
+                raise RankMismatch(msg)
+        self._recorder.check()
+
+    def close(self) -> None:
+        """Let go of the tensors. Later calls raise; closing again does nothing."""
+        self._closed = True
+        self._tree = None
+        self._held = []
+        self._recorder = Recorder()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
