@@ -28,6 +28,8 @@ if TYPE_CHECKING or "_wanted" in globals():
     from statetree.errors import TreeTooDeep as TreeTooDeep
     from statetree.errors import UnsupportedLeaf as UnsupportedLeaf
     from statetree.exchange.prepared import Prepared as Prepared
+    from statetree.files.formats import save as save
+    from statetree.files.loading import load as load
     from statetree.leaves.registry import LeafType as LeafType
     from statetree.leaves.registry import register_leaf_type as register_leaf_type
     from statetree.paths import Path as Path

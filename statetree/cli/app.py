@@ -37,8 +37,10 @@ def _dtype(name: str) -> torch.dtype:
     """Read a floating-point dtype."""
     import torch
 
+    from statetree.leaves.copying import castable
+
     found = vars(torch).get(name)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or not castable(torch.float32, found):
         msg = f"{name!r} is no floating-point dtype: expected bfloat16 or float32, for example"
         raise click.BadParameter(msg)
     return found
@@ -99,7 +101,9 @@ def cli() -> None:
 @_exclude
 @_json
 @_html
-@click.option("--stats", is_flag=True, help="Read elements, and give min, max, mean, std, and count NaN, inf and zeros.")
+@click.option(
+    "--stats", is_flag=True, help="Read elements, and give min, max, mean, std, and count NaN, inf and zeros."
+)
 @click.option("--verify", "is_verified", is_flag=True, help="Compare all bytes with the stored checksums, too.")
 @_follow_links
 def show(

@@ -10,6 +10,7 @@ from statetree.errors import CheckpointError
 from statetree.files.checkpoint import is_entry
 from statetree.files.stored import StoredTensor
 from statetree.files.untrusted import printable
+from statetree.leaves.copying import castable
 from statetree.tree.flatten import flatten_for
 from statetree.tree.mapping import map_leaves, to_flat
 
@@ -32,7 +33,9 @@ def select(tree: Any, where: Callable[[Any, Any], bool]) -> Any:
     made: dict[int, Any] = {}  # the containers, under the references of their parents' links
     for index, (kind, steps, aux, *_) in enumerate(spec.nodes):
         refs = spec.links()[index]
-        found = [(step, taken[ref] if ref >= 0 else made.get(ref, _GONE)) for step, ref in zip(steps, refs, strict=True)]
+        found = [
+            (step, taken[ref] if ref >= 0 else made.get(ref, _GONE)) for step, ref in zip(steps, refs, strict=True)
+        ]
         items = [(step, value) for step, value in found if value is not _GONE]
         if not items and refs:
             continue
@@ -49,7 +52,9 @@ def select(tree: Any, where: Callable[[Any, Any], bool]) -> Any:
 def rename(tree: Any, rules: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """Return a flat tree under new keys: ``{name}`` stands for what is between dots, ``{name:**}`` for anything."""
     flat, _ = to_flat(tree)
-    compiled = [(_pattern(old), re.sub(r"\{(\w+)(:\*\*)?\}", r"\\g<\1>", new.replace("\\", r"\\"))) for old, new in rules]
+    compiled = [
+        (_pattern(old), re.sub(r"\{(\w+)(:\*\*)?\}", r"\\g<\1>", new.replace("\\", r"\\"))) for old, new in rules
+    ]
     keys = []
     for key in flat:
         renamed = key
@@ -75,7 +80,8 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
     """Return a tree whose floating-point tensors are converted as they are read."""
 
     def convert(leaf: Any) -> Any:
-        is_cast = isinstance(leaf, StoredTensor) and leaf.is_strided and leaf.dtype.is_floating_point
+        is_cast = isinstance(leaf, StoredTensor) and leaf.is_strided and castable(leaf.dtype, dtype)
+        is_cast = is_cast and leaf.dtype.is_floating_point
         return leaf.to(dtype) if is_cast else leaf
 
     return map_leaves(convert, tree)

@@ -47,15 +47,13 @@ def convert(source: Path, checkpoint: OpenedCheckpoint, destination: Path, optio
     dropped = [entry.key for entry in chosen if _is_dropped(entry.leaf, holds_values=holds_values)]
     if dropped and not options.drop_values:
         kind = "objects that are not loaded" if holds_values else "plain values, where safetensors hold tensors only,"
-        msg = f"convert: {len(dropped)} {kind} at\n  {_listed(dropped)}\nPass --drop-values to leave them out, or choose with --match."
+        remedy = "Pass --drop-values to leave them out, or choose with --match."
+        msg = f"convert: {len(dropped)} {kind} of {printable(str(source))} at\n  {_listed(dropped)}\n{remedy}"
         raise CheckpointError(msg)
     gone = set(dropped)
     kept = [entry for entry in chosen if entry.key not in gone]
-    is_kept: Callable[[Any, Any], bool] = lambda path, leaf: True
-    if len(kept) < len(entries_of(checkpoint.tree)):
-        paths = {entry.path for entry in kept}
-        is_kept = lambda path, _leaf: path in paths
-    tree = select(checkpoint.tree, is_kept)
+    paths = {entry.path for entry in kept}
+    tree = select(checkpoint.tree, lambda path, _leaf: path in paths) if kept else checkpoint.tree
     tree = rename(tree, options.rules) if options.rules else tree
     tree = tree if options.dtype is None else cast(tree, options.dtype)
     checkpoint.verify()
@@ -73,7 +71,8 @@ def _check_apart(source: Path, checkpoint: OpenedCheckpoint, destination: Path) 
     """Raise if the destination is the source, or a part of it: what is not selected would be lost."""
     for path in (source, *checkpoint.files.paths):
         if destination.exists() and path.exists() and destination.samefile(path):
-            msg = f"convert: cannot write {destination}: it is a part of SOURCE, which would be lost. Choose another name."
+            what = "it is a part of SOURCE, which would be lost. Choose another name."
+            msg = f"convert: cannot write {printable(str(destination))}: {what}"
             raise CheckpointError(msg)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import reprlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import torch
 
 from statetree.files.stored import StoredObject, StoredTensor
 from statetree.files.untrusted import brief, printable
-
-if TYPE_CHECKING:
-    import torch
 
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _REPR: Final = reprlib.Repr()
@@ -42,6 +41,8 @@ def value_text(value: Any) -> str:
     """Return a plain value, cut short."""
     if isinstance(value, (bytes, bytearray)):
         value = value[:_LONGEST]
+    if isinstance(value, (torch.UntypedStorage, torch.storage.TypedStorage)):
+        return f"<{value.nbytes()} bytes>"
     try:
         return brief(_REPR.repr(value), _LONGEST)
     except ValueError:  # an integer of thousands of digits

@@ -89,8 +89,7 @@ def compare(left: OpenedCheckpoint, right: OpenedCheckpoint, options: DiffOption
     found = [Found(e.key, "missing", leaf_text(e.leaf), "nothing") for e in ours if e.key not in other]
     found += [Found(e.key, "missing", "nothing", leaf_text(e.leaf)) for e in theirs if e.key not in one]
     notes: list[str] = []
-    flat = [side.title for side in (left, right) if side.title.startswith("safetensors")]
-    if not flat:
+    if left.is_nested and right.is_nested:
         found += _structure(left.tree, right.tree, shared, options.choice)
     undecided = []
     for a, b in shared:
@@ -230,7 +229,9 @@ def _summary(found: Comparison, options: DiffOptions) -> str:
         return f"same: {compared}"
     kinds = dict.fromkeys(difference.kind for difference in found.differences)
     counts = [f"{sum(other.kind == kind for other in found.differences)} {kind}" for kind in kinds]
-    measured = [each.elements.max_abs for each in found.differences if each.elements and each.elements.max_abs is not None]
+    measured = [
+        each.elements.max_abs for each in found.differences if each.elements and each.elements.max_abs is not None
+    ]
     largest = f"; elements differ by at most {max(measured):.3g}" if options.stat and measured else ""
     return f"{plural(len(found.differences), 'difference')} ({', '.join(counts)}); {compared}{largest}"
 

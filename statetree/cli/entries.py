@@ -44,7 +44,8 @@ def _matcher(pattern: str) -> Callable[[Path], bool]:
     parts = re.split(r"(\*\*|\*|\?|\[[^]]+\])", pattern)
     known = {"**": ".*", "*": "[^.]*", "?": "[^.]"}
     text = "".join(
-        known.get(part) or (f"[{'^' * part.startswith('[!')}{part[1:-1].lstrip('!')}]" if index % 2 else re.escape(part))
+        known.get(part)
+        or (f"[{'^' * part.startswith('[!')}{part[1:-1].lstrip('!')}]" if index % 2 else re.escape(part))
         for index, part in enumerate(parts)
     )
     expression = re.compile(text, re.DOTALL)
@@ -184,7 +185,7 @@ def _extent(leaf: Any) -> tuple[int, int, int]:
 
 
 def tied_entries(entries: Sequence[Entry]) -> list[list[int]]:
-    """Return which entries share bytes: their indices, in order. (Columns of a matrix do where one begins in another.)"""
+    """Return which entries share bytes: their indices, in order. Of views that interlace, this is said, too."""
     extents = sorted(
         (*_extent(leaf), index)
         for index, (_, _, leaf) in enumerate(entries)

@@ -143,6 +143,7 @@ def verified(path: Path, checkpoint: OpenedCheckpoint) -> str:
     """
     count = checkpoint.verify()
     if not count:
-        msg = f"show: nothing to verify {printable(str(path))} by: a {checkpoint.title} has no checksums. Keep them apart."
+        what = f"a {checkpoint.title} has no checksums. Keep some apart (sha256sum)."
+        msg = f"show: nothing to verify {printable(str(path))} by: {what}"
         raise CheckpointError(msg)
     return f"verified: {plural(count, 'checksum')} agree{'s' * (count == 1)}"

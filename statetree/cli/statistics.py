@@ -63,11 +63,15 @@ def statistics_of(stored: StoredTensor) -> Statistics | None:
 
 def pieces_of(stored: StoredTensor) -> Iterator[torch.Tensor]:
     """Yield all elements of a tensor, a bucket at a time, in row-major order."""
-    if stored.is_strided:
+    if stored.is_strided and not stored.is_repetitive:
         yield from (stored.read(index).flatten() for index in stored.boxes())
         return
     tensor = stored.tensor()
-    yield torch.zeros(0) if tensor.is_meta or tensor.is_nested or tensor.is_quantized else tensor.to_dense().flatten()
+    yield (
+        torch.zeros(0)
+        if stored.is_repetitive or tensor.is_meta or tensor.is_nested or tensor.is_quantized
+        else tensor.to_dense().flatten()
+    )
 
 
 def stats_text(found: Statistics | None) -> str:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from statetree.dcp.metadata import Stored
     from statetree.files.checkpoint import SaveOptions
-    from statetree.files.ranges import FileRange, OpenFiles
+    from statetree.files.ranges import OpenFiles
     from statetree.tree.traversal import Node
 
 _METADATA: Final = ".metadata"
@@ -56,7 +56,7 @@ class DirectoryFormat(CheckpointFormat):
 
     def write(self, tree: Any, folder: Path, name: str, options: SaveOptions) -> list[str]:  # noqa: ARG002
         """Write a checkpoint of this process."""
-        save(whole_tensors(tree), checkpoint_id=folder)
+        save(whole_tensors(tree, keeps_strides=False), checkpoint_id=folder)
         names = sorted(file.name for file in folder.iterdir() if file.name != _METADATA)
         return [*names, _METADATA]
 
@@ -70,6 +70,7 @@ class _Directory:
         self.files = files
         self.foreign: dict[str, None] = {}
         self._skip_foreign = skip_foreign
+        self._is_nested = True
         with suppress(OSError):  # it is missing, which read_metadata says
             size = (path / _METADATA).stat().st_size
             if size > _MAX_METADATA_BYTES:
@@ -82,7 +83,7 @@ class _Directory:
         tree = self._tree()
         for name in sorted({stored.name for stored in self.metadata.storage_data.values()}):
             self.files.open(self.path / name)
-        return OpenedCheckpoint(tree, title, self.files, list(self.foreign), verify=self._verify)
+        return OpenedCheckpoint(tree, title, self.files, list(self.foreign), is_nested=self._is_nested, verify=self._verify)
 
     def _verify(self) -> int:
         return sum(self._archive(index).verify() for index in self.metadata.storage_data)
@@ -96,6 +97,7 @@ class _Directory:
         entries = self.metadata.state_dict_metadata
         values = {key: self._value(key) for key in entries if key != STRUCTURE_KEY}
         if not isinstance(entries.get(STRUCTURE_KEY), BytesStorageMetadata):
+            self._is_nested = False
             # DCP's own paths have texts for all keys, and lists for tuples.
             paths = read_paths(self._metadata_file.read(0, self._metadata_file.length, "the metadata"))
             return nested(values, paths) or values

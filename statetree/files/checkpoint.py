@@ -27,6 +27,7 @@ class OpenedCheckpoint:
         files: Its files.
         foreign: Names of classes whose objects were not loaded.
         metadata: Texts that the file holds beside the tree.
+        is_nested: Whether the file says how its entries are nested: of which classes, under keys of which types.
         verify: Compares stored checksums, and returns how many there are.
     """
 
@@ -35,6 +36,7 @@ class OpenedCheckpoint:
     files: OpenFiles
     foreign: Sequence[str] = ()
     metadata: dict[str, str] = field(default_factory=dict)
+    is_nested: bool = True
     verify: Callable[[], int] = int
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -18,6 +19,8 @@ from statetree.files.untrusted import refuse
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+#: The path of a URL has one slash less.
+_URL: Final = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
 _FORMATS: Final[list[CheckpointFormat]] = [TorchFormat(), SafetensorsFormat()]
 #: A format in a package above this one, which is loaded when a directory is met.
 _DIRECTORIES: Final = ("statetree.dcp.stored_directory", "FORMAT")
@@ -71,10 +74,12 @@ def opened(path: str | os.PathLike[str], *, skip_foreign: bool = False, follow_l
 
 
 def _beginning(path: Path, files: OpenFiles) -> bytes:
-    if "://" in str(path) or str(path).startswith(("hf:", "s3:", "gs:")):
+    if _URL.match(str(path)):
         refuse(path, "it is a URL: expected a path", "Download it first.")
     if path.is_dir():
         return b""
+    if not path.suffix and not os.path.lexists(path):
+        refuse(path, "there is no such directory or file", "Check the name.")
     place = files.open(path)
     if not place.length:
         refuse(path, "it is empty")
@@ -137,7 +142,8 @@ def format_for(path: Path) -> CheckpointFormat:
     if not path.suffix or path.suffix[1:2].isdigit() or path.is_dir():
         return next(known for known in _formats() if known.is_directory)
     ends = ", ".join(suffix for known in _FORMATS for suffix in known.suffixes)
-    msg = f"save: cannot write {path}: the suffix {path.suffix!r} stands for no format. Use {ends}, or no suffix for a DCP directory."
+    what = f"the suffix {path.suffix!r} stands for no format. Use {ends}, or no suffix for a DCP directory."
+    msg = f"save: cannot write {path}: {what}"
     raise CheckpointError(msg)
 
 

@@ -101,10 +101,14 @@ class _Loading:
         stored = to_flat(opened(path).tree)[0]
         chosen = chosen_leaves(self._spec, self._leaves, where)
         self._stored = {index: stored[keys[index]] for index in chosen if keys[index] in stored}
-        differences = [Difference(self._paths[i], "missing", "absent", "present") for i in chosen if i not in self._stored]
+        differences = [
+            Difference(self._paths[i], "missing", "absent", "present") for i in chosen if i not in self._stored
+        ]
         if where is None:
             known = set(keys)
-            differences += [Difference(Path((key,)), "missing", "present", "absent") for key in stored if key not in known]
+            differences += [
+                Difference(Path((key,)), "missing", "present", "absent") for key in stored if key not in known
+            ]
         refuse_all(differences if strict else [])
         self._is_direct = {i: self._reads_directly(i, leaf) for i, leaf in self._stored.items()}
 
@@ -152,7 +156,9 @@ class _Loading:
                 found.append(Difference(self._paths[index], "placements", "elements", "Partial"))
         refuse_all(found)
 
-    def _boxes(self, direct: Sequence[int], group: Group, fresh: Sequence[Any]) -> Iterator[tuple[int, Box, torch.Tensor]]:
+    def _boxes(
+        self, direct: Sequence[int], group: Group, fresh: Sequence[Any]
+    ) -> Iterator[tuple[int, Box, torch.Tensor]]:
         """Yield which box of which leaf goes into which tensor on this rank."""
         for index in direct:
             held = chunks_of(fresh[index], group)
@@ -164,7 +170,9 @@ class _Loading:
 
     def _fill(self, direct: Sequence[int], group: Group, fresh: Sequence[Any]) -> None:
         """Read the boxes of this rank. Where two leaves share memory, the checkpoint must agree with itself."""
-        boxes = [(i, box, piece.detach().as_subclass(torch.Tensor)) for i, box, piece in self._boxes(direct, group, fresh)]
+        boxes = [
+            (i, box, piece.detach().as_subclass(torch.Tensor)) for i, box, piece in self._boxes(direct, group, fresh)
+        ]
         boxes = [row for row in boxes if row[2].numel()]
         read: dict[Any, tuple[Any, Box]] = {}
         tied: list[int] = []

@@ -142,7 +142,9 @@ class OpenFiles:
             return torch.UntypedStorage(0)
         if path not in self._mapped:
             with_name = self.by_descriptor(path)
-            self._mapped[path] = torch.UntypedStorage.from_file(with_name, shared=False, nbytes=self.identity(path).nbytes)
+            self._mapped[path] = torch.UntypedStorage.from_file(
+                with_name, shared=False, nbytes=self.identity(path).nbytes
+            )
         found: torch.UntypedStorage = self._mapped[path][start : start + nbytes]
         return found
 
@@ -192,7 +194,9 @@ class FileRange:
             try:
                 count = os.preadv(self.files.handle(self.path), [view[done:]], self.start + start + done)
             except OSError as error:
-                refuse(self.label, f"it cannot be read: {error.strerror or error}", "Check its permissions, and the disk.")
+                refuse(
+                    self.label, f"it cannot be read: {error.strerror or error}", "Check its permissions, and the disk."
+                )
             if not count:
                 refuse(self.label, f"it ends after {done} of {len(view)} bytes: it was cut off while it was read")
             self.files.nbytes_read += count

@@ -83,7 +83,7 @@ class SafetensorsFormat(CheckpointFormat):
         path = (_in_folder(path) or path) if path.is_dir() else path
         place = files.open(path)
         tree, metadata = _read_index(place) if path.name.lower().endswith(_INDEX) else _read(place)
-        return OpenedCheckpoint(tree, self.title, files, metadata=metadata)
+        return OpenedCheckpoint(tree, self.title, files, metadata=metadata, is_nested=False)
 
     def write(self, tree: Any, folder: Path, name: str, options: SaveOptions) -> list[str]:
         """Write a file, or several and their index."""
@@ -229,8 +229,14 @@ def _why_not(key: str, leaf: Any) -> str:
     outline = leaf.outline if isinstance(leaf, StoredTensor) else leaf
     if not isinstance(outline, torch.Tensor):
         return "a plain value"
-    if outline.layout is not torch.strided or outline.is_nested or (isinstance(leaf, StoredTensor) and not leaf.is_strided):
+    if (
+        outline.layout is not torch.strided
+        or outline.is_nested
+        or (isinstance(leaf, StoredTensor) and not leaf.is_strided)
+    ):
         return "a tensor of several parts, or without elements"
+    if isinstance(leaf, StoredTensor) and leaf.is_repetitive:
+        return "a view that repeats its elements, which would be written one by one"
     if outline.dtype not in _NAME_OF:
         return f"safetensors have no {str(outline.dtype).removeprefix('torch.')}"
     if hasattr(type(outline), "__tensor_flatten__") or (outline.is_meta and outline is leaf):

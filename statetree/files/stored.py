@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from operator import add, mul, sub
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
     from statetree.files.ranges import FileRange
     from statetree.paths import Path
+
+
+#: Up to here, elements may be repeated as often as they like.
+_FREE_BYTES: Final = 64 << 20
 
 
 class StoredPiece(NamedTuple):
@@ -107,7 +111,9 @@ class StoredTensor:
         """Return a tensor whose elements are converted as they are read. It is not tied to others any more."""
         if dtype == self.dtype:
             return self
-        made = StoredTensor(torch.empty_strided(self.shape, self.stride(), dtype=dtype, device="meta"), self._check, self._find)
+        made = StoredTensor(
+            torch.empty_strided(self.shape, self.stride(), dtype=dtype, device="meta"), self._check, self._find
+        )
         made._kept = self._kept
         return made
 
@@ -185,9 +191,12 @@ class StoredTensor:
         whole = Box((0,) * target.dim(), tuple(target.shape))
         for box in in_slabs(whole, max(1, -(-target.numel() * kept.dtype.itemsize // BUCKET_BYTES))):
             scratch = torch.empty(box.sizes, dtype=kept.dtype, device="cpu")
-            piece.place.read_strided(scratch.view(number), offset + sum(map(mul, box.start, piece.stride)), piece.stride)
+            piece.place.read_strided(
+                scratch.view(number), offset + sum(map(mul, box.start, piece.stride)), piece.stride
+            )
             if has_bits:
                 set_bits(scratch, conj=kept.is_conj(), neg=kept.is_neg())
+                scratch = scratch.resolve_conj().resolve_neg()
             place = target[tuple(map(slice, box.start, box.stop))]
             if place.dtype == kept.dtype and not has_bits:
                 place, scratch = as_copied(place), as_copied(scratch)
@@ -195,10 +204,21 @@ class StoredTensor:
                 _check_range(piece.place, scratch, place.dtype)
             place.copy_(scratch)
 
+    @property
+    def is_repetitive(self) -> bool:
+        """Whether its elements are many more than the file has: a few bytes can stand for a terabyte."""
+        return self.is_strided and self.nbytes > max(_FREE_BYTES, 16 * span_bytes(self.outline))
+
     def boxes(self) -> Iterator[tuple[slice, ...]]:
-        """Return boxes of at most a bucket, in row-major order, which together are the tensor."""
-        whole = Box((0,) * len(self.shape), tuple(self.shape))
-        for box in in_slabs(whole, max(1, -(-self.nbytes // BUCKET_BYTES))):
+        """Return boxes of at most a bucket, in row-major order, which together are the tensor.
+
+        Of dims along which one element is repeated, they have the first index only, if there is much of it.
+        """
+        shape = tuple(self.shape)
+        if self.is_repetitive:
+            shape = tuple(min(size, 1) if not step else size for size, step in zip(shape, self.stride(), strict=True))
+        whole = Box((0,) * len(shape), shape)
+        for box in in_slabs(whole, max(1, -(-whole.volume * self.dtype.itemsize // BUCKET_BYTES))):
             yield tuple(map(slice, box.start, box.stop))
 
     def location(self) -> Any:
@@ -233,17 +253,26 @@ def _valid(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def whole_tensors(tree: Any, verb: str = "save") -> Any:
-    """Return a tree with the tensors that ``StoredTensor`` stands for, each object once.
+def whole_tensors(tree: Any, *, keeps_strides: bool) -> Any:
+    """Return a tree with the tensors that ``StoredTensor`` stands for, each object once, to be saved.
+
+    Args:
+        tree: Any tree.
+        keeps_strides: Whether elements that are repeated are written once.
 
     Raises:
-        UnsupportedLeaf: If ranks hold parts of a leaf, which no file has the whole of.
+        UnsupportedLeaf: If ranks hold parts of a leaf, which no file has the whole of, or a few bytes of a file stand
+            for many.
     """
     made: dict[int, Any] = {}
 
     def whole(path: Path, leaf: Any) -> Any:
         if is_distributed(leaf):
-            msg = f"{verb}: the leaf at {path or '<root>'} is distributed: expected a whole tensor. Use gather first."
+            msg = f"save: the leaf at {path or '<root>'} is distributed: expected a whole tensor. Use gather first."
+            raise UnsupportedLeaf(msg, path)
+        if isinstance(leaf, StoredTensor) and leaf.is_repetitive and not keeps_strides:
+            what = "is a view that repeats its elements: expected memory of its own. Leave it out."
+            msg = f"save: the leaf at {path or '<root>'} {what}"
             raise UnsupportedLeaf(msg, path)
         if not isinstance(leaf, StoredTensor):
             return leaf

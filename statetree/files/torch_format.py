@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 import warnings
 import zlib
-from pickle import UnpicklingError
+from pickle import PicklingError, UnpicklingError
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
@@ -16,12 +17,10 @@ from statetree.errors import CheckpointError
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint
 from statetree.files.ranges import BUCKET_BYTES, OpenFiles
 from statetree.files.safe_pickle import BadPickle
-from statetree.files.stored import StoredObject, StoredPiece, StoredTensor, whole_tensors
+from statetree.files.stored import StoredObject, StoredPiece, StoredTensor, span_bytes, whole_tensors
 from statetree.files.torch_pickles import PickledTree, StridedOutline, read_pickle
 from statetree.files.untrusted import printable, refuse
 from statetree.files.zip_archive import REWRITE, is_zip, read_members
-from statetree.leaves.parts import unpack
-from statetree.spans.layout import extents
 from statetree.transforms.offload import offload
 from statetree.tree.flatten import flatten
 from statetree.tree.mapping import map_leaves
@@ -98,6 +97,9 @@ class TorchArchive:
             CheckpointError: If torch does not load it.
         """
         foreign = self.pickled.foreign
+        damaged = [name for name in foreign if name.startswith("torch._utils.") and name[13:] not in vars(torch._utils)]
+        if damaged:
+            self.refuse(f"it refers to {printable(damaged[0])}, which torch does not have")
         if foreign and not skip_foreign:
             what = f"it holds objects that torch.load(weights_only=True) refuses ({', '.join(foreign[:5])})"
             self.refuse(what, "If you trust it, load it with torch.load(weights_only=False), and save what you need.")
@@ -116,7 +118,7 @@ class TorchArchive:
                     source, weights_only=True, mmap=loader is not None, map_location=loader.place if loader else "cpu"
                 )
         except _REFUSALS as error:
-            self.refuse(f"torch cannot load it: {type(error).__name__}: {printable(str(error).strip()[:200])}")
+            self.refuse(f"torch cannot load it: {type(error).__name__}: {_reason(error)}")
         return tree if loader is None else loader.stored(tree)
 
     def whole_bytes(self) -> int:
@@ -144,6 +146,20 @@ class TorchArchive:
         return tree if isinstance(tree, StridedOutline) else None
 
 
+def _untyped(storage: Any) -> torch.UntypedStorage:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that torch's typed storages are old
+        found: torch.UntypedStorage = storage.untyped()
+    return found
+
+
+def _reason(error: BaseException) -> str:
+    """Return what torch says is wrong, without the paragraphs of advice around it."""
+    text = str(error).strip()
+    found = re.search(r"(Trying to|Unsupported|Can only|WeightsUnpickler error:)[^\n]*", text)
+    return printable((found[0] if found else text)[:200])
+
+
 class _Mapped:
     """The storages that torch maps, in the order in which it does: where each lies in the file."""
 
@@ -157,7 +173,7 @@ class _Mapped:
 
     def place(self, storage: Any, _location: str) -> Any:
         """Note where a storage lies. Torch calls it for each that it loads."""
-        untyped = storage.untyped() if isinstance(storage, torch.storage.TypedStorage) else storage
+        untyped = _untyped(storage)
         if untyped.nbytes():
             found = self._archive.storage(next(self._keys))
             assert found.length == untyped.nbytes(), (found.label, untyped.nbytes())
@@ -169,8 +185,6 @@ class _Mapped:
         made: dict[int, Any] = {}
 
         def store(leaf: Any) -> Any:
-            if isinstance(leaf, torch.storage.TypedStorage | torch.UntypedStorage):
-                leaf = torch.empty(0, dtype=torch.uint8).set_(leaf.untyped())
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             if id(leaf) not in made:
@@ -214,8 +228,12 @@ class TorchFormat(CheckpointFormat):
 
     def write(self, tree: Any, folder: Path, name: str, options: SaveOptions) -> list[str]:  # noqa: ARG002
         """Write a file, of each storage what lies between the first and the last element that the tree has."""
-        tree = whole_tensors(tree)
-        torch.save(offload(tree) if _is_loose(tree) else tree, folder / name)
+        tree = whole_tensors(tree, keeps_strides=True)
+        try:
+            torch.save(offload(tree) if _is_loose(tree) else tree, folder / name)
+        except (*_REFUSALS, PicklingError, RecursionError) as error:
+            msg = f"save: torch cannot save the tree: {type(error).__name__}: {str(error)[:200]}. Leave it out (select)."
+            raise CheckpointError(msg) from error
         foreign = TorchArchive(OpenFiles().open(folder / name)).pickled.foreign
         if foreign:
             msg = (
@@ -228,13 +246,14 @@ class TorchFormat(CheckpointFormat):
 
 def _is_loose(tree: Any) -> bool:
     """Whether storages are much larger than what the tree's tensors view of them."""
-    leaves, spec = flatten(tree)
-    columns = unpack("save", leaves, spec.paths).columns
     held: dict[int, tuple[int, int, int]] = {}
-    for tensor, reach in zip(columns.tensors, extents(columns), strict=True):
-        if not tensor.is_meta:
+    for tensor in flatten(tree)[0]:
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
+            if tensor.is_nested or tensor.is_quantized or tensor.is_meta or not tensor.numel():
+                continue
             storage = tensor.untyped_storage()
             begin = tensor.storage_offset() * tensor.dtype.itemsize
-            low, high, _ = held.get(storage.data_ptr(), (begin, begin + reach, 0))
-            held[storage.data_ptr()] = (min(low, begin), max(high, begin + reach), storage.nbytes())
+            low, high, _ = held.get(storage.data_ptr(), (begin, begin, 0))
+            stop = begin + span_bytes(tensor)
+            held[storage.data_ptr()] = (min(low, begin), max(high, stop), storage.nbytes())
     return any(size - (high - low) > max(4096, size // 4) for low, high, size in held.values())

@@ -25,8 +25,8 @@ _LARGEST: Final = 2**62
 _MAX_DIMS: Final = 64
 _UTILS: Final = "torch._utils."
 _LAYOUTS: Final = {str(layout): layout for layout in vars(torch).values() if isinstance(layout, torch.layout)}
-#: Calls that make no tensor, or one of what was looked at already, and take no memory for what they are given.
-_HARMLESS: Final = frozenset(
+#: Calls that make a tensor of another one, which was looked at already.
+_OF_A_TENSOR: Final = frozenset(
     {
         f"{_UTILS}_rebuild_parameter",
         f"{_UTILS}_rebuild_parameter_with_state",
@@ -100,7 +100,7 @@ def size_of(value: Any, what: str = "a size") -> tuple[int, ...]:
 
 @cache
 def _storage_dtypes() -> dict[str, torch.dtype | None]:
-    """Return the classes of storages that torch's files name, and the dtypes of their elements. Tried with 2.11-2.15."""
+    """Return the classes of storages that torch's files name, and their dtypes. Tried with torch 2.11 to 2.15."""
     typed = {f"torch.{name}": dtype for dtype, name in torch.storage._dtype_to_storage_type_map().items()}  # noqa: SLF001
     return {**typed, "torch.storage.UntypedStorage": None, "torch.UntypedStorage": None}
 
@@ -144,7 +144,7 @@ class _TorchPickle:
             "torch.Size": lambda sizes: torch.Size(size_of(sizes)),
             "torch.device": _device,
             "torch.serialization._get_layout": lambda name: _LAYOUTS[name],
-            **dict.fromkeys(_HARMLESS, lambda first, *_: first),
+            **dict.fromkeys(_OF_A_TENSOR, self._of_a_tensor),
         }
 
     def names(self, module: str, name: str) -> Any:
@@ -213,6 +213,11 @@ class _TorchPickle:
             raise BadPickle("it has a tensor whose parts are no tensors")
         size_of(data[parts])
         return _OtherTensor()
+
+    def _of_a_tensor(self, inner: Any, *_more: Any) -> Any:
+        if not isinstance(inner, (StridedOutline, _OtherTensor)):
+            raise BadPickle("it makes a parameter, or moves, what is no tensor")
+        return inner
 
     def _nested(self, *parts: Any) -> _OtherTensor:
         if not all(isinstance(part, StridedOutline) for part in parts):

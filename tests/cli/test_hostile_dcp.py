@@ -150,8 +150,7 @@ def saved(value):
 def test_code_in_values_does_not_run(directory, tmp_path, statetree):
     replace_bytes(directory, "v.b", saved(Raw(os.mkdir, str(tmp_path / "statetree_was_here"))))
     ran = statetree("show", directory)
-    assert ran.status == 0
-    assert "posix.mkdir" in ran.err
+    refused(ran, "posix.mkdir")
     assert statetree("convert", directory, tmp_path / "b.pt").status == 2
     assert not (tmp_path / "statetree_was_here").exists()
 
@@ -212,4 +211,4 @@ def test_directories_that_are_none(tmp_path, statetree):
     refused(statetree("show", tmp_path / "nowhere"), "there is no such directory")
     refused(statetree("show", tmp_path), "no .metadata file")
     (tmp_path / "file").touch()
-    refused(statetree("show", tmp_path / "file"), "a file without a known suffix")
+    refused(statetree("show", tmp_path / "file"), "it is empty")
