@@ -37,7 +37,7 @@ def select(tree: Any, where: Callable[[Any, Any], bool]) -> Any:
             (step, taken[ref] if ref >= 0 else made.get(ref, _GONE)) for step, ref in zip(steps, refs, strict=True)
         ]
         items = [(step, value) for step, value in found if value is not _GONE]
-        if not items and refs:
+        if not items:
             continue
         if len(items) < len(refs) and not issubclass(kind.cls, (dict, list, tuple)):
             msg = f"convert: items of a {kind.cls.__name__} are left out: expected all or none. Choose another --match."

@@ -83,7 +83,9 @@ class _Directory:
         tree = self._tree()
         for name in sorted({stored.name for stored in self.metadata.storage_data.values()}):
             self.files.open(self.path / name)
-        return OpenedCheckpoint(tree, title, self.files, list(self.foreign), is_nested=self._is_nested, verify=self._verify)
+        return OpenedCheckpoint(
+            tree, title, self.files, list(self.foreign), is_nested=self._is_nested, verify=self._verify
+        )
 
     def _verify(self) -> int:
         return sum(self._archive(index).verify() for index in self.metadata.storage_data)

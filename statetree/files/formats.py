@@ -180,7 +180,8 @@ def save(
         {'layers.0': StoredTensor(float32, [2])}
     """
     place = Path(path)
-    if not place.name or place.name in (".", "..", "-"):
+    place = place if place.name and place.name != ".." else place.resolve()
+    if not place.name or place.name == "-":
         msg = f"save: cannot write {str(place)!r}: expected the name of a file or directory. Choose another name."
         raise CheckpointError(msg)
     found = format_for(place)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ _METADATA: Final = ".metadata"
 _LONGEST_NAME: Final = 100
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_LINKS: Final = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES)
+_MAX_INDEX_BYTES: Final = 256 << 20
 _SHARD: Final = r"-\d{5,}-of-\d{5,}\.safetensors"
 
 
@@ -121,11 +123,20 @@ def _publish(path: Path, moves: dict[Path, Path], aside: Path, *, overwrite: boo
 
 def _replaced(path: Path, targets: Sequence[Path]) -> list[Path]:
     """Return what is there of a checkpoint that is to be replaced: first the file that speaks of the others."""
-    stem = path.name.removesuffix(".index.json").removesuffix(".safetensors")
-    shards = path.parent.glob("*.safetensors") if path.name.endswith(".index.json") else []
-    is_shard = re.compile(re.escape(stem) + _SHARD)
-    parts = dict.fromkeys([path, *sorted(shard for shard in shards if is_shard.fullmatch(shard.name)), *targets])
-    return [part for part in parts if os.path.lexists(part)]
+    return [part for part in dict.fromkeys([path, *_shards_of(path), *targets]) if os.path.lexists(part)]
+
+
+def _shards_of(path: Path) -> list[Path]:
+    """Return the shards that an index names, if they have the names that are given to shards here."""
+    stem = path.name.removesuffix(".index.json")
+    if stem == path.name or not path.is_file() or path.stat().st_size > _MAX_INDEX_BYTES:
+        return []
+    try:
+        names = set(json.loads(path.read_text("utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):  # it is no index of ours
+        return []
+    is_shard = re.compile(re.escape(stem.removesuffix(".safetensors")) + _SHARD)
+    return [path.with_name(name) for name in sorted(names, key=str) if type(name) is str and is_shard.fullmatch(name)]
 
 
 def _bring_back(aside: Path, place: Path) -> None:

@@ -232,7 +232,9 @@ class TorchFormat(CheckpointFormat):
         try:
             torch.save(offload(tree) if _is_loose(tree) else tree, folder / name)
         except (*_REFUSALS, PicklingError, RecursionError) as error:
-            msg = f"save: torch cannot save the tree: {type(error).__name__}: {str(error)[:200]}. Leave it out (select)."
+            msg = (
+                f"save: torch cannot save the tree: {type(error).__name__}: {str(error)[:200]}. Leave it out (select)."
+            )
             raise CheckpointError(msg) from error
         foreign = TorchArchive(OpenFiles().open(folder / name)).pickled.foreign
         if foreign:

@@ -100,7 +100,10 @@ GEOMETRY = {
     ),
     "of too many arguments": (Raw(torch._utils._rebuild_tensor_v2, *range(20)), "no storage"),
     "of too few arguments": (Raw(torch._utils._rebuild_tensor_v2, 1), "damaged (TypeError"),
-    "a parameter of nothing": (Raw(torch._utils._rebuild_parameter, 1, True, {}), "makes a parameter, or moves, what is no tensor"),
+    "a parameter of nothing": (
+        Raw(torch._utils._rebuild_parameter, 1, True, {}),
+        "makes a parameter, or moves, what is no tensor",
+    ),
     "of a layout": (Raw(torch._utils._rebuild_sparse_tensor, torch.float32, (1, 2, 3)), "an unknown layout"),
     "a device": (Raw(torch.device, "x" * 100), "an unknown device"),
     "a size": (Raw(torch.Size, (2**63,)), "a size of"),
@@ -397,9 +400,7 @@ def test_other_files_are_refused(data, tmp_path, statetree):
 
 def test_terminals_are_not_controlled(tmp_path, statetree):
     name = "\x1b]0;owned\x07\x1b[2Jred\r\n\u202eevil\u2028\x9b31m\ud800"
-    path = archive(
-        tmp_path / "a.pt", pickle_of({name: tensor(), "value": name, "evil": {name: Raw(print, "x")}}), DATA
-    )
+    path = archive(tmp_path / "a.pt", pickle_of({name: tensor(), "value": name, "evil": {name: Raw(print, "x")}}), DATA)
     for args in (
         ["show", path],
         ["show", "--json", path],
