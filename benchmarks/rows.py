@@ -76,9 +76,17 @@ def share(fraction: float, of: str) -> Aim:
     return Aim(f"≥ {fraction:g} of {of}", lambda result: result.times_ours(of), lambda value: value >= fraction)
 
 
-def within(times: float, of: str) -> Aim:
-    """Aim at taking at most so many times what the floor takes."""
-    return Aim(f"≤ {times:g} times {of}", lambda result: 1 / result.times_ours(of), lambda value: value <= times)
+def within(times: float, of: str, variant: str = "") -> Aim:
+    """Aim at taking at most so many times what the floor takes, in a variant if one is named."""
+
+    def value(result: Result) -> float:
+        ours = result.of(variant).median if variant else result.ours
+        return ours / result.of(of).median
+
+    text = f"≤ {times:g} times {of}"
+    return Aim(
+        f"{text} ({variant.removeprefix('statetree, ')})" if variant else text, value, lambda value: value <= times
+    )
 
 
 def at_most(microseconds: float) -> Aim:

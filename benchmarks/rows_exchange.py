@@ -85,9 +85,11 @@ def gather_and_first(state: Sharded) -> list[Contender]:
         prefix = f"model{next(numbers)}"
         return {f"{prefix}.{key}": leaf for key, leaf in state.tree.items()}
 
-    first = variant("statetree, a tree not yet seen", st.gather, holds_wholes(state, None), fresh=renamed)
+    complete = holds_wholes(state, None)
+    first = variant("statetree, a tree not yet seen", st.gather, complete, fresh=renamed)
+    prepared = variant("statetree, prepared", st.prepare(st.gather, state.tree), complete)
     mine, *others = gather(state)
-    return [mine, first, *others]
+    return [mine, prepared, first, *others]
 
 
 def distribute(state: Sharded) -> list[Contender]:
@@ -95,6 +97,13 @@ def distribute(state: Sharded) -> list[Contender]:
     target, their_target = (_zeros_like(state) for _ in range(2))
     source = State("", {key: state.whole(index) for index, key in enumerate(state.tree)}).tree
     full = _follows(state, source) if dist.get_rank() == 0 else None
+    sync = st.prepare(st.distribute, source if full else None, target, src=0, in_place=True)
+
+    def synced() -> Any:
+        if full:
+            full()
+        return sync()
+
     parts = holds_parts(state)
     sends, receives = bytes_of_distribute(state)
     cpu = torch.device("cpu")
@@ -110,6 +119,7 @@ def distribute(state: Sharded) -> list[Contender]:
             lambda: st.distribute(full() if full else None, target, src=0, in_place=True),
             parts,
         ),
+        variant("statetree, prepared, in_place", synced, parts),
         peer("_broadcast_state_dict", theirs, parts),
         all_to_all(sends, receives),
     ]
@@ -220,14 +230,15 @@ _two_buckets = takes_at_most(1, 2 * BUCKET_BYTES + 64 * MB, "≤ two buckets + 6
 
 ROWS = (
     RankRow("gather", "gather to all", small, gather_and_first,
-            (faster("_gather_state_dict", 20), within(3, "all_to_all_single"))),
+            (faster("_gather_state_dict", 20), within(3, "all_to_all_single", "statetree, prepared"))),
     RankRow("gather", "gather to one", large, gather_to_one, (faster("_gather_state_dict", 3), _two_buckets)),
     RankRow("gather", "gather to all", large, gather, (faster("_gather_state_dict", 1.2), sends_alike(1.05))),
     RankRow("gather", "gather to all", small, gather_and_first, ranks=4, rounds=7),
     RankRow("gather", "gather to one", large, gather_to_one, (_two_buckets,), ranks=4, rounds=7),
     RankRow("gather", "gather to all", large_in_replicas, gather, (sends_alike(1.05),), ranks=4, rounds=7),
     RankRow("distribute", "distribute from one", small, distribute,
-            (faster("_broadcast_state_dict", 10), sends_one_model())),
+            (faster("_broadcast_state_dict", 10), sends_one_model(),
+             within(3, "all_to_all_single", "statetree, prepared, in_place"))),
     RankRow("distribute", "distribute from one", small, distribute, (sends_one_model(),), ranks=4, rounds=7),
     RankRow("distribute", "distribute from one", large, distribute, (sends_one_model(),)),
 )  # fmt: skip

@@ -30,20 +30,32 @@ if TYPE_CHECKING or "_wanted" in globals():
     from statetree.exchange.prepared import Prepared as Prepared
     from statetree.files.formats import save as save
     from statetree.files.loading import load as load
+    from statetree.leaves.delta_tree import Delta as Delta
     from statetree.leaves.registry import LeafType as LeafType
     from statetree.leaves.registry import register_leaf_type as register_leaf_type
     from statetree.paths import Path as Path
     from statetree.stager.stager import Stager as Stager
     from statetree.transforms.allocate_like import allocate_like as allocate_like
+    from statetree.transforms.apply_delta import apply_delta as apply_delta
+    from statetree.transforms.audit import Audit as Audit
+    from statetree.transforms.audit import audit as audit
     from statetree.transforms.broadcast import broadcast as broadcast
     from statetree.transforms.copy_into import copy_into as copy_into
+    from statetree.transforms.delta import delta as delta
+    from statetree.transforms.digest import Digest as Digest
+    from statetree.transforms.digest import digest as digest
     from statetree.transforms.distribute import distribute as distribute
     from statetree.transforms.gather import gather as gather
+    from statetree.transforms.merge import merge as merge
     from statetree.transforms.offload import offload as offload
+    from statetree.transforms.partition import partition as partition
     from statetree.transforms.partition_replicas import partition_replicas as partition_replicas
     from statetree.transforms.reshard import reshard as reshard
+    from statetree.transforms.select import select as select
     from statetree.transforms.similarity import Similarity as Similarity
     from statetree.transforms.similarity import similarity as similarity
+    from statetree.transforms.update import update as update
+    from statetree.tree.atoms import HOLE as HOLE
     from statetree.tree.flatten import flatten as flatten
     from statetree.tree.flatten import paths as paths
     from statetree.tree.flatten import unflatten as unflatten

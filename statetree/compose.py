@@ -162,9 +162,9 @@ def stream(tree: Any, step: Step) -> Iterator[tuple[Path, Any]]:
 def prepare(verb: Callable[..., Any], /, *args: Any, **options: Any) -> Prepared:
     """Plan a transfer and agree on it once, to move elements many times.
 
-    ``sync = prepare(reshard, tree, like, in_place=True)`` checks, plans, agrees and takes memory for these very tensors,
-    and moves nothing yet. Each ``sync()`` moves what they hold then, at a small part of the cost of ``reshard``: the
-    ranks tell each other, in one small message, that their tensors still lie where they lay.
+    ``sync = prepare(reshard, tree, like, in_place=True)`` checks, plans, agrees and takes memory for these very
+    tensors, and moves nothing yet. Each ``sync()`` moves what they hold then, at a small part of the cost of
+    ``reshard``: the ranks tell each other, in one small message, that their tensors still lie where they lay.
 
     Only elements move again. Structure, plain values and opaque objects stay what they were when the transfer was
     prepared (``gather`` passes leaves that are not distributed through: those are the source's own). So do results of
@@ -347,11 +347,11 @@ def _call(together: _Alone, steps: Sequence[Step], bucket: dict[str, Any], paths
     except StateTreeError as error:
         place_in_tree(error, paths)
         raise
-    if not isinstance(result, dict) or result.keys() != bucket.keys():
+    if not isinstance(result, dict) or result.keys() != paths.keys():
         got = list(result)[:3] if isinstance(result, dict) else type(result).__qualname__
         msg = (
-            f"stream: the step changed the structure of a bucket: expected a dict of {len(bucket)} leaves from "
-            f"{next(iter(bucket))!r} on, got {got}. Stream transforms that keep the structure."
+            f"stream: the step changed the structure of a bucket: expected a dict of {len(paths)} leaves from "
+            f"{next(iter(paths))!r} on, got {got}. Stream transforms that keep the structure."
         )
         mismatch = TreeMismatch(msg)
         together.tell(mismatch)

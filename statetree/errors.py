@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import traceback
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+from statetree.paths import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +23,7 @@ class Difference(NamedTuple):
     """One place where two trees differ.
 
     ``kind`` is one of ``missing``, ``structure``, ``length``, ``leaf type``, ``type``, ``dtype``, ``shape``,
-    ``layout``, ``ties``, ``overlap``, ``value`` and a few that a leaf type adds (``mesh``, ``placements``…).
+    ``layout``, ``ties``, ``overlap``, ``range``, ``value`` and a few that a leaf type adds (``mesh``, ``placements``…).
     ``left`` and ``right`` say what each side holds there.
     """
 
@@ -72,6 +75,18 @@ def clear_frames(error: BaseException) -> None:
         traceback.clear_frames(found.__traceback__)
 
 
+def is_users_own(error: BaseException) -> bool:
+    """Whether what came up in somebody else's code concerns that alone: errors, and exits that no signal asked for.
+
+    An interrupt concerns the program, and so does the exit that the handler of a signal asks for.
+    """
+    if not isinstance(error, SystemExit):
+        return isinstance(error, Exception)
+    handlers = map(signal.getsignal, signal.valid_signals())
+    codes = [getattr(getattr(handler, "__func__", handler), "__code__", None) for handler in handlers]
+    return all(frame.f_code not in codes for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
 def describe_leaf(leaf: Any) -> str:
     """Say what a leaf is: dtype, shape and device of a tensor, the class of anything else. Never raises."""
     if isinstance(leaf, torch.Tensor):
@@ -105,6 +120,11 @@ class TreeMismatch(StateTreeError, ValueError):
     def between(cls, verb: str, differences: Sequence[Difference], remedy: str) -> TreeMismatch:
         """Return the error for a left tree (what was given) that does not fit a right one (what was expected)."""
         lines = list(map(_told, differences))
+        absent = [str(found.path) for found in differences if found.kind == "missing" and found.left == "absent"]
+        for index, found in enumerate(differences[:SHOWN_DIFFERENCES] if absent else ()):
+            if found.kind == "missing" and found.left != "absent":
+                meant = nearest(str(found.path), absent, cutoff=0.8)
+                lines[index] += f" Did you mean {meant}?" if meant else ""
         places = f"the trees differ in {len(lines)} places:\n  " if len(lines) > 1 else ""
         return cls(f"{verb}: {places}{shown(lines)} {remedy}", differences)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from difflib import get_close_matches
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable, Iterable, Sequence
 
 #: What has an address in its representation, which differs from process to process, and a full name.
 _NAMED: Final = (FunctionType, BuiltinFunctionType, MethodType)
@@ -192,3 +193,21 @@ def unique_keys(plain: list[str], paths: Sequence[tuple[Any, ...]]) -> list[str]
             taken.add(unique)
         result.append(unique)
     return result
+
+
+#: How many paths are compared with a mistyped one character by character.
+_COMPARED: Final = 300
+
+
+def nearest(text: str, keys: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """Return the rendered path that a mistyped one most likely stands for, or ``None`` if none is near.
+
+    Example:
+        >>> from statetree.paths import nearest
+        >>> nearest("model.layers.0.atn.wq", ["model.layers.0.attn.wq", "model.layers.0.attn.wk"])
+        'model.layers.0.attn.wq'
+    """
+    words = set(text.split("."))
+    # Most paths have most components in common with the one that is meant: the others need no slow comparison.
+    likely = sorted(keys, key=lambda key: (-len(words.intersection(key.split("."))), abs(len(key) - len(text))))
+    return next(iter(get_close_matches(text, likely[:_COMPARED], n=1, cutoff=cutoff)), None)

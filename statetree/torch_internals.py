@@ -12,9 +12,10 @@ from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from datetime import timedelta
 
 P = ParamSpec("P")
@@ -125,6 +126,15 @@ def compare_memory(a: int, b: int, nbytes: int) -> bool | None:
 is_zero_tensor: Final[Any] = TENSOR_BASE._is_zerotensor
 
 
+def carry_tangents(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether any tensor is a dual one, of forward-mode differentiation."""
+    level = forward_ad._current_level
+    if level < 0:
+        return False
+    unpack: Any = torch._VF._unpack_dual
+    return any(unpack(tensor, level=level)[1] is not None for tensor in tensors)
+
+
 def set_bits(tensor: torch.Tensor, *, conj: bool, neg: bool) -> None:
     """Make a tensor read as the conjugate or the negative of what its memory holds."""
     torch._C._set_conj(tensor, conj)
@@ -227,6 +237,16 @@ def can_negate(dtype: torch.dtype) -> bool:
     return True
 
 
+@cache
+def can_conjugate(dtype: torch.dtype) -> bool:
+    """Whether torch can read a tensor of a dtype that has a conjugate bit: not of ``torch.bcomplex32`` (2.14, 2.15)."""
+    try:
+        torch.zeros(1, dtype=dtype, device="cpu").conj().clone()
+    except NotImplementedError:
+        return False
+    return True
+
+
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, non_blocking: bool = False) -> None:
     """Copy tensors into others of the same shapes, in one call, which no signal handler interrupts half-way."""
     if targets:
@@ -305,6 +325,19 @@ def start_all_gather(group: Any, received: torch.Tensor, sent: torch.Tensor, tim
     if timeout is not None:
         options.timeout = timeout
     return group._allgather_base(received, sent, options)
+
+
+def start_all_reduce(group: Any, data: torch.Tensor, timeout: timedelta | None, *, greatest: bool = False) -> Any:
+    """Start adding up what the ranks of a group hold, in its place, and return the work to wait for.
+
+    With ``greatest``, each element becomes the greatest that a rank has there instead.
+    """
+    options = torch._C._distributed_c10d.AllreduceOptions()
+    if greatest:
+        options.reduceOp = torch._C._distributed_c10d.ReduceOp(torch._C._distributed_c10d.ReduceOp.MAX)
+    if timeout is not None:
+        options.timeout = timeout
+    return group.allreduce([data], options)
 
 
 def start_broadcast(group: Any, data: torch.Tensor, source: int, timeout: timedelta | None) -> Any:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
 from math import prod
 from operator import sub
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+import torch
 
 #: A stretch of one dim of a tensor, from its first index to behind its last one.
 Interval = tuple[int, int]
@@ -33,32 +33,50 @@ class Box(NamedTuple):
         return prod(self.sizes)
 
 
-def slab_grid(sizes: Sequence[int], count: int) -> tuple[int, ...]:
-    """Return into how many parts to cut each dim of a box to get at least ``count`` slabs, or single elements."""
-    grid = []
-    for size in sizes:
-        parts = 1 if count == 1 else count if size >= 8 * count else size
-        grid.append(parts)
-        count = -(-count // parts)
-    return tuple(grid)
+def slab_grids(sizes: torch.Tensor, count: int) -> torch.Tensor:
+    """Return into how many parts to cut each dim of boxes to get at least so many slabs of each, or single elements.
+
+    Args:
+        sizes: The shapes of the boxes, as rows.
+        count: How many slabs.
+    """
+    left = torch.full(sizes.shape[:1], count)
+    grid = torch.ones_like(sizes)
+    for dim in range(sizes.shape[1]):
+        size = sizes[:, dim]
+        grid[:, dim] = torch.where(left == 1, 1, torch.where(size >= 8 * left, left, size))
+        left = (left + grid[:, dim] - 1).div(grid[:, dim], rounding_mode="floor")
+    return grid
 
 
-def slab(box: Box, count: int, number: int) -> Box | None:
-    """Return one of the slabs that a box is cut into, counted in row-major order; ``None`` if there are not so many."""
-    grid = slab_grid(box.sizes, count)
-    if number >= prod(grid):
-        return None
-    bounds: list[Interval] = []
-    for start, size, parts in reversed(list(zip(box.start, box.sizes, grid, strict=True))):
-        number, place = divmod(number, parts)
-        bounds.append((start + size * place // parts, start + size * (place + 1) // parts))
-    return Box(tuple(start for start, _ in reversed(bounds)), tuple(stop for _, stop in reversed(bounds)))
+def slabs_within(
+    starts: torch.Tensor, stops: torch.Tensor, count: int, number: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return one of the slabs that each of some boxes is cut into, counted in row-major order.
+
+    Returns:
+        Where the slabs begin and end: with no elements where a box is not cut into so many.
+    """
+    sizes = stops - starts
+    grid = slab_grids(sizes, count)
+    begins, ends = starts.clone(), stops.clone()
+    left = torch.full(sizes.shape[:1], number)
+    for dim in reversed(range(sizes.shape[1])):
+        place = left % grid[:, dim]
+        left = left.div(grid[:, dim], rounding_mode="floor")
+        begins[:, dim] += (sizes[:, dim] * place).div(grid[:, dim], rounding_mode="floor")
+        ends[:, dim] = starts[:, dim] + (sizes[:, dim] * (place + 1)).div(grid[:, dim], rounding_mode="floor")
+    return begins, torch.where((left > 0)[:, None], begins, ends)
 
 
 def in_slabs(box: Box, count: int) -> list[Box]:
     """Cut a box into at least ``count`` slabs of about the same size (or single elements), in row-major order."""
-    slabs = (slab(box, count, number) for number in range(prod(slab_grid(box.sizes, count))))
-    return [found for found in slabs if found is not None]
+    sizes = torch.tensor([box.sizes], dtype=torch.int64)
+    parts = [
+        [(start + size * place // parts, start + size * (place + 1) // parts) for place in range(parts)]
+        for start, size, parts in zip(box.start, box.sizes, slab_grids(sizes, count)[0].tolist(), strict=True)
+    ]
+    return [Box(tuple(low for low, _ in bounds), tuple(high for _, high in bounds)) for bounds in product(*parts)]
 
 
 def is_covered(whole: Box, boxes: list[Box]) -> bool:

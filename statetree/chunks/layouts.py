@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from hashlib import blake2b
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -47,6 +47,9 @@ class ChunkLayout:
         self.shape = tuple(shape)
         self.disjoint = disjoint
         self._boxes: dict[int, list[Box]] = {}
+        #: What is worked out from this layout once.
+        self.memo: dict[Any, Any] = {}
+        self._replicas: torch.Tensor | None = None
         self.ranks, self.starts, self.stops = ranks[filled][order], starts[filled][order], stops[filled][order]
 
     @cached_property
@@ -71,10 +74,48 @@ class ChunkLayout:
         first.scatter_reduce_(0, which, torch.arange(len(which)), "amin")
         return Distinct(self.starts[first], self.stops[first], which)
 
+    @property
+    def has_replicas(self) -> bool:
+        """Whether some box is held by several ranks."""
+        return len(self.distinct.starts) < len(self.ranks)
+
+    @cached_property
+    def holders(self) -> Holders:
+        """The ranks that hold each distinct box."""
+        which = self.distinct.which
+        count = torch.bincount(which, minlength=len(self.distinct.starts))
+        order = which.argsort(stable=True)
+        return Holders(self.ranks[order], count.cumsum(0) - count, count, order)
+
+    def replica_of(self, ranks: torch.Tensor) -> torch.Tensor:
+        """Return for ranks how many of the holders of their first box come before them; their number without one."""
+        if self._replicas is None:
+            table = torch.arange(int(self.ranks.max()) + 1 if len(self.ranks) else 0)
+            holders = self.holders
+            place = torch.empty_like(self.ranks)
+            which = self.distinct.which[holders.order]
+            place[holders.order] = torch.arange(len(which)) - holders.first[which]
+            first = torch.ones(len(self.ranks), dtype=torch.bool)
+            first[1:] = self.ranks[1:] != self.ranks[:-1]
+            table[self.ranks[first]] = place[first]
+            self._replicas = table
+        table = self._replicas
+        known = ranks < len(table)
+        return torch.where(known, table[ranks.where(known, torch.zeros_like(ranks))], ranks) if len(table) else ranks
+
+    def held_by(self, rank: int) -> torch.Tensor:
+        """Return the numbers of the distinct boxes that a rank holds, in the order of its rows."""
+        return self.distinct.which[self.rows_of(rank)]
+
+    def rows_of(self, rank: int) -> slice:
+        """Return the rows of a rank."""
+        first, last = torch.searchsorted(self.ranks, torch.tensor([rank, rank + 1])).tolist()
+        return slice(first, last)
+
     def boxes_of(self, rank: int) -> list[Box]:
         """Return one rank's boxes, in the order of the rows."""
         if rank not in self._boxes:
-            mine = self.ranks == rank
+            mine = self.rows_of(rank)
             self._boxes[rank] = [
                 Box(tuple(start), tuple(stop))
                 for start, stop in zip(self.starts[mine].tolist(), self.stops[mine].tolist(), strict=True)
@@ -109,6 +150,27 @@ class Distinct(NamedTuple):
     starts: torch.Tensor
     stops: torch.Tensor
     which: torch.Tensor
+
+    @property
+    def volumes(self) -> torch.Tensor:
+        """How many elements each has."""
+        return (self.stops - self.starts).prod(1)
+
+
+class Holders(NamedTuple):
+    """Who holds each of a layout's distinct boxes.
+
+    Attributes:
+        ranks: The holders of the first box, rising, then those of the second, and so on.
+        first: For each box where its holders begin in ``ranks``.
+        number: How many it has.
+        order: The rows of the layout in the order of ``ranks``.
+    """
+
+    ranks: torch.Tensor
+    first: torch.Tensor
+    number: torch.Tensor
+    order: torch.Tensor
 
 
 def whole_on(shape: Sequence[int], ranks: Sequence[int]) -> ChunkLayout:

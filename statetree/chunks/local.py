@@ -92,19 +92,40 @@ def local_pieces(local: torch.Tensor, boxes: Sequence[Box]) -> list[torch.Tensor
     return pieces
 
 
-def listed_chunks(value: Any) -> LocalChunks:
-    """Return the chunks of a tensor that lists them itself, by the protocol of ``torch.distributed.checkpoint``."""
+def listed_chunks(value: Any, local: Any = None) -> LocalChunks:
+    """Return the chunks of a tensor that lists them itself, by the protocol of ``torch.distributed.checkpoint``.
+
+    Args:
+        value: The tensor.
+        local: Its local tensor, if that is what lists them. It may do so without saying how to get them: then there is
+            one, the local tensor.
+    """
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
-    boxes, pieces = [], []
-    for number, chunk in enumerate(value.__create_chunk_list__()):
-        start = tuple(chunk.offsets)
-        box = Box(start, tuple(first + size for first, size in zip(start, chunk.sizes, strict=True)))
+    boxes: list[Box] = []
+    pieces: list[torch.Tensor] = []
+    listed = list((value if local is None else local).__create_chunk_list__())
+    if local is not None and not hasattr(local, "__get_tensor_shard__"):
+        if len(listed) > 1 or any(tuple(chunk.sizes) != tuple(local.shape) for chunk in listed):
+            msg = (
+                "the local tensor of the leaf at %PATH% lists chunks that are not the tensor as a whole: expected one of "
+                f"{tuple(local.shape)}, got {[tuple(chunk.sizes) for chunk in listed]}. Give it __get_tensor_shard__."
+            )
+            raise UnsupportedLeaf(msg)
+        boxes = [_box(chunk) for chunk in listed if all(chunk.sizes)]
+        return checked_chunks(value, tuple(value.shape), value.dtype, boxes, [local.detach() for _ in boxes])
+    for number, chunk in enumerate(listed):
+        box = _box(chunk)
         piece = value.__get_tensor_shard__(MetadataIndex("", chunk.offsets, number))
         if all(chunk.sizes):
             boxes.append(box)
             pieces.append(piece.detach())
     return checked_chunks(value, tuple(value.shape), value.dtype, boxes, pieces)
+
+
+def _box(chunk: Any) -> Box:
+    start = tuple(chunk.offsets)
+    return Box(start, tuple(first + size for first, size in zip(start, chunk.sizes, strict=True)))
 
 
 def checked_chunks(

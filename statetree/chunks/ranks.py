@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 from functools import cached_property
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +20,7 @@ class Positions(NamedTuple):
 
     Attributes:
         shape: The shape of the mesh.
-        ranks: Its global ranks, as a text.
+        ranks: A digest of its global ranks.
         members: Their ranks within the group; -1 for those outside of it.
         mesh: The mesh, so that its id is not handed out again.
     """
@@ -56,5 +60,20 @@ class Ranks:
             grid = mesh.mesh
             ranks = grid.flatten().tolist()
             members = tuple(self.index.get(rank, -1) for rank in ranks)
-            known = self._positions[id(mesh)] = Positions(tuple(grid.shape), str(ranks), members, mesh)
+            known = self._positions[id(mesh)] = Positions(tuple(grid.shape), _digest(grid), members, mesh)
         return known
+
+
+def _digest(grid: torch.Tensor) -> str:
+    """Return what only meshes of the same ranks have in common: every leaf states it, so the ranks are not listed."""
+    ranks = grid.to("cpu", torch.int64).contiguous()
+    return blake2b(ctypes.string_at(ranks.data_ptr(), ranks.nbytes), digest_size=16).hexdigest()
+
+
+def own_ranks() -> Ranks:
+    """Return the ranks of the default group; this process alone where there is none."""
+    import torch.distributed as dist  # which takes long to import
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return Ranks(0, [0])
+    return Ranks(dist.get_rank(), range(dist.get_world_size()))

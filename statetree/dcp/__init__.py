@@ -4,11 +4,15 @@ A state is flattened down to what DCP writes as one entry. Its structure is writ
 that the state can be loaded without a template; plain DCP reads all others. Files are not trusted.
 
 - ``saving``, ``loading``: ``save`` and ``load``. ``background``: ``async_save``, by a thread with a group of its own.
-- ``checkpointer``: ``Checkpointer``, over the directories that ``series`` keeps. ``async_stager``: for DCP's own saves.
-- ``flat_state``: the entries of a tree, with DCP's keys. ``tensors``: what is saved of a leaf.
+- ``checkpointer``: ``Checkpointer``, over the directories that ``series`` keeps; ``restoring``: which of them is taken.
+  ``agreement``: what ranks decide together. ``async_stager``: for DCP's own saves.
+- ``flat_state``: the entries of a tree, with DCP's keys. ``tensors``: what is saved of a leaf; ``local_pieces``:
+  of one whose chunks DCP does not know.
+- ``plain_values``: values read as data, and made by what ``reconstructors`` and ``numpy_values`` admit.
 - ``saved_structure``: a ``TreeSpec`` as text, and back. ``keys``: the keys in it.
 - ``templates``: which entries of a checkpoint fill a template.
-- ``planners``, ``directories``: DCP's planners and storage. ``metadata``, ``checksums``: what is checked of the files.
+- ``planners``, ``directory_writer``, ``directories``: DCP's planners, and its storage, written and read.
+- ``file_manifest``, ``metadata``, ``checksums``: what is known and checked of the files.
 - ``groups``, ``failures``, ``internals``: the ranks, their errors, and the private parts of DCP that are used.
 """
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 import threading
 import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from statetree.dcp.agreement import raise_together
 from statetree.dcp.groups import from_all, group_for
 from statetree.dcp.internals import count_groups, is_alive
-from statetree.dcp.saving import write
-from statetree.errors import CheckpointError, chain_of
+from statetree.dcp.saving import warn_of_values, write
+from statetree.errors import chain_of
 from statetree.stager.stager import Stager
 from statetree.stager.workers import submit
 
@@ -52,10 +53,11 @@ def async_save(
 
     Collective:
         Every rank of the group calls it, in the same order relative to other collectives: the first call for a group
-        makes another group of the same ranks. If staging fails on one rank, the futures of the others fail.
+        makes two other groups of the same ranks. If staging fails on one rank, all raise, and nothing is begun.
 
     Raises:
-        StagerBusy, StagerClosed, UnsupportedLeaf: What staging raises on this rank.
+        StagerBusy, StagerClosed, UnsupportedLeaf: What staging raises on this rank. The others raise a
+            ``CheckpointError`` that names it.
         RankMismatch: If this process is not in the group. Only this one raises.
 
     Example:
@@ -67,13 +69,15 @@ def async_save(
         >>> statetree.dcp.load(checkpoint_id=directory)
         {'w': tensor([0., 0.])}
     """
+    warn_of_values("async_save", state)
     background = background_of("async_save", process_group, "async_save")
-    future, error = start(
-        background, lambda: stage(state, stager), lambda staged: write(staged, checkpoint_id, background.group)
+    agreeing = background_of("async_save", process_group, "async_save.staging").group
+    return start(
+        background,
+        agreeing,
+        lambda: stage(state, stager),
+        lambda staged: write(staged, checkpoint_id, background.group),
     )
-    if error is not None:
-        raise error
-    return future
 
 
 class Background:
@@ -130,31 +134,49 @@ def _new_group(ranks: list[int]) -> Any:
     return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
 
-class Started(NamedTuple):
-    """A save under way, and what staging raised on this rank. Then the save only tells the other ranks of it."""
+class SaveFuture(Future[None]):
+    """The future of a save, which knows whether ``result`` has raised what went wrong."""
 
-    future: Future[None]
-    error: BaseException | None
+    _is_delivered = False
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait for the save, and raise what went wrong."""
+        try:
+            super().result(timeout)
+        except BaseException:
+            self._is_delivered = self.done()  # else it was the waiting that failed
+            raise
+
+    def undelivered(self) -> BaseException | None:
+        """Return what went wrong, unless ``result`` has raised it. The save is done."""
+        return None if self._is_delivered else self.exception()
 
 
-def start(background: Background, stage: Callable[[], Any], save: Callable[[Callable[[], Any]], None]) -> Started:
+def start(
+    background: Background,
+    agreeing: ProcessGroup | None,
+    stage: Callable[[], Any],
+    save: Callable[[Callable[[], Any]], None],
+) -> SaveFuture:
     """Stage a state, and run a save of it on the background's thread.
 
     Args:
         background: The thread and the group.
+        agreeing: The same ranks, over which they tell each other at once whether staging failed. Then all raise.
         stage: Returns the staged state.
-        save: Given a function that returns the staged state (or raises what staging it raised), saves it.
+        save: Given a function that returns the staged state, saves it.
     """
     error: BaseException | None = None
+    held: list[Any] = []
     try:
-        held = [stage()]
-    except BaseException as raised:  # noqa: BLE001 - the caller raises it
+        held.append(stage())
+    except BaseException as raised:  # noqa: BLE001 - it is raised below, when the others know
         error = raised
-        held = [_Failed(f"save: staging failed on this rank: {type(raised).__name__}: {raised}")]
-    future: Future[None] = Future()
+    raise_together("async_save", error, "staging failed", "Nothing was begun.", agreeing)
+    future = SaveFuture()
     future.set_running_or_notify_cancel()  # a save that one rank cancels would leave the others waiting
     submit(background.executor, _run, background, future, held, save)
-    return Started(future, error)
+    return future
 
 
 def stage(state: Any, stager: Any) -> Any:
@@ -163,13 +185,6 @@ def stage(state: Any, stager: Any) -> Any:
         return stager.stage(state)
     with Stager() as own:
         return own.stage(state)
-
-
-class _Failed:
-    """Stands for a state that could not be staged."""
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
 
 
 def _run(
@@ -190,8 +205,6 @@ def _run(
 
 def _taken(held: list[Any]) -> Any:
     tree = held.pop()
-    if isinstance(tree, _Failed):
-        raise CheckpointError(tree.reason)
     return tree.result() if isinstance(tree, Future) else tree
 
 

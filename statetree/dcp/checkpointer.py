@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
-from functools import partial
+import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from torch.distributed.checkpoint.api import CheckpointException
-
-from statetree.dcp.background import Background, background_of, stage, start
+from statetree.dcp.agreement import by_first, check_same, raise_together
+from statetree.dcp.background import Background, SaveFuture, background_of, stage, start
 from statetree.dcp.directories import DirectoryReader
+from statetree.dcp.directory_writer import DirectoryWriter
 from statetree.dcp.failures import checkpoint_errors
-from statetree.dcp.groups import check_alive, from_all, from_first, is_first, size_of
+from statetree.dcp.groups import check_alive, from_all, is_first
 from statetree.dcp.loading import read
-from statetree.dcp.saving import write
-from statetree.dcp.series import Series, StepDirectory, UnfinishedStep
-from statetree.errors import CheckpointError, RankMismatch, StagerBusy, StateTreeError, shown
+from statetree.dcp.restoring import Restoration
+from statetree.dcp.saving import warn_of_values, write
+from statetree.dcp.series import Series, UnfinishedStep
+from statetree.errors import CheckpointError, StagerBusy, StateTreeError
 from statetree.stager.stager import Stager
 
 if TYPE_CHECKING:
@@ -28,7 +29,12 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-T = TypeVar("T")
+
+class _Begun(NamedTuple):
+    """Where a save writes, and the checkpoint whose files it may link to."""
+
+    path: Path
+    base: Path | None
 
 
 class Checkpointer:
@@ -46,6 +52,10 @@ class Checkpointer:
         stager: Stages the states of ``async_save``; by default one of its own, which ``close`` closes.
         keep: How many checkpoints stay: those with the highest steps, and always the one saved last. ``None`` keeps
             all.
+        incremental: Whether files in which nothing changed since the latest checkpoint become hard links to that one's.
+            Each checkpoint is complete, whatever is removed beside it. What changed is found by digests (SHA-256) of
+            the contents; files are cut so that few are written again. Where the file system has no links, all is
+            written.
         process_group: The ranks that save and restore; by default all.
 
     Collective:
@@ -74,6 +84,7 @@ class Checkpointer:
         *,
         stager: Any = None,
         keep: int | None = None,
+        incremental: bool = False,
         process_group: ProcessGroup | None = None,
     ) -> None:
         if keep is not None and type(keep) is not int:
@@ -87,11 +98,12 @@ class Checkpointer:
             raise TypeError(msg)
         self.directory = Path(directory)
         self.keep = keep
+        self.incremental = incremental
         self._series = Series(self.directory)
         self._process_group = process_group
         self._given_stager = stager
         self._own_stager: Stager | None = None
-        self._running: Future[None] | None = None
+        self._running: SaveFuture | None = None
         self._closed = False
         self._calling = threading.RLock()
 
@@ -99,7 +111,8 @@ class Checkpointer:
         """Save a state, and return when the checkpoint is complete and old ones are removed.
 
         Args:
-            step: The number of the checkpoint. If there is one, it is replaced, and is there until the new one is.
+            step: The number of the checkpoint. If there is one, it is replaced, and is there until the new one is. A
+                warning says so if it is not above the latest one.
             state: Any tree.
 
         Raises:
@@ -110,7 +123,9 @@ class Checkpointer:
             UnsupportedLeaf, CyclicTree: As ``statetree.dcp.save``.
         """
         with self._calling:
+            warn_of_values("save", state)
             foreground = self._begin("save")
+            self._warn_of_step("save", step)
             self._write("save", step, lambda: state, foreground.group)
 
     def async_save(self, step: int, state: Any, *, wait: bool = True) -> Future[None]:
@@ -125,15 +140,15 @@ class Checkpointer:
             wait: Whether to wait for a save that is still running, or to refuse.
 
         Returns:
-            A future that is done when the checkpoint is complete. What goes wrong is raised by it, and by the next
-            call.
+            A future that is done when the checkpoint is complete. What goes wrong is raised by its ``result``, or, if
+            nobody asked for that, by the next call.
 
         Raises:
             StagerBusy: With ``wait=False``, if a save is still running, on this rank or another. All ranks raise.
             CheckpointError: If an earlier save in the background failed. This one was not begun.
             ValueError: If the step is not an integer, or negative.
-            StagerBusy, StagerClosed, UnsupportedLeaf: What staging raises on this rank. Of several ranks, all raise
-                at the next call then.
+            StagerBusy, StagerClosed, UnsupportedLeaf: What staging raises on this rank. The others raise a
+                ``CheckpointError`` that names it. Nothing was begun, and the next call saves.
             RankMismatch: If this process is not in the group. The future raises it where ranks pass different steps.
         """
 
@@ -142,20 +157,28 @@ class Checkpointer:
             return stage(state, self._stager())
 
         with self._calling:
+            warn_of_values("async_save", state)
             if not wait:
                 self._check_idle("async_save")
             background = self._begin("async_save")
-            future, error = start(
-                background, stage_step, lambda staged: self._write("async_save", step, staged, background.group)
+            self._warn_of_step("async_save", step)
+            agreeing = self._background("async_save", "restore").group
+            self._running = start(
+                background,
+                agreeing,
+                stage_step,
+                lambda staged: self._write("async_save", step, staged, background.group),
             )
-            if error is None or size_of(background.group) > 1:
-                self._running = future
-        if error is not None:
-            raise error
-        return future
+            return self._running
 
     def restore(
-        self, state: Any = None, step: int | None = None, *, weights_only: bool = True, verify: bool = True
+        self,
+        state: Any = None,
+        step: int | None = None,
+        *,
+        fallback: bool = False,
+        weights_only: bool = True,
+        verify: bool = True,
     ) -> Any:
         """Load a checkpoint. A save that is running is waited for.
 
@@ -163,6 +186,8 @@ class Checkpointer:
             state: The template whose tensors are filled: see ``statetree.dcp.load``. Without it, the state comes back
                 as it was saved.
             step: Which one; by default the latest complete one.
+            fallback: Whether the newest older checkpoint that can be read is taken where this one is damaged. A warning
+                says so. Without it, the error names the newest older one that looks whole.
             weights_only: As for ``statetree.dcp.load``.
             verify: As for ``statetree.dcp.load``.
 
@@ -172,28 +197,33 @@ class Checkpointer:
         Raises:
             CheckpointError: If there is none, or it cannot be read, or an earlier save in the background failed. Or if
                 another process removed the given step meanwhile. (Without one, the latest is looked for again.)
+            TypeError: If the state is a number, which is taken to be meant as a step.
             ValueError: If the step is not an integer, or negative.
             RankMismatch: If the ranks pass different steps. All ranks raise. Or if this process is not in the group.
             TreeMismatch, UnsupportedLeaf: As ``statetree.dcp.load``.
         """
+        if type(state) is int:
+            msg = (
+                f"restore: state must be a template, or None: expected a tree, got the number {state}. For the "
+                f"checkpoint of step {state} pass step={state}."
+            )
+            raise TypeError(msg)
         with self._calling:
             self._check_open("restore")
-            self._settle()
+            self._settle("restore")
             group = self._background("restore", "restore").group
-            _check_same("restore", "step", repr(step), group)
+            check_same("restore", "step", repr(step), group)
             if step is not None:
                 _check_step("restore", step)
-            found = _by_first("restore", group, lambda: self._find(step))
-            while True:
-                path = self._series.path(found)
-                with checkpoint_errors("load", path):
-                    try:
-                        return read(state, DirectoryReader(path, verify=verify), group, weights_only=weights_only)
-                    except CheckpointException:  # the same one on every rank
-                        another = _by_first("restore", group, partial(self._find_instead, found, step))
-                        if another is None:
-                            raise
-                        found = another
+
+            def load(path: Path) -> Any:
+                return read(state, DirectoryReader(path, verify=verify), group, weights_only=weights_only)
+
+            return Restoration(self._series, group, step).run(load, fallback=fallback)
+
+    def latest_step(self) -> int | None:
+        """Return the highest step of a complete checkpoint; ``None`` if there is none."""
+        return max(self.steps(), default=None)
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, rising. Whatever else is in the directory is ignored."""
@@ -208,7 +238,9 @@ class Checkpointer:
         with self._calling:
             self._closed = True
             try:
-                self._settle()
+                error = self._taken_error()  # this rank's own: not every rank need close
+                if error is not None:
+                    raise error
             finally:
                 if self._own_stager is not None:
                     self._own_stager.close()
@@ -229,7 +261,7 @@ class Checkpointer:
 
     def _begin(self, verb: str) -> Background:
         self._check_open(verb)
-        self._settle()
+        self._settle(verb)
         return self._background(verb, "save")
 
     def _background(self, verb: str, purpose: str) -> Background:
@@ -240,13 +272,40 @@ class Checkpointer:
             msg = f"{verb}: the Checkpointer of {self.directory} is closed: expected an open one. Make a new one."
             raise CheckpointError(msg)
 
-    def _settle(self) -> None:
-        """Wait for the save in the background, and raise what it raised."""
-        if self._running is not None:
-            # Apart, so that an interrupt while waiting leaves it to the next call.
-            concurrent.futures.wait([self._running])
-            running, self._running = self._running, None
-            running.result()
+    def _warn_of_step(self, verb: str, step: int) -> None:
+        """Say so if the step does not become the latest one, on the first rank."""
+        if type(step) is not int or not is_first(self._background(verb, "restore").group):
+            return
+        latest = self.latest_step()
+        if latest is not None and step <= latest:
+            msg = (
+                f"{verb}: step {step} is not above that of the latest checkpoint in {self.directory}, {latest}: "
+                "expected a higher one. restore() takes the highest: after going back to an earlier step, save "
+                "elsewhere, or remove the later checkpoints."
+            )
+            warnings.warn(msg, stacklevel=3)
+
+    def _settle(self, verb: str) -> None:
+        """Wait for the save in the background, and raise what it raised on any rank, unless its future has."""
+        if self._running is None:
+            return
+        error = self._taken_error()
+        try:
+            group = self._background(verb, "restore").group
+        except StateTreeError:
+            if error is not None:
+                raise error from None
+            raise
+        remedy = "This call began nothing. Make it again, once the cause is mended."
+        raise_together(verb, error, "the last save in the background failed", remedy, group)
+
+    def _taken_error(self) -> BaseException | None:
+        """Wait for the save in the background, and return what it raised and nobody was told."""
+        if self._running is None:
+            return None
+        concurrent.futures.wait([self._running])  # an interrupt while waiting leaves it to the next call
+        running, self._running = self._running, None
+        return running.undelivered()
 
     def _check_idle(self, verb: str) -> None:
         busy = self._running is not None and not self._running.done()
@@ -263,47 +322,24 @@ class Checkpointer:
             self._own_stager = Stager()
         return self._own_stager
 
-    def _find(self, step: int | None) -> StepDirectory:
-        complete = self._series.complete()
-        chosen = [found for found in complete if step is None or found.step == step]
-        if chosen:
-            return chosen[-1]
-        what = "a checkpoint" if step is None else f"one of step {step}"
-        there = ", ".join(str(found.step) for found in complete[-10:]) or "none"
-        msg = (
-            f"restore: there is no complete checkpoint in {self.directory}: expected {what}, got steps: {there}. "
-            "Save one first, or pass the directory that holds them."
-        )
-        raise CheckpointError(msg)
-
-    def _find_instead(self, gone: StepDirectory, step: int | None) -> StepDirectory | None:
-        """Return what to restore where a checkpoint was removed while it was read. ``None`` if it is still there."""
-        if self._series.path(gone).exists():
-            return None
-        if step is None or any(found.step == step for found in self._series.complete()):
-            return self._find(step)
-        msg = (
-            f"restore: the checkpoint of step {step} in {self.directory} was removed while it was read: expected it to "
-            "stay. Another process saves there: restore another step, or let it keep more. Tensors of the template may "
-            "be filled in part."
-        )
-        raise CheckpointError(msg)
-
     def _write(self, verb: str, step: int, state: Callable[[], Any], group: ProcessGroup | None) -> None:
         """Write a checkpoint under another name, then give it its own."""
         made: list[UnfinishedStep] = []
 
-        def begin() -> Path:
+        def begin() -> _Begun:
             made.append(self._series.begin(step))
-            return made[0].path
+            complete = self._series.complete() if self.incremental else []
+            return _Begun(made[0].path, self._series.path(complete[-1]) if complete else None)
 
         check_alive("save", group)
         with checkpoint_errors("save", self.directory):
-            _check_same(verb, "step", repr(step), group)
+            check_same(verb, "step", repr(step), group)
         _check_step(verb, step)
         try:
             with checkpoint_errors("save", self.directory):
-                write(state, _by_first("save", group, begin), group)
+                begun = by_first("save", group, begin)
+                writer = DirectoryWriter(begun.path, incremental=self.incremental, base=begun.base)
+                write(state, begun.path, group, writer)
             self._publish(step, made, group)
         except BaseException:
             for unpublished in made:
@@ -325,7 +361,7 @@ class Checkpointer:
                 raise CheckpointError(msg) from error
 
         try:
-            _by_first("save", group, publish)
+            by_first("save", group, publish)
         except StateTreeError:
             raise
         except Exception as error:
@@ -334,39 +370,6 @@ class Checkpointer:
                 f"{type(error).__name__}: {error}. It is if Checkpointer.steps lists it."
             )
             raise CheckpointError(msg) from error
-
-
-def _by_first(verb: str, group: ProcessGroup | None, action: Callable[[], T]) -> T:
-    """Let the first rank act on the directory, and return on every rank what it returned, or raise what it raised."""
-    check_alive(verb, group)
-    outcome: Any = None
-    cause: BaseException | None = None
-    if is_first(group):
-        try:
-            outcome = action()
-        except CheckpointError as error:
-            outcome = error
-        except BaseException as error:  # noqa: BLE001 - also an interrupt: the others must not be left waiting
-            cause = error
-            outcome = CheckpointError(
-                f"{verb}: the first rank could not use the directory: {type(error).__name__}: {error}. Mend the cause, "
-                "and try again; complete checkpoints are untouched."
-            )
-    told = from_first(outcome, group)
-    if cause is not None and not isinstance(cause, Exception):
-        raise cause
-    if isinstance(told, CheckpointError):
-        raise told from cause
-    return told  # type: ignore[no-any-return]
-
-
-def _check_same(verb: str, what: str, text: str, group: ProcessGroup | None) -> None:
-    """Raise on every rank if the ranks were not given the same."""
-    texts = from_all(text, group)
-    if len(set(texts)) > 1:
-        given = shown([f"rank {rank}: {text}" for rank, text in enumerate(texts)])
-        msg = f"{verb}: {what} differs over the ranks: expected the same on all, got:\n  {given}\nPass the same {what}."
-        raise RankMismatch(msg)
 
 
 def _check_step(verb: str, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Directories as DCP's storage: checkpoints written without traces of earlier ones, and read without trust."""
+"""Directories as DCP's storage, read without trust."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from statetree.dcp.checksums import check_entry
-from statetree.dcp.metadata import Stored, read_metadata
+from statetree.dcp.file_manifest import FileManifest, ManifestPiece, check_file, checksum_of
+from statetree.dcp.metadata import Stored, read_described
 from statetree.errors import CheckpointError
 from statetree.torch_internals import copy_each
 
@@ -45,30 +46,16 @@ def sync_directory(path: Path) -> None:
         os.close(handle)
 
 
-class DirectoryWriter(FileSystemWriter):
-    """DCP's writer, which first takes away the metadata of a checkpoint that was there.
+def check_files(directory: Path) -> None:
+    """Check that a checkpoint has all its files, whole and of one save, without reading what is in them.
 
-    So that the old metadata and the new data are never taken for one checkpoint if the writing breaks off.
+    Raises:
+        CheckpointError: If it has not.
     """
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory, sync_files=True)
-        self._directory = directory
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Make the directory."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Take old metadata away, on the coordinating rank, before any rank writes."""
-        (self._directory / ".metadata").unlink(missing_ok=True)
-        return super().prepare_global_plan(plans)
-
-    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        """Write the metadata, and wait until the names of all files are on the disk."""
-        super().finish(metadata, results)
-        sync_directory(self._directory)
+    _, manifest = read_described(directory, verify=True)
+    for name, listed in ({} if manifest is None else manifest.files).items():
+        with (directory / name).open("rb") as file:
+            check_file(file, name, listed)
 
 
 class DirectoryReader(FileSystemReader):
@@ -76,28 +63,45 @@ class DirectoryReader(FileSystemReader):
 
     Tensors are read by ``torch.load(weights_only=True)``, and have to be what the metadata says that they are.
 
+    Files have to be of the save that the manifest says; that is told without reading them.
+
     Args:
         directory: Where the checkpoint lies.
-        verify: Whether what is read is compared with its checksums first.
+        verify: Whether what is read is compared with its checksums first: those of the manifest, or those in the
+            pieces themselves where DCP alone wrote the checkpoint.
     """
 
     def __init__(self, directory: Path, *, verify: bool) -> None:
         super().__init__(directory)
         self._verify = verify
         self._metadata = Metadata({})
+        self._manifest: FileManifest | None = None
+        self._pieces: dict[tuple[str, int], ManifestPiece] = {}
+        self._sizes: dict[tuple[str, Any], Sequence[int]] = {}
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        """Read the metadata.
+        """Read the metadata, and the manifest.
 
         Raises:
-            CheckpointError: If it is missing, damaged or hostile.
+            CheckpointError: If they are missing, damaged, hostile, or of two checkpoints.
         """
-        return read_metadata(Path(self.path))
+        metadata, self._manifest = read_described(Path(self.path), verify=self._verify)
+        if self._manifest is not None:
+            self._pieces = {
+                (name, piece.offset): piece for name, file in self._manifest.files.items() for piece in file.pieces
+            }
+        return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - DCP's
         """Take note of the metadata."""
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self._metadata = metadata
+        self._sizes = {
+            (key, chunk.offsets): chunk.sizes
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+            for chunk in entry.chunks
+        }
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what a plan asks for, file by file and from front to back."""
@@ -107,15 +111,30 @@ class DirectoryReader(FileSystemReader):
             by_file.setdefault(stored.name, []).append((stored, item))
         for name, reads in by_file.items():
             with (Path(self.path) / name).open("rb") as file:
+                if self._manifest is not None:
+                    check_file(file, name, self._manifest.files[name])
                 verified: Stored | None = None
                 for stored, item in sorted(reads, key=lambda read: read[0].offset):
                     if self._verify and stored != verified:
-                        check_entry(file, item.storage_index.fqn, stored)
+                        self._check(file, item.storage_index.fqn, stored)
                         verified = stored
                     self._read(file, stored, item, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _check(self, file: io.BufferedReader, key: str, stored: Stored) -> None:
+        """Compare a piece with its checksum."""
+        if self._manifest is None:
+            check_entry(file, key, stored)
+            return
+        piece = self._pieces[stored.name, stored.offset]
+        found = checksum_of(file, stored.offset, stored.length)
+        if found != piece.checksum:
+            check_entry(file, key, stored)  # this may say more exactly where
+            what = f"expected the checksum {piece.checksum:08x}, got {found:08x}"
+            msg = f"{key} in {stored.name} is damaged: {what}"
+            raise CheckpointError(msg)
 
     def _read(self, file: io.BufferedReader, stored: Stored, item: ReadItem, planner: LoadPlanner) -> None:
         if item.type == LoadItemType.BYTE_IO:
@@ -142,8 +161,7 @@ class DirectoryReader(FileSystemReader):
     def _expected(self, index: MetadataIndex) -> tuple[torch.dtype, Sequence[int]]:
         entry = self._metadata.state_dict_metadata[index.fqn]
         assert isinstance(entry, TensorStorageMetadata)
-        sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == index.offset)
-        return entry.properties.dtype, sizes
+        return entry.properties.dtype, self._sizes[index.fqn, index.offset]
 
 
 class _StoredPiece(io.RawIOBase):

@@ -7,24 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
     from torch.distributed.checkpoint.storage import StorageWriter
     from torch.distributed.tensor import DTensor
-
-
-def _empty_bytes() -> bytes:
-    return b""
-
-
-# torch.load(weights_only=True) admits bytes, but not empty ones, which pickle makes by calling the class. The class
-# itself would make as many as a hostile file asks for.
-torch.serialization.add_safe_globals([(_empty_bytes, "builtins.bytes")])
 
 
 _NOT_IN_GROUP: Any = dist.GroupMember.NON_GROUP_MEMBER
@@ -66,3 +58,14 @@ def run_save(writer: StorageWriter, planner: SavePlanner, group: Any) -> Any:
 def run_load(reader: Any, planner: LoadPlanner, group: Any) -> None:
     """Load what the planner chooses (without a group, on this rank alone)."""
     _load_state_dict({}, reader, group, no_dist=group is None, planner=planner)
+
+
+def storage_info(name: str, offset: int, length: int) -> Any:
+    """Return what DCP's metadata say of a piece: the file, where it begins, and how many bytes it has."""
+    return filesystem._StorageInfo(name, offset, length)  # noqa: SLF001
+
+
+def stamp_version(metadata: Metadata) -> None:
+    """Write the version of DCP's format into metadata, where DCP does."""
+    if hasattr(metadata, "version"):
+        metadata.version = filesystem.CURRENT_DCP_VERSION

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.storage import StorageReader
 
+    from statetree.leaves.parts import Unpacked
     from statetree.paths import Path
 
 
@@ -54,7 +55,7 @@ def load(
         template: A tree like the saved one. Only the memory of its tensors changes. Those of its tensors that share
             memory must have had the same values when they were saved (ties are saved by value); they are loaded into
             memory of their own first. Without a template, the state comes back as it was saved, provided that all
-            containers are ``dict``, ``list``, ``tuple`` or ``OrderedDict``.
+            containers are those of Python and of ``collections``.
         checkpoint_id: The directory.
         process_group: The ranks that load; by default all.
         storage_reader: Reads from elsewhere than a directory, or a checkpoint that DCP transformed. What follows about
@@ -132,7 +133,10 @@ class _Template:
                 values.update(dict.fromkeys(match.keys))
             else:
                 tensors.update(zip(match.keys, content.tensors, strict=True))
+                if match.context:
+                    values[match.context] = None
                 paths.update(dict.fromkeys(match.keys, entry.path))
+        self._contents = contents
         self._ties = _Ties(tensors, paths)
         return {**values, **tensors, **self._ties.loaded}
 
@@ -140,11 +144,24 @@ class _Template:
         self._ties.write()
 
     def result(self, values: dict[str, Any]) -> Any:
-        found = [
-            values[match.keys[0]] if match.sort == VALUE_ENTRY else entry.value
-            for match, entry in zip(self._matches, self._state.entries, strict=True)
-        ]
+        found = []
+        for match, entry, content in zip(self._matches, self._state.entries, self._contents, strict=True):
+            if match.sort == VALUE_ENTRY:
+                found.append(values[match.keys[0]])
+            elif content.unpacked is not None:
+                found.append(_packed(entry.path, content.unpacked, values[match.context]))
+            else:
+                found.append(entry.value)
         return self._state.spec.unflatten(found)
+
+
+def _packed(path: Path, unpacked: Unpacked, contexts: Any) -> Any:
+    """Return a value of a registered leaf type, packed of the template's tensors as it was saved."""
+    if type(contexts) is not list or len(contexts) != len(unpacked.contexts(0)):
+        msg = f"load: the context of the leaf at {path or '<root>'} is damaged. Load another checkpoint."
+        raise CheckpointError(msg)
+    unpacked.replace_contexts(0, contexts)
+    return unpacked.pack(unpacked.parts)[0]
 
 
 class _Ties:
@@ -233,7 +250,7 @@ def _check_builtin(saved: Structure) -> None:
         if ref < 0:
             why = why_not_rebuilt(saved.spec.nodes[~ref])
             if why:
-                differences.append(Difference(path_of(texts), "structure", why, "dict, list, tuple or OrderedDict"))
+                differences.append(Difference(path_of(texts), "structure", why, "a builtin container"))
         elif saved.entries[ref].sort == PARTS_ENTRY:
             path = path_of(texts)
             msg = (

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import reprlib
+from itertools import pairwise
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -23,13 +24,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from statetree.dcp.file_manifest import MANIFEST, FileManifest, read_manifest, regular_bytes, save_of
 from statetree.errors import CheckpointError
 from statetree.files.safe_pickle import BadPickle, Foreign, Named, Reader, Record, Recorded, collection_paused
+from statetree.files.untrusted import printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+METADATA: Final = ".metadata"
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
 #: What torch 2.11 to 2.13 pickle as metadata, beside dtypes and ``torch.Size``: classes whose objects are of use here…
 _RECORDS: Final = {
@@ -38,6 +42,7 @@ _RECORDS: Final = {
         "ChunkStorageMetadata",
         "Metadata",
         "MetadataIndex",
+        "StorageMeta",
         "TensorProperties",
         "TensorStorageMetadata",
     },
@@ -46,12 +51,16 @@ _RECORDS: Final = {
 #: … and those whose objects are passed over.
 _PATHS: Final = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}
 _PASSED_OVER: Final = {
-    _METADATA: {"StorageMeta", "_MEM_FORMAT_ENCODING"},
+    _METADATA: {"_MEM_FORMAT_ENCODING"},
     "torch.serialization": {"_get_layout"},
     "pathlib": _PATHS,
     "pathlib._local": _PATHS,
 }
 _SIZE: Final = "torch.Size"
+#: Looked up here, since getattr on torch imports modules.
+_DTYPES: Final = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_MAX_BYTES: Final = 2 << 30
+_MAX_TOLD: Final = 1000
 _MAX_DIMS: Final = 64
 _LARGEST: Final = 2**62
 
@@ -68,8 +77,8 @@ def _refer(module: str, name: str) -> Any:
     """Return what stands for a name that the pickle refers to."""
     if module == "torch" and name == "Size":
         return Named(_SIZE)
-    if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-        return getattr(torch, name)
+    if module == "torch" and name in _DTYPES:
+        return _DTYPES[name]
     if name in _RECORDS.get(module, ()):
         return Recorded(name)
     if name in _PASSED_OVER.get(module, ()):
@@ -89,8 +98,8 @@ def _size(_name: str, args: tuple[Any, ...]) -> torch.Size:
 def read_metadata(directory: Path, file_name: str = ".metadata") -> Metadata:
     """Read a directory's metadata without running code that the file may contain.
 
-    Every name in it stays inside the directory, every piece lies inside its file, is as long as its tensor needs, and
-    lies inside the tensor that it is a piece of.
+    Every name in it stays inside the directory, every piece lies inside its file, apart from the others, is as long as
+    its tensor needs, and lies inside the tensor that it is a piece of.
 
     Returns:
         Metadata whose ``storage_data`` holds ``Stored``, without planner data.
@@ -98,29 +107,89 @@ def read_metadata(directory: Path, file_name: str = ".metadata") -> Metadata:
     Raises:
         CheckpointError: If the directory or the file is missing, damaged, or refers to anything else.
     """
+    return _parsed(directory, file_name, _content(directory, file_name))
+
+
+def read_described(directory: Path, *, verify: bool) -> tuple[Metadata, FileManifest | None]:
+    """Read a directory's metadata, and the manifest if the save that they name left one.
+
+    Args:
+        directory: Where the checkpoint lies.
+        verify: Whether the metadata have to be the bytes that the manifest says. Without it, a manifest that is
+            missing or damaged is passed over.
+
+    Raises:
+        CheckpointError: As ``read_metadata``; or if the manifest is missing or damaged, or belongs to another save.
+    """
+    data = _content(directory, METADATA)
+    metadata = _parsed(directory, METADATA, data)
+    assert metadata.storage_meta is not None
+    save = save_of(metadata.storage_meta.save_id)
+    if save is None:
+        return metadata, None
+    try:
+        manifest = _manifest_of(directory)
+        if verify and manifest.save == save:
+            manifest.check_metadata(data)
+    except CheckpointError as error:
+        if not verify:
+            return metadata, None
+        msg = (
+            f"load: cannot read the checkpoint {directory}: {error}. Load another checkpoint, or pass verify=False to "
+            "read it all the same."
+        )
+        raise CheckpointError(msg) from None
+    if manifest.save != save:
+        _refuse_mixture(directory, f"{METADATA} is of the save {save}, {MANIFEST} of {manifest.save}")
+    for stored in metadata.storage_data.values():
+        if stored.name not in manifest.files:
+            _refuse_mixture(directory, f"{MANIFEST} does not list {stored.name}")
+    return metadata, manifest
+
+
+def _manifest_of(directory: Path) -> FileManifest:
+    manifest = read_manifest(directory)
+    if manifest is None:
+        msg = f"it has no {MANIFEST} file, though it was saved with one: it was copied in part"
+        raise CheckpointError(msg)
+    return manifest
+
+
+def _refuse_mixture(directory: Path, what: str) -> None:
+    msg = f"load: the checkpoint {directory} is a mixture of two: {what}. Copy all files of one, or load another."
+    raise CheckpointError(msg)
+
+
+def _content(directory: Path, file_name: str) -> bytes:
     path = directory / file_name
     if not path.resolve().is_relative_to(directory.resolve()):
         msg = f"load: the metadata of the checkpoint {directory} lie outside of it: {file_name} is a link. Load a copy."
         raise CheckpointError(msg)
     try:
-        data = path.read_bytes()
+        return regular_bytes(path, _MAX_BYTES)
     except OSError as error:
         _raise_unreadable(directory, file_name, error)
+    except CheckpointError as error:
+        msg = f"load: the metadata of the checkpoint {directory} cannot be read: {error}. Load another checkpoint."
+        raise CheckpointError(msg) from None
+
+
+def _parsed(directory: Path, file_name: str, data: bytes) -> Metadata:
     try:
         with collection_paused():
             return _Reading(directory, Reader(data, _size, _refer, is_modern=True).load()).metadata()
     except CheckpointError:
         raise
-    except Exception as error:  # records may hold anything
-        what = str(error) if isinstance(error, BadPickle) else f"{type(error).__name__}: {error}"
+    except Exception as error:  # noqa: BLE001 - records may hold anything, and be shared so often that their text has no end
+        what = str(error) if isinstance(error, BadPickle) else f"{type(error).__name__}: {_TEXT.repr(error.args)}"
         msg = (
-            f"load: the metadata of the checkpoint {directory} cannot be read: {what[:500]}. It is damaged, hostile, "
-            f"or of an unknown version; {file_name} was not executed. Load another checkpoint."
+            f"load: the metadata of the checkpoint {directory} cannot be read: {printable(what[:500])}. It is damaged, "
+            f"hostile, or of an unknown version; {file_name} was not executed. Load another checkpoint."
         )
-        raise CheckpointError(msg) from error
+        raise CheckpointError(msg) from None
 
 
-def _raise_unreadable(directory: Path, file_name: str, error: OSError) -> None:
+def _raise_unreadable(directory: Path, file_name: str, error: OSError) -> NoReturn:
     if not directory.exists():
         what = "there is no such directory"
     elif not directory.is_dir():
@@ -147,7 +216,22 @@ class _Reading:
         stored = {self._index(key): self._stored(info) for key, info in state["storage_data"].items()}
         for key, entry in entries.items():
             self._check_stored(key, entry, stored)
-        return Metadata(entries, storage_data=stored, storage_meta=StorageMeta())
+        self._check_apart(stored)
+        return Metadata(entries, storage_data=stored, storage_meta=StorageMeta(save_id=self._save_id(state)))
+
+    def _save_id(self, state: Any) -> str | None:
+        record = state.get("storage_meta")
+        told = record.state if type(record) is Record and record.name == "StorageMeta" else None
+        found = told.get("save_id") if type(told) is dict else None
+        return found if type(found) is str else None
+
+    def _check_apart(self, stored: Mapping[MetadataIndex, Stored]) -> None:
+        """Raise if pieces overlap: one piece for any number of entries would take any amount of memory."""
+        places = sorted((place, index.fqn) for index, place in stored.items())
+        for (before, key), (after, other) in pairwise(places):
+            if before.name == after.name and after.offset < before.offset + before.length:
+                whose = f"{key!r}" if key == other else f"{key!r} and {other!r}"
+                self._damaged(f"the pieces of {whose} overlap in {after.name}")
 
     def _state(self, record: Any, name: str) -> Any:
         if type(record) is not Record or record.name != name:
@@ -155,7 +239,8 @@ class _Reading:
         return record.state
 
     def _damaged(self, what: str) -> None:
-        msg = f"load: the metadata of the checkpoint {self._directory} is damaged: {what}. Load another checkpoint."
+        told = printable(what[:_MAX_TOLD])
+        msg = f"load: the metadata of the checkpoint {self._directory} is damaged: {told}. Load another checkpoint."
         raise CheckpointError(msg)
 
     def _text(self, value: Any) -> str:
@@ -257,6 +342,10 @@ class _Reading:
             need = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
             if place.length < need:
                 self._damaged(f"a piece of {key} is stored in {place.length} bytes: expected {need} or more")
+
+
+_TEXT: Final = reprlib.Repr()
+_TEXT.maxstring = _TEXT.maxother = 200
 
 
 def _name_of(record: Any) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import re
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from statetree.chunks.boxes import Box, is_covered
 from statetree.dcp.flat_state import STRUCTURE_KEY
+from statetree.dcp.local_pieces import LocalPieces
+from statetree.dcp.plain_values import gist, read_value
 from statetree.dcp.tensors import pieces_of
 from statetree.errors import CheckpointError
 
@@ -90,6 +91,11 @@ class SavePlanner(DefaultSavePlanner):
     def _is_written_by_one(self, item: WriteItem) -> bool:
         return item.type == WriteItemType.BYTE_IO or item.index.fqn in self._inseparable
 
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """Return what is to be written."""
+        found = self.state_dict[index.fqn]
+        return found.__get_tensor_shard__(index) if isinstance(found, LocalPieces) else super().lookup_object(index)
+
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002, ARG002 - DCP's signature
         """Return a value's bytes."""
         return io.BytesIO(object.data) if isinstance(object, Pickled) else object
@@ -133,7 +139,9 @@ class LoadPlanner(DefaultLoadPlanner):
         if isinstance(self.metadata.state_dict_metadata.get(STRUCTURE_KEY), BytesStorageMetadata):
             text = self._read_structure()
         flat = self._choose(text, self.metadata)
+        by_pieces = {key: value for key, value in flat.items() if isinstance(value, LocalPieces)}
         super().set_up_planner(flat, self.metadata, self.is_coordinator)
+        self.state_dict.update(by_pieces)  # DCP has put None in the place of objects
         plan = create_default_local_load_plan(self.state_dict, self.metadata)
         self._check_coverage(plan)
         return plan
@@ -155,7 +163,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 box = Box(tuple(item.dest_offsets), tuple(map(sum, zip(item.dest_offsets, item.lengths, strict=True))))
                 covered[item.dest_index.fqn, item.dest_index.index].append(box)
         for key, target in self.state_dict.items():
-            for index, piece in enumerate(pieces_of(target) if isinstance(target, torch.Tensor) else ()):
+            for index, piece in enumerate(pieces_of(target) if isinstance(target, (torch.Tensor, LocalPieces)) else ()):
                 self._check_boxes(key, piece.shape, covered[key, index])
 
     def _check_boxes(self, key: str, shape: Sequence[int], boxes: list[Box]) -> None:
@@ -170,13 +178,19 @@ class LoadPlanner(DefaultLoadPlanner):
         )
         raise CheckpointError(msg)
 
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """Return what is to be read into."""
+        found = self.state_dict[index.fqn]
+        return found.__get_tensor_shard__(index) if isinstance(found, LocalPieces) else super().lookup_tensor(index)
+
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Unpickle a plain value."""
         key = read_item.dest_index.fqn
         try:
-            self.values[key] = torch.load(value, weights_only=self._weights_only)
+            data = value.getvalue()
+            self.values[key] = read_value(data) if self._weights_only else torch.load(value, weights_only=False)
         except Exception as error:  # noqa: BLE001 - damaged or hostile bytes may raise anything
-            reason = f"{type(error).__name__}: {_gist(error)}"
+            reason = f"{type(error).__name__}: {gist(error)}"
             remedy = (
                 "If you trust where the checkpoint comes from, pass weights_only=False, or name its classes with "
                 "torch.serialization.add_safe_globals."
@@ -185,15 +199,6 @@ class LoadPlanner(DefaultLoadPlanner):
             )
             msg = f"load: the plain value at {key} cannot be read: {reason}. {remedy}"
             raise CheckpointError(msg) from None
-
-
-def _gist(error: Exception) -> str:
-    """Return what torch says that is of use here: its advice is for calls of torch.load."""
-    text = " ".join(str(error).split())
-    found = re.search(
-        r"WeightsUnpickler error: (.*?)(?:\. |$)|(Unsupported (?:global|class|operand).*?)(?:\. |$)", text
-    )
-    return next(filter(None, found.groups())) if found else text[:200]
 
 
 class CarefulReader:

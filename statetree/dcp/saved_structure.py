@@ -7,10 +7,11 @@ trusts nothing in it: classes and keys stay texts in the ``TreeSpec`` that it be
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.dcp.keys import UnknownKey, key_of, key_text, shown_key
+from statetree.dcp.reconstructors import CLASSES
 from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY, VALUE_ENTRY
 from statetree.errors import CheckpointError
 from statetree.paths import Path
@@ -25,16 +26,28 @@ if TYPE_CHECKING:
 
 VERSION: Final = 1
 #: The containers that are made again without a template.
-BUILTIN: Final[dict[str, type]] = {"dict": dict, "list": list, "tuple": tuple, "OrderedDict": OrderedDict}
+BUILTIN: Final[dict[str, type]] = {
+    "dict": dict,
+    "list": list,
+    "tuple": tuple,
+    "OrderedDict": OrderedDict,
+    "collections.Counter": Counter,
+    "collections.defaultdict": defaultdict,
+    "collections.deque": deque,
+}
 _NAMES: Final = {cls: name for name, cls in BUILTIN.items()}
 
 
 class SavedEntry(NamedTuple):
-    """An entry of a checkpoint: its sort, the keys of its data (several for the parts of a tensor), and facts."""
+    """An entry of a checkpoint: its sort, the keys of its data (several for the parts of a tensor), and facts.
+
+    ``context`` is the key of what a value of a registered leaf type has beside its parts, if there is anything.
+    """
 
     sort: str
     keys: tuple[str, ...]
     facts: str = ""
+    context: str = ""
 
 
 class SavedContainer(Container):
@@ -71,7 +84,7 @@ def saved_form(spec: TreeSpec) -> TreeSpec:
     for kind, keys, aux, kids, take in spec.nodes:
         cls = kind.cls
         family = kind.family if isinstance(kind.family, str) else _full_name(kind.family)
-        attributes = _written_attributes(aux[1]) if cls is OrderedDict else None
+        attributes = _written_aux(cls, aux)
         container = SavedContainer(_NAMES.get(cls) or _full_name(cls), family)
         nodes.append((container, tuple(map(key_text, keys)), attributes, kids, take))
     return TreeSpec(tuple(nodes), spec.num_leaves)
@@ -98,6 +111,8 @@ def why_not_rebuilt(node: Node) -> str:
     assert isinstance(container, SavedContainer)
     if container.name not in BUILTIN:
         return f"a {container.name}"
+    if attributes is None and container.name in ("collections.deque", "collections.defaultdict"):
+        return f"a {container.name} saved by an earlier version, which left out its arguments"
     if attributes is False:
         return f"a {container.name} with attributes that are no plain data"
     try:
@@ -113,8 +128,7 @@ def _builtin_node(node: Node) -> Node:
     assert isinstance(container, SavedContainer)
     kind = container_of(BUILTIN[container.name])
     assert kind is not None
-    aux = (None, _read_attributes(attributes)) if kind.cls is OrderedDict else None
-    return kind, tuple(map(key_of, keys)), aux, kids, take
+    return kind, tuple(map(key_of, keys)), _read_aux(container.name, attributes), kids, take
 
 
 def written(spec: TreeSpec, entries: Sequence[SavedEntry]) -> str:
@@ -123,7 +137,7 @@ def written(spec: TreeSpec, entries: Sequence[SavedEntry]) -> str:
     for (container, keys, attributes, *_), links in zip(saved_form(spec).nodes, spec.links(), strict=True):
         assert isinstance(container, SavedContainer)
         rows.append([container.name, container.family, keys, list(links), attributes])
-    table = [[entry.sort, entry.keys, entry.facts] for entry in entries]
+    table = [list(entry) if entry.context else list(entry[:3]) for entry in entries]
     return json.dumps({"version": VERSION, "nodes": rows, "entries": table}, separators=(",", ":"))
 
 
@@ -171,16 +185,16 @@ def _checked_row(name: Any, family: Any, keys: Any, links: Any, attributes: Any)
             continue
     if not all(type(ref) is int for ref in links) or len(links) != len(keys):
         raise TypeError("expected one child a key")
-    if name == "OrderedDict" and attributes is not False:
-        _read_attributes(attributes)
+    if name in BUILTIN and attributes is not False:
+        _read_aux(name, attributes)
     return _Row(SavedContainer(name, family), tuple(keys), links, attributes)
 
 
-def _read_entry(sort: Any, keys: Any, facts: Any) -> SavedEntry:
-    _texts([facts])
+def _read_entry(sort: Any, keys: Any, facts: Any, context: Any = "") -> SavedEntry:
+    _texts([facts, context])
     if sort not in {TENSOR_ENTRY, PARTS_ENTRY, VALUE_ENTRY} or (sort != PARTS_ENTRY and len(keys) != 1):
         raise ValueError("expected the sort of an entry, and its keys")
-    return SavedEntry(sort, _texts(keys), facts)
+    return SavedEntry(sort, _texts(keys), facts, context)
 
 
 def _read_spec(rows: Sequence[_Row], num_entries: int) -> TreeSpec:
@@ -209,6 +223,31 @@ def _read_spec(rows: Sequence[_Row], num_entries: int) -> TreeSpec:
     if len(nodes) != len(rows) or position != (num_entries if rows else 0) or (not rows and num_entries != 1):
         raise ValueError("expected a tree, and one entry for each of its leaves")
     return TreeSpec(tuple(nodes), num_entries)
+
+
+def _written_aux(cls: Any, aux: Any) -> Any:
+    """Return what a builtin container has beside its items, as JSON data; ``False`` if that is no plain data."""
+    if cls in (OrderedDict, Counter):
+        return _written_attributes(aux[1])
+    if cls is deque:
+        return [aux]
+    if cls is defaultdict:
+        name = None if aux is None else _full_name(aux) if isinstance(aux, type) else ""
+        return [name] if aux is None or CLASSES.get(name or "") is aux else False
+    return None
+
+
+def _read_aux(name: str, data: Any) -> Any:
+    if data is None or name in ("dict", "list", "tuple"):
+        return (None, None) if name in ("OrderedDict", "collections.Counter") else None
+    if name in ("OrderedDict", "collections.Counter"):
+        return None, _read_attributes(data)
+    (value,) = data
+    if name == "collections.deque":
+        if value is not None and (type(value) is not int or value < 0):
+            raise ValueError("expected the length of a deque")
+        return value
+    return None if value is None else CLASSES[value]
 
 
 def _written_attributes(attributes: Attributes | None) -> Any:

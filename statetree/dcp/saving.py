@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING, Any
+import warnings
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from statetree.dcp.directories import DirectoryWriter, local_directory
+from statetree.dcp.directories import local_directory
+from statetree.dcp.directory_writer import DirectoryWriter
 from statetree.dcp.failures import checkpoint_errors
 from statetree.dcp.flat_state import STRUCTURE_KEY, flat_state, free_key
 from statetree.dcp.groups import check_alive, group_for, ranks_of
 from statetree.dcp.internals import run_save
+from statetree.dcp.plain_values import why_not_restorable
 from statetree.dcp.planners import Pickled, SavePlanner, ToSave
 from statetree.dcp.saved_structure import SavedEntry, written
 from statetree.dcp.tensors import PARTS_ENTRY, VALUE_ENTRY, Content, compact, content_of, to_save
-from statetree.errors import UnsupportedLeaf
+from statetree.errors import StateTreeError, UnsupportedLeaf, shown
+from statetree.files.checkpoint import is_entry
+from statetree.leaves.builtin import leaf_type_of
 from statetree.paths import Path
+from statetree.tree.flatten import flatten_for
 
 if TYPE_CHECKING:
     import os
@@ -35,8 +41,8 @@ def save(
 ) -> None:
     """Save a whole state with ``torch.distributed.checkpoint``.
 
-    ``load`` gives it back: into a template, or, where all containers are ``dict``, ``list``, ``tuple`` or
-    ``OrderedDict``, without one. DCP's own ``load`` reads it, too: the keys are those of DCP's flattening wherever that
+    ``load`` gives it back: into a template, or, where all containers are those of Python and of
+    ``collections``, without one. DCP's own ``load`` reads it, too: the keys are those of DCP's flattening wherever that
     goes down to the leaf. Tensors are saved by value: ties, strides, ``requires_grad``, classes and Python attributes
     are not. Sparse, nested and quantized tensors and wrapper subclasses are saved in parts. Objects of unknown classes
     are pickled; of the tensors in them, only the bytes that these cover.
@@ -69,7 +75,59 @@ def save(
         >>> statetree.dcp.load(checkpoint_id=directory)
         {'w': tensor([1., 1.]), 7: ('a', None)}
     """
+    warn_of_values("save", state)
+    if storage_writer is not None:
+        storage_writer.reset(checkpoint_id)
     write(lambda: state, checkpoint_id, group_for("save", process_group), storage_writer)
+
+
+def warn_of_values(verb: str, state: Any, stacklevel: int = 3) -> None:
+    """Warn of plain values that do not come back by default, each with its path.
+
+    Args:
+        verb: On whose behalf.
+        state: What is to be saved.
+        stacklevel: Whose line the warning is about, as for ``warnings.warn``.
+    """
+    try:
+        leaves, spec = flatten_for(verb, state, is_leaf=is_entry)
+        chosen = [index for index, leaf in enumerate(leaves) if not _comes_back(leaf)]
+        found = [(spec.paths()[index], type(leaves[index]), _why_not(leaves[index])) for index in chosen]
+    except StateTreeError:  # the save itself raises it
+        return
+    lines = [f"{path or '<root>'} ({cls.__qualname__}): {why}" for path, cls, why in found if why]
+    if lines:
+        msg = (
+            f"{verb}: plain values that restore refuses by default, at:\n  {shown(lines)}\nName their classes with "
+            "torch.serialization.add_safe_globals, save what they hold, or restore with weights_only=False."
+        )
+        warnings.warn(msg, stacklevel=stacklevel)
+
+
+#: Classes of values that always come back. Asking that of every number in a state would take as long as saving it.
+_COMING_BACK: Final = frozenset(
+    {int, float, str, bool, bytes, complex, type(None), torch.dtype, torch.device, torch.Size}
+)
+
+
+def _comes_back(leaf: Any) -> bool:
+    cls = type(leaf)
+    if cls in _COMING_BACK or cls is torch.Tensor:
+        return True
+    if cls in (list, tuple):
+        return all(type(item) in _COMING_BACK for item in leaf)
+    leaf_type = leaf_type_of(cls)
+    return leaf_type is not None and not leaf_type.opaque and not leaf_type.registered
+
+
+def _why_not(value: Any) -> str:
+    leaf_type = leaf_type_of(type(value))
+    try:
+        if leaf_type is not None and leaf_type.registered:
+            value = content_of("save", value, Path()).contexts
+        return why_not_restorable(_pickled(value, Path()).data)
+    except UnsupportedLeaf:  # the save itself raises it, with its path
+        return ""
 
 
 def write(
@@ -86,8 +144,6 @@ def write(
     check_alive("save", group)
     if writer is None:
         writer = DirectoryWriter(local_directory("save", checkpoint_id))
-    else:
-        writer.reset(checkpoint_id)
     planner = SavePlanner(lambda is_coordinator: _prepared(state(), group, with_structure=is_coordinator))
     with checkpoint_errors("save", checkpoint_id):
         run_save(writer, planner, group)
@@ -110,7 +166,13 @@ def _prepared(state: Any, group: ProcessGroup | None, *, with_structure: bool) -
         prepared.dcp_paths.update((key, entry.dcp_path_of(key)) for key in keys)
         if content.sort == PARTS_ENTRY:
             prepared.inseparable.update(keys)
-        saved.append(SavedEntry(content.sort, keys, content.facts))
+        context = ""
+        if content.contexts:
+            context = free_key(f"{entry.key}.<context>", taken)
+            taken.add(context)
+            prepared.flat[context] = _pickled(content.contexts, entry.path)
+            prepared.dcp_paths[context] = (context,)
+        saved.append(SavedEntry(content.sort, keys, content.facts, context))
     if with_structure:
         prepared.flat[STRUCTURE_KEY] = _pickled(written(spec, saved), Path())
         prepared.dcp_paths[STRUCTURE_KEY] = (STRUCTURE_KEY,)

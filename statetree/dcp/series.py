@@ -11,12 +11,13 @@ import os
 import re
 import shutil
 import uuid
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from statetree.dcp.directories import sync_directory
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 _NAME: Final = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
@@ -66,21 +67,32 @@ class Series:
         if not self.directory.is_dir():
             self.directory.mkdir(parents=True, exist_ok=True)
             sync_directory(self.directory.parent)
-        self._clean()
-        path = self.directory / f".{StepDirectory(step, 0).name}.partial-{uuid.uuid4().hex}"
-        path.mkdir()
-        return UnfinishedStep(path, step)
+        with self._alone():  # nobody takes what was just made, and is not yet locked, for a leftover
+            self._clean()
+            path = self.directory / f".{StepDirectory(step, 0).name}.partial-{uuid.uuid4().hex}"
+            path.mkdir()
+            return UnfinishedStep(path, step)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Let no other process make or clean up in the directory meanwhile."""
+        handle = os.open(self.directory, os.O_RDONLY)
+        try:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(handle)
 
     def publish(self, partial: UnfinishedStep) -> StepDirectory:
         """Give a checkpoint, which is on the disk, its name."""
-        revisions = [found.revision for found in self._all() if found.step == partial.step]
-        revision = max(revisions, default=-1) + 1
-        while True:
+        with self._alone():
+            revisions = [found.revision for found in self._all() if found.step == partial.step]
+            revision = max(revisions, default=-1) + 1
+            while os.path.lexists(self.path(StepDirectory(partial.step, revision))):  # something foreign has the name
+                revision += 1
             checkpoint = StepDirectory(partial.step, revision)
-            if not self.path(checkpoint).exists():  # something foreign may have the name
-                break
-            revision += 1
-        os.rename(partial.path, self.path(checkpoint))
+            os.rename(partial.path, self.path(checkpoint))
         sync_directory(self.directory)
         partial.close()
         return checkpoint
@@ -94,7 +106,10 @@ class Series:
                 self._remove(self.path(checkpoint))
 
     def _remove(self, path: Path) -> None:
-        """Remove a checkpoint: first its name, so that no half of it is ever seen."""
+        """Remove a checkpoint: first its name, so that no half of it is ever seen. Of a link, remove the link."""
+        if path.is_symlink():
+            path.unlink(missing_ok=True)
+            return
         aside = path.with_name(f".{path.name}.removed-{uuid.uuid4().hex}")
         with suppress(OSError):  # what stays is removed by a later save
             os.rename(path, aside)
@@ -102,7 +117,11 @@ class Series:
 
     def _clean(self) -> None:
         for entry in list(os.scandir(self.directory)):
-            if _LEFTOVER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False) and not _is_in_use(entry.path):
+            if not _LEFTOVER.fullmatch(entry.name):
+                continue
+            if entry.is_symlink():
+                os.unlink(entry.path)
+            elif entry.is_dir(follow_symlinks=False) and not _is_in_use(entry.path):
                 shutil.rmtree(entry.path, ignore_errors=True)
 
 

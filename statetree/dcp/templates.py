@@ -182,6 +182,9 @@ class TemplateMatching:
         if entry.sort == PARTS_ENTRY and (entry.facts != content.facts or len(entry.keys) != len(content.tensors)):
             self._differ(path, "layout", entry.facts, content.facts)
             return
+        if bool(entry.context) != bool(content.contexts) or (entry.context and entry.context not in self._stored):
+            self._differ(path, "leaf type", _SHOWN[entry.sort], "a registered leaf type, with its context")
+            return
         for key, tensor in zip(entry.keys, content.tensors, strict=True):
             stored = self._stored.get(key)
             if not isinstance(stored, TensorStorageMetadata):

@@ -12,11 +12,12 @@ from torch.distributed.tensor import DTensor
 from statetree.dcp.groups import ranks_of
 from statetree.dcp.internals import is_cut_left_to_right
 from statetree.dcp.keys import without_addresses
+from statetree.dcp.local_pieces import LocalPieces
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange.manifest import chunks_of
 from statetree.leaves.builtin import facts, is_distributed, is_plain, leaf_type_of, settled
 from statetree.leaves.location import located
-from statetree.leaves.parts import unpack
+from statetree.leaves.parts import Unpacked, unpack
 from statetree.leaves.replicas import replicated
 from statetree.leaves.types.special import QUANTIZED
 from statetree.leaves.types.tensor import TENSOR
@@ -29,6 +30,7 @@ from statetree.torch_internals import WITHOUT_KERNELS, as_copied, quietly
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from statetree.chunks.local import LocalChunks
     from statetree.exchange.group import Group
 
 TENSOR_ENTRY: Final = "tensor"
@@ -37,6 +39,8 @@ VALUE_ENTRY: Final = "value"
 
 #: These go to DCP as they are: it writes the chunks that each rank holds.
 DISTRIBUTED: Final = (DTensor, ShardedTensor)
+#: So do these.
+BY_PIECES: Final = (*DISTRIBUTED, LocalPieces)
 
 
 class Content(NamedTuple):
@@ -46,11 +50,18 @@ class Content(NamedTuple):
         sort: ``TENSOR_ENTRY``, ``PARTS_ENTRY`` or ``VALUE_ENTRY``.
         tensors: The tensor itself, or its parts. None for plain values.
         facts: What must agree, besides, for the parts to be of use.
+        unpacked: How a value of a registered leaf type is packed again of its parts; ``None`` for others.
     """
 
     sort: str
-    tensors: Sequence[torch.Tensor]
+    tensors: Sequence[Any]
     facts: str = ""
+    unpacked: Unpacked | None = None
+
+    @property
+    def contexts(self) -> list[Any]:
+        """What a value of a registered leaf type has beside its parts."""
+        return [] if self.unpacked is None else self.unpacked.contexts(0)
 
 
 PLAIN: Final = Content(VALUE_ENTRY, ())
@@ -74,14 +85,20 @@ def content_of(verb: str, leaf: Any, path: Path, ranks: Group | None = None) -> 
     """
     if is_plain(leaf):
         return PLAIN
-    if not isinstance(leaf, (torch.Tensor, torch.UntypedStorage, torch.storage.TypedStorage)):
+    leaf_type = leaf_type_of(type(leaf))
+    assert leaf_type is not None
+    if leaf_type.opaque:
         _check_whole(verb, leaf, path)
         return PLAIN
     leaf = settled(leaf)
     if isinstance(leaf, DISTRIBUTED):
         _check_distributed(verb, leaf, path, ranks or ranks_of(verb, None))
         return Content(TENSOR_ENTRY, (leaf,))
+    if leaf_type.registered and leaf_type.is_distributed(leaf):
+        return Content(TENSOR_ENTRY, (LocalPieces(_held(verb, leaf, path, ranks or ranks_of(verb, None))),))
     leaf_type = leaf_type_of(type(leaf))
+    if leaf_type is TENSOR and is_distributed(leaf):
+        _refuse(verb, path, "a tensor of which each rank holds a part", "Gather it")
     if leaf_type is TENSOR and leaf.layout is torch.strided and not leaf.is_nested and leaf.dtype not in QUANTIZED:
         tensor = _bare(leaf)
         check_elements(verb, tensor, path)
@@ -100,9 +117,9 @@ def content_of(verb: str, leaf: Any, path: Path, ranks: Group | None = None) -> 
     parts = [_bare(unpacked.parts[index]) for index in dict.fromkeys(unpacked.parts_of(0))]
     for part in parts:
         check_elements(verb, part, path)
-    return Content(
-        PARTS_ENTRY, [as_copied(part) if part.dtype in WITHOUT_KERNELS else part for part in parts], _facts(leaf)
-    )
+    parts = [as_copied(part) if part.dtype in WITHOUT_KERNELS else part for part in parts]
+    is_registered = leaf_type is not None and leaf_type.registered
+    return Content(PARTS_ENTRY, parts, _facts(leaf), unpacked if is_registered else None)
 
 
 @quietly
@@ -130,6 +147,14 @@ def _check_whole(verb: str, leaf: Any, path: Path) -> None:
 def _check_distributed(verb: str, leaf: Any, path: Path, ranks: Group) -> None:
     if isinstance(leaf, DTensor):
         _check_placements(verb, leaf, path)
+    holding = _held(verb, leaf, path, ranks)
+    if holding.layout is not None and not holding.layout.is_complete:
+        held = f"one of which the ranks of the group hold only a part ({holding.text})"
+        _refuse(verb, path, held, "Pass the process_group of all ranks that hold it, or gather it")
+
+
+def _held(verb: str, leaf: Any, path: Path, ranks: Group) -> LocalChunks:
+    """Return the chunks that this rank holds of a distributed leaf."""
     try:
         holding = chunks_of(leaf, ranks)
     except Exception as error:
@@ -139,9 +164,7 @@ def _check_distributed(verb: str, leaf: Any, path: Path, ranks: Group) -> None:
         _refuse(verb, path, f"a {type(leaf).__qualname__} of {holding.dtype}", "View it as numbers (uint8)")
     for piece in holding.pieces:
         check_elements(verb, piece, path)
-    if holding.layout is not None and not holding.layout.is_complete:
-        held = f"one of which the ranks of the group hold only a part ({holding.text})"
-        _refuse(verb, path, held, "Pass the process_group of all ranks that hold it, or gather it")
+    return holding
 
 
 def _check_placements(verb: str, leaf: DTensor, path: Path) -> None:
@@ -191,14 +214,14 @@ def compact(value: Any) -> Any:
 
 
 @quietly
-def to_save(tensor: torch.Tensor) -> torch.Tensor:
+def to_save(tensor: Any) -> Any:
     """Return a tensor whose memory holds what the tensor reads as."""
     if tensor.dtype is torch.bool and not isinstance(tensor, DISTRIBUTED):  # DCP clones views, and that changes bytes
         return as_copied(tensor).clone(memory_format=torch.contiguous_format).view(torch.bool)
-    return tensor if isinstance(tensor, DISTRIBUTED) else tensor.resolve_conj().resolve_neg()
+    return tensor if isinstance(tensor, BY_PIECES) else tensor.resolve_conj().resolve_neg()
 
 
-def why_not_writable(tensor: torch.Tensor) -> str:
+def why_not_writable(tensor: Any) -> str:
     """Say why elements cannot be loaded into a tensor; empty if they can."""
     return next(filter(None, map(_why_not_writable, pieces_of(tensor))), "")
 
@@ -210,6 +233,8 @@ def pieces_of(tensor: Any) -> Sequence[torch.Tensor]:
             return []
         with torch.no_grad():
             return [settled(tensor.to_local())]
+    if isinstance(tensor, LocalPieces):
+        return tensor.pieces
     if isinstance(tensor, ShardedTensor):
         return [shard.tensor for shard in tensor.local_shards()]
     return [tensor]

@@ -11,9 +11,13 @@ move. Moving agrees with the other ranks, plans, and sends in buckets of bounded
 - ``manifest``: what a rank holds; ``discovery``, ``replica_check``: what ranks tell each other of that, where they must
 - ``destination``: fresh tensors by a rule; ``like``: the layouts of another tree, and ``fitting``: whether they fit
 - ``description``, ``leaf_metadata``: one rank's tree told to all
+- ``key_union``: ranks that hold different keys tell each other
 - ``consensus``: fingerprints compared before anything moves; ``group``: the few collectives all this is made of
-- ``transfers``: planned once for a fingerprint; ``plan``: which boxes go where; ``buckets``: how they are packed
+- ``transfers``: planned once for a fingerprint; ``plan``: what moves in which round; ``buckets``: how it is moved
+- ``routes``: which boxes go where; ``senders``: who sends what several have; ``stacks``: where boxes lie in a bucket
+- ``digesting``: numbers for distributed tensors, whatever their layout, and replicas compared by them
 - ``partial_reduction``: summands put together on the way
+- ``executor``: moves what a plan says, or records it; ``prepared``: what was recorded, to be run again and again
 """
 
 from statetree.chunks.boxes import Box

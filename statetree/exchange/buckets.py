@@ -1,36 +1,42 @@
 """BucketedPlan: moves the chunks of tensors between ranks, in rounds of bounded size.
 
-What is small travels packed: for each peer one stretch of bytes, in which the elements of each dtype lie together, and
-among these the boxes of each shape.
-What is large travels by itself, straight from one tensor to the other where both are contiguous. While one round is
-under way, the next is packed.
+What is small travels packed, as ``stacks`` lays it out. What is large travels by itself, straight from one tensor to
+the other where both are contiguous. While one round is under way, the next is packed.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from functools import partial
-from itertools import groupby, islice
+from itertools import islice
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from statetree.exchange.plan import BoxTransfer, Cut, ExchangePlan, Move
+from statetree.exchange.plan import ExchangePlan, Move, Part, Round, Transport
+from statetree.exchange.stacks import (
+    ALIGNMENT,
+    Cut,
+    Field,
+    LargeBox,
+    Side,
+    Stack,
+    aligned,
+    cut_from,
+    cuts_of,
+    lay_out,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from statetree.chunks.layouts import ChunkLayout
     from statetree.exchange.executor import Executor
-    from statetree.exchange.group import Group
+    from statetree.exchange.group import Group, Message
 
 #: How many bytes a rank sends and receives at a time, unless the caller says otherwise.
 BUCKET_BYTES: Final = 64 << 20
-#: From this size on elements are not packed with others.
-LARGE_BYTES: Final = 1 << 20
-#: Where the elements of each dtype begin in a bucket: at multiples of this many bytes.
-_ALIGNMENT: Final = 16
-#: Rounds of up to so many transfers are kept for the next run.
+#: Rounds with up to so many places are kept for the next run.
 _MAX_KEPT: Final = 100_000
 #: For so many rounds memory is taken in advance. Later ones are much alike.
 _MAX_SIZED: Final = 1000
@@ -43,62 +49,40 @@ class Pieces(NamedTuple):
     targets: Sequence[torch.Tensor]
 
 
-#: The number of a move, and a transfer of its elements.
-Moved = tuple[int, BoxTransfer]
+_SOURCES, _TARGETS = range(2)
 
 
-#: A box: the number of a move, which of its pieces, and where in that.
-Place = tuple[int, int, Cut]
+class _Copy(NamedTuple):
+    """A box of each of a part's moves that stays on this rank: it goes from one piece to another."""
+
+    part: int
+    source: int
+    source_cut: Cut
+    target: int
+    target_cut: Cut
 
 
-class _Run(NamedTuple):
-    """Boxes of one shape that lie one behind the other in a bucket."""
+class _Layout(NamedTuple):
+    """What this rank does in a round, laid out in buckets: the same for rounds of as many alike moves."""
 
-    sizes: tuple[int, ...]
-    boxes: list[Place]
-
-
-class _Section(NamedTuple):
-    """Elements of one dtype in a bucket: where they begin and end in bytes, how many each run has, and the runs."""
-
-    dtype: torch.dtype
-    start: int
-    stop: int
-    counts: list[int]
-    runs: list[_Run]
-
-
-class _Side(NamedTuple):
-    """What is sent in one round, or received.
-
-    Attributes:
-        sections: What is packed.
-        stretches: Which bytes of the bucket go to a peer, or come from it.
-        large: What travels by itself.
-        nbytes: The size of the bucket.
-    """
-
-    sections: list[_Section]
-    stretches: list[tuple[int, int, int]]
-    large: list[Moved]
-    nbytes: int
+    sent: Side
+    received: Side
+    copies: list[_Copy]
 
 
 class _Step(NamedTuple):
-    """A round, laid out in buckets."""
+    """A round, laid out."""
 
-    sent: _Side
-    received: _Side
-    copied: list[Place]
-    written: list[Place]
+    round: Round
+    layout: _Layout
 
+    def moves(self, placed: Field | LargeBox | _Copy) -> Sequence[int]:
+        """Return the moves of which something has a box each."""
+        return self.round.parts[placed.part].moves
 
-class _Size(NamedTuple):
-    """What a round takes of a bucket: bytes, and places for those large boxes that cannot travel as they lie."""
-
-    nbytes: int
-    sent: list[Moved]
-    received: list[Moved]
+    def dtype(self, placed: LargeBox) -> torch.dtype:
+        """Return the dtype in which elements travel."""
+        return self.round.parts[placed.part].dtype
 
 
 #: Memory that rounds are packed into in turn.
@@ -127,19 +111,21 @@ class BucketedPlan:
     """
 
     def __init__(self, moves: Sequence[Move], group: Group, bucket_bytes: int, *, source: int | None = None) -> None:
-        self._plan = ExchangePlan(moves, group.rank, group.size, bucket_bytes, source=source)
-        self._dtypes = [move.dtype for move in moves]
-        self._kept: list[_Step] | None = None
-        self._sizes: list[_Size] | None = None
+        self._rounds = ExchangePlan(moves, group.rank, group.size, bucket_bytes, source=source).rounds
+        self._rank = group.rank
+        self._size = group.size
+        self._layouts: dict[Any, _Layout] = {}
+        self._num_places = 0
 
     def bytes_sent(self) -> int:
-        """Return how many bytes of elements this rank sends to others."""
-        return sum(
-            transfer.numel * self._dtypes[share.move].itemsize * len(transfer.peers)
-            for shares in self._plan.rounds()
-            for share in shares
-            for transfer in share.sends
-        )
+        """Return how many bytes of elements this rank sends to others; what is broadcast counts once."""
+        total = 0
+        for step in self._steps():
+            sent, gathered = step.layout.sent, step.round.transport is Transport.ALL_GATHER
+            total += sum(stack.nbytes * (self._size - 1 if gathered else len(stack.peers)) for stack in sent.stacks)
+            for box in sent.large:
+                total += box.numel * step.round.parts[box.part].dtype.itemsize * len(step.moves(box))
+        return total
 
     def bucket_sizes(self, pieces: Sequence[Pieces], device: torch.device) -> tuple[int, int]:
         """Return how many bytes the two buckets take in which rounds are packed in turn.
@@ -148,12 +134,9 @@ class BucketedPlan:
             pieces: As for ``run``.
             device: The memory that is sent from and received into.
         """
-        if self._sizes is None:
-            self._sizes = list(map(_size, islice(self._steps(), _MAX_SIZED)))
         most = [0, 0]
-        for number, size in enumerate(self._sizes):
-            need = size.nbytes + _extra_bytes(size, pieces, device)
-            most[number % 2] = max(most[number % 2], need)
+        for number, step in enumerate(islice(self._steps(), _MAX_SIZED)):
+            most[number % 2] = max(most[number % 2], _bytes_of(step, pieces, device))
         return most[0], most[1]
 
     def run(self, pieces: Sequence[Pieces], group: Group, executor: Executor, buckets: Buckets) -> None:
@@ -169,7 +152,9 @@ class BucketedPlan:
         finish: Callable[[], None] | None = None
         for number, step in enumerate(self._steps()):
             if number >= _MAX_SIZED:
-                taken[number % 2] = _large_enough(taken[number % 2], step, pieces)
+                need = _bytes_of(step, pieces, taken[number % 2].device)  # not known in advance
+                if need > taken[number % 2].numel():
+                    taken[number % 2] = taken[number % 2].new_empty(need)
             under_way = _start(step, taken[number % 2], pieces, group, executor)
             if finish is not None:
                 finish()
@@ -179,90 +164,59 @@ class BucketedPlan:
             finish()
 
     def _steps(self) -> Iterator[_Step]:
-        if self._kept is not None:
-            yield from self._kept
-            return
-        made: list[_Step] = []
-        count = 0
-        for shares in self._plan.rounds():
-            sends = [(share.move, transfer) for share in shares for transfer in share.sends]
-            receives = [(share.move, transfer) for share in shares for transfer in share.receives]
-            copies = [(share.move, copy) for share in shares for copy in share.copies]
-            step = _Step(
-                _lay_out(sends, self._dtypes),
-                _lay_out(receives, self._dtypes),
-                [(move, copy.source, copy.source_cut) for move, copy in copies],
-                [(move, copy.target, copy.target_cut) for move, copy in copies],
+        """Yield the rounds, laid out. Later runs find them so, unless there are very many places."""
+        for round_ in self._rounds:
+            alike = (
+                round_.transport,
+                round_.root,
+                *((id(part.route), part.dtype, part.slab, len(part.moves)) for part in round_.parts),
             )
-            count += len(sends) + len(receives) + len(copies)
-            if count <= _MAX_KEPT:
-                made.append(step)
-            yield step
-        if count <= _MAX_KEPT:
-            self._kept = made
+            layout = self._layouts.get(alike)
+            if layout is None:
+                layout = self._lay_out(round_)
+                self._num_places += layout.sent.num_places + layout.received.num_places + len(layout.copies)
+                if self._num_places <= _MAX_KEPT:
+                    self._layouts[alike] = layout
+            yield _Step(round_, layout)
+
+    def _lay_out(self, round_: Round) -> _Layout:
+        """Lay out what this rank sends and receives in a round."""
+        transport, root, parts = round_
+        rank = self._rank
+        messages, gathered = transport is Transport.MESSAGES, transport is Transport.ALL_GATHER
+        sent, received, copies = [], [], []
+        for number, part in enumerate(parts):
+            route, slab = part.route, part.slab
+            sources, targets = _bounds(route.source, rank), _bounds(route.target, rank)
+            if messages or gathered or root == rank:
+                sent.append((part, (route.outgoing if messages else route.held)(slab), sources))
+            if messages or gathered or root != rank:
+                received.append((part, (route.incoming if messages else route.arriving)(slab), targets))
+            if not gathered:
+                cuts, pieces = route.staying(slab)
+                own = cuts_of(cuts._replace(piece=pieces), sources)
+                rows = zip(pieces.tolist(), own, cuts.piece.tolist(), cuts_of(cuts, targets), strict=True)
+                copies += [_Copy(number, *row) for row in rows]
+        return _Layout(lay_out(sent), lay_out(received, in_order=gathered), copies)
 
 
-def _lay_out(transfers: list[Moved], dtypes: Sequence[torch.dtype]) -> _Side:
-    """Give every transfer its place in a bucket.
-
-    Both ends of a transfer come to the same order: they list what goes from one to the other alike, and it is sorted,
-    stably, by what both know of it.
-    """
-    large: list[Moved] = []
-    by_peer: defaultdict[int, list[Moved]] = defaultdict(list)
-    for moved in transfers:
-        move, transfer = moved
-        if transfer.numel * dtypes[move].itemsize >= LARGE_BYTES:
-            large.append(moved)
-        else:
-            for peer in transfer.peers:
-                by_peer[peer].append(moved)
-    sections: list[_Section] = []
-    stretches: list[tuple[int, int, int]] = []
-    placed: dict[tuple[int, ...], tuple[int, int]] = {}  # peers that get the same share a stretch
-    position = 0
-    kinds = {dtype: (-dtype.itemsize, str(dtype)) for dtype in dtypes}
-    for peer, own in sorted(by_peer.items()):
-        key = tuple(map(id, own))
-        if key not in placed:
-            start = position
-            own = sorted(own, key=lambda moved: (kinds[dtypes[moved[0]]], moved[1].sizes))
-            for dtype, listed in groupby(own, key=lambda moved: dtypes[moved[0]]):
-                runs = [
-                    _Run(sizes, [(move, transfer.piece, transfer.cut) for move, transfer in alike])
-                    for sizes, alike in groupby(listed, key=lambda moved: moved[1].sizes)
-                ]
-                counts = [prod(run.sizes) * len(run.boxes) for run in runs]
-                stop = position + sum(counts) * dtype.itemsize
-                sections.append(_Section(dtype, position, stop, counts, runs))
-                position = _aligned(stop)
-            placed[key] = (start, position)
-        stretches.append((peer, *placed[key]))
-    return _Side(sections, stretches, large, position)
+def _bounds(layout: ChunkLayout, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return where a rank's boxes begin and end."""
+    rows = layout.rows_of(rank)
+    return layout.starts[rows], layout.stops[rows]
 
 
-def _size(step: _Step) -> _Size:
-    return _Size(step.sent.nbytes + step.received.nbytes, step.sent.large, step.received.large)
+def _bytes_of(step: _Step, pieces: Sequence[Pieces], device: torch.device) -> int:
+    """Return how many bytes a round takes of a bucket, with those of large boxes that cannot travel as they lie."""
+    sent, received, _ = step.layout
+    boxes = [(_cut(pieces[move].sources, box), step.dtype(box)) for box in sent.large for move in step.moves(box)]
+    boxes += [(_cut(pieces[move].targets, box), step.dtype(box)) for box in received.large for move in step.moves(box)]
+    beside = sum(aligned(box.numel() * dtype.itemsize) for box, dtype in boxes if not _can_travel(box, dtype, device))
+    return sent.nbytes + received.nbytes + beside
 
 
-def _large_enough(bucket: torch.Tensor, step: _Step, pieces: Sequence[Pieces]) -> torch.Tensor:
-    """Return a bucket for a round whose size was not known in advance."""
-    size = _size(step)
-    need = size.nbytes + _extra_bytes(size, pieces, bucket.device)
-    return bucket if need <= bucket.numel() else bucket.new_empty(need)
-
-
-def _extra_bytes(size: _Size, pieces: Sequence[Pieces], device: torch.device) -> int:
-    """Return how many bytes a bucket needs for large boxes that cannot travel as they lie."""
-    boxes = [
-        *(_cut(pieces[move].sources[transfer.piece], transfer.cut) for move, transfer in size.sent),
-        *(_cut(pieces[move].targets[transfer.piece], transfer.cut) for move, transfer in size.received),
-    ]
-    return sum(_aligned(box.numel() * box.itemsize) for box in boxes if not _can_travel(box, device))
-
-
-def _aligned(position: int) -> int:
-    return -(-position // _ALIGNMENT) * _ALIGNMENT
+def _cut(pieces: Sequence[torch.Tensor], box: LargeBox) -> torch.Tensor:
+    return cut_from(pieces[box.piece], box.cut)
 
 
 class _Room:
@@ -272,84 +226,136 @@ class _Room:
         self._bucket = bucket
         self._start = start
 
-    def like(self, box: torch.Tensor) -> torch.Tensor:
-        """Return a contiguous tensor of a box's shape and dtype, with undefined elements."""
-        stop = self._start + box.numel() * box.itemsize
-        fresh = self._bucket[self._start : stop].view(box.dtype).view(box.shape)
-        self._start = _aligned(stop)
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self._bucket.device
+
+    def like(self, box: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return a contiguous tensor of a box's shape and some dtype, with undefined elements."""
+        stop = self._start + box.numel() * dtype.itemsize
+        fresh = self._bucket[self._start : stop].view(dtype).view(box.shape)
+        self._start = aligned(stop)
         return fresh
+
+
+class _Landing:
+    """Where large boxes arrive: in their places, or beside if they do not lie in one stretch of memory."""
+
+    def __init__(self, room: _Room) -> None:
+        self._room = room
+        self._beside: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._written: list[torch.Tensor] = []
+
+    def place(self, box: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the bytes that a box is received into, whose elements come as some dtype."""
+        if _can_travel(box, dtype, self._room.device):
+            self._written.append(box)  # by the backend, which tells nobody
+            return _as_bytes(box)
+        whole = self._room.like(box, dtype)
+        self._beside.append((box, whole))
+        return _as_bytes(whole)
+
+    def finish(self, executor: Executor) -> None:
+        """Bring the boxes to their places, once they have arrived."""
+        executor.call(partial(torch.autograd.graph.increment_version, self._written))
+        executor.copy([box for box, _ in self._beside], [whole for _, whole in self._beside])
 
 
 def _start(
     step: _Step, bucket: torch.Tensor, pieces: Sequence[Pieces], group: Group, executor: Executor
 ) -> Callable[[], None]:
     """Start a round, and return the function that waits for it and puts what came in where it belongs."""
-    outgoing = bucket[: step.sent.nbytes]
-    incoming = bucket[step.sent.nbytes :]
-    room = _Room(bucket, step.sent.nbytes + step.received.nbytes)
-    sources = [piece.sources for piece in pieces]
-    targets = [piece.targets for piece in pieces]
-    received = [(peer, incoming[start:stop]) for peer, start, stop in step.received.stretches]
-    unpacked: list[tuple[torch.Tensor, torch.Tensor]] = []  # large boxes that do not lie in one stretch of memory
-    written: list[torch.Tensor] = []
-    for move, transfer in step.received.large:
-        box = whole = _cut(targets[move][transfer.piece], transfer.cut)
-        if _can_travel(box, bucket.device):
-            written.append(box)  # by the backend, which tells nobody
-        else:
-            whole = room.like(box)
-            unpacked.append((box, whole))
-        received.append((transfer.peers[0], _as_bytes(whole)))
-    places, boxes = _pairs(step.sent, outgoing, sources)
+    (transport, root, _), (sending, receiving, _) = step
+    outgoing, incoming = bucket[: sending.nbytes], bucket[sending.nbytes :]
+    room = _Room(bucket, sending.nbytes + receiving.nbytes)
+    landing = _Landing(room)
+    received = [] if transport is Transport.ALL_GATHER else [*_stretches(receiving, incoming)]
+    for box in receiving.large:
+        received += [
+            (box.peer, landing.place(_cut(pieces[move].targets, box), step.dtype(box))) for move in step.moves(box)
+        ]
+    places, boxes = _fields(step, sending, outgoing, pieces, _SOURCES)
     executor.copy(places, boxes)
-    sent = [(peer, outgoing[start:stop]) for peer, start, stop in step.sent.stretches]
-    for move, transfer in step.sent.large:
-        box = _cut(sources[move][transfer.piece], transfer.cut)
-        if not _can_travel(box, bucket.device):
-            whole = room.like(box)
-            executor.copy([whole], [box])
-            box = whole
-        sent += [(peer, _as_bytes(box)) for peer in transfer.peers]
-    wait = executor.start(partial(group.exchange, sent, received))
+    sent = [*_stretches(sending, outgoing)]
+    for box in sending.large:
+        own = [_cut(pieces[move].sources, box) for move in step.moves(box)]
+        sent += [(box.peer, _sendable(piece, step.dtype(box), room, executor)) for piece in own]
+    if transport is Transport.ALL_GATHER:
+        stride = receiving.stacks[0].stride
+        start = partial(group.all_gather_into, incoming[: stride * group.size], outgoing[:stride])
+    elif transport is Transport.BROADCAST:
+        start = partial(group.broadcast, [data for _, data in sent or received], root)
+    else:
+        start = partial(group.exchange, sent, received)
+    wait = executor.start(start)
 
     def finish() -> None:
         wait()
-        executor.call(partial(torch.autograd.graph.increment_version, written))
-        places, boxes = _pairs(step.received, incoming, targets)
-        executor.copy([*boxes, *(box for box, _ in unpacked)], [*places, *(whole for _, whole in unpacked)])
+        places, boxes = _fields(step, receiving, incoming, pieces, _TARGETS)
+        executor.copy(boxes, places)
+        landing.finish(executor)
 
     return finish
 
 
-def _can_travel(box: torch.Tensor, device: torch.device) -> bool:
-    """Whether the elements of a box can be sent as they lie, or received there."""
-    return box.is_contiguous() and box.device == device and not box.is_conj() and not box.is_neg()
+def _stretches(side: Side, bucket: torch.Tensor) -> Iterator[Message]:
+    """Yield what goes to peers, or comes from them, packed."""
+    for stack in side.stacks:
+        for number, peer in enumerate(stack.peers):
+            start = stack.start + number * stack.stride
+            yield peer, bucket[start : start + stack.nbytes]
+
+
+def _sendable(box: torch.Tensor, dtype: torch.dtype, room: _Room, executor: Executor) -> torch.Tensor:
+    """Return the bytes of a box to send, whose elements travel as some dtype."""
+    if _can_travel(box, dtype, room.device):
+        return _as_bytes(box)
+    whole = room.like(box, dtype)
+    executor.copy([whole], [box])
+    return _as_bytes(whole)
+
+
+def _can_travel(box: torch.Tensor, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the elements of a box can be sent as they lie, or received there, if they travel as some dtype."""
+    lies_flat = box.is_contiguous() and not box.is_conj() and not box.is_neg()
+    return lies_flat and box.dtype == dtype and box.device == device
 
 
 def _as_bytes(box: torch.Tensor) -> torch.Tensor:
     return box.view(-1).view(torch.uint8)
 
 
-def _cut(piece: torch.Tensor, cut: Cut) -> torch.Tensor:
-    """Return a box of a piece."""
-    for dim, first, size in cut:
-        piece = piece.narrow(dim, first, size)
-    return piece
-
-
-def _pairs(side: _Side, bucket: torch.Tensor, tensors: list[Sequence[torch.Tensor]]) -> tuple[list[Any], list[Any]]:
+def _fields(
+    step: _Step, side: Side, bucket: torch.Tensor, pieces: Sequence[Pieces], which: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the places in a bucket, shaped like what they hold, and the boxes of the pieces that belong there."""
     places: list[torch.Tensor] = []
     boxes: list[torch.Tensor] = []
-    for section in side.sections:
-        stretches = bucket[section.start : section.stop].view(section.dtype).split(section.counts)
-        for stretch, (sizes, run) in zip(stretches, section.runs, strict=True):
-            places += stretch.view(len(run), *sizes).unbind()
-            boxes += [_cut(tensors[move][piece], cut) for move, piece, cut in run]
+    for stack in side.stacks:
+        for field in stack.fields:
+            held = _places(bucket, stack, field, step.round.parts[field.part])
+            for run in field.runs:
+                one = held[:, run.first] if run.boxes == 1 else held[:, run.first : run.first + run.boxes]
+                places += one.unbind()
+                boxes += [run.of(pieces[move][which][run.piece], field.sizes) for move in step.moves(field)]
     return places, boxes
 
 
+def _places(bucket: torch.Tensor, stack: Stack, field: Field, part: Part) -> torch.Tensor:
+    """Return the elements of a field as ``[move, stretch, ...]``."""
+    itemsize = part.dtype.itemsize
+    typed = bucket[: bucket.numel() // ALIGNMENT * ALIGNMENT].view(part.dtype)
+    numel = prod(field.sizes)
+    strides = [prod(field.sizes[dim + 1 :]) for dim in range(len(field.sizes))]
+    shape = (len(part.moves), len(stack.peers) if stack.stride else 1, *field.sizes)
+    first = (stack.start + field.offset) // itemsize + typed.storage_offset()
+    return typed.as_strided(shape, (numel, stack.stride // itemsize, *strides), first)
+
+
 def _copy_here(step: _Step, pieces: Sequence[Pieces], executor: Executor) -> None:
-    sources = [_cut(pieces[move].sources[piece], cut) for move, piece, cut in step.copied]
-    targets = [_cut(pieces[move].targets[piece], cut) for move, piece, cut in step.written]
-    executor.copy(targets, sources)
+    moved = [(copy, pieces[move]) for copy in step.layout.copies for move in step.moves(copy)]
+    executor.copy(
+        [cut_from(held.targets[copy.target], copy.target_cut) for copy, held in moved],
+        [cut_from(held.sources[copy.source], copy.source_cut) for copy, held in moved],
+    )

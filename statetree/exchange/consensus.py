@@ -7,7 +7,6 @@ the next collective works.
 
 from __future__ import annotations
 
-import json
 import struct
 from collections import defaultdict
 from dataclasses import dataclass
@@ -26,16 +25,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_DIGEST_BYTES: Final = 16
-_READY: Final = 0
-_FAILED: Final = 1
-_ABSENT: Final = 2
-_MESSAGE: Final = struct.Struct(f"<q{_DIGEST_BYTES}s{_DIGEST_BYTES}s{_DIGEST_BYTES}sq")
 #: How much of a failed rank's error the others show.
 _ERROR_CHARACTERS: Final = 1000
-_NO_PATH: Final = b"\xff"  # no text in UTF-8
-#: How many paths are looked into for the first difference.
-_CANDIDATES: Final = 16
+#: How many different texts, paths or errors the ranks tell each other.
+_MOST_TOLD: Final = 16
+#: Less than any number that a rank states: what those say that have none.
+_NOTHING: Final = -(1 << 63)
+_DIGEST: Final = struct.Struct("<qq")
 
 
 #: What the path of an entry for a container ends in.
@@ -58,12 +54,14 @@ class Fingerprint:
         entries: What it holds, in the order of the paths; ``None`` if it leaves that to others.
         details: What only need agree for there to be a short cut: where it does not, ``agree`` returns so.
         nbytes: How many bytes it will send next.
+        remedy: What to do where the entries differ.
     """
 
     options: str
     entries: Sequence[Entry] | None
     details: Sequence[str] = ()
     nbytes: int = 0
+    remedy: str = "Pass trees of the same structure, shapes and dtypes on every rank."
 
     @cached_property
     def key(self) -> tuple[bytes, bytes, bytes]:
@@ -71,9 +69,17 @@ class Fingerprint:
         lines = [text for entry in self.entries or () for text in entry]
         return digest([self.options]), digest(lines), digest(self.details)
 
-    def message(self) -> bytes:
-        """Return what is sent to the other ranks."""
-        return _MESSAGE.pack(_ABSENT if self.entries is None else _READY, *self.key, self.nbytes)
+    def message(self) -> list[int]:
+        """Return what is told to the other ranks: numbers of which all get to know the greatest.
+
+        A digest is stated twice, the second time with all bits inverted: if the greatest are each other's inverse, so
+        are the greatest and the least digest the same.
+        """
+        options, *held = (_DIGEST.unpack(found) for found in self.key)
+        absent = self.entries is None
+        stated = [*options, *(_NOTHING if absent else word for words in held for word in words)]
+        inverse = [*(~word for word in options), *(_NOTHING if absent else ~word for words in held for word in words)]
+        return [0, int(absent), self.nbytes, *stated, *inverse]
 
 
 def ready(verb: str) -> Fingerprint:
@@ -87,20 +93,21 @@ class Consensus(NamedTuple):
     Attributes:
         key: Digests of the options, the entries and the details.
         details_agree: Whether the details are the same everywhere.
-        nbytes: What each rank announced.
+        nbytes: The most that a rank announced.
         absent: Whether some rank holds nothing, and leaves it to others.
     """
 
     key: tuple[bytes, bytes, bytes]
     details_agree: bool
-    nbytes: list[int]
+    nbytes: int
     absent: bool
 
 
 def digest(texts: Sequence[str]) -> bytes:
     """Return a digest of texts."""
     # With the lengths: a text may hold what separates them, and what was planned for others would be taken for theirs.
-    return blake2b(_bytes("\0".join([*texts, str(list(map(len, texts)))])), digest_size=_DIGEST_BYTES).digest()
+    joined = _bytes("\0".join([*texts, str(list(map(len, texts)))]))
+    return blake2b(joined, digest_size=_DIGEST.size).digest()
 
 
 def _bytes(text: str) -> bytes:
@@ -138,7 +145,7 @@ def agree(verb: str, group: Group, prepare: Callable[[], tuple[Fingerprint, T]])
     return compare(verb, group, fingerprint, message), result
 
 
-def compare(verb: str, group: Group, fingerprint: Fingerprint, message: bytes) -> Consensus:
+def compare(verb: str, group: Group, fingerprint: Fingerprint, message: Sequence[int]) -> Consensus:
     """Make sure that all ranks have one fingerprint.
 
     Args:
@@ -150,67 +157,80 @@ def compare(verb: str, group: Group, fingerprint: Fingerprint, message: bytes) -
     Raises:
         RankMismatch: If another rank failed, or the ranks do not mean the same. On every rank.
     """
-    messages = [_MESSAGE.unpack(row) for row in _tell(group, message)]
-    if any(message[0] == _FAILED for message in messages):
-        raise _failed(verb, [error.decode() for error in group.all_gather_bytes(b"")])
-    _check_options(verb, group, fingerprint, [message[1] for message in messages])
-    present = [message for message in messages if message[0] == _READY]
-    if len({message[2] for message in present}) > 1:
-        raise _first_difference(verb, group, fingerprint.entries)
-    same = len({message[3] for message in present}) <= 1
-    options, entries, details = (present or messages)[0][1:4]
-    sizes = [message[4] for message in messages]
-    return Consensus((options, entries, details), same, sizes, absent=len(present) < len(messages))
+    failed, absent, nbytes, *words = group.all_reduce_max(message)
+    if failed:
+        raise _failed(verb, group, None)
+    stated, inverse = words[: len(words) // 2], [~word for word in words[len(words) // 2 :]]
+    options, entries, details = (slice(first, first + 2) for first in range(0, len(stated), 2))
+    if stated[options] != inverse[options]:
+        raise _other_options(verb, group, fingerprint.options)
+    if stated[entries] != inverse[entries] and _NOTHING not in stated[entries]:
+        raise _first_difference(verb, group, fingerprint.entries, fingerprint.remedy)
+    key = tuple(_DIGEST.pack(*stated[part]) for part in (options, entries, details))
+    assert len(key) == 3
+    return Consensus(key, stated[details] == inverse[details], nbytes, absent=bool(absent))
 
 
 def tell_failure(group: Group, error: BaseException) -> None:
     """Take part in the other ranks' next agreement, so that they raise, too."""
-    _tell(group, _MESSAGE.pack(_FAILED, b"", b"", b"", 0))
-    group.all_gather_bytes(_told(error))
+    group.all_reduce_max([1, *[_NOTHING] * (len(ready("").message()) - 1)])
+    _failed("", group, error)
 
 
-def _tell(group: Group, message: bytes) -> list[bytes]:
-    """Send this rank's message, and return everybody's."""
-    rows = group.all_gather(torch.frombuffer(bytearray(message), dtype=torch.uint8))
-    return [bytes(row.tolist()) for row in rows]
+def _failed(verb: str, group: Group, error: BaseException | None) -> RankMismatch:
+    """Hear from the ranks that failed why, and tell the others if this one did."""
+    told = _told(group, None if error is None else _shortened(error).encode("utf-8", "replace"))
+    by_rank = sorted((rank, text.decode("utf-8", "replace")) for text, ranks in told for rank in ranks)
+    lines = [f"rank {rank} failed: {text}" for rank, text in by_rank]
+    return RankMismatch(f"{verb}: {shown(lines)} Nothing was moved.")
 
 
-def _told(failure: BaseException) -> bytes:
+def _shortened(failure: BaseException) -> str:
     try:
         text = str(failure)
     except Exception:  # noqa: BLE001 - a hostile __str__ must not keep the others waiting
         text = "(its message cannot be shown)"
     if len(text) > _ERROR_CHARACTERS:
         text = text[:_ERROR_CHARACTERS] + "…"
-    return f"{type(failure).__name__}: {text}".encode("utf-8", "replace")
+    return f"{type(failure).__name__}: {text}"
 
 
-def _failed(verb: str, errors: Sequence[str]) -> RankMismatch:
-    lines = [f"rank {rank} failed: {error}" for rank, error in enumerate(errors) if error]
-    return RankMismatch(f"{verb}: {shown(lines)} Nothing was moved.")
+def _told(group: Group, said: bytes | None) -> list[tuple[bytes, list[int]]]:
+    """Return what ranks have to say: each text once, with the ranks that say so, in the order of the first of these.
+
+    Every rank sends a short digest, then the first rank of each of the first few texts sends that.
+    """
+    nobody = bytes(8)
+    mark = nobody if said is None else blake2b(said, digest_size=len(nobody)).digest()
+    ranks: defaultdict[bytes, list[int]] = defaultdict(list)
+    for rank, row in enumerate(group.all_gather(torch.frombuffer(bytearray(mark), dtype=torch.uint8)).tolist()):
+        ranks[bytes(row)].append(rank)
+    ranks.pop(nobody, None)
+    found = []
+    for found_ranks in list(ranks.values())[:_MOST_TOLD]:
+        speaker = found_ranks[0]
+        own = said if said is not None and group.rank == speaker else b""
+        length = int.from_bytes(group.broadcast_bytes(len(own).to_bytes(8, "little"), 8, speaker), "little")
+        found.append((group.broadcast_bytes(own, length, speaker), found_ranks))
+    return found
 
 
-def _check_options(verb: str, group: Group, fingerprint: Fingerprint, digests: Sequence[bytes]) -> None:
-    if len(set(digests)) == 1:
-        return
-    told = list(map(_text, group.all_gather_bytes(_bytes(fingerprint.options))))
+def _other_options(verb: str, group: Group, options: str) -> RankMismatch:
+    told = [(_text(text), ranks) for text, ranks in _told(group, _bytes(options))]
     msg = (
         f"{verb}: the ranks do not call the same with the same options: expected one call, got {_by_text(told)}. "
         "Nothing was moved."
     )
-    raise RankMismatch(msg)
+    return RankMismatch(msg)
 
 
 def _leaves_first(path: str) -> tuple[bool, str]:
     return (path.endswith(CONTAINER), path)
 
 
-def _by_text(texts: Sequence[str]) -> str:
+def _by_text(told: Sequence[tuple[str, Sequence[int]]]) -> str:
     """Say which ranks hold which text."""
-    ranks: dict[str, list[int]] = defaultdict(list)
-    for rank, text in enumerate(texts):
-        ranks[text].append(rank)
-    return "; ".join(f"{text} on {ranks_named(found)}" for text, found in list(ranks.items())[:_CANDIDATES] if text)
+    return "; ".join(f"{text} on {ranks_named(ranks)}" for text, ranks in told)
 
 
 def ranks_named(ranks: Sequence[int]) -> str:
@@ -219,36 +239,52 @@ def ranks_named(ranks: Sequence[int]) -> str:
     return f"{'ranks' if len(ranks) > 1 else 'rank'} {listed}"
 
 
-def _first_difference(verb: str, group: Group, entries: Sequence[Entry] | None) -> RankMismatch:
-    """Find the first path at which the ranks that hold something differ.
+def _first_difference(verb: str, group: Group, entries: Sequence[Entry] | None, remedy: str) -> RankMismatch:
+    """Find the first path at which the ranks that hold something differ: missing on some rank, or something else there.
 
-    Each rank sends a short digest of every entry, then its entry at the first place where these differ: that is at the
-    path that is missing on some rank, or holds something else there.
+    The place of the first difference is found by bisection. Which path comes first there may differ from rank to rank:
+    they tell each other, and then what they hold at these paths.
     """
-    own = dict(entries or ())
+    holds = entries is not None
     lines = list(entries or ())
-    digests = group.all_gather_bytes(
-        b"".join(blake2b(_bytes("\0".join(line)), digest_size=8).digest() for line in lines)
-    )
-    holds = [text == b"" for text in group.all_gather_bytes(b"absent" if entries is None else b"")]
-    rows = [[row[i : i + 8] for i in range(0, len(row), 8)] for row, held in zip(digests, holds, strict=True) if held]
-    place = next(
-        place
-        for place in range(max(map(len, rows)))
-        if len({row[place] if place < len(row) else b"" for row in rows}) > 1
-    )
-    # Which path comes first may differ from rank to rank: each tells what it has at all of them.
-    named = group.all_gather_bytes(_bytes(lines[place].path) if place < len(lines) else _NO_PATH)
-    candidates = sorted({_text(path) for path in named if path != _NO_PATH}, key=_leaves_first)[:_CANDIDATES]
-    told = group.all_gather_bytes(json.dumps([own.get(path, "nothing") for path in candidates]).encode())
-    answers = [json.loads(text) if held else None for text, held in zip(told, holds, strict=True)]
-    columns = list(zip(*(row or [""] * len(candidates) for row in answers), strict=True))
-    first, texts = next(
-        (found for found in zip(candidates, columns, strict=True) if len(set(filter(None, found[1]))) > 1),
-        (candidates[0], columns[0]),  # the same entries, but not in the same order
-    )
+    place = _first_place(group, lines if holds else None)
+    named = _told(group, _bytes(lines[place].path) if place < len(lines) else None)
+    own = dict(lines)
+    found: list[tuple[bytes, list[int]]] = []
+    first = ""
+    candidates = sorted((_text(path) for path, _ in named), key=_leaves_first)
+    for path in [*candidates, *candidates[:1]]:  # the last where all entries are the same, but not in the same order
+        text = _bytes(own.get(path, "nothing")) if holds else None
+        first, found = path, _told(group, text)
+        if len(found) > 1:
+            break
+    texts = [(_text(text), ranks) for text, ranks in found]
     msg = (
         f"{verb}: the ranks do not hold the same at {first or '<root>'}: expected one layout, got {_by_text(texts)}. "
-        "Nothing was moved. Pass trees of the same structure, shapes and dtypes on every rank."
+        f"Nothing was moved. {remedy}"
     )
     return RankMismatch(msg)
+
+
+def _first_place(group: Group, lines: Sequence[Entry] | None) -> int:
+    """Return the first place at which the ranks that hold something have different lines, by bisection.
+
+    Args:
+        group: The ranks.
+        lines: What this rank holds; ``None`` if nothing.
+    """
+    alike, differ = 0, group.all_reduce_max([0 if lines is None else len(lines)])[0]
+    known = blake2b(digest_size=_DIGEST.size)  # of the lines up to ``alike``
+    while differ - alike > 1:
+        middle = (alike + differ) // 2
+        further = known.copy()
+        for line in (lines or ())[alike:middle]:
+            further.update(digest(line))
+        words = _DIGEST.unpack(further.digest())
+        stated = [_NOTHING] * 4 if lines is None else [*words, *(~word for word in words)]
+        most = group.all_reduce_max(stated)
+        if most[:2] == [~word for word in most[2:]]:
+            alike, known = middle, further
+        else:
+            differ = middle
+    return alike

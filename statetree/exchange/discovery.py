@@ -9,6 +9,7 @@ from statetree.chunks.boxes import Box
 from statetree.chunks.layouts import layout_of
 from statetree.errors import RankMismatch, UnsupportedLeaf
 from statetree.exchange.consensus import digest, ranks_named
+from statetree.exchange.manifest import ABSENT
 from statetree.exchange.replica_check import Copies, check_replicas, first_copy
 
 if TYPE_CHECKING:
@@ -53,14 +54,18 @@ def discover_layouts(call: Call, manifest: Manifest, *, details_agree: bool) -> 
 def _told(call: Call, manifest: Manifest) -> tuple[dict[int, ChunkLayout], bytes]:
     """Have every rank say what it holds, and return the layouts that come of it."""
     held = manifest.chunks.values()
-    told = json.dumps([manifest.ties(), [chunks.detail for chunks in held], [chunks.boxes for chunks in held]])
+    known = [chunks.layout is not None for chunks in held]
+    told = json.dumps([manifest.ties(), [chunks.detail for chunks in held], [chunks.boxes for chunks in held], known])
     rows = [json.loads(text) for text in call.group.all_gather_bytes(told.encode())]
-    _refine_ties(manifest, [(ties, boxes) for ties, _, boxes in rows])
+    _refine_ties(manifest, [(ties, boxes) for ties, _, boxes, _ in rows])
     layouts: dict[int, ChunkLayout] = {}
     copies: dict[int, Copies] = {}
     for number, (index, chunks) in enumerate(manifest.chunks.items()):
-        details = [meshes[number] for _, meshes, _ in rows]
-        elsewhere = {rank for rank, detail in enumerate(details) if detail != details[0]}
+        details = [meshes[number] for _, meshes, _, _ in rows]
+        present = [rank for rank, detail in enumerate(details) if detail != ABSENT]
+        elsewhere = {rank for rank in present if details[rank] != details[present[0]]}
+        # Ranks that know their own chunks only may have any mesh.
+        own_only = not all(row[3][number] for rank, row in enumerate(rows) if rank in present)
         if elsewhere and chunks.summands is not None:
             path = manifest.path(index)
             msg = (
@@ -68,14 +73,13 @@ def _told(call: Call, manifest: Manifest) -> tuple[dict[int, ChunkLayout], bytes
                 "other meshes on other ranks. Pass the group of one mesh, or redistribute it first."
             )
             raise UnsupportedLeaf(msg, path)
-        boxes = [[Box(*map(tuple, box)) for box in listed[number]] for _, _, listed in rows]
-        if manifest.replicas == "check" and (elsewhere or chunks.layout is None):
-            # Ranks that know their own chunks only may have any mesh.
-            meshes = range(len(rows)) if chunks.layout is None else list(map(details.index, details))
+        boxes = [[Box(*map(tuple, box)) for box in listed[number]] for _, _, listed, _ in rows]
+        if manifest.replicas == "check" and (elsewhere or own_only):
+            meshes = range(len(rows)) if own_only else list(map(details.index, details))
             copies[index] = Copies(meshes, boxes)
         # Meshes of their own hold replicas. What is read comes from the first rank's: a mix would be nobody's.
         chosen = {rank: own for rank, own in enumerate(boxes) if not (manifest.complete and rank in elsewhere)}
-        if manifest.replicas == "first" and chunks.layout is None:
+        if manifest.replicas == "first" and own_only:
             chosen = first_copy(chunks.shape, chosen)
         layouts[index] = layout_of(chunks.shape, chosen)
     check_replicas(call, manifest, copies)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from statetree.errors import RankMismatch
 from statetree.exchange.buckets import BUCKET_BYTES
@@ -13,6 +14,8 @@ from statetree.exchange.description import Message, Received, Sent, described, o
 from statetree.exchange.destination import FreshDestination
 from statetree.exchange.discovery import discover_layouts
 from statetree.exchange.executor import Executor
+from statetree.exchange.fitting import LikeOptions
+from statetree.exchange.key_union import unite
 from statetree.exchange.like import LikeDestination
 from statetree.exchange.manifest import Manifest
 from statetree.exchange.prepared import preparation_under_way
@@ -40,6 +43,9 @@ if TYPE_CHECKING:
     from statetree.tree.spec import TreeSpec
 
 
+_USUAL: Final = LikeOptions()
+
+
 class Exchange(Call):
     """One call of a collective that moves elements. Made by ``exchange``.
 
@@ -57,7 +63,11 @@ class Exchange(Call):
     ) -> None:
         preparation, self._preparation = self._preparation, None
         if preparation is not None and kind is None:
-            preparation.conclude(self)
+            try:
+                preparation.conclude(self)
+            except BaseException as failure:
+                self._tell(failure)
+                raise
         super().__exit__(kind, error, traceback)
 
     def agree(self, fingerprint: Fingerprint) -> Consensus:
@@ -101,18 +111,21 @@ class Exchange(Call):
         self.options["dst"] = list(ranks)
         return ranks
 
-    def manifest(self, tree: Any, *, complete: bool = False, written: bool = False) -> Manifest:
+    def manifest(self, tree: Any, *, complete: bool = False, written: bool = False, union: bool = False) -> Manifest:
         """Describe what this rank holds of a tree.
 
         Args:
             tree: Any tree, the same on every rank up to elements and plain values.
             complete: Whether its elements will be read: the ranks must hold all of them between them.
             written: Whether elements will be moved into its tensors.
+            union: Whether ranks may hold different keys: they tell each other, and it describes a tree that has all.
         """
         replicas = None if written else self.options.get("replicas", "check")
         found = Manifest(self.verb, tree, self.group, complete=complete, written=written, replicas=replicas)
         if complete:
             found.check_readable()
+        if union:
+            unite(self, found)
         return found
 
     def destination(self, source: Manifest, rule: Rule, *, device: Device = None) -> FreshDestination:
@@ -126,23 +139,24 @@ class Exchange(Call):
         """
         return FreshDestination(source, rule, self.group.rank, device=device)
 
-    def destination_like(self, source: Manifest, like: Manifest, *, in_place: bool = False) -> LikeDestination:
+    def destination_like(self, source: Manifest, like: Manifest, options: LikeOptions = _USUAL) -> LikeDestination:
         """Take the layouts of another tree as those that a tree's leaves arrive in.
 
         Args:
             source: The tree.
             like: The other tree, of the same structure.
-            in_place: Whether its tensors are written into; otherwise fresh ones like these.
+            options: Whether its tensors are written into, and what may differ.
         """
-        return LikeDestination(source, like, self.group, in_place=in_place)
+        return LikeDestination(source, like, self.group, options=options)
 
-    def destination_received(self, received: Received, like: Manifest, *, in_place: bool = False) -> LikeDestination:
+    def destination_received(self, received: Received, like: Manifest, options: LikeOptions) -> LikeDestination:
         """Do as ``destination_like``, for a tree of which one rank has the elements."""
         description = received.description
         source = Manifest.described(self.verb, description.spec, received.leaves)
         moving = [index for index in source.order if index in description.exchanged]
-        target = LikeDestination(source, like, self.group, in_place=in_place, moving=moving)
-        target.copy_in(description.described, [received.leaves[index] for index in description.described])
+        target = LikeDestination(source, like, self.group, options=options, moving=moving)
+        copied = target.matched(description.described)
+        target.copy_in(copied, [received.leaves[index] for index in copied])
         return target
 
     def layouts(self, *manifests: Manifest, beside: Sequence[Entry] = ()) -> list[dict[int, ChunkLayout]]:
@@ -169,7 +183,10 @@ class Exchange(Call):
                 [Entry(f"{path}{more}", text) for path, text in manifest.entries()] if more else manifest.entries()
             )
             details += manifest.details()
-        return Fingerprint(self.described(), [*entries, *beside], details, nbytes)
+        found = Fingerprint(self.described(), [*entries, *beside], details, nbytes)
+        if self.options.get("union", True):
+            return found
+        return replace(found, remedy=f"{found.remedy} Where ranks hold different keys, pass union=True.")
 
     def move(self, source: Manifest, target: Destination) -> Any:
         """Agree with the other ranks, move the elements, and return the resulting tree.
@@ -241,12 +258,13 @@ class Exchange(Call):
         told = b""
         if like is not None and not consensus.absent:
             layouts, told = self._discovered(like, details_agree=consensus.details_agree)
-        text = self.group.broadcast_bytes(message.text, consensus.nbytes[src], src)
+        text = self.group.broadcast_bytes(message.text, consensus.nbytes, src)
         self.expect()
         description = opened(self.verb, text)
         parts, places = description.metadata.allocate()
         sizes = tuple(place.numel() for place in places)
-        key = (consensus.key, told)
+        exchanged = tuple(description.exchanged.items())  # dtypes that only the source knows, if they are converted
+        key = (consensus.key, told, exchanged)
         transfers = span_transfers(src, self.group, message.spans, places)
         planned = self._planned_from((*key, sizes), transfers, [place.device.type for place in places])
         self.ready()

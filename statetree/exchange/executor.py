@@ -10,15 +10,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from statetree.torch_internals import copy_all, copy_each, plain_pairs
+import torch
+
+from statetree.spans.layout import as_bytes
+from statetree.torch_internals import copy_all, copy_each, plain_pairs, storage_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
-
 #: Something to do.
-Action = Callable[[], None]
+Action = Callable[[], object]
 
 
 class Executor:
@@ -62,11 +63,16 @@ class Recorder(Executor):
         """Record a copy."""
         if not targets:
             return
-        if all(target.dtype == source.dtype for target, source in zip(targets, sources, strict=True)):
-            targets, sources = plain_pairs(targets, sources)
-            self._operations.append(partial(copy_all, targets, sources))
-        else:  # of some sources a converted copy is made first: each time anew
+        if any(target.dtype != source.dtype for target, source in zip(targets, sources, strict=True)):
+            # Of some sources a converted copy is made first: each time anew.
             self._operations.append(partial(copy_each, targets, sources))
+            return
+        targets, sources = plain_pairs(targets, sources)
+        whole = _joined(targets) if all(map(_is_flat, targets)) and all(map(_is_flat, sources)) else None
+        if whole is None:
+            self._operations.append(partial(copy_all, targets, sources))
+        else:
+            self._operations.append(partial(torch.cat, list(map(_as_bytes, sources)), out=whole))
 
     def start(self, communicate: Callable[[], Action]) -> Action:
         """Record that communication starts. The function that is returned records waiting for it."""
@@ -107,3 +113,29 @@ class Recorder(Executor):
         self._under_way.clear()  # of a replay that failed
         for operation in self._operations:
             operation()
+
+
+def _is_flat(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one stretch of host memory that reads as it lies."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the memory of tensors that lie one behind the other, as bytes; ``None`` if they do not.
+
+    To put tensors together there takes less than half the time of copying each: a bucket is packed so.
+    """
+    first = tensors[0]
+    key, position = storage_key(first.untyped_storage()), first.data_ptr()
+    for tensor in tensors:
+        if tensor.data_ptr() != position or storage_key(tensor.untyped_storage()) != key:
+            return None
+        position += tensor.nbytes
+    if len(tensors) < 2 or position == first.data_ptr():
+        return None
+    start = int(first.storage_offset()) * first.itemsize
+    return as_bytes(first.untyped_storage(), start, start + position - first.data_ptr())

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.errors import Difference, TreeMismatch
 from statetree.exchange.manifest import is_cuttable
 from statetree.exchange.transfers import as_sendable
+from statetree.leaves.copying import castable
 from statetree.spans.bits import same_bytes
 from statetree.spans.layout import holds_memory
-from statetree.tree.matching import matched
+from statetree.tree.matching import matched, only_missing
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -20,26 +21,57 @@ if TYPE_CHECKING:
     from statetree.tree.spec import TreeSpec
 
 _REMEDY: Final = "Nothing was written. Pass a tree of the same structure, global shapes and dtypes."
+_CAST_REMEDY: Final = (
+    "Nothing was written. Pass a tree of the same dtypes, or cast=True where no precision that matters is lost."
+)
 
 
 def refuse(verb: str, differences: Sequence[Difference]) -> None:
     """Raise ``TreeMismatch`` if there are differences."""
     if differences:
-        raise TreeMismatch.between(verb, differences, _REMEDY)
+        only_dtypes = {difference.kind for difference in differences} == {"dtype"}
+        raise TreeMismatch.between(verb, differences, _CAST_REMEDY if only_dtypes else _REMEDY)
 
 
-def partners_of(verb: str, spec: TreeSpec, leaves: Sequence[Any], like: Manifest) -> list[int]:
-    """Return, for each leaf of a tree, the one of ``like`` in the same place.
+class LikeOptions(NamedTuple):
+    """How a tree takes the layouts of another one.
+
+    Attributes:
+        in_place: Whether elements are written into the other's tensors; otherwise fresh ones are made.
+        cast: Whether elements are converted to the other's dtypes.
+        strict: Whether both trees must have the same keys; otherwise what only one of them has is left alone.
+        on_missing: Is then called with each difference.
+    """
+
+    in_place: bool = False
+    cast: bool = False
+    strict: bool = True
+    on_missing: Callable[[Difference], object] | None = None
+
+    def agreed(self) -> dict[str, bool]:
+        """Return what the ranks must pass alike, by name."""
+        return {"in_place": self.in_place, "cast": self.cast, "strict": self.strict}
+
+
+def partners_of(
+    spec: TreeSpec, leaves: Sequence[Any], like: Manifest, options: LikeOptions
+) -> tuple[list[int], list[Difference]]:
+    """Return, for each leaf of a tree, the one of ``like`` in the same place, and what only one of them has.
+
+    The first is -1 where there is none, which ``options`` may allow.
 
     Raises:
         TreeMismatch: If the structures do not match.
     """
     order, differences = matched(spec, leaves, like.spec, like.leaves)
-    refuse(verb, differences)
-    return list(range(spec.num_leaves)) if order is None else order
+    if options.strict or not only_missing(differences):
+        refuse(like.verb, differences)
+    return list(range(spec.num_leaves)) if order is None else order, differences
 
 
-def unfit(source: Manifest, like: Manifest, partners: Sequence[int], moving: Sequence[int]) -> list[Difference]:
+def unfit(
+    source: Manifest, like: Manifest, partners: Sequence[int], moving: Sequence[int], *, cast: bool = False
+) -> list[Difference]:
     """Return why leaves cannot take the layouts of others.
 
     Args:
@@ -47,19 +79,24 @@ def unfit(source: Manifest, like: Manifest, partners: Sequence[int], moving: Seq
         like: Those that give the layouts.
         partners: For each leaf of ``source`` its partner in ``like``.
         moving: The leaves of which one side is distributed.
+        cast: Whether dtypes may differ, as far as ``copy_into`` converts them.
     """
-    found = [difference for index in moving for difference in _unfit(source, index, like, partners[index])]
-    return found or tied_differently(source, like, partners, moving)
+    found = [difference for index in moving for difference in _unfit(source, index, like, partners[index], cast=cast)]
+    tied = [index for index in moving if partners[index] in like.canonical]
+    return found or tied_differently(source, like, partners, tied)
 
 
-def _unfit(source: Manifest, index: int, like: Manifest, partner: int) -> list[Difference]:
+def _unfit(source: Manifest, index: int, like: Manifest, partner: int, *, cast: bool) -> list[Difference]:
     leaf = source.leaves[index]
     ours, theirs = _facts(source, index), _facts(like, partner)
     found: list[tuple[str, Any, Any]] = []
     if isinstance(ours, str) or isinstance(theirs, str):
         found.append(("leaf type", _shown(ours), _shown(theirs)))
     elif ours != theirs:
-        found += [(kind, a, b) for kind, a, b in zip(("dtype", "shape"), ours, theirs, strict=True) if a != b]
+        if ours[0] != theirs[0] and not (cast and castable(ours[0], theirs[0])):
+            found.append(("dtype", ours[0], theirs[0]))
+        if ours[1] != theirs[1]:
+            found.append(("shape", ours[1], theirs[1]))
     target = like.chunks.get(partner)
     if target is not None and target.summands is not None:
         found.append(("placements", "elements", f"{target.text}, which cannot be a target"))
@@ -98,6 +135,8 @@ def tied_differently(
 def _tied_alike(source: Manifest, index: int, other: int) -> bool:
     """Whether two leaves of the source may go to one memory: they are tied as well, or hold the same elements."""
     if index in source.canonical and source.canonical[index] == source.canonical.get(other):
+        return True
+    if source.is_absent(index) or source.is_absent(other):  # other ranks know
         return True
     ours, theirs = source.chunks.get(index), source.chunks.get(other)
     if ours is None and theirs is None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from statetree.chunks.ranks import Ranks
 from statetree.errors import RankMismatch
-from statetree.torch_internals import device_types, start_all_gather, start_broadcast, start_exchange
+from statetree.torch_internals import device_types, start_all_gather, start_all_reduce, start_broadcast, start_exchange
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -92,6 +92,19 @@ class Group(Ranks):
         self._wait(start_all_gather(self._process_group, received, own, self.timeout))
         return received.to("cpu").view(self.size, -1)
 
+    def all_reduce_max(self, numbers: Sequence[int]) -> list[int]:
+        """Return the greatest number that a rank has in each place. What a rank receives does not grow with the ranks.
+
+        Args:
+            numbers: Of 64 bits, with signs; equally many on every rank.
+        """
+        if self.size == 1:
+            return list(numbers)
+        data = torch.tensor(numbers, dtype=torch.int64).to(self.device(self.devices[0]))
+        self._wait(start_all_reduce(self._process_group, data, self.timeout, greatest=True))
+        found: list[int] = data.tolist()
+        return found
+
     def all_gather_bytes(self, sent: bytes) -> list[bytes]:
         """Return what every rank sends, of any length."""
         lengths = self.all_gather(torch.tensor([len(sent)], dtype=torch.int64).view(torch.uint8)).view(torch.int64)
@@ -101,6 +114,18 @@ class Group(Ranks):
             padded[: len(sent)] = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
         rows = self.all_gather(padded)
         return [ctypes.string_at(row.data_ptr(), count) for row, count in zip(rows, counts, strict=True)]
+
+    def all_reduce(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the sum of what the ranks have, modulo 2⁶⁴.
+
+        Args:
+            own: ``int64``, on the CPU, of the same shape on every rank.
+        """
+        if self.size == 1 or not own.numel():
+            return own
+        total = own.to(self.device(self.devices[0]), copy=True)
+        self._wait(start_all_reduce(self._process_group, total, self.timeout))
+        return total.to("cpu")
 
     def broadcast_bytes(self, sent: bytes, nbytes: int, source: int) -> bytes:
         """Return what one rank sends, of a length that all know."""
@@ -128,6 +153,21 @@ class Group(Ranks):
         if not sent and not received:
             return _nothing
         works = start_exchange(self._process_group, sent, received)
+
+        def wait() -> None:
+            for work in works:
+                self._wait(work)
+
+        return wait
+
+    def all_gather_into(self, received: torch.Tensor, sent: torch.Tensor) -> Callable[[], None]:
+        """Start giving every rank what each sends: ``uint8``, equally much. Returns a function that waits for it."""
+        work = start_all_gather(self._process_group, received, sent, self.timeout)
+        return lambda: self._wait(work)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> Callable[[], None]:
+        """Start giving every rank what one has: ``uint8``, contiguous. Returns a function that waits for it."""
+        works = [start_broadcast(self._process_group, tensor, source, self.timeout) for tensor in tensors]
 
         def wait() -> None:
             for work in works:

@@ -12,11 +12,12 @@ from statetree.chunks.local import location_of
 from statetree.errors import Difference, StateTreeError, TreeMismatch, place_in_tree
 from statetree.exchange.buckets import BucketedPlan, Pieces, take_buckets
 from statetree.exchange.destination import Destination
-from statetree.exchange.fitting import partners_of, refuse, tied_differently, unfit
+from statetree.exchange.fitting import LikeOptions, partners_of, refuse, tied_differently, unfit
+from statetree.exchange.key_union import partly_held
 from statetree.exchange.manifest import chunks_of
 from statetree.exchange.partial_reduction import Chunked
-from statetree.exchange.transfers import Transfer, as_sendable, moves_of, pieces_of
-from statetree.leaves.builtin import is_distributed
+from statetree.exchange.transfers import as_sendable, converted, moves_of, pieces_of
+from statetree.leaves.builtin import is_distributed, is_plain
 from statetree.leaves.copying import prepared_copy
 from statetree.leaves.parts import unpack
 from statetree.leaves.replicas import replicated
@@ -26,6 +27,7 @@ from statetree.spans.layout import holds_memory
 from statetree.spans.memory import Memory
 from statetree.spans.overlaps import are_disjoint, overlaps_itself, shared_elements
 from statetree.torch_internals import storage_key
+from statetree.tree.flatten import unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from statetree.exchange.executor import Executor
     from statetree.exchange.group import Group
     from statetree.exchange.manifest import Manifest
+    from statetree.exchange.transfers import Transfer
     from statetree.tree.spec import TreeSpec
 
 _WITHOUT_MEMORY = "a tensor without memory"
@@ -51,7 +54,7 @@ class LikeDestination(Destination):
         source: The tree whose elements are moved.
         like: The tree whose layouts they take.
         group: The ranks.
-        in_place: Whether the leaves are those of ``like`` themselves; otherwise fresh ones are made.
+        options: Whether tensors of ``like`` are written, and what may differ.
         moving: The leaves to exchange, in the order of the paths, where the source's elements are on one rank alone.
             By default those that are distributed on one side.
 
@@ -60,24 +63,38 @@ class LikeDestination(Destination):
     """
 
     def __init__(
-        self, source: Manifest, like: Manifest, group: Group, *, in_place: bool, moving: list[int] | None = None
+        self,
+        source: Manifest,
+        like: Manifest,
+        group: Group,
+        *,
+        options: LikeOptions,
+        moving: list[int] | None = None,
     ) -> None:
         self.like = like
         self.manifests = [like]
         self._group = group
-        self._in_place = in_place
-        self._partners = partners_of(like.verb, source.spec, source.leaves, like)
-        self._leaf_of = {partner: index for index, partner in enumerate(self._partners)}
+        self._options = options
+        self._partners, self._missing = partners_of(source.spec, source.leaves, like, options)
+        self._leaf_of = {partner: index for index, partner in enumerate(self._partners) if partner >= 0}
+        matched = sorted(self._leaf_of.values())
         described = moving is not None
         if moving is None:
-            moving = [i for i in source.order if i in source.chunks or self._partners[i] in like.chunks]
+            shared = set(matched)
+            moving = [
+                i for i in source.order if i in shared and (i in source.chunks or self._partners[i] in like.chunks)
+            ]
         self._moving = moving
         like.add_ties([self._partners[index] for index in moving])
         self._canonical = dict(like.canonical)
         if not described:
-            refuse(like.verb, unfit(source, like, self._partners, moving))
-        leaves = [like.leaves[partner] for partner in self._partners]
-        super().__init__(source, leaves if in_place else allocated(like.verb, leaves, source.spec))
+            refuse(like.verb, unfit(source, like, self._partners, moving, cast=options.cast))
+        leaves = [like.leaves[partner] if partner >= 0 else None for partner in self._partners]
+        held = [None if like.is_absent(partner) else leaf for partner, leaf in zip(self._partners, leaves, strict=True)]
+        fresh = leaves if options.in_place else allocated(like.verb, held, source.spec)
+        super().__init__(
+            source, [leaf if keeps is None else made for leaf, keeps, made in zip(leaves, held, fresh, strict=True)]
+        )
         self._chunks: dict[int, LocalChunks] = {}
         self._check_writable()
         self._check_disjoint()
@@ -85,15 +102,18 @@ class LikeDestination(Destination):
         self._local: Sequence[int] = ()
         if not described:
             moved = set(moving)
-            local = [index for index in range(len(self._partners)) if index not in moved]
+            local = [index for index in matched if index not in moved]
             self._check_unwritten(local)
             self.copy_in(local, [source.leaves[index] for index in local])
+        if options.on_missing is not None:
+            for difference in self._missing:
+                options.on_missing(difference)
 
     def sources(self) -> list[int]:
         """Return the distributed leaves of the source that move."""
         source = self.source
         self._check_ties_again()
-        return [i for i in self._moving if i in source.chunks and source.canonical[i] == i]
+        return list(dict.fromkeys(source.canonical[index] for index in self._moving if index in source.chunks))
 
     def transfers(self, sources: dict[int, Chunked], layouts: dict[int, ChunkLayout] | None = None) -> list[Transfer]:
         """Return what moves from where to where."""
@@ -117,7 +137,8 @@ class LikeDestination(Destination):
                 if canonical not in sources:
                     leaf = source.leaves[index]
                     sources[canonical] = Chunked(whole_on(leaf.shape, everywhere), whole_pieces(leaf))
-                found.append(Transfer(sources[canonical], self.target(index, layouts), self.dtype(index)))
+                given = source.chunks[index].dtype if index in source.chunks else source.leaves[index].dtype
+                found.append(converted(sources[canonical], self.target(index, layouts), given, self.dtype(index)))
         self._check_sources(found)
         return found
 
@@ -136,9 +157,8 @@ class LikeDestination(Destination):
             if self._first(index) == index:
                 dtype, shape = received.description.exchanged[index]
                 pieces = [] if source is None else whole_pieces(source.leaves[index])
-                found.append(
-                    Transfer(Chunked(whole_on(shape, [src]), pieces), self.target(index, received.layouts), dtype)
-                )
+                sent = Chunked(whole_on(shape, [src]), pieces)
+                found.append(converted(sent, self.target(index, received.layouts), dtype, self.dtype(index)))
         self._check_sources(found)
         return found
 
@@ -156,15 +176,21 @@ class LikeDestination(Destination):
         """Copy what this rank has itself."""
         self._write()
 
+    def matched(self, indices: Iterable[int]) -> list[int]:
+        """Return those of some leaves that have a partner."""
+        return [index for index in indices if self._partners[index] >= 0]
+
     def check_values(self, source: Manifest) -> None:
         """Raise ``TreeMismatch`` if leaves that hold different values by now would go to one memory."""
         self.check_ties(source)
         if self._local and not self._are_disjoint:
-            prepared_copy(self.like.verb, *self._sides(self._local, [source.leaves[index] for index in self._local]))
+            sides = self._sides(self._local, [source.leaves[index] for index in self._local])
+            prepared_copy(self.like.verb, *sides, cast=self._options.cast)
 
     @cached_property
     def _are_disjoint(self) -> bool:
-        return are_disjoint(Columns(_parts_of([self.leaves[index] for index in self._local])[0]))
+        leaves = [self.leaves[index] for index in self._local if not is_plain(self.leaves[index])]
+        return len(set(map(id, leaves))) == len(leaves) and are_disjoint(Columns(_parts_of(leaves)[0]))
 
     def reads(self) -> Iterable[int]:
         """Return the leaves of the source whose elements are read."""
@@ -198,8 +224,10 @@ class LikeDestination(Destination):
 
     def _chunks_of(self, index: int) -> LocalChunks:
         if index not in self._chunks:
-            chunks = chunks_of(self.leaves[index], self._group)
-            assert chunks is not None
+            partner = self._partners[index]
+            if self.like.is_absent(partner):
+                return self.like.chunks[partner]
+            chunks = chunks_of(self.leaves[index], self._group) or partly_held(self.leaves[index], "")
             self._chunks[index] = chunks
         return self._chunks[index]
 
@@ -218,7 +246,8 @@ class LikeDestination(Destination):
 
     def _unwritable(self, index: int) -> set[str]:
         found = set(map(_why_unwritable, self._pieces(index)))
-        if self._is_distributed(index) and self._chunks_of(index).device == "meta":
+        absent = self.like.is_absent(self._partners[index])
+        if self._is_distributed(index) and not absent and self._chunks_of(index).device == "meta":
             found.add(_WITHOUT_MEMORY)  # also on ranks that hold nothing of it
         found.discard("")
         return found
@@ -228,7 +257,7 @@ class LikeDestination(Destination):
         if not self._moving:
             return
         moved = set(self._moving)
-        local = [index for index in range(len(self.leaves)) if index not in moved]
+        local = [index for index, partner in enumerate(self._partners) if index not in moved and partner >= 0]
         pieces, owners = _parts_of([self.leaves[index] for index in local])
         owners = [local[owner] for owner in owners]
         for index in self._moving:
@@ -256,7 +285,7 @@ class LikeDestination(Destination):
 
     def _check_unwritten(self, local: Sequence[int]) -> None:
         """Raise ``TreeMismatch`` if a leaf that is copied lies in memory that others are moved into."""
-        written = self._written() if self._in_place else set()
+        written = self._written() if self._options.in_place else set()
         parts, owners = _parts_of([self.source.leaves[index] for index in local]) if written else ([], [])
         found = {local[owner] for part, owner in zip(parts, owners, strict=True) if _storage(part) in written}
         self._refuse("overlap", [(index, "a tensor in memory that is written", "one elsewhere") for index in found])
@@ -266,11 +295,12 @@ class LikeDestination(Destination):
 
         A piece that stays where it is may do so: it is copied onto itself.
         """
-        if not self._in_place:
+        if not self._options.in_place:
             return
         places = {_storage(piece): location_of(piece) for _, target, _ in transfers for piece in target.pieces}
         for source, target, _ in transfers:
-            there = set(map(location_of, target.pieces)) if source.layout.digest == target.layout.digest else set()
+            stays = source.layout.digest == target.layout.digest and _dtypes(source) == _dtypes(target)
+            there = set(map(location_of, target.pieces)) if stays else set()
             for piece in source.pieces:
                 if _storage(piece) in places and location_of(piece) not in there:
                     msg = (
@@ -279,12 +309,21 @@ class LikeDestination(Destination):
                     )
                     raise TreeMismatch(msg)
 
+    def finish(self) -> Any:
+        """Return the resulting tree: of the source's structure, or of that of ``like`` if keys may differ."""
+        if self._options.strict:
+            return super().finish()
+        leaves = list(self.like.leaves)
+        for partner, index in self._leaf_of.items():
+            leaves[partner] = self.leaves[index]
+        return unflatten(self.like.spec, leaves)
+
     def copy_in(self, indices: Sequence[int], sources: Sequence[Any]) -> None:
-        """Prepare copying leaves that this rank has into those of the tree. ``finish`` does it."""
+        """Prepare copying leaves that this rank has into those of the tree. ``write`` does it."""
         spec, verb = self.source.spec, self.like.verb
         keys = spec.flat_keys()
         try:
-            result, self._write = prepared_copy(verb, *self._sides(indices, sources))
+            result, self._write = prepared_copy(verb, *self._sides(indices, sources), cast=self._options.cast)
         except TreeMismatch as error:
             path_of = dict(zip(keys, spec.paths(), strict=True))
             refuse(verb, [found._replace(path=path_of[found.path[0]]) for found in error.differences])
@@ -308,6 +347,10 @@ def _own_part(rank: int, shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Chun
 
 def _nothing() -> None:
     """Write nothing."""
+
+
+def _dtypes(chunked: Chunked) -> set[torch.dtype]:
+    return {piece.dtype for piece in chunked.pieces}
 
 
 def whole_pieces(leaf: torch.Tensor) -> list[torch.Tensor]:

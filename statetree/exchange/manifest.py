@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import torch
 
@@ -20,13 +20,17 @@ from statetree.spans.layout import check_memory
 from statetree.tree.flatten import flatten, flatten_for_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from statetree.chunks.layouts import ChunkLayout
     from statetree.chunks.local import LocalChunks
     from statetree.chunks.ranks import Ranks
     from statetree.tree.containers import Container
     from statetree.tree.spec import TreeSpec
+
+
+#: The ``detail`` of a leaf that only other ranks hold.
+ABSENT: Final = "absent"
 
 
 class Manifest:
@@ -62,7 +66,21 @@ class Manifest:
         self.written = written
         self.replicas = replicas
 
-        outline = _outline_of(self.spec)
+        self.replace(self.spec, self.leaves, None, ranks)
+
+    def replace(
+        self, spec: TreeSpec, leaves: list[Any], known: Mapping[int, LocalChunks] | None, ranks: Ranks | None = None
+    ) -> None:
+        """Describe another tree.
+
+        Args:
+            spec: Its structure.
+            leaves: Its leaves.
+            known: What this rank holds of its distributed leaves.
+            ranks: The group's ranks, if that is to be found out.
+        """
+        self.spec, self.leaves = spec, leaves
+        outline = _outline_of(spec)
         self.order = outline.order
         self._keys = outline.keys
         self._structure = outline.structure
@@ -70,7 +88,7 @@ class Manifest:
         self.canonical: dict[int, int] = {}
         first: dict[Any, int] = {}
         for index in self.order:
-            chunks = self._chunks_of(index, ranks)
+            chunks = known.get(index) if known is not None else self._chunks_of(index, ranks)
             if chunks is not None:
                 self.chunks[index] = chunks
                 key = (chunks.text, chunks.detail, tuple(chunks.boxes), chunks.tie)
@@ -86,7 +104,11 @@ class Manifest:
         found.complete = found.written = False
         return found
 
-    def _chunks_of(self, index: int, ranks: Ranks) -> LocalChunks | None:
+    def is_absent(self, index: int) -> bool:
+        """Whether other ranks hold a leaf, and this one has only something in its place."""
+        return index in self.chunks and self.chunks[index].detail == ABSENT
+
+    def _chunks_of(self, index: int, ranks: Any) -> LocalChunks | None:
         leaf = self.leaves[index]
         try:
             return chunks_of(leaf, ranks)
@@ -97,6 +119,16 @@ class Manifest:
         """Return what must be the same on all ranks."""
         texts = [self._text(index) for index in self.order]
         return [*map(Entry, self._keys, texts), *self._structure]
+
+    @property
+    def structure(self) -> list[Entry]:
+        """What the containers are, in the order of their paths."""
+        return self._structure
+
+    @property
+    def keys(self) -> list[str]:
+        """The names of the leaves, in the order of their paths."""
+        return self._keys
 
     def _text(self, index: int) -> str:
         chunks = self.chunks.get(index)
@@ -233,13 +265,12 @@ def chunks_of(leaf: Any, ranks: Ranks) -> LocalChunks | None:
     leaf_type = leaf_type_of(type(leaf))
     if leaf_type is None:
         return None
-    if type(leaf) in (torch.Tensor, torch.nn.Parameter):
-        if leaf.__dict__ and any(map(is_distributed, flatten(leaf.__dict__)[0])):
-            raise _hidden(leaf)
+    plain = type(leaf) in (torch.Tensor, torch.nn.Parameter)
+    if plain and not leaf.__dict__:
         return None
     if leaf_type.is_distributed(leaf):
         return leaf_type.local_chunks(leaf, ranks)
-    if hides_distributed(leaf):
+    if any(map(is_distributed, flatten(leaf.__dict__)[0])) if plain else hides_distributed(leaf):
         raise _hidden(leaf)
     return None
 
@@ -266,7 +297,7 @@ def _text_of(leaf: Any) -> str:
 
 def is_cuttable(leaf: Any) -> bool:
     """Whether a leaf is a strided tensor, not distributed, that can be cut into boxes."""
-    return isinstance(leaf, torch.Tensor) and _is_bare(type(leaf)) and is_strided(leaf)
+    return isinstance(leaf, torch.Tensor) and _is_bare(type(leaf)) and is_strided(leaf) and not is_distributed(leaf)
 
 
 def _is_bare(cls: type) -> bool:

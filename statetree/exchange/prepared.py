@@ -57,7 +57,7 @@ class Preparation:
         """Wait until all ranks have prepared everything, and agree on the token."""
         if call.communicates:
             call.expect()
-            self.token = call.agree(Fingerprint("prepare", [Entry("", "")], (), self.token)).nbytes[0]
+            self.token = call.agree(Fingerprint("prepare", [Entry("", "")], (), self.token)).nbytes
 
     def finish(self, name: str, tree: Any) -> Prepared:
         """Return what was prepared.
@@ -137,7 +137,7 @@ class Prepared:
             if path is not None:
                 msg = (
                     f"prepare: the tensor at {path or '<root>'} is not what it was when this {verb} was prepared: "
-                    "expected the same memory, shape and strides, got others. Nothing was moved. Prepare it again."
+                    "expected the same memory, shape and strides, got others. Prepare it again."
                 )
                 raise RankMismatch(msg)
         self._recorder.check()

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 
 class Transfer(NamedTuple):
-    """A tensor to move: where its elements come from, and where they go."""
+    """A tensor to move: where its elements come from, where they go, and the dtype in which they travel.
+
+    That is the dtype of the pieces, unless they are converted: where they are packed or where they are unpacked.
+    """
 
     source: Chunked
     target: Chunked
@@ -45,6 +48,13 @@ def as_sendable(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) is not torch.Tensor:
         tensor = tensor.detach().as_subclass(torch.Tensor)
     return as_copied(tensor.detach() if tensor.requires_grad else tensor)
+
+
+def converted(source: Chunked, target: Chunked, before: torch.dtype, after: torch.dtype) -> Transfer:
+    """Return how elements are brought to another dtype on their way: as the smaller of both they travel."""
+    if before != after:
+        source = source._replace(pieces=[piece.view(before) for piece in source.pieces])  # they may be sent as integers
+    return Transfer(source, target, after if after.itemsize < before.itemsize else before)
 
 
 class _Planned(NamedTuple):

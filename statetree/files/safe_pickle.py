@@ -116,6 +116,8 @@ class Reader:
         names: Given a module and a name in it, returns what stands for it: ``Named`` for what ``call`` knows,
             ``Recorded`` for a class whose objects are kept as ``Record``, ``Foreign`` for what is of no concern.
         storage: Given a persistent id, returns what stands for the storage. Without it, none is admitted.
+        build: Given an object that ``call`` returned and its state (for a mapping: its keys and values in turn), sets
+            it, and returns whether it knows how. Without it, only what this module makes has a state.
         is_modern: Whether the instructions of protocol 4 are admitted, too. The result is then taken to be records,
             which nobody walks as a tree: how often containers are shared in it does not matter.
 
@@ -130,6 +132,7 @@ class Reader:
         names: Callable[[str, str], Any],
         storage: Callable[[Any], Any] | None = None,
         *,
+        build: Callable[[Any, Any], bool] | None = None,
         is_modern: bool = False,
     ) -> None:
         self.position = 0
@@ -137,6 +140,7 @@ class Reader:
         self._call = call
         self._names = names
         self._storage = storage
+        self._build = build
         self._is_modern = is_modern
         base, rate, most = _BUDGET_BYTES
         self._budget_bytes = min(most, base + len(data) * rate)
@@ -204,19 +208,19 @@ class Reader:
         if cls is Record:
             target.state = state
         elif cls in _DICTS and type(state) is tuple:
-            _check_keys(state[::2])
+            check_keys(state[::2])
             # Counter's own update would add up; dict's would go past the order of an OrderedDict.
             update = OrderedDict.update if cls is OrderedDict else dict.update
             update(target, zip(state[::2], state[1::2], strict=True))
         elif cls is set and type(state) is tuple:
-            _check_keys(state)
+            check_keys(state)
             target.update(state)
         elif cls is OrderedDict and type(state) is dict and set(map(type, state)) <= {str}:
             if not all(name.isidentifier() and not name.startswith("__") for name in state):
                 raise BadPickle("it sets attributes that are no plain ones")
             self._spend(100 * len(state))
             target.__dict__.update(state)
-        elif cls is not Foreign:
+        elif cls is not Foreign and not (self._build is not None and self._build(target, state)):
             raise BadPickle(f"it sets items of a {cls.__name__}, or its state")
         return target
 
@@ -327,8 +331,8 @@ _KEYS: Final = frozenset(
 )
 
 
-def _check_keys(keys: Sequence[Any]) -> None:
-    """Raise unless keys can be hashed, and in little stack."""
+def check_keys(keys: Sequence[Any]) -> None:
+    """Raise ``BadPickle`` unless keys can be hashed, and in little stack."""
     for key in keys:
         if type(key) in _KEYS:
             continue

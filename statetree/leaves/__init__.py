@@ -4,9 +4,14 @@ It is the hinge between trees and bytes: above it there are leaves, below it pla
 bottom:
 
 - ``copying``, ``replicas``: what ``copy_into``, and ``offload`` and ``allocate_like``, are made of.
+- ``casting``: which dtypes are converted, and which values are too large for that.
+- ``delta_making``, ``delta_applying``: two trees compared; what differs written over one of them. ``delta_tree`` is
+  what lies between, made of ``changes``; ``located_change`` is one of them with the memory that it concerns.
+- ``tensor_entries``: a tree as tensors in global shapes and other values; ``leaf_numbers``: numbers for these.
 - ``tree_parts``: a whole tree taken apart into plain tensors, for transforms on spans.
 - ``pairing``, ``ties``: the leaves of two trees side by side; which leaves of a tree share memory.
 - ``parts``: many leaves taken apart at once, each tensor object once, and packed again.
+- ``held_memory``: whether the tensors of leaves still lie where they lay.
 - ``location``: errors that say which leaf could not be.
 - ``builtin``: the leaf type of every class, looked up.
 - ``types/``: the leaf types that come with statetree, a file each.

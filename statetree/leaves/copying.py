@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from statetree.errors import Difference, TreeMismatch
+from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
 from statetree.leaves.builtin import settled, taken_over
+from statetree.leaves.casting import castable, out_of_range, saturated
 from statetree.leaves.pairing import LeafPairing, leave_out_differences, paired_parts
 from statetree.leaves.parts import unpack
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, extents
+from statetree.spans.mappings import MemoryMap, placed, read_only
 from statetree.spans.memory import Memory
-from statetree.spans.overlaps import all_disjoint, conflicts, overlaps_itself, reads_of_written
+from statetree.spans.overlaps import all_disjoint, conflicts, once, overlaps_itself, reads_of_written
 from statetree.spans.replicate import replicate_columns
 from statetree.torch_internals import (
     COPIED_AS_INTEGERS,
-    WITHOUT_KERNELS,
+    can_conjugate,
     can_negate,
     copy_all,
     plain_pair,
@@ -28,26 +28,53 @@ from statetree.tree.flatten import unflatten
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import torch
 
-def prepared_copy(verb: str, src: Any, dst: Any, *, cast: bool = False) -> tuple[Any, Callable[[], None]]:
+    from statetree.paths import Path
+    from statetree.tree.selection import Where
+
+
+def prepared_copy(
+    verb: str,
+    src: Any,
+    dst: Any,
+    *,
+    cast: bool = False,
+    saturate: bool = False,
+    where: Where | None = None,
+    strict: bool = True,
+    on_missing: Callable[[Difference], object] | None = None,
+) -> tuple[Any, Callable[[], None]]:
     """Do all of ``copy_into`` but the writing: return what it returns, and the function that writes.
 
     Raises:
         TreeMismatch, UnsupportedLeaf, CyclicTree: What ``copy_into`` raises. The function does not raise any more.
     """
-    pairing = LeafPairing(verb, src, dst)
+    pairing = LeafPairing(verb, src, dst, where=where, strict=strict)
     differences = leave_out_differences(pairing, plain=False, dtypes=not cast)
     job = _CopyJob(pairing)
     differences = [*differences, *job.differences(cast=cast)]
+    if not differences and not saturate:
+        differences = job.out_of_range()
+    job.saturate = saturate
     if differences:
         raise _refusal(verb, differences)
-    return unflatten(pairing.spec, job.result()), job.write  # both may fail, in code that is not ours
+    if on_missing is not None:
+        for difference in pairing.missing:
+            on_missing(difference)
+    # Both may fail, in code that is not ours, or do anything at all.
+    result = unflatten(pairing.spec, job.result()) if where is None and strict else pairing.completed(job.result())
+    if pairing.others or any(node[0].compares_aux for node in pairing.spec.nodes):
+        job.look_again()
+    return result, job.write
 
 
 def _refusal(verb: str, differences: Sequence[Difference]) -> TreeMismatch:
     kinds = {difference.kind for difference in differences}
     if kinds <= {"dtype"}:
         remedy = "Convert the source, or pass cast=True where no precision that matters is lost."
+    elif kinds <= {"range"}:
+        remedy = "Nothing was written. Pass saturate=True to store the largest value that there is instead."
     elif kinds & {"placements", "mesh"}:
         remedy = "Nothing was written. Use reshard to change a layout."
     else:
@@ -63,6 +90,7 @@ class _CopyJob:
         self.leaves = list(pairing.bare)  # the leaf that each pair of tensors belongs to
         self.sources, self.targets = pairing.columns
         self.found: list[Difference] = []
+        self.saturate = False
         # The source decides: what it holds in plain form is taken over whatever the destination holds.
         self.taken = [*pairing.atoms, *(index for index in pairing.others if taken_over(pairing.left[index]))]
         general = [index for index in pairing.others if not taken_over(pairing.left[index])]
@@ -74,7 +102,19 @@ class _CopyJob:
     @cached_property
     def disjoint(self) -> bool:
         """Whether no two of all tensors lie over each other (the usual case, in which nothing more need be asked)."""
-        return all_disjoint(self.targets, self.sources)
+        return all_disjoint(*self._places(private=True))
+
+    @cached_property
+    def _memory_map(self) -> MemoryMap | None:
+        """What lies where, if a target lies in memory that torch did not allocate: a file, say, mapped twice."""
+        return None if self.targets.resizable else MemoryMap()
+
+    def _places(self, *, private: bool) -> tuple[Columns, Columns]:
+        """Return the targets and sources by where their bytes are, at however many addresses."""
+        found = self._memory_map
+        if found is None:
+            return self.targets, self.sources
+        return placed(self.targets, found, private=False), placed(self.sources, found, private=private)
 
     def _path(self, index: int) -> Any:
         return self.pairing.spec.paths()[index]
@@ -108,14 +148,20 @@ class _CopyJob:
 
     def differences(self, *, cast: bool) -> list[Difference]:
         """Return why the tensors cannot be copied, as far as it does not show in the leaves' facts."""
+        if not all(self.targets.contiguous):
+            self._leave_out_repeated()
         self._check_dtypes(cast=cast)
-        self._check_negatives()
+        self._check_bits()
         self._check_memory(self.sources)
         self._check_memory(self.targets)
-        if any(self.targets.inference) or not all(self.targets.contiguous):
-            self._check_writability()
+        if any(self.targets.inference):
+            self._refuse_targets(self.targets.inference, "writability", "an inference tensor")
+        if self._memory_map is not None:
+            blocked = set(read_only(self.targets, self._memory_map))
+            flags = [index in blocked for index in range(len(self.leaves))]
+            self._refuse_targets(flags, "writability", "memory that is mapped for reading only")
         if not self.found and not self.disjoint:
-            for first, second in conflicts(self.targets, self.sources):
+            for first, second in conflicts(*self._places(private=False)):
                 partner = self._path(self.leaves[second])
                 self._refuse(
                     self.leaves[first],
@@ -125,35 +171,83 @@ class _CopyJob:
                 )
         return self.found
 
-    def _check_writability(self) -> None:
-        targets = self.targets
-        for index, (inference, contiguous) in enumerate(zip(targets.inference, targets.contiguous, strict=True)):
-            if inference:
-                self._refuse(self.leaves[index], "writability", "a tensor to copy", "an inference tensor")
-            if not contiguous and overlaps_itself(targets.shapes[index], targets.strides[index]):
+    def _leave_out_repeated(self) -> None:
+        """Leave to be copied, of targets that overlap themselves, what is there once; refuse those that cannot be."""
+        pairs = list(zip(self.targets.tensors, self.sources.tensors, strict=True))
+        crossing = [
+            index
+            for index, contiguous in enumerate(self.targets.contiguous)
+            if not contiguous and overlaps_itself(self.targets.shapes[index], self.targets.strides[index])
+        ]
+        for index in crossing:
+            found = once(*pairs[index])
+            if found is None:
                 self._refuse(self.leaves[index], "overlap", "a tensor to copy", "a tensor that overlaps itself")
+            else:
+                pairs[index] = found
+        if crossing:
+            self.targets, self.sources = (Columns(list(side)) for side in zip(*pairs, strict=True))
+
+    def _refuse_targets(self, flags: Sequence[bool], kind: str, what: str) -> None:
+        for index, flag in zip(self.leaves, flags, strict=True):
+            if flag:
+                self._refuse(index, kind, "a tensor to copy", what)
 
     def _check_dtypes(self, *, cast: bool) -> None:
-        if self.sources.dtypes == self.targets.dtypes:
-            return
-        for index, (a, b) in enumerate(zip(self.sources.dtypes, self.targets.dtypes, strict=True)):
-            if a != b and not (cast and castable(a, b)):
+        for index in self._converted():
+            a, b = self.sources.dtypes[index], self.targets.dtypes[index]
+            if not (cast and castable(a, b)):
                 self._refuse(self.leaves[index], "dtype", a, b)
 
-    def _check_negatives(self) -> None:
-        """Refuse negative bits on what torch cannot negate: only its private functions set them there."""
-        dtypes = {*self.sources.dtypes, *self.targets.dtypes}
-        if all(map(can_negate, dtypes)):
-            return
-        bits = zip(self.sources.neg, self.targets.neg, self.sources.dtypes, self.targets.dtypes, strict=True)
-        for index, (neg, target_neg, dtype, target_dtype) in enumerate(bits):
-            if neg == target_neg and dtype == target_dtype:
+    def _converted(self) -> list[int]:
+        """Return which tensors are given another dtype."""
+        if self.sources.dtypes == self.targets.dtypes:
+            return []
+        pairs = zip(self.sources.dtypes, self.targets.dtypes, strict=True)
+        return [index for index, (source, target) in enumerate(pairs) if source != target]
+
+    def out_of_range(self) -> list[Difference]:
+        """Return which tensors hold values that are too large for the dtype that they are converted to."""
+        for index in self._converted():
+            dtype = self.targets.dtypes[index]
+            if found := out_of_range(self.sources.tensors[index], dtype):
+                count, value, largest = found
+                more = f" and {count - 1} more" if count > 1 else ""
+                self._refuse(self.leaves[index], "range", f"{value}{more}", f"values up to {largest} ({dtype})")
+        return self.found
+
+    def _check_bits(self) -> None:
+        """Refuse bits on what torch cannot negate or conjugate, where source and target do not both have them."""
+        sources, targets = self.sources, self.targets
+        dtypes = {*sources.dtypes, *targets.dtypes}
+        for what, can, here, there in (
+            ("negative bit", can_negate, sources.neg, targets.neg),  # which only torch's private functions set there
+            ("conjugate bit", can_conjugate, sources.conj, targets.conj),
+        ):
+            if all(map(can, dtypes)):
                 continue
-            if (neg and not can_negate(dtype)) or (target_neg and not can_negate(target_dtype)):
-                self._refuse(self.leaves[index], "negative bit", neg, target_neg)
+            rows = zip(here, there, sources.dtypes, targets.dtypes, strict=True)
+            for index, (bit, target_bit, dtype, target_dtype) in enumerate(rows):
+                alike = bit == target_bit and dtype == target_dtype
+                if not alike and ((bit and not can(dtype)) or (target_bit and not can(target_dtype))):
+                    self._refuse(self.leaves[index], what, bit, target_bit)
 
     def _check_memory(self, columns: Columns) -> None:
         check_memory("copy_into", columns, lambda index: self._path(self.leaves[index]))
+
+    def look_again(self) -> None:
+        """Raise ``UnsupportedLeaf`` if code of objects that were taken apart has changed what is about to be copied."""
+        for side in (self.sources, self.targets):
+            now = Columns(side.tensors)
+            self._check_memory(now)
+            for index, found in enumerate(zip(now.pointers, now.shapes, now.strides, now.dtypes, strict=True)):
+                if found != (side.pointers[index], side.shapes[index], side.strides[index], side.dtypes[index]):
+                    path = self._path(self.leaves[index])
+                    msg = (
+                        f"copy_into: the tensor at {path or '<root>'} was changed by an object that was taken apart: "
+                        "expected the same memory, shape and dtype afterwards. Mend the object's __reduce__."
+                    )
+                    raise UnsupportedLeaf(msg, path)
 
     def result(self) -> list[Any]:
         """Return the leaves of the resulting tree."""
@@ -162,7 +256,7 @@ class _CopyJob:
         result = list(self.pairing.right)
         taken = [self.pairing.left[index] for index in self.taken]
         unpacked = unpack("copy_into", taken, lambda: list(map(self._path, self.taken)))
-        fresh = unpacked.pack(_copies(unpacked.columns))
+        fresh = unpacked.pack(copies_of(unpacked.columns))
         for index, leaf in zip(self.taken, fresh, strict=True):
             result[index] = leaf
         return result
@@ -170,11 +264,14 @@ class _CopyJob:
     def write(self) -> None:
         """Copy all tensors, in one call."""
         targets, sources = list(self.targets.tensors), list(self.sources.tensors)
-        moved = [] if self.disjoint else reads_of_written(self.targets, self.sources)
+        moved = [] if self.disjoint else reads_of_written(*self._places(private=True))
         if moved:
-            copies = _copies(Columns([sources[index] for index in moved]))
+            copies = copies_of(Columns([sources[index] for index in moved]))
             for index, fresh in zip(moved, copies, strict=True):
                 sources[index] = fresh
+        for index in self._converted() if self.saturate else ():
+            if out_of_range(sources[index], targets[index].dtype):
+                sources[index] = saturated(sources[index], targets[index].dtype)
         for index in self._special():
             targets[index], sources[index] = plain_pair(targets[index], sources[index])
         copy_all(targets, sources)
@@ -188,7 +285,13 @@ class _CopyJob:
         return [index for index, (neg, conj, dtype) in enumerate(bits) if neg or conj or dtype in COPIED_AS_INTEGERS]
 
 
-def _copies(columns: Columns) -> list[torch.Tensor]:
+def copied_leaves(verb: str, leaves: list[Any], paths: Callable[[], Sequence[Path]]) -> list[Any]:
+    """Return independent copies of leaves, each on its own device. Atoms are passed by identity."""
+    unpacked = unpack(verb, leaves, paths)
+    return unpacked.pack(copies_of(unpacked.columns))
+
+
+def copies_of(columns: Columns) -> list[torch.Tensor]:
     """Return independent copies of tensors, each on its own device."""
     result: list[torch.Tensor] = list(columns.tensors)
     reach = extents(columns)
@@ -199,30 +302,3 @@ def _copies(columns: Columns) -> list[torch.Tensor]:
         for index, tensor in zip(chosen, fresh, strict=True):
             result[index] = tensor
     return result
-
-
-#: Dtypes that torch cannot convert, or only by throwing most of a value away (scales, which are powers of two).
-_UNCONVERTIBLE: Final = WITHOUT_KERNELS | {torch.float4_e2m1fn_x2, torch.float8_e8m0fnu}
-
-
-def castable(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether ``cast=True`` converts between two dtypes.
-
-    Losslessly, or between floating point types and between complex types. Never from complex to real, from floating
-    point to integer, or to an integer type that does not hold every value.
-    """
-    if not {source, target}.isdisjoint(_UNCONVERTIBLE):
-        return False
-    if source.is_complex:
-        return target.is_complex
-    if source.is_floating_point:
-        return target.is_floating_point or target.is_complex
-    if source is torch.bool:
-        return True
-    if target is torch.bool:
-        return False
-    low, high = torch.iinfo(source).min, torch.iinfo(source).max
-    if target.is_floating_point or target.is_complex:
-        whole = 2 / torch.finfo(target).eps  # every integer up to here is a value of the target
-        return -whole <= low and high <= min(whole, torch.finfo(target).max)
-    return torch.iinfo(target).min <= low and high <= torch.iinfo(target).max

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from operator import attrgetter, is_not
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from statetree.leaves.builtin import leaf_type_of
 from statetree.leaves.parts import unpack
+from statetree.leaves.types.special import special_layout
 from statetree.spans.columns import Columns, addresses
 from statetree.torch_internals import geometry_guard
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
+    from collections.abc import Callable, Sequence
 
     from statetree.paths import Path
     from statetree.tree.spec import TreeSpec
 
 
 class HeldMemory:
-    """The memory of leaves. It is held: nothing else comes to lie where it lies.
+    """The memory of leaves. It is held, so that nothing else comes to lie where it lies.
+
+    Asked again and again, this has to be quick: leaves that are plain tensors, or hold one in an attribute, are not
+    taken apart.
 
     Args:
         spec: The structure that the leaves belong to.
@@ -30,58 +35,60 @@ class HeldMemory:
 
     def __init__(self, spec: TreeSpec, leaves: Sequence[Any], indices: Sequence[int], *, opaque: bool = False) -> None:
         self._spec = spec
-        self._single: list[tuple[Any, Any]] = []  # leaves of one plain tensor, with their leaf types
-        self._others: list[Any] = []
-        single, others = [], []
+        self._by_kind: dict[str | None, list[int]] = {}
         for index in indices:
-            leaf_type = leaf_type_of(type(leaves[index]))
+            leaf = leaves[index]
+            leaf_type = leaf_type_of(type(leaf))
             if leaf_type is None or not leaf_type.has_elements or (leaf_type.opaque and not opaque):
                 continue
-            if leaf_type.only_part(leaves[index]) is not None:
-                self._single.append((leaf_type, leaves[index]))
-                single.append(index)
-            else:
-                self._others.append(leaves[index])
-                others.append(index)
-        self._indices = [*single, *others]
+            kind = "" if leaf_type.bare and special_layout(leaf) is None else leaf_type.local_tensor
+            if kind and type(getattr(leaf, kind)) is not torch.Tensor:
+                kind = None
+            self._by_kind.setdefault(kind, []).append(index)
+        self._leaves = {kind: [leaves[index] for index in chosen] for kind, chosen in self._by_kind.items()}
         parts, self._owners = self._parts()
         self._known = _facts(parts)
         self._storages = Columns(parts).storages
         self._sizes = list(map(len, self._storages))
-        self._looks_alike = geometry_guard(parts, self._known.shapes, self._known.strides)
+        self._looks_alike: Callable[[Sequence[torch.Tensor]], bool] | None = geometry_guard(
+            parts, self._known.shapes, self._known.strides
+        )
 
     def _parts(self) -> tuple[list[torch.Tensor], list[int]]:
-        """Return the plain tensors of the leaves, and for each the place of its leaf."""
-        parts: list[Any] = [leaf_type.only_part(leaf) for leaf_type, leaf in self._single]
-        if not self._others:
-            return parts, list(range(len(parts)))
-        unpacked = unpack("prepare", self._others, self._paths_of_others, memory=False)
-        count = len(parts)
-        return [*parts, *unpacked.parts], [*range(count), *(count + owner for owner in unpacked.owners)]
+        """Return the plain tensors of the leaves, and for each the leaf that it belongs to."""
+        parts: list[torch.Tensor] = []
+        owners: list[int] = []
+        for kind, held in self._leaves.items():
+            own = self._by_kind[kind]
+            if kind is None:
+                unpacked = unpack("prepare", held, lambda own=own: self._paths(own), memory=False)  # type: ignore[misc]  # mypy infers no defaults
+                parts += unpacked.parts
+                owners += [own[place] for place in unpacked.owners]
+            else:
+                parts += map(attrgetter(kind), held) if kind else held
+                owners += own
+        return parts, owners
 
-    def _paths_of_others(self) -> Sequence[Path]:
+    def _paths(self, indices: Sequence[int]) -> Sequence[Path]:
         paths = self._spec.paths()
-        return [paths[index] for index in self._indices[len(self._single) :]]
+        return [paths[index] for index in indices]
 
     def moved(self) -> Path | None:
         """Return the path of the first leaf whose memory, or look on it, is another one by now; ``None`` if none is."""
         parts, owners = self._parts()
         sizes = list(map(len, self._storages))
-        missing = [place for place, part in enumerate(parts) if part is None]
-        if missing or owners != self._owners:
-            return self._path(missing[0] if missing else len(self._single))
-        if sizes == self._sizes and self._looks_alike is not None and self._looks_alike(parts):
-            if addresses(parts) == self._known.addresses:
-                return None
+        if owners != self._owners:
+            different = map(is_not, [*owners, None], [*self._owners, None])
+            return self._spec.paths()[self._owners[min(list(different).index(True), len(self._owners) - 1)]]
+        same_memory = sizes == self._sizes and addresses(parts) == self._known.addresses
+        if same_memory and self._looks_alike is not None and self._looks_alike(parts):
+            return None
         facts = _facts(parts)
-        if facts == self._known and sizes == self._sizes:
+        if same_memory and facts == self._known:
             return None
         rows = zip(*facts, sizes, strict=True), zip(*self._known, self._sizes, strict=True)
         place = next(place for place, (now, then) in enumerate(zip(*rows, strict=True)) if now != then)
-        return self._path(self._owners[place])
-
-    def _path(self, place: int) -> Path:
-        return self._spec.paths()[self._indices[place]]
+        return self._spec.paths()[self._owners[place]]
 
 
 class _Facts(NamedTuple):

@@ -19,11 +19,13 @@ from statetree.spans.bits import safely_equal
 from statetree.spans.columns import Columns
 from statetree.spans.geometry_cache import recognise
 from statetree.spans.layout import holds_memory, is_whole
-from statetree.tree.flatten import flatten_for
-from statetree.tree.matching import matched
+from statetree.tree.flatten import flatten_for, unflatten
+from statetree.tree.matching import matched, matched_where
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
+
+    from statetree.tree.selection import Where
 
 _BARE: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -36,18 +38,37 @@ class LeafPairing:
         spec: The structure of the left tree.
         left: The left tree's leaves.
         right: The right tree's leaves, in the order of the left ones; ``None`` for those that have no partner.
+        right_spec: The structure of the right tree.
         differences: Differences of structure. The leaves that they concern have no partner, and no position below.
+        missing: Leaves that only one side has, where that is allowed.
         bare: The positions at which both sides hold ordinary strided tensors with memory.
         atoms: The positions at which both sides hold atoms.
         others: All other positions.
         columns: The columns of the ordinary tensors, left and right.
     """
 
-    def __init__(self, verb: str, left: Any, right: Any) -> None:
+    def __init__(
+        self,
+        verb: str,
+        left: Any,
+        right: Any,
+        *,
+        where: Where | None = None,
+        strict: bool = True,
+        either: bool = False,
+    ) -> None:
         self.verb = verb
         self.left, self.spec = flatten_for(verb, left)
-        right_leaves, right_spec = flatten_for(verb, right)
-        order, self.differences = matched(self.spec, self.left, right_spec, right_leaves)
+        right_leaves, self.right_spec = flatten_for(verb, right)
+        order: list[int] | None
+        self.missing: list[Difference] = []
+        if where is None and strict:
+            order, self.differences = matched(self.spec, self.left, self.right_spec, right_leaves)
+        else:
+            sides = (self.spec, self.left), (self.right_spec, right_leaves)
+            common = matched_where(verb, *sides, where=where, strict=strict, either=either)
+            order, self.differences, self.missing = common
+        self._order, self._all_right = order, right_leaves
         self.right = right_leaves
         if order is not None:
             self.right = [right_leaves[index] if index >= 0 else None for index in order]
@@ -55,7 +76,7 @@ class LeafPairing:
         self.atoms: Sequence[int] = ()
         self.others: Sequence[int] = ()
         self.columns = (Columns([]), Columns([]))
-        lonely = [index for index, partner in enumerate(order or ()) if partner < 0] if self.differences else []
+        lonely = [index for index, partner in enumerate(order or ()) if partner < 0]
         self._find_bare(lonely)
 
     def _find_bare(self, lonely: Sequence[int]) -> None:
@@ -80,6 +101,19 @@ class LeafPairing:
             self.columns = columns
         else:
             self._keep_ordinary(list(map(and_, *(map(_has_memory, side.tensors) for side in columns))))
+
+    def completed(self, leaves: Sequence[Any]) -> Any:
+        """Return the right tree in fresh containers, with other leaves in the places of those that have a partner.
+
+        Args:
+            leaves: One for each leaf of the left tree. Those without a partner are ignored.
+        """
+        result = list(self._all_right)
+        for index, leaf in enumerate(leaves):
+            partner = index if self._order is None else self._order[index]
+            if partner >= 0:
+                result[partner] = leaf
+        return unflatten(self.right_spec, result)
 
     def leave_out(self, positions: Collection[int]) -> None:
         """Drop pairs of leaves, whose tensors need not be compared any more."""

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from statetree.errors import UnsupportedLeaf, describe_leaf
+from statetree.errors import UnsupportedLeaf, describe_leaf, is_users_own
 from statetree.leaves.builtin import leaf_type_of
 from statetree.leaves.location import located
 from statetree.leaves.types.special import QUANTIZED
 from statetree.spans.columns import Columns
 from statetree.spans.geometry_cache import recognise, remember
-from statetree.torch_internals import is_zero_tensor
+from statetree.torch_internals import carry_tangents, is_zero_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -123,6 +123,23 @@ class Unpacked:
                     found.append(part)
         return found
 
+    def contexts(self, leaf: int) -> list[Any]:
+        """Return the contexts of a leaf's registered leaf types, from the outside in: what its parts do not say."""
+        found: list[Any] = []
+
+        def take(context: Any) -> Any:
+            found.append(context)
+            return context
+
+        _with_contexts(self.recipe(leaf), take)
+        return found
+
+    def replace_contexts(self, leaf: int, contexts: Sequence[Any]) -> None:
+        """Let a leaf be packed with other contexts: as many as ``contexts`` returned."""
+        following = iter(contexts)
+        recipe = _with_contexts(self.recipe(leaf), lambda _: next(following))
+        self.recipes = {**self.recipes, leaf: recipe}
+
     def holds_distributed(self) -> bool:
         """Whether a distributed tensor lies inside a leaf that is taken apart."""
         return _hold_distributed(self.recipes.values())
@@ -210,10 +227,19 @@ def _unpack_together(
         for tensor, owner in zip(tensors, owner_of, strict=True):
             inner.append(attempt.unpack(tensor))
             owners += [chosen[owner]] * (len(attempt.parts) - len(unpacker.parts) - len(owners))
-    except Exception:  # noqa: BLE001 - user code raises it, and will do so again
+    except BaseException as error:  # user code raises it, and will do so again
+        if not is_users_own(error):
+            raise
         return unpacker, {}, []
     whole = PackedRecipe(leaf_type, context, tuple(inner), -1)
     return attempt, {index: MemberRecipe(whole, position) for position, index in enumerate(chosen)}, owners
+
+
+def _with_contexts(recipe: Recipe, change: Callable[[Any], Any]) -> Recipe:
+    if not isinstance(recipe, PackedRecipe):
+        return recipe
+    context = change(recipe.context) if recipe.leaf_type.registered else recipe.context
+    return recipe._replace(context=context, inner=tuple(_with_contexts(part, change) for part in recipe.inner))
 
 
 def hides_distributed(leaf: Any) -> bool:
@@ -298,6 +324,7 @@ def are_views(columns: Columns) -> bool:
             and len(columns.pointers) == len(columns.tensors)  # sparse tensors have no storage and refuse
             and not any(columns.nested)
             and not (0 in columns.pointers and any(map(is_zero_tensor, columns.tensors)))
+            and not carry_tangents(columns.tensors)
         )
     except (RuntimeError, NotImplementedError):
         return False

@@ -37,10 +37,13 @@ class LeafType:
         name: What values are called in comparisons and messages; by default their class's name.
         distributed: Whether the ranks of a group hold different parts of each value. ``chunks`` sets it.
         opaque: Whether values are taken apart by pickle. They are then treated as plain values are: ``copy_into``
-            takes them from its source, and ``similarity`` compares their classes.
+            takes them from its source, and ``similarity`` compares their classes and the tensors inside.
         bare: Whether values are tensors of torch itself: a strided one is nothing but a view on a storage.
         has_elements: Whether values have elements at all (fake and uninitialized tensors have none).
+        registered: Whether a user registered it, so that its context says what the parts do not. ``register_leaf_type``
+            sets it.
         settles: Whether values may stand for tensors that a collective has not yet written: see ``settle``.
+        local_tensor: The name of the attribute that holds all of this rank's elements of a value, if there is one.
 
     Example:
         >>> import statetree as st, torch
@@ -63,7 +66,9 @@ class LeafType:
     opaque: bool = False
     bare: bool = False
     has_elements: bool = True
+    registered: bool = False
     settles: bool = False
+    local_tensor: str | None = None
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -112,10 +117,6 @@ class LeafType:
     def settle(self, value: Any) -> Any:
         """Wait for a collective under way, and return the tensor that the value stands for."""
         return value
-
-    def only_part(self, value: Any) -> torch.Tensor | None:  # noqa: ARG002 - for others
-        """Return the plain tensor that is all of a value's elements, if that can be told without taking it apart."""
-        return None
 
     def chunks(self, value: Any) -> Chunks:
         """Return the global shape and the dtype of a distributed value, and the chunks of it that this rank holds.
@@ -196,5 +197,7 @@ def register_leaf_type(cls: type, leaf_type: LeafType | type[LeafType] | None) -
             msg = f"register_leaf_type: the leaf type for {cls.__qualname__} lacks unpack or pack: got {instance!r}."
             raise TypeError(msg)
         instance = _Adapted(instance, cls)
+    if instance is not None:
+        instance.registered = True
     declare_leaf_class(cls)
     LEAF_TYPES[cls] = instance

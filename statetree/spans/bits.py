@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from statetree.errors import is_users_own
 from statetree.spans.layout import holds_memory
 from statetree.torch_internals import (
+    can_conjugate,
     can_negate,
     compare_memory,
     is_zero_tensor,
@@ -38,7 +40,9 @@ def safely_equal(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) and type(a) is type(b):
         try:
             return a is b or bool(a.dtype == b.dtype and a.shape == b.shape and same_bytes(a, b))
-        except Exception:  # noqa: BLE001 - total: a subclass may refuse anything
+        except BaseException as error:  # total: a subclass may refuse anything
+            if not is_users_own(error):
+                raise
             return False
     if isinstance(a, dict) and type(a) is type(b):
         return a.keys() == b.keys() and all(safely_equal(value, b[key]) for key, value in a.items())
@@ -95,9 +99,26 @@ def differing(a: torch.Tensor, b: torch.Tensor) -> Iterator[torch.Tensor]:
                 yield positions.add_(start)
 
 
+def bits_in_pieces(tensor: torch.Tensor, nbytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Cut a plain tensor in row-major order into pieces of at most so many bytes.
+
+    Yields:
+        The position at which a piece begins, and its elements' bits as flat integers on the tensor's device (two for an
+        element of 16 bytes). Where the tensor is contiguous, these lie in its memory.
+    """
+    start = 0
+    bare = tensor.detach()
+    for piece, _ in cut(bare, bare, max(1, nbytes // tensor.dtype.itemsize)):
+        if piece.numel():
+            yield start, _flat(_as_integers(_resolved(piece)))
+        start += piece.numel()
+
+
 def is_unreadable(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether only one of two tensors has a negative bit, on what torch cannot negate (private functions set it)."""
-    return a.is_neg() != b.is_neg() and not can_negate(a.dtype)
+    """Whether only one of two tensors has a negative or conjugate bit, where torch cannot undo it for their dtype."""
+    if a.is_neg() != b.is_neg() and not can_negate(a.dtype):  # (private functions set such bits)
+        return True
+    return a.is_conj() != b.is_conj() and not can_conjugate(a.dtype)
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -159,7 +180,7 @@ def _pieces(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[int, torch.Tenso
     one_device = a.device == b.device
     nbytes = _PIECE_BYTES if a.is_cpu or not one_device else _DEVICE_PIECE_BYTES
     start = 0
-    for x, y in _cut(a, b, nbytes // a.dtype.itemsize):
+    for x, y in cut(a, b, nbytes // a.dtype.itemsize):
         count = x.numel()
         if count:
             x, y = (_as_integers(_resolved(piece)) for piece in (x, y))
@@ -167,7 +188,7 @@ def _pieces(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[int, torch.Tenso
         start += count
 
 
-def _cut(a: torch.Tensor, b: torch.Tensor, most: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def cut(a: torch.Tensor, b: torch.Tensor, most: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Cut two tensors alike in row-major order, into pieces of at most so many elements."""
     count = a.numel()
     if count <= most:
@@ -178,7 +199,7 @@ def _cut(a: torch.Tensor, b: torch.Tensor, most: int) -> Iterator[tuple[torch.Te
     row = count // a.shape[0]
     if row > most:
         for index in range(a.shape[0]):
-            yield from _cut(a[index], b[index], most)
+            yield from cut(a[index], b[index], most)
         return
     step = most // row
     for start in range(0, a.shape[0], step):

@@ -13,7 +13,7 @@ from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, Final
 
 from statetree.spans.columns import Columns, Place, addresses, storage_sizes
-from statetree.torch_internals import geometry_guard
+from statetree.torch_internals import carry_tangents, geometry_guard
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -156,7 +156,9 @@ def recognise(columns: Columns, *, memory: bool) -> bool:
         columns: The tensors.
         memory: Whether to ask for the sizes of their storages as well, which is cheapest here.
     """
-    return len(columns.tensors) >= _FEWEST and any(geometry.is_of(columns, memory=memory) for geometry in _remembered)
+    if len(columns.tensors) < _FEWEST or not any(geometry.is_of(columns, memory=memory) for geometry in _remembered):
+        return False
+    return not carry_tangents(columns.tensors)
 
 
 def remember(columns: Columns) -> None:

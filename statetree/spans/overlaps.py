@@ -15,6 +15,25 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
+def once(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return what is left to copy of a tensor that overlaps itself, if each of its elements receives one value.
+
+    Along expanded dims that is the first of the copies, if they are copies in the source as well. Other overlap stays:
+    it must be the source's, too, so that equal values are written where elements lie in one place.
+
+    Returns:
+        The tensors to copy; ``None`` if the result would depend on the order of writing.
+    """
+    for dim, (size, step) in enumerate(zip(target.shape, target.stride(), strict=True)):
+        if size > 1 and step == 0:
+            first = source.narrow(dim, 0, 1)
+            if source.stride(dim) and not same_bytes(source, first.expand_as(source)):
+                return None
+            target, source = target.narrow(dim, 0, 1), first
+    alike = all(a == b for size, a, b in zip(target.shape, target.stride(), source.stride(), strict=True) if size > 1)
+    return (target, source) if alike or not overlaps_itself(target.shape, target.stride()) else None
+
+
 def overlaps_itself(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether two elements of a tensor lie in the same place (as in an expanded one)."""
     covered = 0
@@ -151,15 +170,20 @@ def all_disjoint(targets: Columns, sources: Columns) -> bool:
 
 
 def _all_disjoint(targets: Columns, sources: Columns) -> bool:
+    return _joined(targets, sources, "pointers", "nbytes", "contiguous").disjoint
+
+
+def _joined(targets: Columns, sources: Columns, *names: str) -> Columns:
+    """Return the columns of both, with what is known of each."""
     both = Columns([*targets.tensors, *sources.tensors])
-    known = ("pointers", "nbytes", "contiguous")
-    both.adopt({name: getattr(targets, name) + getattr(sources, name) for name in known})
-    return both.disjoint
+    both.adopt({name: getattr(targets, name) + getattr(sources, name) for name in names})
+    both.adopt({"resizable": targets.resizable and sources.resizable})
+    return both
 
 
 def reads_of_written(targets: Columns, sources: Columns) -> list[int]:
     """Return which sources lie in memory that some target lies in too, so that writing may change them."""
-    keys = _memories(Columns([*targets.tensors, *sources.tensors]))
+    keys = _memories(_joined(targets, sources, "storage_keys", "storage_pointers", "storage_bytes"))
     written = set(keys[: len(targets.tensors)])
     return [index for index, key in enumerate(keys[len(targets.tensors) :]) if key in written]
 

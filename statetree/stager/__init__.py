@@ -6,6 +6,7 @@ refers to one of its tensors. From the top to the bottom:
 - ``stager``: ``Stager``, which hands out snapshots and takes them back.
 - ``capture``: a tree as it is when it is staged, all but the elements.
 - ``snapshot``: memory laid out for one geometry.
+- ``frozen``: storages that are copied once.
 - ``pool``: the blocks of memory that no snapshot uses.
 - ``workers``, ``streams``: the background thread; copies from an accelerator beside what it computes.
 """

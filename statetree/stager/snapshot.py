@@ -6,6 +6,7 @@ a storage and where.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
@@ -14,7 +15,14 @@ import torch
 
 from statetree.spans.layout import Span, SpanLayout, as_bytes, extents, lay_out, make_views
 from statetree.stager.streams import devices_of, synchronize
-from statetree.torch_internals import copy_all, count_references, own_references, storage_key, storages_sent
+from statetree.torch_internals import (
+    STORAGE_BASE,
+    copy_all,
+    count_references,
+    own_references,
+    storage_key,
+    storages_sent,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -93,6 +101,7 @@ class Snapshot:
         storages = {storage_key(buffer.storage): buffer.storage for buffer in buffers}
         self._storage_keys, self._storages = list(storages), list(storages.values())
         self._unleased = self._own_references(buffers)
+        self._addresses = self._places()
 
     def _plan_copies(self, layout: SpanLayout, buffers: Sequence[Buffer]) -> None:
         self._dense: list[int] = []
@@ -128,6 +137,13 @@ class Snapshot:
     def is_leased(self) -> bool:
         """Whether anything refers to the memory but the snapshot itself."""
         return count_references(self._storages, self._storage_keys) != self._unleased
+
+    def _places(self) -> array[int]:
+        return array("Q", list(map(STORAGE_BASE.data_ptr, self._storages)))
+
+    def is_intact(self) -> bool:
+        """Whether the storages lie where they lay. ``share_memory_`` moves one: then forked processes may read it."""
+        return self._places() == self._addresses
 
     def was_sent(self) -> bool:
         """Whether another process may have mapped the memory. What it does with it cannot be known here."""

@@ -13,12 +13,15 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 from weakref import WeakSet
 
 from statetree.errors import StagerBusy, StagerClosed, clear_frames
+from statetree.spans.columns import Columns
 from statetree.spans.memory import memory_of
 from statetree.stager.capture import CapturedTree, capture
+from statetree.stager.frozen import FrozenStorages, with_frozen
 from statetree.stager.pool import Pool
 from statetree.stager.snapshot import Geometry, Snapshot
 from statetree.stager.streams import SideStreams
@@ -26,12 +29,17 @@ from statetree.stager.workers import Worker, failed
 from statetree.torch_internals import quietly
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from concurrent.futures import Future
     from types import TracebackType
 
     import torch
 
-    from statetree.spans.columns import Columns
+    from statetree.tree.selection import Where
+
+
+#: How long a stage waits for memory that is leased before it takes more.
+_PATIENCE_S: Final = 0.01
 
 
 class StagerStats(NamedTuple):
@@ -53,8 +61,9 @@ class Stager:
 
     What ``stage`` returns never changes: no later ``stage``, no change of the source and no failure writes to its
     memory for as long as anything in this process refers to one of its tensors. Memory is reused once nothing does,
-    unless it was sent to another process. Containers that appear several times in a tree, and cycles, come out as
-    they were. (What containers and opaque objects have in common becomes separate.)
+    unless it was sent to another process or shared (``share_memory_``). While it is referred to, the next stage waits
+    a few milliseconds, and then takes other memory. Containers that appear several times in a tree, and cycles, come
+    out as they were. (What containers and opaque objects have in common becomes separate.)
 
     Threads may share a stager: they take turns. A process made by ``fork`` inherits it empty, with memory of its own
     (and should not read trees that the parent staged into shared memory: the parent cannot know of it).
@@ -64,6 +73,11 @@ class Stager:
         share_memory: Take memory that other processes can map: a staged tree that is sent to one (through
             ``torch.multiprocessing``) arrives as the same memory. It takes about a hundred file descriptors at most.
         max_snapshots: How many staged trees may be alive at a time.
+        frozen: Which leaves nobody will write to, as ``select`` takes it: globs over paths, or a predicate such as
+            ``lambda path, leaf: not leaf.requires_grad``. Their storages are copied once, and all staged trees share
+            these copies (which nobody may write to either); ``thaw`` has them copied once more. A storage that another
+            leaf lies on, too, is not frozen.
+        check: Compare frozen storages with their copies at every stage, to find a promise that is not kept.
 
     Raises:
         TypeError, ValueError: If ``max_snapshots`` is not an integer, or less than one.
@@ -81,7 +95,15 @@ class Stager:
     #: Whether other processes that staged trees were sent to are done with them once nothing here refers to them.
     _receivers_are_done = False
 
-    def __init__(self, *, pin_memory: bool = False, share_memory: bool = False, max_snapshots: int = 2) -> None:
+    def __init__(
+        self,
+        *,
+        pin_memory: bool = False,
+        share_memory: bool = False,
+        max_snapshots: int = 2,
+        frozen: Where | None = None,
+        check: bool = False,
+    ) -> None:
         given: object = max_snapshots
         if not isinstance(given, int) or isinstance(given, bool):
             msg = f"Stager: max_snapshots must be a whole number: expected an int, got {given!r}."
@@ -91,6 +113,7 @@ class Stager:
             raise ValueError(msg)
         self.max_snapshots = max_snapshots
         self._memory = memory_of(pin_memory=pin_memory, share_memory=share_memory)
+        self._frozen = None if frozen is None else FrozenStorages(frozen, self._memory, check=check)
         self._closed = False
         self._start_empty()
         _stagers.add(self)
@@ -98,6 +121,7 @@ class Stager:
     def _start_empty(self) -> None:
         self._pool = Pool(self._memory)
         self._snapshots: list[Snapshot] = []
+        self.thaw()
         self._lock = threading.Lock()
         self._owner = 0
         self._stages = 0
@@ -122,6 +146,7 @@ class Stager:
             StagerClosed: After ``close``.
             UnsupportedLeaf: If a leaf cannot be copied exactly.
             OSError: If there is no shared memory, or no file descriptor, for another snapshot.
+            TreeMismatch: With ``check``, if a frozen leaf was written to.
         """
         self._refuse_nested("stage")
         with self._lock:
@@ -209,10 +234,14 @@ class Stager:
     @quietly
     def _copy(self, verb: str, captured: CapturedTree) -> Any:
         staged: list[torch.Tensor] = []
-        if captured.columns.tensors:
-            snapshot = self._idle_snapshot(verb, captured.columns)
-            staged = snapshot.fill(captured.columns)
+        frozen, columns = self._parted(verb, captured)
+        if columns.tensors:
+            snapshot = self._idle_snapshot(verb, columns)
+            staged = snapshot.fill(columns)
             self._trim(snapshot)
+        if frozen and self._frozen is not None:
+            copies = self._frozen.copies(verb, captured, frozen)
+            staged = with_frozen(len(captured.columns.tensors), frozen, copies, staged)
         try:
             result = captured.put_together(staged)
         except BaseException as error:
@@ -221,6 +250,19 @@ class Stager:
             raise
         self._stages += 1
         return result
+
+    def _parted(self, verb: str, captured: CapturedTree) -> tuple[list[int], Columns]:
+        """Return which tensors are frozen, and the columns of the others."""
+        frozen = [] if self._frozen is None else self._frozen.chosen(verb, captured)
+        if not frozen:
+            return frozen, captured.columns
+        known, tensors = set(frozen), captured.columns.tensors
+        return frozen, Columns([tensor for index, tensor in enumerate(tensors) if index not in known])
+
+    def thaw(self) -> None:
+        """Have frozen leaves copied once more by the next stage. Trees that were staged keep what they have."""
+        if self._frozen is not None:
+            self._frozen.thaw()
 
     def prewarm(self, tree: Any) -> None:
         """Allocate, pin and fault in the memory that staging a tree like this one takes.
@@ -241,7 +283,7 @@ class Stager:
 
     @quietly
     def _prewarm(self, tree: Any) -> None:
-        columns = capture("prewarm", tree).columns
+        _, columns = self._parted("prewarm", capture("prewarm", tree))
         if columns.tensors:
             snapshot = self._idle_snapshot("prewarm", columns)
             snapshot.touch()
@@ -262,7 +304,8 @@ class Stager:
             with self._lock:
                 if self._snapshots:
                     self._trim(self._snapshots[-1])
-        return self._pool.nbytes + sum(snapshot.nbytes for snapshot in list(self._snapshots))
+        frozen = 0 if self._frozen is None else self._frozen.nbytes
+        return frozen + self._pool.nbytes + sum(snapshot.nbytes for snapshot in list(self._snapshots))
 
     def close(self) -> None:
         """Release all memory. Staged trees stay valid. Closing again does nothing.
@@ -308,18 +351,18 @@ class Stager:
         if self._closed:
             self._snapshots.clear()
             self._pool.clear()
+            self.thaw()
 
     def _idle_snapshot(self, verb: str, columns: Columns) -> Snapshot:
         """Return a snapshot that fits and that nothing refers to, making one if there may be another."""
         geometry: Geometry | None = None
         for attempt in ("first", "after collecting garbage"):
-            idle = [snapshot for snapshot in self._snapshots if not snapshot.is_leased()]
-            if not self._receivers_are_done:
-                for snapshot in filter(Snapshot.was_sent, idle):
-                    self._snapshots.remove(snapshot)
-                idle = [snapshot for snapshot in idle if snapshot in self._snapshots]
-            for snapshot in idle:
-                if snapshot.geometry.fits(columns):
+            idle = self._idle()
+            fitting = [snapshot for snapshot in self._snapshots if snapshot.geometry.fits(columns)]
+            if attempt == "first" and fitting and not any(snapshot in idle for snapshot in fitting):
+                idle = self._idle_soon(fitting)
+            for snapshot in fitting:
+                if snapshot in idle:
                     return snapshot
             if len(self._snapshots) - len(idle) < self.max_snapshots:
                 geometry = geometry or Geometry(columns)
@@ -338,6 +381,27 @@ class Stager:
             "with this one. Drop one (a saving thread may still hold it), or make the Stager with more."
         )
         raise StagerBusy(msg)
+
+    def _idle(self) -> list[Snapshot]:
+        """Return the snapshots that may be written. Others that nobody here refers to may be read elsewhere: they go."""
+        found = []
+        for snapshot in list(self._snapshots):
+            if snapshot.is_leased():
+                continue
+            if snapshot.is_intact() and (self._receivers_are_done or not snapshot.was_sent()):
+                found.append(snapshot)
+            else:
+                self._snapshots.remove(snapshot)
+        return found
+
+    def _idle_soon(self, wanted: Sequence[Snapshot]) -> list[Snapshot]:
+        """Wait a moment for one of some snapshots: a thread that saves drops its tree just after it says it is done."""
+        deadline = monotonic() + _PATIENCE_S
+        while monotonic() < deadline:
+            sleep(_PATIENCE_S / 20)
+            if not all(map(Snapshot.is_leased, wanted)):
+                break
+        return self._idle()
 
     def _trim(self, latest: Snapshot) -> None:
         """Keep at most one idle snapshot beside the live ones: the latest, if that is idle."""

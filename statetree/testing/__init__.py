@@ -3,41 +3,69 @@
 The assertions look at torch for themselves and use none of the engines, so that they can judge these. Files, bottom up:
 
 - ``values``, ``messages``, ``objects``, ``pickled_state``, ``walk``, ``regions``: what a tree is made of
-- ``report``, ``element_pairs``, ``aliasing``, ``tensor_judge``, ``judge``: whether two trees are the same
+- ``findings``, ``element_pairs``, ``aliasing``, ``tensor_judge``, ``judge``: whether two trees are the same
 - ``recorded_structure``, ``sharing``, ``watch``, ``assertions``: what transforms leave alone
+- ``laws``: what may hold of a transform; ``known_states``, ``transform_examples``: the states that it is given;
+  ``shrinking``, ``snippets``: counter-examples; ``transform_report``, ``transform_check``: ``check_transform``;
+  ``ghostwriter``: a test file for a transform
+- ``silent_faults``, ``copy_faults``, ``stager_faults``, ``gather_faults``, ``conformance_suite``: ``conformance``;
+  ``stager_machine``: a stateful test of stagers
 - ``samples``, ``numbered``, ``source_code``, ``container_plan``, ``tensor_plan``, ``plans``: how a tree is made
 - ``dtensor_layout``: a DTensor as seen from all ranks at once; ``arguments``: checks of arguments
 - ``plan_strategies``, ``strategies``, ``layout_strategies``: what hypothesis draws (the extra ``testing``)
-- ``tensor_pickles``, ``rank_worker``, ``rank_process``, ``rank_pool``, ``rank_calls``: ranks as processes
+- ``tensor_pickles``, ``rank_worker``, ``rank_process``, ``rank_pool``, ``rank_calls``: ranks as processes;
+  ``local_ranks``: ranks in one process; ``pace``: limits of time
 """
 
 from typing import TYPE_CHECKING, Any
 
+from statetree.testing import laws
+from statetree.testing.arguments import needing_hypothesis
 from statetree.testing.assertions import (
     assert_independent,
     assert_pure,
     assert_structure_preserved,
     assert_trees_equal,
 )
+from statetree.testing.conformance_suite import Conformance, FaultVerdict, conformance
 from statetree.testing.dtensor_layout import Layout
+from statetree.testing.ghostwriter import ghostwrite
+from statetree.testing.laws import Law
+from statetree.testing.local_ranks import local_ranks
+from statetree.testing.pace import units
 from statetree.testing.rank_calls import close_ranks, run_ranks
+from statetree.testing.transform_check import check_transform
+from statetree.testing.transform_report import Report, Verdict
 
 if TYPE_CHECKING:
     from statetree.testing.layout_strategies import layouts
+    from statetree.testing.stager_machine import StagerMachine
     from statetree.testing.strategies import state_trees, tensors, tied_trees
 
 __all__ = [
+    "Conformance",
+    "FaultVerdict",
+    "Law",
     "Layout",
+    "Report",
+    "StagerMachine",
+    "Verdict",
     "assert_independent",
     "assert_pure",
     "assert_structure_preserved",
     "assert_trees_equal",
+    "check_transform",
     "close_ranks",
+    "conformance",
+    "ghostwrite",
+    "laws",
     "layouts",
+    "local_ranks",
     "run_ranks",
     "state_trees",
     "tensors",
     "tied_trees",
+    "units",
 ]
 
 
@@ -48,11 +76,7 @@ if not TYPE_CHECKING:  # a type checker is to know which names there are
         if name not in __all__:
             msg = f"module {__name__!r} has no attribute {name!r}"
             raise AttributeError(msg)
-        try:
-            from statetree.testing import layout_strategies, strategies
-        except ModuleNotFoundError as error:
-            if error.name != "hypothesis":
-                raise
-            msg = f"statetree.testing.{name} needs hypothesis: pip install statetree[testing]"
-            raise ModuleNotFoundError(msg, name="hypothesis") from error
-        return getattr(layout_strategies if name == "layouts" else strategies, name)
+        with needing_hypothesis(name):
+            from statetree.testing import layout_strategies, stager_machine, strategies
+        modules = {"layouts": layout_strategies, "StagerMachine": stager_machine}
+        return getattr(modules.get(name, strategies), name)

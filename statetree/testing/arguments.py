@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NoReturn
 
 
@@ -42,3 +43,15 @@ def check_shape(name: str, given: object) -> None:
         refuse(name, "a tuple of sizes", given, TypeError)
     for size in given:
         check_at_least(name, size, 0)
+
+
+@contextlib.contextmanager
+def needing_hypothesis(name: str) -> Iterator[None]:
+    """Import what needs hypothesis, or say what to install."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "hypothesis":
+            raise
+        msg = f"statetree.testing.{name} needs hypothesis: pip install statetree[testing]"
+        raise ModuleNotFoundError(msg, name="hypothesis") from error

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from statetree.testing.findings import Strictness
 from statetree.testing.judge import Judge
 from statetree.testing.messages import raise_for
 from statetree.testing.recorded_structure import RecordedStructure, structure_differences
-from statetree.testing.report import Strictness
 from statetree.testing.sharing import Holdings, shared_graphs, shared_memory, shared_objects
 from statetree.testing.watch import Watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from statetree.testing.findings import Finding
 
 T = TypeVar("T")
 
@@ -64,7 +66,7 @@ def assert_trees_equal(
     raise_for("assert_trees_equal: the trees differ", found)
 
 
-def tree_differences(a: Any, b: Any, **strictness: bool) -> list[str]:
+def tree_differences(a: Any, b: Any, **strictness: bool) -> list[Finding]:
     """Return what ``assert_trees_equal`` would report with the same options, one line for each place."""
     return Judge(Strictness(**strictness)).run(a, b).found
 

@@ -108,6 +108,12 @@ class Layout(PrintsAsCode):
             stride=torch.empty(self.shape, device="meta").stride(),
         )
 
+    def make(self, numbers: Numbers) -> Any:
+        """Make the DTensor as a leaf of a tree."""
+        made = self.build()
+        numbers.made.append(made)
+        return made
+
     def device_mesh(self) -> Any:
         """Return the mesh, which is made once in a process. All ranks of the default group call it."""
         return _device_mesh(self.mesh, id(dist.group.WORLD))

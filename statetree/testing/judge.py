@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from statetree.testing.aliasing import Met, Partners, changed_identities, changed_ties
+from statetree.testing.findings import GEOMETRY, STRUCTURE, TIES, VALUES
 from statetree.testing.messages import place
-from statetree.testing.objects import contents_of, is_record
+from statetree.testing.objects import contents_of, is_collection, is_container, is_record
 from statetree.testing.pickled_state import holds_attributes_only, reduced, refuses_pickle
 from statetree.testing.tensor_judge import TensorJudge
 from statetree.testing.values import IDENTITIES, PLAIN, same_plain
@@ -24,7 +25,7 @@ from statetree.testing.values import IDENTITIES, PLAIN, same_plain
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from statetree.testing.report import Strictness
+    from statetree.testing.findings import Strictness
 
 
 class Judge(TensorJudge):
@@ -59,10 +60,15 @@ class Judge(TensorJudge):
             self.inside.clear()
         wanted = self.strictness
         if wanted.ties:
-            self.found += changed_ties(self.views, storages=wanted.storages, distances=wanted.strides)
-            self.found += changed_identities(self.tensors, "tensor object")
+            # Bytes between tensors mean nothing where these have become longer or shorter.
+            distances = wanted.strides and not (wanted.further and self.has_other_geometry)
+            for line in changed_ties(self.views, storages=wanted.storages, distances=distances):
+                self.note(line, TIES)
+            for line in changed_identities(self.tensors, "tensor object"):
+                self.note(line, TIES)
         if wanted.containers:
-            self.found += changed_identities(self.objects, "object")
+            for line in changed_identities(self.objects, "object"):
+                self.note(line, TIES)
         return self
 
     # Values of any kind
@@ -70,7 +76,7 @@ class Judge(TensorJudge):
     def _judge(self, path: str, a: Any, b: Any) -> None:
         cls = type(a)
         if cls is not type(b):
-            self.differ(path, "type differs", cls, type(b))
+            self._judge_other_type(path, a, b)
             return
         if cls in PLAIN:
             if not same_plain(a, b):
@@ -109,6 +115,20 @@ class Judge(TensorJudge):
         else:
             self._judge_object(path, a, b)
 
+    def _judge_other_type(self, path: str, a: Any, b: Any) -> None:
+        kinds = [_kind(value) for value in (a, b)]
+        aspect = STRUCTURE if STRUCTURE in kinds else GEOMETRY if GEOMETRY in kinds else VALUES
+        self.differ(path, "type differs", type(a), type(b), aspect=aspect)
+        if not self.strictness.further or kinds[0] != kinds[1] or (id(a), id(b)) in self._seen:
+            return
+        self._seen.add((id(a), id(b)))
+        self.alive.update({id(a): a, id(b): b})
+        if isinstance(a, torch.Tensor):
+            self._meet(path, a, b)
+            self.judge_unlike(path, a, b)
+        elif isinstance(a, dict) == isinstance(b, dict) and is_collection(a) and is_collection(b):
+            self._judge_container(path, a, b)
+
     def _meet(self, path: str, a: Any, b: Any) -> None:
         if type(a) in (tuple, frozenset):  # equal ones may be one object by interning
             return
@@ -130,9 +150,9 @@ class Judge(TensorJudge):
                 self.differ(path, "length differs", len(one.items), len(other.items))
             for (step, part), (_, its) in zip(one.items, other.items, strict=False):
                 self.later(path + step, part, its)
-        for (step, part), (_, its) in zip(one.settings, other.settings, strict=True):
+        for (step, part), (_, its) in zip(one.settings, other.settings, strict=False):
             self.later(path + step, part, its)
-        if hasattr(type(a), "n_sequence_fields"):  # may have fields beyond the sequence
+        if hasattr(type(a), "n_sequence_fields") and type(a) is type(b):  # may have fields beyond the sequence
             self.later(f"{path}.__reduce__()", a.__reduce__()[1], b.__reduce__()[1])
         self.judge_attributes(path, a, b)
 
@@ -159,6 +179,13 @@ class Judge(TensorJudge):
         elif a is not b:
             cannot = "cannot be compared and " if one is None or other is None else ""
             self.differ(path, f"object {cannot}differs", a, b)
+
+
+def _kind(value: Any) -> str:
+    """Return which aspect of a tree the type of a value belongs to."""
+    if isinstance(value, (torch.Tensor, torch.UntypedStorage, torch.storage.TypedStorage)):
+        return GEOMETRY
+    return STRUCTURE if is_container(value) else VALUES
 
 
 def _is_of_numpy(name: str, value: Any) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from statetree.testing.values import bits_of_number
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 #: How many characters of a value are shown.
 SHORT = 80
@@ -14,7 +17,7 @@ SHOWN_ALONE = 5
 SHOWN = 20
 
 
-def raise_for(head: str, found: list[str]) -> None:
+def raise_for(head: str, found: Sequence[str]) -> None:
     """Raise an ``AssertionError`` with what was found, if anything was."""
     if found:
         places = f"{len(found)} place{'s' if len(found) > 1 else ''}"

@@ -122,6 +122,13 @@ def is_record(cls: type) -> bool:
     return (dataclasses.is_dataclass(cls) or hasattr(cls, "__attrs_attrs__")) and not stands_on_c(cls)
 
 
+def is_container(value: Any) -> bool:
+    """Whether a value is a node of a tree, and no leaf: a mapping, a sequence or a record."""
+    if isinstance(value, (type, torch.Size)):
+        return False
+    return isinstance(value, (dict, list, tuple, deque)) or is_record(type(value))
+
+
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a ``ShardedTensor``, which refuses to be asked for most of what others answer."""
     return any(base.__name__ == "ShardedTensor" for base in type(tensor).__mro__)

@@ -85,13 +85,19 @@ def plain_values() -> st.SearchStrategy[Any]:
 
 
 def tree_plans(
-    leaves: st.SearchStrategy[Any] | None = None, *, max_leaves: int = 12, opaque: bool = True
+    leaves: st.SearchStrategy[Any] | None = None,
+    *,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    max_leaves: int = 12,
+    opaque: bool = True,
 ) -> st.SearchStrategy[Any]:
     """Plans of trees (see ``state_trees``)."""
     check_at_least("max_leaves", max_leaves, 1)
     if not (leaves is None or isinstance(leaves, st.SearchStrategy)):
         refuse("leaves", "a strategy, or None", leaves, TypeError)
-    usual = st.one_of(_NOTHING, tensor_plans(), tensor_plans(), st.builds(Value, plain_values()))
+    usual = st.one_of(
+        _NOTHING, tensor_plans(dtypes=dtypes), tensor_plans(dtypes=dtypes), st.builds(Value, plain_values())
+    )
     chosen = usual if leaves is None else _plans_of(leaves)
     trees = st.recursive(chosen, lambda smaller: _nodes(smaller, opaque=opaque), max_leaves=max_leaves)
     fewest = st.sampled_from([0, 2, 2])  # else half of all trees would be leaves, or empty

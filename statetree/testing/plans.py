@@ -11,10 +11,11 @@ import torch
 
 from statetree.testing import samples
 from statetree.testing.container_plan import Again, Node, Value
+from statetree.testing.dtensor_layout import Layout
 from statetree.testing.numbered import Numbers
 from statetree.testing.tensor_plan import TensorPlan, ViewPlan
 
-__all__ = ["Again", "Node", "TensorPlan", "TreePlan", "Value", "ViewPlan", "build", "samples", "torch"]
+__all__ = ["Again", "Layout", "Node", "TensorPlan", "TreePlan", "Value", "ViewPlan", "build", "samples", "torch"]
 
 
 @runtime_checkable

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
 from typing import Any
 
-import torch
-
+from statetree.testing.findings import Finding, Findings, Strictness
 from statetree.testing.judge import Judge
-from statetree.testing.objects import Contents, contents_of, is_record
-from statetree.testing.report import Report, Strictness
+from statetree.testing.objects import Contents, contents_of, is_container
 from statetree.testing.walk import has_no_parts
 
 #: A place in two trees: its path, what is there, and whether values are part of the structure there.
@@ -26,7 +23,7 @@ class RecordedStructure:
         pending = [tree]
         while pending:
             value = pending.pop()
-            if _is_container(value) and id(value) not in self._held:
+            if is_container(value) and id(value) not in self._held:
                 contents = contents_of(value)
                 self._held[id(value)] = value, contents
                 pending += [part for _, part in contents.parts()]
@@ -49,9 +46,9 @@ class RecordedStructure:
         return True
 
 
-def structure_differences(left: RecordedStructure, right: RecordedStructure) -> list[str]:
+def structure_differences(left: RecordedStructure, right: RecordedStructure) -> list[Finding]:
     """Return where two structures differ, one line for each place."""
-    report = Report(Strictness())
+    report = Findings(Strictness())
     pending: list[_Pair] = [("", left.root, right.root, False)]
     seen: set[tuple[int, int, bool]] = set()
     while pending:
@@ -62,7 +59,7 @@ def structure_differences(left: RecordedStructure, right: RecordedStructure) -> 
     return report.found
 
 
-def _compare(report: Report, pair: _Pair, left: RecordedStructure, right: RecordedStructure) -> list[_Pair]:
+def _compare(report: Findings, pair: _Pair, left: RecordedStructure, right: RecordedStructure) -> list[_Pair]:
     """Compare one place without what lies in it; return what lies in it on both sides."""
     path, a, b, exact = pair
     one, other = left.contents(a), right.contents(b)
@@ -94,19 +91,13 @@ def _compare(report: Report, pair: _Pair, left: RecordedStructure, right: Record
     return inside
 
 
-def _expect_same(report: Report, path: str, a: Any, b: Any) -> None:
+def _expect_same(report: Findings, path: str, a: Any, b: Any) -> None:
     if not _is_same(a, b):
         report.differ(path, "value differs", a, b)
 
 
 def _is_same(a: Any, b: Any) -> bool:
     return not Judge(Strictness(ties=False)).run(a, b).found
-
-
-def _is_container(value: Any) -> bool:
-    if isinstance(value, (type, torch.Size)):
-        return False
-    return isinstance(value, (dict, list, tuple, deque)) or is_record(type(value))
 
 
 def _fields(value: Any, contents: Contents) -> set[str]:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from statetree.testing.findings import Strictness
 from statetree.testing.judge import Judge
 from statetree.testing.objects import attributes_of
 from statetree.testing.pickled_state import reduced
 from statetree.testing.regions import Region, crossing
-from statetree.testing.report import Strictness
 from statetree.testing.walk import gradient_of
 
 if TYPE_CHECKING:

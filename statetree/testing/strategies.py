@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from hypothesis import note
 from hypothesis import strategies as st
 
+from statetree.testing.arguments import check_one_of
 from statetree.testing.plan_strategies import tensor_plans, tied_plans, tree_plans
 from statetree.testing.plans import build
-from statetree.testing.tensor_plan import DTYPES, GEOMETRIES, USUAL_WRAPS
+from statetree.testing.tensor_plan import DTYPES, GEOMETRIES, TRAINING_DTYPES, USUAL_WRAPS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 def tensors(
     *,
-    dtypes: Sequence[torch.dtype] = DTYPES,
+    dtypes: Sequence[torch.dtype] | str = DTYPES,
     max_dims: int = 3,
     max_side: int = 3,
     geometries: Sequence[str] = tuple(GEOMETRIES),
@@ -32,7 +33,7 @@ def tensors(
     """Tensors whose elements are unique by position.
 
     Args:
-        dtypes: Their dtypes.
+        dtypes: Their dtypes, or ``"training"``: those of ordinary training states.
         max_dims: How many dims they have at most.
         max_side: How long each dim is at most; 0 is always among the sizes.
         geometries: How they lie in their storages: ``contiguous``, ``transposed``, ``gaps``, ``inside`` (of a larger
@@ -42,12 +43,18 @@ def tensors(
             ``subclass``, ``attribute`` (with an attribute that holds another tensor); not by default ``computed`` (no
             leaf of autograd, as transforms return them).
     """
-    plans = tensor_plans(dtypes=dtypes, max_dims=max_dims, max_side=max_side, geometries=geometries, wraps=wraps)
+    plans = tensor_plans(
+        dtypes=_dtypes(dtypes), max_dims=max_dims, max_side=max_side, geometries=geometries, wraps=wraps
+    )
     return _built(plans)
 
 
 def state_trees(
-    leaves: st.SearchStrategy[Any] | None = None, *, max_leaves: int = 12, opaque: bool = True
+    leaves: st.SearchStrategy[Any] | None = None,
+    *,
+    dtypes: Sequence[torch.dtype] | str = DTYPES,
+    max_leaves: int = 12,
+    opaque: bool = True,
 ) -> st.SearchStrategy[Any]:
     """Trees of any containers and any leaves.
 
@@ -58,10 +65,13 @@ def state_trees(
         leaves: Leaves; by default tensors and plain values. Of strategies of this module, and of ``one_of`` them and
             others, elements are unique over the tree. (What another strategy draws is put into the tree as it is: a
             tensor's elements may be those of others, and a test that changes it changes what hypothesis shows.)
+        dtypes: Dtypes of the default leaves, or ``"training"``: those of ordinary training states, of which torch can
+            do arithmetic in all.
         max_leaves: How many leaves a tree has at most, about. Its depth grows with the logarithm.
         opaque: Whether there are objects of unknown classes.
     """
-    return _built(tree_plans(leaves, max_leaves=max_leaves, opaque=opaque))
+    plans = tree_plans(leaves, dtypes=_dtypes(dtypes), max_leaves=max_leaves, opaque=opaque)
+    return _built(plans)
 
 
 def tied_trees(*, max_leaves: int = 12, opaque: bool = True) -> st.SearchStrategy[Any]:
@@ -74,6 +84,13 @@ def tied_trees(*, max_leaves: int = 12, opaque: bool = True) -> st.SearchStrateg
         opaque: As for ``state_trees``.
     """
     return _built(tied_plans(max_leaves=max_leaves, opaque=opaque))
+
+
+def _dtypes(dtypes: Sequence[torch.dtype] | str) -> Sequence[torch.dtype]:
+    if isinstance(dtypes, str):
+        check_one_of("dtypes", dtypes, ["training"])
+        return TRAINING_DTYPES
+    return dtypes
 
 
 def _built(plans: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:

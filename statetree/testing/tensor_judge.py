@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
+from statetree.testing.findings import VALUES, Findings
 from statetree.testing.messages import brief, place
 from statetree.testing.objects import is_sharded
 from statetree.testing.pickled_state import reduced
 from statetree.testing.regions import Region, View, bits_of, raw_bytes, region_of, storage_of
-from statetree.testing.report import Report
 from statetree.testing.walk import layout_parts
 
 
-class TensorJudge(Report):
+class TensorJudge(Findings):
     """Judges what holds elements."""
 
     def judge_storage(self, path: str, a: Any, b: Any) -> None:
@@ -49,6 +49,8 @@ class TensorJudge(Report):
             names.append("device")
         agree = [self.expect(path, f"{name} differs", getattr(a, name), getattr(b, name)) for name in names]
         if not all(agree):
+            if self.strictness.further:
+                self.judge_unlike(path, a, b)
             return
         if torch.nn.parameter.is_lazy(a):
             self.judge_attributes(path, a, b)
@@ -60,6 +62,22 @@ class TensorJudge(Report):
             with torch.no_grad():
                 self._judge_elements(path, a, b)
             self.judge_attributes(path, a, b)
+
+    def judge_unlike(self, path: str, a: Any, b: Any) -> None:
+        """Compare elements of two tensors whose classes or geometries differ, and note where they lie."""
+        self.has_other_geometry = True
+        one, other = (_plain(tensor) for tensor in (a, b))
+        if one is None or other is None or one.is_meta != other.is_meta:
+            if one is not other:
+                self.note(f"elements differ at {place(path)}: those of one tensor are not there", VALUES)
+            return
+        if one.dtype != other.dtype or one.shape != other.shape:
+            sides = [f"{tuple(tensor.shape)} of {tensor.dtype}" for tensor in (one, other)]
+            self.note(f"elements differ at {place(path)}: {' against '.join(sides)}", VALUES)
+        elif not one.is_meta:
+            resolved = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in (one, other)]
+            self._judge_bits(path, *resolved)
+        self.views.append(View(place(path), region_of(one), region_of(other)))
 
     def _expect_strides(self, path: str, a: torch.Tensor, b: torch.Tensor) -> bool:
         return not self.strictness.strides or self.expect(path, "strides differ", a.stride(), b.stride())
@@ -104,6 +122,8 @@ class TensorJudge(Report):
 
     def _judge_elements(self, path: str, a: torch.Tensor, b: torch.Tensor) -> None:
         if not a.is_nested and not self.expect(path, "shape differs", a.shape, b.shape):
+            if self.strictness.further:
+                self.judge_unlike(path, a, b)
             return
         if a.layout is torch.sparse_coo:
             self.expect(path, "coalesced differs", a.is_coalesced(), b.is_coalesced())
@@ -129,6 +149,8 @@ class TensorJudge(Report):
         # A wrapper that does not say how it is taken apart may have no memory: all that it holds is in its attributes.
         has_memory = [tensor.is_meta or storage_of(tensor) is not None for tensor in (a, b)]
         if not all(facts) or not self.expect(path, "memory differs", *has_memory) or not has_memory[0]:
+            if self.strictness.further:
+                self.judge_unlike(path, a, b)
             return
         if not a.is_meta:
             self._judge_bits(path, a, b)
@@ -163,10 +185,19 @@ class TensorJudge(Report):
         mine, others = _element(a, index), _element(b, index)
         if mine == others:  # it takes the bits to tell them apart
             mine, others = (f"{mine} of bytes {bytes(bits[index].tolist()).hex()}" for bits in (one, other))
-        self.found.append(
+        self.note(
             f"elements differ at {place(path)}, {int(places.sum())} of {places.numel()}, "
-            f"the first at index {index}: {mine} against {others}"
+            f"the first at index {index}: {mine} against {others}",
+            VALUES,
         )
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a tensor as one that is a view on a storage, or ``None`` if it is none."""
+    if is_sharded(tensor) or not (tensor.is_meta or storage_of(tensor) is not None) or tensor.layout != torch.strided:
+        return None
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach()
 
 
 def _bits_of_array(array: Any) -> torch.Tensor:

@@ -23,6 +23,11 @@ DTYPES = (
     *(torch.uint32, torch.uint64, torch.float8_e8m0fnu, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
     torch.float4_e2m1fn_x2,
 )
+#: Those of ordinary training states, of which torch can do arithmetic in all.
+TRAINING_DTYPES = (
+    *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
+    *(torch.int64, torch.int32, torch.uint8, torch.bool),
+)
 _COUNTABLE = frozenset(
     dtype for dtype in DTYPES if dtype.itemsize > 1 and (dtype.is_floating_point or dtype.is_complex)
 )

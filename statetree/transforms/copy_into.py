@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from statetree.leaves.copying import prepared_copy
 from statetree.torch_internals import quietly
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-def copy_into(src: Any, dst: Any, *, cast: bool = False) -> Any:
+    from statetree.errors import Difference
+    from statetree.tree.selection import Where
+
+
+def copy_into(
+    src: Any,
+    dst: Any,
+    *,
+    where: Where | None = None,
+    cast: bool = False,
+    saturate: bool = False,
+    strict: bool = True,
+    on_missing: Callable[[Difference], object] | None = None,
+) -> Any:
     """Copy a tree's tensors into those of another tree, all of them or none.
 
     Everything is validated before the first byte is written. Mappings are matched by their keys, whatever their type
@@ -17,20 +32,35 @@ def copy_into(src: Any, dst: Any, *, cast: bool = False) -> Any:
     Args:
         src: Where the elements, plain values and opaque objects come from.
         dst: Where the elements go. Only the memory of its tensors changes.
+        where: Which leaves are copied, as for ``select``; what differs elsewhere does not count. A predicate is asked
+            about the leaves of ``dst``, and about those of ``src`` that ``dst`` lacks. What is tied to a tensor that is
+            written changes with it.
         cast: Allow dtypes to differ where the conversion is lossless (``int8`` to ``int16``) or between floating
             point or complex types (``float32`` to ``bfloat16``).
+        saturate: Store the largest value of a dtype in place of values that are too large for it (infinities stay
+            where the dtype has them), instead of refusing them.
+        strict: Whether both trees must have all leaves. If not, those that both have are copied, and the rest of
+            ``dst`` is left alone; a ``HOLE`` counts as a leaf that is not there. Sequences must be equally long even
+            so, since nothing says which of their items is missing: pass what ``partition`` made, not what ``select``
+            made.
+        on_missing: With ``strict=False``, called with a ``Difference`` for each leaf that only one side has, after
+            everything was validated and before anything is written.
 
     Returns:
-        A tree with ``src``'s structure and plain values, and ``dst``'s tensors, in fresh containers.
+        A tree with ``src``'s structure and plain values, and ``dst``'s tensors, in fresh containers. With ``where`` or
+        ``strict=False`` it has the structure of ``dst``, and ``dst``'s own leaves where nothing was copied.
 
     Aliasing:
-        The result's tensors are those of ``dst``. Opaque objects are copies of ``src``'s.
+        The result's tensors are those of ``dst``. Opaque objects are copies of ``src``'s; those of ``dst`` that nothing
+        was copied to are its own.
 
     Raises:
         TreeMismatch: If structure, leaf types, shapes, dtypes, layouts, meshes or placements differ (it names every
-            place), if a tensor of ``dst`` cannot be written (it overlaps itself, is an inference tensor, or has no
-            memory), or if tensors of ``dst`` overlap otherwise than those of ``src`` do (the same view twice may
-            receive equal values). Nothing is written then.
+            place), if a glob matches nothing in either tree, if a tensor of ``dst`` cannot be written (it overlaps
+            itself and its source does not do so alike, it is an inference tensor, lies in a memory map for reading, or
+            has no memory), if tensors of ``dst`` overlap otherwise than those of ``src`` do (the same view twice may
+            receive equal values), or if a value is too large for the dtype that it is converted to. Nothing is written
+            then.
         UnsupportedLeaf: If a leaf cannot be taken apart.
         CyclicTree: If a container holds itself.
 
@@ -43,11 +73,12 @@ def copy_into(src: Any, dst: Any, *, cast: bool = False) -> Any:
         >>> bool(st.similarity(before, model.state_dict(), values=True))
         True
     """
-    return _copy_into(src, dst, cast=cast)
+    options = {"cast": cast, "saturate": saturate, "where": where, "strict": strict, "on_missing": on_missing}
+    return _copy_into(src, dst, options)
 
 
 @quietly
-def _copy_into(src: Any, dst: Any, *, cast: bool) -> Any:
-    result, write = prepared_copy("copy_into", src, dst, cast=cast)
+def _copy_into(src: Any, dst: Any, options: dict[str, Any]) -> Any:
+    result, write = prepared_copy("copy_into", src, dst, **options)
     write()
     return result

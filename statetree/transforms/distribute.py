@@ -9,11 +9,15 @@ from statetree.errors import UnsupportedLeaf
 from statetree.exchange.buckets import BUCKET_BYTES
 from statetree.exchange.description import Sent, caught
 from statetree.exchange.driver import Exchange, exchange
-from statetree.exchange.fitting import partners_of, refuse, unfit
+from statetree.exchange.fitting import LikeOptions, partners_of, refuse, unfit
+from statetree.exchange.manifest import is_cuttable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.distributed import ProcessGroup
 
+    from statetree.errors import Difference
     from statetree.exchange.group import Timeout
     from statetree.exchange.manifest import Manifest
 
@@ -26,6 +30,9 @@ def distribute(
     src: int | None = None,
     group: ProcessGroup | None = None,
     in_place: bool = False,
+    cast: bool = False,
+    strict: bool = True,
+    on_missing: Callable[[Difference], object] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     timeout: Timeout = None,
 ) -> Any:
@@ -33,23 +40,32 @@ def distribute(
 
     Args:
         full: A tree of tensors that are not distributed.
-        like: A tree of the same structure, whose tensors have the same global shapes and dtypes. It gives layouts,
-            devices, strides, ties and classes. Without ``in_place`` its contents do not matter, and its tensors may be
-            ``meta`` ones.
+        like: A tree of the same structure, whose tensors have the same global shapes and dtypes (but for ``cast``). It
+            gives layouts, devices, strides, ties and classes. Without ``in_place`` its contents do not matter, and its
+            tensors may be ``meta`` ones.
         src: With ``None`` every rank holds ``full`` and takes its own part of it, without communication. Otherwise the
             rank of the group that holds it: each rank receives its own chunks alone, and ``full`` of the others, which
             may be ``None``, is not looked at. Tensors that are not distributed are the source's on every rank.
         group: The ranks that take part; by default all.
         in_place: Write into the tensors of ``like`` instead of fresh ones.
+        cast: Convert elements to the dtypes of ``like``, as ``copy_into(cast=True)`` does: losslessly, or between
+            floating point types. They are converted where they are sent if that makes fewer bytes, otherwise where
+            they arrive.
+        strict: Whether both trees must have the same keys. With ``False``, what both have is moved, and the rest of
+            ``like`` is left alone. Lists, tuples and other containers must match all the same.
+        on_missing: Called with the ``Difference`` for each path that only one of the trees has, if ``strict`` is
+            ``False``; on every rank, before anything moves.
         bucket_bytes: How many bytes a rank sends and receives at a time, by default 64 MiB. Two such buckets are the
             memory that it takes beside the result (and tensors that are not distributed, twice).
         timeout: How long each collective may take, in seconds or as a ``timedelta``; by default what the group allows.
 
     Returns:
-        A tree with the structure and plain values of ``full``, and tensors in the layouts of ``like``.
+        A tree with the structure and plain values of ``full``, and tensors in the layouts of ``like``. Without
+        ``strict`` its structure is that of ``like``.
 
     Aliasing:
-        None, but with ``in_place`` the tensors are those of ``like``.
+        None, but with ``in_place`` the tensors are those of ``like``, and without ``strict`` leaves that only ``like``
+        has are its own.
 
     Collective:
         With ``src``, every rank of the group calls it, with the same options. Structure and plain values are sent by
@@ -71,29 +87,42 @@ def distribute(
         >>> st.distribute({"w": torch.ones(2)}, like={"w": torch.empty(2, device="meta")})
         {'w': tensor([1., 1.])}
     """
-    with exchange("distribute", group, timeout, src=src, in_place=in_place, bucket_bytes=bucket_bytes) as run:
+    how = LikeOptions(in_place, cast, strict, on_missing)
+    with exchange("distribute", group, timeout, src=src, **how.agreed(), bucket_bytes=bucket_bytes) as run:
         if src is None:
             run.alone()
             source = _whole(run.manifest(full, complete=True))
-            return run.move_alone(run.destination_like(source, run.manifest(like), in_place=in_place))
+            return run.move_alone(run.destination_like(source, run.manifest(like), how))
         run.check_rank("src")
         wanted = run.manifest(like, written=True)
-        sent = caught(_sent, run, full, wanted) if run.group.rank == src else None
+        sent = caught(_sent, run, full, wanted, how) if run.group.rank == src else None
         received = run.receive(sent, wanted)
-        target = run.destination_received(received, wanted, in_place=in_place)
+        target = run.destination_received(received, wanted, how)
         own = sent.manifest if isinstance(sent, Sent) else None
         run.move_from(received, target.transfers_from_one(src, received, own), wanted)
         return run.finish(target, own)
 
 
-def _sent(run: Exchange, full: Any, like: Manifest) -> Sent:
-    """Return the source's tree, and which of its leaves go into distributed ones."""
+def _sent(run: Exchange, full: Any, like: Manifest, how: LikeOptions) -> Sent:
+    """Return the source's tree, and which of its leaves go into distributed ones, or are converted."""
     source = _whole(run.manifest(full))
-    partners = partners_of("distribute", source.spec, source.leaves, like)
-    moving = [index for index in source.order if partners[index] in like.chunks]
-    like.add_ties([partners[index] for index in moving])
-    refuse("distribute", unfit(source, like, partners, moving))
+    partners, _ = partners_of(source.spec, source.leaves, like, how)
+    matched = [index for index in source.order if partners[index] >= 0]
+    for index in set(source.order).difference(matched):
+        source.leaves[index] = None  # nobody asks for it
+    moving = [
+        index
+        for index in matched
+        if partners[index] in like.chunks
+        or (how.cast and _is_converted(source.leaves[index], like.leaves[partners[index]]))
+    ]
+    refuse("distribute", unfit(source, like, partners, moving, cast=how.cast))
     return Sent(source, {index: (source.leaves[index].dtype, tuple(source.leaves[index].shape)) for index in moving})
+
+
+def _is_converted(leaf: Any, like: Any) -> bool:
+    """Whether a plain tensor goes into one of another dtype: then it is sent as elements, of the smaller of both."""
+    return is_cuttable(leaf) and is_cuttable(like) and leaf.dtype != like.dtype
 
 
 def _whole(manifest: Manifest) -> Manifest:

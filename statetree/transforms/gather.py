@@ -27,6 +27,7 @@ def gather(
     dst: int | Sequence[int] | None = None,
     group: ProcessGroup | None = None,
     device: torch.device | str | int | None = None,
+    union: bool = False,
     replicas: Literal["check", "first"] = "check",
     bucket_bytes: int = BUCKET_BYTES,
     timeout: Timeout = None,
@@ -43,6 +44,9 @@ def gather(
         group: The ranks that take part; by default all. Together they must hold every distributed tensor completely.
         device: Where the tensors are put, by default where the shards lie: devices of one type on every rank. With
             ``"meta"`` nothing is moved.
+        union: Whether ranks may hold different keys (pipeline stages, experts). They tell each other theirs, and the
+            result has all of them on every rank: plain values and tensors that only some ranks hold as well.
+            Otherwise that is refused.
         replicas: What to do with a path at which the ranks hold tensors over meshes that differ from rank to rank (two
             copies of a model, or two pipeline stages with one name for their layers). With ``"check"`` they are copies
             only if their bytes are the same, which are hashed for that. With ``"first"``, what the first rank's mesh
@@ -56,7 +60,8 @@ def gather(
         shape and dtype.
 
     Aliasing:
-        Leaves that are not distributed are passed through (with ``device``: if they lie there already).
+        Leaves that are not distributed are passed through (with ``device``: if they lie there already; with ``union``:
+        if all ranks hold them).
 
     Collective:
         Every rank of the group calls it, with the same options.
@@ -76,10 +81,11 @@ def gather(
         >>> st.gather({"w": torch.ones(2)})  # without ranks there is nothing to do
         {'w': tensor([1., 1.])}
     """
-    with exchange("gather", group, timeout, dst=dst, replicas=replicas, bucket_bytes=bucket_bytes) as run:
+    options = {"union": union, "replicas": replicas, "bucket_bytes": bucket_bytes}
+    with exchange("gather", group, timeout, dst=dst, **options) as run:
         # Which device of a type it is may differ from rank to rank.
         run.options["device"] = None if device is None else torch.device(device).type
         receivers = run.ranks(dst)
-        source = run.manifest(tree, complete=True)
+        source = run.manifest(tree, complete=True, union=union)
         target = run.destination(source, WholeOn(receivers), device=device)
         return run.move(source, target)

@@ -12,7 +12,7 @@ from statetree.chunks.layouts import ChunkLayout, by_rank, layout_of, whole_on
 from statetree.declare import collective
 from statetree.exchange.consensus import Entry
 from statetree.exchange.driver import exchange
-from statetree.exchange.plan import choose_owners, owners_of
+from statetree.exchange.senders import choose_owners
 from statetree.leaves.builtin import facts, holds_tensor, is_plain
 from statetree.leaves.parts import unpack
 from statetree.leaves.replicas import replicated
@@ -116,8 +116,8 @@ def _kept(
         shares.append((_by_share(held), chunks.dtype.itemsize))
     owned = choose_owners(shares, group.size)
     kept = {index for index, leaf in enumerate(manifest.leaves) if is_plain(leaf)}
-    for tied, (layout, _), owners in zip(members, shares, owned, strict=True):
-        if group.rank in owners_of(layout, owners).tolist():
+    for tied, owners in zip(members, owned, strict=True):
+        if bool((owners == group.rank).any()):
             kept.update(tied)
     return kept
 

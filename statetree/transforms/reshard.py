@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from statetree.declare import collective
 from statetree.exchange.buckets import BUCKET_BYTES
 from statetree.exchange.driver import exchange
+from statetree.exchange.fitting import LikeOptions
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.distributed import ProcessGroup
 
+    from statetree.errors import Difference
     from statetree.exchange.group import Timeout
 
 
@@ -21,6 +25,10 @@ def reshard(
     *,
     group: ProcessGroup | None = None,
     in_place: bool = False,
+    cast: bool = False,
+    strict: bool = True,
+    on_missing: Callable[[Difference], object] | None = None,
+    union: bool = False,
     replicas: Literal["check", "first"] = "check",
     bucket_bytes: int = BUCKET_BYTES,
     timeout: Timeout = None,
@@ -32,11 +40,21 @@ def reshard(
 
     Args:
         tree: Where elements and plain values come from: the same tree on every rank, up to elements and plain values.
-        like: A tree of the same structure, whose tensors have the same global shapes and dtypes. It gives layouts,
-            devices, strides, ties and classes. Without ``in_place`` its contents do not matter, and its tensors may be
-            ``meta`` ones.
+        like: A tree of the same structure, whose tensors have the same global shapes and dtypes (but for ``cast``). It
+            gives layouts, devices, strides, ties and classes. Without ``in_place`` its contents do not matter, and its
+            tensors may be ``meta`` ones.
         group: The ranks that take part; by default all. Together they must hold every tensor of ``tree`` completely.
         in_place: Write into the tensors of ``like`` instead of fresh ones.
+        cast: Convert elements to the dtypes of ``like``, as ``copy_into(cast=True)`` does: losslessly, or between
+            floating point types. They are converted where they are sent if that makes fewer bytes, otherwise where
+            they arrive.
+        strict: Whether both trees must have the same keys. With ``False``, what both have is moved, and the rest of
+            ``like`` is left alone. Lists, tuples and other containers must match all the same.
+        on_missing: Called with the ``Difference`` for each path that only one of the trees has, if ``strict`` is
+            ``False``; on every rank, before anything moves.
+        union: Whether ranks may hold different keys (pipeline stages, experts). They tell each other theirs, and the
+            result has all of them on every rank. Where a rank has no key of ``like``, it gets a ``meta`` tensor of the
+            global shape. Otherwise that is refused.
         replicas: What to do with a path at which the ranks hold tensors over meshes that differ from rank to rank (two
             copies of a model, or two pipeline stages with one name for their layers). With ``"check"`` they are copies
             only if their bytes are the same, which are hashed for that. With ``"first"``, what the first rank's mesh
@@ -46,10 +64,12 @@ def reshard(
         timeout: How long each collective may take, in seconds or as a ``timedelta``; by default what the group allows.
 
     Returns:
-        A tree with the structure and plain values of ``tree``, and tensors in the layouts of ``like``.
+        A tree with the structure and plain values of ``tree``, and tensors in the layouts of ``like``. Without
+        ``strict`` its structure is that of ``like``.
 
     Aliasing:
-        None, but with ``in_place`` the tensors are those of ``like``.
+        None, but with ``in_place`` the tensors are those of ``like``, and without ``strict`` leaves that only ``like``
+        has are its own.
 
     Collective:
         Every rank of the group calls it, with the same options.
@@ -70,8 +90,8 @@ def reshard(
         >>> st.reshard({"w": torch.ones(2)}, like={"w": torch.empty(2, device="meta")})
         {'w': tensor([1., 1.])}
     """
-    options = {"in_place": in_place, "replicas": replicas, "bucket_bytes": bucket_bytes}
+    how = LikeOptions(in_place, cast, strict, on_missing)
+    options = {**how.agreed(), "union": union, "replicas": replicas, "bucket_bytes": bucket_bytes}
     with exchange("reshard", group, timeout, **options) as run:
-        source = run.manifest(tree, complete=True)
-        target = run.destination_like(source, run.manifest(like, written=True), in_place=in_place)
-        return run.move(source, target)
+        source = run.manifest(tree, complete=True, union=union)
+        return run.move(source, run.destination_like(source, run.manifest(like, written=True, union=union), how))

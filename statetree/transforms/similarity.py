@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from statetree.errors import Difference, StateTreeError, shown
+from statetree.errors import CyclicTree, Difference, StateTreeError, TreeTooDeep, is_users_own, shown
 from statetree.leaves.builtin import settled, taken_over
 from statetree.leaves.pairing import LeafPairing, leave_out_differences, paired_parts
 from statetree.leaves.parts import AtomRecipe, PackedRecipe, Recipe, Unpacked, unpack
+from statetree.paths import Path
 from statetree.spans.bits import first_difference, is_unreadable, safely_equal, same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.layout import holds_memory
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from statetree.paths import Path
+    from statetree.tree.selection import Where
 
 #: How many differences a ``Similarity`` keeps; it counts all of them.
 MAX_DIFFERENCES: Final = 1_000
@@ -49,12 +50,12 @@ class Similarity:
         return f"{places}:\n  {shown([str(difference) for difference in self.differences], self.count)}"
 
 
-def similarity(a: Any, b: Any, *, values: bool = False) -> Similarity:
+def similarity(a: Any, b: Any, *, where: Where | None = None, values: bool = False) -> Similarity:
     """Compare two trees: structure, leaf types, dtypes, shapes, layouts, and with ``values`` every byte.
 
     Mappings are compared by their keys, whatever their type and order; lists, tuples and other containers must be of
     the same kind. Devices, strides, instance attributes and ``requires_grad`` are not compared. Any two values can be
-    compared; neither is changed.
+    compared, and what raises when it is looked at is like nothing, not even itself; neither is changed.
 
     If the trees are similar, ``copy_into`` succeeds in either direction (on tensors that can be written at all). So
     they are not if tensors that overlap in one correspond to tensors of the other that do not; a view that appears
@@ -63,13 +64,16 @@ def similarity(a: Any, b: Any, *, values: bool = False) -> Similarity:
     Args:
         a: Any tree.
         b: Any tree.
+        where: Which leaves are compared, as for ``select``: those that match in one of the trees.
         values: Whether the elements of tensors must agree bit by bit and plain values in value. Otherwise plain
-            values are compared by type (``1``, ``1.0`` and ``True`` differ).
+            values are compared by type (``1``, ``1.0`` and ``True`` differ), and opaque objects by their classes and
+            the dtypes and shapes of the tensors inside. Comparing elements takes a few megabytes.
 
     Returns:
         A ``Similarity``: true or false, with every difference, and a report as its ``str``.
 
     Raises:
+        TreeMismatch: If a glob in ``where`` matches nothing in either tree.
         CyclicTree: If a container holds itself.
 
     Example:
@@ -81,13 +85,21 @@ def similarity(a: Any, b: Any, *, values: bool = False) -> Similarity:
         1 difference:
           shape differs at w: (2, 3) against (3, 2)
     """
-    return _similarity(a, b, values=values)
+    return _similarity(a, b, where=where, values=values)
 
 
 @quietly
-def _similarity(a: Any, b: Any, *, values: bool) -> Similarity:
-    pairing = LeafPairing("similarity", a, b)
-    found = [*leave_out_differences(pairing, plain=True), *_byte_differences(pairing, values=values)]
+def _similarity(a: Any, b: Any, *, where: Where | None, values: bool) -> Similarity:
+    try:
+        pairing = LeafPairing("similarity", a, b, where=where, either=True)
+        found = [*leave_out_differences(pairing, plain=True), *_byte_differences(pairing, values=values)]
+    except (CyclicTree, TreeTooDeep, MemoryError):
+        raise
+    except BaseException as error:  # total: what cannot be looked at is like nothing
+        if where is not None or not is_users_own(error):  # a predicate's own error, or a glob that matches nothing
+            raise
+        path = getattr(error, "path", None) or Path()
+        found = [Difference(path, "leaf type", "cannot be taken apart", f"{type(error).__name__}: {error}")]
     return Similarity(tuple(found[:MAX_DIFFERENCES]), len(found))
 
 
@@ -112,8 +124,8 @@ def _byte_differences(pairing: LeafPairing, *, values: bool) -> list[Difference]
         differ(index, "ties", on_left, f"{on_right} (with {pairing.spec.paths()[other]})")
     if values:
         for index, a, b in zip(left.leaves, left.tensors, right.tensors, strict=True):
-            if a is not b and not _same(a, b):
-                differ(index, "value", *_first_difference(a, b))
+            if a is not b and not same_bytes(a, b):
+                differ(index, "value", *first_difference(a, b))
     return found
 
 
@@ -127,7 +139,9 @@ class _Parts(NamedTuple):
 def _shown(value: Any) -> str:
     try:
         text = repr(value)
-    except Exception:  # noqa: BLE001 - a hostile __repr__
+    except BaseException as error:  # a hostile __repr__
+        if not is_users_own(error):
+            raise
         text = object.__repr__(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -151,8 +165,6 @@ def _unpack_both(
             return
     for position, part_a, part_b in paired_parts(*sides):
         index = indices[position]
-        if not values and taken_over(pairing.left[index]):  # by type only, as plain values
-            continue
         if part_a is None or part_b is None:
             differ(index, "parts", "taken apart differently", "taken apart differently")
             continue
@@ -209,18 +221,3 @@ def _tie_conflicts(pairing: LeafPairing, left: _Parts, right: _Parts) -> list[tu
 
 def _can_be_written(tensor: torch.Tensor) -> bool:
     return not tensor.is_meta and holds_memory(tensor) and not overlaps_itself(tensor.shape, tensor.stride())
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.is_meta or b.is_meta:
-        return a.is_meta and b.is_meta
-    if not holds_memory(a) or not holds_memory(b):
-        return not holds_memory(a) and not holds_memory(b)
-    return same_bytes(a, b)
-
-
-def _first_difference(a: torch.Tensor, b: torch.Tensor) -> tuple[str, str]:
-    readable = holds_memory(a), holds_memory(b)
-    if not all(readable):
-        return ("readable" if readable[0] else "freed", "readable" if readable[1] else "freed")
-    return first_difference(a, b)

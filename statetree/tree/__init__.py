@@ -5,7 +5,10 @@ containers. From the top to the bottom:
 
 - ``mapping``: functions mapped over leaves, and trees as flat dicts.
 - ``flatten``: the two directions, and their variants for copying.
+- ``selection``: which leaves are meant: globs over paths, and predicates.
+- ``pruning``: a structure without some of its leaves.
 - ``matching``: which leaves of two trees correspond, mappings matched by their keys.
+- ``union``: a structure that has every key of several.
 - ``spec``: ``TreeSpec``, the structure without the leaves; to optree and back.
 - ``traversal``: the loop that takes a tree apart, and the one that rebuilds it.
 - ``registry``: which classes are containers (the only module that registers with optree).

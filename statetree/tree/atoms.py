@@ -11,9 +11,25 @@ import re
 import types
 import uuid
 import weakref
-from typing import Any
+from typing import Any, Final
 
 import torch
+
+from statetree.errors import is_users_own
+
+
+class Hole(enum.Enum):
+    """The class of ``HOLE``."""
+
+    HOLE = "HOLE"
+
+    def __repr__(self) -> str:
+        return "HOLE"
+
+
+#: Stands, as a leaf, for one that is not there: ``partition`` leaves it where the other tree has a leaf, and ``merge``
+#: fills it. It is an atom, which every transform passes on, and there is one of it in a process.
+HOLE: Final = Hole.HOLE
 
 _ATOMS: set[type] = {
     type(None),
@@ -77,6 +93,14 @@ def is_atom_type(cls: type) -> bool:
     return cls in _ATOMS or issubclass(cls, (enum.Enum, type)) or f"{cls.__module__}.{cls.__qualname__}" in _BY_NAME
 
 
+def is_constant_type(cls: type) -> bool:
+    """Whether instances of exactly this class are atoms that belong to the structure where they are in attributes.
+
+    A ``HOLE`` does not: it stands for a leaf, and a tree with it has the same structure as one with the leaf.
+    """
+    return cls is not Hole and is_atom_type(cls)
+
+
 def add_atom_type(cls: type) -> None:
     """Declare instances of exactly this class to be atoms."""
     _ATOMS.add(cls)
@@ -106,5 +130,7 @@ def same_value(a: object, b: object) -> bool:
         if isinstance(x, dict):
             return x.keys() == y.keys() and all(same_value(value, y[key]) for key, value in x.items())
         return bool(x == y)
-    except Exception:  # noqa: BLE001 - total: whatever a user's __eq__ does, there is an answer
+    except BaseException as error:  # total: whatever a user's __eq__ does, there is an answer
+        if not is_users_own(error):
+            raise
         return False

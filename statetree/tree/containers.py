@@ -8,7 +8,7 @@ whole container at once takes 30, and its compiled rules for builtin classes can
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 from statetree.paths import Attr
@@ -54,6 +54,15 @@ class Container:
     def num_items(self, keys: tuple[Any, ...]) -> int:
         """Return how many of the keys are the container's own, and not those of attributes."""
         return sum(type(key) is not Attr for key in keys)
+
+    def can_lack(self) -> bool:
+        """Whether a container without some of its children is one of the same kind."""
+        return self.family in {"mapping", "list", "tuple", "deque"}
+
+    def without_attributes(self, aux: Any, gone: Collection[str]) -> Any:
+        """Return the auxiliary data of a container that lacks some of the attributes which are its children."""
+        assert not gone
+        return aux
 
     def __repr__(self) -> str:
         return f"<container {self.cls.__qualname__}>"

@@ -9,11 +9,11 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.paths import Attr
-from statetree.tree.atoms import is_atom_type
+from statetree.tree.atoms import is_constant_type
 from statetree.tree.containers import Container
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
+    from collections.abc import Collection, Hashable, Iterable, Sequence
 
     from statetree.tree.containers import Flattened, Freeze
 
@@ -95,7 +95,7 @@ class _Instance(Container):
             if base is deque:
                 extra = _maxlen.__get__(container)
         state, are_items = self.attributes(container)
-        if extra is not None and base is defaultdict and not is_atom_type(type(extra)):
+        if extra is not None and base is defaultdict and not is_constant_type(type(extra)):
             state[_FACTORY], extra = extra, None
         if not state and not are_items:
             return children, keys, (extra, None)
@@ -120,6 +120,15 @@ class _Instance(Container):
         if attributes is not None:
             self._set_attributes(fresh, attributes, children[count:])
         return fresh
+
+    def without_attributes(self, aux: Any, gone: Collection[str]) -> Any:
+        extra, attributes = aux
+        if not gone:
+            return aux
+        rows = zip(attributes.names, attributes.frozen, strict=True)
+        kept = [(name, frozen) for name, frozen in rows if name not in gone]
+        names, values = tuple(name for name, _ in kept), tuple(frozen for _, frozen in kept)
+        return extra, Attributes(names, values, attributes.are_items)
 
     def _builtin_part(self, extra: Any, keys: tuple[Any, ...], items: Sequence[Any]) -> Any:
         base, cls = self.base, self.cls
@@ -180,14 +189,15 @@ def copy_plain(value: Any) -> Any:
         NotPlain: If it is anything else.
     """
     cls = type(value)
-    if is_atom_type(cls):
+    if is_constant_type(cls):
         return value
     if cls is dict or (cls is OrderedDict and not vars(value)):
         items = list(value.values())
         classes = set(map(type, items))
-        if all(map(is_atom_type, classes)):
+        if all(map(is_constant_type, classes)):
             return cls(value)
-        if classes == {dict} and all(map(is_atom_type, set(map(type, chain.from_iterable(map(dict.values, items)))))):
+        inner = chain.from_iterable(map(dict.values, items)) if classes == {dict} else ()
+        if classes == {dict} and all(map(is_constant_type, set(map(type, inner)))):
             return cls(zip(value, map(dict.copy, items), strict=True))
     raise NotPlain
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.errors import Difference
 from statetree.paths import Path, key_identity
+from statetree.tree.atoms import HOLE
+from statetree.tree.selection import selected_in
 from statetree.tree.spec import TreeSpec, same_aux
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from statetree.tree.selection import Where
     from statetree.tree.traversal import Node
 
 ABSENT = "absent"
@@ -26,12 +29,117 @@ def matched(
 
     Returns:
         For every leaf of ``left`` the index of the one of ``right`` that it matches (``None`` if that is the same
-        index throughout), and every difference of structure. With differences the first part means nothing.
+        index throughout), and every difference of structure. Leaves that have no match have the index -1.
     """
     sizes = (left.num_leaves, len(left.nodes)), (right.num_leaves, len(right.nodes))
     if sizes[0] == sizes[1] and all(map(_same_place, left.nodes, right.nodes)):
         return None, []
     return _Matching(left, left_leaves, right, right_leaves).run()
+
+
+def only_missing(differences: Sequence[Difference]) -> bool:
+    """Whether two trees differ in nothing but keys that one of them lacks: what both have matches then."""
+    return all(found.kind == "missing" for found in differences)
+class CommonLeaves(NamedTuple):
+    """What two trees have both, as ``matched_where`` finds it.
+
+    Attributes:
+        order: For every leaf of the left tree the index of its partner in the right one, or -1.
+        differences: Where the trees do not fit.
+        missing: Leaves that one side lacks, where that is allowed.
+    """
+
+    order: list[int]
+    differences: list[Difference]
+    missing: list[Difference]
+
+
+def matched_where(
+    verb: str,
+    left: tuple[TreeSpec, Sequence[Any]],
+    right: tuple[TreeSpec, Sequence[Any]],
+    *,
+    where: Where | None = None,
+    strict: bool = True,
+    either: bool = False,
+) -> CommonLeaves:
+    """Match those leaves of two trees that are meant, and if so allowed those alone that both have.
+
+    Args:
+        verb: On whose behalf, for messages.
+        left: The structure and the leaves of one tree.
+        right: Those of the other.
+        where: Which leaves are meant; what differs elsewhere does not count. A predicate is asked about the leaf of the
+            right tree, and about the other one where there is none.
+        strict: Whether both trees must have the leaves. If not, a ``HOLE`` is none.
+        either: Whether a pair is meant as soon as the predicate says so of one of its leaves.
+
+    Raises:
+        TreeMismatch: If a glob or path matches nothing in either tree.
+    """
+    found, differences = matched(*left, *right)
+    order = list(range(left[0].num_leaves)) if found is None else found
+    masks = [[True] * spec.num_leaves for spec, _ in (left, right)]
+    if where is not None:
+        masks = selected_in(where, [left, right], verb=verb)
+    unfit, missing = _sorted_out(differences, order, left, right, masks, strict=strict, everywhere=where is None)
+    for index, partner in enumerate(order):
+        if partner < 0:
+            continue
+        a, b = left[1][index], right[1][partner]
+        if not (masks[1][partner] or (either and masks[0][index])):
+            order[index] = -1
+        elif not strict and (a is HOLE) is not (b is HOLE):
+            sides = (
+                ABSENT if a is HOLE else _describe(*left, index),
+                ABSENT if b is HOLE else _describe(*right, partner),
+            )
+            missing.append(Difference(left[0].paths()[index], "missing", *sides))
+            order[index] = -1
+    return CommonLeaves(order, unfit, missing)
+
+
+def _sorted_out(
+    differences: Sequence[Difference],
+    order: Sequence[int],
+    left: tuple[TreeSpec, Sequence[Any]],
+    right: tuple[TreeSpec, Sequence[Any]],
+    masks: Sequence[Sequence[bool]],
+    *,
+    strict: bool,
+    everywhere: bool,
+) -> tuple[list[Difference], list[Difference]]:
+    """Return the differences that concern leaves which are meant, and the leaves that are missing and may be."""
+    if not differences:
+        return [], []
+    place = {_identity(difference.path): index for index, difference in enumerate(differences)}
+    concerned: list[list[Difference]] = [[] for _ in differences]
+    inhabited: set[int] = set()
+    partners = set(order)
+    for side, (spec, leaves) in enumerate((left, right)):
+        for index, path in enumerate(spec.paths()):
+            if (order[index] >= 0) if side == 0 else (index in partners):
+                continue
+            identity = _identity(path)
+            lengths = range(len(path) + 1)
+            at = next(place[identity[:length]] for length in lengths if identity[:length] in place)
+            inhabited.add(at)
+            if masks[side][index]:
+                told = _describe(spec, leaves, index)
+                concerned[at].append(Difference(path, "missing", *((told, ABSENT) if side == 0 else (ABSENT, told))))
+    unfit: list[Difference] = []
+    missing: list[Difference] = []
+    for index, difference in enumerate(differences):
+        is_meant = bool(concerned[index]) or (everywhere and index not in inhabited)
+        if difference.kind == "missing" and not strict:
+            missing += concerned[index] or ([difference] if is_meant else [])
+        elif is_meant:
+            unfit.append(difference)
+    return unfit, missing
+
+
+def _identity(path: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(map(key_identity, path))
 
 
 def _same_place(a: Node, b: Node) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import optree
 import torch
 
-from statetree.tree.atoms import is_atom_type
+from statetree.tree.atoms import is_atom_type, is_constant_type
 from statetree.tree.containers import Container
 from statetree.tree.instances import NamedTupleContainer, instance_container
 
@@ -40,7 +40,7 @@ class _DefaultDict(_Dict):
 
     def flatten(self, container: Any, freeze: Freeze, plain: int = 0) -> Flattened:
         factory = container.default_factory
-        if factory is not None and not is_atom_type(type(factory)):
+        if factory is not None and not is_constant_type(type(factory)):
             return _INSTANCE_OF_DEFAULTDICT.flatten(container, freeze, plain)
         return list(container.values()), tuple(container), factory
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, cast
 
-from statetree.errors import CyclicTree, TreeTooDeep, note_leaf
+from statetree.errors import CyclicTree, TreeTooDeep, UnsupportedLeaf, note_leaf
 from statetree.paths import Attr, Path, render_key
-from statetree.tree.atoms import add_atom_type, is_atom_type
+from statetree.tree.atoms import add_atom_type, is_atom_type, is_constant_type
 from statetree.tree.containers import Container
 from statetree.tree.instances import MAX_ATTRIBUTE_DEPTH, NotPlain, copy_plain
 from statetree.tree.registry import CONTAINERS, LEAF_CLASSES, container_of
@@ -172,9 +172,12 @@ def traverse(
     while True:
         for index, child in frame.children:
             cls = type(child)
-            kind = kind_of(cls, _UNSEEN)
-            if kind is _UNSEEN:
-                kind = container_of(cls)
+            try:
+                kind = kind_of(cls, _UNSEEN)
+                if kind is _UNSEEN:
+                    kind = container_of(cls)
+            except Exception as error:  # noqa: BLE001 - a hostile metaclass
+                _raise_unknowable(verb, error, child, [*frames, frame], index)
             if kind is not None and is_leaf is not None:
                 try:
                     kind = None if is_leaf(child) else kind
@@ -182,7 +185,7 @@ def traverse(
                     note_leaf(error, _path_of([*frames, frame], index), child)
                     raise
             if kind is None:
-                if plain and not is_atom_type(cls):
+                if plain and not is_constant_type(cls):
                     raise NotPlain
                 leaves.append(child)
                 continue
@@ -202,7 +205,7 @@ def traverse(
             frame.kids.append(index)
             # The parents of leaves are most of the containers of a state: they need no frame. All that their children
             # are is found in one look at a set of classes, which costs less than a look-up for each child.
-            if not plain and LEAF_CLASSES.issuperset(map(type, children)):
+            if not plain and _are_leaves(children):
                 leaves += children
                 nodes.append((kind, keys, aux, (), len(leaves) - emitted))
                 emitted = len(leaves)
@@ -229,10 +232,26 @@ def traverse(
             frame = frames.pop()
 
 
+def _are_leaves(children: Iterable[Any]) -> bool:
+    try:
+        return LEAF_CLASSES.issuperset(map(type, children))
+    except Exception:  # noqa: BLE001 - a metaclass whose instances cannot be hashed: found again, and named
+        return False
+
+
 def _path_of(frames: Sequence[_Frame], index: int) -> Path:
     """Return the path of child ``index`` of the last frame (the first frame is the root's, without keys)."""
     inner = [frame.keys[frame.kids[-1]] for frame in frames[1:-1]]
     return Path((*inner, frames[-1].keys[index])) if len(frames) > 1 else Path()
+
+
+def _raise_unknowable(verb: str, error: Exception, child: Any, frames: Sequence[_Frame], index: int) -> NoReturn:
+    path = _path_of(frames, index)
+    msg = (
+        f"{verb}: the class of the value at {path or '<root>'} ({type(child).__qualname__}) cannot be looked up: "
+        f"expected one that can be hashed, got {type(error).__name__}: {error}. Mend its metaclass."
+    )
+    raise UnsupportedLeaf(msg, path) from error
 
 
 def _raise_cycle(verb: str, child: Any, frames: Sequence[_Frame], index: int) -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import statetree
-from statetree.exchange import plan as plans
+from statetree.exchange import routes
 from statetree.testing import Layout, run_ranks
 from tests.collectives.checks import attempt, check_in_step, group_of
 from tests.trees.classes import TwoTensors
@@ -387,8 +387,8 @@ def take_slices_of_many():
     like = {key: DTensor.from_local(torch.zeros(2, 3, dtype=torch.int64), mesh, [Shard(0)]) for key in full}
     with pytest.MonkeyPatch.context() as patch:
         made = []
-        init = plans._Table.__init__
-        patch.setattr(plans._Table, "__init__", lambda *args: made.append(init(*args)))
+        init = routes.Route.__init__
+        patch.setattr(routes.Route, "__init__", lambda *args: made.append(init(*args)))
         found = statetree.distribute(full, like)
     assert len(made) == 1
     for key, leaf in found.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -11,9 +12,8 @@ import torch
 
 import statetree as st
 from statetree import compose
-from statetree.leaves.builtin import holds_tensor
+from statetree.testing import Law, laws
 from statetree.testing.regions import raw_bytes, storage_of
-from statetree.tree.flatten import flatten_for_copy
 
 
 class Verb(NamedTuple):
@@ -41,6 +41,22 @@ class Verb(NamedTuple):
 
     def __str__(self) -> str:
         return self.name
+
+    def laws(self, *, ties: bool = True) -> list[Law]:
+        """Return what holds of the transform for every tree that it takes.
+
+        Args:
+            ties: Whether leaves of the tree that share a storage without overlapping do so in a result.
+        """
+        found = [laws.pure, laws.structure, laws.geometry]
+        if self.fresh:
+            found += [laws.independent]
+        if self.copies:
+            found += [laws.values]
+        if self.prepare is None:
+            # What copy_into takes from the source, its opaque objects, is tied to nothing of the destination's.
+            found += [laws.overlaps if self.slabs or not ties else laws.ties]
+        return found
 
     def ready(self, tree: Any) -> Callable[[], Any]:
         """Return the call of the transform, with everything prepared."""
@@ -73,15 +89,8 @@ def in_small_buckets(tree: Any) -> Any:
 
 
 def streamed(tree: Any) -> Any:
-    leaves, spec = flatten_for_copy(tree, holds_tensor)
-    paths = spec.paths()
-    order = sorted(range(len(leaves)), key=lambda index: paths[index].sort_key())
-    results = [None] * len(leaves)
     with mock.patch.object(compose, "BUCKET_BYTES", 100):
-        for index, (path, leaf) in zip(order, st.stream(tree, st.offload), strict=True):
-            assert path == paths[index]
-            results[index] = leaf
-    return st.unflatten(spec, results)
+        return laws.leaf_by_leaf(st.offload, tree)
 
 
 def staged(tree: Any, **options: Any) -> Any:
@@ -95,6 +104,11 @@ def staged_again(tree: Any) -> Any:
         stager.stage(tree)
         stager.stage(tree)
         return stager.stage(tree)
+
+
+def _every_other() -> Callable[..., bool]:
+    turns = count()
+    return lambda *_: next(turns) % 2 == 0
 
 
 VERBS = [
@@ -111,6 +125,9 @@ VERBS = [
     Verb("stage again", staged_again, deep=True),
     Verb("offload without copy", partial(st.offload, copy=False), fresh=False),
     Verb("map_leaves", partial(st.map_leaves, identity), fresh=False, looks=False),
+    Verb("partition and merge", lambda tree: st.merge(*st.partition(tree, _every_other())), fresh=False, looks=False),
+    Verb("select all", lambda tree: st.select(tree, lambda *_: True), fresh=False, looks=False),
+    Verb("update with itself", lambda tree: st.update(tree, lambda *_: True, identity), fresh=False, looks=False),
     Verb("flatten and unflatten", lambda tree: st.unflatten(*reversed(st.flatten(tree))), fresh=False, looks=False),
     Verb("to_flat and from_flat", lambda tree: st.from_flat(*st.to_flat(tree)), fresh=False, looks=False),
 ]

@@ -12,6 +12,9 @@ from statetree.dcp import AsyncStager, Checkpointer, directories, saving, series
 from statetree.testing import assert_trees_equal
 from tests.pace import units
 
+#: Many tests here save steps in any order.
+pytestmark = pytest.mark.filterwarnings("ignore:.* is not above that of the latest checkpoint")
+
 
 def state_of(step):
     return {"w": torch.arange(4.0) + step, "step": step}
@@ -266,6 +269,124 @@ def test_a_given_step_that_is_removed_while_it_is_read_is_said_to_be(tmp_path, m
         saved.restore(state_of(0), step=1)
 
 
+@pytest.mark.parametrize("call", ["save", "async_save"])
+@pytest.mark.parametrize("step", [3, 5])
+def test_a_step_that_does_not_become_the_latest_is_said_to(call, step, tmp_path):
+    saved = Checkpointer(tmp_path)
+    saved.save(5, state_of(5))
+    message = rf"{call}: step {step} is not above that of the latest checkpoint in .*, 5: expected a higher one"
+    with pytest.warns(UserWarning, match=message) as caught:
+        getattr(saved, call)(step, state_of(step))
+    assert caught[0].filename == __file__
+    saved.close()
+    assert saved.steps() == sorted({step, 5})
+
+
+def test_a_number_is_no_template(tmp_path):
+    saved = Checkpointer(tmp_path)
+    saved.save(5, state_of(5))
+    with pytest.raises(TypeError, match=r"restore: state must be a template, or None: .*number 5\. .*pass step=5"):
+        saved.restore(5)
+    assert_trees_equal(saved.restore(step=5), state_of(5))
+    assert_trees_equal(saved.restore(state_of(0), 5), state_of(5))
+
+
+def test_the_latest_step(tmp_path):
+    saved = Checkpointer(tmp_path)
+    assert saved.latest_step() is None
+    for step in (5, 3):
+        saved.save(step, state_of(step))
+    assert saved.latest_step() == 5
+
+
+def flip_a_bit(path, offset):
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", ".statetree_manifest"])
+def test_where_the_latest_is_damaged_an_older_one_is_named_or_taken(name, tmp_path):
+    saved = Checkpointer(tmp_path)
+    for step in (1, 2, 3, 4):
+        saved.save(step, state_of(step))
+    path = tmp_path / "step-00000004" / name
+    flip_a_bit(path, path.stat().st_size // 2)
+    (tmp_path / "step-00000003" / "__0_0.distcp").unlink()
+    with pytest.raises(
+        statetree.CheckpointError, match=r"load: .*the newest older .* is of step 2: pass step=2, or fal"
+    ):
+        saved.restore()
+    template = state_of(0)
+    with pytest.warns(
+        UserWarning, match=r"restore: took the checkpoint of step 2, since a later one is damaged"
+    ) as caught:
+        restored = saved.restore(template, fallback=True)
+    assert caught[0].filename == __file__
+    assert_trees_equal(restored, state_of(2))
+    assert restored["w"] is template["w"]
+    assert_trees_equal(saved.restore(step=2, fallback=True), state_of(2))
+
+
+def test_damage_that_shows_when_it_is_read_is_passed_over_too(tmp_path):
+    saved = Checkpointer(tmp_path)
+    for step in (1, 2, 3):
+        saved.save(step, state_of(step))
+    for step in (2, 3):
+        path = tmp_path / f"step-0000000{step}" / "__0_0.distcp"
+        flip_a_bit(path, path.read_bytes().index((torch.arange(4.0) + step).numpy().tobytes()) + 5)
+    with pytest.warns(UserWarning, match=r"took the checkpoint of step 1, .*step-00000003"):
+        assert_trees_equal(saved.restore(fallback=True), state_of(1))
+    path = tmp_path / "step-00000001" / "__0_0.distcp"
+    path.unlink()
+    with pytest.raises(statetree.CheckpointError, match=r"step-00000003.*is damaged"):
+        saved.restore(fallback=True)
+
+
+def test_a_link_in_the_series_is_removed_and_not_what_it_leads_to(tmp_path):
+    saved = Checkpointer(tmp_path / "series", keep=1)
+    saved.save(1, state_of(1))
+    (tmp_path / "series" / "step-00000001").rename(tmp_path / "elsewhere")
+    (tmp_path / "series" / "step-00000001").symlink_to("../elsewhere")
+    (tmp_path / "series" / f".step-00000001.removed-{'a' * 32}").symlink_to("../elsewhere")
+    assert_trees_equal(saved.restore(), state_of(1))
+    saved.save(2, state_of(2))
+    assert names(tmp_path / "series") == ["step-00000002"]
+    assert_trees_equal(statetree.dcp.load(checkpoint_id=tmp_path / "elsewhere"), state_of(1))
+
+
+def test_a_directory_that_is_not_yet_locked_is_not_taken_for_a_leftover(tmp_path, monkeypatch):
+    """As another process that begins a save at this moment would."""
+    init = series.UnfinishedStep.__init__
+    other: list[threading.Thread] = []
+
+    def meanwhile(self, path, step):
+        if not other:
+            other.append(threading.Thread(target=lambda: series.Series(tmp_path).begin(2).discard()))
+            other[0].start()
+            other[0].join(0.3)
+        init(self, path, step)
+
+    monkeypatch.setattr(series.UnfinishedStep, "__init__", meanwhile)
+    Checkpointer(tmp_path).save(1, state_of(1))
+    other[0].join()
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_what_a_future_has_raised_is_not_raised_again(tmp_path, monkeypatch):
+    def fail(*args):
+        raise OSError("planted")
+
+    saved = Checkpointer(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "run_save", fail)
+        with pytest.raises(statetree.CheckpointError, match=r"planted"):
+            saved.async_save(1, state_of(1)).result(units(10))
+    saved.save(2, state_of(2))
+    assert saved.steps() == [2]
+    saved.close()
+
+
 def test_a_damaged_checkpoint_is_not_looked_for_again(tmp_path):
     saved = Checkpointer(tmp_path)
     saved.save(1, state_of(1))
@@ -325,9 +446,10 @@ def test_a_failure_in_staging_reaches_the_caller_once(tmp_path):
 
 
 def test_classes_beyond_plain_data_take_trust(tmp_path):
-    state = {"path": tmp_path}
+    state = {"call": len}
     with Checkpointer(tmp_path) as saved:
-        saved.save(1, state)
-        with pytest.raises(statetree.CheckpointError, match=r"the plain value at path cannot be read.*weights_only"):
+        with pytest.warns(UserWarning, match=r"save: plain values that restore refuses .*\n  call \(builtin_function"):
+            saved.save(1, state)
+        with pytest.raises(statetree.CheckpointError, match=r"the plain value at call cannot be read.*weights_only"):
             saved.restore()
         assert saved.restore(weights_only=False) == state

@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -153,7 +154,7 @@ def test_a_checkpoint_without_checksums(tmp_path):
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
-        dcp.save(make_state(), checkpoint_id=tmp_path)
+        dcp.save(make_state(), checkpoint_id=tmp_path, storage_writer=FileSystemWriter(tmp_path))
     finally:
         torch.serialization.set_crc32_options(before)
     with pytest.raises(statetree.CheckpointError, match=r"has no checksums: expected those .* Pass verify=False"):

@@ -47,8 +47,7 @@ def destroy_before_the_thread_begins(directory: Path) -> list[str]:
             with pytest.raises(statetree.CheckpointError, match=r"(?s)save: .*(group|Connection closed by peer)"):
                 future.result(units(30))
         assert series.steps() == [0]
-        with pytest.raises(statetree.CheckpointError, match=r"save: "):
-            series.restore()
+        assert series.restore()["a"].tolist() == [0, 1, 2, 3]  # its future has said what there was to say
         with pytest.raises(statetree.CheckpointError, match=r"(incomplete|no such directory)"):
             dcp.load(checkpoint_id=directory / "lone")
         with pytest.raises(statetree.CheckpointError, match=r"(incomplete|no such directory)"):

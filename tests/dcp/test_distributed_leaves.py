@@ -81,7 +81,6 @@ def refuse_on_ranks(directory: Path) -> None:
         "a ShardedTensor without memory": (without_memory(shard_tensor()), r"storage was freed or resized to 0 bytes"),
         "uneven": (uneven(), r"does not fit its placements"),
         "in an object": (Box([sharded()]), r"a Box with a distributed tensor inside.*Gather it"),
-        "a class of its own": (Chunked(2 * rank, torch.arange(2.0)), r"a Chunked, of which each rank holds a part"),
         "an object with that": (Box(Chunked(2 * rank, torch.arange(2.0))), r"a Box with a distributed tensor inside"),
         "bits": (in_bits(), r"a DTensor of torch.bits8. View it as numbers"),
     }

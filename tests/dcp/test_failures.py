@@ -42,9 +42,8 @@ def test_a_full_disk_leaves_the_last_checkpoint(small_disk):
         assert checkpointer.steps() == [1]
         assert [path.name for path in small_disk.iterdir()] == ["step-00000001"]
         future = checkpointer.async_save(2, {"w": torch.zeros(200_000)})
-        for told in (future.result, checkpointer.restore):
-            with pytest.raises(statetree.CheckpointError, match=r"(?s)save: .*disk is full|No space left"):
-                told()
+        with pytest.raises(statetree.CheckpointError, match=r"(?s)save: .*disk is full|No space left"):
+            future.result()
         checkpointer.save(3, {"w": torch.ones(10_000)})
         assert checkpointer.restore()["w"].sum() == 10_000
 
@@ -83,8 +82,6 @@ def test_a_directory_that_cannot_be_written_is_named(small_disk):
         future = checkpointer.async_save(3, {"w": torch.zeros(10)})
         with pytest.raises(statetree.CheckpointError, match=r"Read-only"):
             future.result(units(10))
-        with pytest.raises(statetree.CheckpointError, match=r"Read-only"):
-            checkpointer.restore()
         assert_trees_equal(checkpointer.restore(), {"w": torch.zeros(10)})  # reading still works
     with pytest.raises(statetree.CheckpointError, match=r"save: the checkpoint .*rank 0: OSError: .*Read-only"):
         dcp.save({"w": torch.zeros(10)}, checkpoint_id=small_disk / "a")

@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import time
+import warnings
 from contextlib import suppress
 
 import pytest
@@ -114,7 +115,7 @@ def test_a_killed_run_leaves_a_restorable_checkpoint(world_size, kills, tmp_path
     assert latest >= 0  # some were complete before the end came
 
 
-def save_and_die(directory, step, value, death):
+def save_and_die(directory, step, value, death, *, incremental):
     """Save in a process that is killed before it touches the file system for the given time."""
     pid = os.fork()
     if pid == 0:
@@ -125,22 +126,23 @@ def save_and_die(directory, step, value, death):
                 os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(count)
-        Checkpointer(directory, keep=1).save(step, state_of(value))
+        Checkpointer(directory, keep=1, incremental=incremental).save(step, state_of(value))
         os._exit(0)
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) in (0, -signal.SIGKILL)
     return status == 0
 
 
-def die_everywhere(directory, step, sender):
+def die_everywhere(directory, step, incremental, sender):
     """Save over a checkpoint, killed at a later touch every time, until it is not. Sends how often it was killed."""
     torch.set_num_threads(1)
-    checkpointer = Checkpointer(directory, keep=1)
+    warnings.simplefilter("ignore")  # steps are replaced
+    checkpointer = Checkpointer(directory, keep=1, incremental=incremental)
     survived, death = False, 0
     while not survived:
         checkpointer.save(1, state_of(1))
         death += 1
-        survived = save_and_die(directory, step, 2, death)
+        survived = save_and_die(directory, step, 2, death, incremental=incremental)
         restored = checkpointer.restore()
         assert_trees_equal(restored, state_of(2 if survived else restored["step"]))
         checkpointer.save(step, state_of(3))
@@ -151,12 +153,13 @@ def die_everywhere(directory, step, sender):
     sender.send(death - 1)
 
 
+@pytest.mark.parametrize("incremental", [False, True], ids=["whole", "incremental"])
 @pytest.mark.parametrize("step", [1, 2], ids=["replaced", "another"])
-def test_a_save_killed_at_any_touch_of_a_file_leaves_a_checkpoint(step, tmp_path):
+def test_a_save_killed_at_any_touch_of_a_file_leaves_a_checkpoint(step, incremental, tmp_path):
     context = multiprocessing.get_context("forkserver")  # it forks itself, which takes a process without threads
     context.set_forkserver_preload(["statetree.dcp"])
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=die_everywhere, args=(tmp_path / "run", step, sender))
+    process = context.Process(target=die_everywhere, args=(tmp_path / "run", step, incremental, sender))
     process.start()
     sender.close()
     process.join()

@@ -25,6 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 import statetree
 from statetree import dcp
 from statetree.chunks.boxes import Box, is_covered
+from statetree.dcp import file_manifest, metadata
+from statetree.dcp.file_manifest import MANIFEST
 from statetree.dcp.saved_structure import read
 from tests.pace import units
 
@@ -194,8 +196,10 @@ def test_what_is_shared_often_is_not_shown_in_full(name, checkpoint):
 
 
 def change(directory, edit):
+    """Change the metadata, as of a checkpoint that DCP alone wrote: without a manifest."""
     path = directory / ".metadata"
     metadata = pickle.loads(path.read_bytes())
+    metadata.storage_meta.save_id = "another"
     edit(metadata)
     path.write_bytes(pickle.dumps(metadata))
 
@@ -247,7 +251,7 @@ EDITS = {
         r"a piece of w lies at \(0,\) with the size \(1001,\)",
     ),
     "hole": (lambda m: m.state_dict_metadata["w"].chunks.clear(), "holds 0 of the 1000 elements of w"),
-    "overlap and hole": (lambda m: pieces(m, (0, 600), (200, 400)), "pieces that overlap, but not all 1000 elements"),
+    "overlap and hole": (lambda m: pieces(m, (0, 600), (200, 400)), r"the pieces of 'w' overlap in __0_0\.distcp"),
     "missing": (lambda m: m.storage_data.clear(), "does not say where"),
     "swapped": (lambda m: m.state_dict_metadata.__setitem__("w", BytesStorageMetadata()), "does not"),
     "absent": (lambda m: m.state_dict_metadata.pop("w"), "structure names w, which it does not hold"),
@@ -320,7 +324,9 @@ def test_coverage_by_many_boxes_takes_little():
 
 def test_code_in_values_does_not_run(checkpoint, tmp_path):
     directory = tmp_path / "evil"
-    dcp.save({"v": touch(tmp_path)}, checkpoint_id=directory)
+    with pytest.warns(UserWarning, match=r"v \(Evil\): .*posix.mkdir"):
+        dcp.save({"v": touch(tmp_path)}, checkpoint_id=directory)
+    assert not (tmp_path / MARK).exists()
     refused(directory, "the plain value at v cannot be read: .*weights_only=False")
     refused(directory, "the plain value at v cannot be read", {"v": None})
     assert not (tmp_path / MARK).exists()
@@ -329,7 +335,8 @@ def test_code_in_values_does_not_run(checkpoint, tmp_path):
 def test_empty_bytes_are_admitted_and_no_more(tmp_path):
     dcp.save({"v": b""}, checkpoint_id=tmp_path / "empty")
     assert dcp.load(checkpoint_id=tmp_path / "empty") == {"v": b""}
-    dcp.save({"v": Evil(bytes, 1 << 30)}, checkpoint_id=tmp_path / "many")
+    with pytest.warns(UserWarning, match=r"v \(Evil\)"):
+        dcp.save({"v": Evil(bytes, 1 << 30)}, checkpoint_id=tmp_path / "many")
     refused(tmp_path / "many", "the plain value at v cannot be read")
 
 
@@ -372,6 +379,65 @@ def test_truncated_files_are_named(checkpoint):
     refused(checkpoint, "__0_0.distcp is truncated")
     data.unlink()
     refused(checkpoint, "the file __0_0.distcp is missing")
+
+
+def test_metadata_that_are_no_file_are_refused(checkpoint):
+    """Opening a pipe would wait for somebody who writes."""
+    (checkpoint / ".metadata").unlink()
+    os.mkfifo(checkpoint / ".metadata")
+    refused(checkpoint, r"\.metadata is no regular file")
+
+
+def test_a_manifest_that_is_no_file_is_refused(checkpoint):
+    (checkpoint / MANIFEST).unlink()
+    os.mkfifo(checkpoint / MANIFEST)
+    refused(checkpoint, "is no regular file.*pass verify=False")
+
+
+@pytest.mark.parametrize("name", [".metadata", MANIFEST])
+def test_metadata_of_any_size_are_refused(name, checkpoint, monkeypatch):
+    for module in (file_manifest, metadata):
+        monkeypatch.setattr(module, "_MAX_BYTES", 10_000)
+    os.truncate(checkpoint / name, 10_001)
+    refused(checkpoint, f"{name} has 10001 bytes: expected at most 10000")
+
+
+def test_one_piece_does_not_serve_many_entries(checkpoint):
+    """Which would take any amount of memory."""
+
+    def serve(metadata):
+        entry = metadata.state_dict_metadata["w"]
+        for number in range(3):
+            metadata.state_dict_metadata[f"w{number}"] = entry
+            metadata.storage_data[MetadataIndex(f"w{number}", torch.Size([0]))] = info(metadata)
+
+    change(checkpoint, serve)
+    refused(
+        checkpoint,
+        r"the pieces of '.*' and '.*' overlap in __0_0\.distcp",
+        {"w0": torch.zeros(1000), "w1": torch.zeros(1000)},
+    )
+
+
+def test_what_is_shared_without_end_is_not_shown(checkpoint):
+    """An error of Python's own would render it."""
+    deep = [1]
+    for _ in range(60):
+        deep = [deep, deep]
+
+    def edit(metadata):
+        metadata.state_dict_metadata = {"w": metadata.state_dict_metadata["w"]}
+        metadata.state_dict_metadata["w"].properties = deep
+
+    change(checkpoint, edit)
+    refused(checkpoint, "expected a TensorProperties, got a list")
+
+
+def test_names_do_not_reach_the_terminal_as_they_are(checkpoint):
+    change(checkpoint, lambda metadata: setattr(info(metadata), "relative_path", "\x1b[2J/../x\n"))
+    with pytest.raises(statetree.CheckpointError, match="leads out") as caught:
+        dcp.load(checkpoint_id=checkpoint)
+    assert "\x1b" not in str(caught.value)
 
 
 def test_a_file_of_zeros_is_named(checkpoint):

@@ -5,13 +5,13 @@ from collections import deque
 from hypothesis import example, given
 from hypothesis import strategies as hyp
 
-from statetree.testing import assert_independent, assert_trees_equal
-from statetree.testing.plan_strategies import tensor_plans, tied_plans, tree_plans
+from statetree.testing import assert_trees_equal
+from statetree.testing.plan_strategies import tied_plans, tree_plans
 from statetree.testing.plans import Node, Value, build, samples
 from statetree.testing.walk import walk
 from tests.contract.verbs import VERBS
 from tests.laws.table import Table
-from tests.memory import scribble, shares_memory
+from tests.memory import scribble
 from tests.trees.optimizers import optimizer_plans
 
 copies = hyp.sampled_from([verb for verb in VERBS if verb.fresh and verb.copies and verb.prepare is None])
@@ -20,18 +20,6 @@ OFFLOAD = next(verb for verb in VERBS if verb.name == "offload")
 plans = hyp.one_of(tree_plans(), tied_plans(), optimizer_plans())
 
 laws = Table()
-
-
-@laws
-def nothing_is_shared(plan, verb):
-    tree = build(plan)
-    assert not shares_memory(tree, verb.apply(tree))
-
-
-@given(plan=tree_plans(tensor_plans(wraps=["tensor", "computed", "parameter"])), verb=fresh)
-def test_no_gradient_flows_from_a_result_into_its_source(plan, verb):
-    tree = build(plan)
-    assert_independent(tree, verb.apply(tree), containers=verb.copies)
 
 
 @laws
@@ -68,15 +56,6 @@ def a_source_survives_its_result(plan, verb):
     assert_trees_equal(tree, build(plan))
 
 
-@laws
-def results_are_independent_of_each_other(plan, first, second):
-    tree = build(plan)
-    one, other = first.apply(tree), second.apply(tree)
-    assert not shares_memory(one, other)
-    scribble(one)
-    assert_trees_equal(other, tree, storages=not second.slabs)
-
-
-@given(plan=plans, verb=fresh, first=copies, second=copies)
+@given(plan=plans, verb=fresh, first=copies)
 def test_of_one_tree(**drawn):
     laws.check(**drawn)

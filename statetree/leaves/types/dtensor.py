@@ -45,6 +45,7 @@ class DTensorType(WrapperType):
     """``DTensor``: its local tensor, with the mesh and placements kept."""
 
     distributed = True
+    local_tensor = "_local_tensor"
 
     def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
         attributes = vars(value) if type(value) is DTensor else attributes_of(value)
@@ -71,10 +72,6 @@ class DTensorType(WrapperType):
     def elements_only(self, context: Any) -> bool:
         return True
 
-    def only_part(self, value: Any) -> torch.Tensor | None:
-        local = value._local_tensor
-        return local if type(local) is torch.Tensor else None
-
     def global_shape(self, value: Any) -> tuple[Sequence[int], torch.dtype]:
         return value.shape, value.dtype
 
@@ -92,9 +89,10 @@ class DTensorType(WrapperType):
         spec, local = value._spec, value._local_tensor
         if isinstance(local, AsyncCollectiveTensor):
             local = local.wait()
+        if type(local) is not torch.Tensor or local.__dict__:
+            if hasattr(local, "__create_chunk_list__"):  # some attach it to a plain tensor: it knows better
+                return listed_chunks(value, local)
         if type(local) is not torch.Tensor:
-            if hasattr(local, "__create_chunk_list__"):
-                return listed_chunks(value)
             msg = (
                 f"cannot tell the chunks of the leaf at %PATH%: expected a DTensor of plain tensors, got one of "
                 f"{type(local).__qualname__}. Take it apart first."

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.errors import StateTreeError, UnsupportedLeaf
+from statetree.errors import StateTreeError, UnsupportedLeaf, is_users_own
 from statetree.leaves.registry import LeafType
 from statetree.torch_internals import torch_function_enabled
 from statetree.tree.atoms import same_value
@@ -131,7 +131,9 @@ class OpaqueType(LeafType):
                 "hundred deep at most, got more. Raise Python's recursion limit (sys.setrecursionlimit), or nest less."
             )
             raise UnsupportedLeaf(msg) from error
-        except Exception as error:
+        except BaseException as error:
+            if not is_users_own(error):
+                raise
             cls = type(value).__qualname__
             msg = (
                 f"the leaf at %PATH% ({cls}) cannot be taken apart: expected an object that can be pickled, got "

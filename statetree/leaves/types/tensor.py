@@ -7,16 +7,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from statetree.errors import UnsupportedLeaf
 from statetree.leaves.registry import LeafType
+from statetree.leaves.types.checkpointable import holds_shards, shards_of
 from statetree.leaves.types.special import special_layout
 from statetree.spans.layout import holds_memory
-from statetree.torch_internals import as_class, is_zero_tensor
+from statetree.torch_internals import as_class, carry_tangents, is_zero_tensor
 from statetree.tree.flatten import flatten, unflatten
 from statetree.tree.instances import slots_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from statetree.chunks.local import LocalChunks
+    from statetree.chunks.ranks import Ranks
     from statetree.tree.spec import TreeSpec
 
 
@@ -80,6 +84,7 @@ class TensorType(LeafType):
     bare = True
 
     def unpack(self, value: torch.Tensor) -> tuple[Sequence[Any], Any]:
+        _refuse_dual(value)
         identity, attributes = identity_of(value)
         layout = special_layout(value)
         if layout is None:
@@ -99,14 +104,21 @@ class TensorType(LeafType):
         """Return what holds the elements, without the attributes."""
         return inner[: context[2]]
 
-    def only_part(self, value: torch.Tensor) -> torch.Tensor | None:
-        return value if special_layout(value) is None else None
+    def is_distributed(self, value: torch.Tensor) -> bool:
+        return holds_shards(value) or super().is_distributed(value)
+
+    def local_chunks(self, value: torch.Tensor, ranks: Ranks) -> LocalChunks:
+        return shards_of(value) if holds_shards(value) else super().local_chunks(value, ranks)
+
+    def global_shape(self, value: Any) -> tuple[Sequence[int], torch.dtype]:
+        return (value.global_shape, value.dtype) if holds_shards(value) else super().global_shape(value)
 
     def elements_only(self, context: Any) -> bool:
         """Whether the inner tensors hold nothing that putting them together depends on."""
         return context[1] is None
 
     def describe(self, value: torch.Tensor) -> Mapping[str, Any]:
+        _refuse_dual(value)
         layout = special_layout(value)
         if layout is None:
             return {
@@ -116,6 +128,15 @@ class TensorType(LeafType):
                 "memory": "meta" if value.is_meta else "present" if _is_there(value) else "freed",
             }
         return {"dtype": value.dtype, **layout.describe(value)}
+
+
+def _refuse_dual(value: torch.Tensor) -> None:
+    if carry_tangents([value]):
+        msg = (
+            "the leaf at %PATH% is a dual tensor of forward-mode differentiation: expected one without a tangent. Pass "
+            "torch.autograd.forward_ad.unpack_dual(leaf).primal."
+        )
+        raise UnsupportedLeaf(msg)
 
 
 def _is_there(value: torch.Tensor) -> bool:

@@ -4,10 +4,11 @@ import itertools
 from math import prod
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from statetree.chunks.boxes import Box, in_slabs, is_covered, slab, slab_grid
+from statetree.chunks.boxes import Box, in_slabs, is_covered, slab_grids, slabs_within
 
 
 def elements(box):
@@ -15,9 +16,9 @@ def elements(box):
 
 
 @st.composite
-def boxes(draw, within=None):
+def boxes(draw, within=None, dims=None):
     if within is None:  # with elements: layouts leave empty ones out
-        start = tuple(draw(st.lists(st.integers(0, 3), max_size=3)))
+        start = tuple(draw(st.lists(st.integers(0, 3), min_size=dims or 0, max_size=3 if dims is None else dims)))
         return Box(start, tuple(first + draw(st.integers(1, 9)) for first in start))
     bounds = [sorted(draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in within]
     return Box(tuple(low for low, _ in bounds), tuple(high for _, high in bounds))
@@ -38,8 +39,23 @@ def test_slabs_are_the_box_in_its_order(box, count):
     assert [part.start for part in slabs] == sorted(part.start for part in slabs)
     assert all(part.volume for part in slabs)
     assert len(slabs) >= min(count, box.volume)
-    assert slabs == [slab(box, count, number) for number in range(len(slabs))]
-    assert slab(box, count, len(slabs)) is None
+
+
+@given(
+    held=st.integers(0, 3).flatmap(lambda dims: st.lists(boxes(dims=dims), max_size=4).map(lambda found: (dims, found)))
+)
+@pytest.mark.parametrize("count", [1, 2, 3, 12])
+def test_slabs_of_many_boxes_are_those_of_each(held, count):
+    dims, found = held
+    starts, stops = (
+        torch.tensor([box[side] for box in found], dtype=torch.int64).view(len(found), dims) for side in (0, 1)
+    )
+    each = [in_slabs(box, count) for box in found]
+    for number in range(max(map(len, each), default=0) + 1):
+        begins, ends = slabs_within(starts, stops, count, number)
+        for slabs, start, stop in zip(each, begins.tolist(), ends.tolist(), strict=True):
+            part = Box(tuple(start), tuple(stop))
+            assert part == slabs[number] if number < len(slabs) else not part.volume
 
 
 @given(box=boxes(), count=st.integers(1, 12))
@@ -63,7 +79,7 @@ def test_slabs_are_of_about_the_same_size(box, count):
     ],
 )
 def test_long_dims_are_cut_into_as_many_parts_as_are_asked_for(sizes, count, grid):
-    assert slab_grid(sizes, count) == grid
+    assert tuple(slab_grids(torch.tensor([sizes], dtype=torch.int64), count)[0].tolist()) == grid
 
 
 SHAPES = st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple)

@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import statetree as st
 from statetree.spans import memory as buffers
+from statetree.stager import stager as module
 from statetree.testing import assert_trees_equal
 from statetree.testing.regions import raw_bytes
 from statetree.testing.watch import Watch
@@ -1323,6 +1324,71 @@ def test_what_was_sent_to_another_process_is_never_written_again(options):
     finally:
         process.kill()
         process.join(units(15))
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "large"])
+def test_what_a_user_shared_is_not_written_under_a_forked_process(size):
+    source = {"w": ramp(size), "v": ramp(3)}
+    with st.Stager() as stager:
+        staged = stager.stage(source)
+        staged["w"].share_memory_()
+        (go_on, tell), (answer, told) = os.pipe(), os.pipe()
+        child = os.fork()
+        if not child:
+            os.read(go_on, 1)
+            os.write(told, staged["w"].numpy().tobytes()[:64])
+            os._exit(0)
+        try:
+            del staged
+            source["w"].neg_()
+            for _ in range(3):
+                stager.stage(source)
+            os.write(tell, b".")
+            assert os.read(answer, 64) == ramp(16).numpy().tobytes()
+        finally:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+            for descriptor in (go_on, tell, answer, told):
+                os.close(descriptor)
+
+
+def test_a_stage_waits_a_moment_for_a_tree_that_is_being_dropped(options, monkeypatch):
+    state = {"w": ramp(SMALL), "v": ramp(LARGE)}
+    held = []
+
+    def pause(seconds):
+        waited.append(seconds)
+        if len(waited) == 3:
+            held.clear()
+
+    with st.Stager(**options) as stager:
+        monkeypatch.setattr(module, "sleep", pause)
+        waited = []
+        held.append(stager.stage(state))
+        blocks, nbytes = stager.stats.allocations, stager.nbytes
+        state["w"].neg_()
+        assert_trees_equal(stager.stage(state), state, storages=False)
+        assert len(waited) == 3
+        assert (stager.stats.allocations, stager.nbytes) == (blocks, nbytes)
+
+
+def test_a_stage_waits_no_longer_than_a_moment_and_only_where_it_may_help(options, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(module, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(module, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    state, other = {"w": ramp(SMALL)}, {"w": ramp(SMALL + 1)}
+    with st.Stager(max_snapshots=3, **options) as stager:
+        first = stager.stage(state)
+        second = stager.stage(other)
+        assert clock[0] == 0  # memory of another geometry would not help
+        third = stager.stage(state)
+        assert 0.002 <= clock[0] <= 0.02
+        assert not shares_memory(first, third)
+        before = clock[0]
+        del third
+        stager.stage(state)
+        assert clock[0] == before
+        del first, second
 
 
 class FailsWhenMade:

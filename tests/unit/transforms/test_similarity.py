@@ -5,6 +5,7 @@ import decimal
 import enum
 import math
 import re
+import signal
 from collections import OrderedDict, namedtuple
 from itertools import product
 
@@ -396,6 +397,30 @@ class OfMoodyClass(metaclass=Moody):
     pass
 
 
+class Unhashable(type):
+    def __hash__(cls):
+        raise RuntimeError("no hash")
+
+
+class OfUnhashableClass(metaclass=Unhashable):
+    pass
+
+
+class Exits:
+    """Leaves the program wherever it is asked for anything."""
+
+    def _exit(self, *args):
+        raise SystemExit(3)
+
+    __reduce_ex__ = __eq__ = _exit
+    __hash__ = None
+
+
+class BrokenList(list):
+    def __iter__(self):
+        raise SystemExit(4)
+
+
 class NoPickle:
     def __reduce_ex__(self, protocol):
         raise RuntimeError("not me")
@@ -432,6 +457,10 @@ ODD = {
     "hostile key": lambda: {HostileKey(1): 1},
     "ambiguous key": lambda: {AmbiguousKey(): ramp(2)},
     "moody class": OfMoodyClass,
+    "class without a hash": OfUnhashableClass,
+    "among leaves": lambda: [ramp(1), OfUnhashableClass()],
+    "exits": Exits,
+    "list that exits": BrokenList,
     "unpicklable": NoPickle,
     "liar": LiesAboutItself,
     "bad wrapper": lambda: BadWrapper(ramp(2)),
@@ -471,6 +500,51 @@ def test_any_two_values_can_be_compared(one, values):
             assert bool(there) == bool(back)
             assert "%PATH%" not in str(there)
             assert (there.count == 0) == bool(there)
+
+
+def test_a_class_that_cannot_be_looked_up_is_named():
+    left, right = {"a": [ramp(2), OfUnhashableClass()]}, {"a": [ramp(2), OfUnhashableClass()]}
+    (found,) = st.similarity(left, right, values=True).differences
+    assert (found.kind, found.path) == ("leaf type", ("a", 1))
+    with pytest.raises(st.UnsupportedLeaf, match=r"offload: the class of the value at a\.1 .* no hash") as caught:
+        st.offload(left)
+    assert caught.value.path == ("a", 1)
+
+
+def test_exits_of_an_object_are_named():
+    (found,) = st.similarity([ramp(2), Exits()], [ramp(2), Exits()]).differences
+    assert (found.kind, found.path) == ("leaf type", (1,))
+    with pytest.raises(st.UnsupportedLeaf, match=r"at 0 .* cannot be taken apart: .* SystemExit: 3"):
+        st.offload([Exits(), Exits()])
+
+
+@pytest.mark.parametrize("handler", ["function", "method"])
+def test_an_exit_that_a_signal_asks_for_is_not_swallowed(handler):
+    class Asks:
+        def __reduce__(self):
+            signal.raise_signal(signal.SIGUSR1)
+            raise AssertionError
+
+    class Handler:
+        def leave(self, number, frame):
+            raise SystemExit(5)
+
+    before = signal.signal(signal.SIGUSR1, Handler().leave if handler == "method" else lambda *_: Exits()._exit())
+    try:
+        with pytest.raises(SystemExit, match=r"[35]"):
+            st.similarity([Asks()], [Asks()])
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_opaque_objects_are_compared_by_the_tensors_inside():
+    assert both([Box(w=ramp(2), n=1)], [Box(w=ramp(2, start=5), n=2)])
+    differs([Box(w=ramp(2))], [Box(w=ramp(3))], "parts", "0")
+    differs([Box(w=ramp(2))], [Box(w=ramp(2).double())], "parts", "0")
+    differs([Box(w=ramp(2))], [Box(w=ramp(2), v=ramp(2))], "parts", "0")
+    differs([Box(w=ramp(2))], [Box(w=Box(w=ramp(1)))], "parts", "0")
+    differs([Box(w=ramp(2))], [Box(w=ramp(2, start=5))], "value", "0", values=True)
+    assert not both([Box(w=ramp(2), n=1)], [Box(w=ramp(2), n=2)], values=True)
 
 
 def test_interrupts_are_not_swallowed():

@@ -1,0 +1,200 @@
+"""The manifest of a checkpoint: which save wrote each file, and a checksum for each piece, made while it was written.
+
+It lies beside DCP's ``.metadata``, which names the same save. Every data file ends with the id of the save that wrote
+it, so that files of two checkpoints are told apart without reading them. An incremental save lists files of earlier
+saves, too, under their own ids.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import zlib
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from statetree.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+    from typing import IO
+
+MANIFEST: Final = ".statetree_manifest"
+_VERSION: Final = 1
+_MAX_BYTES: Final = 2 << 30
+#: What ``StorageMeta.save_id`` of DCP's metadata begins with if there is a manifest.
+_ID_PREFIX: Final = "statetree:"
+_TRAILER: Final = b"\nstatetree save "
+TRAILER_BYTES: Final = len(_TRAILER) + 32
+_ID: Final = re.compile(r"[0-9a-f]{32}")
+_CHUNK_BYTES: Final = 1 << 20
+
+
+class ManifestPiece(NamedTuple):
+    """A piece of a data file: a plain value, or a chunk of a tensor.
+
+    Attributes:
+        key: The key of its entry.
+        chunk: Where the chunk begins in the tensor; ``None`` for a plain value.
+        offset: Where it begins in the file.
+        length: How many bytes it has there.
+        checksum: Their CRC-32.
+        content: A digest of what it holds, independent of how it is written; empty unless the save is incremental.
+    """
+
+    key: str
+    chunk: tuple[int, ...] | None
+    offset: int
+    length: int
+    checksum: int
+    content: str = ""
+
+
+class ManifestFile(NamedTuple):
+    """A data file: the id of the save that wrote it, its size, and its pieces."""
+
+    save: str
+    nbytes: int
+    pieces: tuple[ManifestPiece, ...]
+
+
+class FileManifest(NamedTuple):
+    """What a save wrote: its id, the size and checksum of ``.metadata``, and the data files by name."""
+
+    save: str
+    metadata: tuple[int, int]
+    files: Mapping[str, ManifestFile]
+
+    def to_bytes(self) -> bytes:
+        """Return the manifest as a file: a line of JSON, and a line with its CRC-32."""
+        files = {
+            name: [file.save, file.nbytes, [list(piece) for piece in file.pieces]] for name, file in self.files.items()
+        }
+        table = {"version": _VERSION, "save": self.save, "metadata": self.metadata, "files": files}
+        line = json.dumps(table, separators=(",", ":")).encode()
+        return line + f"\n{zlib.crc32(line):08x}\n".encode()
+
+    def check_metadata(self, data: bytes) -> None:
+        """Raise ``CheckpointError`` unless these are the bytes of ``.metadata`` that were written."""
+        nbytes, checksum = self.metadata
+        if (len(data), zlib.crc32(data)) != (nbytes, checksum):
+            what = f"expected {nbytes} bytes with the checksum {checksum:08x}"
+            msg = f".metadata is damaged: {what}, got {len(data)} bytes with {zlib.crc32(data):08x}"
+            raise CheckpointError(msg)
+
+
+def as_save_id(text: str) -> str:
+    """Return what DCP's metadata say of a save that has a manifest."""
+    return f"{_ID_PREFIX}{text}"
+
+
+def save_of(save_id: Any) -> str | None:
+    """Return the id of the save that DCP's metadata name; ``None`` if it left no manifest."""
+    return save_id.removeprefix(_ID_PREFIX) if isinstance(save_id, str) and save_id.startswith(_ID_PREFIX) else None
+
+
+def trailer(save: str) -> bytes:
+    """Return what the data files of a save end with. DCP does not read it."""
+    return _TRAILER + save.encode()
+
+
+def regular_bytes(path: Path, limit: int) -> bytes:
+    """Return the content of a file.
+
+    Raises:
+        OSError: If it cannot be opened.
+        CheckpointError: If it is no regular file (reading a pipe would wait for ever), or larger than the limit.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with open(handle, "rb") as file:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            msg = f"{path.name} is no regular file"
+            raise CheckpointError(msg)
+        if status.st_size > limit:
+            msg = f"{path.name} has {status.st_size} bytes: expected at most {limit}"
+            raise CheckpointError(msg)
+        return file.read(status.st_size)
+
+
+def read_manifest(directory: Path) -> FileManifest | None:
+    """Return the manifest of a checkpoint; ``None`` if there is none.
+
+    Raises:
+        CheckpointError: If it is damaged.
+    """
+    try:
+        data = regular_bytes(directory / MANIFEST, _MAX_BYTES)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        msg = f"{MANIFEST} cannot be opened: {error}"
+        raise CheckpointError(msg) from error
+    line, _, end = data.partition(b"\n")
+    if end != f"{zlib.crc32(line):08x}\n".encode():
+        msg = f"{MANIFEST} is damaged: its checksum differs"
+        raise CheckpointError(msg)
+    try:
+        return _parsed(json.loads(line))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        msg = f"{MANIFEST} is of an unknown version, or hostile ({type(error).__name__})"
+        raise CheckpointError(msg) from None
+
+
+def _parsed(table: Any) -> FileManifest:
+    if table["version"] != _VERSION or not _ID.fullmatch(table["save"]):
+        raise ValueError
+    nbytes, checksum = map(_number, table["metadata"])
+    files = {}
+    for name, (save, size, rows) in table["files"].items():
+        if not _ID.fullmatch(save):
+            raise ValueError
+        files[name] = ManifestFile(save, _number(size), tuple(_piece(*row) for row in rows))
+    return FileManifest(table["save"], (nbytes, checksum), files)
+
+
+def _piece(key: Any, chunk: Any, offset: Any, length: Any, checksum: Any, content: Any) -> ManifestPiece:
+    if type(key) is not str or type(content) is not str:
+        raise TypeError
+    at = None if chunk is None else tuple(map(_number, chunk))
+    return ManifestPiece(key, at, _number(offset), _number(length), _number(checksum), content)
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError
+    return value
+
+
+def check_file(file: IO[bytes], name: str, listed: ManifestFile) -> None:
+    """Compare a data file's size, and the save that it names, with the manifest.
+
+    An end that names no save at all is damage, which the checksums of the pieces tell of if it goes further.
+
+    Raises:
+        CheckpointError: If it is another file.
+    """
+    nbytes = os.fstat(file.fileno()).st_size
+    if nbytes != listed.nbytes:
+        msg = f"{name} is damaged: expected {listed.nbytes} bytes, got {nbytes}"
+        raise CheckpointError(msg)
+    file.seek(max(0, nbytes - TRAILER_BYTES))
+    told = file.read().removeprefix(_TRAILER).decode("ascii", "replace")
+    if told != listed.save and _ID.fullmatch(told):
+        msg = f"{name} is of the save {told}: expected {listed.save}. Files of two checkpoints are mixed"
+        raise CheckpointError(msg)
+
+
+def checksum_of(file: IO[bytes], offset: int, length: int) -> int:
+    """Return the CRC-32 of bytes of a file."""
+    found = 0
+    file.seek(offset)
+    while length > 0:
+        chunk = file.read(min(length, _CHUNK_BYTES))
+        if not chunk:
+            break  # the file was cut off meanwhile: the checksum will not agree
+        found = zlib.crc32(chunk, found)
+        length -= len(chunk)
+    return found

@@ -1,0 +1,116 @@
+"""Which checkpoint of a series is restored: the one that is asked for, or an older one where it is damaged."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from statetree.dcp.agreement import by_first
+from statetree.dcp.directories import check_files
+from statetree.dcp.failures import checkpoint_errors
+from statetree.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch.distributed import ProcessGroup
+
+    from statetree.dcp.series import Series, StepDirectory
+
+
+class Restoration:
+    """One restore.
+
+    Args:
+        series: Where the checkpoints lie.
+        group: The ranks that restore.
+        step: The step that is asked for; ``None`` for the latest.
+    """
+
+    def __init__(self, series: Series, group: ProcessGroup | None, step: int | None) -> None:
+        self._series = series
+        self._group = group
+        self._step = step
+
+    def run(self, load: Callable[[Path], Any], *, fallback: bool) -> Any:
+        """Load the checkpoint; if it is damaged and ``fallback`` is set, the newest older one that can be read."""
+        found = self._by_first(lambda: self._find(self._step))
+        damaged: list[CheckpointError] = []
+        while True:
+            try:
+                loaded = self._load(found, load)
+            except CheckpointError as error:
+                damaged.append(error)
+                last = found
+                older = self._by_first(lambda: self._older(last))  # noqa: B023 - called at once
+                if older is None:
+                    raise damaged[0] from damaged[0].__cause__
+                if not fallback:
+                    remedy = f"the newest older checkpoint that looks whole is of step {older.step}"
+                    msg = f"{error} ({remedy}: pass step={older.step}, or fallback=True.)"
+                    raise CheckpointError(msg) from error
+                found = older
+            else:
+                if damaged:
+                    msg = (
+                        f"restore: took the checkpoint of step {found.step}, since a later one is damaged: {damaged[0]}"
+                    )
+                    warnings.warn(msg, stacklevel=3)
+                return loaded
+
+    def _by_first(self, action: Callable[[], Any]) -> Any:
+        return by_first("restore", self._group, action)
+
+    def _load(self, found: StepDirectory, load: Callable[[Path], Any]) -> Any:
+        """Load a checkpoint, or the one that took its place while it was read."""
+        while True:
+            path = self._series.path(found)
+            with checkpoint_errors("load", path):
+                try:
+                    return load(path)
+                except CheckpointException:  # the same one on every rank
+                    last = found
+                    another = self._by_first(lambda: self._find_instead(last))  # noqa: B023 - called at once
+                    if another is None:
+                        raise
+                    found = another
+
+    def _find(self, step: int | None) -> StepDirectory:
+        complete = self._series.complete()
+        chosen = [found for found in complete if step is None or found.step == step]
+        if chosen:
+            return chosen[-1]
+        what = "a checkpoint" if step is None else f"one of step {step}"
+        there = ", ".join(str(found.step) for found in complete[-10:]) or "none"
+        msg = (
+            f"restore: there is no complete checkpoint in {self._series.directory}: expected {what}, got steps: "
+            f"{there}. Save one first, or pass the directory that holds them."
+        )
+        raise CheckpointError(msg)
+
+    def _find_instead(self, gone: StepDirectory) -> StepDirectory | None:
+        """Return what to restore where a checkpoint was removed while it was read. ``None`` if it is still there."""
+        if self._series.path(gone).exists():
+            return None
+        if self._step is None or any(found.step == self._step for found in self._series.complete()):
+            return self._find(self._step)
+        msg = (
+            f"restore: the checkpoint of step {self._step} in {self._series.directory} was removed while it was read: "
+            "expected it to stay. Another process saves there: restore another step, or let it keep more. Tensors of "
+            "the template may be filled in part."
+        )
+        raise CheckpointError(msg)
+
+    def _older(self, damaged: StepDirectory) -> StepDirectory | None:
+        """Return the newest older checkpoint that has all its files, each of the save that it should be of."""
+        for found in reversed(self._series.complete()):
+            if found.step < damaged.step:
+                try:
+                    check_files(self._series.path(found))
+                except (CheckpointError, OSError):
+                    continue
+                return found
+        return None

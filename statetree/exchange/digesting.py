@@ -1,0 +1,191 @@
+"""Digests: numbers for leaves, of which each rank knows its part; and replicas compared by them.
+
+The sums of a distributed tensor (``spans.sums``) are those of its chunks, added up: each rank adds those that it owns,
+and one small reduction over the ranks does the rest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from statetree.chunks.boxes import Box
+from statetree.errors import UnsupportedLeaf
+from statetree.exchange.manifest import Manifest, is_cuttable
+from statetree.leaves.leaf_numbers import tensor_number, text_number, value_number
+from statetree.leaves.location import located
+from statetree.spans.columns import Columns
+from statetree.spans.layout import check_memory
+from statetree.spans.sums import ALL, piece_sums
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from statetree.chunks.layouts import ChunkLayout
+    from statetree.exchange.driver import Exchange
+    from statetree.paths import Path
+
+#: How many leaves whose replicas differ the ranks tell each other of.
+MAX_TOLD = 1000
+
+
+def own_numbers(manifest: Manifest) -> dict[int, int]:
+    """Return a number for every leaf that is not distributed."""
+    found = {}
+    for index in manifest.order:
+        if index not in manifest.chunks:
+            try:
+                found[index] = _own_number(manifest, index)
+            except Exception as error:
+                raise located(manifest.verb, "read", error, manifest.spec.paths, manifest.leaves, index) from error
+    return found
+
+
+def _own_number(manifest: Manifest, index: int) -> int:
+    leaf = manifest.leaves[index]
+    if not is_cuttable(leaf):
+        return value_number(leaf)
+    check_memory(manifest.verb, Columns([leaf]), lambda _: manifest.path(index))
+    shape = tuple(leaf.shape)
+    sums = None if leaf.is_meta else piece_sums(leaf, Box((0,) * len(shape), shape), shape, ALL)
+    return tensor_number(leaf.dtype, shape, sums)
+
+
+def global_numbers(run: Exchange, manifest: Manifest) -> dict[int, int]:
+    """Agree with the other ranks on a tree, and return a number for every leaf of it, the same on every rank.
+
+    (Those of leaves that are not distributed are this rank's own.)
+    """
+    (layouts,) = run.layouts(manifest)
+    run.expect()
+    refuse_partial(manifest)
+    found = own_numbers(manifest)
+    distributed = [index for index in manifest.order if index in manifest.chunks]
+    sums = torch.zeros(len(distributed), ALL, dtype=torch.int64, device="cpu")
+    for number, index in enumerate(distributed):
+        chunks = manifest.chunks[index]
+        _check_disjoint(manifest, index, layouts[index])
+        owned = _owned(layouts[index], run.group.rank, number)
+        for box, piece in zip(chunks.boxes, chunks.pieces, strict=True):
+            if box in owned and not piece.is_meta:
+                sums[number] += piece_sums(piece, box, chunks.shape, ALL).cpu()
+    run.ready()
+    total = run.group.all_reduce(sums)
+    for number, index in enumerate(distributed):
+        chunks = manifest.chunks[index]
+        known = None if chunks.device == "meta" else total[number]
+        found[index] = tensor_number(chunks.dtype, chunks.shape, known)
+    return found
+
+
+def refuse_partial(manifest: Manifest) -> None:
+    """Raise ``UnsupportedLeaf`` for a tensor of which the ranks hold summands."""
+    for index, chunks in manifest.chunks.items():
+        if chunks.summands is not None:
+            path = manifest.path(index)
+            msg = (
+                f"{manifest.verb}: the leaf at {path or '<root>'} is Partial: expected elements, got summands of them "
+                "on each rank. Redistribute it, or gather the tree first."
+            )
+            raise UnsupportedLeaf(msg, path)
+
+
+def _check_disjoint(manifest: Manifest, index: int, layout: ChunkLayout) -> None:
+    starts, stops, _ = layout.distinct
+    if not layout.disjoint and int((stops - starts).prod(1).sum()) != layout.numel:
+        path = manifest.path(index)
+        msg = (
+            f"{manifest.verb}: chunks of the leaf at {path or '<root>'} overlap: expected boxes that are the same or "
+            "have no element in common, got others. Gather the tree first."
+        )
+        raise UnsupportedLeaf(msg, path)
+
+
+def _owned(layout: ChunkLayout, rank: int, number: int) -> set[Box]:
+    """Return those boxes of a rank that count as its own: of the holders of a box each in turn, leaf after leaf."""
+    which = layout.distinct.which
+    mine = (layout.ranks == rank).nonzero().view(-1)
+    owned = set()
+    for box, row in zip(layout.boxes_of(rank), mine.tolist(), strict=True):
+        holders = (which == which[row]).nonzero().view(-1)
+        if int(holders[number % len(holders)]) == row:
+            owned.add(box)
+    return owned
+
+
+class Copy(NamedTuple):
+    """Replicas of one chunk of a leaf, or of a leaf that is not distributed.
+
+    Attributes:
+        path: Of the leaf.
+        box: Where the chunk lies in the global shape; ``None`` for a leaf that is not distributed.
+        ranks: The ranks that hold the same, for each of the different contents; most ranks first.
+    """
+
+    path: Path
+    box: Box | None
+    ranks: tuple[tuple[int, ...], ...]
+
+
+def differing_copies(run: Exchange, manifest: Manifest) -> tuple[list[Copy], int]:
+    """Agree with the other ranks on a tree, and return which replicas differ, and in how many leaves.
+
+    Each rank has a number for each of its chunks. Multiplied with weights whose sum over the holders of a chunk is
+    zero, they add up to zero if all holders have the same one. Only of leaves for which they do not, more is told.
+    """
+    (layouts,) = run.layouts(manifest)
+    run.expect()
+    refuse_partial(manifest)
+    rank, size = run.group.rank, run.group.size
+    found: dict[int, dict[Box | None, int]] = {index: {None: own} for index, own in own_numbers(manifest).items()}
+    for index, chunks in manifest.chunks.items():
+        found[index] = {
+            box: text_number("chunk", str([] if piece.is_meta else piece_sums(piece, box, chunks.shape, ALL).tolist()))
+            for box, piece in zip(chunks.boxes, chunks.pieces, strict=True)
+        }
+    weighted = [
+        sum(number * _weight(layouts.get(index), box, rank, size) for box, number in found[index].items())
+        for index in manifest.order
+    ]
+    own = torch.tensor([_wrapped(number) for number in weighted], dtype=torch.int64, device="cpu")
+    run.ready()
+    places = run.group.all_reduce(own).nonzero().view(-1).tolist()
+    if not places:
+        return [], 0
+    told = [[[box, number] for box, number in found[manifest.order[place]].items()] for place in places[:MAX_TOLD]]
+    rows = [json.loads(text) for text in run.group.all_gather_bytes(json.dumps(told).encode())]
+    return [copy for place in range(len(told)) for copy in _copies(manifest, places[place], place, rows)], len(places)
+
+
+def _wrapped(number: int) -> int:
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _weight(layout: ChunkLayout | None, box: Box | None, rank: int, size: int) -> int:
+    """Return by what a rank multiplies its number of a box: minus one, and on the first holder what makes up for it."""
+    if layout is None or box is None:
+        return size - 1 if rank == 0 else -1
+    which = layout.distinct.which
+    mine = (layout.ranks == rank).nonzero().view(-1)[layout.boxes_of(rank).index(box)]
+    holders = layout.ranks[which == which[mine]].tolist()
+    return len(holders) - 1 if holders[0] == rank else -1
+
+
+def _copies(manifest: Manifest, place: int, told: int, rows: Sequence[Any]) -> list[Copy]:
+    holders: dict[Box | None, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, row in enumerate(rows):
+        for box, number in row[told]:
+            holders[None if box is None else Box(*map(tuple, box))][number].append(rank)
+    path = manifest.path(manifest.order[place])
+    return [
+        Copy(path, box, tuple(sorted(map(tuple, groups.values()), key=lambda ranks: (-len(ranks), ranks))))
+        for box, groups in _in_order(holders)
+        if len(groups) > 1
+    ]
+
+
+def _in_order(holders: Mapping[Box | None, Any]) -> list[tuple[Box | None, Any]]:
+    return sorted(holders.items(), key=lambda item: ((), ()) if item[0] is None else item[0])

@@ -1,0 +1,202 @@
+"""Unions: where ranks hold different keys, they tell each other what they hold, and all see a tree that has everything.
+
+What a rank does not hold is a leaf of which it has no chunk. What only some ranks hold is a distributed leaf, even if
+it is a plain tensor there. Ranks that hold the same tell it once.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+
+from statetree.chunks.boxes import Box
+from statetree.chunks.local import LocalChunks, location_of
+from statetree.errors import RankMismatch, TreeMismatch, UnsupportedLeaf, shown
+from statetree.exchange.consensus import Entry, Fingerprint, digest, ranks_named
+from statetree.exchange.leaf_metadata import pickled
+from statetree.exchange.manifest import ABSENT, is_cuttable, path_order
+from statetree.exchange.transfers import as_sendable
+from statetree.leaves.builtin import is_plain
+from statetree.tree.union import united
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from statetree.exchange.call import Call
+    from statetree.exchange.manifest import Manifest
+    from statetree.paths import Path
+    from statetree.tree.spec import TreeSpec
+
+#: The digest of what a rank holds, and how many bytes it takes to tell.
+_DIGEST_BYTES: Final = 16
+_LENGTH_BYTES: Final = 8
+
+
+class _Told(NamedTuple):
+    """What a rank says of a leaf: what all that hold it must hold, and what the others need to know of it.
+
+    Attributes:
+        text: What must be the same.
+        value: A plain value.
+        shape: The global shape of a tensor that can be cut into boxes; ``None`` for other leaves.
+        dtype: Its dtype.
+        device: The type of the device that it lies on.
+        parameter: Whether it is a parameter.
+        requires_grad: Whether it records gradients.
+        summed: Whether ranks hold summands of it.
+    """
+
+    text: str
+    value: Any = None
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+    device: str = ""
+    parameter: bool = False
+    requires_grad: bool = False
+    summed: bool = False
+
+
+class _Outline(NamedTuple):
+    """What a rank says that it holds: the structure, and its leaves in the order of the paths."""
+
+    spec: TreeSpec
+    told: list[_Told]
+
+
+def unite(call: Call, manifest: Manifest) -> None:
+    """Make a manifest one of a tree that has every leaf that some rank holds. All ranks call this.
+
+    Raises:
+        RankMismatch: If ranks hold different containers or leaves in one place.
+        UnsupportedLeaf: If only some ranks hold a leaf that cannot be sent.
+    """
+    outline = _outline_of(manifest)
+    paths = manifest.spec.paths()
+    plain = [index for index, leaf in enumerate(manifest.leaves) if is_plain(leaf)]
+    values = [manifest.leaves[index] for index in plain]
+    text = pickled(manifest.verb, outline, values, lambda: [paths[index] for index in plain])
+    own = digest([str(part) for entry in manifest.entries() for part in entry])
+    call.agree(Fingerprint(f"keys of {call.described()}", [Entry("", "")]))
+    call.expect()
+    rows = call.group.all_gather(_row(own, len(text)))
+    ranks: defaultdict[bytes, list[int]] = defaultdict(list)
+    for rank, row in enumerate(rows):
+        ranks[bytes(row[:_DIGEST_BYTES].tolist())].append(rank)
+    if len(ranks) == 1:
+        return
+    outlines = []
+    for holders in ranks.values():
+        nbytes = int(rows[holders[0]][_DIGEST_BYTES:].clone().view(torch.int64))
+        found = pickle.loads(call.group.broadcast_bytes(text, nbytes, holders[0]))
+        assert isinstance(found, _Outline)
+        outlines.append(found)
+    _merge(manifest, outlines, list(ranks.values()), list(ranks).index(own))
+
+
+def _row(own: bytes, nbytes: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(own + nbytes.to_bytes(_LENGTH_BYTES, "little")), dtype=torch.uint8)
+
+
+def _outline_of(manifest: Manifest) -> _Outline:
+    texts = {index: text for index, (_, text) in zip(manifest.order, manifest.entries(), strict=False)}
+    return _Outline(manifest.spec, [_told(manifest, index, texts[index]) for index in manifest.order])
+
+
+def _told(manifest: Manifest, index: int, text: str) -> _Told:
+    leaf, chunks = manifest.leaves[index], manifest.chunks.get(index)
+    kind = isinstance(leaf, torch.nn.Parameter), bool(getattr(leaf, "requires_grad", False))
+    if chunks is not None:
+        return _Told(text, None, chunks.shape, chunks.dtype, chunks.device, *kind, summed=chunks.summands is not None)
+    if is_plain(leaf):
+        return _Told(text, leaf)
+    return (
+        _Told(text, None, tuple(leaf.shape), leaf.dtype, leaf.device.type, *kind) if is_cuttable(leaf) else _Told(text)
+    )
+
+
+def _merge(manifest: Manifest, outlines: Sequence[_Outline], ranks: Sequence[Sequence[int]], own: int) -> None:
+    """Put the union in the place of what this rank holds.
+
+    Args:
+        manifest: What that is.
+        outlines: What ranks hold.
+        ranks: For each outline the ranks of which it is true.
+        own: The number of this rank's.
+    """
+    union = united([outline.spec for outline in outlines])
+    if union.differences:
+        mismatch = TreeMismatch.between(manifest.verb, union.differences, "")
+        msg = f"{mismatch} With union=True mappings may have different keys on different ranks, and nothing else."
+        raise RankMismatch(msg)
+    places = [{index: place for place, index in enumerate(path_order(outline.spec))} for outline in outlines]
+    mine = manifest.order
+    leaves: list[Any] = []
+    chunks: dict[int, LocalChunks] = {}
+    paths = union.spec.paths()
+    for index, found in enumerate(union.leaves):
+        told = {number: outlines[number].told[places[number][leaf]] for number, leaf in found.items()}
+        _check(manifest.verb, paths[index], told, ranks)
+        first = next(iter(told.values()))
+        here = mine[places[own][found[own]]] if own in found else None
+        leaf = manifest.leaves[here] if here is not None else _placeholder(first)
+        leaves.append(leaf)
+        everywhere = len(told) == len(outlines)
+        if here is not None and here in manifest.chunks:
+            chunks[index] = manifest.chunks[here]
+        elif first.shape is not None and not everywhere:
+            chunks[index] = partly_held(leaf, first.text) if here is not None else _absent(first, index)
+    manifest.replace(union.spec, leaves, chunks)
+
+
+def _check(verb: str, path: Path, told: Mapping[int, _Told], ranks: Sequence[Sequence[int]]) -> None:
+    texts: defaultdict[str, list[int]] = defaultdict(list)
+    for number, found in told.items():
+        texts[found.text] += ranks[number]
+    if len(texts) > 1:
+        held = "; ".join(f"{text} on {ranks_named(sorted(where))}" for text, where in texts.items())
+        msg = (
+            f"{verb}: the ranks do not hold the same at {path or '<root>'}: expected one layout, got {shown([held])}. "
+            "Nothing was moved. Pass trees whose leaves have the same shapes and dtypes wherever ranks hold them."
+        )
+        raise RankMismatch(msg)
+    first = next(iter(told.values()))
+    if len(told) < len(ranks) and (first.summed or (first.shape is None and first.text != PLAIN)):
+        what = f"{first.text} in summands" if first.summed else first.text
+        holders = ranks_named(sorted(rank for number in told for rank in ranks[number]))
+        msg = (
+            f"{verb}: the leaf at {path or '<root>'} is on {holders} alone: expected a tensor or a plain value, got "
+            f"{what}. Take it apart first, or leave it out."
+        )
+        raise UnsupportedLeaf(msg, path)
+
+
+#: What a manifest says of plain values.
+PLAIN: Final = "a plain value"
+
+
+def _placeholder(told: _Told) -> Any:
+    """Return what stands for a leaf that this rank does not hold: the value, or a tensor on ``meta``."""
+    if told.shape is None:
+        return told.value
+    fresh = torch.empty(told.shape, dtype=told.dtype, device="meta")
+    if told.parameter:
+        return torch.nn.Parameter(fresh, requires_grad=told.requires_grad)
+    return fresh.requires_grad_() if told.requires_grad else fresh
+
+
+def _absent(told: _Told, index: int) -> LocalChunks:
+    """Return what this rank knows of a leaf of which it holds nothing."""
+    assert told.shape is not None
+    assert told.dtype is not None
+    return LocalChunks(told.text, ABSENT, told.shape, told.dtype, None, [], [], (ABSENT, index), told.device)
+
+
+def partly_held(leaf: torch.Tensor, text: str) -> LocalChunks:
+    """Return what this rank knows of a plain tensor that some other ranks do not hold."""
+    shape, filled = tuple(leaf.shape), bool(leaf.numel())
+    boxes = [Box((0,) * len(shape), shape)] if filled else []
+    pieces = [as_sendable(leaf)] if filled else []
+    return LocalChunks(text, "", shape, leaf.dtype, None, boxes, pieces, location_of(leaf), leaf.device.type)

@@ -1,0 +1,271 @@
+"""Stacks: where boxes lie in a bucket.
+
+What goes to a peer, or comes from it, is one stretch of bytes: in it lie the boxes of all moves of a part one behind the
+other, part by part. Peers whose stretches look alike are stacked, ``[peer, byte]``, so that the boxes that a tensor has
+in all of them are one strided view. Both ends of a transfer come to the same stretch, as they list the same boxes.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from statetree.exchange.plan import LARGE_BYTES, Part
+from statetree.exchange.routes import Cuts, sorted_by
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+#: Where stretches begin in a bucket: at multiples of this many bytes, which are multiples of any element's.
+ALIGNMENT = 16
+
+#: A box of a piece, by the dims in which it is smaller than the piece: each with the first index and the size.
+Cut = tuple[tuple[int, int, int], ...]
+
+
+class Run(NamedTuple):
+    """Boxes of one piece that lie at equal distances.
+
+    Attributes:
+        first: Which stretch of the stack holds the first.
+        boxes: How many there are, in as many stretches.
+        piece: Which piece they are of.
+        cut: Where the first lies in it.
+        dim: In which dim they lie behind each other.
+        step: At which distance there.
+    """
+
+    first: int
+    boxes: int
+    piece: int
+    cut: Cut
+    dim: int = 0
+    step: int = 0
+
+    def of(self, piece: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
+        """Return the boxes of a tensor: one, or several as ``[box, ...]``."""
+        if self.boxes == 1:
+            return cut_from(piece, self.cut)
+        for dim, first, size in self.cut:
+            if dim != self.dim:
+                piece = piece.narrow(dim, first, size)
+        first = next((first for dim, first, _ in self.cut if dim == self.dim), 0)
+        size = sizes[self.dim]
+        span = piece.narrow(self.dim, first, (self.boxes - 1) * self.step + size)
+        return span.unfold(self.dim, size, self.step).movedim((self.dim, -1), (0, self.dim + 1))
+
+
+class Field(NamedTuple):
+    """A box of each of a part's moves, in every stretch of a stack.
+
+    Attributes:
+        part: The number of the part.
+        offset: Where the first one begins in a stretch, in bytes. The others follow it.
+        sizes: Their shape.
+        runs: Where they belong.
+    """
+
+    part: int
+    offset: int
+    sizes: tuple[int, ...]
+    runs: list[Run]
+
+
+class Stack(NamedTuple):
+    """Stretches that look alike.
+
+    Attributes:
+        peers: Whose they are.
+        start: Where the first one begins, in bytes.
+        stride: How far they are apart; 0 if it is the same one for all peers.
+        nbytes: How many bytes each has.
+        fields: What lies in each.
+    """
+
+    peers: list[int]
+    start: int
+    stride: int
+    nbytes: int
+    fields: list[Field]
+
+
+class LargeBox(NamedTuple):
+    """A box of each of a part's moves that travels by itself: whose or to whom, of which part and piece."""
+
+    peer: int
+    part: int
+    piece: int
+    cut: Cut
+    numel: int
+
+
+class Side(NamedTuple):
+    """What is sent in one round, or received.
+
+    Attributes:
+        stacks: What is packed.
+        large: What travels by itself.
+        nbytes: The bytes of all stacks.
+    """
+
+    stacks: list[Stack]
+    large: list[LargeBox]
+    nbytes: int
+
+    @property
+    def num_places(self) -> int:
+        """How many places there are."""
+        return len(self.large) + sum(len(field.runs) for stack in self.stacks for field in stack.fields)
+
+
+#: The first index and the index behind the last one of pieces, as rows for each of them.
+Bounds = tuple[torch.Tensor, torch.Tensor]
+
+
+class _Column:
+    """A part's boxes, of each peer one at most."""
+
+    def __init__(self, number: int, part: Part, cuts: Cuts, pieces: Bounds) -> None:
+        self.number = number
+        self.part = part
+        self.cuts = cuts
+        self.pieces = pieces
+
+    @property
+    def nbytes(self) -> torch.Tensor:
+        """How many bytes each has."""
+        return self.cuts.sizes.prod(1) * self.part.dtype.itemsize
+
+    def at(self, rows: torch.Tensor) -> _Column:
+        """Return some of them."""
+        return _Column(self.number, self.part, self.cuts.at(rows), self.pieces)
+
+    def rows_of(self, peers: torch.Tensor) -> Cuts:
+        """Return the boxes of some of the peers that have one."""
+        if torch.equal(peers, self.cuts.peer):
+            return self.cuts
+        return self.cuts.at(torch.searchsorted(self.cuts.peer, peers))
+
+
+def cuts_of(cuts: Cuts, pieces: Bounds) -> list[Cut]:
+    """Return where boxes lie in their pieces."""
+    starts, stops = (bounds[cuts.piece] for bounds in pieces)
+    rows = zip((cuts.low - starts).tolist(), cuts.sizes.tolist(), (stops - starts).tolist(), strict=True)
+    return [
+        tuple((dim, first, size) for dim, (first, size, full) in enumerate(zip(*row, strict=True)) if size != full)
+        for row in rows
+    ]
+
+
+def lay_out(found: Sequence[tuple[Part, Cuts, Bounds]], *, in_order: bool = False) -> Side:
+    """Give every box its place in a bucket.
+
+    Args:
+        found: The parts of a round, and the boxes of this rank's pieces that go to peers, or come from them.
+        in_order: Whether the stretches lie in the order of the peers. Otherwise that of boxes in tensors is preferred.
+    """
+    columns = [
+        _Column(number, part, slot, pieces)
+        for number, (part, cuts, pieces) in enumerate(found)
+        for slot in cuts.slots()
+    ]
+    large: list[LargeBox] = []
+    packed: list[_Column] = []
+    for column in columns:
+        is_large = column.nbytes >= LARGE_BYTES
+        if bool(is_large.any()):
+            chosen = column.at(is_large)
+            peer, _, piece, *_ = (numbers.tolist() for numbers in chosen.cuts)
+            numel = chosen.cuts.sizes.prod(1).tolist()
+            placed = zip(peer, piece, cuts_of(chosen.cuts, column.pieces), numel, strict=True)
+            large += [LargeBox(to, column.number, *box) for to, *box in placed]
+            column = column.at(~is_large)
+        if len(column.cuts.peer):
+            packed.append(column)
+    stacks: list[Stack] = []
+    position = 0
+    for peers, alike in _grouped(packed):
+        stack = _stack(peers, alike, position, in_order=in_order)
+        stacks.append(stack)
+        position += aligned(stack.nbytes) if stack.stride == 0 else stack.stride * len(stack.peers)
+    return Side(stacks, large, position)
+
+
+def _grouped(columns: Sequence[_Column]) -> list[tuple[torch.Tensor, list[_Column]]]:
+    """Put peers together whose stretches look alike; with the columns that they have boxes in."""
+    if not columns:
+        return []
+    peers = columns[0].cuts.peer
+    if not all(torch.equal(column.cuts.peer, peers) for column in columns[1:]):
+        peers = torch.unique(torch.cat([column.cuts.peer for column in columns]))
+    table = torch.zeros(len(peers), len(columns), dtype=torch.int64)
+    for number, column in enumerate(columns):
+        rows = torch.searchsorted(peers, column.cuts.peer)
+        sizes = column.cuts.sizes
+        alike = bool((sizes == sizes[:1]).all())
+        table[rows, number] = 1 if alike else torch.unique(sizes, dim=0, return_inverse=True)[1] + 1
+    if bool((table == table[:1]).all()):
+        return [(peers, list(columns))]
+    kinds, which = torch.unique(table, dim=0, return_inverse=True)
+    return [
+        (peers[which == number], [column for column, kind in zip(columns, row, strict=True) if kind])
+        for number, row in enumerate(kinds.tolist())
+    ]
+
+
+def _stack(peers: torch.Tensor, columns: Sequence[_Column], start: int, *, in_order: bool) -> Stack:
+    boxes = [column.rows_of(peers) for column in columns]
+    if len(peers) > 1 and not in_order:
+        order = sorted_by([boxes[0].piece, *boxes[0].low.unbind(1)])
+        peers, boxes = peers[order], [cuts.at(order) for cuts in boxes]
+    shared = all(bool((cuts.low == cuts.low[:1]).all() & (cuts.piece == cuts.piece[:1]).all()) for cuts in boxes)
+    if shared:  # all get the same
+        boxes = [cuts.at(torch.zeros(1, dtype=torch.int64)) for cuts in boxes]
+    fields: list[Field] = []
+    offset = 0
+    for column, cuts in zip(columns, boxes, strict=True):
+        sizes = tuple(cuts.sizes[0].tolist())
+        fields.append(Field(column.number, offset, sizes, _runs(column, cuts)))
+        offset += prod(sizes) * column.part.dtype.itemsize * len(column.part.moves)
+    return Stack(peers.tolist(), start, 0 if shared else aligned(offset), offset, fields)
+
+
+def _runs(column: _Column, cuts: Cuts) -> list[Run]:
+    """Put boxes together that lie at equal distances, in consecutive stretches."""
+    steps = cuts.low[1:] - cuts.low[:-1]
+    moved = steps != 0
+    goes_on = (cuts.piece[1:] == cuts.piece[:-1]) & (moved.sum(1) == 1) & (steps.sum(1) > 0)
+    begins = [0]
+    if not bool(goes_on.all()) or not bool((steps == steps[:1]).all()):
+        same = torch.ones_like(goes_on)
+        same[1:] = (steps[1:] == steps[:-1]).all(1)
+        begun = 0  # where the run that is being followed begins
+        for row, (more, alike) in enumerate(zip(goes_on.tolist(), same.tolist(), strict=True), start=1):
+            if not more or not (alike or row == begun + 1):
+                begins.append(row)
+                begun = row
+    firsts = torch.tensor(begins)
+    chosen = cuts.at(firsts)
+    counts = torch.diff(firsts, append=torch.tensor([len(cuts.peer)])).tolist()
+    placed = zip(begins, counts, chosen.piece.tolist(), cuts_of(chosen, column.pieces), strict=True)
+    runs = [Run(first, count, piece, cut) for first, count, piece, cut in placed]
+    for number, run in enumerate(runs):
+        if run.boxes > 1:
+            step = steps[run.first].tolist()
+            dim = next(dim for dim, distance in enumerate(step) if distance)
+            runs[number] = run._replace(dim=dim, step=step[dim])
+    return runs
+
+
+def cut_from(piece: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """Return a box of a piece."""
+    for dim, first, size in cut:
+        piece = piece.narrow(dim, first, size)
+    return piece
+
+
+def aligned(position: int) -> int:
+    """Return the next place at which a stretch may begin."""
+    return -(-position // ALIGNMENT) * ALIGNMENT

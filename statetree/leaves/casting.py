@@ -1,0 +1,113 @@
+"""Conversions between dtypes: which are allowed, and which values are too large for them."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Final, NamedTuple
+
+import torch
+
+from statetree.spans.bits import cut
+from statetree.torch_internals import WITHOUT_KERNELS
+
+#: Dtypes that torch cannot convert, or only by throwing most of a value away (scales, which are powers of two).
+_UNCONVERTIBLE: Final = WITHOUT_KERNELS | {torch.float4_e2m1fn_x2, torch.float8_e8m0fnu}
+#: How many elements are looked at at a time.
+_PIECE: Final = 1 << 18
+
+
+def castable(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether ``cast=True`` converts between two dtypes.
+
+    Losslessly, or between floating point types and between complex types. Never from complex to real, from floating
+    point to integer, or to an integer type that does not hold every value.
+    """
+    if not {source, target}.isdisjoint(_UNCONVERTIBLE):
+        return False
+    if source.is_complex:
+        return target.is_complex
+    if source.is_floating_point:
+        return target.is_floating_point or target.is_complex
+    if source is torch.bool:
+        return True
+    if target is torch.bool:
+        return False
+    low, high = torch.iinfo(source).min, torch.iinfo(source).max
+    if target.is_floating_point or target.is_complex:
+        whole = 2 / torch.finfo(target).eps  # every integer up to here is a value of the target
+        return -whole <= low and high <= min(whole, torch.finfo(target).max)
+    return torch.iinfo(target).min <= low and high <= torch.iinfo(target).max
+
+
+class _Range(NamedTuple):
+    """What of a floating point dtype's values is too large for another one.
+
+    Attributes:
+        largest: The largest value of the other one.
+        limit: From here on values are not rounded to that any more.
+        infinite: Whether it has infinities.
+    """
+
+    largest: float
+    limit: float
+    infinite: bool
+
+
+@cache
+def _range(source: torch.dtype, target: torch.dtype) -> _Range | None:
+    """Return what is too large when one dtype is converted to another; ``None`` if nothing is."""
+    if not source.is_floating_point and not source.is_complex:
+        return None
+    largest = torch.finfo(target).max
+    last = math.ldexp(torch.finfo(target).eps, math.frexp(largest)[1] - 1)  # between the two largest values
+    limit = largest + last / 2
+    kept = torch.tensor([math.inf], device="cpu").to(target)
+    infinite = bool((torch.view_as_real(kept) if target.is_complex else kept).float().isinf().any())
+    return None if torch.finfo(source).max < limit and infinite else _Range(largest, limit, infinite)
+
+
+def out_of_range(source: torch.Tensor, target: torch.dtype) -> tuple[int, str, float] | None:
+    """Return how many elements of a tensor are too large for a dtype, one of them, and the largest value that is not.
+
+    Infinities are too large for a dtype that has none. It takes a few megabytes, whatever the size of the tensor.
+    """
+    found = _range(source.dtype, target)
+    if found is None:
+        return None
+    count, example = 0, ""
+    for piece, _ in cut(source, source, _PIECE):
+        values = _parts(piece)
+        largest = values.abs().amax() if values.numel() else values.new_zeros(())
+        if bool(largest < found.limit):  # the usual case; no if there is a NaN
+            continue
+        outside = values.abs() >= found.limit
+        if found.infinite:
+            outside &= values.isfinite()
+        if source.is_complex():
+            outside = outside.any(-1)
+        if bool(outside.any()):
+            example = example or str(piece.detach().resolve_conj().resolve_neg()[outside][0].item())
+            count += int(outside.sum())
+    return (count, example, found.largest) if count else None
+
+
+def saturated(source: torch.Tensor, target: torch.dtype) -> torch.Tensor:
+    """Return a tensor of another dtype with its largest value in place of those that are too large for it."""
+    found = _range(source.dtype, target)
+    if found is None:
+        return source.to(target)
+    values = _parts(source)
+    kept = values.clamp(-found.largest, found.largest)
+    if found.infinite:
+        kept = torch.where(values.isinf(), values, kept)
+    return (torch.view_as_complex(kept) if source.is_complex() else kept).to(target)
+
+
+def _parts(tensor: torch.Tensor) -> torch.Tensor:
+    """Return real values that can be compared: real and imaginary parts, and small floating point types widened."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if plain.dtype == torch.complex32:  # torch computes little with it
+        plain = plain.to(torch.complex64)
+    real = torch.view_as_real(plain) if plain.is_complex() else plain
+    return real.float() if real.dtype.itemsize < torch.float32.itemsize else real

@@ -1,0 +1,187 @@
+"""Changes of single leaves: some elements of a tensor, all of them, or another value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+
+from statetree.errors import TreeMismatch
+from statetree.spans.positions import as_bits, as_gaps, from_bits, from_gaps
+from statetree.spans.sums import FEW, element_sums
+
+#: Where ``head`` has what.
+_START: Final = 0
+_NUMEL: Final = 1
+_BEFORE: Final = slice(2, 2 + FEW)
+_AFTER: Final = slice(2 + FEW, 2 + 2 * FEW)
+_HEAD: Final = 2 + 2 * FEW
+#: The start of a change that replaces everything.
+_WHOLE: Final = -1
+
+
+@dataclass(frozen=True, eq=False)
+class TensorChange:
+    """What is written over one tensor.
+
+    Positions count the elements of the global shape in row-major order.
+
+    Attributes:
+        gaps: By how much each position is above the one before it, the first being ``head[0]``; unsigned bytes or wider
+            integers. Without elements if everything that this rank holds is replaced.
+        values: The elements for these positions; of a tensor that is replaced, all that this rank holds, box by box.
+        head: Six ``int64``: the first position (-1: everything is replaced), the number of elements of the global
+            shape, and two sums each of the elements there before and after.
+    """
+
+    gaps: torch.Tensor
+    values: torch.Tensor
+    head: torch.Tensor
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all elements are replaced."""
+        return int(self.head[_START]) == _WHOLE
+
+    @property
+    def numel(self) -> int:
+        """How many elements the global shape has."""
+        return int(self.head[_NUMEL])
+
+    @property
+    def before(self) -> torch.Tensor:
+        """The sums of what is written over."""
+        return self.head[_BEFORE].cpu()
+
+    @property
+    def after(self) -> torch.Tensor:
+        """The sums of what is written."""
+        return self.head[_AFTER].cpu()
+
+    def positions(self) -> torch.Tensor | None:
+        """Return the positions; ``None`` if they do not ascend."""
+        return from_gaps(int(self.head[_START]), self.gaps)
+
+    def undone(self, values: torch.Tensor) -> TensorChange:
+        """Return the change back, to the values that were there."""
+        start, numel, gaps = int(self.head[_START]), self.numel, self.gaps.clone()
+        return TensorChange(gaps, values, _head(start, numel, self.after, self.before))
+
+    def fault(self) -> str:
+        """Say what is wrong with the tensors of a change; nothing if they fit each other."""
+        if self.head.dtype != torch.int64 or tuple(self.head.shape) != (_HEAD,):
+            return f"expected a head of {_HEAD} int64, got {self.head.dtype} {tuple(self.head.shape)}"
+        if self.gaps.dim() != 1 or self.gaps.dtype.is_floating_point or self.gaps.dtype.is_complex:
+            return f"expected gaps as integers in one dim, got {self.gaps.dtype} {tuple(self.gaps.shape)}"
+        count = 0 if self.is_whole else self.values.numel()
+        if self.gaps.numel() != count:
+            return f"expected {count} gaps, got {self.gaps.numel()}"
+        return "" if self.is_whole or self.positions() is not None else "its positions do not ascend"
+
+
+def _head(start: int, numel: int, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    return torch.cat([torch.tensor([start, numel], dtype=torch.int64, device="cpu"), before.cpu(), after.cpu()])
+
+
+def change_at(
+    positions: torch.Tensor, values: torch.Tensor, numel: int, before: torch.Tensor, after: torch.Tensor
+) -> TensorChange:
+    """Return the change of some ascending positions."""
+    start = int(positions[0]) if positions.numel() else 0
+    return TensorChange(as_gaps(positions), values, _head(start, numel, before, after))
+
+
+def change_of_all(values: torch.Tensor, numel: int, before: torch.Tensor, after: torch.Tensor) -> TensorChange:
+    """Return the change that replaces everything."""
+    nothing = torch.empty(0, dtype=torch.uint8, device=values.device)
+    return TensorChange(nothing, values, _head(_WHOLE, numel, before, after))
+
+
+def merged(name: str, first: TensorChange, second: TensorChange) -> TensorChange:
+    """Return two changes of a tensor in a row as one.
+
+    Sums are added: what was there before both is what was there before each, without what the first wrote for the
+    second to write over.
+    """
+    if second.is_whole:
+        before = second.before - first.after + first.before
+        return TensorChange(second.gaps, second.values, _head(_WHOLE, second.numel, before, second.after))
+    late = second.positions()
+    early = None if first.is_whole else first.positions()
+    if late is None or (early is None and not first.is_whole):
+        raise damaged("then", name, "its positions do not ascend")
+    late = late.to(first.values.device)
+    if early is None:
+        return _over_whole(name, first, second, late)
+    kept = ~torch.isin(early, late, assume_unique=True)
+    bits = as_bits(first.values)
+    both = element_sums(bits[~kept], early[~kept])
+    positions = torch.cat([early[kept], late])
+    order = positions.argsort()
+    values = torch.cat([bits[kept], as_bits(second.values).to(bits.device)])[order]
+    before, after = first.before + second.before - both.cpu(), first.after + second.after - both.cpu()
+    return change_at(positions[order], from_bits(values, first.values.dtype), first.numel, before, after)
+
+
+def _over_whole(name: str, first: TensorChange, second: TensorChange, late: torch.Tensor) -> TensorChange:
+    if first.values.numel() != first.numel:
+        remedy = "Apply one after the other, or make one delta of both."
+        got = "a part of a distributed tensor that is replaced first"
+        raise mismatch("then", name, "positions in both, or a tensor of one rank", got, remedy)
+    bits = as_bits(first.values.reshape(-1)).clone()
+    both = element_sums(bits[late], late).cpu()
+    bits[late] = as_bits(second.values).to(bits.device)
+    values = from_bits(bits, first.values.dtype).view(first.values.shape)
+    before, after = first.before + second.before - both, first.after + second.after - both
+    return TensorChange(first.gaps, values, _head(_WHOLE, first.numel, before, after))
+
+
+@dataclass(frozen=True, eq=False)
+class ValueChange:
+    """What takes the place of a leaf that is no strided tensor: a plain value, a sparse tensor, an opaque object.
+
+    Attributes:
+        value: The new leaf.
+        numbers: Two ``int64``: the numbers of the leaf before and after.
+    """
+
+    value: Any
+    numbers: torch.Tensor
+
+    @classmethod
+    def between(cls, value: Any, before: int, after: int) -> ValueChange:
+        """Return the change to a value, with the numbers of what was there and of itself."""
+        return cls(value, torch.tensor([before, after], dtype=torch.int64, device="cpu"))
+
+    @property
+    def before(self) -> int:
+        """The number of the leaf that is replaced."""
+        return int(self.numbers[0])
+
+    @property
+    def after(self) -> int:
+        """The number of the new leaf."""
+        return int(self.numbers[1])
+
+    def undone(self, value: Any) -> ValueChange:
+        """Return the change back, to the value that was there."""
+        return replace(self, value=value, numbers=self.numbers.flip(0))
+
+
+def mismatch(
+    verb: str, name: str, expected: str, got: str, remedy: str = "Nothing was written. Apply it to its base."
+) -> TreeMismatch:
+    """Return the error for a leaf that a delta does not fit."""
+    where = name or "<root>"
+    return TreeMismatch(
+        f"{verb}: the delta was made for another tree at {where}: expected {expected}, got {got}. {remedy}"
+    )
+
+
+def damaged(verb: str, name: str, fault: str) -> TreeMismatch:
+    """Return the error for a delta that cannot be one."""
+    where = name or "<root>"
+    return TreeMismatch(
+        f"{verb}: the delta is damaged at {where}: {fault}. Nothing was written. Make or load it again."
+    )

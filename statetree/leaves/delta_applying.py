@@ -1,0 +1,149 @@
+"""Applying a delta: everything is checked first, then written tensor by tensor, so that it can be taken up again.
+
+A tensor is written in one call of torch (of one a box, where this rank holds several), which no signal handler
+interrupts. So whatever stops the writing, each tensor is as it was or as it shall be; and that is what a delta accepts
+when it is applied again. What is as it shall be already is not written.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from statetree.errors import TreeMismatch
+from statetree.leaves.changes import damaged, mismatch
+from statetree.leaves.copying import copied_leaves, copies_of, prepared_copy
+from statetree.leaves.located_change import LocatedChange
+from statetree.leaves.tensor_entries import TreeEntries
+from statetree.spans.columns import Columns
+from statetree.spans.overlaps import overlaps_itself, sharing
+from statetree.tree.flatten import unflatten
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from statetree.chunks.ranks import Ranks
+    from statetree.leaves.delta_tree import Delta
+    from statetree.leaves.tensor_entries import TensorEntry
+
+
+def prepared_apply(
+    verb: str, delta: Delta, tree: Any, ranks: Ranks, *, everything: bool
+) -> tuple[Any, list[Callable[[], None]]]:
+    """Do all of ``apply_delta`` but the writing: return the resulting tree, and functions that write.
+
+    Args:
+        verb: On whose behalf, for messages.
+        delta: The delta.
+        tree: The tree.
+        ranks: The ranks that distributed tensors lie on.
+        everything: Whether the tree must be the base also where nothing is written.
+
+    Raises:
+        TreeMismatch: If the tree is not the base, as far as it is looked at, a tensor cannot be written, or the delta
+            is damaged.
+    """
+    return _Application(verb, delta, TreeEntries(verb, tree, ranks)).prepared(everything=everything)
+
+
+class _Application:
+    def __init__(self, verb: str, delta: Delta, entries: TreeEntries) -> None:
+        self.verb, self.delta, self.entries = verb, delta, entries
+        if delta.table.dtype != torch.int64 or delta.table.dim() != 2 or delta.table.shape[1:] != (3,):
+            raise damaged(verb, "", f"expected a table of three int64 a leaf, got {tuple(delta.table.shape)}")
+        delta.check_leaves(verb, entries)
+        self.index_of = {name: index for index, name in enumerate(entries.keys)}
+        self.writes: list[Callable[[], None]] = []
+        self.written: set[Any] = set()
+
+    def prepared(self, *, everything: bool) -> tuple[Any, list[Callable[[], None]]]:
+        if everything:
+            self._check_everything()
+        for name in self.delta.tensors:
+            self._prepare_tensor(name)
+        leaves = list(self.entries.leaves)
+        for name in self.delta.values:
+            index = self.index_of[name]
+            leaves[index] = self._prepare_value(name, leaves[index])
+        self._check_ties()
+        return unflatten(self.entries.spec, leaves), self.writes
+
+    def _check_everything(self) -> None:
+        """Refuse a tree that differs from the base, but for what the delta has already made of it."""
+        for row, index in enumerate(self.entries.order):
+            name, entry = self.entries.keys[index], self.entries.tensors.get(index)
+            found = [self.entries.number(index), 0] if entry is None else entry.sums().tolist()
+            before = self.delta.sums_before(row)
+            if found not in (before, self.delta.sums_after(name, before)):
+                raise mismatch(self.verb, name, "what the base holds", "something else")
+
+    def _prepare_tensor(self, name: str) -> None:
+        change, entry = self.delta.tensors[name], self.entries.tensors[self.index_of[name]]
+        self._check_writable(name, entry)
+        located = LocatedChange(self.verb, name, change, entry)
+        if not located.sums(change.values).equal(change.after):
+            raise damaged(self.verb, name, "its values or positions are not those that it was made with")
+        found = located.found_sums()
+        if found.equal(change.before):
+            if entry.place not in self.written:  # tied tensors are written once
+                self.written.add(entry.place)
+                self.writes.append(located.write())
+        elif not found.equal(change.after):
+            raise mismatch(self.verb, name, "the elements of the base where the delta writes", "others")
+
+    def _check_writable(self, name: str, entry: TensorEntry) -> None:
+        for piece in entry.pieces:
+            if piece.is_inference():
+                raise mismatch(self.verb, name, "a tensor that can be written", "an inference tensor")
+            if overlaps_itself(piece.shape, piece.stride()):
+                raise mismatch(self.verb, name, "a tensor that can be written", "one that overlaps itself")
+
+    def _prepare_value(self, name: str, leaf: Any) -> Any:
+        change, number = self.delta.values[name], self.entries.number(self.index_of[name])
+        if number not in (change.before, change.after):
+            raise mismatch(self.verb, name, "the value of the base", "another one")
+        if number == change.after and change.before != change.after:
+            return leaf
+        try:
+            result, write = prepared_copy(self.verb, {name: change.value}, {name: leaf})
+        except TreeMismatch:  # a sparse tensor with other elements: it does not fit into the memory of the old one
+            return copied_leaves(self.verb, [change.value], list)[0]
+        self.writes.append(write)
+        return result[name]
+
+    def _check_ties(self) -> None:
+        """Refuse a tree in which writing over one tensor would change another one, which it did not in the base.
+
+        Where tensors overlap, the delta is written to copies of them that do so, too, to see what comes of it.
+        """
+        owners = [
+            index for index, entry in self.entries.tensors.items() for piece in entry.pieces if _has_memory(piece)
+        ]
+        pieces = [piece for entry in self.entries.tensors.values() for piece in entry.pieces if _has_memory(piece)]
+        columns = Columns(pieces)
+        if columns.disjoint or not self.writes:
+            return
+        entangled = sorted({owners[place] for place in sharing(columns)})
+        entries = [self.entries.tensors[index] for index in entangled]
+        names = [self.entries.keys[index] for index in entangled]
+        if self.delta.tensors.keys().isdisjoint(names):
+            return
+        copies = iter(copies_of(Columns([piece for entry in entries for piece in entry.pieces])))
+        fresh = [entry._replace(pieces=list(islice(copies, len(entry.pieces)))) for entry in entries]
+        for name, entry in zip(names, fresh, strict=True):
+            if name in self.delta.tensors:
+                LocatedChange(self.verb, name, self.delta.tensors[name], entry).write()()
+        for name, entry, old in zip(names, fresh, entries, strict=True):
+            change = self.delta.tensors.get(name)
+            if change is None:
+                kept = entry.sums().equal(old.sums())
+            else:
+                kept = LocatedChange(self.verb, name, change, entry).found_sums().equal(change.after)
+            if not kept:
+                raise mismatch(self.verb, name, "memory of its own", "memory shared with another tensor that changes")
+
+
+def _has_memory(piece: torch.Tensor) -> bool:
+    return not piece.is_meta and bool(piece.numel())

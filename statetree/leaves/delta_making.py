@@ -1,0 +1,172 @@
+"""Making a delta: two trees compared wide, and what differs between them taken out in the fewest bytes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from statetree.errors import Difference, TreeMismatch
+from statetree.leaves.builtin import facts
+from statetree.leaves.changes import TensorChange, ValueChange, change_at, change_of_all
+from statetree.leaves.copying import copied_leaves
+from statetree.leaves.delta_tree import Delta
+from statetree.leaves.pairing import fact_differences
+from statetree.leaves.tensor_entries import TensorEntry, TreeEntries
+from statetree.spans.bits import differing, is_unreadable
+from statetree.spans.columns import Columns
+from statetree.spans.overlaps import conflicts
+from statetree.spans.positions import as_bits, from_bits, places_of, take, within
+from statetree.spans.sums import element_sums
+from statetree.torch_internals import copy_each
+from statetree.tree.matching import matched
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from statetree.chunks.ranks import Ranks
+
+#: From here on, not even gaps of one byte make positions and values fewer bytes than all values.
+_GAP_BYTES = 1
+
+
+def make_delta(verb: str, new: Any, base: Any, ranks: Ranks) -> Delta:
+    """Return what has to be written into a base to make it another tree.
+
+    Raises:
+        TreeMismatch: If the trees differ in more than values, or tensors of the base share memory that hold different
+            values in the other.
+        UnsupportedLeaf: If a leaf cannot be taken apart.
+    """
+    return _Making(verb, TreeEntries(verb, new, ranks), TreeEntries(verb, base, ranks)).delta()
+
+
+class _Making:
+    def __init__(self, verb: str, new: TreeEntries, base: TreeEntries) -> None:
+        self.verb, self.new, self.base = verb, new, base
+        partner, found = matched(base.spec, base.leaves, new.spec, new.leaves)
+        differences = [Difference(path, kind, left, right) for path, kind, right, left in found]
+        self.partner = list(range(len(base.leaves))) if partner is None else partner
+        if not differences:
+            differences = [difference for index in base.order for difference in self._differences(index)]
+        if differences:
+            raise TreeMismatch.between(verb, differences, "Pass two states of one structure and layout.")
+
+    def _pair(self, index: int) -> tuple[TensorEntry | None, TensorEntry | None]:
+        return self.new.tensors.get(self.partner[index]), self.base.tensors.get(index)
+
+    def _differences(self, index: int) -> Sequence[Difference]:
+        a, b = self._pair(index)
+        if a is None and b is None:
+            return []
+        if a is not None and b is not None and a.text == b.text:
+            return []
+        path = self.base.paths()[index]
+        known = [facts(side.leaves[at]) for side, at in ((self.new, self.partner[index]), (self.base, index))]
+        found = [Difference(path, *difference) for difference in fact_differences(known[0], known[1])]
+        return found or [Difference(path, "layout", self.new.text(self.partner[index]), self.base.text(index))]
+
+    def delta(self) -> Delta:
+        self._check_ties()
+        same: dict[Any, TensorChange | None] = {}
+        tensors: dict[str, TensorChange] = {}
+        numbers: dict[int, tuple[int, int]] = {}
+        rows: list[list[int]] = []
+        for index in self.base.order:
+            a, b = self._pair(index)
+            if a is None or b is None:
+                before, after = self.base.number(index), self.new.number(self.partner[index])
+                rows.append([self.base.fingerprint(index), before, 0])
+                if before != after:
+                    numbers[index] = before, after
+                continue
+            sums = b.sums()
+            rows.append([self.base.fingerprint(index), *sums.tolist()])
+            # Ties: what lies in one memory on both sides is compared once.
+            key = a.place, b.place
+            change = same[key] if key in same else _change(a, b, sums)
+            same[key] = change
+            if change is not None:
+                tensors[self.base.keys[index]] = change
+        chosen = [self.partner[index] for index in numbers]
+        copies = copied_leaves(self.verb, [self.new.leaves[index] for index in chosen], self.new.paths)
+        values = {
+            self.base.keys[index]: ValueChange.between(copy, *numbers[index])
+            for index, copy in zip(numbers, copies, strict=True)
+        }
+        table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(rows), 3)
+        return Delta(tensors, values, table)
+
+    def _check_ties(self) -> None:
+        """Refuse a base whose tensors share memory for which the other tree has different values."""
+        owners, old, new = [], [], []
+        for index, entry in self.base.tensors.items():
+            partner = self.new.tensors[self.partner[index]]
+            for a, b in zip(partner.pieces, entry.pieces, strict=True):
+                if not b.is_meta and b.numel():
+                    owners.append(index)
+                    old.append(b)
+                    new.append(a)
+        paths = self.base.paths()
+        found = [
+            Difference(paths[owners[a]], "ties", "values of its own", f"a tensor that overlaps {paths[owners[b]]}")
+            for a, b in conflicts(Columns(old), Columns(new))
+        ]
+        if found:
+            raise TreeMismatch.between(self.verb, found, "Tie the new state as the base is tied.")
+
+
+def _change(a: TensorEntry, b: TensorEntry, sums: torch.Tensor) -> TensorChange | None:
+    """Return what has to be written over a tensor to make it another one, in the fewest bytes; ``None`` for nothing."""
+    if b.on_meta:
+        return None
+    numel, count = torch.Size(b.shape).numel(), b.held
+    itemsize = b.dtype.itemsize
+    if any(is_unreadable(x, y) for x, y in zip(a.pieces, b.pieces, strict=True)):
+        return _all(a, b, numel, sums)
+    most = count * itemsize // (itemsize + _GAP_BYTES)  # of positions
+    found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    number = 0
+    for box, x, y in zip(b.boxes, a.pieces, b.pieces, strict=True):
+        if _same_view(x, y):
+            continue
+        parts = []
+        for positions in differing(x, y):
+            parts.append(positions.to(x.device))
+            number += positions.numel()
+            if number > most:
+                return _all(a, b, numel, sums)
+        if parts:
+            local = torch.cat(parts)
+            values, old = take(x, places_of(local, x)), take(y, places_of(local.to(y.device), y)).to(x.device)
+            found.append((within(local, box.start, box.sizes, b.shape), values, old))
+    if not number:
+        return None
+    positions, values, old = found[0] if len(found) == 1 else _in_order(found)
+    change = change_at(positions, values, numel, element_sums(old, positions), element_sums(values, positions))
+    return change if change.gaps.nbytes + values.nbytes <= count * itemsize else _all(a, b, numel, sums)
+
+
+def _in_order(found: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+    dtype = found[0][1].dtype
+    positions, values, old = (torch.cat(list(map(as_bits, column))) for column in zip(*found, strict=True))
+    order = positions.argsort()
+    return positions[order], from_bits(values[order], dtype), from_bits(old[order], dtype)
+
+
+def _same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
+    bits = a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
+    return bits and a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.device == b.device
+
+
+def _all(a: TensorEntry, b: TensorEntry, numel: int, sums: torch.Tensor) -> TensorChange:
+    """Return the change of everything that this rank holds."""
+    copies = [torch.empty(piece.shape, dtype=piece.dtype, device=piece.device) for piece in a.pieces]
+    copy_each(copies, a.pieces)
+    values = copies[0] if len(copies) == 1 else _joined(copies, b.dtype)
+    return change_of_all(values, numel, sums, a.sums())
+
+
+def _joined(copies: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    bits = [as_bits(copy.view(-1)) for copy in copies]
+    return from_bits(torch.cat(bits), dtype) if bits else torch.empty(0, dtype=dtype, device="cpu")

@@ -1,0 +1,100 @@
+"""Numbers for leaves: what only equal values, and tensors with the same bits, have in common, in every process."""
+
+from __future__ import annotations
+
+import enum
+import struct
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from statetree.chunks.boxes import Box
+from statetree.leaves.builtin import facts, leaf_type_of
+from statetree.leaves.pairing import essential
+from statetree.leaves.parts import PackedRecipe, Recipe, Unpacked, unpack
+from statetree.paths import exactly
+from statetree.spans.sums import ALL, piece_sums
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+def text_number(*texts: str) -> int:
+    """Return a number for some texts, as an ``int64`` has it."""
+    data = "\0".join([*texts, str(list(map(len, texts)))]).encode("utf-8", "surrogatepass")
+    return _number(data)
+
+
+def _number(data: bytes) -> int:
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little", signed=True)
+
+
+def tensor_number(dtype: torch.dtype, shape: Sequence[int], sums: torch.Tensor | None) -> int:
+    """Return a number for a tensor of a dtype and shape whose elements have some sums (``None`` without elements)."""
+    known = "meta" if sums is None else str(sums.tolist())
+    return text_number("tensor", str(dtype), str(tuple(shape)), known)
+
+
+def value_number(value: Any) -> int:
+    """Return a number for a leaf that is no strided tensor: a plain value, a sparse tensor, an opaque object.
+
+    Raises:
+        UnsupportedLeaf: If it cannot be taken apart. ``%PATH%`` in the message stands for its path.
+    """
+    leaf_type = leaf_type_of(type(value))
+    if leaf_type is None:
+        return text_number("value", value_text(value))
+    if not leaf_type.has_elements:
+        return text_number("value", str(_plain_facts(value)))
+    unpacked = unpack("digest", [value], list)
+    found: list[bytes] = [str(_plain_facts(value)).encode("utf-8", "surrogatepass")]
+    if leaf_type.opaque:
+        skeleton, kept = leaf_type.unpack(value)[1]
+        found += [skeleton, *(value_text(held).encode("utf-8", "surrogatepass") for held in kept)]
+    for index in _essential_parts(unpacked):
+        part = unpacked.parts[index]
+        shape = tuple(part.shape)
+        sums = None if part.is_meta else piece_sums(part, Box((0,) * len(shape), shape), shape, ALL)
+        found.append(struct.pack("<q", tensor_number(part.dtype, shape, sums)))
+    lengths = str(list(map(len, found))).encode()
+    return _number(b"\0".join([*found, lengths]))
+
+
+def _plain_facts(value: Any) -> dict[str, str]:
+    return {name: value_text(fact) for name, fact in facts(value).items() if name != "memory"}
+
+
+def _essential_parts(unpacked: Unpacked) -> Iterator[int]:
+    """Yield the parts that hold elements, without those of attributes."""
+    pending: list[Recipe] = [unpacked.recipe(0)]
+    while pending:
+        recipe = pending.pop()
+        if isinstance(recipe, int):
+            yield recipe
+        elif isinstance(recipe, PackedRecipe):
+            pending += reversed(essential(recipe))
+
+
+def value_text(value: Any) -> str:
+    """Render a plain value so that another text means another value (``1`` and ``1.0`` differ, ``0.0`` and ``-0.0``)."""
+    cls = type(value)
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    if isinstance(value, float):
+        return f"{name} {value.hex()}"
+    if isinstance(value, complex):
+        return f"{name} {value.real.hex()} {value.imag.hex()}"
+    if isinstance(value, enum.Enum):
+        return f"{name} {value.name}"
+    if isinstance(value, type):
+        return f"class {value.__module__}.{value.__qualname__}"
+    if isinstance(value, (tuple, list)):
+        return f"{name} [{', '.join(map(value_text, value))}]"
+    if isinstance(value, (set, frozenset)):
+        return f"{name} {{{', '.join(sorted(map(value_text, value)))}}}"
+    if isinstance(value, dict):
+        return f"{name} {{{', '.join(f'{value_text(key)}: {value_text(held)}' for key, held in value.items())}}}"
+    if isinstance(value, torch.Tensor):
+        return f"{name} {value.dtype} {value.detach().cpu().tolist()}"
+    text = exactly(value)
+    return name if " at 0x" in text else f"{name} {text}"

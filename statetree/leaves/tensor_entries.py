@@ -1,0 +1,167 @@
+"""A tree as a list of tensors in global shapes, of which this rank holds boxes, and of values that are taken whole."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from statetree.chunks.boxes import Box
+from statetree.errors import UnsupportedLeaf
+from statetree.leaves.builtin import holds_tensor, leaf_type_of, settled
+from statetree.leaves.leaf_numbers import text_number, value_number
+from statetree.leaves.location import located
+from statetree.leaves.types.special import special_layout
+from statetree.spans.columns import Columns
+from statetree.spans.layout import check_memory, holds_memory
+from statetree.spans.sums import FEW, piece_sums
+from statetree.tree.flatten import flatten_for_copy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from statetree.chunks.local import LocalChunks
+    from statetree.chunks.ranks import Ranks
+    from statetree.paths import Path
+
+
+class TensorEntry(NamedTuple):
+    """A strided tensor, or what this rank holds of a distributed one.
+
+    Attributes:
+        dtype: Of its elements.
+        shape: The global shape.
+        boxes: The boxes in it that this rank holds.
+        pieces: Their plain tensors.
+        chunks: What is known of a distributed tensor.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    boxes: Sequence[Box]
+    pieces: Sequence[torch.Tensor]
+    chunks: LocalChunks | None
+
+    @property
+    def on_meta(self) -> bool:
+        """Whether there are no elements."""
+        return any(piece.is_meta for piece in self.pieces)
+
+    @property
+    def text(self) -> str:
+        """What must agree between two trees for the elements of one to be written over those of the other."""
+        boxes = [] if self.is_whole else [tuple(map(tuple, box)) for box in self.boxes]
+        return f"a tensor {self.dtype} {self.shape} {boxes}{' on meta' if self.on_meta else ''}"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds all of it, in one piece."""
+        return len(self.boxes) == 1 and self.boxes[0].sizes == self.shape
+
+    @property
+    def held(self) -> int:
+        """How many elements this rank holds."""
+        return sum(box.volume for box in self.boxes)
+
+    @property
+    def place(self) -> Any:
+        """What entries have in common that are the same views on the same memory."""
+        places = [
+            (piece.data_ptr(), piece.shape, piece.stride(), piece.is_conj(), piece.is_neg()) for piece in self.pieces
+        ]
+        return (self.dtype, tuple(places)) if places and all(place[0] for place in places) else id(self.pieces)
+
+    def sums(self, count: int = FEW) -> torch.Tensor:
+        """Return the first sums of the elements that this rank holds, on the CPU."""
+        total = torch.zeros(count, dtype=torch.int64, device="cpu")
+        if not self.on_meta:
+            for box, piece in zip(self.boxes, self.pieces, strict=True):
+                total += piece_sums(piece, box, self.shape, count).cpu()
+        return total
+
+
+class TreeEntries:
+    """The leaves of a tree: tensors, and values.
+
+    Attributes:
+        verb: On whose behalf, for messages.
+        spec: The structure.
+        leaves: The leaves, collectives under way waited for.
+        keys: Their names in a flat dict.
+        tensors: The strided and the distributed ones, by their indices.
+        order: The indices of all leaves, in the order of their paths.
+    """
+
+    def __init__(self, verb: str, tree: Any, ranks: Ranks) -> None:
+        leaves, self.spec = flatten_for_copy(tree, holds_tensor, verb=verb)
+        self.verb = verb
+        self.leaves = list(map(settled, leaves))
+        self.keys = self.spec.flat_keys()
+        self.tensors: dict[int, TensorEntry] = {}
+        for index, leaf in enumerate(self.leaves):
+            try:
+                entry = _entry(leaf, ranks)
+            except Exception as error:
+                raise located(verb, "tell the chunks of", error, self.paths, self.leaves, index) from error
+            if entry is not None:
+                self.tensors[index] = entry
+        paths = self.paths()
+        self.order = sorted(range(len(leaves)), key=lambda index: paths[index].sort_key())
+        self._check_memory()
+
+    def paths(self) -> Sequence[Path]:
+        """Return the paths of the leaves."""
+        return self.spec.paths()
+
+    def _check_memory(self) -> None:
+        owners = [index for index, entry in self.tensors.items() for _ in entry.pieces]
+        pieces = [piece for entry in self.tensors.values() for piece in entry.pieces]
+        if all(map(holds_memory, pieces)):
+            return
+        check_memory(self.verb, Columns(pieces), lambda place: self.paths()[owners[place]])
+
+    def text(self, index: int) -> str:
+        """Say what of a leaf must agree between trees."""
+        entry = self.tensors.get(index)
+        return "a value" if entry is None else entry.text
+
+    def fingerprint(self, index: int) -> int:
+        """Return a number for what of a leaf must agree between trees, its name included."""
+        return text_number(self.keys[index], self.text(index))
+
+    def number(self, index: int) -> int:
+        """Return a number for a value."""
+        try:
+            return value_number(self.leaves[index])
+        except Exception as error:
+            raise located(self.verb, "take apart", error, self.paths, self.leaves, index) from error
+
+
+def _entry(leaf: Any, ranks: Ranks) -> TensorEntry | None:
+    leaf_type = leaf_type_of(type(leaf))
+    if leaf_type is None or not leaf_type.has_elements:
+        return None
+    if leaf_type.is_distributed(leaf):
+        chunks = leaf_type.local_chunks(leaf, ranks)
+        return TensorEntry(chunks.dtype, chunks.shape, chunks.boxes, list(map(_bare, chunks.pieces)), chunks)
+    if not leaf_type.bare or special_layout(leaf) is not None:
+        return None
+    shape = tuple(leaf.shape)
+    return TensorEntry(leaf.dtype, shape, [Box((0,) * len(shape), shape)], [_bare(leaf)], None)
+
+
+def _bare(tensor: torch.Tensor) -> torch.Tensor:
+    bare = tensor.detach()
+    return bare if type(bare) is torch.Tensor else bare.as_subclass(torch.Tensor)
+
+
+def refuse_summands(entries: TreeEntries) -> None:
+    """Raise ``UnsupportedLeaf`` for a tensor of which the ranks hold summands."""
+    for index, entry in entries.tensors.items():
+        if entry.chunks is not None and entry.chunks.summands is not None:
+            path = entries.paths()[index]
+            msg = (
+                f"{entries.verb}: the leaf at {path or '<root>'} is Partial: expected elements, got summands of them "
+                "on each rank. Redistribute it, or gather the tree first."
+            )
+            raise UnsupportedLeaf(msg, path)

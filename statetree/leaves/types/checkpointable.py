@@ -1,0 +1,70 @@
+"""Plain tensors that say of which global tensor they hold shards: torch's ``CheckpointableTensor``, of 2.14 and later.
+
+Four attributes make a tensor one, so this works with every torch. What torch 2.15.0 refuses is refused.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from statetree.chunks.boxes import Box
+from statetree.chunks.local import checked_chunks
+from statetree.errors import UnsupportedLeaf
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from statetree.chunks.local import LocalChunks
+
+#: The attributes: the global shape, and for each shard where it begins there, where it begins here, and its shape.
+SHARD_ATTRIBUTES: Final = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+
+
+def holds_shards(value: torch.Tensor) -> bool:
+    """Whether a tensor says that it holds shards of another one."""
+    cls = type(value)
+    return all(name in value.__dict__ or hasattr(cls, name) for name in SHARD_ATTRIBUTES)
+
+
+def shards_of(value: Any) -> LocalChunks:
+    """Return the shards that a tensor says it holds.
+
+    Raises:
+        UnsupportedLeaf: If what it says does not fit together, or does not fit the tensor.
+    """
+    shape = tuple(value.global_shape)
+    columns = value.global_offsets, value.local_offsets, value.local_sizes
+    if len({len(column) for column in columns}) > 1:
+        raise _misfit(f"as many global_offsets, local_offsets and local_sizes, got {list(map(len, columns))}")
+    boxes, pieces = [], []
+    for start, first, sizes in zip(*map(_tuples, columns), strict=True):
+        if not len(start) == len(sizes) == len(shape) or not len(first) == len(sizes) == value.dim():
+            raise _misfit(f"{len(shape)} dims of every shard, got offsets {start} and {first} and sizes {sizes}")
+        if not _lies_in(start, sizes, shape):
+            raise _misfit(f"shards inside of global_shape {shape}, got sizes {sizes} at {start}")
+        if not _lies_in(first, sizes, tuple(value.shape)):
+            raise _misfit(f"shards inside of the tensor's shape {tuple(value.shape)}, got sizes {sizes} at {first}")
+        if all(sizes):
+            boxes.append(Box(start, tuple(a + b for a, b in zip(start, sizes, strict=True))))
+            piece = value.detach()
+            for dim, (offset, size) in enumerate(zip(first, sizes, strict=True)):
+                piece = piece.narrow(dim, offset, size)
+            pieces.append(piece)
+    return checked_chunks(value, shape, value.dtype, boxes, pieces)
+
+
+def _tuples(column: Sequence[Any]) -> list[tuple[int, ...]]:
+    return [tuple(map(int, entry)) for entry in column]
+
+
+def _lies_in(start: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    return all(
+        first >= 0 and size >= 0 and first + size <= most for first, size, most in zip(start, sizes, shape, strict=True)
+    )
+
+
+def _misfit(text: str) -> UnsupportedLeaf:
+    msg = f"the leaf at %PATH% does not say properly of which tensor it holds shards: expected {text}. Correct it."
+    return UnsupportedLeaf(msg)

@@ -1,0 +1,131 @@
+"""Positions of elements: as gaps between them, which take few bytes, and as places in the memory of a tensor."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from statetree.spans.layout import extent_bytes
+from statetree.torch_internals import negated_view
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+#: What gaps are stored as: the first dtype that holds the largest one. (Those that safetensors and NumPy know.)
+_GAP_DTYPES: Final = (torch.uint8, torch.uint16, torch.int32, torch.int64)
+_LIMITS: Final = {torch.uint8: 1 << 8, torch.uint16: 1 << 16, torch.int32: 1 << 31, torch.int64: 1 << 63}
+
+
+def as_gaps(positions: torch.Tensor) -> torch.Tensor:
+    """Return by how much each of some ascending positions is above the one before; a zero for the first."""
+    if not positions.numel():
+        return positions.to(torch.uint8)
+    gaps = positions.diff(prepend=positions[:1])
+    largest = int(gaps.max())
+    return gaps.to(next(dtype for dtype in _GAP_DTYPES if largest < _LIMITS[dtype]))
+
+
+def from_gaps(start: int, gaps: torch.Tensor) -> torch.Tensor | None:
+    """Return the positions that gaps stand for; ``None`` if these do not ascend."""
+    wide = gaps.to(torch.int64)
+    if wide.numel() and (int(wide[0]) or (wide.numel() > 1 and int(wide[1:].min()) <= 0)):
+        return None
+    wide = wide.clone() if wide is gaps else wide
+    positions = wide.cumsum_(0).add_(start)
+    # Where the sum of the gaps is too large for an integer, it is negative now, or smaller than before.
+    return None if positions.numel() and (start < 0 or int(positions.min()) < start) else positions
+
+
+def places_of(positions: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return where elements lie in the ``hull`` of a tensor, by their positions in row-major order."""
+    if tensor.is_contiguous():
+        return positions
+    places = torch.zeros_like(positions)
+    rest = positions
+    for size, step in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        places += rest % size * step
+        rest = rest // size
+    return places
+
+
+def hull(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory from a tensor's first element to its last, as one dim of elements that copies do not change."""
+    reach = extent_bytes(tensor.shape, tensor.stride(), tensor.itemsize) // tensor.itemsize
+    bare = tensor.detach()
+    if bare.is_neg():
+        bare = negated_view(bare)
+    if bare.is_conj():
+        bare = torch.conj(bare)
+    return as_bits(bare.as_strided((reach,), (1,)))
+
+
+def take(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor at some places of its hull, bit by bit as they read."""
+    found = hull(tensor).take(places)
+    return _read(from_bits(found, tensor.dtype), tensor)
+
+
+def put(tensor: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> None:
+    """Write what ``stored`` gave to some places of a tensor's hull, in one call."""
+    hull(tensor).put_(places, values)
+
+
+def stored(values: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return what has to lie in a tensor's memory for values to be read from it."""
+    return as_bits(_read(values, tensor))
+
+
+def _read(values: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return what values that lie in a tensor's memory read like, or the other way about: both bits are involutions."""
+    if tensor.is_conj():
+        values = torch.conj(values).resolve_conj()
+    if tensor.is_neg():
+        values = negated_view(values).resolve_neg()
+    return values
+
+
+_BY_SIZE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def as_bits(flat: torch.Tensor) -> torch.Tensor:
+    """Return elements as integers of their size, which no copy changes; those of 16 bytes are left."""
+    size = flat.dtype.itemsize
+    return flat.view(_BY_SIZE[size]) if size in _BY_SIZE and flat.dtype != _BY_SIZE[size] else flat
+
+
+def from_bits(integers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return elements of a dtype, from what ``as_bits`` made of them."""
+    return integers if integers.dtype == dtype else integers.view(dtype)
+
+
+def within(positions: torch.Tensor, start: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    """Return the positions in a shape of elements of a box in it, given by their positions in the box."""
+    steps = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    begin = sum(first * step for first, step in zip(start, steps, strict=True))
+    if tuple(sizes[1:]) == tuple(shape[1:]):  # one stretch
+        return positions + begin if begin else positions
+    result = torch.full_like(positions, begin)
+    rest = positions
+    for size, step in zip(reversed(sizes), reversed(steps), strict=True):
+        result += rest % size * step
+        rest = rest // size
+    return result
+
+
+def in_box(
+    positions: torch.Tensor, start: Sequence[int], sizes: Sequence[int], shape: Sequence[int]
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Return which positions in a shape lie in a box (``None`` for all), and the positions of these in the box."""
+    if tuple(sizes) == tuple(shape):
+        return None, positions
+    inside = torch.ones_like(positions, dtype=torch.bool)
+    result = torch.zeros_like(positions)
+    rest, step = positions, 1
+    for first, size, whole in zip(reversed(start), reversed(sizes), reversed(shape), strict=True):
+        index = rest % whole - first
+        inside &= (index >= 0) & (index < size)
+        result += index * step
+        rest, step = rest // whole, step * size
+    return inside, result[inside]

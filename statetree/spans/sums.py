@@ -1,0 +1,251 @@
+"""Sums over elements: what only the same bits at the same positions have in common, however they are cut and laid out.
+
+An element at position ``p`` (in row-major order of a *global* shape) is a part of the 8-byte word at which it would lie
+in contiguous memory. Each word is multiplied with a coefficient that depends on its place alone, and the products are
+added up modulo 2⁶⁴. So the sums of the parts of a tensor add up to those of the whole, whichever ranks hold them.
+
+Modulo 2⁶⁴, differences in the high bits of words are seen with few bits of a product. The high halves of the words are
+therefore summed up once more by themselves, and each sum is made twice, with other coefficients: two tensors that
+differ have the same four sums with a chance of at most 2⁻⁶⁴. The coefficients are no secret: whoever wants to can make
+another tensor with the same sums.
+
+The coefficient of a word is one of its *row* (of 512 words) times one of its place in the row: products with the latter
+are those of a matrix with a vector, which take about as long as reading the memory.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from statetree.spans.bits import bits_in_pieces
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from statetree.chunks.boxes import Box
+
+#: By how many bits words are shifted to the right for each of the four sums.
+SHIFTS: Final = (0, 32, 0, 32)
+#: How many sums tell accidents from each other: the chance that one goes unseen is 2⁻³³ at worst.
+FEW: Final = 2
+#: How many sums are needed for a chance of 2⁻⁶⁴ in every case.
+ALL: Final = 4
+
+_WORD_BYTES: Final = 8
+_ROW_BITS: Final = 9
+_ROW_WORDS: Final = 1 << _ROW_BITS
+_ROW_BYTES: Final = _ROW_WORDS * _WORD_BYTES
+#: What is multiplied at a time on a processor: it stays in the cache, and torch starts no threads for it.
+_CACHED_ROWS: Final = 64
+#: What is taken apart at a time, on a processor and on a device. (Pieces of a transposed tensor are so large that whole
+#: cache lines are read.)
+_PIECE_BYTES: Final = 4 << 20
+_TRANSPOSED_BYTES: Final = 16 << 20
+_DEVICE_PIECE_BYTES: Final = 64 << 20
+#: How many elements are given coefficients one by one at a time.
+_SINGLE: Final = 1 << 15
+
+_MASK: Final = (1 << 64) - 1
+_FACTORS: Final = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+
+def _signed(number: int) -> int:
+    """Return a number modulo 2⁶⁴, as torch's ``int64`` has it."""
+    number &= _MASK
+    return number - (1 << 64) if number >> 63 else number
+
+
+def _mixed(number: int) -> int:
+    """Return a number that has nothing to do with another one (splitmix64)."""
+    number = number * _FACTORS[0] & _MASK
+    number = (number ^ number >> 30) * _FACTORS[1] & _MASK
+    number = (number ^ number >> 27) * _FACTORS[2] & _MASK
+    return number ^ number >> 31
+
+
+@lru_cache(maxsize=16)
+def _place_factors(device: torch.device) -> torch.Tensor:
+    """Return the coefficients of the places in a row, for each of the sums."""
+    numbers = [[_signed(_mixed((sum_ << 32) + place + 1)) for place in range(_ROW_WORDS)] for sum_ in range(ALL)]
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device)
+
+
+def _row_factors(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the coefficients of rows, for each of some sums: ``[count, *rows.shape]``."""
+    seeds = [_signed(_mixed((sum_ + 1) << 48)) for sum_ in range(count)]
+    start = torch.tensor(seeds, dtype=torch.int64, device="cpu").to(rows.device).view(count, *[1] * rows.dim())
+    mixed = rows.unsqueeze(0) * _signed(_FACTORS[0]) + start
+    mixed.bitwise_xor_(mixed >> 30).mul_(_signed(_FACTORS[1]))
+    mixed.bitwise_xor_(mixed >> 27).mul_(_signed(_FACTORS[2]))
+    return mixed.bitwise_xor_(mixed >> 31)
+
+
+def piece_sums(piece: torch.Tensor, box: Box, shape: Sequence[int], count: int = ALL) -> torch.Tensor:
+    """Return the first sums of a plain tensor that is a box of a global shape.
+
+    Args:
+        piece: The elements of the box, of any strides and bits, in memory that is there.
+        box: Where they lie in the global shape.
+        shape: The global shape.
+        count: How many of the four sums.
+
+    Returns:
+        ``int64``, on the tensor's device.
+    """
+    total = torch.zeros(count, dtype=torch.int64, device=piece.device)
+    if not piece.numel():
+        return total
+    itemsize = piece.dtype.itemsize
+    outer, run = _runs(box, shape)
+    if outer is None:
+        for start, flat in bits_in_pieces(piece, _piece_bytes(piece)):
+            first = run + start
+            if itemsize > _WORD_BYTES:
+                first *= itemsize // _WORD_BYTES
+            total += _run_sums(flat, first, count)
+        return total
+    for part, offsets in _outer_parts(piece, outer, run):
+        total += _strided_sums(part, offsets, itemsize, count)
+    return total
+
+
+def _piece_bytes(piece: torch.Tensor) -> int:
+    if not piece.is_cpu:
+        return _DEVICE_PIECE_BYTES
+    return _PIECE_BYTES if piece.is_contiguous() else _TRANSPOSED_BYTES
+
+
+def _runs(box: Box, shape: Sequence[int]) -> tuple[torch.Tensor | None, int]:
+    """Return where the stretches of a box begin in row-major order, and how long they are.
+
+    For a box that is one stretch, ``None`` and where it begins.
+    """
+    sizes = box.sizes
+    inner = len(shape)
+    while inner and sizes[inner - 1] == shape[inner - 1]:
+        inner -= 1
+    inner = max(inner - 1, 0)  # dims from here on are one stretch
+    steps = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    begin = sum(start * step for start, step in zip(box.start, steps, strict=True))
+    if prod(sizes[:inner]) == 1:
+        return None, begin
+    offsets = torch.tensor(begin, dtype=torch.int64, device="cpu")
+    for size, step in zip(sizes[:inner], steps[:inner], strict=True):
+        offsets = offsets.unsqueeze(-1) + torch.arange(size, dtype=torch.int64, device="cpu") * step
+    return offsets.reshape(-1), prod(sizes[inner:])
+
+
+def _outer_parts(piece: torch.Tensor, outer: torch.Tensor, run: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the bits of a box in pieces, as rows of one stretch each, with the positions at which these begin."""
+    words = max(1, piece.dtype.itemsize // _WORD_BYTES)
+    pending = None
+    taken = 0
+    for _, flat in bits_in_pieces(piece, _piece_bytes(piece)):  # which may end within a stretch
+        flat = flat if pending is None else torch.cat([pending, flat])
+        whole = flat.numel() // (run * words)
+        if whole:
+            yield flat[: whole * run * words].view(whole, run * words), outer[taken : taken + whole].to(flat.device)
+        taken += whole
+        rest = flat[whole * run * words :]
+        pending = rest.clone() if rest.numel() else None
+
+
+def _run_sums(flat: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    """Return the sums of integers that follow each other from a position on."""
+    per = _WORD_BYTES // flat.itemsize
+    per_row = _ROW_WORDS * per
+    row = first // per_row
+    head = first - row * per_row
+    rows = -(-(head + flat.numel()) // per_row)
+    aligned = not head and flat.numel() == rows * per_row and flat.storage_offset() % per == 0
+    if not aligned:
+        if flat.numel() > 4 * per_row and not head and flat.storage_offset() % per == 0:
+            whole = flat.numel() // per_row * per_row
+            return _run_sums(flat[:whole], first, count) + _run_sums(flat[whole:], first + whole, count)
+        padded = flat.new_zeros(rows * per_row)
+        padded[head : head + flat.numel()] = flat
+        flat = padded
+    numbers = torch.arange(row, row + rows, dtype=torch.int64, device=flat.device)
+    return _row_sums(flat.view(torch.int64).view(rows, _ROW_WORDS), numbers, count)
+
+
+def _row_sums(words: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the sums of whole rows of words."""
+    factors = _place_factors(words.device)
+    products = torch.empty(count, len(words), dtype=torch.int64, device=words.device)
+    step = min(len(words), _CACHED_ROWS) if words.is_cpu else len(words)
+    buffer = torch.empty(step, _ROW_WORDS, dtype=torch.int64, device=words.device)
+    for start in range(0, len(words), step):
+        part, found = words[start : start + step], products[:, start : start + step]
+        high = torch.bitwise_right_shift(part, SHIFTS[1], out=buffer[: len(part)]) if count > 1 else part
+        for number in range(count):
+            shifted = high if SHIFTS[number] else part
+            if part.is_cpu:
+                torch.mv(shifted, factors[number], out=found[number])
+            else:  # (where torch multiplies no matrices of integers)
+                found[number] = (shifted * factors[number]).sum(1)
+    return products.mul_(_row_factors(rows, count)).sum(1)
+
+
+def _strided_sums(part: torch.Tensor, offsets: torch.Tensor, itemsize: int, count: int) -> torch.Tensor:
+    """Return the sums of stretches that begin at some positions."""
+    words = max(1, itemsize // _WORD_BYTES)
+    offsets = offsets * words
+    per_row = _ROW_BYTES // part.itemsize
+    heads = offsets % per_row
+    head = int(heads[0])
+    rows = -(-(head + part.shape[1]) // per_row)
+    if bool((heads == head).all()) and rows * per_row <= 8 * part.shape[1]:  # each lies alike in its rows
+        padded = part.new_zeros(len(part), rows * per_row)
+        padded[:, head : head + part.shape[1]] = part
+        numbers = (offsets // per_row).unsqueeze(1) + torch.arange(rows, dtype=torch.int64, device=part.device)
+        return _row_sums(padded.view(torch.int64).view(-1, _ROW_WORDS), numbers.view(-1), count)
+    positions = offsets.unsqueeze(1) + torch.arange(part.shape[1], dtype=torch.int64, device=part.device)
+    return integer_sums(part.reshape(-1), positions.view(-1), count)
+
+
+def element_sums(values: torch.Tensor, positions: torch.Tensor, count: int = FEW) -> torch.Tensor:
+    """Return the sums of single elements, each at a position of its own in the global shape.
+
+    Args:
+        values: Elements, of one dim and contiguous.
+        positions: Where they lie, as ``int64``.
+        count: How many of the four sums.
+    """
+    total = torch.zeros(count, dtype=torch.int64, device=values.device)
+    for start, flat in bits_in_pieces(values, _PIECE_BYTES):
+        words = values.dtype.itemsize // _WORD_BYTES
+        if words > 1:
+            found = positions[start : start + flat.numel() // words].unsqueeze(1) * words
+            places = (found + torch.arange(words, dtype=torch.int64, device=found.device)).view(-1)
+        else:
+            places = positions[start : start + flat.numel()]
+        total += integer_sums(flat, places, count)
+    return total
+
+
+def integer_sums(flat: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the sums of single integers of up to eight bytes."""
+    bits = flat.itemsize * 8
+    per = _WORD_BYTES // flat.itemsize
+    shift = per.bit_length() - 1  # a power of two
+    factors = _place_factors(flat.device)
+    total = torch.zeros(count, dtype=torch.int64, device=flat.device)
+    step = _SINGLE if flat.is_cpu else flat.numel()
+    for start in range(0, flat.numel(), step):
+        place = positions[start : start + step]
+        word = flat[start : start + step].to(torch.int64)
+        if per > 1:
+            word = (word & ((1 << bits) - 1)) << ((place & (per - 1)) * bits)
+            place = place >> shift
+        high = word >> SHIFTS[1]
+        row_factors = _row_factors(place >> _ROW_BITS, count)
+        column = place & (_ROW_WORDS - 1)
+        for number in range(count):
+            product = factors[number].take(column).mul_(row_factors[number])
+            total[number] += product.mul_(high if SHIFTS[number] else word).sum()
+    return total

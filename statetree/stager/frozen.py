@@ -1,0 +1,160 @@
+"""Frozen storages: copied once, and shared by all trees that are staged while nobody writes to them.
+
+That nobody does is the caller's promise: a version counter is no proof, as fused optimizers, ``.data`` and collectives
+leave it alone. A storage is known by its address, and guarded by a weak reference to the storage itself, because
+allocators hand the addresses of freed storages out again.
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from statetree.errors import TreeMismatch
+from statetree.spans.bits import same_bytes
+from statetree.spans.columns import Columns
+from statetree.spans.layout import as_bytes, extents, lay_out, make_views
+from statetree.spans.memory import Buffer
+from statetree.torch_internals import copy_all, storage_key
+from statetree.tree.atoms import HOLE
+from statetree.tree.selection import selected
+from statetree.tree.traversal import Repeated
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from statetree.spans.layout import Span
+    from statetree.spans.memory import Memory
+    from statetree.stager.capture import CapturedTree
+    from statetree.tree.selection import Where
+
+#: A tensor of its own on the same memory, with a version counter of its own.
+_fresh: Final = attrgetter("data")
+
+
+class _KnownStorage(NamedTuple):
+    """A storage that was copied.
+
+    Attributes:
+        source: A weak reference to it.
+        pointer: Where it lay.
+        start, stop: Which of its bytes were copied.
+        copy: Where to.
+    """
+
+    source: StorageWeakRef
+    pointer: int
+    start: int
+    stop: int
+    copy: Buffer
+
+    def serves(self, storage: torch.UntypedStorage, span: Span) -> bool:
+        """Whether bytes of a storage are among those that were copied."""
+        same = self.source.cdata == storage_key(storage) and self.pointer == storage.data_ptr()
+        return same and not self.source.expired() and self.start <= span.start and span.stop <= self.stop
+
+
+class FrozenStorages:
+    """The storages of frozen leaves, and their copies.
+
+    Args:
+        where: Which leaves are frozen.
+        memory: Where the copies lie.
+        check: Whether storages are compared with their copies at every stage.
+    """
+
+    def __init__(self, where: Where, memory: Memory, *, check: bool) -> None:
+        self._where, self._memory, self._check = where, memory, check
+        self._known: dict[int, _KnownStorage] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes the copies take."""
+        return sum(known.stop - known.start for known in list(self._known.values()))
+
+    def thaw(self) -> None:
+        """Forget all copies. Trees that were staged keep them."""
+        self._known = {}
+
+    def chosen(self, verb: str, captured: CapturedTree) -> list[int]:
+        """Return which tensors are frozen: those on storages that none but frozen leaves lie on."""
+        leaves = [HOLE if type(leaf) is Repeated else leaf for leaf in captured.unpacked.leaves]
+        mask = selected(self._where, captured.spec, leaves, verb=verb, missing_ok=True)
+        if not any(mask):
+            return []
+        frozen = [mask[owner] for owner in captured.owners]
+        keys = captured.columns.storage_keys
+        written = {key for key, flag in zip(keys, frozen, strict=True) if not flag}
+        return [index for index, flag in enumerate(frozen) if flag and keys[index] not in written]
+
+    def copies(self, verb: str, captured: CapturedTree, chosen: Sequence[int]) -> list[torch.Tensor]:
+        """Return copies of frozen tensors, made now or before.
+
+        Raises:
+            TreeMismatch: With ``check``, if a storage does not hold any more what was copied.
+        """
+        columns = Columns([captured.columns.tensors[index] for index in chosen])
+        layout = lay_out(columns, extents(columns))
+        storages = [columns.storages[span.source] for span in layout.spans]
+        known = [
+            self._known.get(storage.data_ptr() + span.start)
+            for storage, span in zip(storages, layout.spans, strict=True)
+        ]
+        served = [
+            found is not None and found.serves(storage, span)
+            for found, storage, span in zip(known, storages, layout.spans, strict=True)
+        ]
+        if self._check:
+            for found, storage, span in zip(known, storages, layout.spans, strict=True):
+                if found is not None and found.serves(storage, span):
+                    self._compare(verb, captured, chosen[span.source], found, as_bytes(storage, span.start, span.stop))
+        missing = [number for number, flag in enumerate(served) if not flag]
+        spans = [layout.spans[number] for number in missing]
+        fresh = self._memory.carve([span.stop - span.start for span in spans])
+        made = [
+            _KnownStorage(StorageWeakRef(storages[number]), storages[number].data_ptr(), span.start, span.stop, buffer)
+            for number, span, buffer in zip(missing, spans, fresh, strict=True)
+        ]
+        filled = [(number, copy) for number, copy in zip(missing, made, strict=True) if copy.stop > copy.start]
+        copy_all(
+            [
+                as_bytes(copy.copy.storage, copy.copy.start, copy.copy.start + copy.stop - copy.start)
+                for _, copy in filled
+            ],
+            [as_bytes(storages[number], copy.start, copy.stop) for number, copy in filled],
+        )
+        buffers = [Buffer(torch.UntypedStorage(0), 0) if found is None else found.copy for found in known]
+        buffers = [
+            buffer if found is None else Buffer(buffer.storage, buffer.start + span.start - found.start)
+            for buffer, found, span in zip(buffers, known, layout.spans, strict=True)
+        ]
+        for number, copy in zip(missing, made, strict=True):
+            buffers[number] = copy.copy
+        templates = make_views(columns, layout, buffers, torch.device("cpu"))
+        # Storages that are gone are let go of; what was copied just now is noted last, so that an interrupt loses it.
+        kept = {place: copy for place, copy in self._known.items() if not copy.source.expired()}
+        kept.update((copy.pointer + copy.start, copy) for copy in made)
+        self._known = kept
+        return list(map(_fresh, templates))
+
+    def _compare(
+        self, verb: str, captured: CapturedTree, index: int, found: _KnownStorage, source: torch.Tensor
+    ) -> None:
+        copy = as_bytes(found.copy.storage, found.copy.start, found.copy.start + source.nbytes)
+        if same_bytes(copy, source.cpu()):
+            return
+        path = captured.spec.paths()[captured.owners[index]]
+        msg = (
+            f"{verb}: the frozen leaf at {path or '<root>'} was written to: expected the bytes that were staged first, "
+            "got others. Call thaw() after writing to frozen leaves, or leave them out of frozen."
+        )
+        raise TreeMismatch(msg)
+
+
+def with_frozen(count: int, chosen: Sequence[int], copies: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """Return copies of all tensors in their order, from those of the frozen ones and those of all others."""
+    frozen, rest = dict(zip(chosen, copies, strict=True)), iter(others)
+    return [frozen[index] if index in frozen else next(rest) for index in range(count)]

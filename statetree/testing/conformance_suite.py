@@ -1,0 +1,218 @@
+"""``conformance``: looks whether an implementation of somebody else's has one of the silent faults that we know of."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from statetree.testing import copy_faults, gather_faults, stager_faults
+from statetree.testing.arguments import refuse
+from statetree.testing.pace import units
+from statetree.testing.rank_calls import run_ranks
+from statetree.testing.silent_faults import COPY, GATHER, STAGER, SilentFault
+
+PASSES, FAILS, REFUSES, UNSUPPORTED = "passes", "FAILS", "refuses", "unsupported"
+#: All faults that we know of, in the order of tables.
+FAULTS: tuple[SilentFault, ...] = (*copy_faults.FAULTS, *stager_faults.FAULTS, *gather_faults.FAULTS)
+Function = Callable[[Any], Any]
+
+
+class _Refused(Exception):
+    """What an implementation raised."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StagerAdapter:
+    """What a stager does, as the suite calls it.
+
+    Attributes:
+        stage: Takes a state, and returns a copy of it, or what ``wait`` makes one of.
+        wait: Takes what ``stage`` returned, and returns the copy.
+        close: Ends the stager.
+    """
+
+    stage: Function
+    wait: Function
+    close: Callable[[], Any]
+
+    @classmethod
+    def bare(cls, stager: Any) -> StagerAdapter:
+        """Return that of an object with ``stage``, and perhaps ``wait`` and ``close``."""
+        wait = getattr(stager, "wait", lambda staged: staged.result() if hasattr(staged, "result") else staged)
+        return cls(stager.stage, wait, getattr(stager, "close", lambda: None))
+
+    @classmethod
+    def of(cls, stager: Any) -> StagerAdapter:
+        """Return that of an object, of which what it raises is told from what a check does."""
+        bare = cls.bare(stager)
+        return cls(_refusing(bare.stage), _refusing(bare.wait), _refusing(bare.close))
+
+    def copied(self, state: Any) -> Any:
+        """Stage a state, and wait for the copy."""
+        return self.wait(self.stage(state))
+
+
+@dataclasses.dataclass(frozen=True)
+class FaultVerdict:
+    """Whether an implementation has a fault.
+
+    Attributes:
+        fault: The fault.
+        outcome: ``passes``; ``FAILS``, if it has the fault; ``refuses``, if it raises an error, which is not silent; or
+            ``unsupported``, if it does one of these last two and its documentation says so.
+        said: What was noticed, what was raised, or what the documentation says.
+    """
+
+    fault: SilentFault
+    outcome: str
+    said: str = ""
+
+    def __str__(self) -> str:
+        said = f": {self.said.splitlines()[0][:80]}" if self.said else ""
+        return f"{self.fault.kind:<7} {self.fault.name:<32} {self.outcome}{said}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Conformance:
+    """Which silent faults an implementation has: true if it has none, and by name a verdict on each.
+
+    Attributes:
+        verdicts: One for each fault.
+    """
+
+    verdicts: tuple[FaultVerdict, ...]
+
+    def __bool__(self) -> bool:
+        return all(verdict.outcome != FAILS for verdict in self.verdicts)
+
+    def __getitem__(self, name: str) -> FaultVerdict:
+        return {verdict.fault.name: verdict for verdict in self.verdicts}[name]
+
+    @property
+    def failed(self) -> list[str]:
+        """The names of the faults that the implementation has."""
+        return [verdict.fault.name for verdict in self.verdicts if verdict.outcome == FAILS]
+
+    def __str__(self) -> str:
+        count = f"{len(self.failed)} of {len(self.verdicts)} silent faults"
+        return "\n".join([f"conformance: {count}", *map(str, self.verdicts)])
+
+
+def conformance(
+    *,
+    stager: Callable[[], Any] | None = None,
+    gather: Function | None = None,
+    copy: Function | None = None,
+    unsupported: Mapping[str, str] | None = None,
+    world_size: int = 2,
+) -> Conformance:
+    """Look whether implementations have the silent faults that we know of.
+
+    A fault is silent if a wrong result is returned and nothing is raised. Each check uses torch alone;
+    ``verdict.fault.source`` is its code, to reproduce what is found without statetree.
+
+    Args:
+        stager: A function that makes a stager: an object with ``stage(state)``; with ``wait(staged)``, unless ``stage``
+            returns the copy or a future of it; and with ``close()``, if it has to be closed. Each fault gets a new one.
+        gather: A function of a state that holds DTensors, which every rank calls, and which returns it with whole
+            tensors. It must be picklable.
+        copy: A function of a state that returns a copy.
+        unsupported: What the documentation of an implementation says that it does not do, by the names of faults.
+        world_size: How many ranks call ``gather``.
+
+    Returns:
+        A report, which is true if there is no silent fault, and prints as a table.
+
+    Raises:
+        TypeError: If nothing is given to look at, or what is given cannot be called.
+
+    Example:
+        >>> import copy
+        >>> from statetree.testing import conformance
+        >>> found = conformance(copy=copy.deepcopy)
+        >>> found["tied_weights"].outcome, found["parameter_tied_to_its_tensor"].outcome
+        ('passes', 'FAILS')
+    """
+    given = {COPY: copy, STAGER: stager, GATHER: gather}
+    if not any(given.values()) or not all(value is None or callable(value) for value in given.values()):
+        refuse("conformance", "functions as copy, stager or gather", given, TypeError)
+    found = []
+    for fault in FAULTS:
+        if fault.kind == COPY and copy is not None:
+            found.append(_looked_at(fault, functools.partial(fault.check, _refusing(copy))))
+        if fault.kind != GATHER and stager is not None:
+            found.append(_looked_at(fault, functools.partial(_with_stager, fault, stager)))
+        if fault.kind == GATHER and gather is not None:
+            found.append(_on_ranks(fault, gather, world_size))
+    documented = unsupported or {}
+    if unknown := documented.keys() - {fault.name for fault in FAULTS}:
+        refuse("conformance: unsupported", f"names of faults ({', '.join(each.name for each in FAULTS)})", unknown)
+    return Conformance(tuple(_marked(verdict, documented) for verdict in found))
+
+
+def _marked(verdict: FaultVerdict, documented: Mapping[str, str]) -> FaultVerdict:
+    said = documented.get(verdict.fault.name)
+    if said is None or verdict.outcome == PASSES:
+        return verdict
+    return dataclasses.replace(verdict, outcome=UNSUPPORTED, said=said)
+
+
+def _refusing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Tell what an implementation raises from what a check does."""
+
+    @functools.wraps(function)
+    def called(*arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except Exception as error:
+            msg = f"{type(error).__name__}: {error}"
+            raise _Refused(msg) from error
+
+    return called
+
+
+def _looked_at(fault: SilentFault, look: Callable[[], Any]) -> FaultVerdict:
+    try:
+        look()
+    except _Refused as error:
+        return FaultVerdict(fault, REFUSES, str(error))
+    except Exception as error:  # a result that is not even of the shape that the check looks at
+        return FaultVerdict(fault, FAILS, f"{type(error).__name__}: {error}".removeprefix("AssertionError: "))
+    return FaultVerdict(fault, PASSES)
+
+
+@contextlib.contextmanager
+def _made(make: Callable[[], Any]) -> Iterator[StagerAdapter]:
+    stager = StagerAdapter.of(make())
+    try:
+        yield stager
+    finally:
+        with contextlib.suppress(_Refused):  # a check may have closed it
+            stager.close()
+
+
+def _with_stager(fault: SilentFault, make: Callable[[], Any]) -> None:
+    with _made(make) as stager:
+        fault.check(stager.copied if fault.kind == COPY else stager)
+
+
+def _on_ranks(fault: SilentFault, gather: Function, world_size: int) -> FaultVerdict:
+    limits = units(10), units(2)
+    try:
+        found = run_ranks(
+            world_size, _on_this_rank, fault.name, gather, timeout=limits[0], collective_timeout=limits[1]
+        )
+    except AssertionError as error:
+        return FaultVerdict(fault, FAILS, f"ranks hang or leave each other: {error}")
+    order = (FAILS, REFUSES, PASSES)
+    outcome, said = min(found, key=lambda each: order.index(each[0]))
+    return FaultVerdict(fault, outcome, said)
+
+
+def _on_this_rank(name: str, gather: Function) -> tuple[str, str]:
+    fault = next(fault for fault in FAULTS if fault.name == name)
+    verdict = _looked_at(fault, lambda: fault.check(_refusing(gather)))
+    return verdict.outcome, verdict.said

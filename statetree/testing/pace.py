@@ -1,0 +1,36 @@
+"""How fast this machine is now. Tests wait for multiples of a unit, and never for a fixed number of seconds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+_VARIABLE = "STATETREE_TESTS_UNIT_S"
+#: What a unit is at least: the machine may become busy after it was measured.
+LEAST_S = 2.0
+
+
+def units(count: float) -> float:
+    """Return how many seconds some units are.
+
+    A unit is how long a process takes to start and to import torch, as every rank does: about two seconds on an idle
+    machine. It is measured once, at the first call, and processes that are started afterwards know it.
+
+    Args:
+        count: How many units.
+
+    Returns:
+        Seconds.
+
+    Example:
+        >>> from statetree.testing import units
+        >>> units(10) >= 20
+        True
+    """
+    if _VARIABLE not in os.environ:
+        started = time.monotonic()
+        subprocess.run([sys.executable, "-c", "import torch"], check=True)
+        os.environ[_VARIABLE] = str(max(LEAST_S, time.monotonic() - started))
+    return count * float(os.environ[_VARIABLE])

@@ -1,0 +1,123 @@
+"""Silent faults of stagers: of objects with ``stage``, ``wait`` and ``close``."""
+
+import contextlib
+import gc
+from typing import Any
+
+import torch
+
+from statetree.testing.silent_faults import STAGER, FaultTable
+
+FAULTS = FaultTable(STAGER)
+
+
+@FAULTS.add("What was staged does not change when the next state is staged.")
+def torn_snapshot(stager: Any) -> None:
+    """The next stage writes into the memory of the last one, which may still be being saved."""
+    state = {"w": torch.zeros(64)}
+    first = stager.wait(stager.stage(state))
+    state["w"].fill_(1.0)
+    stager.wait(stager.stage(state))
+    assert first["w"].tolist() == [0.0] * 64, "the first snapshot has become the second one"
+
+
+@FAULTS.add("What was staged does not change when training goes on.")
+def source_changed_after_staging(stager: Any) -> None:
+    """A snapshot shares memory with the state."""
+    state = {"w": torch.zeros(64)}
+    staged = stager.wait(stager.stage(state))
+    state["w"].fill_(1.0)
+    assert staged["w"].tolist() == [0.0] * 64, "the snapshot has the state's memory"
+
+
+@FAULTS.add("A kept view of a snapshot does not change.")
+def view_of_a_snapshot(stager: Any) -> None:
+    """Memory is used again because nothing refers to the tree, while a view on it is still there."""
+    state = {"w": torch.zeros(64)}
+    view = stager.wait(stager.stage(state))["w"][2:4]
+    gc.collect()
+    for value in (1.0, 2.0, 3.0):
+        state["w"].fill_(value)
+        stager.wait(stager.stage(state))
+    assert view.tolist() == [0.0, 0.0], view
+
+
+@FAULTS.add("A new tensor at an old address is staged as it is.")
+def address_used_again(stager: Any) -> None:
+    """A cache by address takes a new tensor for one that was freed."""
+    for size, dtype in ((64, torch.float32), (32, torch.float64), (64, torch.int32), (16, torch.float32)):
+        tensor = torch.arange(size).to(dtype)
+        staged = stager.wait(stager.stage({"w": tensor}))
+        assert staged["w"].dtype is dtype, (staged["w"].dtype, dtype)
+        assert staged["w"].tolist() == list(range(size)), staged
+        del tensor, staged
+
+
+@FAULTS.add("A tensor that is resized is staged as it is now.")
+def resized_tensor(stager: Any) -> None:
+    """A cached buffer has the size that the tensor had."""
+    tensor = torch.arange(8.0)
+    stager.wait(stager.stage({"w": tensor}))
+    tensor.resize_(3).copy_(torch.tensor([5.0, 6.0, 7.0]))
+    staged = stager.wait(stager.stage({"w": tensor}))
+    assert staged["w"].tolist() == [5.0, 6.0, 7.0], staged
+
+
+@FAULTS.add("A tensor whose data was swapped is staged as it is now.")
+def data_swapped(stager: Any) -> None:
+    """A cache by the tensor object does not see that it lies elsewhere."""
+    tensor = torch.zeros(8)
+    stager.wait(stager.stage({"w": tensor}))
+    tensor.data = torch.arange(8.0)
+    staged = stager.wait(stager.stage({"w": tensor}))
+    assert staged["w"].tolist() == list(range(8)), staged
+
+
+@FAULTS.add("Ties that change between two stages are as they are now.")
+def ties_changed_between_stages(stager: Any) -> None:
+    """A cache remembers which tensors were tied."""
+    weight = torch.zeros(4)
+    stager.wait(stager.stage({"a": weight, "b": weight}))
+    staged = stager.wait(stager.stage({"a": weight, "b": torch.ones(4)}))
+    assert staged["a"].tolist() == [0.0] * 4, staged
+    assert staged["b"].tolist() == [1.0] * 4, staged
+
+
+@FAULTS.add("A state of another structure can be staged next.")
+def structure_changed_between_stages(stager: Any) -> None:
+    """The first state decides what is copied later."""
+    stager.wait(stager.stage({"a": torch.zeros(4), "n": 1}))
+    staged = stager.wait(stager.stage({"a": torch.ones(2), "b": [torch.ones(3)], "n": 2}))
+    assert staged["a"].tolist() == [1.0, 1.0], staged
+    assert staged["b"][0].tolist() == [1.0] * 3, staged
+    assert staged["n"] == 2, staged
+
+
+@FAULTS.add("A failed stage changes no earlier snapshot.")
+def snapshot_after_a_failed_stage(stager: Any) -> None:
+    """A stage has written a part when it fails."""
+
+    class Unpicklable:
+        def __reduce__(self) -> Any:
+            raise ValueError("no")
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise ValueError("no")
+
+    state: dict[str, Any] = {"w": torch.zeros(64)}
+    first = stager.wait(stager.stage(state))
+    state["w"].fill_(1.0)
+    with contextlib.suppress(Exception):
+        stager.wait(stager.stage({**state, "x": Unpicklable()}))
+    assert first["w"].tolist() == [0.0] * 64, "the first snapshot has a part of the one that failed"
+
+
+@FAULTS.add("A snapshot outlives its stager.")
+def snapshot_after_close(stager: Any) -> None:
+    """Memory is given back while a snapshot lies in it."""
+    staged = stager.wait(stager.stage({"w": torch.arange(64.0)}))
+    stager.close()
+    gc.collect()
+    others = [torch.full((64,), -1.0) for _ in range(8)]
+    assert staged["w"].tolist() == list(range(64)), staged
+    del others

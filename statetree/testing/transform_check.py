@@ -1,0 +1,208 @@
+"""``check_transform``: finds out which laws hold of a transform, and the smallest state for which one does not."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from statetree.errors import UnsupportedLeaf
+from statetree.testing import laws as known
+from statetree.testing.arguments import check_at_least, needing_hypothesis, refuse
+from statetree.testing.container_plan import Node
+from statetree.testing.known_states import STATES, states_on_ranks
+from statetree.testing.pace import units
+from statetree.testing.plans import build
+from statetree.testing.rank_calls import run_ranks
+from statetree.testing.shrinking import size, smallest
+from statetree.testing.snippets import snippet
+from statetree.testing.transform_report import Report, Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from types import ModuleType
+
+    from statetree.testing.laws import Law, Transform
+    from statetree.testing.transform_examples import Where
+
+#: What a law says of one state.
+HOLDS, FAILS, HANGS, REFUSED, SAYS_NOTHING = "holds", "fails", "hangs", "refused", "says nothing"
+#: How many states go to the ranks at once.
+BATCH = 20
+
+
+class _Refusal(Exception):
+    """What a transform raised."""
+
+
+def check_transform(
+    fn: Transform,
+    *,
+    laws: Iterable[Law | str] | None = None,
+    inverse: Transform | None = None,
+    ranks: Sequence[int] | None = None,
+    examples: int = 200,
+    where: Where | None = None,
+    seed: int = 0,
+) -> Report:
+    """Find out which laws hold of a transform of states, or make sure that some do.
+
+    A law is looked at with ordinary training states, with states that are known to be hard, and with trees that
+    hypothesis draws: the same ones in every run. The first one for which it does not hold is made as small as can be,
+    and shown as a test that can be pasted. What the transform raises is no failure of a law but of ``accepts``: other
+    laws are judged by what it takes.
+
+    Args:
+        fn: A function of one tree.
+        laws: Those that must hold: laws, or names of ``statetree.testing.laws``. By default all of these are looked
+            at, and none has to hold.
+        inverse: A function that makes of each result the state again: that it does so then is one more law.
+        ranks: World sizes. The function is called as a collective on real ranks, with states that hold DTensors. It
+            must be picklable.
+        examples: How many states there are.
+        where: A predicate ``(path, leaf) -> bool``: only leaves of which it holds are in the states.
+        seed: Other examples for another number.
+
+    Returns:
+        A report, which is true if all laws hold, and prints as a table with a test for each law that does not.
+
+    Raises:
+        AssertionError: If ``laws`` are given and one does not hold. It shows the report.
+
+    Example:
+        >>> import torch
+        >>> import statetree as st
+        >>> from statetree.testing import check_transform
+        >>> def untied(state):
+        ...     return st.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, state)
+        >>> report = check_transform(untied, examples=100)
+        >>> report["pure"].holds, report["ties"].holds
+        (True, False)
+    """
+    if not callable(fn):
+        refuse("check_transform: fn", "a function of a tree", fn, TypeError)
+    check_at_least("check_transform: examples", examples, 1)
+    every = known.ALL if ranks is None else known.COLLECTIVE
+    chosen = list(every) if laws is None else [_known(law) for law in laws]
+    if inverse is not None:
+        chosen.append(known.round_trip(inverse))
+    verdicts: dict[str, Verdict] = {}
+    for world_size in ranks or (None,):
+        found = _plans(world_size, examples, where, seed)
+        for law in chosen:
+            if law.name not in verdicts or verdicts[law.name].holds is not False:
+                verdict = _judged(law, fn, found, world_size, where)
+                verdicts[law.name] = verdict.after(verdicts.get(law.name))
+    report = Report(fn, tuple(verdicts.values()))
+    if laws is not None and not report:
+        raise AssertionError(str(report))
+    return report
+
+
+def _known(law: Any) -> Law:
+    if isinstance(law, known.Law):
+        return law
+    found: Any = getattr(known, str(law), None)
+    if not isinstance(found, known.Law):
+        names = ", ".join(each.name for each in known.ALL)
+        refuse("check_transform: laws", f"laws, or names of some ({names}, and others)", law)
+    return found
+
+
+def _examples() -> ModuleType:
+    """Return the module that draws states, if hypothesis is there."""
+    with needing_hypothesis("check_transform"):
+        from statetree.testing import transform_examples
+    return transform_examples
+
+
+def _plans(world_size: int | None, examples: int, where: Where | None, seed: int) -> list[Any]:
+    """Return plans, the smallest first: those that are known, as many as are asked for, and drawn ones."""
+    drawn = _examples()
+    begin = STATES if world_size is None else states_on_ranks(world_size)
+    missing = examples - len(begin)
+    found = list(begin[:examples])
+    if missing > 0:
+        found += (
+            drawn.drawn_plans(missing, seed) if world_size is None else drawn.drawn_layouts(world_size, missing, seed)
+        )
+    if where is not None:
+        found = [drawn.only(where, plan) for plan in found]
+    # Many transforms take containers alone, and strangers read these more easily.
+    return sorted(
+        {repr(plan): plan for plan in found}.values(), key=lambda plan: (not isinstance(plan, Node), size(plan))
+    )
+
+
+def _judged(law: Law, transform: Transform, plans: list[Any], world_size: int | None, where: Where | None) -> Verdict:
+    """Look for the first state for which a law does not hold, and make it small."""
+    look = functools.partial(_outcomes, law, transform, world_size)
+    counts = dict.fromkeys((HOLDS, FAILS, HANGS, REFUSED, SAYS_NOTHING), 0)
+    refusal = ""
+    for plan, (found, said) in zip(plans, look(plans), strict=False):
+        counts[found] += 1
+        refusal = refusal or (said if found == REFUSED else "")
+        if found in (FAILS, HANGS):
+            small = plan
+            if found == FAILS:  # of those that hang, each would be waited for
+                small = smallest(plan, lambda smaller: _is_drawn(smaller, where) and next(look([smaller]))[0] == FAILS)
+                _, said = next(look([small]))
+            source = snippet(law, transform, small, world_size)
+            return Verdict(law, holds=False, examples=counts[HOLDS], refused=counts[REFUSED], error=said, source=source)
+    holds = True if counts[HOLDS] else None
+    return Verdict(law, holds=holds, examples=counts[HOLDS], refused=counts[REFUSED], error=refusal)
+
+
+def _is_drawn(plan: Any, where: Where | None) -> bool:
+    """Whether all leaves of a plan are such as are wanted."""
+    return where is None or repr(_examples().only(where, plan)) == repr(plan)
+
+
+def _outcomes(law: Law, transform: Transform, world_size: int | None, plans: list[Any]) -> Iterator[tuple[str, str]]:
+    """Say for each plan whether a law holds, and what was said."""
+    if world_size is None:
+        yield from (outcome(law, transform, plan) for plan in plans)
+        return
+    for start in range(0, len(plans), BATCH):
+        yield from _on_ranks(law, transform, world_size, plans[start : start + BATCH])
+
+
+def _on_ranks(law: Law, transform: Transform, world_size: int, plans: list[Any]) -> Iterator[tuple[str, str]]:
+    try:
+        found = run_ranks(
+            world_size, _each_outcome, law, transform, plans, timeout=units(20), collective_timeout=units(2)
+        )
+    except AssertionError as error:  # a rank hangs, or has left the others in the middle of things
+        if len(plans) == 1:
+            yield HANGS, str(error)
+        else:
+            for plan in plans:
+                yield from _on_ranks(law, transform, world_size, [plan])
+        return
+    order = (FAILS, REFUSED, SAYS_NOTHING, HOLDS)
+    yield from (min(on_ranks, key=lambda each: order.index(each[0])) for on_ranks in zip(*found, strict=True))
+
+
+def _each_outcome(law: Law, transform: Transform, plans: list[Any]) -> list[tuple[str, str]]:
+    # Also after one for which the law fails, perhaps on this rank alone: all take part in all collectives.
+    return [outcome(law, transform, plan) for plan in plans]
+
+
+def outcome(law: Law, transform: Callable[[Any], Any], plan: Any) -> tuple[str, str]:
+    """Say whether a law holds for the tree of a plan."""
+
+    def guarded(tree: Any) -> Any:
+        try:
+            return transform(tree)
+        except Exception as error:
+            msg = f"{type(error).__name__}: {error}"
+            raise _Refusal(msg) from error
+
+    try:
+        law(guarded, functools.partial(build, plan))
+    except AssertionError as error:
+        return FAILS, str(error)
+    except _Refusal as error:
+        return FAILS if law is known.accepts else REFUSED, str(error)
+    except (known.NotApplicable, UnsupportedLeaf):  # the latter of what a law does with a result
+        return SAYS_NOTHING, ""
+    return HOLDS, ""

@@ -1,0 +1,81 @@
+"""States for ``check_transform``, drawn by hypothesis: the same ones in every run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from statetree.paths import Path
+from statetree.testing.container_plan import MAPPINGS, Node, Value
+from statetree.testing.layout_strategies import layouts
+from statetree.testing.plan_strategies import plain_values, tensor_plans, tied_plans, tree_plans
+from statetree.testing.plans import build
+from statetree.testing.tensor_plan import TRAINING_DTYPES, TensorPlan
+
+Where = Callable[[Path, Any], bool]
+#: What stands for leaves of which a predicate does not hold: the first of which it does.
+_INSTEAD = (
+    *(TensorPlan(dtype=dtype) for dtype in TRAINING_DTYPES),
+    TensorPlan(wrap="parameter"),
+    *map(Value, (None, 1, 1.0, "a", True)),
+)
+_GENERATE = settings(
+    settings.get_profile("default"),  # whatever profile tests have: what is found does not depend on it
+    derandomize=False,
+    phases=[Phase.generate],
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    print_blob=False,
+)
+
+
+@functools.lru_cache(maxsize=8)
+def drawn_plans(count: int, number: int) -> tuple[Any, ...]:
+    """Return plans of trees: of ordinary tensors, of any, and of tied ones."""
+    usual = st.one_of(
+        tensor_plans(dtypes=TRAINING_DTYPES, wraps=["tensor", "parameter"]), st.builds(Value, plain_values())
+    )
+    trees = st.one_of(tree_plans(usual, max_leaves=6, opaque=False), tree_plans(max_leaves=8), tied_plans(max_leaves=8))
+    return _drawn(trees, count, number)
+
+
+@functools.lru_cache(maxsize=8)
+def drawn_layouts(world_size: int, count: int, number: int) -> tuple[Any, ...]:
+    """Return plans of states that hold DTensors beside what every rank has."""
+    placed = layouts(world_size, strided=False, subsets=False)  # torch, which is asked too, is not right about others
+    leaves = st.one_of(placed, placed, tensor_plans(dtypes=TRAINING_DTYPES, wraps=["tensor"]))
+    named = st.dictionaries(st.sampled_from("abcd"), leaves, min_size=1, max_size=3)
+    return _drawn(named.map(lambda items: Node("dict", tuple(items.values()), tuple(items))), count, number)
+
+
+def _drawn(plans: st.SearchStrategy[Any], count: int, number: int) -> tuple[Any, ...]:
+    found: list[Any] = []
+
+    @seed(number)
+    @settings(_GENERATE, max_examples=count)
+    @given(plan=plans)
+    def draw(plan: Any) -> None:
+        found.append(plan)
+
+    draw()
+    return tuple(found)
+
+
+def only(where: Where, plan: Any, path: Path = Path(())) -> Any:  # noqa: B008 - it cannot change
+    """Return a plan of the same containers, in which every leaf is one of which a predicate holds."""
+    if isinstance(plan, Node) and plan.kind != "Thing":
+        keys = plan.keys if plan.kind in MAPPINGS else range(len(plan.children))
+        children = [only(where, child, path.child(key)) for key, child in zip(keys, plan.children, strict=True)]
+        kind = "Pair" if plan.kind == "SlottedPair" else plan.kind  # which has a leaf of its own
+        return dataclasses.replace(plan, kind=kind, children=tuple(children), attributes=())
+    for candidate in (plan, *_INSTEAD):
+        if where(path, build(candidate)):
+            return candidate
+    msg = "check_transform: where holds of no leaf: expected one of a tensor, a number, a string or None."
+    raise ValueError(msg)

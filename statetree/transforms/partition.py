@@ -1,0 +1,50 @@
+"""``partition``: a tree divided into the leaves that match and the others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from statetree.tree.atoms import HOLE
+from statetree.tree.flatten import flatten_for, unflatten
+from statetree.tree.selection import selected
+
+if TYPE_CHECKING:
+    from statetree.tree.selection import Where
+
+T = TypeVar("T")
+
+
+def partition(tree: T, where: Where, *, missing_ok: bool = False) -> tuple[T, T]:
+    """Divide a tree into two of its structure: one with the leaves that match, one with the others.
+
+    Each has ``HOLE`` where the other has a leaf; ``merge`` makes one tree of them again. A tie that goes from one part
+    to the other is in both: each keeps its leaf, on the memory that they share.
+
+    Args:
+        tree: Any tree.
+        where: Which leaves, as for ``select``.
+        missing_ok: Whether a glob or path may match nothing.
+
+    Returns:
+        Two trees with fresh containers.
+
+    Aliasing:
+        The leaves are the tree's own.
+
+    Raises:
+        TreeMismatch: If a glob or path matches nothing.
+        CyclicTree: If a container holds itself.
+
+    Example:
+        >>> import statetree as st
+        >>> adapters, base = st.partition({"w": 1, "lora_a": 2}, "lora_*")
+        >>> adapters, base
+        ({'w': HOLE, 'lora_a': 2}, {'w': 1, 'lora_a': HOLE})
+        >>> st.merge(adapters, base)
+        {'w': 1, 'lora_a': 2}
+    """
+    leaves, spec = flatten_for("partition", tree)
+    mask = selected(where, spec, leaves, verb="partition", missing_ok=missing_ok)
+    left = [leaf if chosen else HOLE for leaf, chosen in zip(leaves, mask, strict=True)]
+    right = [HOLE if chosen else leaf for leaf, chosen in zip(leaves, mask, strict=True)]
+    return unflatten(spec, left), unflatten(spec, right)

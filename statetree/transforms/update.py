@@ -1,0 +1,65 @@
+"""``update``: a tree with other leaves at some paths."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+
+from statetree.errors import note_leaf
+from statetree.tree.atoms import HOLE
+from statetree.tree.flatten import flatten_for, unflatten
+from statetree.tree.selection import selected
+
+if TYPE_CHECKING:
+    from statetree.tree.selection import Where
+
+T = TypeVar("T")
+
+
+def update(tree: T, where: Where, value_or_fn: Any, *, missing_ok: bool = False) -> T:
+    """Return a tree in which the leaves that match are replaced.
+
+    Args:
+        tree: Any tree. It does not change.
+        where: Which leaves, as for ``select``. A ``HOLE`` stays one.
+        value_or_fn: What is put in each place; if it can be called, it is called with the leaf and returns that. It is
+            called once for a tensor that is in several places, so that the tie stays.
+        missing_ok: Whether a glob or path may match nothing.
+
+    Returns:
+        A tree with fresh containers.
+
+    Aliasing:
+        The other leaves are the tree's own, and the new ones are put in as they are.
+
+    Raises:
+        TreeMismatch: If a glob or path matches nothing.
+        CyclicTree: If a container holds itself.
+        Exception: What the function raises comes out as it is, with a note of the leaf's path.
+
+    Example:
+        >>> import statetree as st
+        >>> st.update({"lr": 0.1, "groups": [{"lr": 0.2}]}, ["lr", "groups.*.lr"], lambda lr: lr / 2)
+        {'lr': 0.05, 'groups': [{'lr': 0.1}]}
+    """
+    leaves, spec = flatten_for("update", tree)
+    mask = selected(where, spec, leaves, verb="update", missing_ok=missing_ok)
+    result = list(leaves)
+    made: dict[int, Any] = {}
+    for index, leaf in enumerate(leaves):
+        if not mask[index] or leaf is HOLE:
+            continue
+        if not callable(value_or_fn):
+            result[index] = value_or_fn
+        elif id(leaf) in made:
+            result[index] = made[id(leaf)]
+        else:
+            try:
+                result[index] = value_or_fn(leaf)
+            except Exception as error:
+                note_leaf(error, spec.paths()[index], leaf)
+                raise
+            if isinstance(leaf, torch.Tensor):
+                made[id(leaf)] = result[index]
+    return cast("T", unflatten(spec, result))

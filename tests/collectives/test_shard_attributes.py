@@ -1,0 +1,113 @@
+"""Tensors that say themselves what they hold: torch's ``CheckpointableTensor``, and chunk lists on local tensors."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import statetree
+from statetree import dcp
+from statetree.testing import run_ranks
+from tests.collectives.checks import attempt, check_in_step, check_same
+
+FULL = torch.arange(35.0).view(5, 7)
+
+
+def checkpointable(full, rank, *, padding=1):
+    """Return rows 0 to 1 and 4 on rank 0, 2 to 3 on rank 1, one behind the other in a tensor with padding."""
+    rows = [[(0, 2), (4, 5)], [(2, 4)]][rank]
+    local = torch.full((sum(stop - start for start, stop in rows) + padding, full.shape[1]), -1.0)
+    first = []
+    position = padding
+    for start, stop in rows:
+        first.append((position, 0))
+        local[position : position + stop - start] = full[start:stop]
+        position += stop - start
+    local.global_shape = tuple(full.shape)
+    local.global_offsets = tuple((start, 0) for start, _ in rows)
+    local.local_offsets = tuple(first)
+    local.local_sizes = tuple((stop - start, full.shape[1]) for start, stop in rows)
+    return local
+
+
+def listed(full, rank):
+    """Return a DTensor with uneven rows, which its local tensor lists: 4 on rank 0, 1 on rank 1."""
+    start, stop = [(0, 4), (4, 5)][rank]
+    local = full[start:stop].clone()
+    sizes = local.shape
+    mesh = init_device_mesh("cpu", (2,))
+    found = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride())
+    found._local_tensor.__create_chunk_list__ = lambda: [ChunkStorageMetadata(torch.Size([start, 0]), sizes)]
+    return found
+
+
+KINDS = {"checkpointable": checkpointable, "listed": listed}
+
+
+def go_there_and_back(kind):
+    rank = dist.get_rank()
+    tree = {"w": KINDS[kind](FULL, rank), "plain": torch.arange(2.0)}
+    whole = statetree.gather(tree)
+    assert torch.equal(whole["w"], FULL)
+    assert not isinstance(whole["w"], DTensor)
+    assert not vars(whole["w"])
+    check_same(statetree.gather(whole), whole)
+    assert statetree.gather(tree, dst=0)["w"].is_meta == bool(rank)
+    like = {"w": KINDS[kind](torch.zeros_like(FULL), rank), "plain": torch.zeros(2)}
+    for call in (
+        functools.partial(statetree.distribute, whole, like),
+        functools.partial(statetree.distribute, whole if rank == 0 else None, like, src=0),
+        functools.partial(statetree.reshard, whole, like),
+        functools.partial(statetree.reshard, tree, like),
+    ):
+        check_same(statetree.gather(call()), whole)
+    statetree.reshard(tree, like, in_place=True)
+    check_same(statetree.gather(like), whole)
+    if kind == "checkpointable":
+        assert (like["w"][0] == -1).all()
+    copied = statetree.offload(tree)
+    check_same(statetree.gather(copied), whole)
+    sent = statetree.broadcast(tree, src=1)
+    check_same(statetree.gather(sent), whole)
+    check_in_step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_tensor_says_it_holds_is_moved(kind):
+    run_ranks(2, go_there_and_back, kind)
+
+
+def refuse():
+    wrong = {
+        "global_offsets": (((0, 0),), "as many global_offsets"),
+        "local_offsets": (((3, 0), (2, 0)), "inside of the tensor's shape"),
+        "local_sizes": (((2, 7), (2, 7)), "inside of global_shape"),
+        "global_shape": ((5,), "1 dims of every shard"),
+    }
+    for name, (value, text) in wrong.items():
+        leaf = checkpointable(FULL, 0)
+        setattr(leaf, name, value)
+        kind, message = attempt(functools.partial(statetree.gather, {"a": {"w": leaf}}))
+        assert (kind, text in message, "at a.w" in message) == ("UnsupportedLeaf", True, True), (name, kind, message)
+        check_in_step()
+    half = checkpointable(FULL, 0)
+    kind, message = attempt(functools.partial(statetree.gather, {"w": half}))
+    assert kind in ("UnsupportedLeaf", "RankMismatch"), message
+    several = listed(FULL, dist.get_rank())
+    several._local_tensor.__create_chunk_list__ = lambda: [ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([1, 1]))]
+    kind, message = attempt(functools.partial(statetree.gather, {"w": several}))
+    assert (kind, "lists chunks that are not the tensor" in message) == ("UnsupportedLeaf", True), message
+    check_in_step()
+
+
+def test_what_does_not_fit_is_refused():
+    run_ranks(2, refuse)
+
+
+def test_a_checkpoint_does_not_keep_one_part_alone(tmp_path):
+    with pytest.raises(statetree.UnsupportedLeaf, match=r"at w.*each rank holds a part.*Gather it"):
+        dcp.save({"w": checkpointable(FULL, 0)}, checkpoint_id=tmp_path)

@@ -1,0 +1,142 @@
+"""Checkpoints whose files belong to two saves, or that were copied in part, are refused before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import zlib
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+
+import statetree
+from statetree import dcp
+from statetree.dcp.file_manifest import MANIFEST, read_manifest
+from statetree.testing import assert_trees_equal
+
+DATA = "__0_0.distcp"
+
+
+def state_of(step):
+    return {"w": torch.arange(50.0) + step, "step": step, "name": f"step {step}"}
+
+
+@pytest.fixture
+def steps(tmp_path):
+    with dcp.Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state_of(step))
+    return tmp_path / "step-00000001", tmp_path / "step-00000002"
+
+
+def test_a_manifest_lists_what_was_written(steps):
+    found = read_manifest(steps[0])
+    assert re.fullmatch("[0-9a-f]{32}", found.save)
+    assert found.metadata == (
+        (steps[0] / ".metadata").stat().st_size,
+        zlib.crc32((steps[0] / ".metadata").read_bytes()),
+    )
+    assert set(found.files) == {DATA}
+    data = (steps[0] / DATA).read_bytes()
+    assert found.files[DATA].nbytes == len(data)
+    pieces = found.files[DATA].pieces
+    assert {piece.key for piece in pieces} == {"w", "step", "name", "<statetree structure>"}
+    assert all(zlib.crc32(data[piece.offset :][: piece.length]) == piece.checksum for piece in pieces)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("name", [".metadata", MANIFEST, DATA])
+def test_files_of_two_checkpoints_are_not_taken_for_one(name, verify, steps):
+    old, new = steps
+    shutil.copyfile(old / name, new / name)
+    template = state_of(0)
+    with pytest.raises(statetree.CheckpointError, match=r"load: .*(mixture of two|two checkpoints are mixed)"):
+        dcp.load(template, checkpoint_id=new, verify=verify)
+    assert_trees_equal(template, state_of(0))
+
+
+@pytest.mark.parametrize("names", [(".metadata", MANIFEST), (MANIFEST, DATA), (".metadata", DATA)], ids=", ".join)
+def test_two_files_of_another_checkpoint(names, steps):
+    old, new = steps
+    for name in names:
+        shutil.copyfile(old / name, new / name)
+    with pytest.raises(statetree.CheckpointError, match=r"load: .*(mixture of two|two checkpoints are mixed)"):
+        dcp.load(checkpoint_id=new)
+
+
+def test_a_checkpoint_that_was_copied_in_part(steps, tmp_path):
+    (steps[0] / MANIFEST).unlink()
+    with pytest.raises(statetree.CheckpointError, match=r"it has no \.statetree_manifest file.*copied in part.*verify"):
+        dcp.load(checkpoint_id=steps[0])
+    assert_trees_equal(dcp.load(checkpoint_id=steps[0], verify=False), state_of(1))
+
+
+def test_a_file_that_was_copied_in_part(steps):
+    os.truncate(steps[0] / DATA, (steps[0] / DATA).stat().st_size - 1)
+    with pytest.raises(statetree.CheckpointError, match=r"__0_0\.distcp is damaged: expected \d+ bytes, got \d+"):
+        dcp.load(checkpoint_id=steps[0])
+
+
+def test_damage_to_the_metadata_that_leaves_them_valid(steps):
+    path = steps[0] / ".metadata"
+    path.write_bytes(path.read_bytes().replace(b"checkpoint_id", b"checkpoint_ie"))
+    with pytest.raises(statetree.CheckpointError, match=r"\.metadata is damaged: expected \d+ bytes with the checksum"):
+        dcp.load(checkpoint_id=steps[0])
+    assert_trees_equal(dcp.load(checkpoint_id=steps[0], verify=False), state_of(1))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda data: data[:-1], "its checksum differs"),
+        (lambda data: data.replace(b'"w"', b'"v"'), "its checksum differs"),
+        (lambda data: b"", "its checksum differs"),
+        (lambda data: signed(b"[]"), "unknown version"),
+        (lambda data: signed(b"[" * 100_000), "unknown version"),
+        (lambda data: changed(data, version=2), "unknown version"),
+        (lambda data: changed(data, save="x"), "unknown version"),
+        (lambda data: changed(data, metadata=[-1, 0]), "unknown version"),
+        (lambda data: changed(data, files={"a": ["0" * 32, 1, [[1, None, 0, 0, 0, ""]]]}), "unknown version"),
+    ],
+)
+def test_a_damaged_manifest_is_refused(edit, message, steps):
+    path = steps[0] / MANIFEST
+    path.write_bytes(edit(path.read_bytes()))
+    with pytest.raises(statetree.CheckpointError, match=rf"load: .*{message}.*pass verify=False"):
+        dcp.load(checkpoint_id=steps[0])
+    assert_trees_equal(dcp.load(checkpoint_id=steps[0], verify=False), state_of(1))
+
+
+def signed(line):
+    return line + f"\n{zlib.crc32(line):08x}\n".encode()
+
+
+def changed(data, **values):
+    return signed(json.dumps({**json.loads(data.splitlines()[0]), **values}).encode())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing")
+def test_what_dcp_saves_over_a_checkpoint_is_its_own(steps):
+    """The manifest that lies there is of the save before."""
+    torch_dcp.save({"w": torch.arange(3.0)}, checkpoint_id=steps[0], no_dist=True)
+    assert (steps[0] / MANIFEST).exists()
+    assert_trees_equal(dcp.load({"w": torch.zeros(3)}, checkpoint_id=steps[0]), {"w": torch.arange(3.0)})
+
+
+def test_a_save_over_a_checkpoint_does_not_write_into_its_files(tmp_path):
+    dcp.save(state_of(1), checkpoint_id=tmp_path / "a")
+    os.link(tmp_path / "a" / DATA, tmp_path / "linked")
+    before = (tmp_path / "linked").read_bytes()
+    dcp.save(state_of(2), checkpoint_id=tmp_path / "a")
+    assert_trees_equal(dcp.load(checkpoint_id=tmp_path / "a"), state_of(2))
+    assert (tmp_path / "linked").read_bytes() == before
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing")
+def test_dcp_reads_what_has_a_manifest(steps):
+    template = {"w": torch.zeros(50), "step": 0}
+    torch_dcp.load(template, checkpoint_id=steps[1], no_dist=True)
+    assert_trees_equal(template, {"w": torch.arange(50.0) + 2, "step": 2})

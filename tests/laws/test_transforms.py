@@ -1,0 +1,34 @@
+"""Every law of every transform, with as many states as the profile says."""
+
+import random
+
+import pytest
+from hypothesis import settings
+
+from statetree.testing import check_transform, laws
+from statetree.testing.known_states import STATES
+from tests.contract.verbs import VERBS
+
+
+def examples():
+    """Return how many states there are, and which: other ones each time, unless the profile wants the same ones."""
+    chosen = settings.default
+    return {
+        "examples": len(STATES) + chosen.max_examples,
+        "seed": 0 if chosen.derandomize else random.randrange(1 << 30),
+    }
+
+
+def has_memory(_, leaf):
+    return not getattr(leaf, "is_meta", False)
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb.prepare is None], ids=str)
+def test_every_law_holds(verb):
+    beyond = [laws.accepts, laws.idempotent]
+    if verb.fresh:
+        beyond.append(laws.stable)
+    if verb.fresh and verb.copies:
+        beyond += [laws.separate, laws.commutes_with_offload, laws.streams]
+    where = None if verb.copies else has_memory  # meta tensors become real when memory is allocated for them
+    check_transform(verb.apply, laws=[*verb.laws(), *beyond], where=where, **examples())

@@ -1,0 +1,214 @@
+"""``conformance`` finds each fault that it knows in an implementation that has it, and none in statetree."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+
+import statetree as st
+from benchmarks.conformance import reproduction
+from benchmarks.conformance_peers import IMPLEMENTATIONS
+from statetree.testing import conformance
+from statetree.testing.conformance_suite import FAULTS, StagerAdapter
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # said once
+
+
+def mapped(leaf_function, tree):
+    return st.map_leaves(lambda leaf: leaf_function(leaf) if isinstance(leaf, torch.Tensor) else leaf, st.offload(tree))
+
+
+def as_plain(tree):
+    """Containers become lists and dicts with strings in another order; what is no tensor is dropped."""
+    if isinstance(tree, dict):
+        return {str(key): as_plain(tree[key]) for key in sorted(tree, key=str) if tree[key] is not None}
+    if isinstance(tree, list | tuple):
+        return list(map(as_plain, tree))
+    return tree
+
+
+def equal_tensors_tied(tree):
+    seen = []
+
+    def one(leaf):
+        same = [other for other in seen if other.shape == leaf.shape and other.dtype == leaf.dtype]
+        same = [other for other in same if not leaf.is_sparse and torch.equal(other, leaf)]
+        seen.append(leaf)
+        return same[0] if same else leaf
+
+    return mapped(one, tree)
+
+
+def bits_lost(leaf):
+    if leaf.dtype.itemsize == 1:
+        return (leaf.float() + 1).to(leaf.dtype)
+    plain = torch.empty(leaf.shape, dtype=leaf.dtype)
+    return plain.copy_(leaf.conj() if leaf.is_conj() else torch._neg_view(leaf) if leaf.is_neg() else leaf)
+
+
+def written(tree):
+    tree["w"].data.zero_()
+    return copy.deepcopy(tree)
+
+
+COPIES = [
+    lambda tree: tree,
+    partial(mapped, lambda leaf: leaf.clone().detach()),
+    partial(mapped, bits_lost),
+    lambda tree: as_plain(st.offload(tree)),
+    equal_tensors_tied,
+    lambda tree: {key: value.clone() if type(value) is torch.Tensor else value for key, value in tree.items()},
+    lambda tree: tree if "w" not in tree else written(tree),
+]
+
+
+def test_each_fault_of_copies_is_found_in_a_copy_that_has_it():
+    reports = [conformance(copy=copied) for copied in COPIES]
+    found = {name for report in reports for name in report.failed}
+    assert found == {fault.name for fault in FAULTS if fault.kind == "copy"}
+    assert not any(reports)
+    assert "alias_kept" in reports[0].failed
+    assert "copy    alias_kept                       FAILS: {'w': tensor([-1., -1., -1., -1.])}" in str(reports[0])
+
+
+class Keeps:
+    """Copies into the tensors that it has, by key and shape, whatever has become of them."""
+
+    def __init__(self, key):
+        self.key, self.kept = key, {}
+
+    def stage(self, state):
+        def one(path, leaf):
+            if isinstance(leaf, torch.Tensor):
+                buffer = self.kept.setdefault(self.key(path, leaf), torch.empty_like(leaf))
+                buffer.view(-1)[: leaf.numel()].copy_(leaf.view(-1)[: buffer.numel()])
+                return buffer
+            if isinstance(leaf, str | int | float | None):
+                return leaf
+            return copy.deepcopy(leaf)
+
+        return st.map_with_path(one, state)
+
+
+class Freezes(Keeps):
+    """Copies what it was given first, and no more."""
+
+    def stage(self, state):
+        if "state" not in self.kept:
+            self.kept["state"], self.kept["copy"] = state, st.offload(state)
+        return st.offload(self.kept["copy"])
+
+
+class Frees(Keeps):
+    """Gives memory back that it has handed out."""
+
+    def stage(self, state):
+        self.kept["last"] = copy.deepcopy(state)
+        return self.kept["last"]
+
+    def close(self):
+        for leaf in st.flatten(self.kept.pop("last", []))[0]:
+            if isinstance(leaf, torch.Tensor):
+                leaf.fill_(-1)
+
+
+class Aliases(Keeps):
+    def stage(self, state):
+        return state
+
+
+STAGERS = [
+    lambda: Keeps(lambda path, leaf: str(path)),
+    lambda: Freezes(None),
+    lambda: Frees(None),
+    lambda: Aliases(None),
+]
+
+
+def test_each_fault_of_stagers_is_found_in_a_stager_that_has_it():
+    found = {name for make in STAGERS for name in conformance(stager=make).failed}
+    assert found >= {fault.name for fault in FAULTS if fault.kind == "stager"}
+
+
+def shard_alone(state):
+    from torch.distributed.tensor import DTensor
+
+    def one(leaf):
+        if isinstance(leaf, DTensor):
+            return leaf.to_local()
+        return torch.zeros_like(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+    return st.map_leaves(one, state)
+
+
+def test_each_fault_of_gathers_is_found_in_a_gather_that_has_it():
+    found = conformance(gather=shard_alone)
+    assert set(found.failed) == {fault.name for fault in FAULTS if fault.kind == "gather"}
+
+
+def test_statetree_has_none():
+    report = conformance(copy=st.offload, stager=st.Stager, gather=st.gather)
+    assert report, str(report)
+    assert {verdict.outcome for verdict in report.verdicts} == {"passes"}
+    assert len(report.verdicts) == len(FAULTS) + sum(fault.kind == "copy" for fault in FAULTS)
+
+
+def refusing(state):
+    if "z" in state:
+        raise TypeError("no complex numbers")
+    return copy.deepcopy(state)
+
+
+def test_an_error_is_not_silent_and_what_is_documented_is_marked():
+    report = conformance(copy=refusing)
+    assert report["conjugate_view"].outcome == "refuses"
+    assert report["conjugate_view"].said == "TypeError: no complex numbers"
+    assert report.failed == ["parameter_tied_to_its_tensor"]
+    said = {"parameter_tied_to_its_tensor": "said so", "conjugate_view": "real ones only", "keys": "not asked"}
+    report = conformance(copy=refusing, unsupported=said)
+    assert report
+    assert [verdict.fault.name for verdict in report.verdicts if verdict.outcome == "unsupported"] == list(said)[:2]
+    assert report["keys"].outcome == "passes"
+    with pytest.raises(ValueError, match="conformance: unsupported: expected names of faults"):
+        conformance(copy=refusing, unsupported={"nothing": ""})
+    with pytest.raises(TypeError, match="conformance: expected functions as copy, stager or gather"):
+        conformance()
+
+
+def test_a_stager_may_return_futures():
+    with st.Stager() as stager:
+
+        class Async:
+            stage = staticmethod(stager.stage_async)
+
+        state = {"w": torch.arange(3.0)}
+        assert StagerAdapter.of(Async()).copied(state)["w"].tolist() == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_the_code_of_a_check_runs_without_statetree(fault):
+    names = {}
+    assert "statetree" not in fault.source
+    exec(fault.source, names)
+    if fault.kind == "copy" and fault.name != "parameter_tied_to_its_tensor":
+        names[fault.name](copy.deepcopy)
+    wrong = (lambda state: state["w"].data.zero_()) if fault.name == "state_changed" else (lambda state: {})
+    with pytest.raises((AssertionError, AttributeError, TypeError, KeyError, ValueError)):
+        names[fault.name](wrong)
+
+
+def test_a_cell_of_the_tables_can_be_reproduced():
+    peer = next(peer for peer in IMPLEMENTATIONS if peer.make.__name__ == "state_dict_stager")
+    for fault in FAULTS:
+        if fault.name in {"torn_snapshot", "conjugate_view"}:
+            program = reproduction(peer, fault)
+            assert "statetree" not in program
+            with pytest.raises(AssertionError, match=r"the first snapshot has become the second one|tensor"):
+                exec(program, {})
+
+
+def test_unsupported_faults_exist():
+    names = {fault.name for fault in FAULTS}
+    assert len(names) == len(FAULTS) >= 35
+    assert all(peer.unsupported.keys() <= names for peer in IMPLEMENTATIONS)

@@ -1,0 +1,260 @@
+"""``check_transform`` judges transforms that strangers might write, and what it shows of them runs and fails."""
+
+import copy
+import sys
+from functools import partial
+
+import pytest
+import torch
+
+import statetree as st
+from statetree.testing import Law, assert_trees_equal, check_transform, laws
+from statetree.testing.known_states import STATES
+from statetree.testing.plans import Layout, Node, TensorPlan, Value, build
+from statetree.testing.shrinking import size, smallest
+from statetree.testing.snippets import MAX_LINES, snippet
+from statetree.testing.transform_examples import drawn_plans
+
+
+def is_tensor(value):
+    return isinstance(value, torch.Tensor)
+
+
+# Five transforms as a stranger writes them: the first two are right, each of the others is wrong in one way.
+
+
+def snapshot(state):
+    return st.offload(state)
+
+
+def doubled(state):
+    seen = {}
+
+    def double(leaf):
+        if not is_tensor(leaf) or not leaf.is_floating_point() or leaf.dtype.itemsize == 1 or 0 in leaf.stride():
+            return leaf
+        storage = leaf.untyped_storage().data_ptr()
+        if storage not in seen:
+            seen[storage] = leaf
+            with torch.no_grad():
+                leaf.mul_(2)
+        return leaf
+
+    return st.map_leaves(double, st.offload(state))
+
+
+def on_the_cpu(state):
+    """``.cpu()`` of what is there already is the same tensor."""
+    return st.map_leaves(lambda leaf: leaf.cpu() if is_tensor(leaf) and not leaf.is_meta else leaf, state)
+
+
+def cloned(state):
+    return st.map_leaves(lambda leaf: leaf.clone() if is_tensor(leaf) else leaf, state)
+
+
+BUFFERS = {}
+
+
+def staged(state):
+    def one(path, leaf):
+        if not is_tensor(leaf) or leaf.is_meta:
+            return leaf
+        key = str(path), leaf.dtype, leaf.shape
+        buffer = BUFFERS.setdefault(key, torch.empty_like(leaf, requires_grad=False))
+        with torch.no_grad():
+            return buffer.copy_(leaf)
+
+    return st.map_with_path(one, state)
+
+
+def run(source):
+    """Paste a test into a new module, and run it."""
+    names = {"__name__": "pasted"}
+    exec(source, names)
+    (test,) = [value for name, value in names.items() if name.startswith("test_")]
+    test()
+
+
+@pytest.mark.parametrize(
+    ("transform", "holding", "broken"),
+    [
+        (snapshot, {law.name for law in laws.ALL}, set()),
+        (doubled, {"pure", "independent", "stable", "structure", "geometry", "ties"}, {"values", "idempotent"}),
+        (on_the_cpu, {"pure", "structure", "geometry", "values", "ties"}, {"independent", "separate"}),
+        (cloned, {"pure", "stable", "structure", "values"}, {"ties", "geometry"}),
+        (staged, {"pure", "structure", "values"}, {"stable", "ties"}),
+    ],
+    ids=["right", "right but for the values", "an alias kept", "ties lost", "a result overwritten"],
+)
+def test_five_transforms_are_judged_right(transform, holding, broken):
+    report = check_transform(transform)
+    assert holding <= {verdict.law.name for verdict in report.verdicts if verdict.holds}
+    assert broken <= set(report.broken)
+    assert bool(report) == (not broken)
+    for verdict in report.verdicts:
+        assert verdict.law.name in str(report)
+        assert verdict.source.rstrip() in str(report)
+        assert verdict.examples + verdict.refused > 0
+        if verdict.holds is False:
+            assert len(verdict.source.splitlines()) <= MAX_LINES
+            with pytest.raises(Exception, match=r"(?s).") as caught:
+                run(verdict.source)
+            assert isinstance(caught.value, AssertionError) or verdict.law is laws.accepts
+
+
+def test_laws_that_must_hold():
+    assert check_transform(cloned, laws=["pure", laws.values], examples=60)
+    with pytest.raises(AssertionError, match=r"(?s)ties does not hold.*def test_cloned_ties\(\):"):
+        check_transform(cloned, laws=["pure", "ties"])
+    with pytest.raises(ValueError, match=r"check_transform: laws: expected .*independent.*, got 'tied'"):
+        check_transform(cloned, laws=["tied"])
+    with pytest.raises(TypeError, match="check_transform: fn: expected a function of a tree, got 3"):
+        check_transform(3)
+
+
+def no_float(transform, state):
+    assert not any(is_tensor(leaf) and leaf.is_floating_point() for leaf in st.flatten(transform(state()))[0])
+
+
+def test_a_law_of_ones_own():
+    law = Law("no_float", "No floating-point number comes out.", no_float, "https://example.org")
+    verdict = check_transform(snapshot, laws=[], examples=5)
+    assert not verdict.verdicts
+    with pytest.raises(AssertionError, match="no_float does not hold") as caught:
+        check_transform(snapshot, laws=[law])
+    source = str(caught.value).partition("\n\n")[2].partition("\n\n")[2]
+    assert f"from {__name__} import no_float" in source
+    with pytest.raises(AssertionError):
+        run(source)
+
+
+def halved(state):
+    return st.map_leaves(lambda leaf: leaf.half(), state)
+
+
+def test_only_leaves_that_are_wanted_are_drawn():
+    assert check_transform(halved)["accepts"].holds is False
+    report = check_transform(halved, where=lambda path, leaf: is_tensor(leaf) and leaf.is_floating_point())
+    assert report["accepts"].examples > 50
+    assert report["structure"].holds
+    assert report["geometry"].holds is False
+    report = check_transform(
+        lambda state: st.map_leaves(lambda leaf: leaf + 1, state), where=lambda path, leaf: type(leaf) is int
+    )
+    assert "None" not in report["values"].source
+    with pytest.raises(ValueError, match="where holds of no leaf"):
+        check_transform(halved, where=lambda path, leaf: False)
+
+
+def test_an_inverse_is_one_more_law():
+    assert check_transform(lambda tree: [tree], inverse=lambda tree: tree[0], examples=60)["round_trip"].holds
+    report = check_transform(lambda tree: [tree], inverse=lambda tree: tree, examples=60)
+    assert report["round_trip"].holds is False
+    assert report["round_trip"].law.link.endswith("#round-trip")
+
+
+def test_what_a_transform_raises_is_no_failure_of_other_laws():
+    def only_dicts(tree):
+        return dict(tree.items())
+
+    report = check_transform(only_dicts)
+    assert report["accepts"].holds is False
+    assert "has no attribute 'items'" in report["accepts"].error
+    assert report["stable"].refused > 10
+    assert report["stable"].holds
+
+    def nothing(tree):
+        raise ValueError("no")
+
+    assert check_transform(nothing, examples=3)["values"].holds is None
+
+
+def test_a_partial_is_called_in_a_counter_example():
+    source = snippet(laws.independent, partial(st.offload, copy=False), Node("dict", (TensorPlan(),), ("w",)))
+    assert "laws.independent(partial(st.offload, copy=False), state)" in source
+    with pytest.raises(AssertionError, match="the trees are not independent"):
+        run(source)
+
+
+def test_source_code_makes_the_state():
+    for plan in [*STATES, *drawn_plans(150, 1)]:
+        names = {}
+        source = snippet(laws.exact, st.offload, plan)
+        assert len(source.splitlines()) <= MAX_LINES, source
+        exec(source, names)
+        assert_trees_equal(names["state"](), build(plan))
+
+
+def test_most_ordinary_states_read_as_one_would_write_them():
+    plain = [plan for plan in STATES if "plans import" not in snippet(laws.pure, copy.copy, plan)]
+    assert len(plain) >= len(STATES) - 2
+    assert 'return {"w": torch.arange(1.0, 3.0)}' in snippet(laws.pure, copy.copy, STATES[0])
+
+
+def test_examples_are_the_same_in_every_run():
+    drawn_plans.cache_clear()
+    first = repr(drawn_plans(30, 0))
+    drawn_plans.cache_clear()
+    assert repr(drawn_plans(30, 0)) == first != repr(drawn_plans(30, 1))
+
+
+def test_a_counter_example_is_as_small_as_can_be():
+    plan = Node("list", (Node("deque", (Value(3), TensorPlan((2, 3), torch.int8, "gaps", "buffer"))), Value("a")))
+    found = smallest(plan, lambda smaller: "TensorPlan" in repr(smaller))
+    assert found == Node("list", (TensorPlan(),))
+    assert size(found) < size(plan)
+
+
+def test_functions_that_cannot_be_imported_are_called_by_their_names():
+    def local(tree):
+        return tree
+
+    assert "laws.pure(local, state)" in snippet(laws.pure, local, Value(1))
+    assert "laws.pure(transform, state)" in snippet(laws.pure, lambda tree: tree, Value(1))
+    assert "from copy import deepcopy" in snippet(laws.pure, copy.deepcopy, Value(1))
+    assert sys.modules[__name__].snapshot is snapshot
+    assert f"from {__name__} import snapshot" in snippet(laws.pure, snapshot, Value(1))
+
+
+# On real ranks
+
+
+def gathered(tree):
+    return st.gather(tree)
+
+
+def gathered_by_some(tree):
+    import torch.distributed as dist
+
+    return st.gather(tree) if dist.get_rank() else tree
+
+
+def shards_only(tree):
+    from torch.distributed.tensor import DTensor
+
+    return st.map_leaves(lambda leaf: leaf.to_local() if isinstance(leaf, DTensor) else leaf, tree)
+
+
+def test_a_collective_is_called_on_real_ranks():
+    report = check_transform(gathered, ranks=(1, 2), examples=12)
+    assert report, str(report)
+    assert report["global_values"].examples == 24
+    report = check_transform(shards_only, ranks=(1, 2), examples=12)
+    assert report.broken == ["global_values"]
+    source = report["global_values"].source
+    assert "run_ranks(2, laws.global_values, shards_only, state)" in source
+    assert "Layout((" in source
+    assert len(source.splitlines()) <= MAX_LINES
+
+
+@pytest.mark.slow
+def test_ranks_that_leave_each_other_are_noticed():
+    report = check_transform(gathered_by_some, ranks=(2,), examples=2)
+    assert report["accepts"].holds is False
+    assert "did not make the same collectives" in report["accepts"].error
+
+
+def test_a_layout_is_a_leaf_of_a_plan():
+    assert "Layout((2,), (0,), ('R',)).build()" in snippet(
+        laws.pure, gathered, Node("dict", (Layout((2,), (0,), ("R",)),), ("w",)), 1
+    )

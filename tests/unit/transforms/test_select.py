@@ -1,0 +1,139 @@
+"""``select``, ``partition``, ``merge`` and ``update``."""
+
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import statetree as st
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclass
+class Config:
+    w: object
+    b: object
+
+
+def with_attribute():
+    state = OrderedDict(a=1, b=2)
+    state.extra = torch.arange(2.0)
+    state._metadata = {"": {"version": 1}}
+    return state
+
+
+def test_select_prunes_and_numbers_anew():
+    tree = {"l": [1, {"x": 2, "y": 3}, (4, 5)], "d": deque([6, 7], maxlen=9), "e": {}, "z": [[8]]}
+    found = st.select(tree, ["l.1.y", "l.2.1", "d.1"])
+    assert found == {"l": [{"y": 3}, (5,)], "d": deque([7])}
+    assert found["d"].maxlen == 9
+    assert list(tree) == ["l", "d", "e", "z"]
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [OrderedDict(a=1, b=2), defaultdict(list, a=1, b=2), Counter(a=1, b=2), {"a": 1, "b": 2}],
+    ids=lambda tree: type(tree).__name__,
+)
+def test_select_keeps_the_class_of_mappings(tree):
+    found = st.select(tree, "b")
+    assert type(found) is type(tree)
+    assert dict(found) == {"b": 2}
+    assert getattr(found, "default_factory", None) is getattr(tree, "default_factory", None)
+
+
+def test_select_keeps_plain_attributes_and_drops_tensors_in_them():
+    found = st.select(with_attribute(), "b")
+    assert found._metadata == {"": {"version": 1}}
+    assert not hasattr(found, "extra")
+    assert torch.equal(st.select(with_attribute(), ["a", "extra"]).extra, torch.arange(2.0))
+
+
+@pytest.mark.parametrize("tree", [Pair(1, 2), Config(1, 2)], ids=["namedtuple", "dataclass"])
+def test_select_refuses_what_cannot_lack_a_child(tree):
+    first = next(iter(st.to_flat(tree)[0]))
+    with pytest.raises(st.TreeMismatch, match=rf"select: a {type(tree).__name__} cannot lack a child at x\.0\.\w+:"):
+        st.select({"x": [tree]}, f"x.0.{first}")
+    assert st.select({"x": [tree], "y": 3}, "y") == {"y": 3}
+    assert st.select({"x": [tree], "y": 3}, "x.**") == {"x": [tree]}
+    with pytest.raises(st.TreeMismatch, match=r": expected all or none of the leaves in <root>\."):
+        st.select(tree, lambda *_: False)
+
+
+def test_empty_containers_stay_where_all_beside_them_do():
+    tree = {"a": {"e": [], "w": 1}, "b": {"e": {}, "w": 2, "v": 3}, "c": Pair((), 4), "d": {}}
+    found = st.select(tree, ["a.w", "b.w", "c.right"])
+    assert found == {"a": {"e": [], "w": 1}, "b": {"w": 2}, "c": Pair((), 4), "d": {}}
+    assert st.select(tree, "b.w") == {"b": {"w": 2}}
+    assert st.select(tree, "**") == tree
+
+
+def test_select_of_nothing():
+    assert st.select({"a": [1]}, "b", missing_ok=True) == {}
+    assert st.select([1], "b", missing_ok=True) == []
+    assert st.select(1, "b", missing_ok=True) is st.HOLE
+    assert st.select({}, []) == {}
+    with pytest.raises(st.TreeMismatch, match="select: no path matches 'b'"):
+        st.select({"a": 1}, "b")
+
+
+def test_partition_keeps_structure_and_merge_fills_it():
+    tree = {"p": Pair(1, [2, Config(3, 4)]), "s": with_attribute(), "e": [], "n": None}
+    left, right = st.partition(tree, ["p.right.**", "s.a", "s.extra"])
+    assert left["p"] == Pair(st.HOLE, [2, Config(3, 4)])
+    assert right["p"] == Pair(1, [st.HOLE, Config(st.HOLE, st.HOLE)])
+    assert (left["n"], right["n"]) == (st.HOLE, None)
+    assert left["s"].extra is tree["s"].extra
+    for merged in (st.merge(left, right), st.merge(right, left)):
+        assert st.flatten(merged)[1] == st.flatten(tree)[1]
+        assert all(a is b for a, b in zip(st.flatten(merged)[0], st.flatten(tree)[0], strict=True))
+
+
+def test_a_tie_that_partition_cuts_is_there_again_after_merge():
+    w = torch.nn.Parameter(torch.arange(4.0))
+    left, right = st.partition({"a": w, "b": w, "c": w.detach()[1:]}, "a")
+    assert left["a"] is w
+    assert right["b"] is w
+    merged = st.merge(st.offload(left), right)
+    assert merged["b"] is w
+    assert st.merge(left, right)["a"] is st.merge(left, right)["b"]
+
+
+def test_merge_refuses_two_leaves_in_one_place():
+    with pytest.raises(st.TreeMismatch, match=r"leaf differs at a\.0: expected one \(int\), got another \(int\)"):
+        st.merge({"a": [1]}, {"a": [2]})
+    same = torch.arange(2)
+    assert st.merge({"a": same}, {"a": same})["a"] is same
+    assert st.merge({"a": st.HOLE}, {"a": st.HOLE}) == {"a": st.HOLE}
+    with pytest.raises(st.TreeMismatch, match="merge: unexpected at b"):
+        st.merge({"a": 1}, {"a": st.HOLE, "b": 2})
+
+
+def test_update_replaces_what_matches():
+    tree = {"a": 1, "b": [2, 3]}
+    assert st.update(tree, "b.*", 0) == {"a": 1, "b": [0, 0]}
+    assert st.update(tree, ["a", "b.1"], lambda leaf: -leaf) == {"a": -1, "b": [2, -3]}
+    assert tree == {"a": 1, "b": [2, 3]}
+    assert st.update({"a": st.HOLE}, "a", 1) == {"a": st.HOLE}
+    with pytest.raises(st.TreeMismatch, match=r"update: no path matches 'c\.0'"):
+        st.update(tree, "c.0", 0)
+    assert st.update(tree, "c.0", 0, missing_ok=True) == tree
+
+
+def test_update_keeps_ties_and_names_the_path_of_what_fails():
+    w = torch.arange(4.0)
+    found = st.update({"a": w, "b": w, "c": w}, ["a", "b"], torch.neg)
+    assert found["a"] is found["b"]
+    assert found["c"] is w
+    with pytest.raises(ZeroDivisionError, match="division") as caught:
+        st.update({"a": {"b": 0}}, "a.b", lambda leaf: 1 // leaf)
+    assert any("at a.b" in note for note in caught.value.__notes__)
+
+
+def test_they_read_no_element():
+    tree = {"a": torch.empty(2**40, device="meta"), "b": torch.empty(3, device="meta")}
+    left, right = st.partition(tree, "a")
+    assert st.merge(left, right)["a"] is tree["a"]
+    assert st.select(tree, "b")["b"] is tree["b"]

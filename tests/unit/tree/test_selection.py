@@ -1,0 +1,137 @@
+"""Globs, paths and predicates: which leaves they mean."""
+
+import copy
+import pickle
+from collections import OrderedDict
+
+import pytest
+import torch
+
+import statetree as st
+from statetree.paths import nearest
+from statetree.tree.selection import escaped, selected, selected_in
+
+FLAT = {"a.b.w": 0, "a.c.w": 1, "a.w": 2, "w": 3, "b": 4}
+NESTED = {"a": {"b": {"w": 0}, "c": {"w": 1}, "w": 2}, "w": 3, "b": 4}
+
+
+def chosen(tree, where, **options):
+    leaves, spec = st.flatten(tree)
+    mask = selected(where, spec, leaves, verb="select", **options)
+    return [leaf for leaf, stays in zip(leaves, mask, strict=True) if stays]
+
+
+@pytest.mark.parametrize("tree", [FLAT, NESTED], ids=["flat", "nested"])
+@pytest.mark.parametrize(
+    ("glob", "expected"),
+    [
+        ("w", [3]),
+        ("*", [3, 4]),
+        ("**", [0, 1, 2, 3, 4]),
+        ("a.*", [2]),
+        ("a.*.w", [0, 1]),
+        ("a.**", [0, 1, 2]),
+        ("**.w", [0, 1, 2, 3]),
+        ("a.**.w", [0, 1, 2]),
+        ("**.**.b.**", [0, 4]),
+        ("**.c.*", [1]),
+        ("**w", [0, 1, 2, 3]),
+        ("a.[bc].w", []),
+        ("a.?.w", []),
+        (["b", "*.w"], [2, 4]),
+        ([], []),
+    ],
+    ids=str,
+)
+def test_globs_read_flat_and_nested_trees_alike(tree, glob, expected):
+    assert chosen(tree, glob, missing_ok=True) == expected
+
+
+def test_a_glob_is_matched_against_the_whole_path():
+    assert chosen({"weight": 1, "weight_scale": 2, "my": {"weight": 3}}, "weight") == [1]
+
+
+def test_paths_are_typed_and_name_leaves_or_containers():
+    tree = {0: 1, "0": 2, "a.b": 3, "a": {"b": 4, "c": [5, 6]}}
+    assert chosen(tree, st.Path((0,))) == [1]
+    assert chosen(tree, st.Path(("0",))) == [2]
+    assert chosen(tree, st.Path(("a.b",))) == [3]
+    assert chosen(tree, st.Path(("a",))) == [4, 5, 6]
+    assert chosen(tree, [st.Path(("a", "c")), "\\[0\\]"]) == [1, 5, 6]
+    assert chosen(tree, st.Path()) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("key", ["*", "a*b", "**", "[0]", "\\", "a\\*", "{i}", "?", "\n", "", "a..b", "."])
+def test_escaped_keys_match_themselves_alone(key):
+    tree = {key: 1, "other": 2, "a-b": 3, "aXb": 4}
+    assert chosen(tree, escaped(key)) == [1]
+
+
+def test_a_predicate_sees_path_and_leaf_but_no_hole():
+    seen = []
+
+    def asked(path, leaf):
+        seen.append((path, leaf))
+        return torch.tensor(leaf > 1)
+
+    assert chosen({"a": 1, "b": st.HOLE, "c": 2}, asked) == [2]
+    assert seen == [(st.Path(("a",)), 1), (st.Path(("c",)), 2)]
+    assert chosen({"a": 1}, lambda *_: False) == []
+
+
+def test_what_a_predicate_raises_names_the_path():
+    with pytest.raises(AttributeError, match="requires_grad") as caught:
+        chosen({"a": {"b": 1}}, lambda _, leaf: leaf.requires_grad)
+    assert any("at a.b" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("glob", "suggestion"),
+    [
+        ("model.layers.0.atn.wq", r"did you mean model\.layers\.0\.attn\.wq\?"),
+        ("model.layers.0", r"is a container: did you mean 'model\.layers\.0\.\*\*'\?"),
+        (["**.wq", "zzz"], r"no path matches 'zzz'\. Give"),
+        (st.Path(("model", "layers", "0", "attn", "wq")), r"did you mean model\.layers\.0\.attn\.wq\?"),
+    ],
+    ids=["typo", "container", "nothing near", "path of another type"],
+)
+def test_a_glob_that_matches_nothing_is_refused(glob, suggestion):
+    tree = {"model": {"layers": [{"attn": {"wq": 1, "wk": 2}}]}}
+    with pytest.raises(st.TreeMismatch, match=suggestion):
+        chosen(tree, glob)
+    assert chosen(tree, glob, missing_ok=True) in ([], [1])
+
+
+def test_in_several_trees_a_glob_need_match_one():
+    trees = [([1], st.flatten({"a": 1})[1]), ([2], st.flatten({"b": 2})[1])]
+    trees = [(spec, leaves) for leaves, spec in trees]
+    assert selected_in(["a", "b"], trees, verb="copy_into") == [[True], [True]]
+    with pytest.raises(st.TreeMismatch, match="copy_into: no path matches 'c'"):
+        selected_in(["a", "c"], trees, verb="copy_into")
+
+
+@pytest.mark.parametrize("where", [3, None, [3], b"a", {"a": 1}], ids=str)
+def test_what_says_no_leaves_is_refused(where):
+    with pytest.raises(TypeError, match="where does not say which leaves"):
+        chosen({"a": 1}, where)
+
+
+def test_the_nearest_path_is_found_among_many():
+    keys = [f"model.layers.{i}.attn.{p}" for i in range(3000) for p in ("wq", "wk")]
+    assert nearest("model.layers.2999.attn.wqq", keys) == "model.layers.2999.attn.wq"
+    assert nearest("something.else.entirely", keys) is None
+
+
+def test_there_is_one_hole():
+    assert pickle.loads(pickle.dumps(st.HOLE)) is st.HOLE
+    assert copy.deepcopy([st.HOLE])[0] is st.HOLE
+    assert repr(st.HOLE) == "HOLE"
+
+
+def test_holes_are_passed_on():
+    tree = OrderedDict(a=st.HOLE, b=torch.arange(3.0))
+    assert st.offload(tree)["a"] is st.HOLE
+    assert st.allocate_like(tree)["a"] is st.HOLE
+    with st.Stager() as stager:
+        assert stager.stage(tree)["a"] is st.HOLE
+    assert st.similarity(tree, tree, values=True)
