@@ -40,6 +40,7 @@ if TYPE_CHECKING or "_wanted" in globals():
     from statetree.transforms.audit import Audit as Audit
     from statetree.transforms.audit import audit as audit
     from statetree.transforms.broadcast import broadcast as broadcast
+    from statetree.transforms.cast import cast as cast
     from statetree.transforms.copy_into import copy_into as copy_into
     from statetree.transforms.delta import delta as delta
     from statetree.transforms.digest import Digest as Digest

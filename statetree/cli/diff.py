@@ -125,7 +125,7 @@ def _structure(left: Any, right: Any, shared: Sequence[tuple[Entry, Entry]], cho
         if known and other and known != other:
             is_other = True
             yield Found(key or "<root>", "structure", known, other)
-        elif not (known and other) and not size and choice.takes(path):
+        elif not (known and other) and not size and choice.is_all:
             sides = (f"an empty {known}", "nothing") if known else ("nothing", f"an empty {family}")
             yield Found(key, "missing", *sides)
     for a, b in shared:

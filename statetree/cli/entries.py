@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.cli.describing import dtype_text, kind_of, shape_text, type_text, value_text
@@ -15,11 +14,13 @@ from statetree.files.stored import StoredTensor, span_bytes
 from statetree.files.untrusted import printable
 from statetree.paths import Attr, render_key
 from statetree.tree.flatten import flatten_for
+from statetree.tree.selection import selected
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from statetree.paths import Path
+    from statetree.tree.spec import TreeSpec
 
 #: Into how many parts a key such as ``layers.0.weight`` is taken apart.
 _MAX_PARTS: Final = 16
@@ -39,36 +40,13 @@ def entries_of(tree: Any) -> list[Entry]:
     return list(map(Entry, spec.paths(), spec.flat_keys(), leaves))
 
 
-def _matcher(pattern: str) -> Callable[[Path], bool]:
-    """Return whether a glob matches a path: ``*`` within one component, ``**`` any number of components."""
-    parts = re.split(r"(\*\*|\*|\?|\[[^]]+\])", pattern)
-    known = {"**": ".*", "*": "[^.]*", "?": "[^.]"}
-    text = "".join(
-        known.get(part)
-        or (f"[{'^' * part.startswith('[!')}{part[1:-1].lstrip('!')}]" if index % 2 else re.escape(part))
-        for index, part in enumerate(parts)
-    )
-    expression = re.compile(text, re.DOTALL)
-    return lambda path: expression.fullmatch(str(path)) is not None
-
-
 class Choice:
     """Which entries are looked at: those that match some globs and do not match others (see ``select``)."""
 
     def __init__(self, verb: str, patterns: Sequence[str], excluded: Sequence[str]) -> None:
         self._verb = verb
-        self._patterns = [_matcher(pattern) for pattern in patterns]
-        self._excluded = [_matcher(pattern) for pattern in excluded]
-
-    @property
-    def is_all(self) -> bool:
-        """Whether all entries are."""
-        return not self._patterns and not self._excluded
-
-    def takes(self, path: Path, _leaf: Any = None) -> bool:
-        """Whether an entry is looked at."""
-        is_matched = not self._patterns or any(matches(path) for matches in self._patterns)
-        return is_matched and not any(matches(path) for matches in self._excluded)
+        self._patterns = list(patterns)
+        self._excluded = list(excluded)
 
     def of(self, *trees: Any) -> list[list[Entry]]:
         """Return the entries of trees that are looked at.
@@ -76,13 +54,27 @@ class Choice:
         Raises:
             CheckpointError: If there are none, though the trees have some.
         """
+        flat = [flatten_for("read", tree, is_leaf=is_entry) for tree in trees]
+        masks = [self._mask(leaves, spec) for leaves, spec in flat]
         found = [entries_of(tree) for tree in trees]
-        chosen = [[entry for entry in entries if self.takes(entry.path)] for entries in found]
+        chosen = [list(compress(entries, mask)) for entries, mask in zip(found, masks, strict=True)]
         count = len({entry.key for entries in found for entry in entries})
         if not any(chosen) and (count or self._patterns):
             msg = f"{self._verb}: none of the {count} keys matches: expected one or more. Check --match and --exclude."
             raise CheckpointError(msg)
         return chosen
+
+    def _mask(self, leaves: list[Any], spec: TreeSpec) -> list[bool]:
+        taken, left_out = (
+            selected(globs, spec, leaves, verb=self._verb, missing_ok=True) if globs else [default] * len(leaves)
+            for globs, default in ((self._patterns, True), (self._excluded, False))
+        )
+        return [take and not leave for take, leave in zip(taken, left_out, strict=True)]
+
+    @property
+    def is_all(self) -> bool:
+        """Whether all entries are."""
+        return not self._patterns and not self._excluded
 
 
 @dataclass

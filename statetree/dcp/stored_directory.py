@@ -16,13 +16,14 @@ from statetree.dcp.flat_state import STRUCTURE_KEY
 from statetree.dcp.keys import UnknownKey, key_of
 from statetree.dcp.metadata import read_metadata
 from statetree.dcp.nesting import nested, read_paths
+from statetree.dcp.plain_values import gist, read_value
 from statetree.dcp.saved_structure import SavedContainer, Structure, places, read, why_not_rebuilt
 from statetree.dcp.saving import save
 from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint
 from statetree.files.stored import StoredObject, StoredPiece, StoredTensor, whole_tensors
 from statetree.files.torch_format import TorchArchive
-from statetree.files.untrusted import refuse
+from statetree.files.untrusted import printable, refuse
 from statetree.tree.spec import TreeSpec
 
 if TYPE_CHECKING:
@@ -140,9 +141,17 @@ class _Directory:
         return self._tensor(key, entry) if isinstance(entry, TensorStorageMetadata) else self._plain(key)
 
     def _plain(self, key: str) -> Any:
-        archive = self._archive(MetadataIndex(key))
-        self.foreign.update(dict.fromkeys(archive.pickled.foreign))
-        return archive.load(skip_foreign=self._skip_foreign)
+        stored: Stored = self.metadata.storage_data[MetadataIndex(key)]
+        entry = f"the entry {key!r}"
+        place = self.files.open(self.path / stored.name).part(stored.offset, stored.length, entry)
+        try:
+            return read_value(place.read(0, place.length, entry))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the value cannot be made
+            if not self._skip_foreign or not _is_of_a_class(error):
+                refuse(place.label, f"the value cannot be read: {printable(gist(error))}")
+            name = printable(gist(error))
+            self.foreign[name] = None
+            return type("StoredObject", (StoredObject,), {"name": name})()
 
     def _tensor(self, key: str, entry: TensorStorageMetadata) -> StoredTensor:
         dtype, shape = entry.properties.dtype, tuple(entry.size)
@@ -193,6 +202,11 @@ class _Directory:
         name = (found[1] or found[2]) if found else "a tensor of several parts"
         self._skip(f"a tensor saved in parts ({name})", "Load it with statetree.dcp.load and a template.")
         return type("StoredObject", (StoredObject,), {"name": name})()
+
+
+def _is_of_a_class(error: Exception) -> bool:
+    """Whether a value was refused for what it is, and not since it is damaged."""
+    return "nsupported" in str(error) and "operand" not in str(error)
 
 
 def _sparse(parts: Sequence[StoredTensor], facts: str) -> StoredTensor | None:

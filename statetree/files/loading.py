@@ -25,6 +25,7 @@ from statetree.torch_internals import quietly
 from statetree.transforms.reshard import reshard
 from statetree.tree.flatten import flatten_for
 from statetree.tree.mapping import to_flat
+from statetree.tree.selection import selected
 
 if TYPE_CHECKING:
     import os
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from statetree.chunks.local import LocalChunks
     from statetree.exchange.group import Group
+    from statetree.tree.selection import Where
 
 _REMEDY: Final = "Nothing was read. Pass a tree of the checkpoint's structure, where=, or strict=False."
 #: Smaller tensors are read by one rank.
@@ -44,7 +46,7 @@ def load(
     path: str | os.PathLike[str],
     like: Any,
     *,
-    where: Any = None,
+    where: Where | None = None,
     strict: bool = True,
     cast: bool = False,
     group: ProcessGroup | None = None,
@@ -99,7 +101,10 @@ class _Loading:
         self._paths: Sequence[Path] = self._spec.paths()
         keys = self._spec.flat_keys()
         stored = to_flat(opened(path).tree)[0]
-        chosen = chosen_leaves(self._spec, self._leaves, where)
+        chosen: Sequence[int] = range(len(keys))
+        if where is not None:
+            mask = selected(where, self._spec, self._leaves, verb="load")
+            chosen = [index for index, is_chosen in enumerate(mask) if is_chosen]
         self._stored = {index: stored[keys[index]] for index in chosen if keys[index] in stored}
         differences = [
             Difference(self._paths[i], "missing", "absent", "present") for i in chosen if i not in self._stored
@@ -232,13 +237,6 @@ class ShareType(LeafType):
         mine = [box for place, box in enumerate(slabs) if (place + number) % group.size == group.rank]
         listed = [(box.start, stored.part(tuple(map(slice, box.start, box.stop)))) for box in mine]
         return tuple(stored.shape), stored.dtype, listed
-
-
-def chosen_leaves(spec: Any, leaves: Sequence[Any], where: Any) -> list[int]:
-    """Return the indices of the leaves that ``where`` stands for."""
-    if where is None:
-        return list(range(spec.num_leaves))
-    return [index for index, (path, leaf) in enumerate(zip(spec.paths(), leaves, strict=True)) if where(path, leaf)]
 
 
 def refuse_all(differences: Sequence[Difference]) -> None:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _METADATA: Final = ".metadata"
+#: What statetree.dcp writes beside it.
+_MANIFEST: Final = ".statetree_manifest"
 _LONGEST_NAME: Final = 100
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_LINKS: Final = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES)
@@ -51,7 +53,7 @@ def check_destination(path: Path, *, is_directory: bool, overwrite: bool) -> Non
 
 def _is_part(file: Path) -> bool:
     """Whether something in a directory is, by its name, a file of a DCP checkpoint."""
-    return (file.suffix == ".distcp" or file.name == _METADATA) and file.is_file() and not file.is_symlink()
+    return (file.suffix == ".distcp" or file.name in (_METADATA, _MANIFEST)) and file.is_file() and not file.is_symlink()
 
 
 def _refuse(path: Path, what: str, remedy: str) -> NoReturn:

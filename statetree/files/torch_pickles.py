@@ -99,15 +99,32 @@ def size_of(value: Any, what: str = "a size") -> tuple[int, ...]:
 
 
 @cache
-def _storage_dtypes() -> dict[str, torch.dtype | None]:
+def storage_dtypes() -> dict[str, torch.dtype | None]:
     """Return the classes of storages that torch's files name, and their dtypes. Tried with torch 2.11 to 2.15."""
     typed = {f"torch.{name}": dtype for dtype, name in torch.storage._dtype_to_storage_type_map().items()}  # noqa: SLF001
     return {**typed, "torch.storage.UntypedStorage": None, "torch.UntypedStorage": None}
 
 
-class _StorageClass:
+class StorageClass:
+    """A class of storages that a pickle names: the dtype of their elements, or ``None``."""
+
     def __init__(self, dtype: torch.dtype | None) -> None:
         self.dtype = dtype
+
+
+def storage_id(pid: Any, length: int) -> tuple[StorageClass, str, int]:
+    """Return the class, key and number of elements of a storage, out of its persistent id.
+
+    Raises:
+        BadPickle: If it is none.
+    """
+    if type(pid) is not tuple or len(pid) < length or pid[0] != "storage":
+        raise BadPickle("it refers to something else than a storage")
+    kind, key, _, numel = pid[1:5]
+    if not isinstance(kind, StorageClass) or type(key) is not str:
+        raise BadPickle("it refers to a storage without a class or a key")
+    (count,) = size_of([numel], "a number of elements")
+    return kind, key, count
 
 
 def read_pickle(data: bytes, prefix: str, members: Mapping[str, ZipMember]) -> PickledTree:
@@ -153,8 +170,8 @@ class _TorchPickle:
         known = vars(torch).get(name) if module == "torch" else None
         if isinstance(known, (torch.dtype, torch.qscheme, torch.layout, torch.memory_format)):
             return known
-        if full in _storage_dtypes():
-            return _StorageClass(_storage_dtypes()[full])
+        if full in storage_dtypes():
+            return StorageClass(storage_dtypes()[full])
         if full in self._calls or full in _CLASSES or full in _BUILTIN:
             return Named(full)
         self.foreign[full] = None
@@ -169,12 +186,7 @@ class _TorchPickle:
 
     def storage(self, pid: Any) -> StorageReference:
         """Return what stands for a storage."""
-        if type(pid) is not tuple or len(pid) < 5 or pid[0] != "storage":
-            raise BadPickle("it refers to something else than a storage")
-        kind, key, _, numel = pid[1:5]
-        if not isinstance(kind, _StorageClass) or type(key) is not str:
-            raise BadPickle("it refers to a storage without a class or a key")
-        (count,) = size_of([numel], "a number of elements")
+        kind, key, count = storage_id(pid, 5)
         member = self._members.get(f"{self._prefix}data/{key}")
         if member is None:
             raise BadPickle(f"it has a tensor on the storage {key[:40]!r}, which the archive does not hold")

@@ -9,6 +9,7 @@ bottom:
   what lies between, made of ``changes``; ``located_change`` is one of them with the memory that it concerns.
 - ``tensor_entries``: a tree as tensors in global shapes and other values; ``leaf_numbers``: numbers for these.
 - ``tree_parts``: a whole tree taken apart into plain tensors, for transforms on spans.
+- ``conversion``: elements in another dtype, ties kept.
 - ``pairing``, ``ties``: the leaves of two trees side by side; which leaves of a tree share memory.
 - ``parts``: many leaves taken apart at once, each tensor object once, and packed again.
 - ``held_memory``: whether the tensors of leaves still lie where they lay.

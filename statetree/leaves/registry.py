@@ -101,6 +101,10 @@ class LeafType:
         """Whether the essential parts hold elements alone, and nothing that putting them together depends on."""
         return False
 
+    def with_dtype(self, context: Any, dtype: torch.dtype) -> Any:  # noqa: ARG002 - for others
+        """Return the context of a value whose elements are of another dtype. Asked where ``elements_only`` holds."""
+        return context
+
     def same_context(self, a: Any, b: Any) -> bool:  # noqa: ARG002 - for others
         """Whether two values whose facts agree agree in everything but the tensors inside. By default they do."""
         return True

@@ -1,6 +1,7 @@
 """The transforms, one file a verb: short declarations over the engines.
 
 - over trees: ``select``, ``partition``, ``merge``, ``update``
+- over leaves: ``cast``
 - over spans: ``allocate_like``, ``offload``
 - over pairs of leaves: ``copy_into``, ``similarity``, ``delta``, ``apply_delta``
 - over exchange: ``gather``, ``distribute``, ``broadcast``, ``reshard``, ``partition_replicas``, ``digest``, ``audit``

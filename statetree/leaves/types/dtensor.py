@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -71,6 +72,12 @@ class DTensorType(WrapperType):
 
     def elements_only(self, context: Any) -> bool:
         return True
+
+    def with_dtype(self, context: Any, dtype: torch.dtype) -> Any:
+        spec = copy(context.spec)
+        if spec.tensor_meta is not None:
+            spec.tensor_meta = spec.tensor_meta._replace(dtype=dtype)
+        return context._replace(spec=spec)
 
     def global_shape(self, value: Any) -> tuple[Sequence[int], torch.dtype]:
         return value.shape, value.dtype

@@ -63,6 +63,12 @@ class ShardedTensorType(LeafType):
     def elements_only(self, context: Any) -> bool:
         return True
 
+    def with_dtype(self, context: Any, dtype: torch.dtype) -> Any:
+        (metadata, whole, *rest), carried = context
+        whole = deepcopy(whole)
+        whole.tensor_properties.dtype = dtype
+        return (metadata, whole, *rest), carried
+
     def global_shape(self, value: Any) -> tuple[Sequence[int], torch.dtype]:
         return value.size(), value.dtype
 

@@ -1,0 +1,135 @@
+"""Conversion: the elements of leaves in another dtype, with the geometry and the ties that they have."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
+from statetree.leaves.builtin import facts, is_plain, settled, taken_over
+from statetree.leaves.copying import castable
+from statetree.leaves.parts import PackedRecipe, Recipe, Unpacked, unpack
+from statetree.spans.columns import Columns
+from statetree.spans.layout import check_memory, extents, lay_out
+from statetree.spans.overlaps import shared_elements
+from statetree.torch_internals import quietly, set_bits
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from statetree.paths import Path
+    from statetree.tree.spec import TreeSpec
+
+
+@quietly
+def converted(verb: str, spec: TreeSpec, leaves: Sequence[Any], mask: Sequence[bool], dtype: torch.dtype) -> list[Any]:
+    """Return leaves, with those floating-point tensors among them in another dtype that are meant.
+
+    Args:
+        verb: On whose behalf, for messages.
+        spec: The structure that the leaves are of.
+        leaves: The leaves.
+        mask: Which are meant.
+        dtype: What they become.
+
+    Raises:
+        TreeMismatch: If ``castable`` does not allow it, or it would cut a tie.
+        UnsupportedLeaf: If a leaf has no elements of one dtype.
+    """
+    paths = spec.paths()
+    at = [index for index, leaf in enumerate(leaves) if not is_plain(leaf) and not taken_over(settled(leaf))]
+    unpacked = unpack(verb, [settled(leaves[index]) for index in at], lambda: [paths[index] for index in at])
+    chosen = [place for place, index in enumerate(at) if mask[index] and _changes(unpacked.leaves[place], dtype)]
+    refused = [
+        Difference(paths[at[place]], "dtype", facts(unpacked.leaves[place])["dtype"], dtype)
+        for place in chosen
+        if not castable(facts(unpacked.leaves[place])["dtype"], dtype)
+    ]
+    if refused:
+        raise TreeMismatch.between(verb, refused, "Leave them out with where, or convert them yourself.")
+    if not chosen:
+        return list(leaves)
+    recipes = dict(unpacked.recipes)
+    changing: dict[int, int] = {}  # the parts, and the leaf that each belongs to
+    for place in chosen:
+        recipe, parts = _recast(verb, unpacked.recipe(place), dtype, paths[at[place]])
+        changing.update((part, at[place]) for part in parts)
+        if not isinstance(recipe, int):
+            recipes[place] = recipe
+    _check_ties(verb, unpacked, chosen, changing, [paths[index] for index in at])
+    fresh = _converted(verb, unpacked.parts, changing, dtype, paths)
+    args = unpacked.columns, unpacked.owners, unpacked.bare, recipes
+    packed = Unpacked(verb, unpacked.leaves, lambda: [paths[index] for index in at], *args).pack(fresh)
+    result = list(leaves)
+    for place in chosen:
+        result[at[place]] = packed[place]
+    return result
+
+
+def _changes(leaf: Any, dtype: torch.dtype) -> bool:
+    own = facts(leaf).get("dtype")
+    return isinstance(own, torch.dtype) and own.is_floating_point and own != dtype
+
+
+def _recast(verb: str, recipe: Recipe, dtype: torch.dtype, path: Path) -> tuple[Recipe, list[int]]:
+    """Return how a leaf is packed of converted parts, and which parts these are."""
+    if isinstance(recipe, int):
+        return recipe, [recipe]
+    if not isinstance(recipe, PackedRecipe) or not recipe.leaf_type.elements_only(recipe.context):
+        what = recipe.leaf_type.name if isinstance(recipe, PackedRecipe) else "a leaf"
+        msg = (
+            f"{verb}: cannot convert the leaf at {path}: expected a tensor that holds its elements as they are, got a "
+            f"{what or 'leaf'} made of several. Leave it out with where, or convert it yourself."
+        )
+        raise UnsupportedLeaf(msg, path)
+    count = len(recipe.leaf_type.essential(recipe.context, recipe.inner))
+    inner = [_recast(verb, part, dtype, path) for part in recipe.inner[:count]]
+    parts = [part for _, found in inner for part in found]
+    fresh = (*(part for part, _ in inner), *recipe.inner[count:])
+    return recipe._replace(context=recipe.leaf_type.with_dtype(recipe.context, dtype), inner=fresh), parts
+
+
+def _check_ties(
+    verb: str, unpacked: Unpacked, chosen: Sequence[int], changing: dict[int, int], paths: Sequence[Path]
+) -> None:
+    """Raise ``TreeMismatch`` if tensors have elements in common that would get two dtypes."""
+    dtypes, owners = unpacked.columns.dtypes, unpacked.owners
+    found = []
+    for place in sorted(set(range(len(unpacked.leaves))).difference(chosen)):
+        for part in changing.keys() & unpacked.parts_of(place):  # one tensor in two places, only one of which is meant
+            tied = next(other for other in chosen if part in unpacked.parts_of(other))
+            found.append(Difference(paths[tied], "ties", "another dtype", f"one tied to {paths[place]}"))
+    real = [part for part, tensor in enumerate(unpacked.parts) if not tensor.is_meta]
+    for first, second in shared_elements(Columns([unpacked.parts[part] for part in real])):
+        a, b = real[first], real[second]
+        if (a in changing) is not (b in changing) or (a in changing and dtypes[a] != dtypes[b]):
+            one, other = (a, b) if a in changing else (b, a)
+            found.append(Difference(paths[owners[one]], "ties", "another dtype", f"one tied to {paths[owners[other]]}"))
+    if found:
+        raise TreeMismatch.between(verb, found, "Convert all leaves that share memory, or none.")
+
+
+def _converted(
+    verb: str, parts: Sequence[torch.Tensor], changing: dict[int, int], dtype: torch.dtype, paths: Sequence[Path]
+) -> list[torch.Tensor]:
+    result = list(parts)
+    for own in {parts[part].dtype for part in changing}:
+        members = [part for part in changing if parts[part].dtype == own]
+        columns = Columns([parts[part] for part in members])
+        check_memory(verb, columns, lambda index, members=members: paths[changing[members[index]]])  # type: ignore[misc]
+        layout = lay_out(columns, extents(columns))
+        spans = []
+        for source, start, stop in layout.spans:
+            tensor, size = parts[members[source]], own.itemsize
+            whole = torch.empty(0, dtype=own, device=tensor.device)
+            whole.set_(tensor.untyped_storage(), start // size, ((stop - start) // size,), (1,))
+            spans.append(whole.to(dtype))
+        for index, part in enumerate(members):
+            view = spans[layout.span_of[index]].as_strided(
+                columns.shapes[index], columns.strides[index], layout.offsets[index]
+            )
+            if columns.neg[index]:
+                set_bits(view, conj=False, neg=True)
+            result[part] = view
+    return result
