@@ -37,7 +37,7 @@ def _dtype(name: str) -> torch.dtype:
     """Read a floating-point dtype."""
     import torch
 
-    from statetree.leaves.copying import castable
+    from statetree.leaves.casting import castable
 
     found = vars(torch).get(name)
     if not isinstance(found, torch.dtype) or not found.is_floating_point or not castable(torch.float32, found):

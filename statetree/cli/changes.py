@@ -4,49 +4,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from statetree.errors import CheckpointError
-from statetree.files.checkpoint import is_entry
-from statetree.files.stored import StoredTensor
+from statetree.files.stored import StoredTensor, whole_tensors
 from statetree.files.untrusted import printable
-from statetree.leaves.copying import castable
-from statetree.tree.flatten import flatten_for
+from statetree.leaves.casting import castable
+from statetree.transforms.cast import cast
 from statetree.tree.mapping import map_leaves, to_flat
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
-
-_GONE: Final = object()
-
-
-def select(tree: Any, where: Callable[[Any, Any], bool]) -> Any:
-    """Return a tree of the leaves that a predicate takes; mappings become smaller, lists and tuples shorter."""
-    leaves, spec = flatten_for("convert", tree, is_leaf=is_entry)
-    if not spec.nodes:
-        return tree
-    taken = [leaf if where(path, leaf) else _GONE for path, leaf in zip(spec.paths(), leaves, strict=True)]
-    if not any(leaf is _GONE for leaf in taken):
-        return tree
-    made: dict[int, Any] = {}  # the containers, under the references of their parents' links
-    for index, (kind, steps, aux, *_) in enumerate(spec.nodes):
-        refs = spec.links()[index]
-        found = [
-            (step, taken[ref] if ref >= 0 else made.get(ref, _GONE)) for step, ref in zip(steps, refs, strict=True)
-        ]
-        items = [(step, value) for step, value in found if value is not _GONE]
-        if not items:
-            continue
-        if len(items) < len(refs) and not issubclass(kind.cls, (dict, list, tuple)):
-            msg = f"convert: items of a {kind.cls.__name__} are left out: expected all or none. Choose another --match."
-            raise CheckpointError(msg)
-        keys = tuple(step for step, _ in items) if issubclass(kind.cls, dict) else tuple(range(len(items)))
-        made[~index] = kind.unflatten(aux, keys, [value for _, value in items])
-    if spec.root() not in made:
-        raise CheckpointError("convert: nothing is left of the checkpoint: expected an entry or more. Check --match.")
-    return made[spec.root()]
+    from collections.abc import Sequence
 
 
 def rename(tree: Any, rules: Sequence[tuple[str, str]]) -> dict[str, Any]:
@@ -76,12 +46,22 @@ def _pattern(old: str) -> re.Pattern[str]:
     return re.compile("".join(made), re.DOTALL)
 
 
-def cast(tree: Any, dtype: torch.dtype) -> Any:
-    """Return a tree whose floating-point tensors are converted as they are read."""
+def converted(tree: Any, dtype: torch.dtype, *, keeps_ties: bool) -> Any:
+    """Return a tree whose floating-point tensors have another dtype.
 
-    def convert(leaf: Any) -> Any:
-        is_cast = isinstance(leaf, StoredTensor) and leaf.is_strided and castable(leaf.dtype, dtype)
-        is_cast = is_cast and leaf.dtype.is_floating_point
-        return leaf.to(dtype) if is_cast else leaf
+    Args:
+        tree: Any tree of stored tensors.
+        dtype: What they become.
+        keeps_ties: Whether tensors that share bytes go on doing so. All are read for that; otherwise each is converted
+            as it is written.
+    """
+    if keeps_ties:
+        return cast(whole_tensors(tree, keeps_strides=True), dtype, where=lambda _, leaf: _is_floating(leaf))
+    return map_leaves(lambda leaf: leaf.to(dtype) if _is_floating(leaf) else leaf, tree)
 
-    return map_leaves(convert, tree)
+
+def _is_floating(leaf: Any) -> bool:
+    if isinstance(leaf, StoredTensor):
+        return leaf.is_strided and castable(leaf.dtype, torch.float64) and leaf.dtype.is_floating_point
+    is_plain = type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.layout is torch.strided and not leaf.is_nested
+    return is_plain and leaf.dtype.is_floating_point and castable(leaf.dtype, torch.float64)

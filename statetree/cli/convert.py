@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from statetree.cli.changes import cast, rename, select
+from statetree.cli.changes import converted, rename
 from statetree.cli.entries import Choice, Entry, entries_of, tied_entries
 from statetree.errors import CheckpointError
 from statetree.files.formats import format_for, save
 from statetree.files.stored import StoredObject, StoredTensor
 from statetree.files.untrusted import printable
+from statetree.paths import Path
+from statetree.transforms.select import select
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path as FilePath
 
     import torch
 
@@ -31,7 +33,9 @@ class ConvertOptions(NamedTuple):
     force: bool = False
 
 
-def convert(source: Path, checkpoint: OpenedCheckpoint, destination: Path, options: ConvertOptions) -> Iterator[str]:
+def convert(
+    source: FilePath, checkpoint: OpenedCheckpoint, destination: FilePath, options: ConvertOptions
+) -> Iterator[str]:
     """Write a checkpoint to a destination. Yields what there is to note.
 
     Raises:
@@ -52,10 +56,13 @@ def convert(source: Path, checkpoint: OpenedCheckpoint, destination: Path, optio
         raise CheckpointError(msg)
     gone = set(dropped)
     kept = [entry for entry in chosen if entry.key not in gone]
-    paths = {entry.path for entry in kept}
-    tree = select(checkpoint.tree, lambda path, _leaf: path in paths) if kept else checkpoint.tree
+    tree = checkpoint.tree
+    if kept and len(kept) < len(entries_of(tree)):
+        paths = {entry.path for entry in kept}
+        tree = select(tree, lambda path, _: any(Path(path[:count]) in paths for count in range(len(path) + 1)))
     tree = rename(tree, options.rules) if options.rules else tree
-    tree = tree if options.dtype is None else cast(tree, options.dtype)
+    if options.dtype is not None:
+        tree = converted(tree, options.dtype, keeps_ties=target.title == "torch file")
     checkpoint.verify()
     save(tree, destination, overwrite=options.force, shard_bytes=options.shard_bytes, metadata=checkpoint.metadata)
     if dropped:
@@ -67,7 +74,7 @@ def _is_dropped(leaf: Any, *, holds_values: bool) -> bool:
     return not isinstance(leaf, StoredTensor) and (not holds_values or isinstance(leaf, StoredObject))
 
 
-def _check_apart(source: Path, checkpoint: OpenedCheckpoint, destination: Path) -> None:
+def _check_apart(source: FilePath, checkpoint: OpenedCheckpoint, destination: FilePath) -> None:
     """Raise if the destination is the source, or a part of it: what is not selected would be lost."""
     for path in (source, *checkpoint.files.paths):
         if destination.exists() and path.exists() and destination.samefile(path):

@@ -127,10 +127,11 @@ def _structure(left: Any, right: Any, shared: Sequence[tuple[Entry, Entry]], cho
             yield Found(key or "<root>", "structure", known, other)
         elif not (known and other) and not size and choice.is_all:
             sides = (f"an empty {known}", "nothing") if known else ("nothing", f"an empty {family}")
-            yield Found(key, "missing", *sides)
+            yield Found(key, "missing", sides[0], sides[1])
     for a, b in shared:
         if a.path != b.path and not is_other:
-            yield Found(a.key, "structure", *(f"the keys {brief(repr(tuple(path)))}" for path in (a.path, b.path)))
+            one, other = (f"the keys {brief(repr(tuple(path)))}" for path in (a.path, b.path))
+            yield Found(a.key, "structure", one, other)
 
 
 def _containers(tree: Any) -> dict[str, tuple[Any, str, int]]:
@@ -154,7 +155,7 @@ def _leaves(key: str, a: Any, b: Any, options: DiffOptions) -> Iterator[Found]:
     for difference in similarity({"": a}, {"": b}).differences:
         sides = [_side(difference.kind, side) for side in (difference.left, difference.right)]
         if difference.kind in ("dtype", "shape"):
-            yield Found(key, difference.kind, *sides)
+            yield Found(key, difference.kind, sides[0], sides[1])
         else:
             yield Found(key, "type", leaf_text(a), leaf_text(b))
     if not options.values or not isinstance(a, StoredTensor) or not isinstance(b, StoredTensor) or a.shape != b.shape:
@@ -186,7 +187,7 @@ def _ties(left: Sequence[Entry], right: Sequence[Entry], shared: set[str]) -> It
         if set(partners[0]) != set(partners[1]) and key not in reported:
             reported.update([key], *partners)
             words = [f"shares bytes with {brief(', '.join(side))}" if side else "shares no bytes" for side in partners]
-            yield Found(key, "ties", *words)
+            yield Found(key, "ties", words[0], words[1])
 
 
 def _lines(paths: Sequence[Path], found: Comparison, options: DiffOptions) -> Iterator[str]:

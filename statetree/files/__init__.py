@@ -6,6 +6,7 @@ Files are not trusted: nothing in them is executed, sizes are compared with the 
 - ``loading``: ``load``, into the layout of another tree.
 - ``stored``: the leaf that stands for a tensor in a file, and its leaf type.
 - ``ranges``: ranges of bytes of open files, every read of which is checked.
+- ``page``: ``to_html``, a tree as one page to look at.
 - ``publishing``: a checkpoint appears whole, or not at all.
 - ``safetensors_format``; ``torch_format``; ``torch_pickles``, ``zip_archive``: what is looked at before torch reads.
 - ``safe_pickle``: pickles read without running or importing anything; ``untrusted``: names and texts out of files.

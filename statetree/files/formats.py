@@ -6,7 +6,7 @@ import os
 import re
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from statetree.errors import CheckpointError
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint, SaveOptions
@@ -43,8 +43,9 @@ def register_format(checkpoint_format: CheckpointFormat) -> None:
     Raises:
         TypeError: If it is something else.
     """
-    if not isinstance(checkpoint_format, CheckpointFormat):
-        msg = f"register_format: expected a CheckpointFormat, got {checkpoint_format!r}. Derive from CheckpointFormat."
+    given: Any = checkpoint_format
+    if not isinstance(given, CheckpointFormat):
+        msg = f"register_format: expected a CheckpointFormat, got {given!r}. Derive from CheckpointFormat."
         raise TypeError(msg)
     _FORMATS.insert(0, checkpoint_format)
 
@@ -86,7 +87,7 @@ def _beginning(path: Path, files: OpenFiles) -> bytes:
     return place.read(0, min(place.length, 64), "its beginning")
 
 
-def _refuse_unknown(path: Path, beginning: bytes) -> Any:
+def _refuse_unknown(path: Path, beginning: bytes) -> NoReturn:
     start = beginning.lstrip().lower()
     for text, (what, remedy) in _OTHERS.items():
         if start.startswith(text.lower()):

@@ -15,7 +15,8 @@ from statetree.exchange.manifest import chunks_of, is_cuttable
 from statetree.files.formats import opened
 from statetree.files.stored import StoredTensor
 from statetree.leaves.builtin import is_distributed
-from statetree.leaves.copying import castable, prepared_copy
+from statetree.leaves.casting import castable
+from statetree.leaves.copying import prepared_copy
 from statetree.leaves.registry import LeafType, register_leaf_type
 from statetree.paths import Path
 from statetree.spans.bits import same_bytes

@@ -53,7 +53,9 @@ def check_destination(path: Path, *, is_directory: bool, overwrite: bool) -> Non
 
 def _is_part(file: Path) -> bool:
     """Whether something in a directory is, by its name, a file of a DCP checkpoint."""
-    return (file.suffix == ".distcp" or file.name in (_METADATA, _MANIFEST)) and file.is_file() and not file.is_symlink()
+    return (
+        (file.suffix == ".distcp" or file.name in (_METADATA, _MANIFEST)) and file.is_file() and not file.is_symlink()
+    )
 
 
 def _refuse(path: Path, what: str, remedy: str) -> NoReturn:

@@ -103,7 +103,7 @@ class TorchArchive:
         if foreign and not skip_foreign:
             what = f"it holds objects that torch.load(weights_only=True) refuses ({', '.join(foreign[:5])})"
             self.refuse(what, "If you trust it, load it with torch.load(weights_only=False), and save what you need.")
-        stubs = [(type("StoredObject", (StoredObject,), {"name": name}), name) for name in foreign]
+        stubs: list[Any] = [(type("StoredObject", (StoredObject,), {"name": name}), name) for name in foreign]
         loader = _Mapped(self) if self.place.start == 0 and self.place.length == self.whole_bytes() else None
         source: Any = loader.name if loader else io.BytesIO(self.place.read(0, self.place.length, "its bytes"))
         kept = torch.serialization.get_safe_globals()
@@ -199,7 +199,7 @@ class _Mapped:
             return StoredTensor(tensor, self._check, None)
         found = self._places.get(tensor.untyped_storage().data_ptr())
         whole = Box((0,) * tensor.dim(), tuple(tensor.shape))
-        pieces = [StoredPiece(whole, found, tensor.stride(), tensor.storage_offset())] if found else []
+        pieces = [StoredPiece(whole, found, tensor.stride(), int(tensor.storage_offset()))] if found else []
         return StoredTensor(tensor, self._check, lambda: pieces)
 
     def _check(self) -> None:

@@ -261,7 +261,7 @@ def _view(storage: Any, dtype: torch.dtype, offset: Any, size: Any, stride: Any)
     if len(shape) != len(steps):
         raise BadPickle("it has a tensor with more dims than strides, or fewer")
     need = start * dtype.itemsize + extent_bytes(shape, steps, dtype.itemsize)
-    if need > storage.nbytes and math.prod(shape):
+    if need > storage.nbytes and 0 not in shape:
         raise BadPickle(
             f"it has a tensor of shape {reprlib.repr(shape)} on the storage {storage.key}, which would end at byte "
             f"{need}: expected at most {storage.nbytes}"

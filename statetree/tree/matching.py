@@ -40,6 +40,8 @@ def matched(
 def only_missing(differences: Sequence[Difference]) -> bool:
     """Whether two trees differ in nothing but keys that one of them lacks: what both have matches then."""
     return all(found.kind == "missing" for found in differences)
+
+
 class CommonLeaves(NamedTuple):
     """What two trees have both, as ``matched_where`` finds it.
 

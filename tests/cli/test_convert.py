@@ -103,8 +103,8 @@ def test_a_file_that_is_cut_off_meanwhile_is_an_error(name, is_transposed, tmp_p
         os.truncate(source, 1 << 20)
         return tree
 
-    monkeypatch.setattr("statetree.cli.convert.select", cut)
-    ran = statetree("convert", "--match", "a", source, tmp_path / name)
+    monkeypatch.setattr("statetree.cli.convert.rename", cut)
+    ran = statetree("convert", "--rename", "x=y", source, tmp_path / name)
     assert ran.status == 2
     assert "was cut off while it was read" in ran.err
     assert os.listdir(tmp_path) == ["a.pt"]

@@ -10,7 +10,6 @@ import shutil
 from contextlib import suppress
 
 import pytest
-import torch
 
 from tests.cli.states import bits, load, write
 
