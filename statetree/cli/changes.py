@@ -55,7 +55,8 @@ def converted(tree: Any, dtype: torch.dtype, *, keeps_ties: bool) -> Any:
         keeps_ties: Whether tensors that share bytes go on doing so. All are read for that; otherwise each is converted
             as it is written.
     """
-    if keeps_ties:
+    if keeps_ties:  # negative bits are no property of every dtype
+        tree = map_leaves(lambda leaf: leaf.to(dtype) if _is_floating(leaf) and leaf.outline.is_neg() else leaf, tree)
         return cast(whole_tensors(tree, keeps_strides=True), dtype, where=lambda _, leaf: _is_floating(leaf))
     return map_leaves(lambda leaf: leaf.to(dtype) if _is_floating(leaf) else leaf, tree)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import os
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -19,6 +18,7 @@ from statetree.transforms.similarity import similarity
 from statetree.tree.flatten import flatten_for
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterator, Mapping, Sequence
 
     from statetree.tree.spec import TreeSpec
@@ -128,7 +128,8 @@ def _branch(
         kind, keys = spec.nodes[~here][:2]
         links = spec.links()[~here]
         is_open = " open" if len(links) <= _OPEN_ENTRIES and len(at) < 2 else ""
-        yield f"<details{is_open}><summary><b>{name}</b> <i>{_escaped(kind.cls.__name__)} of {len(links):,}</i></summary>"
+        what = f"{_escaped(kind.cls.__name__)} of {len(links):,}"
+        yield f"<details{is_open}><summary><b>{name}</b> <i>{what}</i></summary>"
         pending.append("</details>")
         pending += [(child, (*at, render_key(step))) for step, child in reversed(list(zip(keys, links, strict=True)))]
 
@@ -144,7 +145,8 @@ def _treemap(spec: TreeSpec, found: Sequence[_Found]) -> Iterator[str]:
     for boxes in columns.values():
         yield f'<div style="flex:{sum(nbytes for nbytes, _ in boxes)}">'
         for nbytes, key in boxes:
-            yield f'<span style="flex:{nbytes}" title="{_escaped(key)}: {nbytes:,} bytes">{_escaped(brief(key, 24))}</span>'
+            title = f"{_escaped(key)}: {nbytes:,} bytes"
+            yield f'<span style="flex:{nbytes}" title="{title}">{_escaped(brief(key, 24))}</span>'
         yield "</div>"
     yield "</div>"
 

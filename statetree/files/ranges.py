@@ -60,7 +60,7 @@ class OpenFiles:
         self.nbytes_read = 0
         self._handles: OrderedDict[Path, int] = OrderedDict()
         self._identities: dict[Path, _Identity] = {}
-        self._mapped: dict[Path, torch.UntypedStorage] = {}
+        self._mapped: dict[Path, Any] = {}
 
     def __del__(self) -> None:
         for handle in self._handles.values():
@@ -145,8 +145,8 @@ class OpenFiles:
             self._mapped[path] = torch.UntypedStorage.from_file(
                 with_name, shared=False, nbytes=self.identity(path).nbytes
             )
-        found: Any = self._mapped[path][start : start + nbytes]
-        return found  # type: ignore[no-any-return]
+        found: torch.UntypedStorage = self._mapped[path][start : start + nbytes]
+        return found
 
     def by_descriptor(self, path: Path) -> str:
         """Return a name of a file that stands for what was opened, whatever lies at its path now."""

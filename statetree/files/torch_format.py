@@ -97,7 +97,7 @@ class TorchArchive:
             CheckpointError: If torch does not load it.
         """
         foreign = self.pickled.foreign
-        damaged = [name for name in foreign if name.startswith("torch._utils.") and name[13:] not in vars(torch._utils)]
+        damaged = [name for name in foreign if name.startswith("torch._utils.") and name[13:] not in vars(torch._utils)]  # noqa: SLF001
         if damaged:
             self.refuse(f"it refers to {printable(damaged[0])}, which torch does not have")
         if foreign and not skip_foreign:

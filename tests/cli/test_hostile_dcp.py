@@ -150,7 +150,8 @@ def saved(value):
 def test_code_in_values_does_not_run(directory, tmp_path, statetree):
     replace_bytes(directory, "v.b", saved(Raw(os.mkdir, str(tmp_path / "statetree_was_here"))))
     ran = statetree("show", directory)
-    refused(ran, "posix.mkdir")
+    assert ran.status == 0
+    assert "posix.mkdir" in ran.err
     assert statetree("convert", directory, tmp_path / "b.pt").status == 2
     assert not (tmp_path / "statetree_was_here").exists()
 
