@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from statetree.cli.process import DIFFERENT, FAILED, SAME, run
-from statetree.errors import CheckpointError
-from statetree.files.untrusted import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
-    from statetree.cli.selecting import Rename
+    from statetree.files.checkpoint import OpenedCheckpoint
 
 _SIZE: Final = re.compile(r"([0-9]+) *([kmgt]?)(i?)b?", re.IGNORECASE)
 
@@ -39,23 +37,22 @@ def _dtype(name: str) -> torch.dtype:
     """Read a floating-point dtype."""
     import torch
 
-    from statetree.cli.casting import is_castable
+    from statetree.leaves.casting import castable
 
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype) or not is_castable(found):
+    found = vars(torch).get(name)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or not castable(torch.float32, found):
         msg = f"{name!r} is no floating-point dtype: expected bfloat16 or float32, for example"
         raise click.BadParameter(msg)
     return found
 
 
-def _rename(text: str) -> Rename:
-    """Read ``REGEX=REPL``."""
-    from statetree.cli.selecting import Rename
-
-    try:
-        return Rename.parse(text)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
+def _rule(text: str) -> tuple[str, str]:
+    """Read ``OLD=NEW``."""
+    old, equals, new = text.partition("=")
+    if not equals or not old:
+        msg = f"{text!r} is no rule: expected OLD=NEW, for example 'model.{{name}}={{name}}'"
+        raise click.BadParameter(msg)
+    return old, new
 
 
 _CHECKPOINT = click.Path(path_type=Path)
@@ -64,9 +61,11 @@ _match = click.option(
     "patterns",
     multiple=True,
     metavar="GLOB",
-    help="Only entries whose key matches (may be given several times).",
+    help="Only entries that match: * is a part of a key between dots, ** any number of parts (several times).",
 )
+_exclude = click.option("--exclude", "excluded", multiple=True, metavar="GLOB", help="No entries that match.")
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+_html = click.option("--html", "page", type=_CHECKPOINT, metavar="FILE", help="Write a page to look at, too.")
 _follow_links = click.option(
     "--follow-links",
     is_flag=True,
@@ -79,9 +78,9 @@ _follow_links = click.option(
 def cli() -> None:
     """Look into checkpoints, compare and convert them.
 
-    A checkpoint is a torch file (.pt, .pth, .ckpt), a safetensors file or the index of several
-    (.safetensors, .safetensors.index.json), or a directory of torch.distributed.checkpoint (no suffix).
-    Files are not trusted: nothing in them is executed.
+    A checkpoint is a file of torch.save, safetensors (a file, the index of several, or a folder of Hugging Face), or
+    a directory of torch.distributed.checkpoint: which it is, is told by its content. Files are not trusted: nothing
+    in them is executed.
 
     The exit status is 0, or 2 after an error (diff: 1 if they differ); 130, 143 or 129 if it was interrupted,
     terminated or hung up; and 141 if whoever read its output stopped.
@@ -99,15 +98,23 @@ def cli() -> None:
     help="The order of entries.",
 )
 @_match
+@_exclude
 @_json
-@click.option("--verify", "is_verified", is_flag=True, help="Check the stored checksums and digests of all bytes, too.")
+@_html
+@click.option(
+    "--stats", is_flag=True, help="Read elements, and give min, max, mean, std, and count NaN, inf and zeros."
+)
+@click.option("--verify", "is_verified", is_flag=True, help="Compare all bytes with the stored checksums, too.")
 @_follow_links
 def show(
     file: Path,
     depth: int | None,
     sort: str,
     patterns: Sequence[str],
+    excluded: Sequence[str],
     as_json: bool,
+    page: Path | None,
+    stats: bool,
     is_verified: bool,
     follow_links: bool,
 ) -> None:
@@ -120,74 +127,96 @@ def show(
     Examples:
       statetree show model.pt
       statetree show --depth 2 --sort size run/step-00001000
-      statetree show --match '*.weight' --json model.safetensors
+      statetree show --match '**.weight' --stats model.safetensors
       statetree show --verify model.pt
     """
-    from statetree.cli.opening import opened
+    from statetree.cli.entries import Choice
+    from statetree.cli.show import ShowOptions, verified
     from statetree.cli.show import show as show_checkpoint
 
-    with opened(file, follow_links=follow_links) as checkpoint:
-        _warn_of_foreign(checkpoint.foreign)
-        verdict = ""
-        if is_verified:
-            from statetree.cli.digests import verify, why_nothing
-
-            verdict = verify(checkpoint, follow_links=follow_links)
-            if not verdict:
-                raise CheckpointError(why_nothing(checkpoint))
-        show_checkpoint(checkpoint, depth=depth, sort=sort, patterns=patterns, as_json=as_json)
-        if verdict:
-            click.echo(verdict, err=as_json)
+    checkpoint = _opened(file, follow_links=follow_links)
+    verdict = verified(file, checkpoint) if is_verified else ""
+    show_checkpoint(file, checkpoint, ShowOptions(Choice("show", patterns, excluded), depth, sort, as_json, stats))
+    if page is not None:
+        _write_page(checkpoint.tree, page)
+    if verdict:
+        click.echo(verdict, err=as_json)
 
 
 @cli.command()
 @click.argument("left", type=_CHECKPOINT)
 @click.argument("right", type=_CHECKPOINT)
 @click.option("--values", is_flag=True, help="Compare the elements of tensors and plain values, too.")
+@click.option("--rtol", type=click.FloatRange(0), default=0.0, help="With --values: tolerance relative to RIGHT.")
+@click.option("--atol", type=click.FloatRange(0), default=0.0, help="With --values: absolute tolerance.")
 @_match
+@_exclude
 @_json
+@_html
+@click.option("--stat", is_flag=True, help="Print a summary only.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing: the exit status tells.")
 @_follow_links
-def diff(left: Path, right: Path, values: bool, patterns: Sequence[str], as_json: bool, follow_links: bool) -> int:
+def diff(
+    left: Path,
+    right: Path,
+    values: bool,
+    rtol: float,
+    atol: float,
+    patterns: Sequence[str],
+    excluded: Sequence[str],
+    as_json: bool,
+    page: Path | None,
+    stat: bool,
+    quiet: bool,
+    follow_links: bool,
+) -> int:
     """Show where LEFT and RIGHT differ: structure, dtypes, shapes, ties and, with --values, elements.
 
-    They may be of different formats. The exit status is 0 if they are the same, 1 if they differ, and 2 if a
-    checkpoint cannot be read, if nothing matches, or if one holds objects of classes that are not loaded and may
-    differ in their --values.
+    They may be of different formats. Elements that differ most, relative to their size, come first. The exit status is
+    0 if they are the same, 1 if they differ, and 2 if a checkpoint cannot be read, if nothing matches, or if one holds
+    objects of classes that are not loaded and may differ in their --values.
 
     \b
     Examples:
       statetree diff before.pt after.pt
-      statetree diff --values model.pt model.safetensors
-      statetree diff --values --match 'model.*' --json a.ckpt b.ckpt
+      statetree diff --values --rtol 1e-5 model.pt model.safetensors
+      statetree diff --values --stat --exclude 'optimizer.**' a.ckpt b.ckpt
     """
+    from statetree.cli.diff import DiffOptions
     from statetree.cli.diff import diff as compare
-    from statetree.cli.opening import opened
+    from statetree.cli.elements import Tolerance
+    from statetree.cli.entries import Choice
 
-    with opened(left, follow_links=follow_links) as one, opened(right, follow_links=follow_links) as other:
-        _warn_of_foreign([*one.foreign, *other.foreign])
-        differ = compare(one, other, patterns=patterns, values=values, as_json=as_json)
-        return FAILED if differ is None else DIFFERENT if differ else SAME
+    values = values or bool(rtol or atol)
+    one, other = (_opened(path, follow_links=follow_links, warn=False) for path in (left, right))
+    _warn_of_foreign([*one.foreign, *other.foreign])
+    choice = Choice("diff", patterns, excluded)
+    options = DiffOptions(choice, values, Tolerance(rtol, atol), as_json, stat, quiet)
+    differ = compare((left, right), one, other, options)
+    if page is not None:
+        _write_page(one.tree, page, other.tree)
+    return FAILED if differ is None else DIFFERENT if differ else SAME
 
 
 @cli.command()
 @click.argument("source", type=_CHECKPOINT)
 @click.argument("destination", type=_CHECKPOINT)
 @_match
+@_exclude
 @click.option(
     "--cast", "dtype", type=_dtype, metavar="DTYPE",
     help="Convert all floating-point tensors to a dtype, also counters such as an optimizer's step (bfloat16 cannot "
-    "hold 257). --match does not limit it, but leaves entries out.",
+    "hold 257).",
 )  # fmt: skip
 @click.option(
-    "--rename", "renames", type=_rename, multiple=True, metavar="REGEX=REPL",
-    help="Replace in keys what matches (may be given several times; \\1 is a group).",
+    "--rename", "rules", type=_rule, multiple=True, metavar="OLD=NEW",
+    help="Rename keys: {name} stands for a part between dots, {name:**} for any number (several times).",
 )  # fmt: skip
 @click.option(
     "--shard-bytes", type=_bytes, metavar="SIZE",
     help="Begin a new file after so many bytes (5GB, 500MiB). X.safetensors is then written as "
     "X.safetensors.index.json and X-00001-of-….safetensors.",
 )  # fmt: skip
-@click.option("--digest", is_flag=True, help="Write SHA-256 digests beside it, for show --verify.")
 @click.option("--drop-values", is_flag=True, help="Leave out plain values that the format cannot hold, and list them.")
 @click.option("--force", is_flag=True, help="Replace a checkpoint that is there already.")
 @_follow_links
@@ -195,35 +224,43 @@ def convert(
     source: Path,
     destination: Path,
     patterns: Sequence[str],
+    excluded: Sequence[str],
     dtype: torch.dtype | None,
-    renames: Sequence[Rename],
+    rules: Sequence[tuple[str, str]],
     shard_bytes: int | None,
-    digest: bool,
     drop_values: bool,
     force: bool,
     follow_links: bool,
 ) -> None:
     """Write SOURCE to DESTINATION, in the format that its suffix stands for.
 
-    It is written a piece at a time, and appears whole or not at all. Tensors that share bytes go on doing so in torch
-    files; other formats hold each of them. Whoever may not read SOURCE may not read DESTINATION, either.
+    It appears whole or not at all. Checksums that SOURCE has are compared first. Tensors that share bytes go on doing
+    so in torch files; other formats hold each of them.
 
     \b
     Examples:
       statetree convert model.pt model.safetensors
-      statetree convert --match 'model.*' --rename '^model\\.=' run.ckpt weights.safetensors
+      statetree convert --match 'model.**' --rename 'model.{name}={name}' run.ckpt weights.safetensors
       statetree convert --cast bfloat16 --shard-bytes 5GB run/step-00001000 model.safetensors
-      statetree convert --digest model.safetensors.index.json model.pt
     """
-    from statetree.cli.convert import Options
+    from statetree.cli.convert import ConvertOptions
     from statetree.cli.convert import convert as write
-    from statetree.cli.opening import opened
+    from statetree.cli.entries import Choice
 
-    with opened(source, follow_links=follow_links) as checkpoint:
+    checkpoint = _opened(source, follow_links=follow_links)
+    choice = Choice("convert", patterns, excluded)
+    options = ConvertOptions(choice, rules, dtype, shard_bytes, drop_values, force)
+    for note in write(source, checkpoint, destination, options):
+        click.echo(f"note: {note}", err=True)
+
+
+def _opened(path: Path, *, follow_links: bool, warn: bool = True) -> OpenedCheckpoint:
+    from statetree.files.formats import opened
+
+    checkpoint = opened(path, skip_foreign=True, follow_links=follow_links)
+    if warn:
         _warn_of_foreign(checkpoint.foreign)
-        options = Options(patterns, renames, dtype, shard_bytes, digest, drop_values, force)
-        for note in write(checkpoint, destination, options):
-            click.echo(f"note: {note}", err=True)
+    return checkpoint
 
 
 @cli.command()
@@ -253,9 +290,17 @@ def ghostwrite(target: str, ranks: Sequence[int]) -> None:
 
 
 def _warn_of_foreign(names: Sequence[str]) -> None:
+    from statetree.files.untrusted import printable
+
     if names:
         listed = ", ".join(sorted({*map(printable, names)})[:10]) + ", …" * (len({*names}) > 10)
         click.echo(f"note: not loaded, since torch.load(weights_only=True) would refuse it: {listed}", err=True)
+
+
+def _write_page(tree: Any, page: Path, other: Any = None) -> None:
+    from statetree.files.page import to_html
+
+    to_html(tree, page, other=other)
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import reprlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from statetree.files.safe_pickle import Foreign
-from statetree.files.stored import Composite, StoredStorage, StoredTensor
+import torch
+
+from statetree.files.stored import StoredObject, StoredTensor
 from statetree.files.untrusted import brief, printable
-
-if TYPE_CHECKING:
-    import torch
 
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _REPR: Final = reprlib.Repr()
@@ -43,21 +41,34 @@ def value_text(value: Any) -> str:
     """Return a plain value, cut short."""
     if isinstance(value, (bytes, bytearray)):
         value = value[:_LONGEST]
+    if isinstance(value, (torch.UntypedStorage, torch.storage.TypedStorage)):
+        return f"<{value.nbytes()} bytes>"
     try:
         return brief(_REPR.repr(value), _LONGEST)
     except ValueError:  # an integer of thousands of digits
         return f"<{type(value).__name__}>"
 
 
-def sort_of(leaf: Any) -> str:
-    """Return what a leaf is: ``tensor``, the kind of a composite one, ``storage`` or ``value``."""
-    if isinstance(leaf, Composite):
-        return "tensor" if leaf.inner is not None else f"{printable(leaf.kind)} tensor"
-    if isinstance(leaf, StoredStorage):
-        return "storage"
-    return "tensor" if isinstance(leaf, StoredTensor) else "value"
+def kind_of(leaf: Any) -> str:
+    """Return what a leaf is: ``tensor``, the layout of one that is not strided, or ``value``."""
+    if not isinstance(leaf, StoredTensor):
+        return "value"
+    outline = leaf.outline
+    if leaf.is_strided:
+        return "tensor"
+    if outline.is_nested or outline.is_quantized or outline.is_meta:
+        return "nested tensor" if outline.is_nested else "quantized tensor" if outline.is_quantized else "meta tensor"
+    return f"{str(outline.layout).removeprefix('torch.')} tensor"
 
 
 def type_text(value: Any) -> str:
     """Return the type of a plain value."""
-    return printable(value.name) if isinstance(value, Foreign) else type(value).__name__
+    return printable(value.name) if isinstance(value, StoredObject) else type(value).__name__
+
+
+def leaf_text(leaf: Any) -> str:
+    """Return a leaf in a few words."""
+    if kind_of(leaf) == "value":
+        return f"{type_text(leaf)} {value_text(leaf)}"
+    words = (kind_of(leaf) if kind_of(leaf) != "tensor" else "", dtype_text(leaf.dtype), shape_text(tuple(leaf.shape)))
+    return " ".join(filter(None, words))

@@ -5,89 +5,243 @@ from __future__ import annotations
 import json
 import math
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 
-from statetree.cli.differences import Comparison, Found, compare
+from statetree.cli.describing import dtype_text, leaf_text, shape_text, type_text, value_text
+from statetree.cli.elements import Tolerance, Unequal, compare_elements
+from statetree.cli.entries import Choice, Entry, plural, tied_entries
 from statetree.cli.table import is_coloured
-from statetree.files.untrusted import printable
+from statetree.files.stored import StoredObject, StoredTensor
+from statetree.files.untrusted import brief, printable
+from statetree.transforms.similarity import similarity
+from statetree.tree.atoms import same_value
+from statetree.tree.flatten import flatten_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
-    from statetree.files.checkpoint import Checkpoint
+    from statetree.files.checkpoint import OpenedCheckpoint
 
 
-def diff(left: Checkpoint, right: Checkpoint, *, patterns: Sequence[str], values: bool, as_json: bool) -> bool | None:
+class DiffOptions(NamedTuple):
+    """How two checkpoints are compared, and what is said of it.
+
+    Attributes:
+        choice: Which entries are.
+        values: Whether the elements of tensors and plain values are.
+        tolerance: Up to where elements are equal.
+        as_json: Whether to print JSON.
+        stat: Whether to print a summary only.
+        quiet: Whether to print nothing.
+    """
+
+    choice: Choice
+    values: bool = False
+    tolerance: Tolerance = Tolerance()
+    as_json: bool = False
+    stat: bool = False
+    quiet: bool = False
+
+
+class Found(NamedTuple):
+    """One difference: which entry, in what, what is on each side, and how elements differ, if they do."""
+
+    key: str
+    kind: str
+    left: str
+    right: str
+    elements: Unequal | None = None
+
+
+class Comparison(NamedTuple):
+    """What was found: differences, how many entries were compared, those of which too little is known, and notes."""
+
+    differences: list[Found]
+    num_compared: int
+    undecided: list[str]
+    notes: list[str]
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether it cannot be told whether the checkpoints are the same."""
+        return bool(self.undecided) and not self.differences
+
+
+def diff(paths: Sequence[Path], left: OpenedCheckpoint, right: OpenedCheckpoint, options: DiffOptions) -> bool | None:
     """Print how two checkpoints differ. Returns whether they do; ``None`` if that cannot be told."""
-    found = compare(left, right, patterns, values=values)
-    if as_json:
-        json.dump(_as_json(left, right, found), sys.stdout, indent=2)
+    found = compare(left, right, options)
+    if options.as_json:
+        json.dump(_as_json(paths, found), sys.stdout, indent=2)
         sys.stdout.write("\n")
-    else:
-        sys.stdout.writelines(f"{line}\n" for line in _lines(left, right, found, values=values))
-    return None if _is_undecided(found) else bool(found.differences)
+    elif not options.quiet:
+        sys.stdout.writelines(f"{line}\n" for line in _lines(paths, found, options))
+    return None if found.is_undecided else bool(found.differences)
 
 
-def _is_undecided(found: Comparison) -> bool:
-    return bool(found.undecided) and not found.differences
+def compare(left: OpenedCheckpoint, right: OpenedCheckpoint, options: DiffOptions) -> Comparison:
+    """Compare two checkpoints: entries by their keys; containers, too, where both formats have them."""
+    ours, theirs = options.choice.of(left.tree, right.tree)
+    one, other = ({entry.key: entry for entry in entries} for entries in (ours, theirs))
+    shared = [(entry, other[key]) for key, entry in one.items() if key in other]
+    found = [Found(e.key, "missing", leaf_text(e.leaf), "nothing") for e in ours if e.key not in other]
+    found += [Found(e.key, "missing", "nothing", leaf_text(e.leaf)) for e in theirs if e.key not in one]
+    notes: list[str] = []
+    if left.is_nested and right.is_nested:
+        found += _structure(left.tree, right.tree, shared, options.choice)
+    undecided = []
+    for a, b in shared:
+        found += _leaves(a.key, a.leaf, b.leaf, options)
+        if options.values and isinstance(a.leaf, StoredObject) and isinstance(b.leaf, StoredObject):
+            undecided.append(a.key)
+    keeps_ties = [side.title == "torch file" for side in (left, right)]
+    if all(keeps_ties):
+        found += _ties(ours, theirs, {a.key for a, _ in shared})
+    elif any(keeps_ties):
+        notes.append(f"ties were not compared: a {(left, right)[keeps_ties[0]].title} has none")
+    if undecided:
+        notes.append(f"not loaded, and compared by name alone: {brief(', '.join(undecided), 200)}")
+    found.sort(key=_rank)
+    return Comparison(found, len({**one, **other}), undecided, notes)
 
 
-def _lines(left: Checkpoint, right: Checkpoint, found: Comparison, *, values: bool) -> Iterator[str]:
+_ORDER: Final = ("structure", "missing", "type", "dtype", "shape", "ties", "value")
+
+
+def _rank(found: Found) -> tuple[int, float]:
+    """Return where a difference is listed: by its kind, and elements that differ most first."""
+    size = found.elements.max_rel if found.elements and found.elements.max_rel is not None else 0.0
+    return _ORDER.index(found.kind) if found.kind in _ORDER else -1, -size
+
+
+def _structure(left: Any, right: Any, shared: Sequence[tuple[Entry, Entry]], choice: Choice) -> Iterator[Found]:
+    """Return where containers, or the types of keys, differ."""
+    ours, theirs = _containers(left), _containers(right)
+    is_other = False
+    for key, (path, family, size) in {**theirs, **ours}.items():
+        known, other = ours.get(key, (path, "", 0))[1], theirs.get(key, (path, "", 0))[1]
+        if known and other and known != other:
+            is_other = True
+            yield Found(key or "<root>", "structure", known, other)
+        elif not (known and other) and not size and choice.is_all:
+            sides = (f"an empty {known}", "nothing") if known else ("nothing", f"an empty {family}")
+            yield Found(key, "missing", sides[0], sides[1])
+    for a, b in shared:
+        if a.path != b.path and not is_other:
+            one, other = (f"the keys {brief(repr(tuple(path)))}" for path in (a.path, b.path))
+            yield Found(a.key, "structure", one, other)
+
+
+def _containers(tree: Any) -> dict[str, tuple[Any, str, int]]:
+    """Return what every container is, and how many children it has, by its path as text."""
+    spec = flatten_for("read", tree)[1]
+    return {
+        str(path): (path, "mapping" if issubclass(cls, dict) else cls.__name__, len(keys))
+        for path, cls, keys, _ in spec.walk()
+        if cls is not None
+    }
+
+
+def _leaves(key: str, a: Any, b: Any, options: DiffOptions) -> Iterator[Found]:
+    """Return how two leaves differ."""
+    if not isinstance(a, StoredTensor) and not isinstance(b, StoredTensor):
+        if type_text(a) != type_text(b):
+            yield Found(key, "type", leaf_text(a), leaf_text(b))
+        elif options.values and not isinstance(a, StoredObject) and not same_value(a, b):
+            yield Found(key, "value", value_text(a), value_text(b))
+        return
+    for difference in similarity({"": a}, {"": b}).differences:
+        sides = [_side(difference.kind, side) for side in (difference.left, difference.right)]
+        if difference.kind in ("dtype", "shape"):
+            yield Found(key, difference.kind, sides[0], sides[1])
+        else:
+            yield Found(key, "type", leaf_text(a), leaf_text(b))
+    if not options.values or not isinstance(a, StoredTensor) or not isinstance(b, StoredTensor) or a.shape != b.shape:
+        return
+    if a.is_strided and b.is_strided:
+        unequal = compare_elements(a, b, options.tolerance)
+        if unequal is not None:
+            yield Found(key, "value", unequal.left, unequal.right, unequal)
+        return
+    for difference in similarity({"": a}, {"": b}, values=True).differences:
+        if difference.kind not in ("dtype", "shape", "leaf type"):
+            yield Found(key, "value", str(difference.left), str(difference.right))
+            return
+
+
+def _side(kind: str, side: Any) -> str:
+    return dtype_text(side) if kind == "dtype" else shape_text(tuple(side)) if kind == "shape" else str(side)
+
+
+def _ties(left: Sequence[Entry], right: Sequence[Entry], shared: set[str]) -> Iterator[Found]:
+    """Return where tensors share bytes on one side and not on the other."""
+    sides = []
+    for entries in (left, right):
+        groups = [[entries[i].key for i in group if entries[i].key in shared] for group in tied_entries(entries)]
+        sides.append({key: group for group in groups for key in group})
+    reported: set[str] = set()
+    for key in [*sides[0], *sides[1]]:
+        partners = [[other for other in of.get(key, ()) if other != key] for of in sides]
+        if set(partners[0]) != set(partners[1]) and key not in reported:
+            reported.update([key], *partners)
+            words = [f"shares bytes with {brief(', '.join(side))}" if side else "shares no bytes" for side in partners]
+            yield Found(key, "ties", words[0], words[1])
+
+
+def _lines(paths: Sequence[Path], found: Comparison, options: DiffOptions) -> Iterator[str]:
     in_colour = is_coloured(sys.stdout)
 
     def paint(text: str, colour: str) -> str:
-        return click.style(text, fg=colour) if in_colour else text
+        return click.style(printable(text), fg=colour) if in_colour else printable(text)
 
-    if found.differences:
-        yield paint(f"--- {printable(str(left.path))}", "red")
-        yield paint(f"+++ {printable(str(right.path))}", "green")
-    for difference in found.differences:
-        key = printable(difference.key)
+    if found.differences and not options.stat:
+        yield paint(f"--- {paths[0]}", "red")
+        yield paint(f"+++ {paths[1]}", "green")
+    for difference in () if options.stat else found.differences:
+        key, left, right = printable(difference.key), paint(difference.left, "red"), paint(difference.right, "green")
         if difference.kind == "missing":
             gone = difference.right == "nothing"
-            text = difference.left if gone else difference.right
-            yield paint(f"{'-' if gone else '+'} {key}: {printable(text)}", "red" if gone else "green")
-            continue
-        if difference.kind == "ties":
-            yield f"~ {key}: {printable(difference.left)} on the left, {printable(difference.right)} on the right"
-            continue
-        sides = f"{paint(printable(difference.left), 'red')} against {paint(printable(difference.right), 'green')}"
-        yield f"~ {key}: {difference.kind} {sides}{_elements(difference)}"
-    yield _summary(found, values=values)
-    yield from (f"note: {note}" for note in found.notes)
+            yield f"- {key}: {left}" if gone else f"+ {key}: {right}"
+        elif difference.kind == "ties":
+            yield f"~ {key}: {left} on the left, {right} on the right"
+        else:
+            yield f"~ {key}: {difference.kind} {left} against {right}{_elements(difference.elements)}"
+    yield _summary(found, options)
+    yield from (f"note: {printable(note)}" for note in found.notes)
 
 
-def _elements(found: Found) -> str:
-    if found.elements is None:
+def _elements(what: Unequal | None) -> str:
+    if what is None:
         return ""
-    what = found.elements
     index = ", ".join(map(str, what.first))
-    words = f" at [{index}]; {what.how_many} element{'s' * (what.how_many != 1)} differ{'s' * (what.how_many == 1)}"
-    if what.max_abs is None:
-        return words
-    return f"{words}, by at most {what.max_abs:.3g} (relative {what.max_rel:.3g})"
+    words = f" at [{index}]; {plural(what.how_many, 'element')} differ{'s' * (what.how_many == 1)}"
+    return words if what.max_abs is None else f"{words}, by at most {what.max_abs:.3g} (relative {what.max_rel:.3g})"
 
 
-def _summary(found: Comparison, *, values: bool) -> str:
-    scope = "structure, dtypes, shapes" + (" and values" if values else "")
-    compared = f"{found.num_compared} {'entry' if found.num_compared == 1 else 'entries'} compared ({scope})"
-    if _is_undecided(found):
+def _summary(found: Comparison, options: DiffOptions) -> str:
+    scope = "structure, dtypes, shapes" + (" and values" if options.values else "")
+    noun = "entry" if found.num_compared == 1 else "entries"
+    compared = f"{found.num_compared:,} {noun} compared ({scope})"
+    if found.is_undecided:
         return f"cannot tell: no difference is seen, but not all can be read (use --match to leave it out); {compared}"
     if not found.differences:
         return f"same: {compared}"
     kinds = dict.fromkeys(difference.kind for difference in found.differences)
     counts = [f"{sum(other.kind == kind for other in found.differences)} {kind}" for kind in kinds]
-    count = len(found.differences)
-    return f"{count} difference{'s' * (count != 1)} ({', '.join(counts)}); {compared}"
+    measured = [
+        each.elements.max_abs for each in found.differences if each.elements and each.elements.max_abs is not None
+    ]
+    largest = f"; elements differ by at most {max(measured):.3g}" if options.stat and measured else ""
+    return f"{plural(len(found.differences), 'difference')} ({', '.join(counts)}); {compared}{largest}"
 
 
-def _as_json(left: Checkpoint, right: Checkpoint, found: Comparison) -> dict[str, Any]:
+def _as_json(paths: Sequence[Path], found: Comparison) -> dict[str, Any]:
     return {
-        "left": str(left.path),
-        "right": str(right.path),
-        "same": None if _is_undecided(found) else not found.differences,
+        "left": str(paths[0]),
+        "right": str(paths[1]),
+        "same": None if found.is_undecided else not found.differences,
         "compared": found.num_compared,
         "undecided": found.undecided,
         "differences": [_difference_json(difference) for difference in found.differences],

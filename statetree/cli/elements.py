@@ -1,4 +1,4 @@
-"""The elements of two stored tensors compared, a bucket at a time."""
+"""The elements of two stored tensors, compared a bucket at a time."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from statetree.files.stored import BUCKET_BYTES
 from statetree.torch_internals import WITHOUT_KERNELS
 
 if TYPE_CHECKING:
-    from statetree.files.checkpoint import Progress
     from statetree.files.stored import StoredTensor
 
 
@@ -35,28 +33,39 @@ class Unequal(NamedTuple):
     max_rel: float | None
 
 
-def compare_elements(left: StoredTensor, right: StoredTensor, progress: Progress) -> Unequal | None:
+class Tolerance(NamedTuple):
+    """Up to where elements are taken as equal: ``abs(a - b) <= atol + rtol * abs(b)``. With zeros, bit by bit."""
+
+    rtol: float = 0.0
+    atol: float = 0.0
+
+
+def compare_elements(left: StoredTensor, right: StoredTensor, tolerance: Tolerance) -> Unequal | None:
     """Compare tensors of one shape. Returns ``None`` if they are equal."""
-    step = max(1, BUCKET_BYTES // max(left.dtype.itemsize, right.dtype.itemsize))
+    if left.location() == right.location():
+        return None
     count, first, shown = 0, -1, ("", "")
     distances: list[tuple[float, float] | None] = []
-    for start in range(0, left.numel, step):
-        stop = min(start + step, left.numel)
-        a, b = left.read(start, stop), right.read(start, stop)
-        places = _places(a, b)
+    start = 0
+    if left.is_repetitive != right.is_repetitive or (left.is_repetitive and left.stride() != right.stride()):
+        return Unequal(left.numel, (0,) * len(left.shape), "elements that are repeated", "others", None, None)
+    wider = left if left.dtype.itemsize >= right.dtype.itemsize else right
+    for index in wider.boxes():
+        a, b = left.read(index).flatten(), right.read(index).flatten()
+        places = _places(a, b, tolerance)
         if len(places):
             if first < 0:
                 first = start + int(places[0])
                 shown = _shown(_taken(a, places[:1])), _shown(_taken(b, places[:1]))
             count += len(places)
             distances.append(_distances(_taken(a, places), _taken(b, places)))
-        progress((stop - start) * (left.dtype.itemsize + right.dtype.itemsize))
+        start += len(a)
     if not count:
         return None
     measured = [found for found in distances if found is not None]
     max_abs, max_rel = map(max, zip(*measured, strict=True)) if len(measured) == len(distances) else (None, None)
-    index = tuple(int(at) for at in torch.unravel_index(torch.tensor(first), left.shape)) if left.shape else ()
-    return Unequal(count, index, *shown, max_abs, max_rel)
+    at = tuple(int(part) for part in torch.unravel_index(torch.tensor(first), left.shape)) if left.shape else ()
+    return Unequal(count, at, *shown, max_abs, max_rel)
 
 
 def _taken(elements: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -65,20 +74,23 @@ def _taken(elements: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return rows[places].view(-1).view(elements.dtype)
 
 
-def _places(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _places(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> torch.Tensor:
     """Return which elements differ."""
     if a.dtype == b.dtype:
         left, right = a.view(torch.uint8), b.view(torch.uint8)
         if torch.equal(left, right):
             return torch.empty(0)
-        return (left != right).view(len(a), -1).any(1).nonzero().flatten()
-    one, other = _wide(a), _wide(b)
+        if tolerance == Tolerance() or as_wide(a[:0]) is None:
+            return (left != right).view(len(a), -1).any(1).nonzero().flatten()
+    one, other = as_wide(a), as_wide(b)
     if one is None or other is None:
         return torch.arange(len(a))
-    return (~_same(one, other)).nonzero().flatten()
+    if tolerance == Tolerance():
+        return (~_same(one, other)).nonzero().flatten()
+    return (~torch.isclose(one, other, *tolerance, equal_nan=True)).nonzero().flatten()
 
 
-def _wide(elements: torch.Tensor) -> torch.Tensor | None:
+def as_wide(elements: torch.Tensor) -> torch.Tensor | None:
     """Return elements as float64 or complex128; ``None`` if they are no numbers."""
     if elements.dtype in WITHOUT_KERNELS:
         return None
@@ -94,7 +106,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _distances(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float] | None:
     """Return the largest absolute and relative difference; infinity where one is no number and the other is."""
-    one, other = _wide(a), _wide(b)
+    one, other = as_wide(a), as_wide(b)
     if one is None or other is None:
         return None
     is_long = a.dtype == b.dtype and a.dtype in (torch.int64, torch.uint64)

@@ -15,7 +15,6 @@ import click
 from click.shell_completion import shell_complete
 
 from statetree.errors import StateTreeError
-from statetree.files.untrusted import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -116,6 +115,8 @@ def _run(command: click.Command, args: list[str]) -> int:
     except BrokenPipeError:
         raise
     except (StateTreeError, OSError, MemoryError) as error:
+        from statetree.files.untrusted import printable  # loads torch, which help does not wait for
+
         text = f"{type(error).__name__}: {error}" if not isinstance(error, StateTreeError) else str(error)
         _tell("error: " + "\n".join(map(printable, text.split("\n"))))
         return FAILED

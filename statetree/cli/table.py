@@ -6,7 +6,7 @@ import os
 from typing import IO, TYPE_CHECKING, Final, NamedTuple
 
 import click
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -34,16 +34,22 @@ def is_coloured(stream: IO[str]) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
-def write_lines(lines: Iterable[OutputLine], stream: IO[str]) -> None:
-    """Write lines, their columns aligned."""
+def write_lines(lines: Iterable[OutputLine], stream: IO[str], columns: int | None = None) -> None:
+    """Write lines, their columns aligned, and cut short where a terminal ends."""
     in_colour = is_coloured(stream)
     rows = list(lines)
+    if not rows:
+        return
     widths = [min(_WIDEST, max(map(cell_len, column))) for column in list(zip(*rows, strict=True))[:6]]
     for row in rows:
         cells = []
+        left = columns
         for cell, width, right in zip(row[:6], widths, _RIGHT, strict=True):
             padding = " " * max(0, width - cell_len(cell))
             cells.append(padding + cell if right else cell + padding)
+            if left is not None and width:
+                cells[-1] = set_cell_size(cells[-1], left) if cell_len(cells[-1]) > left else cells[-1]
+                left = max(0, left - cell_len(cells[-1]) - 2)
         if in_colour:
             cells[0] = click.style(cells[0], bold=True) if row.is_group else cells[0]
             cells[4:] = [click.style(cell, dim=True) if cell.strip() else cell for cell in cells[4:]]

@@ -10,6 +10,7 @@ that the state can be loaded without a template; plain DCP reads all others. Fil
   of one whose chunks DCP does not know.
 - ``plain_values``: values read as data, and made by what ``reconstructors`` and ``numpy_values`` admit.
 - ``saved_structure``: a ``TreeSpec`` as text, and back. ``keys``: the keys in it.
+- ``stored_directory``: directories as a format of ``statetree.files``; ``nesting``: how DCP itself nests entries.
 - ``templates``: which entries of a checkpoint fill a template. ``part_checks``: what indices out of a file must be.
 - ``planners``, ``directory_writer``, ``directories``: DCP's planners, and its storage, written and read.
 - ``file_manifest``, ``metadata``, ``checksums``: what is known and checked of the files.

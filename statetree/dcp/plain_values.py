@@ -19,8 +19,7 @@ from statetree.dcp import numpy_values, reconstructors
 from statetree.dcp.numpy_values import PendingSeed
 from statetree.errors import CheckpointError
 from statetree.files.safe_pickle import BadPickle, Foreign, Named, Reader
-from statetree.files.torch_names import storage_dtypes
-from statetree.files.torch_objects import StorageClass, size_of, storage_id
+from statetree.files.torch_pickles import StorageClass, size_of, storage_dtypes, storage_id
 from statetree.files.zip_archive import is_zip, read_members
 
 #: Never left to torch, which admits it: making one starts a process group.

@@ -2,11 +2,30 @@
 
 Files are not trusted: nothing in them is executed, sizes are compared with the file before memory is taken.
 
-- ``checkpoint``: a checkpoint that was opened, its entries, and what they are.
-- ``stored``: what stands for tensors in its tree: views on storages whose bytes lie in a file.
-- ``ranges``: ranges of bytes of files, every read of which is checked; ``untrusted``: names and texts out of files.
-- ``safetensors_reader``, ``safetensors_writer``: one file, or several with an index.
-- ``torch_reader``, ``torch_legacy``, ``torch_objects``, ``torch_writer``, ``zip_archive``: what ``torch.save`` writes.
-- ``safe_pickle``: pickles read without running or importing anything.
-- ``torch_names``: torch's classes and functions that its files name.
+- ``formats``: ``open``, ``save`` and ``register_format``; ``checkpoint``: what a format has to do.
+- ``loading``: ``load``, into the layout of another tree.
+- ``stored``: the leaf that stands for a tensor in a file, and its leaf type.
+- ``ranges``: ranges of bytes of open files, every read of which is checked.
+- ``page``: ``to_html``, a tree as one page to look at.
+- ``publishing``: a checkpoint appears whole, or not at all.
+- ``safetensors_format``; ``torch_format``; ``torch_pickles``, ``zip_archive``: what is looked at before torch reads.
+- ``safe_pickle``: pickles read without running or importing anything; ``untrusted``: names and texts out of files.
 """
+
+from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint, SaveOptions
+from statetree.files.formats import open, opened, register_format, save  # noqa: A004 - `statetree.files.open`
+from statetree.files.loading import load
+from statetree.files.stored import StoredObject, StoredTensor
+
+__all__ = [
+    "CheckpointFormat",
+    "OpenedCheckpoint",
+    "SaveOptions",
+    "StoredObject",
+    "StoredTensor",
+    "load",
+    "open",
+    "opened",
+    "register_format",
+    "save",
+]

@@ -1,24 +1,28 @@
-"""Ranges of bytes of files: every read is checked against the size that the file has."""
+"""Ranges of bytes of open files: each read is checked against the file as it was when it was opened."""
 
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import stat
-import warnings
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Final
+from contextlib import suppress
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
 from statetree.files.untrusted import inside, refuse
-from statetree.spans.layout import extent_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 _MAX_OPEN: Final = 64
+#: How much memory a read takes beside its target.
+BUCKET_BYTES: Final = 16 << 20
+#: Elements are moved as integers of their size, since not every dtype can be copied.
+NUMBERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
@@ -32,37 +36,35 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
 
 
+class _Identity(NamedTuple):
+    """What stays the same for a file that nobody writes or replaces."""
+
+    device: int
+    inode: int
+    nbytes: int
+    changed_ns: int
+
+
 class OpenFiles:
-    """The files of one checkpoint, of which the last few used are open (a context manager).
+    """The files of one checkpoint, of which the last few used are open. They are closed when nothing refers to them.
 
     Args:
         follow_links: Whether names that a checkpoint lists may be symbolic links to files outside its directory.
+
+    Attributes:
+        nbytes_read: How many bytes were read, for tests that count them. Mapped memory is not counted.
     """
 
     def __init__(self, *, follow_links: bool = False) -> None:
         self.follow_links = follow_links
+        self.nbytes_read = 0
         self._handles: OrderedDict[Path, int] = OrderedDict()
+        self._identities: dict[Path, _Identity] = {}
+        self._mapped: dict[Path, Any] = {}
 
-    def __enter__(self) -> OpenFiles:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        while self._handles:
-            os.close(self._handles.popitem()[1])
-
-    def handle(self, path: Path) -> int:
-        """Return the descriptor of a file."""
-        if path in self._handles:
-            self._handles.move_to_end(path)
-            return self._handles[path]
-        while len(self._handles) >= _MAX_OPEN:
-            os.close(self._handles.popitem(last=False)[1])
-        self._handles[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        return self._handles[path]
-
-    def listed(self, directory: Path, name: object, listed_in: Path) -> Path:
-        """Return the file that a name out of an untrusted file stands for: see ``inside``."""
-        return inside(directory, name, listed_in, follow_links=self.follow_links)
+    def __del__(self) -> None:
+        for handle in self._handles.values():
+            os.close(handle)
 
     def open(self, path: Path) -> FileRange:
         """Return a whole file.
@@ -70,95 +72,190 @@ class OpenFiles:
         Raises:
             CheckpointError: If it is no file that can be read.
         """
-        try:
-            about = os.stat(path)
-            if not stat.S_ISREG(about.st_mode):
-                refuse(path, "it is no regular file", "Pass a checkpoint.")
+        return FileRange(self, path, 0, self.identity(path).nbytes)
+
+    def listed(self, directory: Path, name: object, listed_in: Path) -> FileRange:
+        """Return the file that a name out of an untrusted file stands for: see ``inside``."""
+        return self.open(inside(directory, name, listed_in, follow_links=self.follow_links))
+
+    @property
+    def paths(self) -> Sequence[Path]:
+        """The files that were opened."""
+        return list(self._identities)
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes the files have together."""
+        return sum(identity.nbytes for identity in self._identities.values())
+
+    def identity(self, path: Path) -> _Identity:
+        """Return what a file was when it was opened."""
+        if path not in self._identities:
             self.handle(path)
+        return self._identities[path]
+
+    def handle(self, path: Path) -> int:
+        """Return the descriptor of a file.
+
+        Raises:
+            CheckpointError: If it cannot be opened, or is no longer the file that it was.
+        """
+        if path in self._handles:
+            self._handles.move_to_end(path)
+            return self._handles[path]
+        while len(self._handles) >= _MAX_OPEN:
+            os.close(self._handles.popitem(last=False)[1])
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
             refuse(path, "there is no such file", "Check the name.")
         except (OSError, ValueError) as error:
             refuse(path, f"it cannot be opened: {getattr(error, 'strerror', None) or error}", "Check its permissions.")
-        return FileRange(self, path, 0, about.st_size)
+        self._handles[path] = handle
+        if path in self._identities:
+            self.check(path)
+        else:
+            self._identities[path] = self._identified(path, handle)
+        return handle
+
+    def _identified(self, path: Path, handle: int) -> _Identity:
+        about = os.fstat(handle)
+        if not stat.S_ISREG(about.st_mode):
+            refuse(path, "it is no regular file", "Pass a checkpoint: a file, or a directory.")
+        return _Identity(about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)
+
+    def check(self, path: Path) -> None:
+        """Raise ``CheckpointError`` if a file was cut off, written or replaced since it was opened.
+
+        Reading memory that is mapped from a file which was cut off would end the process.
+        """
+        known, found = self._identities[path], self._identified(path, self.handle(path))
+        if found.nbytes < known.nbytes:
+            refuse(path, f"it was cut off while it was read: expected {known.nbytes} bytes, got {found.nbytes}")
+        if found != known:
+            refuse(path, "it was changed while it was read: expected the file that was opened", "Open it again.")
+
+    def mapped(self, path: Path, start: int, nbytes: int) -> torch.UntypedStorage:
+        """Return bytes of a file as a storage, without reading them. Writing to it does not change the file."""
+        self.check(path)
+        if not nbytes:
+            return torch.UntypedStorage(0)
+        if path not in self._mapped:
+            with_name = self.by_descriptor(path)
+            self._mapped[path] = torch.UntypedStorage.from_file(
+                with_name, shared=False, nbytes=self.identity(path).nbytes
+            )
+        found: torch.UntypedStorage = self._mapped[path][start : start + nbytes]
+        return found
+
+    def by_descriptor(self, path: Path) -> str:
+        """Return a name of a file that stands for what was opened, whatever lies at its path now."""
+        name = f"/proc/self/fd/{self.handle(path)}"
+        with suppress(OSError):
+            if os.path.samestat(os.stat(name), os.fstat(self.handle(path))):
+                return name
+        return str(path)
 
 
 class FileRange:
     """Some bytes of a file that follow each other, or all of it."""
 
-    __slots__ = ("_files", "label", "length", "path", "start")
+    __slots__ = ("files", "label", "length", "path", "start")
 
-    def __init__(self, files: OpenFiles, path: Path, start: int, length: int) -> None:
-        self._files = files
+    def __init__(self, files: OpenFiles, path: Path, start: int, length: int, label: str = "") -> None:
+        self.files = files
         self.path = path
         self.start = start
         self.length = length
-        self.label = str(path)
+        self.label = label or str(path)
 
     def part(self, start: int, length: int, entry: str) -> FileRange:
-        """Return a part of these bytes.
+        """Return a part of these bytes, under a name for messages.
 
         Raises:
-            CheckpointError: If it does not lie inside. ``entry`` says what it is.
+            CheckpointError: If it does not lie inside.
         """
         if start < 0 or length < 0 or start + length > self.length:
             what = f"{entry} lies at {start} to {start + length} of {self.length} bytes: expected inside"
             refuse(self.label, what)
-        return FileRange(self._files, self.path, self.start + start, length)
-
-    def named(self, entry: str) -> FileRange:
-        """Return the same bytes with a name, for messages."""
-        self.label = f"{self.path}: {entry}"
-        return self
+        return FileRange(self.files, self.path, self.start + start, length, f"{self.path}: {entry}")
 
     def read(self, start: int, length: int, entry: str) -> bytes:
         """Return bytes. Little enough of them: memory is taken for all."""
         place = self.part(start, length, entry)
         found = bytearray(length)
-        self._fill(memoryview(found), place.start, entry)
+        place.fill(memoryview(found), 0)
         return bytes(found)
 
-    def read_into(self, target: torch.Tensor, start: int, entry: str) -> None:
-        """Fill a tensor of bytes."""
-        view = memory_of(target)
-        self._fill(view, self.part(start, len(view), entry).start, entry)
-
-    def _fill(self, view: memoryview, start: int, entry: str) -> None:
+    def fill(self, view: memoryview, start: int) -> None:
+        """Fill memory with the bytes from ``start`` on, which must lie inside."""
         done = 0
         while done < len(view):
             try:
-                count = os.preadv(self._files.handle(self.path), [view[done:]], start + done)
+                count = os.preadv(self.files.handle(self.path), [view[done:]], self.start + start + done)
             except OSError as error:
-                remedy = "Check its permissions, and the disk."
-                refuse(self.label, f"{entry} cannot be read: {error.strerror or error}", remedy)
+                refuse(
+                    self.label, f"it cannot be read: {error.strerror or error}", "Check its permissions, and the disk."
+                )
             if not count:
-                self._refuse_cut_off(f"{entry} ends after {done} of {len(view)} bytes")
+                refuse(self.label, f"it ends after {done} of {len(view)} bytes: it was cut off while it was read")
+            self.files.nbytes_read += count
             done += count
 
-    def _refuse_cut_off(self, what: str) -> None:
-        refuse(self.path, f"{what}: the file was cut off while it was read")
+    def mapped(self) -> torch.UntypedStorage:
+        """Return these bytes as a storage, without reading them."""
+        return self.files.mapped(self.path, self.start, self.length)
 
-    def copy_strided(self, target: torch.Tensor, stride: tuple[int, ...], offset: int, entry: str) -> None:
+    def read_strided(self, target: torch.Tensor, offset: int, stride: Sequence[int]) -> None:
         """Fill a tensor with the elements that lie at strides from an offset, both counted in elements.
 
-        The file is mapped into memory, so that the system reads the pages that hold them and no others. That it still
-        has all its bytes is checked first: the process would end if it were cut off during the copy.
-        """
-        size = target.dtype.itemsize
-        shape = tuple(target.shape)
-        place = self.part(offset * size, extent_bytes(shape, stride, size), entry)
-        if not place.length:
-            return
-        handle = self._files.handle(self.path)
-        if os.fstat(handle).st_size < place.start + place.length:
-            self._refuse_cut_off(f"{entry} ends early")
-        lead = place.start % mmap.ALLOCATIONGRANULARITY
-        with mmap.mmap(handle, lead + place.length, access=mmap.ACCESS_READ, offset=place.start - lead) as data:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that it must not be written to
-                found = torch.frombuffer(data, dtype=torch.uint8, count=place.length, offset=lead)
-            target.copy_(found.view(target.dtype).as_strided(shape, stride))
-            del found  # it would keep the mapping from being closed
+        Elements that lie close together are read at once with what is between them, which is at most as much again.
 
-    def mapped(self) -> mmap.mmap:
-        """Return all bytes of the file without reading them."""
-        return mmap.mmap(self._files.handle(self.path), 0, access=mmap.ACCESS_READ)
+        Args:
+            target: A tensor on the CPU, of one of ``NUMBERS``.
+            offset: Where its first element lies.
+            stride: How far apart its elements lie, in each dim.
+        """
+        dims = sorted(((step, dim) for dim, step in enumerate(stride) if target.shape[dim] > 1), key=itemgetter(0))
+        for step, dim in dims:
+            if not step:  # an expanded dim: its elements are one
+                first = target.narrow(dim, 0, 1)
+                self.read_strided(first, offset, stride)
+                target.copy_(first.expand_as(target))
+                return
+        order = [dim for _, dim in reversed(dims)]
+        rest = [dim for dim in range(target.dim()) if dim not in order]
+        flat = target.permute(rest + order)[(0,) * len(rest)] if rest else target.permute(order)
+        _Strided(self, [stride[dim] for dim in order]).read(flat, offset)
+
+
+class _Strided:
+    """Elements at falling strides in a range of a file."""
+
+    def __init__(self, place: FileRange, stride: Sequence[int]) -> None:
+        self._place = place
+        self._stride = stride
+
+    def read(self, target: torch.Tensor, offset: int) -> None:
+        """Fill a tensor whose elements begin at an offset. All are there: the caller has looked."""
+        pending = [(target, offset)]
+        while pending:
+            part, at = pending.pop()
+            if not part.numel():
+                continue
+            size = part.dtype.itemsize
+            stride = self._stride[len(self._stride) - part.dim() :]
+            span = 1 + sum((count - 1) * step for count, step in zip(part.shape, stride, strict=True))
+            if span == part.numel() and part.is_contiguous():
+                self._place.fill(memory_of(part), at * size)
+            elif span <= 2 * part.numel() and span * size <= BUCKET_BYTES:
+                scratch = torch.empty(span, dtype=part.dtype, device="cpu")
+                self._place.fill(memory_of(scratch), at * size)
+                part.copy_(scratch.as_strided(part.shape, stride))
+            elif span > 2 * part.numel() and part.dim() > 1:
+                pending += [(row, at + index * stride[0]) for index, row in enumerate(part.unbind(0))][::-1]
+            elif part.shape[0] == 1:
+                pending.append((part[0], at))
+            else:
+                half = part.shape[0] // 2
+                pending += [(part[half:], at + half * stride[0]), (part[:half], at)]

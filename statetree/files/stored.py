@@ -1,164 +1,97 @@
-"""What a checkpoint's file says of its tensors, without their elements: storages, and views on them."""
+"""What stands for a tensor in a file: its dtype, shape and strides are known, its elements are read when asked for."""
 
 from __future__ import annotations
 
 import math
-from operator import add, lt, mul, sub
-from typing import TYPE_CHECKING, Any, Final
+import platform
+from operator import add, mul, sub
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
+from statetree.chunks.boxes import Box, in_slabs
+from statetree.errors import UnsupportedLeaf
+from statetree.files.ranges import BUCKET_BYTES, NUMBERS
+from statetree.files.untrusted import refuse
+from statetree.leaves.builtin import facts, is_distributed
+from statetree.leaves.parts import unpack
+from statetree.leaves.registry import LeafType, register_leaf_type
 from statetree.spans.layout import extent_bytes
-from statetree.torch_internals import quietly, set_bits
+from statetree.torch_internals import as_copied, quietly, set_bits
+from statetree.tree.mapping import map_with_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from statetree.chunks.boxes import Box
     from statetree.files.ranges import FileRange
-
-#: How much is read or written at once.
-BUCKET_BYTES: Final = 16 << 20
+    from statetree.paths import Path
 
 
-class Storage:
-    """Bytes that tensors view. Two tensors share memory only if they view one storage.
-
-    Args:
-        entry: What the bytes are called in their file, for messages.
-        nbytes: How many there are.
-    """
-
-    def __init__(self, entry: str, nbytes: int) -> None:
-        self.entry = entry
-        self.nbytes = nbytes
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        """Return a copy of the bytes from ``start`` to ``stop``."""
-        raise NotImplementedError
-
-    def elements(self, view: StoredTensor, start: int, stop: int) -> torch.Tensor:
-        """Return a copy of the elements of a view on this storage, in row-major order, as they lie in memory."""
-        size = view.dtype.itemsize
-        begin = view.offset + start
-        return self.read(begin * size, (view.offset + stop) * size).view(view.dtype)
+#: Processors that read numbers wherever they begin (in DCP's files, that is anywhere).
+_UNALIGNED: Final = ("x86_64", "AMD64", "aarch64", "arm64")
+#: Up to here, elements may be repeated as often as they like.
+_FREE_BYTES: Final = 64 << 20
 
 
-class FileStorage(Storage):
-    """Bytes that lie in a file as they are."""
+class StoredPiece(NamedTuple):
+    """A box of a tensor, and where its elements lie in a file: offset and strides count elements."""
 
-    def __init__(self, entry: str, place: FileRange) -> None:
-        super().__init__(entry, place.length)
-        self.place = place
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        """Read from the file."""
-        target = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
-        self.place.read_into(target, start, self.entry)
-        return target
-
-    def elements(self, view: StoredTensor, start: int, stop: int) -> torch.Tensor:
-        """Read from the file: all at once, or box by box where the elements do not lie side by side."""
-        if view.is_contiguous:
-            return super().elements(view, start, stop)
-        flat = torch.empty(stop - start, dtype=_NUMBERS[view.dtype.itemsize], device="cpu")
-        done = 0
-        for offsets, sizes in boxes_of(view.shape, start, stop):
-            count = math.prod(sizes)
-            first = view.offset + sum(map(mul, offsets, view.stride))
-            self.place.copy_strided(flat[done : done + count].view(sizes), view.stride, first, self.entry)
-            done += count
-        return flat.view(view.dtype)
-
-
-#: Integers of each size: elements are moved as these, since not every dtype can be copied.
-_NUMBERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-
-
-class ChunkedStorage(Storage):
-    """A whole tensor, row by row, whose elements lie in boxes that are found as they are needed.
-
-    Args:
-        entry: What it is called, for messages.
-        dtype: Its dtype.
-        shape: Its shape.
-        boxes: Boxes that cover every element once.
-        find: Given the index of a box, returns its elements.
-    """
-
-    def __init__(
-        self,
-        entry: str,
-        dtype: torch.dtype,
-        shape: tuple[int, ...],
-        boxes: Sequence[Box],
-        find: Callable[[int], StoredTensor],
-    ) -> None:
-        super().__init__(entry, math.prod(shape) * dtype.itemsize)
-        self._dtype = dtype
-        self._shape = shape
-        self._boxes = boxes
-        self._find = find
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        """Put together what the boxes have of the bytes; both ends lie between elements."""
-        number = _NUMBERS[self._dtype.itemsize]
-        first, last = start // number.itemsize, stop // number.itemsize
-        flat = torch.zeros(last - first, dtype=number, device="cpu")
-        done = 0
-        for offsets, sizes in boxes_of(self._shape, first, last):
-            count = math.prod(sizes)
-            self._fill(flat[done : done + count].view(sizes), offsets)
-            done += count
-        return flat.view(torch.uint8)
-
-    def _fill(self, target: torch.Tensor, offsets: tuple[int, ...]) -> None:
-        """Fill a box of the tensor, and read no more of each stored box than that: its rows may be long."""
-        for index, box in enumerate(self._boxes):
-            start = tuple(map(max, offsets, box.start))
-            stop = tuple(map(min, map(add, offsets, target.shape), box.stop))
-            if all(map(lt, start, stop)):
-                place = target[tuple(map(slice, map(sub, start, offsets), map(sub, stop, offsets)))]
-                source = self._find(index)
-                begin = source.offset + sum(map(mul, map(sub, start, box.start), source.stride))
-                part = source.changed(shape=tuple(place.shape), offset=begin)
-                place.copy_(part.read(0, part.numel).view(target.dtype).view(place.shape))
+    box: Box
+    place: FileRange
+    stride: tuple[int, ...]
+    offset: int = 0
 
 
 class StoredTensor:
-    """A strided tensor in a file: a view on a storage, as torch has it (strides and offset count elements).
+    """A tensor whose elements lie in a file.
 
-    (What stands for leaves is of plain classes: tuples and dataclasses would be containers.)
+    Transforms take it as the tensor that it stands for, and read its elements from the file where they need them.
+
+    Args:
+        outline: The tensor that it stands for: on ``meta``, or in memory that is mapped from the file.
+        open_file: Raises ``CheckpointError`` if the file is not what it was.
+        find: Returns the pieces that it is stored in; ``None`` if it is no strided tensor.
+
+    Attributes:
+        dtype: The dtype.
+        shape: The shape.
+        requires_grad: As the tensor's.
+
+    Example:
+        >>> import tempfile, statetree as st, torch
+        >>> path = tempfile.mkdtemp() + "/model.safetensors"
+        >>> st.save({"w": torch.arange(6.0).view(2, 3)}, path)
+        >>> stored = st.files.open(path)
+        >>> stored["w"]
+        StoredTensor(float32, [2, 3])
+        >>> stored["w"].read((slice(1, 2),))
+        tensor([[3., 4., 5.]])
+        >>> st.offload(stored)
+        {'w': tensor([[0., 1., 2.],
+                [3., 4., 5.]])}
     """
-
-    __slots__ = ("dtype", "is_conj", "is_neg", "is_parameter", "offset", "requires_grad", "shape", "storage", "stride")
 
     def __init__(
         self,
-        storage: Storage,
-        dtype: torch.dtype,
-        shape: tuple[int, ...],
-        stride: tuple[int, ...] | None = None,
-        offset: int = 0,
-        *,
-        requires_grad: bool = False,
-        is_parameter: bool = False,
-        is_conj: bool = False,
-        is_neg: bool = False,
+        outline: torch.Tensor,
+        check: Callable[[], None],
+        find: Callable[[], Sequence[StoredPiece]] | None,
     ) -> None:
-        self.storage = storage
-        self.dtype = dtype
-        self.shape = shape
-        self.stride = dense_strides(shape) if stride is None else stride
-        self.offset = offset
-        self.requires_grad = requires_grad
-        self.is_parameter = is_parameter
-        self.is_conj = is_conj
-        self.is_neg = is_neg
+        self.outline = outline
+        self.dtype = outline.dtype
+        self.shape = outline.shape
+        self.requires_grad = outline.requires_grad
+        self._check = check
+        self._find = find
+        self._kept = outline  # as it is stored
 
-    def changed(self, **changes: Any) -> StoredTensor:
-        """Return a tensor that is like this one but for some attributes."""
-        return StoredTensor(**{name: getattr(self, name) for name in self.__slots__} | changes)
+    def __repr__(self) -> str:
+        return f"StoredTensor({str(self.dtype).removeprefix('torch.')}, {list(self.shape)})"
+
+    @property
+    def device(self) -> torch.device:
+        """Where its elements are read to."""
+        return torch.device("cpu")
 
     @property
     def numel(self) -> int:
@@ -168,106 +101,231 @@ class StoredTensor:
     @property
     def nbytes(self) -> int:
         """How many bytes its elements take if each is stored once."""
+        if not self.is_strided:
+            return 0 if self.outline.is_meta else sum(unpack("read", [self.outline], list).columns.nbytes)
         return self.numel * self.dtype.itemsize
 
     @property
-    def span(self) -> int:
-        """How many bytes of the storage lie between its first and its last element, both included."""
-        return extent_bytes(self.shape, self.stride, self.dtype.itemsize)
+    def is_strided(self) -> bool:
+        """Whether it is a strided tensor, of which boxes can be read."""
+        return self._find is not None
 
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether its elements lie side by side, row by row."""
-        return not self.numel or all(
-            size == 1 or step == dense
-            for size, step, dense in zip(self.shape, self.stride, dense_strides(self.shape), strict=True)
+    def to(self, dtype: torch.dtype) -> StoredTensor:
+        """Return a tensor whose elements are converted as they are read. It is not tied to others any more."""
+        if dtype == self.dtype:
+            return self
+        made = StoredTensor(
+            torch.empty_strided(self.shape, self.stride(), dtype=dtype, device="meta"), self._check, self._find
         )
+        made._kept = self._kept
+        return made
+
+    def stride(self) -> tuple[int, ...]:
+        """Return its strides, as the file has them."""
+        return self.outline.stride()
 
     @quietly
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        """Return a copy of the elements from ``start`` to ``stop`` in row-major order, as a one-dimensional tensor."""
-        found = self.storage.elements(self, start, stop)
-        if self.is_conj or self.is_neg:
-            set_bits(found, conj=self.is_conj, neg=self.is_neg)
-            return found.resolve_conj().resolve_neg()
-        return found
+    def tensor(self) -> torch.Tensor:
+        """Return the tensor: in memory that is mapped from the file, where it is stored in one piece.
 
-    def pieces(self) -> Iterator[torch.Tensor]:
-        """Return all elements in row-major order, a bucket at a time."""
-        step = max(1, BUCKET_BYTES // self.dtype.itemsize)
-        for start in range(0, self.numel, step):
-            yield self.read(start, min(start + step, self.numel))
+        Raises:
+            CheckpointError: If the file was changed since it was opened.
+        """
+        self._check()
+        if not self.outline.is_meta or self._find is None:
+            return _valid(self.outline)
+        pieces = self._find()
+        if self._kept.dtype == self.dtype and len(pieces) == 1 and pieces[0].box.sizes == tuple(self.shape):
+            piece = pieces[0]
+            mapped = piece.place.mapped()
+            found = torch.empty(0, dtype=self.dtype, device="cpu")
+            if piece.place.start % self.dtype.itemsize == 0 or platform.machine() in _UNALIGNED:
+                return found.set_(mapped, piece.offset, self.shape, piece.stride)
+        return self.read()
 
+    @quietly
+    def read(self, index: Sequence[slice] = ()) -> torch.Tensor:
+        """Return the elements of a box, in fresh memory.
 
-class Composite:
-    """A tensor of several parts (sparse, nested, quantized…), or one with attributes of its own.
+        Args:
+            index: A slice of step 1 for each of the first dims. Without any, all elements are read.
 
-    Args:
-        kind: What it is.
-        parts: The tensors that it consists of.
-        dtype: Its dtype, if the file says.
-        shape: Its shape, if the file says.
-        call: The name of the function that makes it, and its arguments, where torch's loader has one.
-        inner: The tensor that it is apart from its attributes, if that is all there is to it.
-    """
+        Raises:
+            CheckpointError: If the file cannot be read, or was changed since it was opened.
+        """
+        bounds = [part.indices(size)[:2] for part, size in zip(index, self.shape, strict=False)]
+        start = (*(first for first, _ in bounds), *[0] * (len(self.shape) - len(bounds)))
+        sizes = (*(max(0, last - first) for first, last in bounds), *self.shape[len(bounds) :])
+        target = torch.empty(sizes, dtype=self.dtype, device="cpu")
+        self.read_into(start, target)
+        return target
 
-    def __init__(
-        self,
-        kind: str,
-        parts: tuple[StoredTensor, ...],
-        *,
-        dtype: torch.dtype | None = None,
-        shape: tuple[int, ...] | None = None,
-        call: tuple[str, tuple[Any, ...]] | None = None,
-        inner: StoredTensor | None = None,
-    ) -> None:
-        self.kind = kind
-        self.parts = parts
-        self.dtype = dtype
-        self.shape = shape
-        self.call = call
-        self.inner = inner
+    def part(self, index: Sequence[slice]) -> torch.Tensor:
+        """Return the elements of a box: mapped, where the tensor is stored in one piece, and otherwise read."""
+        is_mapped = not self.outline.is_meta or (self._find is not None and len(self._find()) == 1)
+        return self.tensor()[tuple(index)] if is_mapped else self.read(index)
+
+    def read_into(self, start: Sequence[int], target: torch.Tensor) -> None:
+        """Fill a tensor with the elements of a box of its shape, and convert them to its dtype.
+
+        Args:
+            start: Where the box begins.
+            target: Any plain tensor, on any device.
+        """
+        assert self._find is not None, "no strided tensor"
+        self._check()
+        begin = tuple(start)
+        wanted = Box(begin, tuple(map(add, begin, target.shape)))
+        for piece in self._find():
+            low = tuple(map(max, wanted.start, piece.box.start))
+            high = tuple(map(min, wanted.stop, piece.box.stop))
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                part = target[tuple(map(slice, map(sub, low, begin), map(sub, high, begin)))]
+                self._fill(part, piece, piece.offset + sum(map(mul, map(sub, low, piece.box.start), piece.stride)))
+
+    def _fill(self, target: torch.Tensor, piece: StoredPiece, offset: int) -> None:
+        kept = self._kept
+        number = NUMBERS[kept.dtype.itemsize]
+        has_bits = kept.is_conj() or kept.is_neg()
+        is_plain = target.device.type == "cpu" and target.dtype == kept.dtype
+        if is_plain and not has_bits and not target.is_conj() and not target.is_neg():
+            piece.place.read_strided(target.view(number), offset, piece.stride)
+            return
+        whole = Box((0,) * target.dim(), tuple(target.shape))
+        for box in in_slabs(whole, max(1, -(-target.numel() * kept.dtype.itemsize // BUCKET_BYTES))):
+            scratch = torch.empty(box.sizes, dtype=kept.dtype, device="cpu")
+            piece.place.read_strided(
+                scratch.view(number), offset + sum(map(mul, box.start, piece.stride)), piece.stride
+            )
+            if has_bits:
+                set_bits(scratch, conj=kept.is_conj(), neg=kept.is_neg())
+                scratch = scratch.resolve_conj().resolve_neg()
+            place = target[tuple(map(slice, box.start, box.stop))]
+            if place.dtype == kept.dtype and not has_bits:
+                place, scratch = as_copied(place), as_copied(scratch)
+            elif place.dtype != kept.dtype:
+                _check_range(piece.place, scratch, place.dtype)
+            place.copy_(scratch)
 
     @property
-    def nbytes(self) -> int:
-        """How many bytes its parts take."""
-        return sum(part.nbytes for part in self.parts)
+    def is_repetitive(self) -> bool:
+        """Whether its elements are many more than the file has: a few bytes can stand for a terabyte."""
+        return self.is_strided and self.nbytes > max(_FREE_BYTES, 16 * span_bytes(self.outline))
+
+    def boxes(self) -> Iterator[tuple[slice, ...]]:
+        """Return boxes of at most a bucket, in row-major order, which together are the tensor.
+
+        Of dims along which one element is repeated, they have the first index only, if there is much of it.
+        """
+        shape = tuple(self.shape)
+        if self.is_repetitive:
+            shape = tuple(min(size, 1) if not step else size for size, step in zip(shape, self.stride(), strict=True))
+        whole = Box((0,) * len(shape), shape)
+        for box in in_slabs(whole, max(1, -(-whole.volume * self.dtype.itemsize // BUCKET_BYTES))):
+            yield tuple(map(slice, box.start, box.stop))
+
+    def location(self) -> Any:
+        """Return what is equal for stored tensors that are the same view on the same bytes."""
+        if self._find is None:
+            return id(self)
+        places = [(str(p.place.path), p.place.start, p.offset, p.stride, p.box) for p in self._find()]
+        return (*places, self.dtype, self._kept.dtype, self._kept.is_conj(), self._kept.is_neg())
 
 
-class StoredStorage:
-    """A storage that is in the tree by itself. ``dtype`` is ``None`` for an untyped one."""
-
-    def __init__(self, storage: Storage, dtype: torch.dtype | None) -> None:
-        self.storage = storage
-        self.dtype = dtype
-
-
-def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a tensor whose elements lie side by side, row by row."""
-    strides = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+def _check_range(place: FileRange, elements: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raise ``CheckpointError`` if finite elements lie beyond the range of a dtype that they are converted to."""
+    if dtype.is_floating_point and elements.dtype.is_floating_point:
+        limit = torch.finfo(dtype).max
+        if limit < torch.finfo(elements.dtype).max:
+            wide = elements if elements.dtype is torch.float64 else elements.to(torch.float32)
+            if bool(((wide.abs() > limit) & wide.isfinite()).any()):
+                what = f"it has elements beyond the range of {str(dtype).removeprefix('torch.')}, up to {limit:.3g}"
+                refuse(place.label, what, "Convert to a dtype of a larger range.")
 
 
-def boxes_of(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return boxes (offsets and sizes) that together are the elements from ``start`` to ``stop`` in row-major order."""
-    if start >= stop:
-        return
-    if not shape:
-        yield (), ()
-        return
-    row = math.prod(shape[1:])
-    first, last = start // row, stop // row
-    if start % row or last == first:  # the first row is not whole
-        end = min(stop, (first + 1) * row)
-        for offsets, sizes in boxes_of(shape[1:], start - first * row, end - first * row):
-            yield (first, *offsets), (1, *sizes)
-        first += 1
-    if last > first:
-        yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
-    if last >= first and stop % row:
-        for offsets, sizes in boxes_of(shape[1:], 0, stop - last * row):
-            yield (last, *offsets), (1, *sizes)
+def _valid(tensor: torch.Tensor) -> torch.Tensor:
+    """Check the indices of a sparse tensor: those beyond its shape would make torch read other memory."""
+    if tensor.layout is torch.sparse_coo:
+        indices, values = tensor._indices(), tensor._values()  # noqa: SLF001 - the public ones want it coalesced
+        torch._validate_sparse_coo_tensor_args(indices, values, tensor.shape, tensor.is_coalesced())  # noqa: SLF001
+    elif tensor.layout is not torch.strided:
+        rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+        first = tensor.crow_indices() if rows else tensor.ccol_indices()
+        second = tensor.col_indices() if rows else tensor.row_indices()
+        torch._validate_sparse_compressed_tensor_args(first, second, tensor.values(), tensor.shape, tensor.layout)  # noqa: SLF001
+    return tensor
+
+
+def whole_tensors(tree: Any, *, keeps_strides: bool) -> Any:
+    """Return a tree with the tensors that ``StoredTensor`` stands for, each object once, to be saved.
+
+    Args:
+        tree: Any tree.
+        keeps_strides: Whether elements that are repeated are written once.
+
+    Raises:
+        UnsupportedLeaf: If ranks hold parts of a leaf, which no file has the whole of, or a few bytes of a file stand
+            for many.
+    """
+    made: dict[int, Any] = {}
+
+    def whole(path: Path, leaf: Any) -> Any:
+        if is_distributed(leaf):
+            msg = f"save: the leaf at {path or '<root>'} is distributed: expected a whole tensor. Use gather first."
+            raise UnsupportedLeaf(msg, path)
+        if isinstance(leaf, StoredTensor) and leaf.is_repetitive and not keeps_strides:
+            what = "is a view that repeats its elements: expected memory of its own. Leave it out."
+            msg = f"save: the leaf at {path or '<root>'} {what}"
+            raise UnsupportedLeaf(msg, path)
+        if not isinstance(leaf, StoredTensor):
+            return leaf
+        if id(leaf) not in made:
+            made[id(leaf)] = leaf.tensor()
+        return made[id(leaf)]
+
+    return map_with_path(whole, tree)
+
+
+def span_bytes(outline: torch.Tensor) -> int:
+    """Return how many bytes lie between the first and the last element of a strided tensor, both included."""
+    return extent_bytes(tuple(outline.shape), tuple(outline.stride()), outline.dtype.itemsize)
+
+
+class StoredType(LeafType):
+    """``StoredTensor``: the tensor that it stands for, whose elements are read where they are needed."""
+
+    settles = True
+
+    def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
+        """Return the tensor."""
+        return [value.tensor()], "stored"
+
+    def pack(self, context: Any, parts: Sequence[Any]) -> Any:  # noqa: ARG002 - as the base class has it
+        """Return the tensor in other memory."""
+        return parts[0]
+
+    def settle(self, value: Any) -> Any:
+        """Return the tensor."""
+        return value.tensor()
+
+    def describe(self, value: Any) -> Mapping[str, Any]:
+        """Return the facts of the tensor, without reading it."""
+        return {**facts(value.outline), "memory": "present"} if value.is_strided else facts(value.outline)
+
+
+class StoredObject:
+    """An object of a class that is not loaded from files: all that is known is its name."""
+
+    name = "an object"
+
+    def __init__(self, *_args: Any) -> None:
+        self.items: list[Any] = []
+
+    def __setstate__(self, state: Any) -> None:
+        """Pass over what it holds."""
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: not loaded>"
+
+
+register_leaf_type(StoredTensor, StoredType())

@@ -7,13 +7,12 @@ members, members that overlap, and what lies before and after the archive. Anoth
 from __future__ import annotations
 
 import struct
-import zipfile
-from typing import IO, TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from statetree.files.untrusted import refuse
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
 
 _END: Final = struct.Struct("<4s4H2LH")
@@ -30,11 +29,6 @@ _ENCRYPTED: Final = 0x2041
 _IS_DIRECTORY: Final = 0x10
 _MAX_LIST_BYTES: Final = 512 << 20
 REWRITE: Final = "If you trust its source, load it and save it again with torch.save."
-
-#: Larger members have fields for sizes of 64 bits, which zipfile wants to know of before their bytes come.
-_LARGE_BYTES: Final = 1 << 30
-_ALIGNMENT: Final = 64
-_PADDING_ID: Final = 0x4246  # what torch calls its padding
 
 
 class ByteRange(Protocol):
@@ -78,12 +72,14 @@ def read_members(place: ByteRange) -> dict[str, ZipMember]:
         refuse(place.label, f"its list of members takes {size} bytes: expected at most {_MAX_LIST_BYTES}", REWRITE)
     listed = place.read(start, size, "the list of members")
     members: dict[str, ZipMember] = {}
+    names: set[str] = set()
     taken: list[tuple[int, int, str]] = [(start, start, "the list of members")]
     at = 0
     while at < size:
         begin, member, at = _read_listed(place, listed, at)
-        if member.name in members:
+        if member.name.casefold() in names:  # torch's reader does not tell small letters from large ones
             refuse(place.label, f"the member {member.name!r} is listed twice")
+        names.add(member.name.casefold())
         members[member.name] = member
         taken.append((begin, member.start + member.nbytes, member.name))
     if len(members) != count:
@@ -166,30 +162,3 @@ def _data_start(place: ByteRange, name: str, begin: int) -> int:
     if fields[0] != b"PK\x03\x04" or head[_LOCAL.size :] != raw or fields[3]:
         refuse(place.label, f"the member {name!r} is not where the list of members says")
     return int(begin + _LOCAL.size + fields[9] + fields[10])
-
-
-class ZipWriter:
-    """Writes an archive, its members' bytes aligned as torch aligns them, to an empty file (a context manager)."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._archive = zipfile.ZipFile(file, "w")
-
-    def __enter__(self) -> ZipWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._archive.close()
-
-    def add(self, name: str, nbytes: int, pieces: Iterable[bytes | memoryview]) -> None:
-        """Write a member, a piece at a time."""
-        info = zipfile.ZipInfo(name)
-        info.file_size = nbytes
-        is_large = nbytes >= _LARGE_BYTES
-        begin = self._file.tell() + _LOCAL.size + len(name.encode()) + 20 * is_large + 4
-        padding = -begin % _ALIGNMENT
-        info.extra = struct.pack("<2H", _PADDING_ID, padding) + b"Z" * padding
-        with self._archive.open(info, "w", force_zip64=is_large) as member:
-            for piece in pieces:
-                member.write(piece)
-        assert info.file_size == nbytes, (name, info.file_size, nbytes)

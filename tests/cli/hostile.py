@@ -5,14 +5,40 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import struct
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
 import torch
 
-from statetree.files.zip_archive import ZipWriter
+
+class ZipWriter:
+    """Writes an archive, its members' bytes aligned as torch aligns them, to an empty file (a context manager)."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._archive = ZipFile(file, "w")
+
+    def __enter__(self) -> ZipWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._archive.close()
+
+    def add(self, name: str, nbytes: int, pieces: list[bytes]) -> None:
+        """Write a member, a piece at a time."""
+        info = ZipInfo(name)
+        info.file_size = nbytes
+        is_large = nbytes >= (1 << 30)
+        begin = self._file.tell() + 30 + len(name.encode()) + 20 * is_large + 4
+        padding = -begin % 64
+        info.extra = struct.pack("<2H", 0x4246, padding) + b"Z" * padding
+        with self._archive.open(info, "w", force_zip64=is_large) as member:
+            for piece in pieces:
+                member.write(piece)
+        assert info.file_size == nbytes, (name, info.file_size, nbytes)
 
 
 def archive(path: Path, data_pkl: bytes, storages: dict[str, bytes] | None = None, **more: bytes) -> Path:

@@ -134,20 +134,11 @@ def test_the_version(statetree):
     assert statetree("--version").status == 0
 
 
-def test_progress_is_shown_on_terminals_only(files, tmp_path, statetree, monkeypatch):
-    assert statetree("convert", files[0], tmp_path / "c.pt").err == ""
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    assert "writing c.pt" in statetree("convert", "--force", files[0], tmp_path / "c.pt").err
-
-
 LIMITED = """
 import json, resource, sys
 from pathlib import Path
 from statetree.cli.app import main
-import statetree.cli.convert, statetree.cli.show, statetree.dcp, statetree.cli.dcp_writer
-import statetree.files.safetensors_writer, statetree.files.torch_reader, statetree.files.torch_writer
+import statetree.cli.convert, statetree.cli.show, statetree.dcp.stored_directory, statetree.files
 import torch
 torch.zeros(10).add(1)
 main(["--help"])
@@ -187,7 +178,7 @@ def test_faults_of_our_own_are_no_differences(files, tmp_path, statetree, monkey
     def broken(*_):
         raise ZeroDivisionError("oops")
 
-    monkeypatch.setattr("statetree.files.stored.FileStorage.read", broken)
+    monkeypatch.setattr("statetree.files.ranges.FileRange.fill", broken)
     ran = statetree("diff", "--values", files[0], files[1])
     assert ran.status == 2
     assert "Please report this" in ran.err
@@ -205,7 +196,7 @@ def test_interrupts_end_quietly(files, tmp_path, capsys, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("statetree.files.stored.FileStorage.read", interrupted)
+    monkeypatch.setattr("statetree.files.ranges.FileRange.fill", interrupted)
     assert main(["convert", str(files[0]), str(tmp_path / "c.pt")]) == 130
     assert capsys.readouterr().err.strip() == "interrupted"
     assert not (tmp_path / "c.pt").exists()
@@ -226,14 +217,14 @@ def test_json_is_json_whatever_the_names_and_values(tmp_path):
 
 SLOW = """
 import os, sys, time
-import statetree.files.stored as stored
+import statetree.files.publishing as publishing
 from statetree.cli.app import main
-read = stored.FileStorage.read
-def slow(self, start, stop):
+sync = publishing._sync
+def slow(path):
     os.write(3, b"reading")
     time.sleep(0.05)
-    return read(self, start, stop)
-stored.FileStorage.read = slow
+    return sync(path)
+publishing._sync = slow
 import shutil
 remove = shutil.rmtree
 def slowly(*args, **options):

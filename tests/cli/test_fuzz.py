@@ -10,8 +10,8 @@ import pytest
 from tests.cli.fuzz import exercise, run, targets
 
 NAMES = [
-    *("torch zip", "torch pickle", "old torch", "safetensors", "safetensors index"),
-    *("dcp metadata", "dcp paths", "dcp data", "digests"),
+    *("torch zip", "torch pickle", "safetensors", "safetensors index"),
+    *("dcp metadata", "dcp paths", "dcp data"),
 ]
 
 

@@ -212,4 +212,4 @@ def test_directories_that_are_none(tmp_path, statetree):
     refused(statetree("show", tmp_path / "nowhere"), "there is no such directory")
     refused(statetree("show", tmp_path), "no .metadata file")
     (tmp_path / "file").touch()
-    refused(statetree("show", tmp_path / "file"), "a file without a known suffix")
+    refused(statetree("show", tmp_path / "file"), "it is empty")

@@ -39,6 +39,10 @@ def test_code_does_not_run(function, command, marker, tmp_path, statetree):
     path = archive(tmp_path / "a.pt", pickle_of({"w": tensor(), "evil": evil}), DATA)
     with pytest.raises(Exception, match=r"weights_only|Weights only"):
         torch.load(path, weights_only=True)
+    if function in (os.mkdir, os.system):
+        refused(statetree(command, path, *([] if command == "show" else [tmp_path / "b.pt"])), "torch cannot load it")
+        assert not marker.exists()
+        return
     if command == "convert":
         ran = statetree("convert", path, tmp_path / "b.pt")
         assert ran.status == 2
@@ -57,8 +61,7 @@ def test_code_in_the_state_of_an_object_does_not_run(marker, tmp_path, statetree
     evil = OrderedDict()
     evil.__dict__["x"] = Raw(os.mkdir, str(marker))
     ran = statetree("show", archive(tmp_path / "a.pt", pickle_of(evil)))
-    assert ran.status == 0
-    assert "mkdir" in ran.err
+    refused(ran, "mkdir")
     assert not marker.exists()
 
 
@@ -97,7 +100,10 @@ GEOMETRY = {
     ),
     "of too many arguments": (Raw(torch._utils._rebuild_tensor_v2, *range(20)), "no storage"),
     "of too few arguments": (Raw(torch._utils._rebuild_tensor_v2, 1), "damaged (TypeError"),
-    "a parameter of nothing": (Raw(torch._utils._rebuild_parameter, 1, True, {}), "a parameter that is no tensor"),
+    "a parameter of nothing": (
+        Raw(torch._utils._rebuild_parameter, 1, True, {}),
+        "makes a parameter, or moves, what is no tensor",
+    ),
     "of a layout": (Raw(torch._utils._rebuild_sparse_tensor, torch.float32, (1, 2, 3)), "an unknown layout"),
     "a device": (Raw(torch.device, "x" * 100), "an unknown device"),
     "a size": (Raw(torch.Size, (2**63,)), "a size of"),
@@ -111,10 +117,6 @@ GEOMETRY = {
     "of no dtype on meta": (
         Raw(torch._utils._rebuild_meta_tensor_no_storage, "f", (4,), (1,), False),
         "a tensor without a dtype",
-    ),
-    "of two dtypes": (
-        Raw(torch._utils._rebuild_device_tensor_from_cpu_tensor, tensor(), torch.int8, "xla:0", False),
-        "a tensor of two dtypes",
     ),
     "with attributes, made by a number": (Raw(torch._tensor._rebuild_from_type_v2, 1, torch.Tensor, (), {}), "unknown"),
     "attributes of a size": (
@@ -140,10 +142,9 @@ def test_impossible_tensors_are_refused(name, tmp_path, statetree):
     refused(statetree("show", path), str(path), "data.pkl", message)
 
 
-def test_tensors_that_were_on_other_devices_are_read(tmp_path, statetree):
+def test_tensors_that_were_on_other_devices_are_refused(tmp_path, statetree):
     moved = Raw(torch._utils._rebuild_device_tensor_from_cpu_tensor, tensor(), torch.float32, "xla:0", True)
-    ran = statetree("show", "--json", archive(tmp_path / "a.pt", pickle_of({"w": moved}), DATA))
-    assert [(entry["dtype"], entry["shape"]) for entry in ran.json["entries"]] == [("float32", [4])]
+    refused(statetree("show", archive(tmp_path / "a.pt", pickle_of({"w": moved}), DATA)), "torch cannot load it")
 
 
 def test_expanded_tensors_are_not_written_out(tmp_path, statetree):
@@ -157,7 +158,7 @@ def test_expanded_tensors_are_not_written_out(tmp_path, statetree):
     for name in ("b.safetensors", "b"):
         ran = statetree("convert", path, tmp_path / name)
         assert ran.status == 2
-        assert "views that repeat their elements" in ran.err
+        assert "a view that repeats its elements" in ran.err
 
 
 PICKLES = {
@@ -250,7 +251,7 @@ def test_many_keys_are_shown(tmp_path, statetree):
     path = archive(tmp_path / "a.pt", pickle_of({f"key{index}": index for index in range(count)}))
     ran = statetree("show", "--depth", "1", path)
     assert ran.status == 0
-    assert f"{count} values" in ran.out
+    assert f"{count:,} values" in ran.out
 
 
 def test_compressed_members_are_refused(tmp_path, statetree):
@@ -385,89 +386,8 @@ def old(tmp_path):
     return tmp_path / "old.pt"
 
 
-def test_old_files_are_read(old, tmp_path, statetree):
-    ran = statetree("show", "--json", old)
-    assert {entry["key"]: entry.get("tied_to") for entry in ran.json["entries"]} == {
-        "w": None,
-        "n": None,
-        "step": None,
-        "tied": "w",
-    }
-    assert statetree("convert", old, tmp_path / "new.pt").status == 0
-    loaded = torch.load(tmp_path / "new.pt", weights_only=True)
-    assert torch.equal(loaded["w"], bits(4, 3))
-    assert loaded["w"].data_ptr() == loaded["tied"].data_ptr()
-
-
-def test_truncated_old_files_are_refused_wherever_they_end(old, tmp_path, statetree):
-    data = old.read_bytes()
-    path = tmp_path / "a.pt"
-    for end in range(len(data)):
-        path.write_bytes(data[:end])
-        refused(statetree("show", path), str(path))
-    path.write_bytes(data + b"x")
-    refused(statetree("show", path), "goes on after its end")
-
-
-def test_old_files_with_other_sizes_are_refused(old, tmp_path, statetree):
-    data = bytearray(old.read_bytes())
-    at = data.index((12).to_bytes(8, "little") + bits(4, 3).view(torch.uint8).numpy().tobytes()[:8])
-    for value in (13, 2**62, -1):
-        data[at : at + 8] = value.to_bytes(8, "little", signed=True)
-        (tmp_path / "a.pt").write_bytes(data)
-        refused(statetree("show", tmp_path / "a.pt"), "elements: expected 12")
-
-
-def old_file(path, tree, magic=0x1950A86A20F9469CFC6C, version=1001, system=None):
-    """A file of torch before 1.6, of storages without elements."""
-    system = {"protocol_version": 1001, "little_endian": True, "type_sizes": {}} if system is None else system
-    path.write_bytes(b"".join(map(pickle_of, (magic, version, system, tree, []))))
-    return path
-
-
-def of_pid(*pid):
-    """A tensor on a storage with this persistent id."""
-    storage = Storage("0", 0)
-    storage.pid = pid
-    return Raw(torch._utils._rebuild_tensor_v2, storage, 0, (0,), (1,), False, {})
-
-
-FLOATS = torch.FloatStorage
-OLD_FILES = {
-    "another magic": ({"tree": {}, "magic": 1}, "it is neither a zip archive of torch.save nor one of its older files"),
-    "another version": ({"tree": {}, "version": 2000}, "it is of an unknown version"),
-    "no system": ({"tree": {}, "system": "little"}, "it is of an unknown version"),
-    "big-endian": ({"tree": {}, "system": {"little_endian": False}}, "its byte order is not"),
-    "a view on a storage": (
-        {"tree": {"w": of_pid("storage", FLOATS, "0", "cpu", 0, ("v", 0, 0))}},
-        "a storage that is a view on another one",
-    ),
-    "two sizes": (
-        {
-            "tree": {
-                "a": of_pid("storage", FLOATS, "0", "cpu", 0, None),
-                "b": of_pid("storage", FLOATS, "0", "cpu", 1, None),
-            }
-        },
-        "says that the storage 0 has 4 bytes, and something else",
-    ),
-    "something else": ({"tree": {"w": of_pid("texture", "0")}}, "something else than a storage"),
-}
-
-
-@pytest.mark.parametrize("name", OLD_FILES)
-def test_old_files_with_other_facts_are_refused(name, tmp_path, statetree):
-    arguments, message = OLD_FILES[name]
-    refused(statetree("show", old_file(tmp_path / "a.pt", **arguments)), message)
-
-
-def test_modules_in_old_files_are_not_loaded(tmp_path, statetree):
-    storage = Storage("0", 0)
-    storage.pid = ("module", torch.nn.Linear, "linear.py", "class Linear: ...")
-    ran = statetree("show", old_file(tmp_path / "a.pt", {"model": storage, "step": 3}))
-    assert ran.status == 0, ran.err
-    assert "step" in ran.out
-    assert "a module's class" in ran.out
+def test_old_files_are_named(old, statetree):
+    refused(statetree("show", old), "torch before 1.6 wrote it", "save it again with torch.save")
 
 
 @pytest.mark.parametrize(
@@ -480,9 +400,7 @@ def test_other_files_are_refused(data, tmp_path, statetree):
 
 def test_terminals_are_not_controlled(tmp_path, statetree):
     name = "\x1b]0;owned\x07\x1b[2Jred\r\n\u202eevil\u2028\x9b31m\ud800"
-    path = archive(
-        tmp_path / "a.pt", pickle_of({name: tensor(), "value": name, "evil": {name: Raw(os.mkdir, "x")}}), DATA
-    )
+    path = archive(tmp_path / "a.pt", pickle_of({name: tensor(), "value": name, "evil": {name: Raw(print, "x")}}), DATA)
     for args in (
         ["show", path],
         ["show", "--json", path],
@@ -496,3 +414,39 @@ def test_terminals_are_not_controlled(tmp_path, statetree):
     assert "\\x1b]0;owned\\x07" in statetree("show", path).out
     (tmp_path / "\x1b[31m.pt").write_bytes(b"")
     assert "\x1b" not in statetree("show", tmp_path / "\x1b[31m.pt").err
+
+
+def test_names_that_differ_in_case_only_are_refused(tmp_path, statetree):
+    """Torch takes the first of them, whichever was asked for."""
+    data = pickle_of({"w": tensor()})
+    path = archive(tmp_path / "a.pt", data, DATA, **{"DATA.PKL": pickle_of({"other": 1})})
+    refused(statetree("show", path), "the member 'archive/DATA.PKL' is listed twice")
+
+
+def test_sparse_indices_beyond_the_shape_are_refused_when_they_are_read(tmp_path, statetree):
+    indices = Raw(torch._utils._rebuild_tensor_v2, Storage("1", 2, torch.LongStorage), 0, (1, 2), (2, 1), False, {})
+    sparse = Raw(torch._utils._rebuild_sparse_tensor, torch.sparse_coo, (indices, tensor(size=(2,)), torch.Size([3])))
+    data = {**DATA, "1": (7).to_bytes(8, "little") * 2}
+    path = archive(tmp_path / "a.pt", pickle_of({"w": sparse}), data)
+    assert statetree("show", path).status == 0
+    ran = statetree("diff", "--values", path, path)
+    assert ran.status != 0
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a pointer of Git LFS"),
+        (b"<!DOCTYPE html><html></html>" * 9, "an HTML page"),
+        (b"GGUF" + bytes(100), "a GGUF file"),
+    ],
+)
+def test_what_is_often_in_the_place_of_a_checkpoint_is_named(data, words, tmp_path, statetree):
+    (tmp_path / "pytorch_model.bin").write_bytes(data)
+    refused(statetree("show", tmp_path / "pytorch_model.bin"), words)
+    refused(statetree("show", "https://example.com/model.safetensors"), "it is a URL: expected a path")
+
+
+def test_scripted_modules_are_named(tmp_path, statetree):
+    archive(tmp_path / "a.pt", pickle_of({}), **{"constants.pkl": pickle_of(())})
+    refused(statetree("show", tmp_path / "a.pt"), "it is a file of TorchScript", "torch.jit.load")

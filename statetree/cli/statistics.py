@@ -1,0 +1,84 @@
+"""``show --stats``: what the elements of a tensor are like, a bucket at a time."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from statetree.cli.elements import as_wide
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from statetree.files.stored import StoredTensor
+
+
+class Statistics(NamedTuple):
+    """What the elements of a tensor are like.
+
+    Attributes:
+        least: The least of the finite elements (of complex ones, their magnitudes).
+        most: The largest.
+        mean: Their mean.
+        std: Their standard deviation, of the whole population.
+        num_nan: How many elements are NaN.
+        num_inf: How many are infinite.
+        num_zero: How many are zero.
+    """
+
+    least: float | None
+    most: float | None
+    mean: float | None
+    std: float | None
+    num_nan: int
+    num_inf: int
+    num_zero: int
+
+
+def statistics_of(stored: StoredTensor) -> Statistics | None:
+    """Return what a tensor's elements are like; ``None`` if they are no numbers."""
+    nan = inf = zero = count = 0
+    least, most, mean, squares = math.inf, -math.inf, 0.0, 0.0
+    for elements in pieces_of(stored):
+        wide = as_wide(elements)
+        if wide is None:
+            return None
+        wide = wide.abs() if wide.is_complex() else wide
+        nan += int(wide.isnan().sum())
+        inf += int(wide.isinf().sum())
+        zero += int((wide == 0).sum())
+        finite = wide[wide.isfinite()]
+        if finite.numel():  # means and squares of parts are put together as Chan et al. do
+            least, most = min(least, float(finite.min())), max(most, float(finite.max()))
+            apart, added = float(finite.mean()) - mean, finite.numel()
+            mean += apart * added / (count + added)
+            squares += float(finite.var(correction=0)) * added + apart * apart * count * added / (count + added)
+            count += added
+    if not count:
+        return Statistics(None, None, None, None, nan, inf, zero)
+    return Statistics(least, most, mean, math.sqrt(squares / count), nan, inf, zero)
+
+
+def pieces_of(stored: StoredTensor) -> Iterator[torch.Tensor]:
+    """Yield all elements of a tensor, a bucket at a time, in row-major order."""
+    if stored.is_strided and not stored.is_repetitive:
+        yield from (stored.read(index).flatten() for index in stored.boxes())
+        return
+    tensor = stored.tensor()
+    yield (
+        torch.zeros(0)
+        if stored.is_repetitive or tensor.is_meta or tensor.is_nested or tensor.is_quantized
+        else tensor.to_dense().flatten()
+    )
+
+
+def stats_text(found: Statistics | None) -> str:
+    """Return statistics in words."""
+    if found is None:
+        return "no numbers"
+    numbers = zip(("min", "max", "mean", "std"), found[:4], strict=True)
+    words = [f"{name} {value:.4g}" for name, value in numbers if value is not None]
+    counts = zip(("NaN", "inf", "zero"), found[4:], strict=True)
+    return ", ".join(words + [f"{count:,} {name}" for name, count in counts if count])

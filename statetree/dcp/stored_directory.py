@@ -1,0 +1,249 @@
+"""Directories of DCP as a format of ``statetree.files``: whole trees where ``statetree.dcp`` saved them."""
+
+from __future__ import annotations
+
+import math
+import re
+from contextlib import suppress
+from operator import add
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
+
+from statetree.chunks.boxes import Box, is_covered
+from statetree.dcp.flat_state import STRUCTURE_KEY
+from statetree.dcp.keys import UnknownKey, key_of
+from statetree.dcp.metadata import read_metadata
+from statetree.dcp.nesting import nested, read_paths
+from statetree.dcp.plain_values import gist, read_value
+from statetree.dcp.saved_structure import SavedContainer, Structure, places, read, why_not_rebuilt
+from statetree.dcp.saving import save
+from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY
+from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint
+from statetree.files.stored import StoredObject, StoredPiece, StoredTensor, whole_tensors
+from statetree.files.torch_format import TorchArchive
+from statetree.files.untrusted import printable, refuse
+from statetree.tree.spec import TreeSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    from statetree.dcp.metadata import Stored
+    from statetree.files.checkpoint import SaveOptions
+    from statetree.files.ranges import OpenFiles
+    from statetree.tree.traversal import Node
+
+_METADATA: Final = ".metadata"
+_MAX_METADATA_BYTES: Final = 1 << 30
+
+
+class DirectoryFormat(CheckpointFormat):
+    """Directories of ``torch.distributed.checkpoint``."""
+
+    title = "DCP directory"
+    is_directory = True
+
+    def recognises(self, path: Path, beginning: bytes) -> bool:  # noqa: ARG002 - as the base class has it
+        """Whether it is a directory."""
+        return path.is_dir()
+
+    def open(self, path: Path, files: OpenFiles, *, skip_foreign: bool) -> OpenedCheckpoint:
+        """Open a directory."""
+        return _Directory(path, files, skip_foreign=skip_foreign).opened(self.title)
+
+    def write(self, tree: Any, folder: Path, name: str, options: SaveOptions) -> list[str]:  # noqa: ARG002
+        """Write a checkpoint of this process."""
+        save(whole_tensors(tree, keeps_strides=False), checkpoint_id=folder)
+        names = sorted(file.name for file in folder.iterdir() if file.name != _METADATA)
+        return [*names, _METADATA]
+
+
+FORMAT: Final = DirectoryFormat()
+
+
+class _Directory:
+    def __init__(self, path: Path, files: OpenFiles, *, skip_foreign: bool) -> None:
+        self.path = path
+        self.files = files
+        self.foreign: dict[str, None] = {}
+        self._skip_foreign = skip_foreign
+        self._is_nested = True
+        with suppress(OSError):  # it is missing, which read_metadata says
+            size = (path / _METADATA).stat().st_size
+            if size > _MAX_METADATA_BYTES:
+                refuse(path / _METADATA, f"it has {size} bytes: expected at most {_MAX_METADATA_BYTES}")
+        self.metadata: Metadata = read_metadata(path)
+        self._metadata_file = files.open(path / _METADATA)
+
+    def opened(self, title: str) -> OpenedCheckpoint:
+        """Return the checkpoint."""
+        tree = self._tree()
+        for name in sorted({stored.name for stored in self.metadata.storage_data.values()}):
+            self.files.open(self.path / name)
+        return OpenedCheckpoint(
+            tree, title, self.files, list(self.foreign), is_nested=self._is_nested, verify=self._verify
+        )
+
+    def _verify(self) -> int:
+        return sum(self._archive(index).verify() for index in self.metadata.storage_data)
+
+    def _archive(self, index: MetadataIndex) -> TorchArchive:
+        stored: Stored = self.metadata.storage_data[index]
+        place = self.files.open(self.path / stored.name)
+        return TorchArchive(place.part(stored.offset, stored.length, f"the entry {index.fqn!r}"))
+
+    def _tree(self) -> Any:
+        entries = self.metadata.state_dict_metadata
+        values = {key: self._value(key) for key in entries if key != STRUCTURE_KEY}
+        if not isinstance(entries.get(STRUCTURE_KEY), BytesStorageMetadata):
+            self._is_nested = False
+            # DCP's own paths have texts for all keys, and lists for tuples.
+            paths = read_paths(self._metadata_file.read(0, self._metadata_file.length, "the metadata"))
+            return nested(values, paths) or values
+        saved = read(self._plain(STRUCTURE_KEY))
+        for entry in saved.entries:
+            wants_tensor = entry.sort in (TENSOR_ENTRY, PARTS_ENTRY)
+            for key in entry.keys:
+                if key not in values or isinstance(entries[key], TensorStorageMetadata) != wants_tensor:
+                    refuse(self.path, f"its structure names {key!r}, which it does not hold")
+        leaves = [self._leaf(entry.sort, [values[key] for key in entry.keys], entry.facts) for entry in saved.entries]
+        tree = self._rebuildable(saved).rebuild(leaves)
+        placed = {key for entry in saved.entries for key in entry.keys}
+        loose = {key: value for key, value in values.items() if key not in placed}  # of ranks other than the first
+        if not loose:
+            return tree
+        if isinstance(tree, dict) and not any(key in tree for key in loose):
+            return {**tree, **loose}
+        return values
+
+    def _rebuildable(self, saved: Structure) -> Structure:
+        """Return a structure in which containers of unknown classes are mappings."""
+        nodes = list(saved.spec.nodes)
+        for texts, ref in places(saved.spec):
+            why = why_not_rebuilt(nodes[~ref]) if ref < 0 else ""
+            if why:
+                path = ".".join(str(text[1:]) for text in texts) or "<root>"
+                self._skip(f"the container {path} ({why})", "Load it with statetree.dcp.load and a template.")
+                nodes[~ref] = _as_mapping(nodes[~ref])
+        return Structure(TreeSpec(tuple(nodes), saved.spec.num_leaves), saved.entries)
+
+    def _skip(self, what: str, remedy: str) -> None:
+        if not self._skip_foreign:
+            refuse(self.path, f"it holds what is not loaded without a template: {what}", remedy)
+        self.foreign[what] = None
+
+    def _value(self, key: str) -> Any:
+        entry = self.metadata.state_dict_metadata[key]
+        return self._tensor(key, entry) if isinstance(entry, TensorStorageMetadata) else self._plain(key)
+
+    def _plain(self, key: str) -> Any:
+        stored: Stored = self.metadata.storage_data[MetadataIndex(key)]
+        entry = f"the entry {key!r}"
+        place = self.files.open(self.path / stored.name).part(stored.offset, stored.length, entry)
+        try:
+            return read_value(place.read(0, place.length, entry))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the value cannot be made
+            if not self._skip_foreign or not _is_of_a_class(error):
+                refuse(place.label, f"the value cannot be read: {printable(gist(error))}")
+            name = printable(gist(error))
+            self.foreign[name] = None
+            return type("StoredObject", (StoredObject,), {"name": name})()
+
+    def _tensor(self, key: str, entry: TensorStorageMetadata) -> StoredTensor:
+        dtype, shape = entry.properties.dtype, tuple(entry.size)
+        boxes = [Box(tuple(chunk.offsets), tuple(map(add, chunk.offsets, chunk.sizes))) for chunk in entry.chunks]
+        self._check_coverage(key, shape, boxes)
+        paths = {self.path / self.metadata.storage_data[MetadataIndex(key, c.offsets)].name for c in entry.chunks}
+        found: list[StoredPiece] = []
+
+        def find() -> Sequence[StoredPiece]:
+            if not found:  # where the elements of each piece lie is read when they are asked for
+                found.extend(self._piece(key, entry, number, box) for number, box in enumerate(boxes))
+            return found
+
+        def check() -> None:
+            for path in paths:
+                self.files.identity(path)
+                self.files.check(path)
+
+        return StoredTensor(torch.empty(shape, dtype=dtype, device="meta"), check, find)
+
+    def _piece(self, key: str, entry: TensorStorageMetadata, number: int, box: Box) -> StoredPiece:
+        at = MetadataIndex(key, entry.chunks[number].offsets)
+        archive = self._archive(at)
+        outline = archive.strided()
+        dtype = entry.properties.dtype
+        if outline is None or outline.dtype != dtype or outline.shape != box.sizes:
+            name = self.metadata.storage_data[at].name
+            refuse(self.path / name, f"it holds something else for {key!r}: expected {dtype} {box.sizes}")
+        return StoredPiece(box, archive.storage(outline.storage.key), outline.stride, outline.offset)
+
+    def _check_coverage(self, key: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
+        """Raise unless boxes cover every element once."""
+        need = math.prod(shape)
+        covered = sum(box.volume for box in boxes)
+        if covered != need:
+            what = f"it holds {covered} of the {need} elements of {key!r}"
+            refuse(self.path, what, "Get all files of the checkpoint.")
+        if not is_covered(Box((0,) * len(shape), shape), boxes):
+            refuse(self.path, f"the pieces of {key!r} overlap each other, or are too many")
+
+    def _leaf(self, sort: str, values: Sequence[Any], facts: str) -> Any:
+        if sort != PARTS_ENTRY:
+            return values[0]
+        made = _sparse(values, facts)
+        if made is not None:
+            return made
+        found = re.search(r"'leaf type': '(?!Tensor')([^']*)'|torch\.((?!strided)\w+)", facts)
+        name = (found[1] or found[2]) if found else "a tensor of several parts"
+        self._skip(f"a tensor saved in parts ({name})", "Load it with statetree.dcp.load and a template.")
+        return type("StoredObject", (StoredObject,), {"name": name})()
+
+
+def _is_of_a_class(error: Exception) -> bool:
+    """Whether a value was refused for what it is, and not since it is damaged."""
+    return "nsupported" in str(error) and "operand" not in str(error)
+
+
+def _sparse(parts: Sequence[StoredTensor], facts: str) -> StoredTensor | None:
+    """Return a sparse tensor that was saved in parts, values first. Its parts are read."""
+    layout = re.search(r"'layout': torch\.(sparse_\w+)", facts)
+    shape = re.search(r"'shape': torch\.Size\(\[([\d, ]*)\]\)", facts)
+    if layout is None or shape is None or len(parts) != (2 if layout[1] == "sparse_coo" else 3):
+        return None
+    size = tuple(int(length) for length in shape[1].split(",") if length.strip())
+    values, *indices = (part.read() for part in parts)
+    makers: dict[str, Callable[[], torch.Tensor]] = {
+        "sparse_coo": lambda: torch.sparse_coo_tensor(
+            indices[0], values, size, is_coalesced="'coalesced': True" in facts, check_invariants=True
+        ),
+        **{
+            name: lambda: torch.sparse_compressed_tensor(
+                indices[1], indices[0], values, size, layout=getattr(torch, layout[1]), check_invariants=True
+            )
+            for name in ("sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")
+        },
+    }
+    try:
+        made = makers[layout[1]]()
+    except (RuntimeError, ValueError, KeyError, OverflowError):  # facts out of a file may say anything
+        return None
+    return StoredTensor(made, lambda: None, None)
+
+
+def _as_mapping(node: Node) -> Node:
+    taken: dict[str, None] = {}
+    for text in node[1]:
+        try:
+            key_of(text)
+            key = text if text[0] != "@" else f"s{text[1:]}"
+        except UnknownKey as unknown:
+            key = f"s{unknown}"
+        while key in taken:
+            key += "~"
+        taken[key] = None
+    return (SavedContainer("dict", "mapping"), tuple(taken), None, *node[3:])

@@ -1,0 +1,197 @@
+"""Checkpoints opened and saved: which format a file is of is told by what it begins with."""
+
+from __future__ import annotations
+
+import os
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from statetree.errors import CheckpointError
+from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint, SaveOptions
+from statetree.files.publishing import write_whole
+from statetree.files.ranges import OpenFiles
+from statetree.files.safetensors_format import SafetensorsFormat
+from statetree.files.torch_format import TorchFormat
+from statetree.files.untrusted import refuse
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+#: The path of a URL has one slash less.
+_URL: Final = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
+_FORMATS: Final[list[CheckpointFormat]] = [TorchFormat(), SafetensorsFormat()]
+#: A format in a package above this one, which is loaded when a directory is met.
+_DIRECTORIES: Final = ("statetree.dcp.stored_directory", "FORMAT")
+#: What else is often found where a checkpoint should be, by how it begins.
+_OTHERS: Final = {
+    b"version https://git-lfs": ("a pointer of Git LFS, not the file itself", "Fetch it with: git lfs pull."),
+    b"<!doctype html": ("an HTML page", "Download the file itself: a page was saved in its place."),
+    b"<html": ("an HTML page", "Download the file itself: a page was saved in its place."),
+    b"GGUF": ("a GGUF file", "Convert it with the tools of llama.cpp."),
+    b"\x89HDF": ("an HDF5 file", "Load it with h5py, and save its tensors."),
+}
+
+
+def register_format(checkpoint_format: CheckpointFormat) -> None:
+    """Have ``open`` and ``save`` know another format of checkpoints, which goes before those that they know.
+
+    Args:
+        checkpoint_format: An instance of a class derived from ``CheckpointFormat``.
+
+    Raises:
+        TypeError: If it is something else.
+    """
+    given: Any = checkpoint_format
+    if not isinstance(given, CheckpointFormat):
+        msg = f"register_format: expected a CheckpointFormat, got {given!r}. Derive from CheckpointFormat."
+        raise TypeError(msg)
+    _FORMATS.insert(0, checkpoint_format)
+
+
+def _formats() -> list[CheckpointFormat]:
+    """Return all formats, that of directories included."""
+    if not any(known.is_directory for known in _FORMATS):
+        module, name = _DIRECTORIES
+        _FORMATS.append(getattr(import_module(module), name))
+    return _FORMATS
+
+
+def opened(path: str | os.PathLike[str], *, skip_foreign: bool = False, follow_links: bool = False) -> OpenedCheckpoint:
+    """Open a checkpoint, and return what is known of it beside its tree. Arguments: as ``open``."""
+    place = Path(path)
+    files = OpenFiles(follow_links=follow_links)
+    try:
+        beginning = _beginning(place, files)
+        found = next((known for known in _FORMATS if known.recognises(place, beginning)), None)
+        if found is None:
+            found = next((known for known in _formats() if known.recognises(place, beginning)), None)
+        if found is None:
+            _refuse_unknown(place, beginning)
+        return found.open(place, files, skip_foreign=skip_foreign)
+    except OSError as error:
+        refuse(place, f"it cannot be read: {error.strerror or error}", "Check its permissions, and the disk.")
+
+
+def _beginning(path: Path, files: OpenFiles) -> bytes:
+    if _URL.match(str(path)):
+        refuse(path, "it is a URL: expected a path", "Download it first.")
+    if path.is_dir():
+        return b""
+    if not path.suffix and not os.path.lexists(path):
+        refuse(path, "there is no such directory or file", "Check the name.")
+    place = files.open(path)
+    if not place.length:
+        refuse(path, "it is empty")
+    return place.read(0, min(place.length, 64), "its beginning")
+
+
+def _refuse_unknown(path: Path, beginning: bytes) -> NoReturn:
+    start = beginning.lstrip().lower()
+    for text, (what, remedy) in _OTHERS.items():
+        if start.startswith(text.lower()):
+            refuse(path, f"it is {what}", remedy)
+    expected = ", ".join(f"a {known.title}" for known in _formats())
+    refuse(path, f"it is of no known format: expected {expected}", "Pass a checkpoint.")
+
+
+def open(  # noqa: A001 - `statetree.files.open` opens files
+    path: str | os.PathLike[str], *, skip_foreign: bool = False, follow_links: bool = False
+) -> Any:
+    """Open a checkpoint as a tree, whose tensors are read when something asks for their elements.
+
+    Safetensors (a file, the index of several, or a folder of Hugging Face), zip files of ``torch.save``, and
+    directories of ``torch.distributed.checkpoint``: which it is, is told by its content. Only headers are read. Files
+    are not trusted: nothing in them is executed, and sizes are compared with the file before memory is taken.
+
+    Args:
+        path: A file or a directory.
+        skip_foreign: Take files that hold objects of classes that ``torch.load(weights_only=True)`` does not admit:
+            each is a ``StoredObject``, which knows the name of its class only. By default they are refused.
+        follow_links: Let the files that an index lists be symbolic links to elsewhere, as in Hugging Face's cache.
+
+    Returns:
+        A tree with ``StoredTensor`` leaves, which all transforms take: ``paths``, ``select`` and ``similarity`` look
+        at no element, ``offload`` reads them all, ``stream`` a bucket at a time. Tensors that share memory do so again
+        in what is read, where the format keeps that (torch's does).
+
+    Raises:
+        CheckpointError: If it cannot be read, or is damaged. Also later, if a file was changed when its elements are
+            asked for.
+
+    Example:
+        >>> import tempfile, statetree as st, torch
+        >>> path = tempfile.mkdtemp() + "/state.pt"
+        >>> st.save({"w": torch.ones(2, 3), "step": 3}, path)
+        >>> st.files.open(path)
+        {'w': StoredTensor(float32, [2, 3]), 'step': 3}
+    """
+    return opened(path, skip_foreign=skip_foreign, follow_links=follow_links).tree
+
+
+def format_for(path: Path) -> CheckpointFormat:
+    """Return the format that the end of a name stands for: none is a directory.
+
+    Raises:
+        CheckpointError: If it stands for none.
+    """
+    name = path.name.lower()
+    found = next((known for known in _FORMATS if known.suffixes and name.endswith(known.suffixes)), None)
+    if found is not None and not path.is_dir():
+        return found
+    if not path.suffix or path.suffix[1:2].isdigit() or path.is_dir():
+        return next(known for known in _formats() if known.is_directory)
+    ends = ", ".join(suffix for known in _FORMATS for suffix in known.suffixes)
+    what = f"the suffix {path.suffix!r} stands for no format. Use {ends}, or no suffix for a DCP directory."
+    msg = f"save: cannot write {path}: {what}"
+    raise CheckpointError(msg)
+
+
+def save(
+    tree: Any,
+    path: str | os.PathLike[str],
+    *,
+    overwrite: bool = True,
+    shard_bytes: int | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write a tree to a checkpoint, in the format that the end of its name stands for.
+
+    It is written beside its place first, and appears there whole or not at all, with the permissions that the user's
+    umask gives. Tensors that share memory go on doing so in torch files; other formats hold each of them.
+
+    Args:
+        tree: Any tree of whole tensors, ``StoredTensor`` included.
+        path: ``.pt``, ``.pth``, ``.ckpt`` or ``.bin`` for a torch file, ``.safetensors`` or
+            ``.safetensors.index.json`` for safetensors, no suffix for a DCP directory.
+        overwrite: Whether a checkpoint that is there is replaced.
+        shard_bytes: From how many bytes on a new safetensors file begins.
+        metadata: Texts for the header of safetensors.
+
+    Raises:
+        CheckpointError: If the format cannot hold a leaf, or the place cannot be written.
+        UnsupportedLeaf: If a leaf is distributed.
+
+    Example:
+        >>> import tempfile, statetree as st, torch
+        >>> path = tempfile.mkdtemp() + "/model.safetensors"
+        >>> st.save({"layers": [torch.ones(2)]}, path)
+        >>> st.files.open(path)
+        {'layers.0': StoredTensor(float32, [2])}
+    """
+    place = Path(path)
+    place = place if place.name and place.name != ".." else place.resolve()
+    if not place.name or place.name == "-":
+        msg = f"save: cannot write {str(place)!r}: expected the name of a file or directory. Choose another name."
+        raise CheckpointError(msg)
+    found = format_for(place)
+    options = SaveOptions(shard_bytes, dict(metadata or {}))
+    if shard_bytes is not None and found.suffixes and place.name.endswith(".safetensors"):
+        place = place.with_name(f"{place.name}.index.json")
+    write_whole(
+        place,
+        lambda folder: found.write(tree, folder, place.name, options),
+        is_directory=found.is_directory,
+        overwrite=overwrite,
+    )

@@ -1,0 +1,249 @@
+"""``load``: a checkpoint read into the layout of another tree, each rank its own boxes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from statetree.chunks.boxes import Box, in_slabs
+from statetree.chunks.local import location_of
+from statetree.errors import Difference, TreeMismatch
+from statetree.exchange.group import group_of
+from statetree.exchange.like import allocated
+from statetree.exchange.manifest import chunks_of, is_cuttable
+from statetree.files.formats import opened
+from statetree.files.stored import StoredTensor
+from statetree.leaves.builtin import is_distributed
+from statetree.leaves.casting import castable
+from statetree.leaves.copying import prepared_copy
+from statetree.leaves.registry import LeafType, register_leaf_type
+from statetree.paths import Path
+from statetree.spans.bits import same_bytes
+from statetree.spans.columns import Columns
+from statetree.spans.overlaps import shared_elements
+from statetree.torch_internals import quietly
+from statetree.transforms.reshard import reshard
+from statetree.tree.flatten import flatten_for
+from statetree.tree.mapping import to_flat
+from statetree.tree.selection import selected
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator, Sequence
+
+    from torch.distributed import ProcessGroup
+
+    from statetree.chunks.local import LocalChunks
+    from statetree.exchange.group import Group
+    from statetree.tree.selection import Where
+
+_REMEDY: Final = "Nothing was read. Pass a tree of the checkpoint's structure, where=, or strict=False."
+#: Smaller tensors are read by one rank.
+_SLAB_BYTES: Final = 1 << 20
+
+
+def load(
+    path: str | os.PathLike[str],
+    like: Any,
+    *,
+    where: Where | None = None,
+    strict: bool = True,
+    cast: bool = False,
+    group: ProcessGroup | None = None,
+    read_once: bool = False,
+) -> Any:
+    """Load a checkpoint in the layout of another tree.
+
+    Leaves are matched by their flat keys (``model.layers.0.weight``), as ``to_flat`` gives them. Each rank reads the
+    bytes of its own boxes and, where these lie close together, at most as many between them. What is in memory beside
+    the result is one bucket of 16 MiB.
+
+    Args:
+        path: Any checkpoint that ``statetree.files.open`` opens.
+        like: A tree that gives structure, layouts, devices and dtypes. Its contents do not matter, and its tensors may
+            be ``meta`` ones.
+        where: Which leaves of ``like`` are loaded, as for ``select``; by default all. The others are ``like``'s own.
+        strict: Whether the checkpoint must have all leaves to load, and no others. Otherwise leaves that only one side
+            has are left alone.
+        cast: Convert dtypes, as ``copy_into`` does.
+        group: The ranks that hold ``like``; by default all.
+        read_once: Have each rank read a part of the checkpoint, and the ranks exchange it: every byte is read once
+            in the group. By default each rank reads what it needs, and communicates with nobody.
+
+    Returns:
+        A tree of the structure of ``like``, with fresh tensors, and the plain values of the checkpoint.
+
+    Aliasing:
+        Leaves that are not loaded are those of ``like``.
+
+    Collective:
+        With ``read_once``: every rank of the group calls it.
+
+    Raises:
+        TreeMismatch: If leaves are missing or left over, or shapes or dtypes differ, or tensors of ``like`` share
+            memory that the checkpoint has different values for.
+        CheckpointError: If the checkpoint cannot be read.
+
+    Example:
+        >>> import tempfile, statetree as st, torch
+        >>> path = tempfile.mkdtemp() + "/model.safetensors"
+        >>> st.save({"layer": {"w": torch.ones(2)}}, path)
+        >>> st.load(path, {"layer": {"w": torch.empty(2, device="meta")}})
+        {'layer': {'w': tensor([1., 1.])}}
+    """
+    return _Loading(path, like, where, strict=strict, cast=cast).run(group, read_once=read_once)
+
+
+class _Loading:
+    def __init__(self, path: Any, like: Any, where: Any, *, strict: bool, cast: bool) -> None:
+        self._cast = cast
+        self._leaves, self._spec = flatten_for("load", like)
+        self._paths: Sequence[Path] = self._spec.paths()
+        keys = self._spec.flat_keys()
+        stored = to_flat(opened(path).tree)[0]
+        chosen: Sequence[int] = range(len(keys))
+        if where is not None:
+            mask = selected(where, self._spec, self._leaves, verb="load")
+            chosen = [index for index, is_chosen in enumerate(mask) if is_chosen]
+        self._stored = {index: stored[keys[index]] for index in chosen if keys[index] in stored}
+        differences = [
+            Difference(self._paths[i], "missing", "absent", "present") for i in chosen if i not in self._stored
+        ]
+        if where is None:
+            known = set(keys)
+            differences += [
+                Difference(Path((key,)), "missing", "present", "absent") for key in stored if key not in known
+            ]
+        refuse_all(differences if strict else [])
+        self._is_direct = {i: self._reads_directly(i, leaf) for i, leaf in self._stored.items()}
+
+    def _reads_directly(self, index: int, stored: Any) -> bool:
+        like = self._leaves[index]
+        return isinstance(stored, StoredTensor) and stored.is_strided and (is_distributed(like) or is_cuttable(like))
+
+    @quietly
+    def run(self, process_group: ProcessGroup | None, *, read_once: bool) -> Any:
+        group = group_of("load", process_group, None)
+        direct = [index for index, is_direct in self._is_direct.items() if is_direct]
+        self._check(direct, {index: chunks_of(self._leaves[index], group) for index in direct})
+        result = list(self._leaves)
+        if read_once:
+            self._exchange(direct, group, process_group, result)
+        fresh = allocated("load", [leaf if i in self._stored else None for i, leaf in enumerate(result)], self._spec)
+        for index in direct:
+            if not read_once:
+                result[index] = fresh[index]
+        if not read_once:
+            self._fill(direct, group, fresh)
+        rest = [index for index in self._stored if index not in direct]
+        keys = self._spec.flat_keys()
+        sides = ({keys[i]: self._stored[i] for i in rest}, {keys[i]: self._own(i, fresh) for i in rest})
+        copied, write = prepared_copy("load", *sides, cast=self._cast)
+        write()
+        for index in rest:
+            result[index] = copied[keys[index]]
+        return self._spec.unflatten(result)
+
+    def _own(self, index: int, fresh: Sequence[Any]) -> Any:
+        return self._leaves[index] if fresh[index] is None else fresh[index]
+
+    def _check(self, direct: Sequence[int], chunks: dict[int, LocalChunks | None]) -> None:
+        """Raise ``TreeMismatch`` where shapes or dtypes differ."""
+        found: list[Difference] = []
+        for index in direct:
+            stored, held, like = self._stored[index], chunks[index], self._leaves[index]
+            shape, dtype = (held.shape, held.dtype) if held else (tuple(like.shape), like.dtype)
+            if tuple(stored.shape) != shape:
+                found.append(Difference(self._paths[index], "shape", tuple(stored.shape), shape))
+            if stored.dtype != dtype and not (self._cast and castable(stored.dtype, dtype)):
+                found.append(Difference(self._paths[index], "dtype", stored.dtype, dtype))
+            if held is not None and held.summands is not None:
+                found.append(Difference(self._paths[index], "placements", "elements", "Partial"))
+        refuse_all(found)
+
+    def _boxes(
+        self, direct: Sequence[int], group: Group, fresh: Sequence[Any]
+    ) -> Iterator[tuple[int, Box, torch.Tensor]]:
+        """Yield which box of which leaf goes into which tensor on this rank."""
+        for index in direct:
+            held = chunks_of(fresh[index], group)
+            if held is None:
+                leaf = fresh[index]
+                yield index, Box((0,) * leaf.dim(), tuple(leaf.shape)), leaf
+            else:
+                yield from ((index, box, piece) for box, piece in zip(held.boxes, held.pieces, strict=True))
+
+    def _fill(self, direct: Sequence[int], group: Group, fresh: Sequence[Any]) -> None:
+        """Read the boxes of this rank. Where two leaves share memory, the checkpoint must agree with itself."""
+        boxes = [
+            (i, box, piece.detach().as_subclass(torch.Tensor)) for i, box, piece in self._boxes(direct, group, fresh)
+        ]
+        boxes = [row for row in boxes if row[2].numel()]
+        read: dict[Any, tuple[Any, Box]] = {}
+        tied: list[int] = []
+        for number, (index, box, tensor) in enumerate(boxes):
+            source = self._stored[index].location(), box
+            if read.setdefault(location_of(tensor), source) != source:
+                tied.append(number)
+            else:
+                self._stored[index].read_into(box.start, tensor)
+        tied += [place for pair in shared_elements(Columns([tensor for _, _, tensor in boxes])) for place in pair]
+        wrong = [boxes[number][0] for number in sorted(set(tied)) if not self._agrees(*boxes[number])]
+        what = ("ties", "values of its own", "a tensor that is tied to another one")
+        refuse_all([Difference(self._paths[index], *what) for index in wrong])
+
+    def _agrees(self, index: int, box: Box, tensor: torch.Tensor) -> bool:
+        """Whether memory that leaves share holds what the checkpoint has for one of them."""
+        scratch = torch.empty_like(tensor)
+        self._stored[index].read_into(box.start, scratch)
+        return same_bytes(tensor, scratch)
+
+    def _exchange(self, direct: Sequence[int], group: Group, process_group: Any, result: list[Any]) -> None:
+        """Read a part of each leaf on each rank, and exchange them."""
+        wrong = [i for i in direct if self._stored[i].dtype != _dtype_of(self._leaves[i])]
+        if wrong:
+            msg = "load: read_once does not convert dtypes: expected cast=False. Load without read_once, or cast after."
+            raise TreeMismatch(msg)
+        keys = self._spec.flat_keys()
+        source = {keys[i]: StoredShare(self._stored[i], number, group) for number, i in enumerate(direct)}
+        moved = reshard(source, {keys[i]: self._leaves[i] for i in direct}, group=process_group)
+        for index in direct:
+            result[index] = moved[keys[index]]
+
+
+def _dtype_of(leaf: Any) -> Any:
+    return leaf.dtype
+
+
+class StoredShare:
+    """A stored tensor of which each rank of a group reads a part."""
+
+    def __init__(self, stored: StoredTensor, number: int, group: Group) -> None:
+        self.stored = stored
+        self.number = number
+        self.group = group
+
+
+class ShareType(LeafType):
+    """``StoredShare``: distributed, each rank of the group holds the slabs that it reads."""
+
+    distributed = True
+
+    def chunks(self, value: Any) -> Any:
+        """Return this rank's slabs: of a small tensor, one rank has all."""
+        stored, number, group = value.stored, value.number, value.group
+        whole = Box((0,) * len(stored.shape), tuple(stored.shape))
+        slabs = in_slabs(whole, group.size) if stored.nbytes > _SLAB_BYTES else [whole]
+        mine = [box for place, box in enumerate(slabs) if (place + number) % group.size == group.rank]
+        listed = [(box.start, stored.part(tuple(map(slice, box.start, box.stop)))) for box in mine]
+        return tuple(stored.shape), stored.dtype, listed
+
+
+def refuse_all(differences: Sequence[Difference]) -> None:
+    """Raise ``TreeMismatch`` if there are differences."""
+    if differences:
+        raise TreeMismatch.between("load", differences, _REMEDY)
+
+
+register_leaf_type(StoredShare, ShareType())

@@ -1,0 +1,183 @@
+"""Where a checkpoint is written: it appears there whole, or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import uuid
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from statetree.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+_METADATA: Final = ".metadata"
+#: What statetree.dcp writes beside it.
+_MANIFEST: Final = ".statetree_manifest"
+_LONGEST_NAME: Final = 100
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_LINKS: Final = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES)
+_MAX_INDEX_BYTES: Final = 256 << 20
+_SHARD: Final = r"-\d{5,}-of-\d{5,}\.safetensors"
+
+
+def check_destination(path: Path, *, is_directory: bool, overwrite: bool) -> None:
+    """Raise unless something may be written there.
+
+    Raises:
+        CheckpointError: If there is something already that may not be overwritten, or is no checkpoint; or if the
+            directory above is missing.
+    """
+    if not path.parent.is_dir():
+        _refuse(path, "its directory does not exist", "Make it first.")
+    if not os.path.lexists(path):
+        return
+    if not overwrite:
+        _refuse(path, "it exists already", "Choose another name (convert: or pass --force to replace it).")
+    if is_directory:
+        if not path.is_dir() or path.is_symlink():
+            _refuse(path, "it is no directory", "Choose another name.")
+        other = next((file for file in sorted(path.iterdir()) if not _is_part(file)), None)
+        if other is not None or (any(path.iterdir()) and not (path / _METADATA).is_file()):
+            what = f"it holds {other.name!r}, which is" if other else "what it holds is"
+            _refuse(path, f"{what} no part of a DCP checkpoint, and is not removed", "Choose another name.")
+    elif not path.is_file():
+        _refuse(path, "it is no regular file", "Choose another name.")
+
+
+def _is_part(file: Path) -> bool:
+    """Whether something in a directory is, by its name, a file of a DCP checkpoint."""
+    return (
+        (file.suffix == ".distcp" or file.name in (_METADATA, _MANIFEST)) and file.is_file() and not file.is_symlink()
+    )
+
+
+def _refuse(path: Path, what: str, remedy: str) -> NoReturn:
+    msg = f"save: cannot write {path}: {what}. {remedy}"
+    raise CheckpointError(msg)
+
+
+def write_whole(path: Path, write: Callable[[Path], list[str]], *, is_directory: bool, overwrite: bool) -> None:
+    """Write a checkpoint to a folder beside its place, and move it there. If that fails, what was there stays.
+
+    Args:
+        path: Its place.
+        write: Writes files into a folder and returns their names. They appear in this order.
+        is_directory: Whether the folder itself is the checkpoint.
+        overwrite: Whether what is there is replaced.
+
+    Raises:
+        CheckpointError: If it cannot be written.
+    """
+    place = path.parent.resolve() / path.name
+    check_destination(place, is_directory=is_directory, overwrite=overwrite)
+    try:
+        with _folder_beside(place) as outer:
+            folder = outer / "files"
+            folder.mkdir()  # with the permissions that the user's umask gives
+            names = write(folder)
+            check_destination(place, is_directory=is_directory, overwrite=overwrite)
+            for name in names:
+                _sync(folder / name)
+            _sync(folder)
+            moves = {folder: place} if is_directory else {folder / name: place.with_name(name) for name in names}
+            _publish(place, moves, outer / "replaced", overwrite=overwrite)
+            _sync(place.parent)
+    except OSError as error:
+        remedy = "Make room." if error.errno in _FULL else "Check its permissions, and the disk."
+        _refuse(path, error.strerror or str(error), remedy)
+
+
+@contextmanager
+def _folder_beside(path: Path) -> Iterator[Path]:
+    """Make a folder beside a path, which nobody else can read. It is removed in the end, with what is in it."""
+    folder = path.with_name(f".{path.name[:_LONGEST_NAME]}.partial-{uuid.uuid4().hex}")
+    try:
+        folder.mkdir(mode=0o700)
+        yield folder
+    finally:
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+        except BaseException:  # an interrupt: it is removed all the same
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+
+def _publish(path: Path, moves: dict[Path, Path], aside: Path, *, overwrite: bool) -> None:
+    old = _replaced(path, list(moves.values())) if overwrite else []
+    if len(moves) == 1 and old == [path] and path.is_file():
+        os.replace(next(iter(moves)), path)  # at no time is there none
+        return
+    aside.mkdir()
+    with ExitStack() as undo:
+        for place in old:
+            undo.callback(_bring_back, aside, place)  # before it is done: an interrupt may come in between
+            os.rename(place, aside / place.name)
+        for source, target in moves.items():
+            undo.callback(_take_back, source, target)
+            _place(source, target)
+        undo.pop_all()
+
+
+def _replaced(path: Path, targets: Sequence[Path]) -> list[Path]:
+    """Return what is there of a checkpoint that is to be replaced: first the file that speaks of the others."""
+    return [part for part in dict.fromkeys([path, *_shards_of(path), *targets]) if os.path.lexists(part)]
+
+
+def _shards_of(path: Path) -> list[Path]:
+    """Return the shards that an index names, if they have the names that are given to shards here."""
+    stem = path.name.removesuffix(".index.json")
+    if stem == path.name or not path.is_file() or path.stat().st_size > _MAX_INDEX_BYTES:
+        return []
+    try:
+        names = set(json.loads(path.read_text("utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):  # it is no index of ours
+        return []
+    is_shard = re.compile(re.escape(stem.removesuffix(".safetensors")) + _SHARD)
+    return [path.with_name(name) for name in sorted(names, key=str) if type(name) is str and is_shard.fullmatch(name)]
+
+
+def _bring_back(aside: Path, place: Path) -> None:
+    try:
+        if os.path.lexists(aside / place.name):
+            os.rename(aside / place.name, place)
+    except OSError as error:
+        _refuse(place, f"what was there cannot be put back: {error.strerror or error}", "Save it again elsewhere.")
+
+
+def _take_back(source: Path, target: Path) -> None:
+    """Undo ``_place``, if it was done."""
+    with suppress(OSError):
+        if not source.exists():
+            os.rename(target, source)
+        elif target.exists() and source.samefile(target):  # a second name of it
+            target.unlink()
+
+
+def _place(source: Path, target: Path) -> None:
+    """Give a file or directory its name, which nothing else gets in between."""
+    if source.is_dir():
+        os.rename(source, target)
+        return
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        _refuse(target, "it exists already", "Choose another name (convert: or pass --force to replace it).")
+    except OSError as error:
+        if error.errno not in _NO_LINKS or os.path.lexists(target):
+            raise
+        os.rename(source, target)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

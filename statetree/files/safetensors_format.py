@@ -1,0 +1,294 @@
+"""safetensors: a header of JSON, and tensors that lie side by side. One file, or several with an index.
+
+The header is read here and not by the safetensors library, which tells neither where a tensor lies in the file, nor
+that a name is listed twice; and which this way is not needed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from statetree.chunks.boxes import Box
+from statetree.errors import CheckpointError
+from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint
+from statetree.files.ranges import memory_of
+from statetree.files.stored import StoredPiece, StoredTensor
+from statetree.files.untrusted import is_text, printable, refuse
+from statetree.tree.mapping import to_flat
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from statetree.files.checkpoint import SaveOptions
+    from statetree.files.ranges import FileRange, OpenFiles
+
+#: What the safetensors library takes at most, too.
+_MAX_HEADER_BYTES: Final = 100_000_000
+_METADATA: Final = "__metadata__"
+_NAMES: Final = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "C64": "complex64",
+    "BOOL": "bool",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F4": "float4_e2m1fn_x2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+}
+_DTYPES: Final = {name: getattr(torch, of) for name, of in _NAMES.items() if hasattr(torch, of)}
+_NAME_OF: Final = {dtype: name for name, dtype in _DTYPES.items()}
+#: Two elements a byte: the header counts elements, torch counts bytes.
+_PACKED: Final = "F4"
+_SUFFIX: Final = ".safetensors"
+_INDEX: Final = ".index.json"
+#: How Hugging Face names the index in a folder.
+_FOLDER_INDICES: Final = ("model.safetensors.index.json", "diffusion_pytorch_model.safetensors.index.json")
+_FOLDER_FILES: Final = ("model.safetensors", "diffusion_pytorch_model.safetensors", "adapter_model.safetensors")
+
+
+class SafetensorsFormat(CheckpointFormat):
+    """safetensors: one file, several with an index, or a folder as Hugging Face has it."""
+
+    title = "safetensors file"
+    suffixes = (_SUFFIX, f"{_SUFFIX}{_INDEX}")
+
+    def recognises(self, path: Path, beginning: bytes) -> bool:
+        """Whether a file begins with the size of a header and a brace, or is an index of such files."""
+        if path.is_dir():
+            return _in_folder(path) is not None
+        name = path.name.lower()
+        size = int.from_bytes(beginning[:8], "little")
+        is_header = beginning[8:9] == b"{" and size <= _MAX_HEADER_BYTES
+        return is_header or name.endswith(self.suffixes) or (name.endswith(_INDEX) and beginning.lstrip()[:1] == b"{")
+
+    def open(self, path: Path, files: OpenFiles, *, skip_foreign: bool) -> OpenedCheckpoint:  # noqa: ARG002
+        """Open a file, or the index of several."""
+        path = (_in_folder(path) or path) if path.is_dir() else path
+        place = files.open(path)
+        tree, metadata = _read_index(place) if path.name.lower().endswith(_INDEX) else _read(place)
+        return OpenedCheckpoint(tree, self.title, files, metadata=metadata, is_nested=False)
+
+    def write(self, tree: Any, folder: Path, name: str, options: SaveOptions) -> list[str]:
+        """Write a file, or several and their index."""
+        tensors = _tensors(tree)
+        metadata = {"format": "pt", **options.metadata}
+        if options.shard_bytes is None and not name.endswith(_INDEX):
+            _write(folder / name, tensors, metadata)
+            return [name]
+        stem = name.removesuffix(_INDEX).removesuffix(_SUFFIX)
+        shards = _shards(tensors, options.shard_bytes)
+        names = [f"{stem}-{number:05}-of-{len(shards):05}{_SUFFIX}" for number in range(1, len(shards) + 1)]
+        for file, shard in zip(names, shards, strict=True):
+            _write(folder / file, shard, metadata)
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        weights = {key: file for file, shard in zip(names, shards, strict=True) for key in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": weights}
+        (folder / f"{stem}{_SUFFIX}{_INDEX}").write_text(json.dumps(index, indent=2) + "\n")
+        return [*names, f"{stem}{_SUFFIX}{_INDEX}"]
+
+
+def _in_folder(path: Path) -> Path | None:
+    """Return the index or the file that a folder of Hugging Face holds."""
+    listed = [path / name for name in (*_FOLDER_INDICES, *_FOLDER_FILES)]
+    return next((file for file in listed if file.is_file()), None)
+
+
+def _read_index(place: FileRange) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    path = place.path
+    index = _parse(place, place.read(0, _bounded(place, place.length, "the index"), "the index"), "the index")
+    weights = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weights, dict) or not all(type(name) is str for name in weights.values()):
+        refuse(path, "it has no weight_map from names of tensors to names of files")
+    if any(name.endswith(".bin") for name in weights.values()):
+        refuse(path, "it lists torch files: expected safetensors files", "Open these one by one.")
+    shards = {name: place.files.listed(path.parent, name, path) for name in dict.fromkeys(weights.values())}
+    found: dict[str, dict[str, StoredTensor]] = {}
+    metadata: dict[str, str] = {}
+    for name, shard in shards.items():
+        found[name], more = _read(shard)
+        metadata.update(more)
+    tree = {}
+    for key, name in weights.items():
+        if key not in found[name]:
+            refuse(path, f"it says that {key!r} is in {name}, which does not hold it", "Get all files of one version.")
+        tree[key] = found[name].pop(key)
+    left = next(((name, key) for name, tensors in found.items() for key in tensors), None)
+    if left is not None:
+        refuse(shards[left[0]].path, f"it holds {left[1]!r}, which the index {path.name} does not list")
+    return tree, metadata
+
+
+def _bounded(place: FileRange, size: int, what: str) -> int:
+    if size > _MAX_HEADER_BYTES:
+        refuse(place.path, f"{what} has {size} bytes: expected at most {_MAX_HEADER_BYTES}")
+    return size
+
+
+def _parse(place: FileRange, text: bytes, what: str) -> Any:
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(items)
+        if len(made) != len(items):
+            twice = Counter(key for key, _ in items).most_common(1)[0][0]
+            refuse(place.path, f"{what} has {twice!r} twice")
+        return made
+
+    try:
+        return json.loads(text.decode("utf-8"), object_pairs_hook=pairs)  # of bytes, it would guess the encoding
+    except (ValueError, RecursionError) as error:
+        refuse(place.path, f"{what} is no JSON: {str(error)[:100]}")
+
+
+def _read(place: FileRange) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Return the tensors and the metadata of one file."""
+    if place.length < 8:
+        refuse(place.path, f"it ends after {place.length} bytes: expected a safetensors file")
+    size = int.from_bytes(place.read(0, 8, "the size of the header"), "little")
+    header = _parse(place, place.read(8, _bounded(place, size, "the header"), "the header"), "the header")
+    if not isinstance(header, dict):
+        refuse(place.path, "the header is no JSON object")
+    metadata = header.pop(_METADATA, None) or {}
+    if not isinstance(metadata, dict) or not all(type(value) is str for value in metadata.values()):
+        refuse(place.path, "the header has metadata that are no texts")
+    if not all(map(is_text, [*header, *metadata, *metadata.values()])):
+        refuse(place.path, "the header has names or metadata that are no texts")
+    data = place.part(8 + size, place.length - 8 - size, "the data")
+    places = [(*_bounds(place, key, entry), key) for key, entry in header.items()]
+    end = 0
+    for begin, stop, key in sorted(places):
+        if begin != end:
+            problem = "overlaps another one" if begin < end else "leaves a gap before it"
+            refuse(place.path, f"the tensor {key!r} begins at byte {begin} and {problem}: expected {end}")
+        end = stop
+    if end != data.length:
+        refuse(place.path, f"the header accounts for {end} bytes of data: the file has {data.length}")
+    return {key: _stored(data, key, header[key], begin, stop) for begin, stop, key in places}, metadata
+
+
+def _bounds(place: FileRange, key: str, entry: Any) -> tuple[int, int]:
+    """Return where a tensor's data begin and end, once its header was checked."""
+    try:
+        dtype, shape, (begin, stop) = _DTYPES.get(entry["dtype"]), entry["shape"], entry["data_offsets"]
+        is_sound = isinstance(shape, list) and all(type(part) is int and part >= 0 for part in [*shape, begin, stop])
+    except (KeyError, TypeError, ValueError):
+        refuse(place.path, f"the header of the tensor {key!r} is damaged")
+    if not is_sound or len(shape) > 64:
+        refuse(place.path, f"the header of the tensor {key!r} has an impossible shape or place")
+    if dtype is None:
+        refuse(place.path, f"the tensor {key!r} has the dtype {str(entry['dtype'])[:20]!r}, which torch does not have")
+    need = math.prod(shape) * dtype.itemsize
+    if entry["dtype"] == _PACKED:
+        if not shape or shape[-1] % 2:
+            refuse(place.path, f"the tensor {key!r} has an odd number of elements of half a byte")
+        need //= 2
+    if stop - begin != need or max(need, *shape, 0) > 2**62:
+        refuse(place.path, f"the tensor {key!r} has {stop - begin} bytes: expected {need} for shape {str(shape)[:60]}")
+    return begin, stop
+
+
+def _stored(data: FileRange, key: str, entry: Any, begin: int, stop: int) -> StoredTensor:
+    shape = list(entry["shape"])
+    if entry["dtype"] == _PACKED:
+        shape[-1] //= 2
+    outline = torch.empty(shape, dtype=_DTYPES[entry["dtype"]], device="meta")
+    place = data.part(begin, stop - begin, f"the tensor {key!r}")
+    pieces = [StoredPiece(Box((0,) * len(shape), tuple(shape)), place, outline.stride())]
+    return StoredTensor(outline, lambda: place.files.check(place.path), lambda: pieces)
+
+
+def _tensors(tree: Any) -> dict[str, Any]:
+    """Return the tensors of a tree by their flat keys."""
+    flat, _ = to_flat(tree)
+    why = {key: reason for key, leaf in flat.items() if (reason := _why_not(key, leaf))}
+    if why:
+        lines = [f"{printable(key)}: {reason}" for key, reason in list(why.items())[:10]]
+        more = [f"… and {len(why) - 10} more"] * (len(why) > 10)
+        msg = "save: safetensors hold tensors only, and not of every kind: got\n  " + "\n  ".join([*lines, *more])
+        raise CheckpointError(msg + "\nLeave them out (select; convert: --match, --drop-values), or convert them.")
+    return flat
+
+
+def _why_not(key: str, leaf: Any) -> str:
+    """Say why the format cannot hold a leaf under a name; empty if it can."""
+    outline = leaf.outline if isinstance(leaf, StoredTensor) else leaf
+    if not isinstance(outline, torch.Tensor):
+        return "a plain value"
+    if (
+        outline.layout is not torch.strided
+        or outline.is_nested
+        or (isinstance(leaf, StoredTensor) and not leaf.is_strided)
+    ):
+        return "a tensor of several parts, or without elements"
+    if isinstance(leaf, StoredTensor) and leaf.is_repetitive:
+        return "a view that repeats its elements, which would be written one by one"
+    if outline.dtype not in _NAME_OF:
+        return f"safetensors have no {str(outline.dtype).removeprefix('torch.')}"
+    if hasattr(type(outline), "__tensor_flatten__") or (outline.is_meta and outline is leaf):
+        return "a tensor without elements of its own"
+    if _NAME_OF[outline.dtype] == _PACKED and not outline.shape:
+        return "two numbers in a byte, which no shape stands for"
+    if key == _METADATA:
+        return "a name that safetensors keep for themselves"
+    return "" if is_text(key) else "a name that is no text, which safetensors cannot encode"
+
+
+def _shards(tensors: dict[str, Any], shard_bytes: int | None) -> list[dict[str, Any]]:
+    shards: list[dict[str, Any]] = [{}]
+    size = 0
+    for key, tensor in tensors.items():
+        if shards[-1] and shard_bytes is not None and size + tensor.nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][key] = tensor
+        size += tensor.nbytes
+    return shards
+
+
+def _write(path: Path, tensors: dict[str, Any], metadata: dict[str, str]) -> None:
+    # The largest elements first: then all of them are aligned.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
+    header: dict[str, object] = {_METADATA: metadata}
+    at = 0
+    for key, tensor in ordered:
+        shape = list(tensor.shape)
+        if _NAME_OF[tensor.dtype] == _PACKED:
+            shape[-1] *= 2
+        header[key] = {"dtype": _NAME_OF[tensor.dtype], "shape": shape, "data_offsets": [at, at + tensor.nbytes]}
+        at += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > _MAX_HEADER_BYTES:
+        msg = (
+            f"save: the header of {path.name} takes {len(text)} bytes: expected at most {_MAX_HEADER_BYTES}. Write "
+            "several files (shard_bytes), or shorten names (rename)."
+        )
+        raise CheckpointError(msg)
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in ordered:
+            for piece in _pieces(tensor):
+                file.write(memory_of(piece))
+
+
+def _pieces(tensor: Any) -> Any:
+    """Yield a tensor's elements in row-major order, as contiguous tensors on the CPU."""
+    if isinstance(tensor, StoredTensor):
+        yield from (tensor.read(index).resolve_conj().resolve_neg() for index in tensor.boxes())
+    elif tensor.numel():
+        yield tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()

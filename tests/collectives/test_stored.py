@@ -1,0 +1,78 @@
+"""Checkpoints read straight into shards: each rank its own bytes, or every byte once in the group."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import statetree as st
+from statetree.files import ranges
+from statetree.files.formats import open as open_file
+from statetree.testing import run_ranks
+from tests.cli.states import bits, write
+
+SHAPE = (64, 96)
+PLACEMENTS = {"rows": (Shard(0),), "columns": (Shard(1),), "grid": (Shard(0), Shard(1)), "copies": (Replicate(),)}
+
+
+def sharded(placements):
+    ranks = dist.get_world_size()
+    shape = (2, ranks // 2) if len(placements) == 2 else (ranks,)
+    mesh = init_device_mesh("cpu", shape)
+    state = {"a": bits(*SHAPE), "b": bits(*SHAPE, start=5), "v": bits(7)}
+    like = {
+        "a": distribute_tensor(torch.zeros(SHAPE), mesh, list(placements)),
+        "b": distribute_tensor(torch.zeros(SHAPE), mesh, list(placements)),
+        "v": torch.empty(7, device="meta"),
+    }
+    return state, like
+
+
+def counted(call):
+    """Return what a call returns, and how many bytes it reads."""
+    found = []
+
+    def made(self, *, follow_links=False, original=ranges.OpenFiles.__init__):
+        original(self, follow_links=follow_links)
+        found.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranges.OpenFiles, "__init__", made)
+        return call(), sum(files.nbytes_read for files in found)
+
+
+def load_in_every_way(path, name):
+    placements = PLACEMENTS[name]
+    state, like = sharded(placements)
+    headers = counted(lambda: open_file(path))[1]
+    loaded, nbytes = counted(lambda: st.load(path, like))
+    needed = sum(loaded[key].to_local().nbytes for key in "ab") + state["v"].nbytes
+    extra = 4096 if path.endswith("dir") else 256  # where a piece lies is read with it
+    assert nbytes - headers <= needed * (2.0 if name in ("columns", "grid") else 1.05) + extra, (
+        nbytes,
+        headers,
+        needed,
+    )
+    stored = open_file(path)
+    results = {
+        "load": loaded,
+        "reshard": st.reshard(stored, like),
+        "distribute": st.distribute(stored, like),
+        "once": st.load(path, like, read_once=True),
+    }
+    for key, found in results.items():
+        assert isinstance(found["a"], DTensor), key
+        assert found["a"].placements == placements, key
+        assert all(torch.equal(found[leaf].full_tensor(), state[leaf]) for leaf in "ab"), key
+        assert torch.equal(found["v"], state["v"]), key
+
+
+@pytest.mark.parametrize("world_size", [4])
+@pytest.mark.parametrize("file", ["a.safetensors", "a.pt", "dir"])
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_each_rank_reads_its_own_bytes(name, file, world_size, tmp_path):
+    state = {"a": bits(*SHAPE), "b": bits(*SHAPE, start=5), "v": bits(7)}
+    run_ranks(world_size, load_in_every_way, str(write(state, tmp_path / file)), name)

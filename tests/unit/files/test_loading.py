@@ -1,0 +1,78 @@
+"""``load``: a checkpoint read into the layout of another tree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import statetree as st
+from statetree.errors import TreeMismatch
+from statetree.testing import assert_trees_equal
+from tests.cli.states import bits, flat_state, nested_state, tied_state, write
+
+NAMES = ["a.pt", "a.safetensors", "a"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_whole_states_come_back(name, tmp_path):
+    path = write(flat_state(), tmp_path / name)
+    like = st.map_leaves(lambda leaf: torch.empty_like(leaf, device="meta"), flat_state())
+    assert_trees_equal(st.load(path, like), flat_state(), ties=False)
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a"])
+def test_nested_states_come_back_with_their_values(name, tmp_path):
+    path = write(nested_state(), tmp_path / name)
+    loaded = st.load(path, nested_state())
+    assert_trees_equal(loaded, nested_state(), ties=False)
+
+
+def test_flat_files_fill_nested_states(tmp_path):
+    path = write({"model.layers.0.w": bits(3), "model.layers.1.w": bits(4)}, tmp_path / "a.safetensors")
+    like = {"model": {"layers": [{"w": torch.empty(3)}, {"w": torch.empty(4)}]}}
+    expected = {"model": {"layers": [{"w": bits(3)}, {"w": bits(4)}]}}
+    assert_trees_equal(st.load(path, like), expected)
+
+
+def test_ties_of_like_are_kept_if_the_file_agrees(tmp_path):
+    path = write(tied_state(), tmp_path / "a.pt")
+    assert_trees_equal(st.load(path, tied_state()), tied_state())
+    like = torch.empty(4)
+    path = write({"a": bits(4), "b": bits(4), "c": bits(4, start=1)}, tmp_path / "b.safetensors")
+    loaded = st.load(path, {"a": like, "b": like}, strict=False)
+    assert loaded["a"] is loaded["b"]
+    with pytest.raises(TreeMismatch, match="ties at c"):
+        st.load(path, {"a": like, "c": like}, strict=False)
+
+
+def test_what_does_not_fit_is_named(tmp_path):
+    path = write({"a": bits(4), "b": bits(4), "more": bits(1)}, tmp_path / "a.safetensors")
+    with pytest.raises(TreeMismatch, match=r"(?s)2 places.*missing|missing"):
+        st.load(path, {"a": torch.empty(4), "c": torch.empty(4), "b": torch.empty(4)})
+    with pytest.raises(TreeMismatch, match=r"shape differs at a: expected \(5,\), got \(4,\)|shape"):
+        st.load(path, {"a": torch.empty(5)}, strict=False)
+    with pytest.raises(TreeMismatch, match="dtype"):
+        st.load(path, {"a": torch.empty(4, dtype=torch.float64)}, strict=False)
+    loaded = st.load(path, {"a": torch.empty(4, dtype=torch.float64)}, strict=False, cast=True)
+    assert torch.equal(loaded["a"], bits(4).double())
+
+
+def test_a_part_is_loaded_and_the_rest_left_alone(tmp_path):
+    path = write({"a": {"x": bits(4), "y": bits(3)}, "b": bits(4)}, tmp_path / "a.pt")
+    like = {"a": {"x": torch.zeros(4), "y": torch.zeros(3)}, "b": torch.zeros(4)}
+    loaded = st.load(path, like, where="a.*")
+    assert torch.equal(loaded["a"]["x"], bits(4))
+    assert loaded["b"] is like["b"]
+    assert not like["a"]["x"].any()
+    loaded = st.load(path, like, where=lambda path, _leaf: str(path) == "b")
+    assert loaded["a"]["x"] is like["a"]["x"]
+
+
+def test_other_kinds_of_tensors_are_loaded(tmp_path):
+    state = {"sparse": torch.eye(3).to_sparse(), "conj": bits(3, dtype=torch.complex64).conj(), "step": 3}
+    path = write(state, tmp_path / "a.pt")
+    like = {"sparse": (2 * torch.eye(3)).to_sparse(), "conj": torch.zeros(3, dtype=torch.complex64), "step": 0}
+    loaded = st.load(path, like)
+    assert torch.equal(loaded["sparse"].to_dense(), torch.eye(3))
+    assert torch.equal(loaded["conj"], state["conj"])
+    assert loaded["step"] == 3

@@ -1,0 +1,198 @@
+"""Stored tensors: every transform takes them as the tensors that they stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import statetree as st
+from statetree.errors import CheckpointError, UnsupportedLeaf
+from statetree.files import CheckpointFormat, OpenedCheckpoint, StoredTensor, opened, register_format
+from statetree.files import open as open_file
+from statetree.files.formats import _FORMATS
+from statetree.testing import assert_trees_equal
+from tests.cli.states import bits, flat_state, nested_state, tied_state, write
+
+NAMES = ["a.pt", "a.safetensors", "a"]
+
+
+def rich_state():
+    """What torch files hold beside strided tensors."""
+    return {
+        "parameter": torch.nn.Parameter(bits(4, 3)),
+        "conj": bits(4, dtype=torch.complex64).conj(),
+        "neg": bits(4, dtype=torch.complex64).conj().imag,
+        "sparse": torch.eye(3).to_sparse(),
+        "csr": torch.eye(4).to_sparse_csr(),
+        "empty": torch.empty(0, 3),
+        "bool": torch.tensor([True, False]),
+        "grad": bits(3).requires_grad_(),
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_headers_alone_are_read(name, tmp_path):
+    state = {"w": torch.zeros(1 << 20), "b": torch.zeros(1 << 20)}
+    found = opened(write(state, tmp_path / name))
+    assert [str(path) for path in st.paths(found.tree)] == list(found.tree)
+    assert st.similarity(found.tree, state)
+    assert st.map_leaves(lambda leaf: leaf.shape, found.tree) == {"w": (1 << 20,), "b": (1 << 20,)}
+    assert found.files.nbytes_read < 20_000
+
+
+@pytest.mark.parametrize("state", [flat_state, nested_state, tied_state, rich_state])
+def test_every_verb_reads_what_torch_loads(state, tmp_path):
+    path = write(state(), tmp_path / "a.pt")
+    stored, expected = open_file(path), torch.load(path, weights_only=True)
+    assert_trees_equal(st.offload(stored), expected)
+    assert st.similarity(stored, expected, values=True)
+    assert dict(st.stream(stored, st.offload)).keys() == dict.fromkeys(st.paths(expected)).keys()
+    with st.Stager() as stager:
+        assert st.similarity(stager.stage(stored), expected, values=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_state_is_filled_from_a_file(name, tmp_path):
+    state = flat_state()
+    stored = open_file(write(state, tmp_path / name))
+    target = st.map_leaves(torch.zeros_like, state)
+    result = st.copy_into(stored, target)
+    assert_trees_equal(target, state, ties=False)
+    assert all(result[key] is target[key] for key in target)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_read_does_not_write_to_the_file(name, tmp_path):
+    path = write({"w": bits(100)}, tmp_path / name)
+    before = {file: file.read_bytes() for file in [path, *path.rglob("*")] if file.is_file()}
+    stored = open_file(path)
+    st.offload(stored)["w"].zero_()
+    stored["w"].tensor().zero_()
+    assert {file: file.read_bytes() for file in before} == before
+
+
+def test_boxes_of_any_strides_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("statetree.files.ranges.BUCKET_BYTES", 40)
+    base = torch.arange(9000, dtype=torch.int16)
+    shapes = [(), (0, 3), (5,), (4, 6), (4, 1, 6), (2, 3, 5)]
+    strides = [(1, 7, 100), (200, 1, 5), (0, 40, 1), (3, 3, 3), (100, 1, 0), (1, 1000, 2)]
+    views = {
+        f"{shape}{stride}": base.as_strided(shape, stride[: len(shape)], 11) for shape in shapes for stride in strides
+    }
+    stored = open_file(write(views, tmp_path / "a.pt"))
+    for key, view in views.items():
+        assert torch.equal(stored[key].read(), view), key
+        index = tuple(slice(size // 3, size - size // 4) for size in view.shape)
+        assert torch.equal(stored[key].read(index), view[index]), key
+
+
+@pytest.mark.parametrize(("step", "most"), [(1, 1.0), (2, 2.0), (3, 2.0), (50, 1.0)])
+def test_reading_is_joined_up_to_twice_the_bytes_needed(step, most, tmp_path):
+    stored = open_file(write({"w": torch.arange(40_000)[::step]}, tmp_path / "a.pt"))
+    files = stored["w"]._find()[0].place.files
+    before = files.nbytes_read
+    assert torch.equal(stored["w"].read(), torch.arange(40_000)[::step])
+    assert (files.nbytes_read - before) / stored["w"].nbytes <= most
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_that_was_changed_is_an_error(name, tmp_path):
+    path = write({"w": bits(1000)}, tmp_path / name)
+    stored = open_file(path)
+    file = path / "__0_0.distcp" if path.is_dir() else path
+    data = file.read_bytes()
+    file.write_bytes(data[:-200])
+    for verb in (st.offload, lambda tree: tree["w"].read()):
+        with pytest.raises(CheckpointError, match="was cut off while it was read"):
+            verb(stored)
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match="was changed while it was read: expected the file that was opened"):
+        st.offload(stored)
+
+
+def test_a_shard_that_is_swapped_after_the_check_is_an_error(tmp_path):
+    st.save({"a": bits(9), "b": bits(8)}, tmp_path / "m.safetensors", shard_bytes=36)
+    found = opened(tmp_path / "m.safetensors.index.json")
+    shard = tmp_path / "m-00001-of-00002.safetensors"
+    other = write({"a": bits(9, start=1)}, tmp_path / "other.safetensors")
+    for handle in list(found.files._handles.values()):
+        import os
+
+        os.close(handle)
+    found.files._handles.clear()
+    shard.unlink()
+    shard.symlink_to(other)
+    with pytest.raises(CheckpointError, match=r"was changed|was cut off"):
+        found.tree["a"].read()
+
+
+def test_elements_are_converted_as_they_are_read(tmp_path):
+    stored = open_file(write({"w": bits(50).t() if False else torch.arange(50.0)}, tmp_path / "a.pt"))["w"]
+    half = stored.to(torch.bfloat16)
+    assert (half.dtype, half.shape) == (torch.bfloat16, stored.shape)
+    assert torch.equal(half.tensor(), torch.arange(50.0).bfloat16())
+    assert torch.equal(half.read((slice(3, 9),)), torch.arange(3.0, 9.0).bfloat16())
+    assert stored.to(torch.float32) is stored
+
+
+def test_distributed_and_foreign_leaves_are_refused(tmp_path):
+    class Config:
+        pass
+
+    torch.save({"w": bits(2), "config": torch.nn.ReLU()}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=r"objects that torch.load\(weights_only=True\) refuses \(torch.nn"):
+        open_file(tmp_path / "a.pt")
+    tree = open_file(tmp_path / "a.pt", skip_foreign=True)
+    assert repr(tree["config"]) == "<torch.nn.modules.activation.ReLU: not loaded>"
+    with pytest.raises(CheckpointError, match=r"the tree holds what torch\.load"):
+        st.save({"config": torch.nn.ReLU()}, tmp_path / "b.pt")
+    assert not (tmp_path / "b.pt").exists()
+    with pytest.raises(CheckpointError, match=r"step: a plain value"):
+        st.save({"step": 3}, tmp_path / "b.safetensors")
+
+
+def test_saving_replaces_whole_files(tmp_path):
+    for name in ("a.pt", "a.safetensors", "a", "a.safetensors.index.json"):
+        for start in (0, 1):
+            st.save({"w": bits(4, start=start)}, tmp_path / name)
+            assert torch.equal(open_file(tmp_path / name)["w"].read(), bits(4, start=start))
+    with pytest.raises(CheckpointError, match="exists already"):
+        st.save({"w": bits(4)}, tmp_path / "a.pt", overwrite=False)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_other_formats_can_be_registered(tmp_path):
+    class Texts(CheckpointFormat):
+        title = "text file"
+        suffixes = (".txt",)
+
+        def recognises(self, path, beginning):
+            return beginning.startswith(b"#")
+
+        def open(self, path, files, *, skip_foreign):
+            place = files.open(path)
+            lines = place.read(0, place.length, "the lines").decode().splitlines()[1:]
+            return OpenedCheckpoint(dict.fromkeys(lines), self.title, files)
+
+        def write(self, tree, folder, name, options):
+            (folder / name).write_text("\n".join(["#", *tree]))
+            return [name]
+
+    with pytest.raises(TypeError, match="expected a CheckpointFormat"):
+        register_format(Texts)
+    register_format(Texts())
+    try:
+        st.save({"a": None, "b": None}, tmp_path / "x.txt")
+        assert open_file(tmp_path / "x.txt") == {"a": None, "b": None}
+    finally:
+        _FORMATS.pop(0)
+
+
+def test_a_stored_tensor_says_what_it_is(tmp_path):
+    (leaf,) = open_file(write({"w": bits(2, 3, dtype=torch.int8)}, tmp_path / "a.pt")).values()
+    assert isinstance(leaf, StoredTensor)
+    assert (repr(leaf), leaf.nbytes, leaf.numel, leaf.device.type) == ("StoredTensor(int8, [2, 3])", 6, 6, "cpu")
+    assert UnsupportedLeaf
+    assert Path
