@@ -13,7 +13,7 @@ from statetree.dcp.keys import shown_key
 from statetree.dcp.saved_structure import SavedContainer, SavedEntry, Structure, path_of, places, saved_form
 from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY, VALUE_ENTRY, Content, why_not_writable
 from statetree.errors import Difference, TreeMismatch
-from statetree.leaves.copying import castable
+from statetree.leaves.casting import castable
 from statetree.paths import Path, exactly, render_key
 from statetree.tree.matching import ABSENT, matched
 

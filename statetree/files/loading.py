@@ -9,8 +9,8 @@ import torch
 from statetree.chunks.boxes import Box, in_slabs
 from statetree.chunks.local import location_of
 from statetree.errors import Difference, TreeMismatch
+from statetree.exchange.allocation import allocated
 from statetree.exchange.group import group_of
-from statetree.exchange.like import allocated
 from statetree.exchange.manifest import chunks_of, is_cuttable
 from statetree.files.formats import opened
 from statetree.files.stored import StoredTensor

@@ -8,7 +8,7 @@ import torch
 
 from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
 from statetree.leaves.builtin import facts, is_plain, settled, taken_over
-from statetree.leaves.copying import castable
+from statetree.leaves.casting import castable
 from statetree.leaves.parts import PackedRecipe, Recipe, Unpacked, unpack
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, extents, lay_out
