@@ -4,7 +4,7 @@ It is the hinge between trees and bytes: above it there are leaves, below it pla
 bottom:
 
 - ``copying``, ``replicas``: what ``copy_into``, and ``offload`` and ``allocate_like``, are made of.
-- ``casting``: which dtypes are converted, and which values are too large for that.
+- ``conversion``: which dtypes are converted, and which values are too large for that.
 - ``tree_parts``: a whole tree taken apart into plain tensors, for transforms on spans.
 - ``pairing``, ``ties``: the leaves of two trees side by side; which leaves of a tree share memory.
 - ``parts``: many leaves taken apart at once, each tensor object once, and packed again.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
 from statetree.leaves.builtin import settled, taken_over
-from statetree.leaves.casting import castable, out_of_range, saturated
+from statetree.leaves.conversion import castable, out_of_range, saturated
 from statetree.leaves.pairing import LeafPairing, leave_out_differences, paired_parts
 from statetree.leaves.parts import unpack
 from statetree.spans.columns import Columns

@@ -60,8 +60,8 @@ class ReducedType(LeafType):
             cls = type(value).__qualname__
             msg = (
                 f"the leaf at %PATH% ({cls}) cannot be taken apart: expected a __reduce_ex__ that gives out the "
-                "tensors inside and makes the same of them, got others. Define __tensor_flatten__ and __tensor_unflatten__, or "
-                f"use register_leaf_type({cls}, ...)."
+                "tensors inside and makes the same of them, got others. Define __tensor_flatten__ and "
+                f"__tensor_unflatten__, or use register_leaf_type({cls}, ...)."
             )
             raise UnsupportedLeaf(msg)
         own = attributes_of(again)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import statetree as st
-from statetree.leaves.casting import castable
+from statetree.leaves.conversion import castable
 from statetree.testing import assert_trees_equal
 from statetree.testing.regions import raw_bytes
 from statetree.testing.watch import Watch
