@@ -11,6 +11,7 @@ from statetree.errors import StateTreeError
 from statetree.leaves.registry import LEAF_TYPES
 from statetree.leaves.types.fake import UNINITIALIZED
 from statetree.leaves.types.opaque import OpaqueType
+from statetree.leaves.types.reduced import ReducedType, says_it_to_pickle
 from statetree.leaves.types.storage import STORAGE
 from statetree.leaves.types.tensor import TENSOR
 from statetree.leaves.types.wrapper import UNTRACEABLE, WRAPPER
@@ -52,6 +53,8 @@ def leaf_type_of(cls: type) -> LeafType | None:
 
 #: For objects of any class that has no leaf type of its own. What it finds inside is looked up here.
 OPAQUE: Final = OpaqueType(leaf_type_of)
+#: For tensors that only pickle can take apart.
+REDUCED: Final = ReducedType(leaf_type_of)
 
 
 def _recognise(cls: type) -> LeafType | None:
@@ -68,7 +71,9 @@ def _recognise(cls: type) -> LeafType | None:
         if hasattr(cls, "__tensor_flatten__") and hasattr(cls, "__tensor_unflatten__"):
             return WRAPPER
         dispatches = cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-        return UNTRACEABLE if dispatches else TENSOR
+        if not dispatches:
+            return TENSOR
+        return REDUCED if says_it_to_pickle(cls) else UNTRACEABLE
     if issubclass(cls, (torch.UntypedStorage, torch.storage.TypedStorage)):
         return STORAGE
     return OPAQUE

@@ -23,15 +23,21 @@ if TYPE_CHECKING:
 
     LookUp = Callable[[type], LeafType | None]
 
+#: What pickle makes of a value beside the tensors inside: a skeleton, and what is passed by identity.
+Rest = tuple[bytes, tuple[Any, ...]]
+
 # Interned by value, so that the skeletons of equal objects are equal whichever string objects they hold.
 _BY_VALUE = (str, bytes)
 # Left to pickle, which copies them exactly and in place.
 _SMALL = frozenset({type(None), bool, int, float, complex})
 
 
-class _TakeApart(pickle.Pickler):
+class TakeApart(pickle.Pickler):
+    """Sets tensors aside, and what is passed by identity."""
+
     def __init__(self, file: io.BytesIO, leaf_type_of: LookUp) -> None:
         super().__init__(file, protocol=5)
+        self.file = file
         self._leaf_type_of = leaf_type_of
         self.tensors: list[Any] = []
         self.kept: list[Any] = []
@@ -77,7 +83,7 @@ def _generator(device: torch.device, state: torch.Tensor) -> torch.Generator:
     return generator
 
 
-class _TakeAllApart(_TakeApart):
+class _TakeAllApart(TakeApart):
     """Notes for every tensor which of several objects it was found in."""
 
     def __init__(self, file: io.BytesIO, leaf_type_of: LookUp, values: Sequence[Any]) -> None:
@@ -118,8 +124,10 @@ class OpaqueType(LeafType):
         self._leaf_type_of = leaf_type_of
 
     def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
-        file = io.BytesIO()
-        pickler = _TakeApart(file, self._leaf_type_of)
+        return self.taken_apart(value, TakeApart(io.BytesIO(), self._leaf_type_of))
+
+    def taken_apart(self, value: Any, pickler: TakeApart) -> tuple[list[Any], Rest]:
+        """Return the tensors that a pickler finds in a value, and what it makes of the rest."""
         try:
             with torch_function_enabled():
                 pickler.dump(value)
@@ -139,7 +147,7 @@ class OpaqueType(LeafType):
                 "holds no tensors, or as a container (register_container)."
             )
             raise UnsupportedLeaf(msg) from error
-        return pickler.tensors, (file.getvalue(), tuple(pickler.kept))
+        return pickler.tensors, (pickler.file.getvalue(), tuple(pickler.kept))
 
     def unpack_together(self, values: Sequence[Any]) -> tuple[Sequence[Any], Any, Sequence[int]]:
         """Take several objects apart as one: also return, for each part, which of them it lies in."""
@@ -159,4 +167,9 @@ class OpaqueType(LeafType):
 
     def same_context(self, a: Any, b: Any) -> bool:
         """Whether two objects agree in everything but the tensors inside them."""
-        return bool(a[0] == b[0]) and same_value(a[1], b[1])
+        return same_rest(a, b)
+
+
+def same_rest(a: Rest, b: Rest) -> bool:
+    """Whether pickle makes the same of two values, but for the tensors inside."""
+    return a[0] == b[0] and same_value(a[1], b[1])

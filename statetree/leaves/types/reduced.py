@@ -1,0 +1,128 @@
+"""Tensor subclasses with ``__torch_dispatch__`` that say what they are made of to pickle alone.
+
+Transformer Engine's ``Float8Tensor`` is one: it has no ``__tensor_flatten__``, but a ``__reduce_ex__`` that gives out
+the tensors inside.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from statetree.errors import UnsupportedLeaf
+from statetree.leaves.registry import LeafType
+from statetree.leaves.types.opaque import OpaqueType, TakeApart, same_rest
+from statetree.leaves.types.tensor import attributes_of, set_attributes
+from statetree.tree.flatten import flatten, unflatten
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from statetree.leaves.types.opaque import LookUp, Rest
+
+
+class _TakeTensorApart(TakeApart):
+    """Takes one tensor apart as any object, and sets those inside it aside."""
+
+    def __init__(self, root: torch.Tensor, leaf_type_of: LookUp) -> None:
+        super().__init__(io.BytesIO(), leaf_type_of)
+        self._root = root
+
+    def persistent_id(self, obj: Any) -> int | None:
+        return None if obj is self._root else super().persistent_id(obj)
+
+
+class ReducedType(LeafType):
+    """Tensors that are taken apart by ``__reduce_ex__``, as opaque objects are, and written to as tensors are.
+
+    That is exact only if ``__reduce_ex__`` gives out the very tensors inside, and what it makes of them is what it was
+    given: others are refused.
+
+    Args:
+        leaf_type_of: Looks up the leaf type of a class.
+    """
+
+    def __init__(self, leaf_type_of: LookUp) -> None:
+        self._leaf_type_of = leaf_type_of
+        self._opaque = OpaqueType(leaf_type_of)
+
+    def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
+        tensors, rest = self._reduced(value)
+        twins, twin = self._reduced(value)
+        _, nothing = flatten({})
+        again = self.pack((rest, len(tensors), value.requires_grad, nothing), tensors)
+        same = isinstance(again, torch.Tensor) and _facts(again) == _facts(value)
+        others, other = self._reduced(again) if same else ([], rest)
+        same = same and same_rest(rest, twin) and same_rest(rest, other)
+        if not same or not _are_same(tensors, twins) or not _are_same(tensors, others):
+            cls = type(value).__qualname__
+            msg = (
+                f"the leaf at %PATH% ({cls}) cannot be taken apart: expected a __reduce_ex__ that gives out the "
+                "tensors inside and makes the same of them, got others. Define __tensor_flatten__ and "
+                f"__tensor_unflatten__, or use register_leaf_type({cls}, ...)."
+            )
+            raise UnsupportedLeaf(msg)
+        own = attributes_of(again)
+        carried = {name: held for name, held in attributes_of(value).items() if name not in own}
+        leaves, spec = flatten(carried)
+        return [*tensors, *leaves], (rest, len(tensors), value.requires_grad, spec)
+
+    def pack(self, context: Any, parts: Sequence[Any]) -> Any:
+        rest, count, requires_grad, attributes = context
+        fresh = self._opaque.pack(rest, parts[:count])
+        if isinstance(fresh, torch.Tensor):
+            if fresh.requires_grad != requires_grad:
+                fresh = fresh.detach().requires_grad_(requires_grad)
+            set_attributes(fresh, unflatten(attributes, parts[count:]))
+        return fresh
+
+    def essential(self, context: Any, inner: Sequence[Any]) -> Sequence[Any]:
+        """Return what holds the elements, without the attributes."""
+        return inner[: context[1]]
+
+    def same_context(self, a: Any, b: Any) -> bool:
+        """Whether two values agree in everything but the tensors inside them."""
+        return same_rest(a[0], b[0])
+
+    def describe(self, value: Any) -> Mapping[str, Any]:
+        _, (rest, *_) = self.unpack(value)
+        return {"class": type(value), "dtype": value.dtype, "shape": value.shape, "metadata": _Metadata(rest)}
+
+    def _reduced(self, value: torch.Tensor) -> tuple[list[Any], Rest]:
+        return self._opaque.taken_apart(value, _TakeTensorApart(value, self._leaf_type_of))
+
+
+class _Metadata:
+    """What pickle makes of a tensor beside those inside, to be compared and shown."""
+
+    def __init__(self, rest: Rest) -> None:
+        self._rest = rest
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Metadata) and same_rest(self._rest, other._rest)
+
+    def __hash__(self) -> int:
+        return hash(self._rest[0])
+
+    def __repr__(self) -> str:
+        return f"{len(self._rest[0])} bytes of pickle"
+
+
+def _facts(value: torch.Tensor) -> tuple[Any, ...]:
+    return type(value), value.dtype, value.shape, value.stride(), value.device, value.requires_grad
+
+
+def _are_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether tensors are the same ones, or lie in the same places."""
+    return len(a) == len(b) and all(
+        x is y or (x.dtype, x.shape, x.data_ptr()) == (y.dtype, y.shape, y.data_ptr())
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def says_it_to_pickle(cls: type) -> bool:
+    """Whether a subclass of ``torch.Tensor`` has a ``__reduce_ex__`` of its own."""
+    own: Any = cls
+    return own.__reduce_ex__ is not torch.Tensor.__reduce_ex__ or own.__reduce__ is not torch.Tensor.__reduce__
