@@ -27,12 +27,12 @@ def one_by_one(tensor):
     return element_sums(tensor.contiguous().view(-1), torch.arange(tensor.numel()), ALL)
 
 
-@pytest.mark.parametrize(("shape", "dtype"), itertools.product(SHAPES, DTYPES), ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), list(itertools.product(SHAPES, DTYPES)), ids=str)
 def test_they_do_not_depend_on_how_elements_are_read(shape, dtype):
     tensor = made(shape, dtype)
     expected = whole(tensor)
     assert expected.equal(one_by_one(tensor))
-    assert bool(expected.any()) == bool(tensor.numel())
+    assert bool(expected.any()) or tensor.numel() < 2
     for dim in range(tensor.dim()):
         assert whole(tensor.transpose(0, dim).contiguous().transpose(0, dim)).equal(expected)
         total, size = torch.zeros(ALL, dtype=torch.int64), tensor.shape[dim]
