@@ -34,8 +34,8 @@ def reshard(
 
     Args:
         tree: Where elements and plain values come from: the same tree on every rank, up to elements and plain values.
-            Or a ``Delta`` of such a tree: then what changed is moved alone, ``like`` must hold the elements of the base,
-            and the result is the ``Delta`` to apply to it. ``in_place``, ``replicas`` and ``bucket_bytes`` mean nothing.
+            Or a ``Delta`` of such a tree: then only what changed moves, ``like`` must hold the elements of the base,
+            and the result is the ``Delta`` to apply to it. Options but ``group`` and ``timeout`` mean nothing then.
         like: A tree of the same structure, whose tensors have the same global shapes and dtypes. It gives layouts,
             devices, strides, ties and classes. Without ``in_place`` its contents do not matter, and its tensors may be
             ``meta`` ones.
