@@ -75,7 +75,7 @@ def test_elements_anywhere_have_the_sums_of_their_places():
     order = torch.randperm(len(places), generator=torch.Generator().manual_seed(0))
     assert element_sums(tensor[places], places).equal(whole(holes)[:2])
     assert element_sums(tensor[places[order]], places[order]).equal(whole(holes)[:2])
-    both = sums_at(places, tensor[places], tensor[places] * 0, count=ALL)
+    both = sums_at(places, tensor[places], torch.zeros_like(tensor[places]), count=ALL)
     assert both[0].equal(whole(holes))
     assert not both[1].any()
 
