@@ -83,9 +83,9 @@ class _Application:
         change, entry = self.delta.tensors[name], self.entries.tensors[self.index_of[name]]
         self._check_writable(name, entry)
         located = LocatedChange(self.verb, name, change, entry)
-        if not located.sums(change.values).equal(change.after):
+        found, brought = located.both_sums()
+        if not brought.equal(change.after):
             raise damaged(self.verb, name, "its values or positions are not those that it was made with")
-        found = located.found_sums()
         if found.equal(change.before):
             if entry.place not in self.written:  # tied tensors are written once
                 self.written.add(entry.place)

@@ -17,7 +17,7 @@ from statetree.spans.bits import differing, is_unreadable
 from statetree.spans.columns import Columns
 from statetree.spans.overlaps import conflicts
 from statetree.spans.positions import as_bits, from_bits, places_of, take, within
-from statetree.spans.sums import element_sums
+from statetree.spans.sums import sums_at
 from statetree.torch_internals import copy_each
 from statetree.tree.matching import matched
 
@@ -143,7 +143,7 @@ def _change(a: TensorEntry, b: TensorEntry, sums: torch.Tensor) -> TensorChange 
     if not number:
         return None
     positions, values, old = found[0] if len(found) == 1 else _in_order(found)
-    change = change_at(positions, values, numel, element_sums(old, positions), element_sums(values, positions))
+    change = change_at(positions, values, numel, *sums_at(positions, old, values))
     return change if change.gaps.nbytes + values.nbytes <= count * itemsize else _all(a, b, sums)
 
 

@@ -36,7 +36,7 @@ class Delta:
         tensors: For each tensor that changed, by its name in ``to_flat`` of the base, what is written over it.
         values: For each other leaf that changed, what takes its place.
         table: For every leaf of the base, in the order of the paths, three ``int64`` by which it is recognised, and one
-            that says who holds what this rank holds: 0 for each rank by itself, 1 for this rank first, 2 for others first.
+            for who holds what this rank holds: 0 for each rank by itself, 1 for this rank first, 2 for others first.
     """
 
     tensors: dict[str, TensorChange]

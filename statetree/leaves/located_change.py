@@ -9,7 +9,7 @@ import torch
 
 from statetree.leaves.changes import TensorChange, damaged, mismatch
 from statetree.spans.positions import as_bits, from_bits, in_box, places_of, put, stored, take
-from statetree.spans.sums import FEW, element_sums, piece_sums
+from statetree.spans.sums import FEW, element_sums, piece_sums, sums_at
 from statetree.torch_internals import copy_all, copy_each, plain_pair
 
 if TYPE_CHECKING:
@@ -103,6 +103,16 @@ class LocatedChange:
         if self.positions is None:
             return self.entry.sums(FEW)
         return self.sums(self.read())
+
+    def both_sums(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sums of the elements that the change writes over, and of its values."""
+        if self.positions is None:
+            return self.found_sums(), self.sums(self.change.values)
+        found = self.read()
+        device = found.device
+        values = from_bits(as_bits(self.change.values).to(device), self.entry.dtype)
+        before, after = sums_at(self.positions.to(device), found, values)
+        return before.cpu(), after.cpu()
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sums of elements in the places of the change's values."""

@@ -205,7 +205,7 @@ def _strided_sums(part: torch.Tensor, offsets: torch.Tensor, itemsize: int, coun
         numbers = (offsets // per_row).unsqueeze(1) + torch.arange(rows, dtype=torch.int64, device=part.device)
         return _row_sums(padded.view(torch.int64).view(-1, _ROW_WORDS), numbers.view(-1), count)
     positions = offsets.unsqueeze(1) + torch.arange(part.shape[1], dtype=torch.int64, device=part.device)
-    return integer_sums(part.reshape(-1), positions.view(-1), count)
+    return _integer_sums([part.reshape(-1)], positions.view(-1), count)[0]
 
 
 def element_sums(values: torch.Tensor, positions: torch.Tensor, count: int = FEW) -> torch.Tensor:
@@ -213,39 +213,58 @@ def element_sums(values: torch.Tensor, positions: torch.Tensor, count: int = FEW
 
     Args:
         values: Elements, of one dim and contiguous.
-        positions: Where they lie, as ``int64``.
+        positions: Where they lie, as ``int64``. (It is quicker if they ascend.)
         count: How many of the four sums.
     """
-    total = torch.zeros(count, dtype=torch.int64, device=values.device)
-    for start, flat in bits_in_pieces(values, _PIECE_BYTES):
-        words = values.dtype.itemsize // _WORD_BYTES
+    return sums_at(positions, values, count=count)[0]
+
+
+def sums_at(positions: torch.Tensor, *columns: torch.Tensor, count: int = FEW) -> list[torch.Tensor]:
+    """Do as ``element_sums``, for several tensors of one dtype with elements at the same positions."""
+    totals = [torch.zeros(count, dtype=torch.int64, device=values.device) for values in columns]
+    words = columns[0].dtype.itemsize // _WORD_BYTES
+    for pieces in zip(*(bits_in_pieces(values, _PIECE_BYTES) for values in columns), strict=True):
+        start, first = pieces[0]
         if words > 1:
-            found = positions[start : start + flat.numel() // words].unsqueeze(1) * words
+            found = positions[start : start + first.numel() // words].unsqueeze(1) * words
             places = (found + torch.arange(words, dtype=torch.int64, device=found.device)).view(-1)
         else:
-            places = positions[start : start + flat.numel()]
-        total += integer_sums(flat, places, count)
-    return total
+            places = positions[start : start + first.numel()]
+        for total, found in zip(totals, _integer_sums([flat for _, flat in pieces], places, count), strict=True):
+            total += found
+    return totals
 
 
-def integer_sums(flat: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the sums of single integers of up to eight bytes."""
-    bits = flat.itemsize * 8
-    per = _WORD_BYTES // flat.itemsize
+def _integer_sums(flats: Sequence[torch.Tensor], positions: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """Return the sums of single integers of up to eight bytes, for each of some tensors of them."""
+    first = flats[0]
+    bits = first.itemsize * 8
+    per = _WORD_BYTES // first.itemsize
     shift = per.bit_length() - 1  # a power of two
-    factors = _place_factors(flat.device)
-    total = torch.zeros(count, dtype=torch.int64, device=flat.device)
-    step = _SINGLE if flat.is_cpu else flat.numel()
-    for start in range(0, flat.numel(), step):
-        place = positions[start : start + step]
-        word = flat[start : start + step].to(torch.int64)
-        if per > 1:
-            word = (word & ((1 << bits) - 1)) << ((place & (per - 1)) * bits)
-            place = place >> shift
-        high = word >> SHIFTS[1]
-        row_factors = _row_factors(place >> _ROW_BITS, count)
+    factors = _place_factors(first.device)
+    totals = [torch.zeros(count, dtype=torch.int64, device=first.device) for _ in flats]
+    step = _SINGLE if first.is_cpu else max(first.numel(), 1)
+    for start in range(0, first.numel(), step):
+        position = positions[start : start + step]
+        place = position >> shift
         column = place & (_ROW_WORDS - 1)
-        for number in range(count):
-            product = factors[number].take(column).mul_(row_factors[number])
-            total[number] += product.mul_(high if SHIFTS[number] else word).sum()
-    return total
+        by_row = _factors_of_rows(place >> _ROW_BITS, count)
+        products = [factors[number].take(column).mul_(by_row[number]) for number in range(count)]
+        within_word = (position & (per - 1)).mul_(bits)
+        for total, flat in zip(totals, flats, strict=True):
+            word = flat[start : start + step].to(torch.int64)
+            if per > 1:
+                word = word.bitwise_and((1 << bits) - 1).bitwise_left_shift_(within_word)
+            high = word >> SHIFTS[1]
+            for number in range(count):
+                total[number] += products[number].mul(high if SHIFTS[number] else word).sum()
+    return totals
+
+
+def _factors_of_rows(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the coefficients of rows of which many are the same: each of those between is worked out once."""
+    lowest, highest = (int(bound) for bound in rows.aminmax())
+    if highest - lowest >= rows.numel():
+        return _row_factors(rows, count)
+    table = _row_factors(torch.arange(lowest, highest + 1, dtype=torch.int64, device=rows.device), count)
+    return table.index_select(1, rows - lowest)

@@ -42,8 +42,8 @@ def reshard(
 
     Args:
         tree: Where elements and plain values come from: the same tree on every rank, up to elements and plain values.
-            Or a ``Delta`` of such a tree: then only what changed is moved, ``like`` must hold the elements of the base,
-            and the result is the ``Delta`` to apply to it. The options other than ``group`` and ``timeout`` are ignored.
+            Or a ``Delta`` of such a tree: then only what changed moves, ``like`` must hold the elements of the base,
+            and the result is the ``Delta`` to apply to it. Options but ``group`` and ``timeout`` mean nothing then.
         like: A tree of the same structure, whose tensors have the same global shapes and dtypes (but for ``cast``). It
             gives layouts, devices, strides, ties and classes. Without ``in_place`` its contents do not matter, and its
             tensors may be ``meta`` ones.

@@ -115,7 +115,13 @@ def a_wrong_base_is_left_alone(plan, seed, share):
     for name, found in change.tensors.items():
         wrong = st.offload(base)
         leaf = st.to_flat(wrong)[0][name]
-        if not ordinary(leaf) or not leaf.is_contiguous() or leaf.is_neg() or leaf.is_conj():
+        if (
+            not ordinary(leaf)
+            or not leaf.is_contiguous()
+            or leaf.is_neg()
+            or leaf.is_conj()
+            or set(leaf.stride()[-1:]) - {1}
+        ):
             continue
         place = 0 if found.is_whole else int(found.positions()[seed % found.gaps.numel()])
         memory = leaf.detach().view(-1).view(torch.uint8).view(leaf.numel(), leaf.itemsize)
