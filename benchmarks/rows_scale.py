@@ -143,6 +143,9 @@ def _nothing() -> None:
     """Wait for nothing."""
 
 
+_ALONE: Final = Scale(0, 1, 1)
+
+
 @dataclass(frozen=True)
 class ScaleRow(Row):
     """A row each sample of which is the first call of a fresh process.
@@ -155,7 +158,7 @@ class ScaleRow(Row):
     """
 
     make: Callable[[Scale], Callable[[], Any]] = gather_to_one
-    at: Scale = Scale(0, 1, 1)
+    at: Scale = _ALONE
     also: Scale | None = None
     floor: Callable[[Scale], Callable[[], Any]] | None = None
 
@@ -216,7 +219,7 @@ def _row(work: str, make: Any, at: Scale, *aims: Aim, also: Scale | None = None,
     )
 
 
-#: What the receiver returns: 1,000 leaves of 1,024 × 4 rows.
+#: What the receiver returns: 1,000 leaves, of 1,024 times 4 rows each.
 _RECEIVED: Final = 1000 * 1024 * ROWS_OF_RANK * COLUMNS * 4
 
 ROWS = (

@@ -103,7 +103,12 @@ TESTS = {
         "collectives/test_layouts.py",
         "collectives/test_partition_replicas.py",
     ),
+    "exchange/routes.py": ("unit/exchange/test_plan.py", "collectives/test_layouts.py"),
+    "exchange/senders.py": ("unit/exchange/test_plan.py", "unit/exchange/test_senders.py"),
+    "exchange/stacks.py": ("unit/exchange/test_plan.py", "collectives/test_layouts.py"),
+    "exchange/statements.py": ("collectives/test_replicas.py", "collectives/test_ties.py"),
     "exchange/buckets.py": (
+        "unit/exchange/test_plan.py",
         "collectives/test_ties.py",
         "collectives/test_memory.py",
         "collectives/test_layouts.py",
@@ -158,20 +163,10 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "'storage_keys' not in self.__dict__  ->  'storage_keys' in self.__dict__",
     ): "the short cut is taken at other times, and comes to the same answer",
     (
-        "exchange/buckets.py",
+        "exchange/plan.py",
         "LARGE_BYTES: Final = 1 << 20",
         "1  ->  2",
     ): "what is smaller travels packed, and arrives all the same",
-    (
-        "exchange/buckets.py",
-        "count += len(sends) + len(receives) + len(copies)",
-        "len(sends) + len(receives) + len(copies)  ->  len(sends) + len(receives) - len(copies)",
-    ): "it decides whether rounds are kept or laid out again",
-    (
-        "exchange/buckets.py",
-        "return bucket if need <= bucket.numel() else bucket.new_empty(need)",
-        "need <= bucket.numel()  ->  need < bucket.numel()",
-    ): "a bucket of the same size will do as well",
     (
         "exchange/buckets.py",
         "most = [0, 0]",

@@ -74,7 +74,7 @@ class ChunkLayout:
         first.scatter_reduce_(0, which, torch.arange(len(which)), "amin")
         return Distinct(self.starts[first], self.stops[first], which)
 
-    @property
+    @cached_property
     def has_replicas(self) -> bool:
         """Whether some box is held by several ranks."""
         return len(self.distinct.starts) < len(self.ranks)

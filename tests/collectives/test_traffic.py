@@ -1,0 +1,124 @@
+"""What ranks send each other: elements, counted where they leave, and what they tell each other beside."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import statetree
+from statetree.exchange.group import Group
+from statetree.testing import Layout, run_ranks
+from tests.collectives.checks import attempt
+
+LEAVES = 40
+SHAPE = (48, 16)
+NBYTES = LEAVES * 48 * 16 * 4
+
+
+class Counting:
+    """Counts the bytes of elements that this rank sends, and those that it hears beside, in a block."""
+
+    def __enter__(self):
+        self.elements = self.heard = 0
+        self._patch = pytest.MonkeyPatch()
+        exchange, broadcast, gather, reduce = Group.exchange, Group.broadcast, Group.all_gather, Group.all_reduce
+        tell, greatest = Group.broadcast_bytes, Group.all_reduce_max
+
+        def count(group, sent, received):
+            self.elements += sum(data.numel() for _, data in sent)
+            return exchange(group, sent, received)
+
+        def count_once(group, tensors, source):
+            self.elements += sum(data.numel() for data in tensors) if group.rank == source else 0
+            return broadcast(group, tensors, source)
+
+        def hear(function, nbytes):
+            def heard(group, *args):
+                result = function(group, *args)
+                self.heard += nbytes(result)
+                return result
+
+            return heard
+
+        self._patch.setattr(Group, "exchange", count)
+        self._patch.setattr(Group, "broadcast", count_once)
+        self._patch.setattr(Group, "all_gather", hear(gather, lambda found: found.nbytes))
+        self._patch.setattr(Group, "all_reduce", hear(reduce, lambda found: found.nbytes))
+        self._patch.setattr(Group, "all_reduce_max", hear(greatest, lambda found: 8 * len(found)))
+        self._patch.setattr(Group, "broadcast_bytes", hear(tell, len))
+        return self
+
+    def __exit__(self, *_):
+        self._patch.undo()
+
+
+def tree_of(*placements, mesh=(0, 1, 2, 3), leaves=LEAVES):
+    return {f"leaf{number}": Layout(SHAPE, mesh, placements).build() for number in range(leaves)}
+
+
+def full():
+    return {f"leaf{number}": torch.arange(48.0 * 16).view(SHAPE) + number for number in range(LEAVES)}
+
+
+HYBRID = ((0, 1), (2, 3))
+
+
+def send_what_is_needed():
+    """Return how many bytes this rank sent in each call."""
+    rank = dist.get_rank()
+    sharded, hybrid = tree_of("S0"), tree_of("R", "S0", mesh=HYBRID)
+    calls = {
+        "gather to one": lambda: statetree.gather(sharded, dst=0),
+        "gather to all": lambda: statetree.gather(sharded),
+        "gather copies to all": lambda: statetree.gather(hybrid),
+        "gather copies to one": lambda: statetree.gather(hybrid, dst=0),
+        "distribute": lambda: statetree.distribute(full() if rank == 0 else None, sharded, src=0),
+        "broadcast": lambda: statetree.broadcast(full() if rank == 0 else None),
+        "reshard": lambda: statetree.reshard(sharded, tree_of("S1")),
+        "reshard to copies": lambda: statetree.reshard(sharded, hybrid),
+        "partition_replicas": lambda: statetree.partition_replicas(hybrid),
+    }
+    sent = {}
+    for name, call in calls.items():
+        with Counting() as counted:
+            call()
+        sent[name] = counted.elements
+    return sent
+
+
+def test_no_more_is_sent_than_is_lacking():
+    ideal = {
+        "gather to one": 3 / 4,
+        "gather to all": 3,
+        "gather copies to all": 4 / 2,
+        "gather copies to one": 1 / 2,
+        "distribute": 3 / 4,
+        "broadcast": 1,
+        "reshard": 3 / 4,
+        "reshard to copies": 1 / 4 * (1 + 1 + 2 + 2),
+        "partition_replicas": 0,
+    }
+    rows = run_ranks(4, send_what_is_needed)
+    for name, models in ideal.items():
+        total = sum(row[name] for row in rows)
+        assert models * NBYTES <= total <= 1.02 * models * NBYTES, (name, total / NBYTES)
+
+
+def hear_of(leaves):
+    """Return how many bytes this rank heard beside elements, where meshes differ, and where the trees do too."""
+    trees = tree_of("S0", mesh=(0, 1), leaves=leaves), tree_of("S0", mesh=(2, 3), leaves=leaves)
+    tree = trees[dist.get_rank() // 2]
+    with Counting() as agreeing:
+        statetree.gather(tree)
+    if dist.get_rank() == 3:
+        tree["leaf3"] = torch.zeros(3)
+    with Counting() as disagreeing:
+        name, message = attempt(lambda: statetree.gather(tree))
+    assert name == "RankMismatch"
+    assert "at leaf3: " in message
+    return agreeing.heard, disagreeing.heard
+
+
+def test_what_ranks_tell_each_other_hardly_grows_with_the_leaves():
+    few, many = run_ranks(4, hear_of, 20)[0], run_ranks(4, hear_of, 200)[0]
+    assert many[0] <= few[0] + 200
+    assert many[1] <= few[1] + 4 * 64  # as bisection takes a few steps more
