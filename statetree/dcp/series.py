@@ -97,10 +97,12 @@ class Series:
         partial.close()
         return checkpoint
 
-    def prune(self, keep: int | None, latest: StepDirectory) -> None:
-        """Remove superseded revisions, and all but the newest steps; never the one just saved."""
+    def prune(self, keep: int | None, latest: StepDirectory, *, every: int | None = None) -> None:
+        """Remove superseded revisions, and all but the newest steps and every n-th; never the one just saved."""
         complete = self.complete()
         kept = set(complete if keep is None else complete[-keep:]) | {latest}
+        if every is not None:
+            kept |= {checkpoint for checkpoint in complete if checkpoint.step % every == 0}
         for checkpoint in self._all():
             if checkpoint not in kept:
                 self._remove(self.path(checkpoint))
