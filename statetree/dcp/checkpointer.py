@@ -64,7 +64,7 @@ class Checkpointer:
         relative to other collectives as well: the first of them makes two gloo groups of the same ranks.
 
     Raises:
-        TypeError, ValueError: If ``keep`` or ``keep_every`` is no integer, or less than one, or ``stager`` cannot stage.
+        TypeError, ValueError: If ``keep`` or ``keep_every`` is no integer, or below one, or ``stager`` cannot stage.
 
     Example:
         >>> import tempfile, torch
@@ -103,7 +103,7 @@ class Checkpointer:
         self.keep = keep
         self.keep_every = keep_every
         self.incremental = incremental
-        self._series = Series(self.directory)
+        self._series = Series(self.directory, keep_every)
         self._process_group = process_group
         self._given_stager = stager
         self._own_stager: Stager | None = None
@@ -361,7 +361,7 @@ class Checkpointer:
         def publish() -> None:
             published = self._series.publish(made[0])
             try:
-                self._series.prune(self.keep, published, every=self.keep_every)
+                self._series.prune(self.keep, published)
             except OSError as error:
                 msg = (
                     f"save: the checkpoint {self._series.path(published)} is complete, but older ones could not be "

@@ -52,9 +52,9 @@ def test_a_step_is_replaced(tmp_path, monkeypatch):
     seen = []
     prune = series.Series.prune
 
-    def looking(self, keep, latest, **more):
+    def looking(self, keep, latest):
         seen.append(Checkpointer(tmp_path).restore()["w"][0].item())
-        prune(self, keep, latest, **more)
+        prune(self, keep, latest)
 
     monkeypatch.setattr(series.Series, "prune", looking)
     with Checkpointer(tmp_path) as saved:
