@@ -52,6 +52,7 @@ class Checkpointer:
         stager: Stages the states of ``async_save``; by default one of its own, which ``close`` closes.
         keep: How many checkpoints stay: those with the highest steps, and always the one saved last. ``None`` keeps
             all.
+        keep_every: Beside these, the checkpoints stay whose step is a multiple of this.
         incremental: Whether files in which nothing changed since the latest checkpoint become hard links to that one's.
             Each checkpoint is complete, whatever is removed beside it. What changed is found by digests (SHA-256) of
             the contents; files are cut so that few are written again. Where the file system has no links, all is
@@ -63,7 +64,7 @@ class Checkpointer:
         relative to other collectives as well: the first of them makes two gloo groups of the same ranks.
 
     Raises:
-        TypeError, ValueError: If ``keep`` is not an integer, or less than one, or ``stager`` cannot stage.
+        TypeError, ValueError: If ``keep`` or ``keep_every`` is no integer, or below one, or ``stager`` cannot stage.
 
     Example:
         >>> import tempfile, torch
@@ -84,22 +85,25 @@ class Checkpointer:
         *,
         stager: Any = None,
         keep: int | None = None,
+        keep_every: int | None = None,
         incremental: bool = False,
         process_group: ProcessGroup | None = None,
     ) -> None:
-        if keep is not None and type(keep) is not int:
-            msg = f"Checkpointer: keep must be a whole number, or None: expected an int, got {keep!r}."
-            raise TypeError(msg)
-        if keep is not None and keep < 1:
-            msg = f"Checkpointer: keep must be at least 1, or None: expected a positive number, got {keep}."
-            raise ValueError(msg)
+        for name, count in (("keep", keep), ("keep_every", keep_every)):
+            if count is not None and type(count) is not int:
+                msg = f"Checkpointer: {name} must be a whole number, or None: expected an int, got {count!r}."
+                raise TypeError(msg)
+            if count is not None and count < 1:
+                msg = f"Checkpointer: {name} must be at least 1, or None: expected a positive number, got {count}."
+                raise ValueError(msg)
         if stager is not None and (isinstance(stager, type) or not callable(getattr(stager, "stage", None))):
             msg = f"Checkpointer: stager must have a stage method: expected a Stager or an AsyncStager, got {stager!r}."
             raise TypeError(msg)
         self.directory = Path(directory)
         self.keep = keep
+        self.keep_every = keep_every
         self.incremental = incremental
-        self._series = Series(self.directory)
+        self._series = Series(self.directory, keep_every)
         self._process_group = process_group
         self._given_stager = stager
         self._own_stager: Stager | None = None

@@ -40,8 +40,9 @@ class StepDirectory(NamedTuple):
 class Series:
     """The checkpoints in a directory. Only one rank uses it."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, every: int | None = None) -> None:
         self.directory = directory
+        self._every = every
 
     def complete(self) -> list[StepDirectory]:
         """Return the complete checkpoints, of each step the latest revision, in the order of steps."""
@@ -98,9 +99,11 @@ class Series:
         return checkpoint
 
     def prune(self, keep: int | None, latest: StepDirectory) -> None:
-        """Remove superseded revisions, and all but the newest steps; never the one just saved."""
+        """Remove superseded revisions, and all but the newest steps and every n-th; never the one just saved."""
         complete = self.complete()
         kept = set(complete if keep is None else complete[-keep:]) | {latest}
+        if self._every is not None:
+            kept |= {checkpoint for checkpoint in complete if checkpoint.step % self._every == 0}
         for checkpoint in self._all():
             if checkpoint not in kept:
                 self._remove(self.path(checkpoint))

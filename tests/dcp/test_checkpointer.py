@@ -208,9 +208,17 @@ def test_a_stager_can_stage(stager, tmp_path):
         Checkpointer(tmp_path, stager=stager)
 
 
+def test_every_nth_stays(tmp_path):
+    with Checkpointer(tmp_path, keep=2, keep_every=3) as saved:
+        for step in range(1, 9):
+            saved.save(step, state_of(step))
+        assert saved.steps() == [3, 6, 7, 8]
+
+
 def test_keep_is_positive(tmp_path):
-    with pytest.raises(ValueError, match=r"keep must be at least 1"):
-        Checkpointer(tmp_path, keep=0)
+    for name in ("keep", "keep_every"):
+        with pytest.raises(ValueError, match=rf"{name} must be at least 1"):
+            Checkpointer(tmp_path, **{name: 0})
 
 
 @pytest.mark.parametrize("keep", [2.0, True, "2"])
