@@ -28,8 +28,8 @@ if TYPE_CHECKING or "_wanted" in globals():
     from statetree.errors import TreeTooDeep as TreeTooDeep
     from statetree.errors import UnsupportedLeaf as UnsupportedLeaf
     from statetree.exchange.prepared import Prepared as Prepared
+    from statetree.files.direct_loading import load as load
     from statetree.files.formats import save as save
-    from statetree.files.loading import load as load
     from statetree.files.page import to_html as to_html
     from statetree.leaves.delta_tree import Delta as Delta
     from statetree.leaves.registry import LeafType as LeafType

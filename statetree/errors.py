@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import signal
+import sys
 import traceback
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import torch
 
 from statetree.paths import nearest
 
@@ -89,7 +88,8 @@ def is_users_own(error: BaseException) -> bool:
 
 def describe_leaf(leaf: Any) -> str:
     """Say what a leaf is: dtype, shape and device of a tensor, the class of anything else. Never raises."""
-    if isinstance(leaf, torch.Tensor):
+    torch = sys.modules.get("torch")  # not imported: the command says what is wrong with its arguments without it
+    if torch is not None and isinstance(leaf, torch.Tensor):
         try:
             return f"{type(leaf).__qualname__} {leaf.dtype} {tuple(leaf.shape)} on {leaf.device}"
         except Exception:  # noqa: BLE001 - half-initialised tensors refuse to say

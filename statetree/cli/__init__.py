@@ -4,5 +4,5 @@
 - ``entries``: a checkpoint as rows; ``describing``: leaves in words; ``table``: lines of columns.
 - ``show``: the command ``show``; ``statistics``: what it says of elements.
 - ``diff``: the command ``diff``; ``elements``: what it says of them.
-- ``convert``: the command ``convert``; ``changes``: keys and dtypes.
+- ``convert``: the command ``convert``; ``rewriting``: keys and dtypes.
 """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from statetree.cli.changes import converted, rename
-from statetree.cli.entries import Choice, Entry, entries_of, tied_entries
+from statetree.cli.entries import CheckpointEntry, Choice, entries_of, tied_entries
+from statetree.cli.rewriting import converted, rename
 from statetree.errors import CheckpointError
 from statetree.files.formats import format_for, save
 from statetree.files.stored import StoredObject, StoredTensor
@@ -83,7 +83,7 @@ def _check_apart(source: FilePath, checkpoint: OpenedCheckpoint, destination: Fi
             raise CheckpointError(msg)
 
 
-def _notes(checkpoint: OpenedCheckpoint, kept: Sequence[Entry], title: str) -> Iterator[str]:
+def _notes(checkpoint: OpenedCheckpoint, kept: Sequence[CheckpointEntry], title: str) -> Iterator[str]:
     """Yield what is different in the new checkpoint."""
     if title != "torch file":
         for group in tied_entries(kept):

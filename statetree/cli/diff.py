@@ -11,7 +11,7 @@ import click
 
 from statetree.cli.describing import dtype_text, leaf_text, shape_text, type_text, value_text
 from statetree.cli.elements import Tolerance, Unequal, compare_elements
-from statetree.cli.entries import Choice, Entry, plural, tied_entries
+from statetree.cli.entries import CheckpointEntry, Choice, plural, tied_entries
 from statetree.cli.table import is_coloured
 from statetree.files.stored import StoredObject, StoredTensor
 from statetree.files.untrusted import brief, printable
@@ -116,7 +116,9 @@ def _rank(found: Found) -> tuple[int, float]:
     return _ORDER.index(found.kind) if found.kind in _ORDER else -1, -size
 
 
-def _structure(left: Any, right: Any, shared: Sequence[tuple[Entry, Entry]], choice: Choice) -> Iterator[Found]:
+def _structure(
+    left: Any, right: Any, shared: Sequence[tuple[CheckpointEntry, CheckpointEntry]], choice: Choice
+) -> Iterator[Found]:
     """Return where containers, or the types of keys, differ."""
     ours, theirs = _containers(left), _containers(right)
     is_other = False
@@ -175,7 +177,7 @@ def _side(kind: str, side: Any) -> str:
     return dtype_text(side) if kind == "dtype" else shape_text(tuple(side)) if kind == "shape" else str(side)
 
 
-def _ties(left: Sequence[Entry], right: Sequence[Entry], shared: set[str]) -> Iterator[Found]:
+def _ties(left: Sequence[CheckpointEntry], right: Sequence[CheckpointEntry], shared: set[str]) -> Iterator[Found]:
     """Return where tensors share bytes on one side and not on the other."""
     sides = []
     for entries in (left, right):

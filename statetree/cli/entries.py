@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _MAX_PARTS: Final = 16
 
 
-class Entry(NamedTuple):
+class CheckpointEntry(NamedTuple):
     """A leaf, or a list or tuple of plain values: its path, a key that no other entry has, and what it is."""
 
     path: Path
@@ -34,10 +34,10 @@ class Entry(NamedTuple):
     leaf: Any
 
 
-def entries_of(tree: Any) -> list[Entry]:
+def entries_of(tree: Any) -> list[CheckpointEntry]:
     """Return the entries of a tree."""
     leaves, spec = flatten_for("read", tree, is_leaf=is_entry)
-    return list(map(Entry, spec.paths(), spec.flat_keys(), leaves))
+    return list(map(CheckpointEntry, spec.paths(), spec.flat_keys(), leaves))
 
 
 class Choice:
@@ -48,7 +48,7 @@ class Choice:
         self._patterns = list(patterns)
         self._excluded = list(excluded)
 
-    def of(self, *trees: Any) -> list[list[Entry]]:
+    def of(self, *trees: Any) -> list[list[CheckpointEntry]]:
         """Return the entries of trees that are looked at.
 
         Raises:
@@ -139,7 +139,7 @@ class Row:
         return notes
 
 
-def rows_of(chosen: Sequence[Entry], entries: Sequence[Entry]) -> list[Row]:
+def rows_of(chosen: Sequence[CheckpointEntry], entries: Sequence[CheckpointEntry]) -> list[Row]:
     """Return the rows of those entries of a checkpoint that are shown."""
     rows = {entry.key: Row(entry.key, _labels(entry.path), entry.leaf, own_bytes(entry.leaf)) for entry in chosen}
     for group in tied_entries(entries):
@@ -176,7 +176,7 @@ def _extent(leaf: Any) -> tuple[int, int, int]:
     return outline.untyped_storage().data_ptr(), begin, begin + span_bytes(outline)
 
 
-def tied_entries(entries: Sequence[Entry]) -> list[list[int]]:
+def tied_entries(entries: Sequence[CheckpointEntry]) -> list[list[int]]:
     """Return which entries share bytes: their indices, in order. Of views that interlace, this is said, too."""
     extents = sorted(
         (*_extent(leaf), index)

@@ -3,7 +3,7 @@
 Files are not trusted: nothing in them is executed, sizes are compared with the file before memory is taken.
 
 - ``formats``: ``open``, ``save`` and ``register_format``; ``checkpoint``: what a format has to do.
-- ``loading``: ``load``, into the layout of another tree.
+- ``direct_loading``: ``load``, into the layout of another tree.
 - ``stored``: the leaf that stands for a tensor in a file, and its leaf type.
 - ``ranges``: ranges of bytes of open files, every read of which is checked.
 - ``page``: ``to_html``, a tree as one page to look at.
@@ -13,8 +13,8 @@ Files are not trusted: nothing in them is executed, sizes are compared with the 
 """
 
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint, SaveOptions
+from statetree.files.direct_loading import load
 from statetree.files.formats import open, opened, register_format, save  # noqa: A004 - `statetree.files.open`
-from statetree.files.loading import load
 from statetree.files.stored import StoredObject, StoredTensor
 
 __all__ = [
