@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import click
 from click.shell_completion import shell_complete
 
-from statetree.errors import StateTreeError
-
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -114,15 +112,20 @@ def _run(command: click.Command, args: list[str]) -> int:
         return _BY_SIGNAL + number
     except BrokenPipeError:
         raise
-    except (StateTreeError, OSError, MemoryError) as error:
-        from statetree.files.untrusted import printable  # loads torch, which help does not wait for
+    except Exception as error:  # noqa: BLE001 - Python's own status for it, 1, would mean that checkpoints differ
+        _tell(_complaint(error))
+        return FAILED
 
-        text = f"{type(error).__name__}: {error}" if not isinstance(error, StateTreeError) else str(error)
-        _tell("error: " + "\n".join(map(printable, text.split("\n"))))
-        return FAILED
-    except Exception:  # noqa: BLE001 - Python's own status for it, 1, would mean that checkpoints differ
-        _tell(f"error: statetree has a fault. Please report this:\n{traceback.format_exc()}")
-        return FAILED
+
+def _complaint(error: Exception) -> str:
+    from statetree.errors import StateTreeError  # which loads torch: help does not wait for it
+    from statetree.files.untrusted import printable
+
+    if not isinstance(error, (StateTreeError, OSError, MemoryError)):
+        lines = "\n".join(map(printable, traceback.format_exc().split("\n")))
+        return f"error: statetree has a fault. Please report this:\n{lines}"
+    text = str(error) if isinstance(error, StateTreeError) else f"{type(error).__name__}: {error}"
+    return "error: " + "\n".join(map(printable, text.split("\n")))
 
 
 def _invoke(command: click.Command, args: list[str]) -> int:
