@@ -8,7 +8,6 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from statetree.chunks.layouts import whole_on
 from statetree.errors import StateTreeError, UnsupportedLeaf, place_in_tree
@@ -18,7 +17,6 @@ from statetree.leaves.builtin import taken_over
 from statetree.leaves.copying import prepared_copy
 from statetree.leaves.replicas import moved, replicated
 from statetree.leaves.types.checkpointable import SHARD_ATTRIBUTES
-from statetree.leaves.types.dtensor import OWN as DTENSOR_OWN
 from statetree.spans.layout import is_dense
 from statetree.spans.memory import Memory, memory_of
 from statetree.tree.flatten import unflatten
@@ -233,8 +231,6 @@ def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 def as_leaf(fresh: torch.Tensor, leaf: Any) -> torch.Tensor:
     """Return a fresh plain tensor as what a distributed leaf is beside its elements: a parameter, with attributes."""
-    if type(leaf) is DTensor and not leaf.requires_grad and vars(leaf).keys() <= DTENSOR_OWN:
-        return fresh  # as nearly all are
     requires_grad = bool(getattr(leaf, "requires_grad", False))
     if isinstance(leaf, torch.nn.Parameter):
         fresh = torch.nn.Parameter(fresh, requires_grad=requires_grad)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _SLAB_BYTES: Final = 16 << 20
 
 
-class Part(NamedTuple):
+class SharedPart(NamedTuple):
     """Elements that a rank compares with other meshes.
 
     Attributes:
@@ -62,7 +62,7 @@ class Copies:
     def __init__(self, meshes: Sequence[int], boxes: Sequence[Sequence[Box]]) -> None:
         self.meshes = meshes
         self.boxes = boxes
-        self._parts: dict[int, list[Part]] = {}
+        self._parts: dict[int, list[SharedPart]] = {}
         self._are_single: bool | None = None
 
     @cached_property
@@ -83,16 +83,16 @@ class Copies:
             self._are_single = alone and layout_of(shape, {0: held}).is_complete
         return self._are_single
 
-    def in_common(self, rank: int) -> list[Part]:
+    def in_common(self, rank: int) -> list[SharedPart]:
         """Return what a rank compares with other meshes: those of its elements that these hold, too."""
         if rank not in self._parts:
             mine = self.meshes[rank]
             own = [box for (mesh, box), holder in self.holders.items() if mesh == mine and holder == rank]
-            found: dict[Part, None] = {}
+            found: dict[SharedPart, None] = {}
             for box in own:
                 for part in dict.fromkeys(part for mesh, _, part in self._meeting(box) if mesh != mine):
                     comparing = sorted(self._comparing(part))
-                    found[Part(box, part, len(comparing) - 1 if comparing[0] == (rank, box) else -1)] = None
+                    found[SharedPart(box, part, len(comparing) - 1 if comparing[0] == (rank, box) else -1)] = None
             self._parts[rank] = list(found)
         return self._parts[rank]
 
@@ -190,13 +190,13 @@ def _unlike_ranks(call: Call, found: Sequence[tuple[Box, bytes]]) -> list[list[i
     return unlike[0] if unlike else []
 
 
-def _weighed(place: Part, digest: bytes) -> torch.Tensor:
+def _weighed(place: SharedPart, digest: bytes) -> torch.Tensor:
     """Return what a rank adds to the sum of a leaf: two numbers of 64 bits that stand for elements and their place."""
     words = struct.unpack("<qq", blake2b(repr(place.part).encode() + digest, digest_size=16).digest())
     return torch.tensor(words, dtype=torch.int64) * place.weight
 
 
-def _pieces(held: Copies, chunks: LocalChunks, rank: int) -> Iterator[tuple[Part, torch.Tensor]]:
+def _pieces(held: Copies, chunks: LocalChunks, rank: int) -> Iterator[tuple[SharedPart, torch.Tensor]]:
     """Yield the parts that this rank compares, with their tensors; none without elements, of which nothing is read."""
     by_box = dict(zip(chunks.boxes, chunks.pieces, strict=True))
     for place in held.in_common(rank):

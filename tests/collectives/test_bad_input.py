@@ -139,6 +139,7 @@ def write_what_cannot_be_written():
             like["b"]["v"]._local_tensor.untyped_storage().resize_(0)
         else:
             like["b"]["plain"] = torch.zeros(1).expand(2)
+            full["b"]["plain"] = torch.arange(2.0)  # equal values would fit
         for src in (None, 0):
             given = full if src is None or dist.get_rank() == src else None
             name, message = attempt(
