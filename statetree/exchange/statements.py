@@ -171,7 +171,7 @@ class Held:
         ranks: list[torch.Tensor] = []
         corners: list[torch.Tensor] = []
         for number in numbers:
-            _, mesh, boxes = self._ways[number]
+            _, mesh, boxes, _ = self._ways[number]
             here = self._way_of == number
             if mesh is None:
                 holders = here.nonzero()[:, 0]

@@ -212,6 +212,7 @@ def test_the_representation_of_a_path_makes_it_again():
     assert str(path) != repr(path)
 
 
+@pytest.mark.slow
 def test_the_rendering_of_sets_does_not_depend_on_the_process():
     code = """
 from statetree.paths import Path, unique_keys

@@ -632,6 +632,7 @@ def assert_leased_for_as_long_as_held(stager, staged, expected, other):
     assert stager.stats.allocations == taken
 
 
+@pytest.mark.slow
 def test_another_thread_takes_all_objects_at_any_moment_of_a_first_stage(options, young):
     """Wherever another thread may run, it does, and lets go after the stage."""
     state, expected = state_of_all_kinds(0), state_of_all_kinds(0)
@@ -674,6 +675,7 @@ def test_the_garbage_collector_calls_somebody_who_holds_all_objects(options, you
         assert_leased_for_as_long_as_held(stager, staged, expected, state_of_all_kinds(1000))
 
 
+@pytest.mark.slow
 def test_a_thread_takes_all_objects_again_and_again(options, young):
     done, seen = threading.Event(), []
 
@@ -955,6 +957,7 @@ def test_close_from_inside_a_stage_releases_everything(stager):
         stager.stage(1)
 
 
+@pytest.mark.slow
 def test_eight_threads_are_right_or_busy(options):
     outcomes: list[str] = []
     with st.Stager(max_snapshots=3, **options) as stager:
@@ -1196,6 +1199,7 @@ def test_pinning_without_an_accelerator_warns_once_and_works():
         stager.close()
 
 
+@pytest.mark.slow
 def test_memory_of_a_staged_tree_that_its_owner_resizes(options):
     """A user may free a staged tensor's memory early; the stager must not write to what is gone."""
     code = f"""

@@ -512,6 +512,7 @@ def test_a_planted_fault_is_found(transform, law):
     assert len(source.splitlines()) <= MAX_LINES
 
 
+@pytest.mark.slow
 def test_what_is_right_is_not_blamed():
     assert check_transform(nothing_is_done_to_leaves_that_do_not_exist, laws=laws.ALL)
     assert check_transform(st.offload)
