@@ -115,7 +115,10 @@ def test_completion_is_that_of_click(tmp_path):
     script = started(env={**os.environ, "_STATETREE_COMPLETE": "bash_source"})
     assert script.returncode == 0
     assert "_STATETREE_COMPLETE=bash_complete" in script.stdout
-    for words, expected in {"statetree ": {"show", "diff", "convert"}, "statetree diff --m": {"--match"}}.items():
+    for words, expected in {
+        "statetree ": {"show", "diff", "convert", "ghostwrite"},
+        "statetree diff --m": {"--match"},
+    }.items():
         env = {"_STATETREE_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
         lines = started(env={**os.environ, **env}).stdout.splitlines()
         assert {line.partition(",")[2] for line in lines} == expected

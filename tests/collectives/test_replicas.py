@@ -104,7 +104,9 @@ def take_copies(dtype, geometry):
 
 
 @pytest.mark.parametrize("geometry", ["contiguous", "transposed", "inside"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype", [dtype if dtype == torch.bfloat16 else pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES]
+)
 def test_copies_are_known_by_their_bytes(dtype, geometry):
     run_ranks(4, take_copies, dtype, geometry)
 

@@ -1,0 +1,60 @@
+"""What a type checker knows of selection, deltas, digests, files, prepared transfers, and of what checks transforms."""
+
+from pathlib import Path
+from typing import Any, assert_type
+
+import torch
+
+import statetree as st
+from statetree import testing
+
+
+def selection(state: dict[str, Any]) -> None:
+    assert_type(st.select(state, ["**.lora_*", "step"], missing_ok=True), Any)
+    assert_type(st.partition(state, lambda path, leaf: len(path) > 1), tuple[dict[str, Any], dict[str, Any]])
+    assert_type(st.merge(*st.partition(state, "*")), dict[str, Any])
+    assert_type(st.update(state, "step", 0), dict[str, Any])
+    assert_type(st.update(state, "step", st.HOLE), dict[str, Any])
+    assert_type(st.cast(state, torch.bfloat16, where="model.**"), dict[str, Any])
+    rules = st.Renaming({"model.{name}": "{name}"})
+    assert_type(rules.inverse, st.Renaming)
+    st.rename(st.rename(state, rules), rules.inverse)
+
+
+def deltas(new: dict[str, Any], old: dict[str, Any]) -> None:
+    change = st.delta(new, old)
+    assert_type(change, st.Delta)
+    assert_type(change.nbytes, int)
+    assert_type(change.then(change), st.Delta)
+    assert_type(st.apply_delta(change, old, verify="all"), Any)
+    assert_type(st.digest(new), st.Digest)
+    assert_type(st.audit(new), st.Audit)
+
+
+def files(state: dict[str, Any], place: Path) -> None:
+    st.save(state, place)
+    assert_type(st.load(place, state, where="model.**", strict=False, cast=True), Any)
+    st.to_html(state, place)
+
+
+def transfers(source: dict[str, Any], target: dict[str, Any]) -> None:
+    with st.prepare(st.reshard, source, target, in_place=True) as sync:
+        assert_type(sync, st.Prepared)
+        sync()
+
+
+def checks() -> None:
+    report = testing.check_transform(st.offload, examples=3)
+    assert_type(report, testing.Report)
+    assert_type(report["pure"], testing.Verdict)
+    found = testing.conformance(copy=st.offload)
+    assert_type(found, testing.Conformance)
+    assert_type(found["alias_kept"], testing.FaultVerdict)
+    assert_type(testing.ghostwrite("package.module:function"), str)
+    assert_type(testing.units(3), float)
+    with testing.local_ranks(2):
+        pass
+
+
+class Machine(testing.StagerMachine):
+    """A test of a stager of one's own."""
