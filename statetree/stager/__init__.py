@@ -7,10 +7,12 @@ refers to one of its tensors. From the top to the bottom:
 - ``capture``: a tree as it is when it is staged, all but the elements.
 - ``snapshot``: memory laid out for one geometry.
 - ``frozen``: storages that are copied once.
+- ``stats``: what a stager says of itself.
 - ``pool``: the blocks of memory that no snapshot uses.
 - ``workers``, ``streams``: the background thread; copies from an accelerator beside what it computes.
 """
 
-from statetree.stager.stager import Stager, StagerStats
+from statetree.stager.stager import Stager
+from statetree.stager.stats import StagerStats
 
 __all__ = ["Stager", "StagerStats"]

@@ -61,12 +61,12 @@ class FrozenStorages:
     """The storages of frozen leaves, and their copies.
 
     Args:
-        where: Which leaves are frozen.
+        where: Which leaves are frozen; ``None`` for none.
         memory: Where the copies lie.
         check: Whether storages are compared with their copies at every stage.
     """
 
-    def __init__(self, where: Where, memory: Memory, *, check: bool) -> None:
+    def __init__(self, where: Where | None, memory: Memory, *, check: bool) -> None:
         self._where, self._memory, self._check = where, memory, check
         self._known: dict[int, _KnownStorage] = {}
 
@@ -79,10 +79,18 @@ class FrozenStorages:
         """Forget all copies. Trees that were staged keep them."""
         self._known = {}
 
-    def chosen(self, verb: str, captured: CapturedTree) -> list[int]:
+    def parted(self, verb: str, captured: CapturedTree) -> tuple[list[int], Columns]:
+        """Return which tensors are frozen, and the columns of the others."""
+        frozen = [] if self._where is None else self._chosen(verb, captured, self._where)
+        if not frozen:
+            return frozen, captured.columns
+        known, tensors = set(frozen), captured.columns.tensors
+        return frozen, Columns([tensor for index, tensor in enumerate(tensors) if index not in known])
+
+    def _chosen(self, verb: str, captured: CapturedTree, where: Where) -> list[int]:
         """Return which tensors are frozen: those on storages that none but frozen leaves lie on."""
         leaves = [HOLE if type(leaf) is Repeated else leaf for leaf in captured.unpacked.leaves]
-        mask = selected(self._where, captured.spec, leaves, verb=verb, missing_ok=True)
+        mask = selected(where, captured.spec, leaves, verb=verb, missing_ok=True)
         if not any(mask):
             return []
         frozen = [mask[owner] for owner in captured.owners]

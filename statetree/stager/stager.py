@@ -14,14 +14,16 @@ import gc
 import os
 import threading
 from time import monotonic, sleep
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 from weakref import WeakSet
 
 from statetree.errors import StagerBusy, StagerClosed, clear_frames
 from statetree.spans.memory import memory_of
 from statetree.stager.capture import CapturedTree, capture
+from statetree.stager.frozen import FrozenStorages, with_frozen
 from statetree.stager.pool import Pool
 from statetree.stager.snapshot import Geometry, Snapshot
+from statetree.stager.stats import StagerStats
 from statetree.stager.streams import SideStreams
 from statetree.stager.workers import Worker, failed
 from statetree.torch_internals import quietly
@@ -34,24 +36,10 @@ if TYPE_CHECKING:
     import torch
 
     from statetree.spans.columns import Columns
-
+    from statetree.tree.selection import Where
 
 #: How long a stage waits for memory that is leased before it takes more.
 _PATIENCE_S: Final = 0.01
-
-
-class StagerStats(NamedTuple):
-    """What a stager has done so far.
-
-    Attributes:
-        stages: Trees staged.
-        allocations: Blocks of memory taken from the system: so many pinnings, and in shared memory descriptors.
-        allocated_bytes: Bytes in them, freed ones included.
-    """
-
-    stages: int
-    allocations: int
-    allocated_bytes: int
 
 
 class Stager:
@@ -60,8 +48,8 @@ class Stager:
     What ``stage`` returns never changes: no later ``stage``, no change of the source and no failure writes to its
     memory for as long as anything in this process refers to one of its tensors. Memory is reused once nothing does,
     unless it was sent to another process or shared (``share_memory_``). While it is referred to, the next stage waits
-    a few milliseconds, and then takes other memory. Containers that appear several times in a tree, and cycles, come
-    out as they were. (What containers and opaque objects have in common becomes separate.)
+    a few milliseconds, and then takes other memory. Containers that appear several times, and cycles, come out as they
+    were. (What containers and opaque objects have in common becomes separate.)
 
     Threads may share a stager: they take turns. A process made by ``fork`` inherits it empty, with memory of its own
     (and should not read trees that the parent staged into shared memory: the parent cannot know of it).
@@ -71,6 +59,9 @@ class Stager:
         share_memory: Take memory that other processes can map: a staged tree that is sent to one (through
             ``torch.multiprocessing``) arrives as the same memory. It takes about a hundred file descriptors at most.
         max_snapshots: How many staged trees may be alive at a time.
+        frozen: Which leaves nobody will write to, as ``select`` takes it. Their storages, if no other leaf lies on
+            them, are copied once, and all staged trees share these copies (which nobody may write to either).
+        check: Compare frozen storages with their copies at every stage, to find a promise that is not kept.
 
     Raises:
         TypeError, ValueError: If ``max_snapshots`` is not an integer, or less than one.
@@ -85,10 +76,18 @@ class Stager:
         {'w': tensor([0., 0., 0.]), 'step': 1}
     """
 
-    #: Whether other processes that staged trees were sent to are done with them once nothing here refers to them.
+    #: Whether other processes are done with staged trees that were sent to them once nothing here refers to them.
     _receivers_are_done = False
 
-    def __init__(self, *, pin_memory: bool = False, share_memory: bool = False, max_snapshots: int = 2) -> None:
+    def __init__(
+        self,
+        *,
+        pin_memory: bool = False,
+        share_memory: bool = False,
+        max_snapshots: int = 2,
+        frozen: Where | None = None,
+        check: bool = False,
+    ) -> None:
         given: object = max_snapshots
         if not isinstance(given, int) or isinstance(given, bool):
             msg = f"Stager: max_snapshots must be a whole number: expected an int, got {given!r}."
@@ -98,6 +97,7 @@ class Stager:
             raise ValueError(msg)
         self.max_snapshots = max_snapshots
         self._memory = memory_of(pin_memory=pin_memory, share_memory=share_memory)
+        self._frozen = FrozenStorages(frozen, self._memory, check=check)
         self._closed = False
         self._start_empty()
         _stagers.add(self)
@@ -105,6 +105,7 @@ class Stager:
     def _start_empty(self) -> None:
         self._pool = Pool(self._memory)
         self._snapshots: list[Snapshot] = []
+        self.thaw()
         self._lock = threading.Lock()
         self._owner = 0
         self._stages = 0
@@ -129,6 +130,7 @@ class Stager:
             StagerClosed: After ``close``.
             UnsupportedLeaf: If a leaf cannot be copied exactly.
             OSError: If there is no shared memory, or no file descriptor, for another snapshot.
+            TreeMismatch: With ``check``, if a frozen leaf was written to.
         """
         self._refuse_nested("stage")
         with self._lock:
@@ -157,20 +159,19 @@ class Stager:
             stager.synchronize()  # or staged.result()
             optimizer.step()
 
-        What the forward pass itself writes does not wait: the running statistics of batch norm, caches, a generator's
-        state. Pass copies of such buffers, or wait before the forward pass.
+        What the forward pass itself writes does not wait: running statistics of batch norm, a generator's state. Pass
+        copies of such buffers, or wait before the forward pass.
 
         Args:
             tree: Any tree.
 
         Returns:
-            A future of what ``stage`` returns, or of the very exception that it raises. It holds the staged tree, and
-            with that its memory, for as long as it is referred to. ``cancel`` works on stages not yet begun.
+            A future of what ``stage`` returns, or of the very exception that it raises. It holds the staged tree and so
+            its memory. ``cancel`` works on stages not yet begun.
 
         Raises:
             StagerClosed: After ``close``. (Stages not yet begun when the stager is closed get it in their futures.)
-            StagerBusy: In a nested call: from inside an object that this thread is staging. (That too many staged
-                trees are alive comes through the future.)
+            StagerBusy: In a nested call, from an object that is being staged. (Too many live trees: in the future.)
 
         Example:
             >>> import statetree as st, torch
@@ -216,10 +217,14 @@ class Stager:
     @quietly
     def _copy(self, verb: str, captured: CapturedTree) -> Any:
         staged: list[torch.Tensor] = []
-        if captured.columns.tensors:
-            snapshot = self._idle_snapshot(verb, captured.columns)
-            staged = snapshot.fill(captured.columns)
+        frozen, columns = self._frozen.parted(verb, captured)
+        if columns.tensors:
+            snapshot = self._idle_snapshot(verb, columns)
+            staged = snapshot.fill(columns)
             self._trim(snapshot)
+        if frozen:
+            copies = self._frozen.copies(verb, captured, frozen)
+            staged = with_frozen(len(captured.columns.tensors), frozen, copies, staged)
         try:
             result = captured.put_together(staged)
         except BaseException as error:
@@ -228,6 +233,10 @@ class Stager:
             raise
         self._stages += 1
         return result
+
+    def thaw(self) -> None:
+        """Have frozen leaves copied once more by the next stage. Trees that were staged keep what they have."""
+        self._frozen.thaw()
 
     def prewarm(self, tree: Any) -> None:
         """Allocate, pin and fault in the memory that staging a tree like this one takes.
@@ -248,7 +257,7 @@ class Stager:
 
     @quietly
     def _prewarm(self, tree: Any) -> None:
-        columns = capture("prewarm", tree).columns
+        _, columns = self._frozen.parted("prewarm", capture("prewarm", tree))
         if columns.tensors:
             snapshot = self._idle_snapshot("prewarm", columns)
             snapshot.touch()
@@ -269,7 +278,7 @@ class Stager:
             with self._lock:
                 if self._snapshots:
                     self._trim(self._snapshots[-1])
-        return self._pool.nbytes + sum(snapshot.nbytes for snapshot in list(self._snapshots))
+        return self._frozen.nbytes + self._pool.nbytes + sum(snapshot.nbytes for snapshot in list(self._snapshots))
 
     def close(self) -> None:
         """Release all memory. Staged trees stay valid. Closing again does nothing.
@@ -300,7 +309,7 @@ class Stager:
             msg = f"{verb}: the stager is staging already: expected one call at a time, got a nested one."
             raise StagerBusy(msg)
 
-    # The lock is held in plain with statements, and only flags that no interrupt can leave wrong are kept beside it.
+    # The lock is held in with statements, and only flags that no interrupt can leave wrong are kept beside it.
     def _begin(self, verb: str) -> None:
         self._owner = threading.get_ident()
         self._refuse_closed(verb)
@@ -315,6 +324,7 @@ class Stager:
         if self._closed:
             self._snapshots.clear()
             self._pool.clear()
+            self.thaw()
 
     def _idle_snapshot(self, verb: str, columns: Columns) -> Snapshot:
         """Return a snapshot that fits and that nothing refers to, making one if there may be another."""
@@ -346,7 +356,7 @@ class Stager:
         raise StagerBusy(msg)
 
     def _idle(self) -> list[Snapshot]:
-        """Return the snapshots that may be written. Others that nobody refers to may be read elsewhere: they go."""
+        """Return the snapshots that may be written. Others that nobody here refers to may be read elsewhere: drop."""
         found = []
         for snapshot in list(self._snapshots):
             if snapshot.is_leased():

@@ -8,7 +8,7 @@ from typing import Any, assert_type
 import torch
 
 import statetree as st
-from statetree.stager.stager import StagerStats
+from statetree.stager.stats import StagerStats
 
 
 def structure(state: dict[str, Any]) -> None:
