@@ -221,7 +221,7 @@ class _RankWriter:
             (piece.key, piece.chunk)
             for file in known.values()
             for piece in file.pieces
-            if self._contents.get((piece.key, piece.chunk)) == (piece.content or None)
+            if piece.content and self._contents.get((piece.key, piece.chunk)) == piece.content
         }
         linked = self._link(base, known, unchanged) if base is not None else set()
         rest = [item for item in self._items if _index_of(item.index) not in linked]

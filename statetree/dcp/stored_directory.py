@@ -18,7 +18,7 @@ from statetree.dcp.metadata import read_metadata
 from statetree.dcp.nesting import nested, read_paths
 from statetree.dcp.plain_values import gist, read_value
 from statetree.dcp.saved_structure import SavedContainer, Structure, places, read, why_not_rebuilt
-from statetree.dcp.saving import save
+from statetree.dcp.saving import write
 from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint
 from statetree.files.stored import StoredObject, StoredPiece, StoredTensor, whole_tensors
@@ -57,7 +57,7 @@ class DirectoryFormat(CheckpointFormat):
 
     def write(self, tree: Any, folder: Path, name: str, options: SaveOptions) -> list[str]:  # noqa: ARG002
         """Write a checkpoint of this process."""
-        save(whole_tensors(tree, keeps_strides=False), checkpoint_id=folder)
+        write(lambda: whole_tensors(tree, keeps_strides=False), folder, None)
         names = sorted(file.name for file in folder.iterdir() if file.name != _METADATA)
         return [*names, _METADATA]
 

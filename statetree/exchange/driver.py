@@ -263,7 +263,9 @@ class Exchange(Call):
         description = opened(self.verb, text)
         parts, places = description.metadata.allocate()
         sizes = tuple(place.numel() for place in places)
-        exchanged = tuple(description.exchanged.items())  # dtypes that only the source knows, if they are converted
+        # By their keys: only the source knows which leaves it has, and with which dtypes if they are converted.
+        keys = description.spec.flat_keys()
+        exchanged = tuple((keys[index], facts) for index, facts in description.exchanged.items())
         key = (consensus.key, told, exchanged)
         transfers = span_transfers(src, self.group, message.spans, places)
         planned = self._planned_from((*key, sizes), transfers, [place.device.type for place in places])

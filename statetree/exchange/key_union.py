@@ -88,12 +88,11 @@ def unite(call: Call, manifest: Manifest) -> None:
         ranks[bytes(row[:_DIGEST_BYTES].tolist())].append(rank)
     if len(ranks) == 1:
         return
-    outlines = []
+    texts = []
     for holders in ranks.values():
         nbytes = int(rows[holders[0]][_DIGEST_BYTES:].clone().view(torch.int64))
-        found = pickle.loads(call.group.broadcast_bytes(text, nbytes, holders[0]))
-        assert isinstance(found, _HeldKeys)
-        outlines.append(found)
+        texts.append(call.group.broadcast_bytes(text, nbytes, holders[0]))
+    outlines: list[_HeldKeys] = list(map(pickle.loads, texts))  # after all were sent: it may fail on some ranks only
     _merge(manifest, outlines, list(ranks.values()), list(ranks).index(own))
 
 

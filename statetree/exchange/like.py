@@ -85,6 +85,7 @@ class LikeDestination(Destination):
         self._moving = moving
         like.add_ties([self._partners[index] for index in moving])
         self._canonical = dict(like.canonical)
+        self._firsts: tuple[dict[int, int], dict[int, int]] | None = None
         if not described:
             refuse(like.verb, unfit(source, like, self._partners, moving, cast=options.cast))
         leaves = [like.leaves[partner] if partner >= 0 else None for partner in self._partners]
@@ -203,8 +204,14 @@ class LikeDestination(Destination):
         return self.reads()
 
     def _first(self, index: int) -> int:
-        """Return the first of the leaves that lie in the same memory as this one."""
-        return self._leaf_of[self.like.canonical[self._partners[index]]]
+        """Return the first of the moving leaves that lie in the same memory as this one."""
+        canonical = self.like.canonical
+        if self._firsts is None or self._firsts[0] != canonical:  # which may be refined by what other ranks know
+            firsts: dict[int, int] = {}
+            for moving in self._moving:
+                firsts.setdefault(canonical[self._partners[moving]], moving)
+            self._firsts = dict(canonical), firsts
+        return self._firsts[1][canonical[self._partners[index]]]
 
     def target(self, index: int, layouts: dict[int, ChunkLayout]) -> Chunked:
         """Return where the elements of a leaf are put."""

@@ -229,6 +229,16 @@ class FileRange:
         _Strided(self, [stride[dim] for dim in order]).read(flat, offset)
 
 
+def _is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements lie one behind the other, each once: views that overlap may span as much memory."""
+    step = 1
+    for size, own in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1 and own != step:
+            return False
+        step *= size
+    return True
+
+
 class _Strided:
     """Elements at falling strides in a range of a file."""
 
@@ -246,7 +256,7 @@ class _Strided:
             size = part.dtype.itemsize
             stride = self._stride[len(self._stride) - part.dim() :]
             span = 1 + sum((count - 1) * step for count, step in zip(part.shape, stride, strict=True))
-            if span == part.numel() and part.is_contiguous():
+            if part.is_contiguous() and _is_row_major(part.shape, stride):
                 self._place.fill(memory_of(part), at * size)
             elif span <= 2 * part.numel() and span * size <= BUCKET_BYTES:
                 scratch = torch.empty(span, dtype=part.dtype, device="cpu")

@@ -89,6 +89,11 @@ class SafetensorsFormat(CheckpointFormat):
         """Write a file, or several and their index."""
         tensors = _tensors(tree)
         metadata = {"format": "pt", **options.metadata}
+        if not all(isinstance(text, str) and is_text(text) for item in metadata.items() for text in item):
+            msg = (
+                f"save: metadata of safetensors must be texts: expected names and values of type str, got {metadata!r}."
+            )
+            raise TypeError(msg)
         if options.shard_bytes is None and not name.endswith(_INDEX):
             _write(folder / name, tensors, metadata)
             return [name]
@@ -106,8 +111,11 @@ class SafetensorsFormat(CheckpointFormat):
 
 def _in_folder(path: Path) -> Path | None:
     """Return the index or the file that a folder of Hugging Face holds."""
-    listed = [path / name for name in (*_FOLDER_INDICES, *_FOLDER_FILES)]
-    return next((file for file in listed if file.is_file()), None)
+    found = [file for name in (*_FOLDER_INDICES, *_FOLDER_FILES) if (file := path / name).is_file()]
+    stems = [file.name.partition(".")[0] for file in found]
+    if len(set(stems)) < len(stems):
+        refuse(path, f"it holds {' and '.join(file.name for file in found)}, which may differ", "Name one of them.")
+    return found[0] if found else None
 
 
 def _read_index(place: FileRange) -> tuple[dict[str, StoredTensor], dict[str, str]]:

@@ -81,11 +81,13 @@ def value_text(value: Any) -> str:
     cls = type(value)
     name = f"{cls.__module__}.{cls.__qualname__}"
     if isinstance(value, float):
-        return f"{name} {value.hex()}"
+        return f"{name} {struct.pack('<d', value).hex()}"  # with the payload of a NaN
     if isinstance(value, complex):
-        return f"{name} {value.real.hex()} {value.imag.hex()}"
+        return f"{name} {struct.pack('<2d', value.real, value.imag).hex()}"
     if isinstance(value, enum.Enum):
         return f"{name} {value.name}"
+    if isinstance(value, (str, bytes, bytearray)):
+        return f"{name} {value!r}"
     if isinstance(value, type):
         return f"class {value.__module__}.{value.__qualname__}"
     if isinstance(value, (tuple, list)):

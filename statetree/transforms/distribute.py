@@ -95,6 +95,8 @@ def distribute(
             return run.move_alone(run.destination_like(source, run.manifest(like), how))
         run.check_rank("src")
         wanted = run.manifest(like, written=True)
+        if cast:  # then plain leaves may move as elements, which depends on their ties, too
+            wanted.add_ties([index for index in wanted.order if is_cuttable(wanted.leaves[index])])
         sent = caught(_sent, run, full, wanted, how) if run.group.rank == src else None
         received = run.receive(sent, wanted)
         target = run.destination_received(received, wanted, how)

@@ -194,6 +194,11 @@ def _empty(spec: TreeSpec, node: int) -> Any:
 def _container(verb: str, spec: TreeSpec, place: _Place, values: Mapping[Any, Any], path: Path) -> Any:
     """Return a container of children, which are given by the identities of their keys."""
     keys = list(place.keys.values())
+    items = [key for key in keys if type(key) is not Attr]
+    if len(set(items)) < len(items):  # 0 and False, say: one of them would be lost
+        shown = ", ".join(map(repr, items[:8]))
+        msg = f"{verb}: two keys at {str(path) or '<root>'} are equal: expected keys that differ, got {shown}."
+        raise TreeMismatch(msg)
     if place.origin < 0:
         return dict(zip(keys, values.values(), strict=True))
     kind, own, aux, *_ = spec.nodes[place.origin]

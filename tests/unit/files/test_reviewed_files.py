@@ -1,0 +1,37 @@
+"""What a reader found: views that overlap, metadata that are no texts, folders with two checkpoints."""
+
+import pytest
+import torch
+
+import statetree as st
+from statetree import files
+
+
+@pytest.mark.parametrize(
+    "view",
+    [torch.arange(14.0).view(2, 7)[:, :5].unfold(1, 3, 2), torch.arange(10.0)[::2].unfold(0, 3, 1)],
+    ids=["rows", "windows"],
+)
+def test_views_that_overlap_are_read_right(view, tmp_path):
+    torch.save({"x": view}, tmp_path / "t.pt")
+    like = {"x": torch.empty(view.shape)}
+    assert torch.equal(st.load(tmp_path / "t.pt", like)["x"], view)
+    assert torch.equal(files.open(tmp_path / "t.pt")["x"].read(), view)
+
+
+def test_metadata_that_are_no_texts_are_refused(tmp_path):
+    with pytest.raises(TypeError, match="metadata of safetensors must be texts"):
+        st.save({"x": torch.ones(1)}, tmp_path / "t.safetensors", metadata={"epoch": 3})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_a_file_and_an_index_is_refused(tmp_path):
+    state = {"a": torch.ones(4), "b": torch.ones(4)}
+    st.save(state, tmp_path / "model.safetensors", shard_bytes=16)
+    assert st.load(tmp_path, st.allocate_like(state))["a"].tolist() == [1.0] * 4
+    other = tmp_path / "other"
+    other.mkdir()
+    st.save(state, other / "model.safetensors")
+    (other / "model.safetensors").rename(tmp_path / "model.safetensors")
+    with pytest.raises(st.CheckpointError, match=r"which may differ\. Name one of them"):
+        st.load(tmp_path, st.allocate_like(state))
