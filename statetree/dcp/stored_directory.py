@@ -180,6 +180,9 @@ class _Directory:
         if outline is None or outline.dtype != dtype or outline.shape != box.sizes:
             name = self.metadata.storage_data[at].name
             refuse(self.path / name, f"it holds something else for {key!r}: expected {dtype} {box.sizes}")
+        if outline.has_bits:
+            name = self.metadata.storage_data[at].name
+            refuse(self.path / name, f"{key!r} is conjugated or negated", "Load it with statetree.dcp.load.")
         return StoredPiece(box, archive.storage(outline.storage.key), outline.stride, outline.offset)
 
     def _check_coverage(self, key: str, shape: tuple[int, ...], boxes: list[Box]) -> None:

@@ -88,7 +88,7 @@ class SafetensorsFormat(CheckpointFormat):
     def write(self, tree: Any, folder: Path, name: str, options: SaveOptions) -> list[str]:
         """Write a file, or several and their index."""
         tensors = _tensors(tree)
-        metadata = {"format": "pt", **options.metadata}
+        metadata: dict[Any, Any] = {"format": "pt", **options.metadata}
         if not all(isinstance(text, str) and is_text(text) for item in metadata.items() for text in item):
             msg = (
                 f"save: metadata of safetensors must be texts: expected names and values of type str, got {metadata!r}."

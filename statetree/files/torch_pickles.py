@@ -56,13 +56,17 @@ class StorageReference(NamedTuple):
 
 
 class StridedOutline(NamedTuple):
-    """A strided tensor that a pickle describes, as torch has it: offset and strides count elements."""
+    """A strided tensor that a pickle describes, as torch has it: offset and strides count elements.
+
+    ``has_bits`` is whether it is conjugated or negated: then its memory does not hold what it reads like.
+    """
 
     storage: StorageReference
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    has_bits: bool = False
 
 
 class _OtherTensor:
@@ -197,9 +201,10 @@ class _TorchPickle:
             self.keys[key] = None
         return StorageReference(key, need, kind.dtype)
 
-    def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any, *_more: Any) -> StridedOutline:
+    def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> StridedOutline:
         dtype = storage.dtype if isinstance(storage, StorageReference) else None
-        return _view(storage, dtype or torch.uint8, offset, size, stride)
+        bits = more[2] if len(more) > 2 else None  # what torch calls metadata: {"conj": True}, say
+        return _view(storage, dtype or torch.uint8, offset, size, stride)._replace(has_bits=bool(bits))
 
     def _tensor_v3(self, storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> StridedOutline:
         dtype = more[2] if len(more) > 2 else None

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+import torch.distributed.checkpoint as torch_dcp
 
 import statetree as st
-from statetree import files
+from statetree import dcp, files
 
 
 @pytest.mark.parametrize(
@@ -35,3 +36,13 @@ def test_a_folder_with_a_file_and_an_index_is_refused(tmp_path):
     (other / "model.safetensors").rename(tmp_path / "model.safetensors")
     with pytest.raises(st.CheckpointError, match=r"which may differ\. Name one of them"):
         st.load(tmp_path, st.allocate_like(state))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # torch's own save says so
+def test_pieces_that_read_otherwise_than_their_memory_are_refused(tmp_path):
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    torch_dcp.save({"c": values.conj()}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(st.CheckpointError, match="'c' is conjugated or negated"):
+        st.load(tmp_path, {"c": torch.zeros(2, dtype=torch.complex64)})
+    loaded = dcp.load({"c": torch.zeros(2, dtype=torch.complex64)}, checkpoint_id=tmp_path)
+    assert loaded["c"].tolist() == values.conj().tolist()
