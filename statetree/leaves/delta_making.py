@@ -22,7 +22,8 @@ from statetree.torch_internals import copy_each
 from statetree.tree.matching import matched
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     from statetree.chunks.ranks import Ranks
 
@@ -88,6 +89,7 @@ class _Making:
             same[key] = change
             if change is not None:
                 tensors[self.base.keys[index]] = change
+        self._check_entangled({*numbers, *(i for i in self.base.tensors if self.base.keys[i] in tensors)}, numbers)
         chosen = [self.partner[index] for index in numbers]
         copies = copied_leaves(self.verb, [self.new.leaves[index] for index in chosen], self.new.paths)
         values = {
@@ -96,6 +98,17 @@ class _Making:
         }
         table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(rows), 4)
         return Delta(tensors, values, table)
+
+    def _check_entangled(self, changed: AbstractSet[int], numbers: Mapping[int, tuple[int, int]]) -> None:
+        """Refuse a base in which a leaf that changes shares memory with another one, unless they are one leaf."""
+        leaves, paths = self.base.leaves, self.base.paths()
+        found = [
+            Difference(paths[a], "ties", "values of its own", f"memory that it shares with {paths[b]}")
+            for a, b in self.base.entangled()
+            if not changed.isdisjoint((a, b)) and (leaves[a] is not leaves[b] or numbers.get(a) != numbers.get(b))
+        ]
+        if found:
+            raise TreeMismatch.between(self.verb, found, "Take them apart, or copy one of them.")
 
     def _check_ties(self) -> None:
         """Refuse a base whose tensors share memory for which the other tree has different values."""

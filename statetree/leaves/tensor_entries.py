@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from statetree.chunks.boxes import Box
-from statetree.errors import UnsupportedLeaf
 from statetree.leaves.builtin import holds_tensor, leaf_type_of, settled
 from statetree.leaves.leaf_numbers import text_number, value_number
 from statetree.leaves.location import located
+from statetree.leaves.parts import unpack
 from statetree.leaves.types.special import special_layout
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, holds_memory
+from statetree.spans.mappings import MemoryMap, foreign, placed
+from statetree.spans.overlaps import shared_elements
 from statetree.spans.sums import FEW, piece_sums
 from statetree.tree.flatten import flatten_for_copy
 
@@ -142,6 +144,43 @@ class TreeEntries:
             return
         check_memory(self.verb, Columns(pieces), lambda place: self.paths()[owners[place]])
 
+    def entangled(self) -> list[tuple[int, int]]:
+        """Return pairs of leaves that have bytes in common although they do not lie on one storage of torch's.
+
+        Of two that do lie on one, what is written over one can be tried on copies. Not so where one is a value (sparse,
+        quantized, opaque), or where several storages stand for one memory (NumPy's, or of a file that is mapped twice).
+        """
+        owners = [index for index, entry in self.tensors.items() for _ in entry.pieces]
+        pieces = [piece for entry in self.tensors.values() for piece in entry.pieces]
+        values = [
+            index for index in range(len(self.leaves)) if index not in self.tensors and self._holds_tensors(index)
+        ]
+        if not values and not foreign(Columns(pieces)):
+            return []
+        named = self.paths
+        found = unpack(
+            self.verb, [self.leaves[index] for index in values], lambda: [named()[i] for i in values], memory=False
+        )
+        owners += [values[owner] for owner in found.owners]
+        pieces += found.parts
+        there = [place for place, piece in enumerate(pieces) if not piece.is_meta and piece.numel()]
+        columns = Columns([pieces[place] for place in there])
+        keys = columns.storage_keys
+        places = placed(columns, MemoryMap(), private=False) if foreign(columns) else columns
+        first_of: dict[int, int] = {}
+        same = [(first_of.setdefault(id(self.leaves[index]), index), index) for index in values]
+        pairs = [pair for pair in same if pair[0] != pair[1]]  # which are taken apart once
+        for first, second in shared_elements(places):
+            a, b = owners[there[first]], owners[there[second]]
+            together = a in self.tensors and b in self.tensors and keys[first] == keys[second]
+            if a != b and not together:
+                pairs.append((a, b))
+        return pairs
+
+    def _holds_tensors(self, index: int) -> bool:
+        leaf_type = leaf_type_of(type(self.leaves[index]))
+        return leaf_type is not None and leaf_type.has_elements
+
     def text(self, index: int) -> str:
         """Say what of a leaf must agree between trees."""
         entry = self.tensors.get(index)
@@ -177,15 +216,3 @@ def _entry(leaf: Any, ranks: Ranks) -> TensorEntry | None:
 def _bare(tensor: torch.Tensor) -> torch.Tensor:
     bare = tensor.detach()
     return bare if type(bare) is torch.Tensor else bare.as_subclass(torch.Tensor)
-
-
-def refuse_summands(entries: TreeEntries) -> None:
-    """Raise ``UnsupportedLeaf`` for a tensor of which the ranks hold summands."""
-    for index, entry in entries.tensors.items():
-        if entry.chunks is not None and entry.chunks.summands is not None:
-            path = entries.paths()[index]
-            msg = (
-                f"{entries.verb}: the leaf at {path or '<root>'} is Partial: expected elements, got summands of them "
-                "on each rank. Redistribute it, or gather the tree first."
-            )
-            raise UnsupportedLeaf(msg, path)

@@ -1,0 +1,86 @@
+"""A delta is neither made nor applied where writing one leaf changes another one that lies in the same memory."""
+
+import numpy as np
+import pytest
+import torch
+
+import statetree as st
+from tests.trees.corpus import Held
+
+
+def sparse(*values):
+    return torch.sparse_coo_tensor([[0, 2]], list(map(float, values)), (3,), check_invariants=True).coalesce()
+
+
+def over(values):
+    return torch.sparse_coo_tensor(torch.tensor([[0, 2]]), values, (3,), check_invariants=True, is_coalesced=True)
+
+
+def held(tensor):
+    holder = Held()
+    holder.w = tensor
+    return holder
+
+
+def one_sparse():
+    leaf = sparse(1, 2)
+    return {"a": leaf, "b": leaf}
+
+
+def values_of_a_sparse():
+    values = torch.tensor([1.0, 2.0])
+    return {"a": values, "b": over(values)}
+
+
+def inside_an_object():
+    tensor = torch.tensor([1.0, 2.0])
+    return {"a": tensor, "b": held(tensor)}
+
+
+def of_one_array():
+    array = np.array([1.0, 2.0])
+    return {"a": torch.from_numpy(array), "b": torch.from_numpy(array)}
+
+
+TIED = [one_sparse, values_of_a_sparse, inside_an_object, of_one_array]
+
+
+def changed(tree):
+    """Return a copy of a tree, without ties, in which the first leaf is another one."""
+    other = {"a": st.offload({"x": tree["a"]})["x"], "b": st.offload({"x": tree["b"]})["x"]}
+    (other["a"].values() if other["a"].is_sparse else other["a"]).add_(5)
+    return other
+
+
+def untied(tree):
+    return {key: st.offload({"x": leaf})["x"] for key, leaf in tree.items()}
+
+
+@pytest.mark.parametrize("make", TIED)
+def test_a_base_with_such_memory_is_refused(make):
+    with pytest.raises(st.TreeMismatch, match="ties"):
+        st.delta(changed(make()), make())
+
+
+@pytest.mark.parametrize("verify", ["written", "all"])
+@pytest.mark.parametrize("make", TIED)
+def test_a_tree_with_such_memory_is_refused_and_not_written(make, verify):
+    change = st.delta(changed(make()), untied(make()))
+    target = make()
+    with pytest.raises(st.TreeMismatch, match="memory that it shares with"):
+        st.apply_delta(change, target, verify=verify)
+    assert st.similarity(target, make(), values=True)
+
+
+@pytest.mark.parametrize("make", TIED)
+def test_what_does_not_change_may_lie_there(make):
+    base, new, target = ({**make(), "c": torch.tensor([number])} for number in (0, 1, 0))
+    st.apply_delta(st.delta(new, base), target)
+    assert target["c"].tolist() == [1]
+
+
+def test_one_leaf_in_two_places_changes_in_both():
+    base, new, target = one_sparse(), {"a": sparse(5, 6)}, one_sparse()
+    new["b"] = new["a"]
+    result = st.apply_delta(st.delta(new, base), target)
+    assert result["a"].to_dense().tolist() == result["b"].to_dense().tolist() == [5.0, 0.0, 6.0]
