@@ -200,10 +200,15 @@ class _CopyJob:
 
     def _converted(self) -> list[int]:
         """Return which tensors are given another dtype."""
-        if self.sources.dtypes == self.targets.dtypes:
+        if len(self._dtypes) <= 1:
             return []
         pairs = zip(self.sources.dtypes, self.targets.dtypes, strict=True)
         return [index for index, (source, target) in enumerate(pairs) if source != target]
+
+    @cached_property
+    def _dtypes(self) -> set[torch.dtype]:
+        """All dtypes of sources and targets."""
+        return {*self.sources.dtypes, *self.targets.dtypes}
 
     def out_of_range(self) -> list[Difference]:
         """Return which tensors hold values that are too large for the dtype that they are converted to."""
@@ -217,8 +222,7 @@ class _CopyJob:
 
     def _check_negatives(self) -> None:
         """Refuse negative bits on what torch cannot negate: only its private functions set them there."""
-        dtypes = {*self.sources.dtypes, *self.targets.dtypes}
-        if all(map(can_negate, dtypes)):
+        if all(map(can_negate, self._dtypes)):
             return
         bits = zip(self.sources.neg, self.targets.neg, self.sources.dtypes, self.targets.dtypes, strict=True)
         for index, (neg, target_neg, dtype, target_dtype) in enumerate(bits):
@@ -273,8 +277,8 @@ class _CopyJob:
 
     def _special(self) -> list[int]:
         """Return the tensors of whose bits or dtype a plain copy takes no account."""
-        targets, dtypes = self.targets, {*self.targets.dtypes, *self.sources.dtypes}
-        if not any(targets.neg) and not any(targets.conj) and COPIED_AS_INTEGERS.isdisjoint(dtypes):
+        targets = self.targets
+        if not any(targets.neg) and not any(targets.conj) and COPIED_AS_INTEGERS.isdisjoint(self._dtypes):
             return []
         bits = zip(targets.neg, targets.conj, targets.dtypes, self.sources.dtypes, strict=True)
         return [

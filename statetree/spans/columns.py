@@ -31,9 +31,14 @@ def addresses(tensors: Sequence[torch.Tensor]) -> array[int]:
     return array("Q", list(map(TENSOR_BASE.data_ptr, tensors)))
 
 
-def storage_sizes(tensors: Sequence[torch.Tensor]) -> array[int]:
-    """Return how many bytes the tensors' storages hold."""
-    return array("Q", list(map(len, map(TENSOR_BASE.untyped_storage, tensors))))
+def storages_of(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """Return the tensors' storages. Holding this list holds the memory."""
+    return list(map(TENSOR_BASE.untyped_storage, tensors))
+
+
+def storage_sizes(storages: Sequence[torch.UntypedStorage]) -> array[int]:
+    """Return how many bytes storages hold."""
+    return array("Q", list(map(len, storages)))
 
 
 class Columns:
@@ -121,7 +126,7 @@ class Columns:
     @cached_property
     def storages(self) -> list[torch.UntypedStorage]:
         """The storages. Holding this list holds the memory."""
-        return list(map(TENSOR_BASE.untyped_storage, self.tensors))
+        return storages_of(self.tensors)
 
     @cached_property
     def pointers(self) -> array[int]:
@@ -134,9 +139,7 @@ class Columns:
 
     @cached_property
     def storage_bytes(self) -> array[int]:
-        if "storages" in self.__dict__:
-            return array("Q", list(map(len, self.storages)))
-        return storage_sizes(self.tensors)
+        return storage_sizes(self.storages)
 
     @cached_property
     def storage_pointers(self) -> list[int]:

@@ -12,7 +12,7 @@ from array import array
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, Final
 
-from statetree.spans.columns import Columns, Place, addresses, storage_sizes
+from statetree.spans.columns import Columns, Place, addresses, storages_of
 from statetree.torch_internals import carry_tangents, geometry_guard
 
 if TYPE_CHECKING:
@@ -97,16 +97,16 @@ class KnownGeometry:
         """Whether tensors look like these; then their columns are known. It may say no where they do."""
         if len(columns.tensors) != self.count:
             return False
-        pointers, sizes = array("Q"), array("Q")
+        pointers, storages = array("Q"), list[Any]()
         for where, piece in zip(_slices(self.count), self._pieces, strict=True):
             tensors = columns.tensors[where]
             if not piece.is_of(tensors):
                 return False
             pointers += addresses(tensors)
             if memory:
-                sizes += storage_sizes(tensors)
+                storages += storages_of(tensors)
         columns.adopt(self._facts)
-        columns.adopt({"pointers": pointers, "storage_bytes": sizes} if memory else {"pointers": pointers})
+        columns.adopt({"pointers": pointers, "storages": storages} if memory else {"pointers": pointers})
         columns.place = next((place for place in self._places if place.pointers == pointers), None)
         if columns.place is None:
             columns.place = Place(columns)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.leaves.builtin import holds_tensor
 from statetree.leaves.parts import Unpacked, unpack
-from statetree.spans.columns import Columns, storage_sizes
+from statetree.spans.columns import Columns, storage_sizes, storages_of
 from statetree.spans.layout import check_memory, extents
 from statetree.spans.memory import Memory
 from statetree.spans.replicate import replicate_columns
@@ -52,7 +52,7 @@ class CapturedTree(NamedTuple):
 
     def check_memory_again(self, verb: str) -> None:
         """Do as ``check_memory``, some time after it: copying from a storage freed meanwhile would crash."""
-        if storage_sizes(self.columns.tensors) != self.columns.storage_bytes:
+        if storage_sizes(storages_of(self.columns.tensors)) != self.columns.storage_bytes:
             self._replace(columns=Columns(self.columns.tensors)).check_memory(verb)
 
     def put_together(self, copies: list[torch.Tensor]) -> Any:
