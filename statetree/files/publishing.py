@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from statetree.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
     from pathlib import Path
 
 _METADATA: Final = ".metadata"
@@ -63,7 +63,14 @@ def _refuse(path: Path, what: str, remedy: str) -> NoReturn:
     raise CheckpointError(msg)
 
 
-def write_whole(path: Path, write: Callable[[Path], list[str]], *, is_directory: bool, overwrite: bool) -> None:
+def write_whole(
+    path: Path,
+    write: Callable[[Path], list[str]],
+    *,
+    is_directory: bool,
+    overwrite: bool,
+    protected: Collection[Path] = (),
+) -> None:
     """Write a checkpoint to a folder beside its place, and move it there. If that fails, what was there stays.
 
     Args:
@@ -71,12 +78,14 @@ def write_whole(path: Path, write: Callable[[Path], list[str]], *, is_directory:
         write: Writes files into a folder and returns their names. They appear in this order.
         is_directory: Whether the folder itself is the checkpoint.
         overwrite: Whether what is there is replaced.
+        protected: Files and directories of which none is replaced.
 
     Raises:
         CheckpointError: If it cannot be written.
     """
     place = path.parent.resolve() / path.name
     check_destination(place, is_directory=is_directory, overwrite=overwrite)
+    _check_protected(path, [place], protected)
     try:
         with _folder_beside(place) as outer:
             folder = outer / "files"
@@ -87,7 +96,9 @@ def write_whole(path: Path, write: Callable[[Path], list[str]], *, is_directory:
                 _sync(folder / name)
             _sync(folder)
             moves = {folder: place} if is_directory else {folder / name: place.with_name(name) for name in names}
-            _publish(place, moves, outer / "replaced", overwrite=overwrite)
+            old = _replaced(place, moves.values()) if overwrite else []
+            _check_protected(path, old, protected)
+            _publish(place, moves, old, outer / "replaced")
             _sync(place.parent)
     except OSError as error:
         remedy = "Make room." if error.errno in _FULL else "Check its permissions, and the disk."
@@ -109,8 +120,17 @@ def _folder_beside(path: Path) -> Iterator[Path]:
             raise
 
 
-def _publish(path: Path, moves: dict[Path, Path], aside: Path, *, overwrite: bool) -> None:
-    old = _replaced(path, list(moves.values())) if overwrite else []
+def _check_protected(path: Path, replaced: Iterable[Path], protected: Collection[Path]) -> None:
+    """Raise ``CheckpointError`` if what is replaced is a protected file, under any name, or has one in it."""
+    kept = {each for file in protected for each in (file, *file.resolve().parents)}
+    kept_ids = {(about.st_dev, about.st_ino) for about in (each.stat() for each in kept if each.exists())}
+    for part in replaced:
+        if part.exists() and (part.stat().st_dev, part.stat().st_ino) in kept_ids:
+            what = f"it would replace {part.name}, which is being read, and lose what is not written"
+            _refuse(path, what, "Choose another name.")
+
+
+def _publish(path: Path, moves: dict[Path, Path], old: Sequence[Path], aside: Path) -> None:
     if len(moves) == 1 and old == [path] and path.is_file():
         os.replace(next(iter(moves)), path)  # at no time is there none
         return
@@ -125,7 +145,7 @@ def _publish(path: Path, moves: dict[Path, Path], aside: Path, *, overwrite: boo
         undo.pop_all()
 
 
-def _replaced(path: Path, targets: Sequence[Path]) -> list[Path]:
+def _replaced(path: Path, targets: Iterable[Path]) -> list[Path]:
     """Return what is there of a checkpoint that is to be replaced: first the file that speaks of the others."""
     return [part for part in dict.fromkeys([path, *_shards_of(path), *targets]) if os.path.lexists(part)]
 

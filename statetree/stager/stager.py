@@ -14,7 +14,7 @@ import gc
 import os
 import threading
 from time import monotonic, sleep
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 from weakref import WeakSet
 
 from statetree.errors import StagerBusy, StagerClosed, clear_frames
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 #: How long a stage waits for memory that is leased before it takes more.
 _PATIENCE_S: Final = 0.01
+
+T = TypeVar("T")
 
 
 class Stager:
@@ -112,7 +114,7 @@ class Stager:
         self._worker = Worker()
         self._side_streams = SideStreams()
 
-    def stage(self, tree: Any) -> Any:
+    def stage(self, tree: T) -> T:
         """Return a copy of a tree whose tensors lie in the stager's host memory.
 
         Every tensor comes out bit-identical, with dtype, strides, ties, class, attributes and ``requires_grad``.
@@ -140,7 +142,7 @@ class Stager:
             finally:
                 self._end()
 
-    def stage_async(self, tree: Any) -> Future[Any]:
+    def stage_async(self, tree: T) -> Future[T]:
         """Stage a tree in the background.
 
         The tree's structure, its plain values, its opaque objects and the memory of its tensors are those at the time

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from statetree.declare import collective_unless
 from statetree.errors import UnsupportedLeaf
@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from statetree.exchange.group import Timeout
     from statetree.exchange.manifest import Manifest
 
+T = TypeVar("T")
+
 
 @collective_unless(lambda options: options.get("src") is None)
 def distribute(
-    full: Any,
-    like: Any,
+    full: T | None,
+    like: T,
     *,
     src: int | None = None,
     group: ProcessGroup | None = None,
@@ -35,7 +37,7 @@ def distribute(
     on_missing: Callable[[Difference], object] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     timeout: Timeout = None,
-) -> Any:
+) -> T:
     """Bring a tree of whole tensors into the layout of another tree: the inverse of ``gather``.
 
     Args:

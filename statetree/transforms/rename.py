@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from statetree.errors import TreeMismatch, shown
 from statetree.paths import nearest
@@ -13,10 +13,10 @@ from statetree.tree.renaming import located, renamed
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+T = TypeVar("T")
 
-def rename(
-    tree: Any, rules: Renaming | Mapping[str, str] | Iterable[tuple[str, str]], *, missing_ok: bool = False
-) -> Any:
+
+def rename(tree: T, rules: Renaming | Mapping[str, str] | Iterable[tuple[str, str]], *, missing_ok: bool = False) -> T:
     """Return a tree whose leaves have other paths, by patterns with captures.
 
     It works on flat state dicts and on nested trees alike: a name is cut into keys as the old one was. What lies in a

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from statetree.declare import collective
 from statetree.exchange.buckets import BUCKET_BYTES
@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from statetree.errors import Difference
     from statetree.exchange.group import Timeout
 
+T = TypeVar("T")
+
 
 @collective
 def reshard(
-    tree: Any,
+    tree: T,
     like: Any,
     *,
     group: ProcessGroup | None = None,
@@ -34,7 +36,7 @@ def reshard(
     replicas: Literal["check", "first"] = "check",
     bucket_bytes: int = BUCKET_BYTES,
     timeout: Timeout = None,
-) -> Any:
+) -> T:
     """Bring a tree's tensors into the layout of another tree.
 
     Any layout becomes any other: other placements, another mesh, whole tensors on every rank. Each rank receives the
@@ -96,7 +98,8 @@ def reshard(
     """
     if isinstance(tree, Delta):
         with exchange("reshard", group, timeout, delta=True) as run:
-            return moved_delta(run, tree, like)
+            moved: Any = moved_delta(run, tree, like)
+            return moved
     how = LikeOptions(in_place, cast, strict, on_missing)
     options = {**how.agreed(), "union": union, "replicas": replicas, "bucket_bytes": bucket_bytes}
     with exchange("reshard", group, timeout, **options) as run:
