@@ -137,10 +137,7 @@ def beyond_range(source: Manifest, moving: Sequence[int], dtype_of: Callable[[in
         for piece in [leaf.detach()] if chunks is None else chunks.pieces:
             beyond = None if piece.is_meta else out_of_range(piece, after)
             if beyond is not None:
-                count, value, largest = beyond
-                more = f" and {count - 1} more" if count > 1 else ""
-                allowed = f"values up to {largest} ({after})"
-                found.append(Difference(source.path(index), "range", f"{value}{more}", allowed))
+                found.append(Difference(source.path(index), "range", *beyond))
     return found
 
 
