@@ -107,6 +107,30 @@ class _Making:
             for a, b in self.base.entangled()
             if not changed.isdisjoint((a, b)) and (leaves[a] is not leaves[b] or numbers.get(a) != numbers.get(b))
         ]
+        objects = [index for index in self.base.objects() if index not in numbers] if changed else []
+        owners, old, new = [], [], []
+        for index in changed.difference(numbers) if objects else ():
+            a_entry, b_entry = self._pair(index)
+            assert a_entry is not None
+            assert b_entry is not None
+            owners += [index] * len(b_entry.pieces)
+            old += b_entry.pieces
+            new += a_entry.pieces
+        inside = (
+            self.base.parts_inside(objects),
+            self.new.parts_inside([self.partner[index] for index in objects]),
+        )
+        for index, held, others in zip(objects, *inside, strict=True):
+            owners += [index] * len(held)
+            old += held
+            new += others if [part.shape for part in others] == [part.shape for part in held] else held
+        real = [place for place, part in enumerate(old) if not part.is_meta and part.numel()]
+        for first, second in conflicts(*(Columns([side[place] for place in real]) for side in (old, new))):
+            a, b = sorted((owners[real[first]], owners[real[second]]), key=objects.__contains__)
+            if a not in objects and b in objects:
+                found.append(
+                    Difference(paths[a], "ties", "values of its own", f"memory that it shares with {paths[b]}")
+                )
         if found:
             raise TreeMismatch.between(self.verb, found, "Take them apart, or copy one of them.")
 
