@@ -16,12 +16,12 @@ import torch
 from statetree.errors import TreeMismatch
 from statetree.leaves.changes import damaged, mismatch
 from statetree.leaves.copying import copied_leaves, copies_of, prepared_copy
-from statetree.leaves.located_change import LocatedChange
+from statetree.leaves.located_change import LocatedChange, tried
 from statetree.leaves.tensor_entries import TreeEntries
 from statetree.spans.bits import same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.mappings import MemoryMap, foreign, read_only
-from statetree.spans.overlaps import overlaps_itself, sharing
+from statetree.spans.overlaps import sharing
 from statetree.tree.flatten import unflatten
 
 if TYPE_CHECKING:
@@ -94,6 +94,8 @@ class _Application:
         if not brought.equal(change.after):
             raise damaged(self.verb, name, "its values or positions are not those that it was made with")
         if found.equal(change.before):
+            if entry.overlaps_itself:
+                self._check_overlap(name, entry)
             if entry.place not in self.written:  # tied tensors are written once
                 self.written.add(entry.place)
                 self.writes.append(located.write())
@@ -107,8 +109,15 @@ class _Application:
         for piece in entry.pieces:
             if piece.is_inference():
                 raise mismatch(self.verb, name, "a tensor that can be written", "an inference tensor")
-            if overlaps_itself(piece.shape, piece.stride()):
-                raise mismatch(self.verb, name, "a tensor that can be written", "one that overlaps itself")
+
+    def _check_overlap(self, name: str, entry: TensorEntry) -> None:
+        """Refuse a tensor that overlaps itself where the delta would change other elements than it says."""
+        change = self.delta.tensors[name]
+        is_one = len(entry.pieces) == 1
+        if not is_one or not (tried(self.verb, name, change, entry).sums() - entry.sums()).equal(
+            change.after - change.before
+        ):
+            raise mismatch(self.verb, name, "a tensor that can be written", "one that overlaps itself")
 
     def _prepare_value(self, name: str, leaf: Any) -> Any:
         change, number = self.delta.values[name], self.entries.number(self.index_of[name])

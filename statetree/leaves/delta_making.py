@@ -11,9 +11,10 @@ from statetree.leaves.builtin import facts
 from statetree.leaves.changes import TensorChange, ValueChange, change_at, change_of_all
 from statetree.leaves.copying import copied_leaves
 from statetree.leaves.delta_tree import Delta
+from statetree.leaves.located_change import tried
 from statetree.leaves.pairing import fact_differences
 from statetree.leaves.tensor_entries import EVERYBODYS, TensorEntry, TreeEntries
-from statetree.spans.bits import differing, is_unreadable
+from statetree.spans.bits import differing, is_unreadable, same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.overlaps import conflicts
 from statetree.spans.positions import as_bits, from_bits, places_of, take, within
@@ -89,6 +90,7 @@ class _Making:
             same[key] = change
             if change is not None:
                 tensors[self.base.keys[index]] = change
+                self._check_overlap(index, change)
         self._check_entangled({*numbers, *(i for i in self.base.tensors if self.base.keys[i] in tensors)}, numbers)
         chosen = [self.partner[index] for index in numbers]
         copies = copied_leaves(self.verb, [self.new.leaves[index] for index in chosen], self.new.paths)
@@ -98,6 +100,18 @@ class _Making:
         }
         table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(rows), 4)
         return Delta(tensors, values, table)
+
+    def _check_overlap(self, index: int, change: TensorChange) -> None:
+        """Refuse a tensor of the base that overlaps itself, if not every element of it receives one value."""
+        a, b = self._pair(index)
+        if a is None or b is None or not b.overlaps_itself:
+            return
+        if len(b.pieces) == 1:
+            written = tried(self.verb, self.base.keys[index], change, b)
+            if all(map(same_bytes, written.pieces, a.pieces)):
+                return
+        found = Difference(self.base.paths()[index], "overlap", "values of its own", "a tensor that overlaps itself")
+        raise TreeMismatch.between(self.verb, [found], "Copy the base, so that each element has a place of its own.")
 
     def _check_entangled(self, changed: AbstractSet[int], numbers: Mapping[int, tuple[int, int]]) -> None:
         """Refuse a base in which a leaf that changes shares memory with another one, unless they are one leaf."""

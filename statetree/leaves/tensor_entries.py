@@ -15,7 +15,7 @@ from statetree.leaves.types.special import special_layout
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, holds_memory
 from statetree.spans.mappings import MemoryMap, foreign, placed
-from statetree.spans.overlaps import shared_elements
+from statetree.spans.overlaps import overlaps_itself, shared_elements
 from statetree.spans.sums import FEW, piece_sums
 from statetree.tree.flatten import flatten_for_copy
 
@@ -81,6 +81,15 @@ class TensorEntry(NamedTuple):
     def is_whole(self) -> bool:
         """Whether this rank holds all of it, in one piece."""
         return len(self.boxes) == 1 and self.boxes[0].sizes == self.shape
+
+    @property
+    def overlaps_itself(self) -> bool:
+        """Whether several elements of a piece lie in one place."""
+        return any(
+            not piece.is_contiguous() and overlaps_itself(piece.shape, piece.stride())
+            for piece in self.pieces
+            if not piece.is_meta
+        )
 
     @property
     def held(self) -> int:

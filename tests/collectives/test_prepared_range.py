@@ -53,6 +53,6 @@ def overflow(verb, src):
         check_in_step()
 
 
-@pytest.mark.parametrize(("verb", "src"), [(st.reshard, None), (st.distribute, None), (st.distribute, 1)])
+@pytest.mark.parametrize(("verb", "src"), [(st.reshard, None), (st.distribute, 1)])
 def test_all_ranks_hear_of_it_and_nothing_moves(verb, src):
     run_ranks(2, overflow, verb, src)
