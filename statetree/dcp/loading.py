@@ -57,8 +57,8 @@ def load(
     Args:
         template: A tree like the saved one. Only the memory of its tensors changes. Those of its tensors that share
             memory, or overlap themselves (expanded ones), must have had the same values there when they were saved
-            (ties are saved by value); they are loaded into memory of their own first. Without a template, the state comes back as it was saved, provided that all
-            containers are those of Python and of ``collections``.
+            (ties are saved by value); they are loaded into memory of their own first. Without a template, the state
+            comes back as it was saved, provided that all containers are those of Python and of ``collections``.
         checkpoint_id: The directory.
         process_group: The ranks that load; by default all.
         storage_reader: Reads from elsewhere than a directory, or a checkpoint that DCP transformed. What follows about
