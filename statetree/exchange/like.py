@@ -191,18 +191,16 @@ class LikeDestination(Destination):
         """Raise ``TreeMismatch`` if leaves that hold different values by now would go to one memory."""
         self.check_ties(source)
         self._check_range(source)
-        if self._local and (self._is_narrowed or not self._are_disjoint):
+        if self._local and self._depends_on_values:
             self._prepared_copy(self._local, [source.leaves[index] for index in self._local])
 
     @cached_property
-    def _is_narrowed(self) -> bool:
-        """Whether leaves that are copied here may be converted, so that values can be too large."""
-        return self._options.cast and any(not is_plain(self.leaves[index]) for index in self._local)
-
-    @cached_property
-    def _are_disjoint(self) -> bool:
+    def _depends_on_values(self) -> bool:
+        """Whether leaves that are copied here may be converted, or lie over each other: not all values fit then."""
         leaves = [self.leaves[index] for index in self._local if not is_plain(self.leaves[index])]
-        return len(set(map(id, leaves))) == len(leaves) and are_disjoint(Columns(_parts_of(leaves)[0]))
+        if self._options.cast or len(set(map(id, leaves))) < len(leaves):
+            return bool(leaves)
+        return not are_disjoint(Columns(_parts_of(leaves)[0]))
 
     def reads(self) -> Iterable[int]:
         """Return the leaves of the source whose elements are read."""
@@ -350,20 +348,16 @@ class LikeDestination(Destination):
         self._local = indices
 
     def _prepared_copy(self, indices: Sequence[int], sources: Sequence[Any]) -> tuple[Any, Callable[[], None]]:
-        """Check that leaves which this rank has can be copied; as ``prepared_copy``, with the paths of the tree."""
+        """Do as ``prepared_copy`` with leaves that are copied here, as flat dicts; it raises with the tree's paths."""
         spec, verb = self.source.spec, self.like.verb
+        keys = spec.flat_keys()
+        left = {keys[index]: leaf for index, leaf in zip(indices, sources, strict=True)}
         try:
-            return prepared_copy(verb, *self._sides(indices, sources), cast=self._options.cast)
+            return prepared_copy(verb, left, {keys[i]: self.leaves[i] for i in indices}, cast=self._options.cast)
         except TreeMismatch as error:
-            path_of = dict(zip(spec.flat_keys(), spec.paths(), strict=True))
+            path_of = dict(zip(keys, spec.paths(), strict=True))
             refuse(verb, [found._replace(path=path_of[found.path[0]]) for found in error.differences])
             raise
-
-    def _sides(self, indices: Sequence[int], sources: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return leaves that are copied here, and those that they are copied into, as flat dicts."""
-        keys = self.source.spec.flat_keys()
-        left = {keys[index]: leaf for index, leaf in zip(indices, sources, strict=True)}
-        return left, {keys[index]: self.leaves[index] for index in indices}
 
 
 @lru_cache(maxsize=4096)
