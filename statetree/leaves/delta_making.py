@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -121,32 +122,34 @@ class _Making:
             for a, b in self.base.entangled()
             if not changed.isdisjoint((a, b)) and (leaves[a] is not leaves[b] or numbers.get(a) != numbers.get(b))
         ]
-        objects = [index for index in self.base.objects() if index not in numbers] if changed else []
-        owners, old, new = [], [], []
-        for index in changed.difference(numbers) if objects else ():
-            a_entry, b_entry = self._pair(index)
-            assert a_entry is not None
-            assert b_entry is not None
-            owners += [index] * len(b_entry.pieces)
-            old += b_entry.pieces
-            new += a_entry.pieces
-        inside = (
-            self.base.parts_inside(objects),
-            self.new.parts_inside([self.partner[index] for index in objects]),
-        )
-        for index, held, others in zip(objects, *inside, strict=True):
-            owners += [index] * len(held)
-            old += held
-            new += others if [part.shape for part in others] == [part.shape for part in held] else held
-        real = [place for place, part in enumerate(old) if not part.is_meta and part.numel()]
-        for first, second in conflicts(*(Columns([side[place] for place in real]) for side in (old, new))):
-            a, b = sorted((owners[real[first]], owners[real[second]]), key=objects.__contains__)
-            if a not in objects and b in objects:
-                found.append(
-                    Difference(paths[a], "ties", "values of its own", f"memory that it shares with {paths[b]}")
-                )
+        found += self._over_objects(changed - numbers.keys(), numbers)
         if found:
             raise TreeMismatch.between(self.verb, found, "Take them apart, or copy one of them.")
+
+    def _over_objects(self, written: AbstractSet[int], replaced: Mapping[int, object]) -> list[Difference]:
+        """Return where writing tensors would change something else inside opaque objects that stay."""
+        objects = [index for index in self.base.objects() if index not in replaced]
+        if not objects or not written:
+            return []
+        rows: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        for index in written:
+            a, b = self._pair(index)
+            assert a is not None
+            assert b is not None
+            rows += [(index, x, y) for x, y in zip(a.pieces, b.pieces, strict=True)]
+        inside = self.new.parts_inside([self.partner[index] for index in objects]), self.base.parts_inside(objects)
+        for index, others, held in zip(objects, *inside, strict=True):
+            is_alike = [part.shape for part in others] == [part.shape for part in held]
+            rows += [(index, x, y) for x, y in zip(others if is_alike else held, held, strict=True)]
+        rows = [row for row in rows if not row[2].is_meta and row[2].numel()]
+        paths = self.base.paths()
+        found = []
+        for first, second in conflicts(Columns([row[2] for row in rows]), Columns([row[1] for row in rows])):
+            pair = {rows[first][0], rows[second][0]}
+            for tensor, stays in product(pair & written, pair - written):
+                shared = f"memory that it shares with {paths[stays]}"
+                found.append(Difference(paths[tensor], "ties", "values of its own", shared))
+        return found
 
     def _check_ties(self) -> None:
         """Refuse a base whose tensors share memory for which the other tree has different values."""
