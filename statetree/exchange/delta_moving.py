@@ -58,16 +58,10 @@ def moved_delta(run: Exchange, delta: Delta, like: Any) -> Delta:
     if wrong:
         name = entries.keys[entries.order[wrong[0]]]
         raise mismatch(run.verb, name, "the elements of the base in like", "others", "Pass the tree to apply it to.")
-    rows = [_row(entries, index) for index in entries.order]
+    sums = entries.sums()
+    rows = [entries.row(index, sums.get(index)) for index in entries.order]
     table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(rows), 4)
     return Delta({entries.keys[entries.order[row]]: change for row, change in changes.items()}, delta.values, table)
-
-
-def _row(entries: TreeEntries, index: int) -> list[int]:
-    entry, fingerprint = entries.tensors.get(index), entries.fingerprint(index)
-    if entry is None:
-        return [fingerprint, entries.number(index), 0, EVERYBODYS]
-    return entry.row(fingerprint, entry.sums())
 
 
 def _check_rows(verb: str, delta: Delta, entries: TreeEntries) -> None:
@@ -198,6 +192,10 @@ def _balance(group: Group, delta: Delta, entries: TreeEntries, changes: dict[int
         if entry is None:
             continue
         everywhere = int(delta.table[row, 3]) == EVERYBODYS
+        if everywhere and entry.holder == EVERYBODYS:  # each rank its own; the factors keep them from making up
+            told = torch.zeros(FEW, dtype=torch.int64) if old is None else old.before
+            balance[row, :FEW] = (before - told) * (2 * group.rank + 1)
+            continue
         if entry.holder == EVERYBODYS:  # each rank has all of it
             holders, is_first = group.size, group.rank == 0
         else:

@@ -78,9 +78,10 @@ class _Application:
 
     def _check_everything(self) -> None:
         """Refuse a tree that differs from the base, but for what the delta has already made of it."""
+        sums = self.entries.sums()
         for row, index in enumerate(self.entries.order):
-            name, entry = self.entries.keys[index], self.entries.tensors.get(index)
-            found = [self.entries.number(index), 0] if entry is None else entry.sums().tolist()
+            name = self.entries.keys[index]
+            found = sums[index].tolist() if index in sums else [self.entries.number(index), 0]
             before = self.delta.sums_before(row)
             if found not in (before, self.delta.sums_after(name, before)):
                 raise mismatch(self.verb, name, "what the base holds", "something else")

@@ -12,7 +12,7 @@ from statetree.leaves.changes import TensorChange, ValueChange, change_at, chang
 from statetree.leaves.copying import copied_leaves
 from statetree.leaves.delta_tree import Delta
 from statetree.leaves.pairing import fact_differences
-from statetree.leaves.tensor_entries import EVERYBODYS, TensorEntry, TreeEntries
+from statetree.leaves.tensor_entries import TensorEntry, TreeEntries
 from statetree.spans.bits import differing, is_unreadable
 from statetree.spans.columns import Columns
 from statetree.spans.overlaps import conflicts
@@ -73,16 +73,17 @@ class _Making:
         tensors: dict[str, TensorChange] = {}
         numbers: dict[int, tuple[int, int]] = {}
         rows: list[list[int]] = []
+        all_sums = self.base.sums()
         for index in self.base.order:
             a, b = self._pair(index)
             if a is None or b is None:
-                before, after = self.base.number(index), self.new.number(self.partner[index])
-                rows.append([self.base.fingerprint(index), before, 0, EVERYBODYS])
+                rows.append(self.base.row(index, None))
+                before, after = rows[-1][1], self.new.number(self.partner[index])
                 if before != after:
                     numbers[index] = before, after
                 continue
-            sums = b.sums()
-            rows.append(b.row(self.base.fingerprint(index), sums))
+            sums = all_sums[index]
+            rows.append(self.base.row(index, sums))
             # Ties: what lies in one memory on both sides is compared once.
             key = a.place, b.place
             change = same[key] if key in same else _change(a, b, sums)

@@ -16,7 +16,7 @@ from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, holds_memory
 from statetree.spans.mappings import MemoryMap, foreign, placed
 from statetree.spans.overlaps import shared_elements
-from statetree.spans.sums import FEW, piece_sums
+from statetree.spans.sums import FEW, piece_sums, whole_sums
 from statetree.tree.flatten import flatten_for_copy
 
 if TYPE_CHECKING:
@@ -51,10 +51,6 @@ class TensorEntry(NamedTuple):
     pieces: Sequence[torch.Tensor]
     chunks: LocalChunks | None
     rank: int = 0
-
-    def row(self, fingerprint: int, sums: torch.Tensor) -> list[int]:
-        """Return what a delta keeps of it."""
-        return [fingerprint, *sums.tolist(), self.holder]
 
     @property
     def holder(self) -> int:
@@ -133,6 +129,12 @@ class TreeEntries:
         self.order = sorted(range(len(leaves)), key=lambda index: paths[index].sort_key())
         self._check_memory()
 
+    def sums(self) -> dict[int, torch.Tensor]:
+        """Return the few sums of the elements that this rank holds of each tensor, on the CPU."""
+        found = {index: entry.sums() for index, entry in self.tensors.items() if not entry.is_whole or entry.on_meta}
+        whole = [index for index in self.tensors if index not in found]
+        return found | dict(zip(whole, whole_sums([self.tensors[i].pieces[0] for i in whole], FEW), strict=True))
+
     def paths(self) -> Sequence[Path]:
         """Return the paths of the leaves."""
         return self.spec.paths()
@@ -189,6 +191,12 @@ class TreeEntries:
     def fingerprint(self, index: int) -> int:
         """Return a number for what of a leaf must agree between trees, its name included."""
         return text_number(self.keys[index], self.text(index))
+
+    def row(self, index: int, sums: torch.Tensor | None) -> list[int]:
+        """Return what a delta keeps of a leaf: ``sums`` are those of a tensor."""
+        if sums is None:
+            return [self.fingerprint(index), self.number(index), 0, EVERYBODYS]
+        return [self.fingerprint(index), *sums.tolist(), self.tensors[index].holder]
 
     def number(self, index: int) -> int:
         """Return a number for a value."""
