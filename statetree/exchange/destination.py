@@ -250,7 +250,7 @@ def as_leaf(fresh: torch.Tensor, leaf: Any) -> torch.Tensor:
     """Return a fresh plain tensor as what a distributed leaf is beside its elements: a parameter, with attributes."""
     requires_grad = bool(getattr(leaf, "requires_grad", False))
     attributes = getattr(leaf, "__dict__", {})
-    if not requires_grad and _is_ordinary(type(leaf), tuple(attributes)):
+    if not requires_grad and _is_ordinary(leaf.__class__, tuple(attributes)):
         return fresh
     if isinstance(leaf, torch.nn.Parameter):
         fresh = torch.nn.Parameter(fresh, requires_grad=requires_grad)
