@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from statetree.declare import is_collective, is_leafwise
 from statetree.errors import RankMismatch, StateTreeError, TreeMismatch, place_in_tree
-from statetree.exchange.consensus import Entry, Fingerprint, agree, ready, tell_failure
+from statetree.exchange.call import Call
+from statetree.exchange.consensus import Entry, Fingerprint, tell_failure
 from statetree.exchange.group import group_of
 from statetree.exchange.prepared import Prepared, preparing
 from statetree.exchange.prepared_delta import PreparedDelta
@@ -305,17 +306,16 @@ class _Together(_Alone):
 
     def agreed_buckets(self, cut: Callable[[], list[list[int]]], keys: Sequence[str], /) -> list[list[int]]:
         found: list[list[int]] = []
-
-        def prepare() -> tuple[Fingerprint, None]:
-            found[:] = found or cut()
-            entries = [
-                Entry(keys[index], f"in bucket {number}") for number, bucket in enumerate(found) for index in bucket
-            ]
-            return Fingerprint("stream", sorted(entries)), None  # ties decide on the order within a bucket
-
         for group in self._groups.values():
             try:
-                agree("stream", group, prepare)
+                with Call("stream", group) as call:
+                    found = found or cut()
+                    entries = [
+                        Entry(keys[index], f"in bucket {number}")
+                        for number, bucket in enumerate(found)
+                        for index in bucket
+                    ]
+                    call.agree(Fingerprint("stream", sorted(entries)))  # ties decide on the order within a bucket
             except BaseException as error:
                 self.tell(error, heard=group.identity)
                 raise
@@ -344,7 +344,8 @@ class _Together(_Alone):
         groups = list(self._groups.values())
         for number, group in enumerate(groups):
             try:
-                agree("stream", group, lambda: (ready("stream"), None))
+                with Call("stream", group) as call:
+                    call.ready()
             except BaseException as error:
                 _tell_each(groups[number + 1 :], error)  # those before have finished
                 raise

@@ -234,21 +234,31 @@ def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return len(stride) == len(shape) and is_dense(contiguous=False, shape=shape, stride=stride)
 
 
+def _is_carried(name: str) -> bool:
+    # What torch's classes keep for themselves begins with an underscore.
+    return not name.startswith("_") and name not in SHARD_ATTRIBUTES
+
+
+@lru_cache(maxsize=256)
+def _is_ordinary(cls: type, names: tuple[str, ...]) -> bool:
+    """Whether a leaf of a class, with certain attributes, is neither a parameter nor a buffer, and carries none."""
+    marked = issubclass(cls, (torch.nn.Parameter, torch.nn.Buffer)) or "_is_param" in names or "_is_buffer" in names
+    return not marked and not any(map(_is_carried, names))
+
+
 def as_leaf(fresh: torch.Tensor, leaf: Any) -> torch.Tensor:
     """Return a fresh plain tensor as what a distributed leaf is beside its elements: a parameter, with attributes."""
     requires_grad = bool(getattr(leaf, "requires_grad", False))
+    attributes = getattr(leaf, "__dict__", {})
+    if not requires_grad and _is_ordinary(leaf.__class__, tuple(attributes)):
+        return fresh
     if isinstance(leaf, torch.nn.Parameter):
         fresh = torch.nn.Parameter(fresh, requires_grad=requires_grad)
     elif isinstance(leaf, torch.nn.Buffer):
         fresh = torch.nn.Buffer(fresh, persistent=leaf.persistent)
     elif requires_grad:
         fresh.requires_grad_()
-    # What torch's classes keep for themselves begins with an underscore.
-    carried = {
-        name: held
-        for name, held in getattr(leaf, "__dict__", {}).items()
-        if not name.startswith("_") and name not in SHARD_ATTRIBUTES
-    }
+    carried = {name: held for name, held in attributes.items() if _is_carried(name)}
     if carried and isinstance(leaf, torch.Tensor):
         vars(fresh).update(replicated("gather", carried, Memory(), copy=True))
     return fresh

@@ -301,6 +301,8 @@ def _text_of(leaf: Any) -> str:
 
 def is_cuttable(leaf: Any) -> bool:
     """Whether a leaf is a strided tensor, not distributed, that can be cut into boxes."""
+    if type(leaf) is torch.Tensor and not leaf.__dict__:
+        return is_strided(leaf)
     return isinstance(leaf, torch.Tensor) and _is_bare(type(leaf)) and is_strided(leaf) and not is_distributed(leaf)
 
 
