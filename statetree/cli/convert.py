@@ -39,9 +39,9 @@ def convert(
     """Write a checkpoint to a destination. Yields what there is to note.
 
     Raises:
-        CheckpointError: If the destination is the source, or its format cannot hold an entry; or as ``save``.
+        CheckpointError: If the destination would replace a part of the source, or its format cannot hold an entry; or
+            as ``save``.
     """
-    _check_apart(source, checkpoint, destination)
     (chosen,) = options.choice.of(checkpoint.tree)
     target = format_for(destination)
     if options.shard_bytes is not None and ".safetensors" not in target.suffixes:
@@ -64,7 +64,14 @@ def convert(
     if options.dtype is not None:
         tree = converted(tree, options.dtype, keeps_ties=target.title == "torch file")
     checkpoint.verify()
-    save(tree, destination, overwrite=options.force, shard_bytes=options.shard_bytes, metadata=checkpoint.metadata)
+    save(
+        tree,
+        destination,
+        overwrite=options.force,
+        shard_bytes=options.shard_bytes,
+        metadata=checkpoint.metadata,
+        protected=(source, *checkpoint.files.paths),
+    )
     if dropped:
         yield f"{_listed(dropped, ', ')}: dropped"
     yield from _notes(checkpoint, kept, target.title)
@@ -72,15 +79,6 @@ def convert(
 
 def _is_dropped(leaf: Any, *, holds_values: bool) -> bool:
     return not isinstance(leaf, StoredTensor) and (not holds_values or isinstance(leaf, StoredObject))
-
-
-def _check_apart(source: FilePath, checkpoint: OpenedCheckpoint, destination: FilePath) -> None:
-    """Raise if the destination is the source, or a part of it: what is not selected would be lost."""
-    for path in (source, *checkpoint.files.paths):
-        if destination.exists() and path.exists() and destination.samefile(path):
-            what = "it is a part of SOURCE, which would be lost. Choose another name."
-            msg = f"convert: cannot write {printable(str(destination))}: {what}"
-            raise CheckpointError(msg)
 
 
 def _notes(checkpoint: OpenedCheckpoint, kept: Sequence[CheckpointEntry], title: str) -> Iterator[str]:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from statetree.stager.stager import Stager
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
 
 
 class AsyncStager(Stager):
@@ -58,7 +55,7 @@ class AsyncStager(Stager):
         """Whether ``async_save`` is to wait for the staging before it returns."""
         return self._synchronize_after_execute
 
-    def stage(self, state_dict: Any) -> Any | Future[Any]:
+    def stage(self, state_dict: Any) -> Any:  # a future, if it is asynchronous
         """Stage a tree: return it staged, or a future of that (see ``asynchronous``)."""
         if not self.asynchronous:
             return super().stage(state_dict)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 
@@ -42,17 +42,19 @@ _REMEDY: Final = "Nothing was read. Pass a tree of the checkpoint's structure, w
 #: Smaller tensors are read by one rank.
 _SLAB_BYTES: Final = 1 << 20
 
+T = TypeVar("T")
+
 
 def load(
     path: str | os.PathLike[str],
-    like: Any,
+    like: T,
     *,
     where: Where | None = None,
     strict: bool = True,
     cast: bool = False,
     group: ProcessGroup | None = None,
     read_once: bool = False,
-) -> Any:
+) -> T:
     """Load a checkpoint in the layout of another tree.
 
     Leaves are matched by their flat keys (``model.layers.0.weight``), as ``to_flat`` gives them. Each rank reads the

@@ -17,7 +17,7 @@ from statetree.files.torch_format import TorchFormat
 from statetree.files.untrusted import refuse
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
 #: The path of a URL has one slash less.
 _URL: Final = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
@@ -155,6 +155,7 @@ def save(
     overwrite: bool = True,
     shard_bytes: int | None = None,
     metadata: Mapping[str, str] | None = None,
+    protected: Collection[Path] = (),
 ) -> None:
     """Write a tree to a checkpoint, in the format that the end of its name stands for.
 
@@ -168,9 +169,11 @@ def save(
         overwrite: Whether a checkpoint that is there is replaced.
         shard_bytes: From how many bytes on a new safetensors file begins.
         metadata: Texts for the header of safetensors.
+        protected: Files and directories of which none is replaced: those that ``tree`` is read from, say, if it is only
+            a part of what they hold.
 
     Raises:
-        CheckpointError: If the format cannot hold a leaf, or the place cannot be written.
+        CheckpointError: If the format cannot hold a leaf, the place cannot be written, or a protected file is there.
         UnsupportedLeaf: If a leaf is distributed.
 
     Example:
@@ -194,4 +197,5 @@ def save(
         lambda folder: found.write(tree, folder, place.name, options),
         is_directory=found.is_directory,
         overwrite=overwrite,
+        protected=protected,
     )

@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from statetree.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
     from pathlib import Path
 
 _METADATA: Final = ".metadata"
 #: What statetree.dcp writes beside it.
 _MANIFEST: Final = ".statetree_manifest"
 _LONGEST_NAME: Final = 100
+#: Where new files are written to, and old ones are moved to, until the new ones have their names.
+_NEW: Final = "files"
+_OLD: Final = "replaced"
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_LINKS: Final = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES)
 _MAX_INDEX_BYTES: Final = 256 << 20
@@ -63,7 +66,14 @@ def _refuse(path: Path, what: str, remedy: str) -> NoReturn:
     raise CheckpointError(msg)
 
 
-def write_whole(path: Path, write: Callable[[Path], list[str]], *, is_directory: bool, overwrite: bool) -> None:
+def write_whole(
+    path: Path,
+    write: Callable[[Path], list[str]],
+    *,
+    is_directory: bool,
+    overwrite: bool,
+    protected: Collection[Path] = (),
+) -> None:
     """Write a checkpoint to a folder beside its place, and move it there. If that fails, what was there stays.
 
     Args:
@@ -71,15 +81,17 @@ def write_whole(path: Path, write: Callable[[Path], list[str]], *, is_directory:
         write: Writes files into a folder and returns their names. They appear in this order.
         is_directory: Whether the folder itself is the checkpoint.
         overwrite: Whether what is there is replaced.
+        protected: Files and directories of which none is replaced.
 
     Raises:
         CheckpointError: If it cannot be written.
     """
     place = path.parent.resolve() / path.name
     check_destination(place, is_directory=is_directory, overwrite=overwrite)
+    _check_protected(path, [place], protected)
     try:
         with _folder_beside(place) as outer:
-            folder = outer / "files"
+            folder = outer / _NEW
             folder.mkdir()  # with the permissions that the user's umask gives
             names = write(folder)
             check_destination(place, is_directory=is_directory, overwrite=overwrite)
@@ -87,7 +99,9 @@ def write_whole(path: Path, write: Callable[[Path], list[str]], *, is_directory:
                 _sync(folder / name)
             _sync(folder)
             moves = {folder: place} if is_directory else {folder / name: place.with_name(name) for name in names}
-            _publish(place, moves, outer / "replaced", overwrite=overwrite)
+            old = _replaced(place, moves.values()) if overwrite else []
+            _check_protected(path, old, protected)
+            _publish(place, moves, old, outer / _OLD)
             _sync(place.parent)
     except OSError as error:
         remedy = "Make room." if error.errno in _FULL else "Check its permissions, and the disk."
@@ -96,21 +110,42 @@ def write_whole(path: Path, write: Callable[[Path], list[str]], *, is_directory:
 
 @contextmanager
 def _folder_beside(path: Path) -> Iterator[Path]:
-    """Make a folder beside a path, which nobody else can read. It is removed in the end, with what is in it."""
+    """Make a folder beside a path, which nobody else can read. It is removed in the end.
+
+    Only what was replaced, and could not be put back, stays in it.
+    """
     folder = path.with_name(f".{path.name[:_LONGEST_NAME]}.partial-{uuid.uuid4().hex}")
     try:
         folder.mkdir(mode=0o700)
         yield folder
     finally:
         try:
-            shutil.rmtree(folder, ignore_errors=True)
-        except BaseException:  # an interrupt: it is removed all the same
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
+            _remove(folder / _NEW)
+        finally:
+            for empty in (folder / _OLD, folder):
+                with suppress(OSError):
+                    empty.rmdir()
 
 
-def _publish(path: Path, moves: dict[Path, Path], aside: Path, *, overwrite: bool) -> None:
-    old = _replaced(path, list(moves.values())) if overwrite else []
+def _remove(folder: Path) -> None:
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    except BaseException:  # an interrupt: it is removed all the same
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _check_protected(path: Path, replaced: Iterable[Path], protected: Collection[Path]) -> None:
+    """Raise ``CheckpointError`` if what is replaced is a protected file, under any name, or has one in it."""
+    kept = {each for file in protected for each in (file, *file.resolve().parents)}
+    kept_ids = {(about.st_dev, about.st_ino) for about in (each.stat() for each in kept if each.exists())}
+    for part in replaced:
+        if part.exists() and (part.stat().st_dev, part.stat().st_ino) in kept_ids:
+            what = f"it would replace {part.name}, which is being read, and lose what is not written"
+            _refuse(path, what, "Choose another name.")
+
+
+def _publish(path: Path, moves: dict[Path, Path], old: Sequence[Path], aside: Path) -> None:
     if len(moves) == 1 and old == [path] and path.is_file():
         os.replace(next(iter(moves)), path)  # at no time is there none
         return
@@ -123,9 +158,10 @@ def _publish(path: Path, moves: dict[Path, Path], aside: Path, *, overwrite: boo
             undo.callback(_take_back, source, target)
             _place(source, target)
         undo.pop_all()
+    _remove(aside)
 
 
-def _replaced(path: Path, targets: Sequence[Path]) -> list[Path]:
+def _replaced(path: Path, targets: Iterable[Path]) -> list[Path]:
     """Return what is there of a checkpoint that is to be replaced: first the file that speaks of the others."""
     return [part for part in dict.fromkeys([path, *_shards_of(path), *targets]) if os.path.lexists(part)]
 
@@ -148,7 +184,8 @@ def _bring_back(aside: Path, place: Path) -> None:
         if os.path.lexists(aside / place.name):
             os.rename(aside / place.name, place)
     except OSError as error:
-        _refuse(place, f"what was there cannot be put back: {error.strerror or error}", "Save it again elsewhere.")
+        what = f"what was there cannot be put back: {error.strerror or error}. It lies in {aside}"
+        _refuse(place, what, "Move it back.")
 
 
 def _take_back(source: Path, target: Path) -> None:

@@ -14,7 +14,7 @@ import gc
 import os
 import threading
 from time import monotonic, sleep
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 from weakref import WeakSet
 
 from statetree.errors import StagerBusy, StagerClosed, clear_frames
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 #: How long a stage waits for memory that is leased before it takes more.
 _PATIENCE_S: Final = 0.01
 
+T = TypeVar("T")
+
 
 class Stager:
     """Copies trees into cached host memory: a ``deepcopy`` whose tensors land there.
@@ -59,9 +61,13 @@ class Stager:
         share_memory: Take memory that other processes can map: a staged tree that is sent to one (through
             ``torch.multiprocessing``) arrives as the same memory. It takes about a hundred file descriptors at most.
         max_snapshots: How many staged trees may be alive at a time.
-        frozen: Which leaves nobody will write to, as ``select`` takes it. Their storages, if no other leaf lies on
-            them, are copied once, and all staged trees share these copies (which nobody may write to either).
+        frozen: Which leaves nobody will write to, as ``select`` takes it; a predicate is asked about tensors only.
+            Their storages, if no other leaf lies on them, are copied once. To free the memory of one and take it again
+            (``resize_``, as some wrappers of models do) is to write to it, which is not noticed: call ``thaw`` then.
         check: Compare frozen storages with their copies at every stage, to find a promise that is not kept.
+
+    Aliasing:
+        Staged trees share the copies of frozen storages with each other: nobody may write to those.
 
     Raises:
         TypeError, ValueError: If ``max_snapshots`` is not an integer, or less than one.
@@ -112,7 +118,7 @@ class Stager:
         self._worker = Worker()
         self._side_streams = SideStreams()
 
-    def stage(self, tree: Any) -> Any:
+    def stage(self, tree: T) -> T:
         """Return a copy of a tree whose tensors lie in the stager's host memory.
 
         Every tensor comes out bit-identical, with dtype, strides, ties, class, attributes and ``requires_grad``.
@@ -140,7 +146,7 @@ class Stager:
             finally:
                 self._end()
 
-    def stage_async(self, tree: Any) -> Future[Any]:
+    def stage_async(self, tree: T) -> Future[T]:
         """Stage a tree in the background.
 
         The tree's structure, its plain values, its opaque objects and the memory of its tensors are those at the time

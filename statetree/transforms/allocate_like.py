@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from statetree.declare import leafwise
 from statetree.leaves.replicas import replicated
@@ -11,15 +11,17 @@ from statetree.spans.memory import memory_of
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
+
 
 @leafwise
 def allocate_like(
-    tree: Any,
+    tree: T,
     *,
     device: torch.device | str | int = "cpu",
     pin_memory: bool = False,
     share_memory: bool = False,
-) -> Any:
+) -> T:
     """Allocate a tree with the structure, ties and geometry of another, with undefined contents.
 
     Plain values are taken over; opaque objects are copied, with undefined tensors inside. Only the bytes that the

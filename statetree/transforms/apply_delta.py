@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from statetree.chunks.ranks import own_ranks
 from statetree.leaves.delta_applying import prepared_apply
@@ -11,9 +11,11 @@ from statetree.torch_internals import quietly
 if TYPE_CHECKING:
     from statetree.leaves.delta_tree import Delta
 
+T = TypeVar("T")
+
 
 @quietly
-def apply_delta(delta: Delta, tree: Any, *, verify: Literal["written", "all"] = "written") -> Any:
+def apply_delta(delta: Delta, tree: T, *, verify: Literal["written", "all"] = "written") -> T:
     """Write a delta into a tree's tensors, all of it or nothing.
 
     Everything is validated before the first byte is written. Applying a delta to its own result does nothing. So does,

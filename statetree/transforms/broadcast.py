@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from statetree.declare import collective
 from statetree.errors import UnsupportedLeaf
@@ -22,16 +22,18 @@ if TYPE_CHECKING:
     from statetree.exchange.group import Timeout
     from statetree.exchange.manifest import Manifest
 
+T = TypeVar("T")
+
 
 @collective
 def broadcast(
-    tree: Any,
+    tree: T | None,
     *,
     src: int = 0,
     group: ProcessGroup | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     timeout: Timeout = None,
-) -> Any:
+) -> T:
     """Give every rank the source's tree.
 
     Structure, plain values, opaque objects, ties and geometry come out as they are on the source, bit for bit.
@@ -78,7 +80,7 @@ def broadcast(
             elements = {index: (held.dtype, held.shape) for index, held in own.chunks.items()}
         sent = Sent(own, elements) if own is not None and run.group.rank == src else None
         received = run.receive(sent, own)
-        run.move_from(received, _distributed(run, received, own), own)
+        run.move_from(received, _distributed(run, received, own))
         spec, leaves = received.description.spec, received.leaves
         if own is not None:
             run.hold(own.spec, own.leaves, own.chunks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from statetree.leaves.copying import prepared_copy
 from statetree.torch_internals import quietly
@@ -13,17 +13,19 @@ if TYPE_CHECKING:
     from statetree.errors import Difference
     from statetree.tree.selection import Where
 
+T = TypeVar("T")
+
 
 def copy_into(
-    src: Any,
-    dst: Any,
+    src: T,
+    dst: T,
     *,
     where: Where | None = None,
     cast: bool = False,
     saturate: bool = False,
     strict: bool = True,
     on_missing: Callable[[Difference], object] | None = None,
-) -> Any:
+) -> T:
     """Copy a tree's tensors into those of another tree, all of them or none.
 
     Everything is validated before the first byte is written. Mappings are matched by their keys, whatever their type

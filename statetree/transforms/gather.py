@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 
@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 
     from statetree.exchange.group import Timeout
 
+T = TypeVar("T")
+
 
 @leafwise
 @collective
 def gather(
-    tree: Any,
+    tree: T,
     *,
     dst: int | Sequence[int] | None = None,
     group: ProcessGroup | None = None,
@@ -31,7 +33,7 @@ def gather(
     replicas: Literal["check", "first"] = "check",
     bucket_bytes: int = BUCKET_BYTES,
     timeout: Timeout = None,
-) -> Any:
+) -> T:
     """Turn distributed tensors into whole ones.
 
     ``DTensor``, ``ShardedTensor`` and other distributed leaves become plain tensors of their global shape, whatever

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from statetree.declare import leafwise
 from statetree.leaves.replicas import moved, replicated
@@ -11,16 +11,18 @@ from statetree.spans.memory import memory_of
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
+
 
 @leafwise
 def offload(
-    tree: Any,
+    tree: T,
     *,
     device: torch.device | str | int = "cpu",
     pin_memory: bool = False,
     share_memory: bool = False,
     copy: bool = True,
-) -> Any:
+) -> T:
     """Copy a tree's tensors to the CPU, or to another device.
 
     Every tensor comes out bit-identical, with its dtype, strides, ties, class, attributes and ``requires_grad``;

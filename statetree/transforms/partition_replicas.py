@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     from statetree.exchange.group import Group, Timeout
     from statetree.exchange.manifest import Manifest
 
+T = TypeVar("T")
+
 
 @collective
-def partition_replicas(tree: Any, *, group: ProcessGroup | None = None, timeout: Timeout = None) -> Any:
+def partition_replicas(tree: T, *, group: ProcessGroup | None = None, timeout: Timeout = None) -> T:
     """Keep every chunk that several ranks hold on exactly one of them.
 
     Ranks hold the same where tensors are not distributed (DDP), or replicated over a mesh dim (HSDP). Where meshes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from statetree.errors import TreeMismatch, shown
 from statetree.paths import nearest
@@ -13,10 +13,10 @@ from statetree.tree.renaming import located, renamed
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+T = TypeVar("T")
 
-def rename(
-    tree: Any, rules: Renaming | Mapping[str, str] | Iterable[tuple[str, str]], *, missing_ok: bool = False
-) -> Any:
+
+def rename(tree: T, rules: Renaming | Mapping[str, str] | Iterable[tuple[str, str]], *, missing_ok: bool = False) -> T:
     """Return a tree whose leaves have other paths, by patterns with captures.
 
     It works on flat state dicts and on nested trees alike: a name is cut into keys as the old one was. What lies in a
@@ -36,8 +36,9 @@ def rename(
         The leaves are the tree's own.
 
     Raises:
-        TreeMismatch: If a rule matches nothing, two leaves would get one path, a path would go through a leaf, or a
-            list, a tuple or another container would get a hole or keys that it cannot have.
+        TreeMismatch: If a rule matches nothing, two leaves would get one path, or two that read the same (``0`` and
+            ``"0"``), a path would go through a leaf, or a list, a tuple or another container would get a hole or keys
+            that it cannot have.
         ValueError: If a rule asks for what it does not capture.
         CyclicTree: If a container holds itself.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from statetree.tree.flatten import flatten_for
 from statetree.tree.pruning import pruned
@@ -11,8 +11,10 @@ from statetree.tree.selection import selected
 if TYPE_CHECKING:
     from statetree.tree.selection import Where
 
+T = TypeVar("T")
 
-def select(tree: Any, where: Where, *, missing_ok: bool = False) -> Any:
+
+def select(tree: T, where: Where, *, missing_ok: bool = False) -> T:
     """Return the leaves of a tree that match, and the containers above them.
 
     Mappings keep some of their keys; lists, tuples and deques become shorter, and what is left of them is numbered
@@ -21,8 +23,9 @@ def select(tree: Any, where: Where, *, missing_ok: bool = False) -> Any:
 
     Args:
         tree: Any tree.
-        where: A glob over whole paths as ``to_flat`` renders them (``*`` within one component, ``**`` any number of
-            components), a ``Path`` of a leaf or container, several of these, or a predicate ``(path, leaf) -> bool``.
+        where: A glob over whole paths as ``str`` renders them (``*`` within one component, ``**`` any number of
+            components; leaves whose paths read the same are all meant), a ``Path`` of a leaf or container, several of
+            these, or a predicate ``(path, leaf) -> bool``.
         missing_ok: Whether a glob or path may match nothing.
 
     Returns:

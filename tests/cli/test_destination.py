@@ -359,10 +359,54 @@ def test_a_source_is_not_replaced_by_a_part_of_itself(source, tmp_path, statetre
     before = source.read_bytes()
     ran = statetree("convert", "--match", "w", "--force", source, source)
     assert ran.status == 2
-    assert "it is a part of SOURCE, which would be lost. Choose another name." in ran.err
+    assert "it would replace a.pt, which is being read, and lose what is not written. Choose another name." in ran.err
     (tmp_path / "link.pt").symlink_to(source)
     assert statetree("convert", "--match", "w", "--force", source, tmp_path / "link.pt").status == 2
     assert source.read_bytes() == before
+
+
+@pytest.mark.parametrize("target", ["m.safetensors", "m.safetensors.index.json", "m-00001-of-00002.safetensors", "n"])
+def test_a_source_in_shards_is_not_replaced_by_a_part_of_itself(target, source, tmp_path, statetree):
+    """The index under the name that ``--shard-bytes`` makes of another one, or a shard."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    assert statetree("convert", "--shard-bytes", 100, source, folder / "m.safetensors").status == 0
+    if target == "n":  # an index of another name, whose shards have the names that the new ones get
+        os.rename(folder / "m.safetensors.index.json", folder / "n.safetensors.index.json")
+        target = "m.safetensors"
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    index = next(folder.glob("*.index.json"))
+    shards = ["--shard-bytes", 100] if "-of-" not in target else []
+    ran = statetree("convert", *shards, "--match", "*", "--force", index, folder / target)
+    assert ran.status == 2
+    assert "which is being read, and lose what is not written" in ran.err
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("name", ["b", "m.safetensors.index.json"])
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_what_cannot_be_put_back_is_not_removed(is_interrupted, name, source, tmp_path, statetree, monkeypatch):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    assert statetree("convert", source, folder / name).status == 0
+    before = {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    moved = []
+
+    def rename(start, target, original=os.rename):
+        if moved:  # the first old file is moved aside, and nothing else
+            raise KeyboardInterrupt if is_interrupted and "replaced" in str(start) else OSError(errno.EIO, "planted")
+        moved.append(start)
+        original(start, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.rename", rename)
+        ran = statetree("convert", "--force", source, folder / name)
+    assert ran.status != 0
+    found = {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert found == before
+    (kept,) = folder.glob(".*.partial-*/replaced")
+    if not is_interrupted:
+        assert f"what was there cannot be put back: planted. It lies in {kept}. Move it back." in ran.err
 
 
 def test_nothing_is_called_a_dash(source, tmp_path, statetree, monkeypatch):

@@ -35,7 +35,7 @@ def series(state: dict[str, Any]) -> None:
 
 def stagers(state: dict[str, Any]) -> None:
     stager = dcp.AsyncStager(share_memory=True)
-    assert_type(stager.stage(state), Any | Future[Any])
+    assert_type(stager.stage(state), Any)
     assert_type(stager.should_synchronize_after_execute, bool)
     stager.synchronize_staging()
     async_save(state, checkpoint_id="a", async_stager=stager)

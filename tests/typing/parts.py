@@ -10,15 +10,15 @@ from statetree import testing
 
 
 def selection(state: dict[str, Any]) -> None:
-    assert_type(st.select(state, ["**.lora_*", "step"], missing_ok=True), Any)
+    assert_type(st.select(state, ["**.lora_*", "step"], missing_ok=True), dict[str, Any])
     assert_type(st.partition(state, lambda path, leaf: len(path) > 1), tuple[dict[str, Any], dict[str, Any]])
     assert_type(st.merge(*st.partition(state, "*")), dict[str, Any])
     assert_type(st.update(state, "step", 0), dict[str, Any])
     assert_type(st.update(state, "step", st.HOLE), dict[str, Any])
-    assert_type(st.cast(state, torch.bfloat16, where="model.**"), dict[str, Any])
+    assert_type(st.cast(state, torch.bfloat16, where="model.**", saturate=True), dict[str, Any])
     rules = st.Renaming({"model.{name}": "{name}"})
     assert_type(rules.inverse, st.Renaming)
-    st.rename(st.rename(state, rules), rules.inverse)
+    assert_type(st.rename(st.rename(state, rules), rules.inverse), dict[str, Any])
 
 
 def deltas(new: dict[str, Any], old: dict[str, Any]) -> None:
@@ -26,14 +26,14 @@ def deltas(new: dict[str, Any], old: dict[str, Any]) -> None:
     assert_type(change, st.Delta)
     assert_type(change.nbytes, int)
     assert_type(change.then(change), st.Delta)
-    assert_type(st.apply_delta(change, old, verify="all"), Any)
+    assert_type(st.apply_delta(change, old, verify="all"), dict[str, Any])
     assert_type(st.digest(new), st.Digest)
     assert_type(st.audit(new), st.Audit)
 
 
 def files(state: dict[str, Any], place: Path) -> None:
     st.save(state, place)
-    assert_type(st.load(place, state, where="model.**", strict=False, cast=True), Any)
+    assert_type(st.load(place, state, where="model.**", strict=False, cast=True), dict[str, Any])
     st.to_html(state, place)
 
 

@@ -39,10 +39,12 @@ def functions(state: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def copies(state: dict[str, Any]) -> None:
-    assert_type(st.allocate_like(state, device="cuda", pin_memory=False, share_memory=False), Any)
-    assert_type(st.offload(state), Any)
-    assert_type(st.offload(state, device=torch.device("cpu"), pin_memory=True, share_memory=True, copy=False), Any)
-    assert_type(st.copy_into(state, state, cast=True), Any)
+    assert_type(st.allocate_like(state, device="cuda", pin_memory=False, share_memory=False), dict[str, Any])
+    assert_type(st.offload(state), dict[str, Any])
+    assert_type(
+        st.offload(state, device=torch.device("cpu"), pin_memory=True, share_memory=True, copy=False), dict[str, Any]
+    )
+    assert_type(st.copy_into(state, state, cast=True), dict[str, Any])
 
 
 @st.leafwise
@@ -82,10 +84,10 @@ def composition(state: dict[str, Any]) -> None:
 def staging(state: dict[str, Any]) -> None:
     with st.Stager(pin_memory=False, share_memory=True, max_snapshots=3) as stager:
         assert_type(stager, st.Stager)
-        assert_type(stager.stage(state), Any)
+        assert_type(stager.stage(state), dict[str, Any])
         future = stager.stage_async(state)
-        assert_type(future, Future[Any])
-        assert_type(future.result(timeout=60.0), Any)
+        assert_type(future, Future[dict[str, Any]])
+        assert_type(future.result(timeout=60.0), dict[str, Any])
         stager.prewarm(state)
         stager.synchronize()
         assert_type(stager.nbytes, int)
