@@ -90,7 +90,11 @@ def entry(value):
 
 
 @pytest.mark.parametrize(
-    "value", [[torch.arange(5.0)], [torch.arange(3), torch.arange(3) + 7, "x"]], ids=["one storage", "two storages"]
+    "value",
+    [
+        pytest.param([torch.arange(5.0)], id="one storage"),
+        pytest.param([torch.arange(3), torch.arange(3) + 7, "x"], id="two storages", marks=pytest.mark.slow),
+    ],
 )
 def test_every_bit_of_an_entry(value):
     intact = entry(value)
