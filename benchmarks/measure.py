@@ -130,8 +130,8 @@ def measure(
 ) -> list[Timing]:
     """Time contenders in turns: A B C, A B C, …, so that a noisy moment hits all of them alike.
 
-    Every result is dropped before the next run, outside the timed section. The garbage collector is off in the timed
-    section and runs before it; what existed before is frozen, so that this takes no time and leaves caches alone.
+    Every result is dropped before the next run, outside the timed section. The garbage collector is on, as users have
+    it, and is left alone: a full collection falls into the sample in which it becomes due.
 
     Args:
         contenders: What is timed.
@@ -151,18 +151,12 @@ def measure(
         _run(contender, company)
     timings = [Timing(one.name, one.role, num_leaves=one.num_leaves, nbytes=one.nbytes) for one in contenders]
     gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        began = time.perf_counter()
-        while not company.decide(done=_done(len(timings[0].samples), time.perf_counter() - began, budget)):
-            for contender, timing in zip(contenders, timings, strict=True):
-                timing.samples.append(_sample(contender, company))
-        for contender in contenders:
-            _check(contender, _run(contender, company)[1])
-    finally:
-        gc.enable()
-        gc.unfreeze()
+    began = time.perf_counter()
+    while not company.decide(done=_done(len(timings[0].samples), time.perf_counter() - began, budget)):
+        for contender, timing in zip(contenders, timings, strict=True):
+            timing.samples.append(_sample(contender, company))
+    for contender in contenders:
+        _check(contender, _run(contender, company)[1])
     return timings
 
 
@@ -180,7 +174,6 @@ def _done(rounds: int, seconds: float, budget: Budget) -> bool:
 
 
 def _sample(contender: Contender, company: Alone) -> float:
-    gc.collect()
     seconds = 0.0
     for _ in range(contender.repeats):
         seconds += _run(contender, company)[0]

@@ -332,6 +332,12 @@ def device_types(group: Any) -> Sequence[torch.device]:
     return found
 
 
+def bound_device(group: Any) -> torch.device | None:
+    """Return the device that a process group was made for, if its user said so. Tried with torch 2.11 to 2.15."""
+    found: torch.device | None = group.bound_device_id
+    return found
+
+
 def store_of(group: Any) -> Any:
     """Return the store that the ranks of a process group have in common. Tried with torch 2.11 to 2.15."""
     from torch.distributed import distributed_c10d

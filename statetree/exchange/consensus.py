@@ -55,6 +55,7 @@ class Fingerprint:
         entries: What it holds, in the order of the paths; ``None`` if it leaves that to others.
         details: What only need agree for there to be a short cut: where it does not, ``agree`` returns so.
         nbytes: How many bytes it will send next.
+        device: The number of the type of device, among those of the group, that it would communicate from.
         remedy: What to do where the entries differ.
     """
 
@@ -62,6 +63,7 @@ class Fingerprint:
     entries: Sequence[Entry] | None
     details: Sequence[str] = ()
     nbytes: int = 0
+    device: int = 0
     remedy: str = "Pass trees of the same structure, shapes and dtypes on every rank."
 
     @cached_property
@@ -80,7 +82,7 @@ class Fingerprint:
         absent = self.entries is None
         stated = [*options, *(_NOTHING if absent else word for words in held for word in words)]
         inverse = [*(~word for word in options), *(_NOTHING if absent else ~word for words in held for word in words)]
-        return [0, int(absent), self.nbytes, *stated, *inverse]
+        return [0, int(absent), self.nbytes, self.device, *stated, *inverse]
 
 
 def ready(verb: str) -> Fingerprint:
@@ -96,12 +98,14 @@ class Consensus(NamedTuple):
         details_agree: Whether the details are the same everywhere.
         nbytes: The most that a rank announced.
         absent: Whether some rank holds nothing, and leaves it to others.
+        device: The type of device that all ranks communicate from.
     """
 
     key: tuple[bytes, bytes, bytes]
     details_agree: bool
     nbytes: int
     absent: bool
+    device: str
 
 
 def digest(texts: Sequence[str]) -> bytes:
@@ -158,7 +162,7 @@ def compare(verb: str, group: Group, fingerprint: Fingerprint, message: Sequence
     Raises:
         RankMismatch: If another rank failed, or the ranks do not mean the same. On every rank.
     """
-    failed, absent, nbytes, *words = group.all_reduce_max(message)
+    failed, absent, nbytes, device, *words = group.all_reduce_max(message)
     if failed:
         raise _failed(verb, group, None)
     stated, inverse = words[: len(words) // 2], [~word for word in words[len(words) // 2 :]]
@@ -169,7 +173,7 @@ def compare(verb: str, group: Group, fingerprint: Fingerprint, message: Sequence
         raise _first_difference(verb, group, fingerprint.entries, fingerprint.remedy)
     key = tuple(_DIGEST.pack(*stated[part]) for part in (options, entries, details))
     assert len(key) == 3
-    return Consensus(key, stated[details] == inverse[details], nbytes, absent=bool(absent))
+    return Consensus(key, stated[details] == inverse[details], nbytes, bool(absent), group.devices[device])
 
 
 def tell_failure(group: Group, error: BaseException) -> None:

@@ -141,9 +141,11 @@ class Received(NamedTuple):
         leaves: The leaves that it described, with their elements; ``None`` for those that are exchanged.
         layouts: Those of the leaves that this rank held already.
         key: What the ranks agreed on.
+        device: The type of device that they communicate from.
     """
 
     description: Description
     leaves: list[Any]
     layouts: dict[int, ChunkLayout]
     key: Any
+    device: str

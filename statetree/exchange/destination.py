@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from statetree.chunks.layouts import ChunkLayout
     from statetree.chunks.local import LocalChunks
+    from statetree.exchange.consensus import Entry
     from statetree.exchange.executor import Executor
     from statetree.exchange.manifest import Manifest
 
@@ -63,6 +64,10 @@ class Destination:
     def __init__(self, source: Manifest, leaves: list[Any]) -> None:
         self.source = source
         self.leaves = leaves
+
+    def selection(self) -> list[Entry]:
+        """Return what the ranks compare to make sure that they mean the same leaves, if not all are meant."""
+        return []
 
     def sources(self) -> list[int]:
         """Return the distributed leaves of the source that move, of tied ones the canonical."""

@@ -22,7 +22,6 @@ from statetree.exchange.prepared import preparation_under_way
 from statetree.exchange.transfers import (
     PlannedTransfers,
     TransferOptions,
-    communicating_device,
     plan_transfers,
     sources_of,
 )
@@ -122,6 +121,9 @@ class Exchange(Call):
         """
         replicas = None if written else self.options.get("replicas", "check")
         found = Manifest(self.verb, tree, self.group, complete=complete, written=written, replicas=replicas)
+        if self.group.devices != ["cpu"]:
+            for device in found.devices():
+                self.group.settle_on(device)
         if complete:
             found.check_readable()
         if union:
@@ -183,7 +185,10 @@ class Exchange(Call):
                 [Entry(f"{path}{more}", text) for path, text in manifest.entries()] if more else manifest.entries()
             )
             details += manifest.details()
-        found = Fingerprint(self.described(), [*entries, *beside], details, nbytes)
+        kinds = {chunks.device for manifest in manifests for chunks in manifest.chunks.values()}
+        device = self.group.number_of(kinds)
+        details.append(self.group.devices[device])
+        found = Fingerprint(self.described(), [*entries, *beside], details, nbytes, device)
         if self.options.get("union", True):
             return found
         return replace(found, remedy=f"{found.remedy} Where ranks hold different keys, pass union=True.")
@@ -195,18 +200,20 @@ class Exchange(Call):
         planned in advance. Otherwise the ranks tell each other, and agree once more when they are ready.
         """
         manifests = [source, *target.manifests]
-        fingerprint = self._fingerprint(manifests)
+        fingerprint = self._fingerprint(manifests, target.selection())
         known = [layouts for manifest in manifests if (layouts := manifest.known_layouts()) is not None]
         planned: list[PlannedTransfers] = []
         if len(known) == len(manifests):
-            planned.append(self._planned(source, target, known, (fingerprint.key, (b"",) * len(manifests))))
+            key = (fingerprint.key, (b"",) * len(manifests))
+            planned.append(self._planned(source, target, known, key, self.group.devices[fingerprint.device]))
         consensus = self.agree(fingerprint)
         if not planned or not consensus.details_agree:
             planned.clear()  # before memory is taken again
             found = [self._discovered(manifest, details_agree=consensus.details_agree) for manifest in manifests]
             told = tuple(digest for _, digest in found)
             self.expect()
-            planned.append(self._planned(source, target, [layouts for layouts, _ in found], (consensus.key, told)))
+            held = [layouts for layouts, _ in found]
+            planned.append(self._planned(source, target, held, (consensus.key, told), consensus.device))
             self.ready()
         planned.pop().run(self.executor)
         return self.finish(target, source)
@@ -237,7 +244,9 @@ class Exchange(Call):
         if self._preparation is not None:
             self._preparation.held.append(HeldMemory(spec, leaves, list(indices), opaque=opaque))
 
-    def receive(self, sent: Sent | StateTreeError | None, like: Manifest | None) -> Received:
+    def receive(
+        self, sent: Sent | StateTreeError | None, like: Manifest | None, selection: Sequence[Entry] = ()
+    ) -> Received:
         """Agree with the other ranks on a tree that one of them, the option ``src``, describes, and receive it.
 
         Elements of the leaves that it describes are received as well; those that are exchanged are left to
@@ -246,13 +255,14 @@ class Exchange(Call):
         Args:
             sent: The tree, or what is wrong with it, on the source; ``None`` on other ranks.
             like: What this rank holds already; ``None`` if nothing.
+            selection: Which leaves of that are meant, if not all.
         """
         src = self.options["src"]
         message = Message() if sent is None else described(sent)
         if like is None:
             fingerprint = Fingerprint(self.described(), None, (), len(message.text))
         else:
-            fingerprint = self._fingerprint([like], nbytes=len(message.text))
+            fingerprint = self._fingerprint([like], selection, nbytes=len(message.text))
         consensus = self.agree(fingerprint)
         layouts: dict[int, ChunkLayout] = {}
         told = b""
@@ -268,7 +278,8 @@ class Exchange(Call):
         exchanged = tuple((keys[index], facts) for index, facts in description.exchanged.items())
         key = (consensus.key, told, exchanged)
         transfers = span_transfers(src, self.group, message.spans, places)
-        planned = self._planned_from((*key, sizes), transfers, [place.device.type for place in places])
+        kind = self.group.devices[self.group.number_of(place.device.type for place in places)]  # on every rank alike
+        planned = self._planned_from((*key, sizes), transfers, kind)
         if any(sizes):  # or a failure until here is told in the next agreement
             self.ready()
             planned.run(self.executor)
@@ -277,35 +288,32 @@ class Exchange(Call):
         if isinstance(sent, Sent):
             self.hold(sent.manifest.spec, sent.manifest.leaves, description.described, opaque=True)
         self.expect()
-        return Received(description, description.put_together(self.verb, parts), layouts, key)
+        return Received(description, description.put_together(self.verb, parts), layouts, key, consensus.device)
 
-    def move_from(self, received: Received, transfers: Sequence[Transfer], manifest: Manifest | None) -> None:
+    def move_from(self, received: Received, transfers: Sequence[Transfer]) -> None:
         """Move elements of leaves that are exchanged, from the rank that described its tree.
 
         Args:
             received: The tree.
             transfers: What moves from where to where.
-            manifest: What this rank held already, which is where it moves.
         """
-        devices = [] if manifest is None else [chunks.device for chunks in manifest.chunks.values()]
-        planned = self._planned_from((*received.key, "layouts"), transfers, devices)
+        planned = self._planned_from((*received.key, "layouts"), transfers, received.device)
         self.ready()
         planned.run(self.executor)
 
-    def _planned_from(self, key: Any, transfers: Sequence[Transfer], devices: Sequence[str]) -> PlannedTransfers:
-        device = communicating_device(self.group, devices)
+    def _planned_from(self, key: Any, transfers: Sequence[Transfer], kind: str) -> PlannedTransfers:
+        device = self.group.device(kind)
         options = TransferOptions(key, self.group, device, self.bucket_bytes, self.options["src"])
         return plan_transfers(options, transfers)
 
     def _planned(
-        self, source: Manifest, target: Destination, layouts: Sequence[dict[int, ChunkLayout]], key: Any
+        self, source: Manifest, target: Destination, layouts: Sequence[dict[int, ChunkLayout]], key: Any, kind: str
     ) -> PlannedTransfers:
         moving = target.sources()
         sources, reduction = sources_of(source, layouts[0], moving, self.group.rank)
         transfers = target.transfers(sources, *layouts[1:])
-        kinds = [chunks.device for manifest in (source, *target.manifests) for chunks in manifest.chunks.values()]
-        device = communicating_device(self.group, kinds)
-        return plan_transfers(TransferOptions(key, self.group, device, self.bucket_bytes), transfers, reduction)
+        options = TransferOptions(key, self.group, self.group.device(kind), self.bucket_bytes)
+        return plan_transfers(options, transfers, reduction)
 
 
 def exchange(verb: str, group: ProcessGroup | None = None, timeout: Timeout = None, **options: Any) -> Exchange:

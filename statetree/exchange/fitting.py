@@ -5,19 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.errors import Difference, TreeMismatch
+from statetree.exchange.consensus import Entry
 from statetree.exchange.manifest import is_cuttable
 from statetree.exchange.transfers import as_sendable
 from statetree.leaves.casting import castable, out_of_range
 from statetree.spans.bits import same_bytes
 from statetree.spans.layout import holds_memory
 from statetree.tree.matching import matched, matched_where
+from statetree.tree.selection import selected_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     import torch
 
     from statetree.exchange.manifest import Manifest
+    from statetree.tree.selection import Where
     from statetree.tree.spec import TreeSpec
 
 _REMEDY: Final = "Nothing was written. Pass a tree of the same structure, global shapes and dtypes."
@@ -41,16 +44,43 @@ class LikeOptions(NamedTuple):
         cast: Whether elements are converted to the other's dtypes.
         strict: Whether both trees must have the same keys; otherwise what only one of them has is left alone.
         on_missing: Is then called with each difference.
+        where: Which leaves are meant; others are left alone. All if it is ``None``.
     """
 
     in_place: bool = False
     cast: bool = False
     strict: bool = True
     on_missing: Callable[[Difference], object] | None = None
+    where: Where | None = None
+
+    @property
+    def keeps_like(self) -> bool:
+        """Whether the result has the structure of ``like``, and its leaves where nothing is moved."""
+        return not self.strict or self.where is not None
 
     def agreed(self) -> dict[str, bool]:
-        """Return what the ranks must pass alike, by name."""
-        return {"in_place": self.in_place, "cast": self.cast, "strict": self.strict}
+        """Return what the ranks must pass alike, by name; which leaves they mean is compared by ``selection``."""
+        found = {"in_place": self.in_place, "cast": self.cast, "strict": self.strict}
+        return found if self.where is None else {**found, "where": True}
+
+    def as_chosen_in(self, like: Manifest) -> tuple[LikeOptions, Collection[int]]:
+        """Return options without a predicate that mean the same leaves of ``like``, and these leaves."""
+        if self.where is None:
+            return self, ()
+        (mask,) = selected_in(self.where, [(like.spec, like.leaves)], verb=like.verb, missing_ok=True)
+        paths = like.spec.paths()
+        chosen = {paths[index]: index for index, meant in enumerate(mask) if meant}
+        told = self._replace(where=lambda path, _: path in chosen) if callable(self.where) else self
+        return told, set(chosen.values())
+
+    def selection(self, like: Manifest, chosen: Collection[int]) -> list[Entry]:
+        """Return what the ranks compare to make sure that they mean the same leaves of ``like``."""
+        if self.where is None:
+            return []
+        return [
+            Entry(f"{key} (where)", "selected" if index in chosen else "left out")
+            for key, index in zip(like.keys, like.order, strict=True)
+        ]
 
 
 def partners_of(
@@ -63,11 +93,12 @@ def partners_of(
     Raises:
         TreeMismatch: If the structures do not match.
     """
-    if options.strict:
+    if not options.keeps_like:
         order, differences = matched(spec, leaves, like.spec, like.leaves)
         refuse(like.verb, differences)
         return list(range(spec.num_leaves)) if order is None else order, []
-    common = matched_where(like.verb, (spec, leaves), (like.spec, like.leaves), strict=False)
+    trees = (spec, leaves), (like.spec, like.leaves)
+    common = matched_where(like.verb, *trees, where=options.where, strict=options.strict)
     refuse(like.verb, common.differences)
     return common.order, common.missing
 
@@ -137,10 +168,7 @@ def beyond_range(source: Manifest, moving: Sequence[int], dtype_of: Callable[[in
         for piece in [leaf.detach()] if chunks is None else chunks.pieces:
             beyond = None if piece.is_meta else out_of_range(piece, after)
             if beyond is not None:
-                count, value, largest = beyond
-                more = f" and {count - 1} more" if count > 1 else ""
-                allowed = f"values up to {largest} ({after})"
-                found.append(Difference(source.path(index), "range", f"{value}{more}", allowed))
+                found.append(Difference(source.path(index), "range", *beyond))
     return found
 
 

@@ -8,7 +8,8 @@ from datetime import timedelta
 from functools import cached_property
 from hashlib import blake2b
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -16,15 +17,25 @@ import torch.distributed as dist
 from statetree.chunks.ranks import Ranks, ranks_named
 from statetree.errors import RankMismatch
 from statetree.exchange.silent_ranks import silent_ranks
-from statetree.torch_internals import device_types, start_all_gather, start_all_reduce, start_broadcast, start_exchange
+from statetree.torch_internals import (
+    bound_device,
+    device_types,
+    start_all_gather,
+    start_all_reduce,
+    start_broadcast,
+    start_exchange,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch.distributed import ProcessGroup
 
 #: A peer's rank within the group, and the bytes (``uint8``, contiguous) that go to it or come from it.
 Message = tuple[int, torch.Tensor]
+
+#: The types of devices that all ranks of a group have communicated from.
+_OPENED: Final[WeakKeyDictionary[Any, set[str]]] = WeakKeyDictionary()
 
 #: A timeout as users give it: seconds, or a ``timedelta``, or ``None`` for the group's own.
 Timeout = float | timedelta | None
@@ -43,6 +54,7 @@ class Group(Ranks):
         self._verb = verb
         self.timeout: timedelta | None = None
         self._refusal: Exception | None = None
+        self._devices: dict[str, torch.device] = {}
 
     @property
     def identity(self) -> Any:
@@ -78,9 +90,36 @@ class Group(Ranks):
 
     def device(self, kind: str) -> torch.device:
         """Return the device of a type that this rank communicates from."""
-        if kind == "cpu":
-            return torch.device("cpu")
-        return torch.device(kind, torch.get_device_module(kind).current_device())
+        if kind not in self._devices:
+            bound = None if self._process_group is None else bound_device(self._process_group)
+            if kind == "cpu":
+                self._devices[kind] = torch.device("cpu")
+            elif bound is not None and bound.type == kind:
+                self._devices[kind] = bound
+            else:
+                self._devices[kind] = torch.device(kind, torch.get_device_module(kind).current_device())
+        return self._devices[kind]
+
+    def settle_on(self, device: torch.device) -> None:
+        """Communicate from a device on which tensors lie, rather than from another of its type."""
+        self._devices.setdefault(device.type, device)
+
+    def number_of(self, kinds: Iterable[str]) -> int:
+        """Return the number, in ``devices``, of the type that tensors on some types of devices are best sent from."""
+        return max((self.devices.index(kind) for kind in set(kinds) if kind in self.devices), default=0)
+
+    def open(self, device: torch.device) -> None:
+        """Have all ranks communicate from a device once: NCCL wants that before two of them do so alone.
+
+        The ranks have agreed through another backend, if the group has several.
+        """
+        if self._process_group is None or device.type == self.devices[0]:
+            return
+        opened = _OPENED.setdefault(self._process_group, set())
+        if device.type not in opened:
+            data = torch.zeros(1, dtype=torch.int64, device=device)
+            self._wait(start_all_reduce(self._process_group, data, self.timeout))
+            opened.add(device.type)
 
     def all_gather(self, sent: torch.Tensor) -> torch.Tensor:
         """Return what every rank sends, as rows.

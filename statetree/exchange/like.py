@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from statetree.chunks.boxes import Box
     from statetree.chunks.layouts import ChunkLayout
     from statetree.chunks.local import LocalChunks
+    from statetree.exchange.consensus import Entry
     from statetree.exchange.description import Received
     from statetree.exchange.executor import Executor
     from statetree.exchange.group import Group
@@ -107,6 +108,10 @@ class LikeDestination(Destination):
         if options.on_missing is not None:
             for difference in self._missing:
                 options.on_missing(difference)
+
+    def selection(self) -> list[Entry]:
+        """Return which leaves of ``like`` are meant, as the ranks compare it."""
+        return self._options.selection(self.like, self._leaf_of)
 
     def sources(self) -> list[int]:
         """Return the distributed leaves of the source that move."""
@@ -324,8 +329,8 @@ class LikeDestination(Destination):
                     raise TreeMismatch(msg)
 
     def finish(self) -> Any:
-        """Return the resulting tree: of the source's structure, or of that of ``like`` if keys may differ."""
-        if self._options.strict:
+        """Return the resulting tree: of the source's structure, or of that of ``like`` if some of its leaves stay."""
+        if not self._options.keeps_like:
             return super().finish()
         leaves = list(self.like.leaves)
         for partner, index in self._leaf_of.items():

@@ -139,6 +139,10 @@ class Manifest:
         except Exception as error:
             raise located(self.verb, "describe", error, self.spec.paths, self.leaves, index) from error
 
+    def devices(self) -> list[torch.device]:
+        """Return the devices that the chunks of distributed leaves lie on."""
+        return list(dict.fromkeys(piece.device for chunks in self.chunks.values() for piece in chunks.pieces))
+
     def details(self) -> list[str]:
         """Return what usually is the same on all ranks: which of them hold what, and ties."""
         return [*(chunks.detail for chunks in self.chunks.values()), str(self.ties())]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -89,6 +90,7 @@ class PlannedTransfers(NamedTuple):
 
     def run(self, executor: Executor) -> None:
         """Move the elements."""
+        executor.call(partial(self.group.open, self.buckets[0].device))
         for leg in self.legs:
             leg.plan.run(leg.pieces, self.group, executor, self.buckets)
             if leg.finish is not None:
@@ -184,10 +186,3 @@ def sources_of(
     )
     found.update(zip(summed, reduction.reduced, strict=True))
     return found, reduction
-
-
-def communicating_device(group: Group, kinds: Sequence[str]) -> torch.device:
-    """Return the memory to send from and receive into, for tensors on devices of certain types."""
-    supported = group.devices
-    wanted = [kind for kind in sorted(set(kinds) - {"cpu", "meta", ""}) if kind in supported]
-    return group.device(wanted[0] if wanted else supported[0])

@@ -21,6 +21,9 @@ _METADATA: Final = ".metadata"
 #: What statetree.dcp writes beside it.
 _MANIFEST: Final = ".statetree_manifest"
 _LONGEST_NAME: Final = 100
+#: Where new files are written to, and old ones are moved to, until the new ones have their names.
+_NEW: Final = "files"
+_OLD: Final = "replaced"
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_LINKS: Final = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES)
 _MAX_INDEX_BYTES: Final = 256 << 20
@@ -88,7 +91,7 @@ def write_whole(
     _check_protected(path, [place], protected)
     try:
         with _folder_beside(place) as outer:
-            folder = outer / "files"
+            folder = outer / _NEW
             folder.mkdir()  # with the permissions that the user's umask gives
             names = write(folder)
             check_destination(place, is_directory=is_directory, overwrite=overwrite)
@@ -98,7 +101,7 @@ def write_whole(
             moves = {folder: place} if is_directory else {folder / name: place.with_name(name) for name in names}
             old = _replaced(place, moves.values()) if overwrite else []
             _check_protected(path, old, protected)
-            _publish(place, moves, old, outer / "replaced")
+            _publish(place, moves, old, outer / _OLD)
             _sync(place.parent)
     except OSError as error:
         remedy = "Make room." if error.errno in _FULL else "Check its permissions, and the disk."
@@ -107,17 +110,29 @@ def write_whole(
 
 @contextmanager
 def _folder_beside(path: Path) -> Iterator[Path]:
-    """Make a folder beside a path, which nobody else can read. It is removed in the end, with what is in it."""
+    """Make a folder beside a path, which nobody else can read. It is removed in the end.
+
+    Only what was replaced, and could not be put back, stays in it.
+    """
     folder = path.with_name(f".{path.name[:_LONGEST_NAME]}.partial-{uuid.uuid4().hex}")
     try:
         folder.mkdir(mode=0o700)
         yield folder
     finally:
         try:
-            shutil.rmtree(folder, ignore_errors=True)
-        except BaseException:  # an interrupt: it is removed all the same
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
+            _remove(folder / _NEW)
+        finally:
+            for empty in (folder / _OLD, folder):
+                with suppress(OSError):
+                    empty.rmdir()
+
+
+def _remove(folder: Path) -> None:
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    except BaseException:  # an interrupt: it is removed all the same
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _check_protected(path: Path, replaced: Iterable[Path], protected: Collection[Path]) -> None:
@@ -143,6 +158,7 @@ def _publish(path: Path, moves: dict[Path, Path], old: Sequence[Path], aside: Pa
             undo.callback(_take_back, source, target)
             _place(source, target)
         undo.pop_all()
+    _remove(aside)
 
 
 def _replaced(path: Path, targets: Iterable[Path]) -> list[Path]:
@@ -168,7 +184,8 @@ def _bring_back(aside: Path, place: Path) -> None:
         if os.path.lexists(aside / place.name):
             os.rename(aside / place.name, place)
     except OSError as error:
-        _refuse(place, f"what was there cannot be put back: {error.strerror or error}", "Save it again elsewhere.")
+        what = f"what was there cannot be put back: {error.strerror or error}. It lies in {aside}"
+        _refuse(place, what, "Move it back.")
 
 
 def _take_back(source: Path, target: Path) -> None:

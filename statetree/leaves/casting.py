@@ -67,13 +67,20 @@ def _range(source: torch.dtype, target: torch.dtype) -> _Range | None:
     return None if torch.finfo(source).max < limit and infinite else _Range(largest, limit, infinite)
 
 
-def out_of_range(source: torch.Tensor, target: torch.dtype) -> tuple[int, str, float] | None:
-    """Return how many elements of a tensor are too large for a dtype, one of them, and the largest value that is not.
+def out_of_range(
+    source: torch.Tensor, target: torch.dtype, converted: torch.Tensor | None = None
+) -> tuple[str, str] | None:
+    """Say which elements of a tensor are too large for a dtype, and which are not; ``None`` if none is too large.
 
     Infinities are too large for a dtype that has none. It takes a few megabytes, whatever the size of the tensor.
+
+    Args:
+        source: The tensor.
+        target: The dtype.
+        converted: What the tensor was converted to, if it was. Only where that is at its limits, the source is read.
     """
     found = _range(source.dtype, target)
-    if found is None:
+    if found is None or (converted is not None and _is_below(converted, found.largest)):
         return None
     count, example = 0, ""
     for piece, _ in cut(source, source, _PIECE):
@@ -89,7 +96,13 @@ def out_of_range(source: torch.Tensor, target: torch.dtype) -> tuple[int, str, f
         if bool(outside.any()):
             example = example or str(resolved(piece.detach())[outside][0].item())
             count += int(outside.sum())
-    return (count, example, found.largest) if count else None
+    more = f" and {count - 1} more" if count > 1 else ""
+    return (f"{example}{more}", f"values up to {found.largest} ({target})") if count else None
+
+
+def _is_below(tensor: torch.Tensor, largest: float) -> bool:
+    """Whether all values are smaller than the largest one of their dtype. What was larger is not, nor is it a NaN."""
+    return all(bool(_parts(piece).abs().amax() < largest) for piece, _ in cut(tensor, tensor, _PIECE) if piece.numel())
 
 
 def saturated(source: torch.Tensor, target: torch.dtype) -> torch.Tensor:

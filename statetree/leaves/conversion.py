@@ -8,7 +8,7 @@ import torch
 
 from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
 from statetree.leaves.builtin import facts, is_plain, settled, taken_over
-from statetree.leaves.casting import castable
+from statetree.leaves.casting import castable, out_of_range, saturated
 from statetree.leaves.parts import PackedRecipe, Recipe, Unpacked, unpack
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, extents, lay_out
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 
 @quietly
-def converted(verb: str, spec: TreeSpec, leaves: Sequence[Any], mask: Sequence[bool], dtype: torch.dtype) -> list[Any]:
+def converted(
+    verb: str, spec: TreeSpec, leaves: Sequence[Any], mask: Sequence[bool], dtype: torch.dtype, *, saturate: bool
+) -> list[Any]:
     """Return leaves, with those floating-point tensors among them in another dtype that are meant.
 
     Args:
@@ -32,9 +34,10 @@ def converted(verb: str, spec: TreeSpec, leaves: Sequence[Any], mask: Sequence[b
         leaves: The leaves.
         mask: Which are meant.
         dtype: What they become.
+        saturate: Whether values that are too large become the largest one.
 
     Raises:
-        TreeMismatch: If ``castable`` does not allow it, or it would cut a tie.
+        TreeMismatch: If ``castable`` does not allow it, a value is too large, or it would cut a tie.
         UnsupportedLeaf: If a leaf has no elements of one dtype.
     """
     paths = spec.paths()
@@ -58,7 +61,7 @@ def converted(verb: str, spec: TreeSpec, leaves: Sequence[Any], mask: Sequence[b
         if not isinstance(recipe, int):
             recipes[place] = recipe
     _check_ties(verb, unpacked, chosen, changing, [paths[index] for index in at])
-    fresh = _converted(verb, unpacked.parts, changing, dtype, paths)
+    fresh = _converted(verb, unpacked.parts, changing, dtype, paths, saturate=saturate)
     args = unpacked.columns, unpacked.owners, unpacked.bare, recipes
     packed = Unpacked(verb, unpacked.leaves, lambda: [paths[index] for index in at], *args).pack(fresh)
     result = list(leaves)
@@ -111,9 +114,16 @@ def _check_ties(
 
 
 def _converted(
-    verb: str, parts: Sequence[torch.Tensor], changing: dict[int, int], dtype: torch.dtype, paths: Sequence[Path]
+    verb: str,
+    parts: Sequence[torch.Tensor],
+    changing: dict[int, int],
+    dtype: torch.dtype,
+    paths: Sequence[Path],
+    *,
+    saturate: bool,
 ) -> list[torch.Tensor]:
     result = list(parts)
+    refused: list[Difference] = []
     for own in {parts[part].dtype for part in changing}:
         members = [part for part in changing if parts[part].dtype == own]
         columns = Columns([parts[part] for part in members])
@@ -124,12 +134,22 @@ def _converted(
             tensor, size = parts[members[source]], own.itemsize
             whole = torch.empty(0, dtype=own, device=tensor.device)
             whole.set_(tensor.untyped_storage(), start // size, ((stop - start) // size,), (1,))
-            spans.append(whole.to(dtype))
+            fresh = whole.to(dtype)
+            if saturate and not whole.is_meta and out_of_range(whole, dtype, fresh):
+                fresh = saturated(whole, dtype)
+            spans.append(fresh)
         for index, part in enumerate(members):
             view = spans[layout.span_of[index]].as_strided(
                 columns.shapes[index], columns.strides[index], layout.offsets[index]
             )
+            # Not of the whole span: what lies between views is no element of the tree.
+            if not saturate and not view.is_meta and (found := out_of_range(parts[part], dtype, view)):
+                refused.append(Difference(paths[changing[part]], "range", *found))
             if columns.neg[index]:
                 set_bits(view, conj=False, neg=True)
             result[part] = view
+    if refused:
+        raise TreeMismatch.between(
+            verb, refused, "Pass saturate=True to store the largest value that there is instead."
+        )
     return result

@@ -215,9 +215,7 @@ class _CopyJob:
         for index in self._converted():
             dtype = self.targets.dtypes[index]
             if found := out_of_range(self.sources.tensors[index], dtype):
-                count, value, largest = found
-                more = f" and {count - 1} more" if count > 1 else ""
-                self._refuse(self.leaves[index], "range", f"{value}{more}", f"values up to {largest} ({dtype})")
+                self._refuse(self.leaves[index], "range", *found)
         return self.found
 
     def _check_negatives(self) -> None:

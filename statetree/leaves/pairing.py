@@ -18,7 +18,7 @@ from statetree.leaves.parts import AtomRecipe, PackedRecipe, Recipe, Unpacked, a
 from statetree.spans.bits import safely_equal
 from statetree.spans.columns import Columns
 from statetree.spans.geometry_cache import recognise
-from statetree.spans.layout import holds_memory, is_whole
+from statetree.spans.layout import holds_memory
 from statetree.tree.flatten import flatten_for, unflatten
 from statetree.tree.matching import matched, matched_where
 
@@ -142,7 +142,7 @@ def _have_memory(columns: Columns) -> bool:
     if on_meta:
         return False
     place = columns.place
-    return (0 not in columns.pointers if place is None else place.with_memory) and is_whole(columns)
+    return (0 not in columns.pointers if place is None else place.with_memory) and columns.whole
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

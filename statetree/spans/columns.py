@@ -154,7 +154,13 @@ class Columns:
     @cached_property
     def whole(self) -> bool:
         """Whether every tensor is contiguous and covers its storage from the first byte to the last."""
-        return all(self.contiguous) and self.storage_bytes.tolist() == self.nbytes and not any(self.offsets)
+        place = self.place
+        if place is not None and place.storage_bytes == self.storage_bytes:
+            return True
+        whole = all(self.contiguous) and self.storage_bytes.tolist() == self.nbytes and not any(self.offsets)
+        if whole and place is not None:
+            place.storage_bytes = self.storage_bytes
+        return whole
 
     @cached_property
     def disjoint(self) -> bool:
@@ -171,6 +177,8 @@ class Columns:
     @cached_property
     def own_storages(self) -> bool:
         """Whether no two tensors share a storage."""
+        if self.place is not None and self.place.distinct and "storages" in self.__dict__ and self.whole:
+            return True
         if "storage_keys" not in self.__dict__ and not any(self.offsets):
             # Tensors that begin where their storages do, at different addresses, lie on different storages.
             pointers = set(self.pointers)

@@ -91,16 +91,6 @@ def holds_memory(tensor: torch.Tensor) -> bool:
     return not reach or tensor.storage_offset() * itemsize + reach <= tensor.untyped_storage().nbytes()
 
 
-def is_whole(columns: Columns) -> bool:
-    """Do as ``Columns.whole``, and remember it where the tensors were recognised."""
-    place = columns.place
-    if place is not None and place.storage_bytes == columns.storage_bytes:
-        return True
-    if place is not None and columns.whole:
-        place.storage_bytes = columns.storage_bytes
-    return columns.whole
-
-
 def check_memory(verb: str, columns: Columns, where: Callable[[int], Any]) -> None:
     """Raise ``UnsupportedLeaf`` for the first tensor whose storage is freed or too small for it.
 
@@ -109,7 +99,7 @@ def check_memory(verb: str, columns: Columns, where: Callable[[int], Any]) -> No
         columns: The tensors.
         where: Gives a tensor's path, by its index.
     """
-    if is_whole(columns):
+    if columns.whole:
         return
     for index, (need, have) in enumerate(zip(extents(columns), columns.storage_bytes, strict=True)):
         if not need:

@@ -6,6 +6,7 @@ refers to one of its tensors. From the top to the bottom:
 - ``stager``: ``Stager``, which hands out snapshots and takes them back.
 - ``capture``: a tree as it is when it is staged, all but the elements.
 - ``snapshot``: memory laid out for one geometry.
+- ``batches``: small tensors that are copied by one call.
 - ``frozen``: storages that are copied once.
 - ``stats``: what a stager says of itself.
 - ``pool``: the blocks of memory that no snapshot uses.

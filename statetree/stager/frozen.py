@@ -14,6 +14,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from statetree.errors import TreeMismatch
+from statetree.leaves.builtin import taken_over
 from statetree.spans.bits import same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.layout import as_bytes, extents, lay_out, make_views
@@ -21,7 +22,6 @@ from statetree.spans.memory import Buffer
 from statetree.torch_internals import copy_all, storage_key
 from statetree.tree.atoms import HOLE
 from statetree.tree.selection import selected
-from statetree.tree.traversal import Repeated
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,7 +89,9 @@ class FrozenStorages:
 
     def _chosen(self, verb: str, captured: CapturedTree, where: Where) -> list[int]:
         """Return which tensors are frozen: those on storages that none but frozen leaves lie on."""
-        leaves = [HOLE if type(leaf) is Repeated else leaf for leaf in captured.unpacked.leaves]
+        leaves = captured.unpacked.leaves
+        if callable(where):  # which may ask for what only tensors have
+            leaves = [HOLE if taken_over(leaf) else leaf for leaf in leaves]
         mask = selected(where, captured.spec, leaves, verb=verb, missing_ok=True)
         if not any(mask):
             return []

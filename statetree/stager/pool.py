@@ -59,6 +59,11 @@ class Pool:
             found.update((index, self._memory.piece(storage, start, sizes[index])) for index, start in block.places)
         return [found[index] for index in range(len(sizes))], blocks
 
+    def cut(self, buffer: Buffer, size: int, count: int) -> list[Buffer]:
+        """Cut a buffer into smaller ones of one size."""
+        starts = (buffer.start + number * size for number in range(count))
+        return [self._memory.piece(buffer.storage, start, size) for start in starts]
+
     def _block(self, size: int) -> torch.Tensor:
         """Take the smallest block that fits from the pool, or allocate one."""
         limit = size if self._memory.share_memory else size / _MIN_FILL

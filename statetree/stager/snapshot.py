@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 import torch
 
 from statetree.spans.layout import Span, SpanLayout, as_bytes, extents, lay_out, make_views
+from statetree.stager.batches import Batch, batched
 from statetree.stager.streams import devices_of, synchronize
 from statetree.torch_internals import (
     STORAGE_BASE,
@@ -95,7 +97,7 @@ class Snapshot:
     def __init__(self, geometry: Geometry, columns: Columns, pool: Pool) -> None:
         self.geometry = geometry
         layout = geometry.layout
-        buffers, self._blocks = pool.take([span.stop - span.start for span in layout.spans])
+        buffers = self._take_buffers(columns, layout, pool)
         self.templates = make_views(columns, layout, buffers, torch.device("cpu"))
         self._plan_copies(layout, buffers)
         storages = {storage_key(buffer.storage): buffer.storage for buffer in buffers}
@@ -103,20 +105,33 @@ class Snapshot:
         self._unleased = self._own_references(buffers)
         self._addresses = self._places()
 
+    def _take_buffers(self, columns: Columns, layout: SpanLayout, pool: Pool) -> list[Buffer]:
+        """Return a buffer for each span. Those of a batch lie side by side."""
+        sizes = [span.stop - span.start for span in layout.spans]
+        groups = batched(columns, layout)
+        rest = sorted(set(range(len(sizes))).difference(*groups))
+        wanted = [*(len(group) * sizes[group[0]] for group in groups), *map(sizes.__getitem__, rest)]
+        taken, self._blocks = pool.take(wanted)
+        found = dict(zip(rest, taken[len(groups) :], strict=True))
+        self._batches: list[Batch] = []
+        for group, whole in zip(groups, taken, strict=False):
+            found.update(zip(group, pool.cut(whole, sizes[group[0]], len(group)), strict=True))
+            members = [layout.spans[number].source for number in group]
+            self._batches.append(Batch(members, whole, columns))
+        return [found[number] for number in range(len(sizes))]
+
     def _plan_copies(self, layout: SpanLayout, buffers: Sequence[Buffer]) -> None:
-        self._dense: list[int] = []
-        self._dense_targets: list[torch.Tensor] = []
+        self._alone: list[int] = []  # tensors copied as such
         self._rough: list[tuple[torch.Tensor, int]] = []  # spans copied as bytes: the target, and which span
+        batched_tensors = set().union(*(batch.members for batch in self._batches))
         for index, (span, buffer, dense) in enumerate(zip(layout.spans, buffers, layout.dense, strict=True)):
-            if span.start == span.stop:
+            if span.start == span.stop or span.source in batched_tensors:
                 continue
             if dense:
-                self._dense.append(span.source)
-                self._dense_targets.append(self.templates[span.source])
+                self._alone.append(span.source)
             else:
                 target = as_bytes(buffer.storage, buffer.start, buffer.start + span.stop - span.start)
                 self._rough.append((target, index))
-        self._all_dense = self._dense == list(range(len(self.templates)))
 
     @property
     def nbytes(self) -> int:
@@ -128,6 +143,7 @@ class Snapshot:
         keys = [storage_key(buffer.storage) for buffer in buffers]
         tensors = Counter(map(keys.__getitem__, self.geometry.layout.span_of))
         tensors.update(keys[index] for _, index in self._rough)
+        tensors.update(storage_key(batch.target.untyped_storage()) for batch in self._batches)
         tensors.update(storage_key(block.untyped_storage()) for block in self._blocks)  # buffers may be these
         return own_references([tensors[key] for key in self._storage_keys])
 
@@ -157,14 +173,19 @@ class Snapshot:
     def dissolve(self) -> list[torch.Tensor]:
         """Give up the templates, and return the blocks of memory below them."""
         blocks = self._blocks
-        self.templates, self._dense_targets, self._rough, self._blocks, self._storages = [], [], [], [], []
+        self.templates, self._batches, self._rough, self._blocks, self._storages = [], [], [], [], []
         return blocks
 
     def fill(self, columns: Columns) -> list[torch.Tensor]:
         """Copy tensors of this geometry in, and return fresh tensors on the copies."""
-        tensors = columns.tensors
-        sources = list(tensors) if self._all_dense else [tensors[index] for index in self._dense]
-        targets = list(self._dense_targets)
+        tensors, alone = columns.tensors, self._alone
+        if columns.on_cpu:
+            for batch in self._batches:
+                batch.fill(tensors)
+        else:
+            alone = [*alone, *chain.from_iterable(batch.members for batch in self._batches)]
+        sources = [tensors[index] for index in alone]
+        targets = [self.templates[index] for index in alone]
         if self._rough:
             spans = self.geometry.spans_of(columns)
             for target, index in self._rough:

@@ -59,9 +59,13 @@ class Stager:
         share_memory: Take memory that other processes can map: a staged tree that is sent to one (through
             ``torch.multiprocessing``) arrives as the same memory. It takes about a hundred file descriptors at most.
         max_snapshots: How many staged trees may be alive at a time.
-        frozen: Which leaves nobody will write to, as ``select`` takes it. Their storages, if no other leaf lies on
-            them, are copied once, and all staged trees share these copies (which nobody may write to either).
+        frozen: Which leaves nobody will write to, as ``select`` takes it; a predicate is asked about tensors only.
+            Their storages, if no other leaf lies on them, are copied once. To free the memory of one and take it again
+            (``resize_``, as some wrappers of models do) is to write to it, which is not noticed: call ``thaw`` then.
         check: Compare frozen storages with their copies at every stage, to find a promise that is not kept.
+
+    Aliasing:
+        Staged trees share the copies of frozen storages with each other: nobody may write to those.
 
     Raises:
         TypeError, ValueError: If ``max_snapshots`` is not an integer, or less than one.

@@ -60,7 +60,7 @@ def assert_trees_equal(
         Traceback (most recent call last):
         ...
         AssertionError: assert_trees_equal: the trees differ in 1 place:
-          strides differ at ['w']: (1, 2) against (3, 1)
+          strides differ at w: (1, 2) against (3, 1)
     """
     found = tree_differences(a, b, ties=ties, strides=strides, device=device, containers=containers, storages=storages)
     raise_for("assert_trees_equal: the trees differ", found)
@@ -146,7 +146,7 @@ def assert_independent(a: Any, b: Any, *, containers: bool = True) -> None:
         Traceback (most recent call last):
         ...
         AssertionError: assert_independent: the trees are not independent in 1 place:
-          ['steps'] is the object at ['steps']
+          steps is the object at steps
     """
     one, other = Holdings(a), Holdings(b)
     found = [*shared_memory(one, other), *shared_graphs(one, other)]

@@ -26,8 +26,8 @@ def raise_for(head: str, found: Sequence[str]) -> None:
 
 
 def place(path: str) -> str:
-    """Return a path as it is shown."""
-    return path or "<root>"
+    """Return a path as it is shown: ``model.0.weight``."""
+    return path.removeprefix(".") or "<root>"
 
 
 def brief(value: Any) -> str:

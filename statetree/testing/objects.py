@@ -61,10 +61,10 @@ def contents_of(value: Any) -> Contents:
     settings: list[tuple[str, Any]] = []
     if isinstance(value, dict):
         keys = list((OrderedDict if isinstance(value, OrderedDict) else dict).__iter__(value))
-        items = [(f"[{_key(key)}]", dict.__getitem__(value, key)) for key in keys]
+        items = [(f".{_key(key)}", dict.__getitem__(value, key)) for key in keys]
     elif is_collection(value):
         base = next(base for base in _SEQUENCES if isinstance(value, base))
-        items = [(f"[{index}]", item) for index, item in enumerate(base.__iter__(value))]
+        items = [(f".{index}", item) for index, item in enumerate(base.__iter__(value))]
     if isinstance(value, deque):
         settings = [(".maxlen", _maxlen(value))]
     elif isinstance(value, defaultdict):
@@ -76,7 +76,7 @@ def contents_of(value: Any) -> Contents:
 
 
 def _key(key: Any) -> str:
-    return repr(key) if type(key) is str else brief(key)  # names of parameters are long, and differ at their ends
+    return key if type(key) is str else brief(key)  # names of parameters are long, and differ at their ends
 
 
 def attributes_of(value: Any, skip: frozenset[str] = frozenset()) -> dict[str, Any]:

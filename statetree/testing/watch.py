@@ -71,15 +71,17 @@ def _changed_contents(path: str, now: Contents, before: Contents) -> Iterator[st
     if now.cls is not before.cls:
         yield f"the class of what is at {place(path)} was {before.cls} and is {now.cls}"
     present, past = _by_place(now), _by_place(before)
-    found = [f"{path}{step} is gone" for step, nth in past if (step, nth) not in present]
-    found += [f"{path}{step} is new" for step, nth in present if (step, nth) not in past]
+    found = [f"{place(path + step)} is gone" for step, nth in past if (step, nth) not in present]
+    found += [f"{place(path + step)} is new" for step, nth in present if (step, nth) not in past]
     for at, part in present.items():
         was = past.get(at, part)
         if part is not was and not same_plain(part, was):
             is_plain = type(part) in PLAIN and type(was) in PLAIN
-            found.append(f"{path}{at[0]} {f'changed: {contrast(was, part)}' if is_plain else 'is another object'}")
+            found.append(
+                f"{place(path + at[0])} {f'changed: {contrast(was, part)}' if is_plain else 'is another object'}"
+            )
     if found or list(present) != list(past):
-        named = [line for line in found if not line.startswith(f"{path}<key ")]
+        named = [line for line in found if not line.startswith(place(f"{path}<key "))]
         yield from named or [f"the order or the keys of the {_described(path, now.cls)} changed"]
 
 

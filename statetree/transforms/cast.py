@@ -17,17 +17,22 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def cast(tree: T, dtype: torch.dtype, *, where: Where | None = None, missing_ok: bool = False) -> T:
+def cast(
+    tree: T, dtype: torch.dtype, *, where: Where | None = None, missing_ok: bool = False, saturate: bool = False
+) -> T:
     """Convert the floating-point tensors of a tree.
 
     Shapes, strides, ties, classes, layouts and ``requires_grad`` are kept. Integers, complex numbers and plain values
-    stay as they are, and so do opaque objects. Meta tensors stay meta.
+    stay as they are, and so do opaque objects, with tensors inside that are tied to converted ones. Meta tensors stay
+    meta.
 
     Args:
         tree: Any tree.
         dtype: What the tensors become.
         where: Which leaves are converted, as for ``select``. By default all floating-point tensors.
         missing_ok: Whether a glob or path may match nothing.
+        saturate: Store the largest value of the dtype in place of values that are too large for it (infinities stay
+            where the dtype has them), instead of refusing them.
 
     Returns:
         A tree with fresh containers.
@@ -36,8 +41,9 @@ def cast(tree: T, dtype: torch.dtype, *, where: Where | None = None, missing_ok:
         Leaves that are not converted are the tree's own.
 
     Raises:
-        TreeMismatch: If a conversion is one that ``copy_into(cast=True)`` refuses (to an integer type, say), if a
-            tensor shares elements with one that is not converted, or if a glob or path matches nothing.
+        TreeMismatch: If a conversion is one that ``copy_into(cast=True)`` refuses (to an integer type, say; or of a
+            value that is too large), if a tensor shares elements with one that is not converted, or if a glob or path
+            matches nothing.
         UnsupportedLeaf: If a leaf is made of several tensors (sparse, quantized), or its storage was freed.
         CyclicTree: If a container holds itself.
 
@@ -50,4 +56,4 @@ def cast(tree: T, dtype: torch.dtype, *, where: Where | None = None, missing_ok:
     mask = [True] * len(leaves)
     if where is not None:
         mask = selected(where, spec, leaves, verb="cast", missing_ok=missing_ok)
-    return typing_cast("T", unflatten(spec, converted("cast", spec, leaves, mask, dtype)))
+    return typing_cast("T", unflatten(spec, converted("cast", spec, leaves, mask, dtype, saturate=saturate)))

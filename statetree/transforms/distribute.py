@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from statetree.errors import Difference
     from statetree.exchange.group import Timeout
     from statetree.exchange.manifest import Manifest
+    from statetree.tree.selection import Where
 
 T = TypeVar("T")
 
@@ -32,6 +33,7 @@ def distribute(
     src: int | None = None,
     group: ProcessGroup | None = None,
     in_place: bool = False,
+    where: Where | None = None,
     cast: bool = False,
     strict: bool = True,
     on_missing: Callable[[Difference], object] | None = None,
@@ -50,6 +52,9 @@ def distribute(
             may be ``None``, is not looked at. Tensors that are not distributed are the source's on every rank.
         group: The ranks that take part; by default all.
         in_place: Write into the tensors of ``like`` instead of fresh ones.
+        where: Which leaves of ``like`` are meant, as for ``select``; its others are left alone, and what differs there
+            does not count. A predicate is asked about the leaves of ``like``, and where ``full`` is about those that
+            ``like`` lacks. The ranks must mean the same leaves.
         cast: Convert elements to the dtypes of ``like``, as ``copy_into(cast=True)`` does: losslessly, or between
             floating point types, and not where a value is too large. They are converted where they are sent if that
             makes fewer bytes, otherwise where they arrive.
@@ -62,24 +67,24 @@ def distribute(
         timeout: How long each collective may take, in seconds or as a ``timedelta``; by default what the group allows.
 
     Returns:
-        A tree with the structure and plain values of ``full``, and tensors in the layouts of ``like``. Without
-        ``strict`` its structure is that of ``like``.
+        A tree with the structure and plain values of ``full``, and tensors in the layouts of ``like``. With
+        ``where`` or without ``strict`` its structure is that of ``like``.
 
     Aliasing:
-        None, but with ``in_place`` the tensors are those of ``like``, and without ``strict`` leaves that only ``like``
-        has are its own.
+        None, but with ``in_place`` the tensors are those of ``like``, and so are leaves that nothing is moved to (see
+        ``where`` and ``strict``).
 
     Collective:
         With ``src``, every rank of the group calls it, with the same options. Structure and plain values are sent by
         pickle. Without ``src`` there is nothing to wait for: a rank that gives one waits for those that do not.
 
     Raises:
-        TreeMismatch: If structure, global shapes or dtypes differ, a tensor of ``like`` cannot be written or is
-            ``Partial``, or tensors of ``like`` are tied that hold different values in ``full``, or overlap without
-            being the same view, or with ``in_place`` something to move lies in memory that is written. Nothing is
-            written then.
-        RankMismatch: If the ranks pass a different ``like`` or different options, if one of them failed or did not
-            answer in time, or if ``src`` is not a rank of the group.
+        TreeMismatch: If structure, global shapes or dtypes differ, a glob matches nothing in either tree, a tensor of
+            ``like`` cannot be written or is ``Partial``, or tensors of ``like`` are tied that hold different values in
+            ``full``, or overlap without being the same view, or with ``in_place`` something to move lies in memory that
+            is written. Nothing is written then.
+        RankMismatch: If the ranks pass a different ``like`` or different options, if they mean different leaves, if one
+            of them failed or did not answer in time, or if ``src`` is not a rank of the group.
         UnsupportedLeaf: If a leaf of ``full`` is distributed or cannot be sent.
         MemoryError: As for ``gather``. A rank without memory for the description of the source's tree leaves the others
             waiting: that is received when they are agreed.
@@ -89,7 +94,7 @@ def distribute(
         >>> st.distribute({"w": torch.ones(2)}, like={"w": torch.empty(2, device="meta")})
         {'w': tensor([1., 1.])}
     """
-    how = LikeOptions(in_place, cast, strict, on_missing)
+    how = LikeOptions(in_place, cast, strict, on_missing, where)
     with exchange("distribute", group, timeout, src=src, **how.agreed(), bucket_bytes=bucket_bytes) as run:
         if src is None:
             run.alone()
@@ -100,10 +105,11 @@ def distribute(
         if cast:  # then plain leaves may move as elements, which depends on their ties, too
             wanted.add_ties([index for index in wanted.order if is_cuttable(wanted.leaves[index])])
         sent = caught(_sent, run, full, wanted, how) if run.group.rank == src else None
-        received = run.receive(sent, wanted)
+        how, chosen = how.as_chosen_in(wanted)
+        received = run.receive(sent, wanted, how.selection(wanted, chosen))
         target = run.destination_received(received, wanted, how)
         own = sent.manifest if isinstance(sent, Sent) else None
-        run.move_from(received, target.transfers_from_one(src, received, own), wanted)
+        run.move_from(received, target.transfers_from_one(src, received, own))
         return run.finish(target, own)
 
 

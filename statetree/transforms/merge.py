@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from statetree.errors import Difference, TreeMismatch, describe_leaf
 from statetree.tree.atoms import HOLE
 from statetree.tree.flatten import flatten_for, unflatten
 from statetree.tree.mapping import aligned
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from statetree.tree.spec import TreeSpec
 
 T = TypeVar("T")
 
@@ -35,17 +40,19 @@ def merge(first: T, *rest: T) -> T:
         {'w': 1, 'b': 2}
     """
     result, spec = flatten_for("merge", first)
-    twice: list[tuple[int, str, str]] = []
     for tree in rest:
         others = aligned("merge", spec, result, tree)
-        twice += [
-            (index, describe_leaf(b), describe_leaf(a))
-            for index, (a, b) in enumerate(zip(result, others, strict=True))
-            if a is not HOLE and b is not HOLE and a is not b
+        result = [
+            b if a is HOLE else a if b is HOLE or a is b else _refuse(spec, result, others)
+            for a, b in zip(result, others, strict=True)
         ]
-        result = [b if a is HOLE else a for a, b in zip(result, others, strict=True)]
-    if twice:
-        paths = spec.paths()
-        found = [Difference(paths[index], "leaf", f"another ({given})", f"one ({had})") for index, given, had in twice]
-        raise TreeMismatch.between("merge", found, "Leave HOLE in all trees but one.")
     return cast("T", unflatten(spec, result))
+
+
+def _refuse(spec: TreeSpec, result: Sequence[Any], others: Sequence[Any]) -> NoReturn:
+    found = [
+        Difference(path, "leaf", f"another ({describe_leaf(b)})", f"one ({describe_leaf(a)})")
+        for path, a, b in zip(spec.paths(), result, others, strict=True)
+        if a is not HOLE and b is not HOLE and a is not b
+    ]
+    raise TreeMismatch.between("merge", found, "Leave HOLE in all trees but one.")

@@ -36,8 +36,9 @@ def rename(tree: T, rules: Renaming | Mapping[str, str] | Iterable[tuple[str, st
         The leaves are the tree's own.
 
     Raises:
-        TreeMismatch: If a rule matches nothing, two leaves would get one path, a path would go through a leaf, or a
-            list, a tuple or another container would get a hole or keys that it cannot have.
+        TreeMismatch: If a rule matches nothing, two leaves would get one path, or two that read the same (``0`` and
+            ``"0"``), a path would go through a leaf, or a list, a tuple or another container would get a hole or keys
+            that it cannot have.
         ValueError: If a rule asks for what it does not capture.
         CyclicTree: If a container holds itself.
 

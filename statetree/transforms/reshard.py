@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from statetree.errors import Difference
     from statetree.exchange.group import Timeout
+    from statetree.tree.selection import Where
 
 T = TypeVar("T")
 
@@ -29,6 +30,7 @@ def reshard(
     *,
     group: ProcessGroup | None = None,
     in_place: bool = False,
+    where: Where | None = None,
     cast: bool = False,
     strict: bool = True,
     on_missing: Callable[[Difference], object] | None = None,
@@ -51,6 +53,9 @@ def reshard(
             tensors may be ``meta`` ones.
         group: The ranks that take part; by default all. Together they must hold every tensor of ``tree`` completely.
         in_place: Write into the tensors of ``like`` instead of fresh ones.
+        where: Which leaves of ``like`` are meant, as for ``select``; its others are left alone, and what differs there
+            does not count. A predicate is asked about the leaves of ``like``, and about those of ``tree`` that ``like``
+            lacks. The ranks must mean the same leaves.
         cast: Convert elements to the dtypes of ``like``, as ``copy_into(cast=True)`` does: losslessly, or between
             floating point types, and not where a value is too large. They are converted where they are sent if that
             makes fewer bytes, otherwise where they arrive.
@@ -70,24 +75,24 @@ def reshard(
         timeout: How long each collective may take, in seconds or as a ``timedelta``; by default what the group allows.
 
     Returns:
-        A tree with the structure and plain values of ``tree``, and tensors in the layouts of ``like``. Without
-        ``strict`` its structure is that of ``like``.
+        A tree with the structure and plain values of ``tree``, and tensors in the layouts of ``like``. With
+        ``where`` or without ``strict`` its structure is that of ``like``.
 
     Aliasing:
-        None, but with ``in_place`` the tensors are those of ``like``, and without ``strict`` leaves that only ``like``
-        has are its own.
+        None, but with ``in_place`` the tensors are those of ``like``, and so are leaves that nothing is moved to (see
+        ``where`` and ``strict``).
 
     Collective:
         Every rank of the group calls it, with the same options.
 
     Raises:
-        TreeMismatch: If structure, global shapes or dtypes differ, a tensor of ``like`` cannot be written or is
-            ``Partial``, or tensors of ``like`` are tied that hold different values in ``tree``, or overlap without
-            being the same view, or with ``in_place`` something to move lies in memory that is written. Nothing is
-            written then.
-        RankMismatch: If the ranks hold different trees or pass different options, if one of them failed or did not
-            answer in time, if tensors of ``like`` are tied on some ranks only, or if meshes that differ from rank to
-            rank do not hold the same (see ``replicas``). On every rank, before anything moves.
+        TreeMismatch: If structure, global shapes or dtypes differ, a glob matches nothing in either tree, a tensor of
+            ``like`` cannot be written or is ``Partial``, or tensors of ``like`` are tied that hold different values in
+            ``tree``, or overlap without being the same view, or with ``in_place`` something to move lies in memory that
+            is written. Nothing is written then.
+        RankMismatch: If the ranks hold different trees or pass different options, if they mean different leaves, if one
+            of them failed or did not answer in time, if tensors of ``like`` are tied on some ranks only, or if meshes
+            that differ from rank to rank do not hold the same (see ``replicas``). On every rank, before anything moves.
         UnsupportedLeaf: If the chunks of a leaf cannot be told, or the group does not hold all of them.
         MemoryError: As for ``gather``.
 
@@ -100,7 +105,7 @@ def reshard(
         with exchange("reshard", group, timeout, delta=True) as run:
             moved: Any = moved_delta(run, tree, like)
             return moved
-    how = LikeOptions(in_place, cast, strict, on_missing)
+    how = LikeOptions(in_place, cast, strict, on_missing, where)
     options = {**how.agreed(), "union": union, "replicas": replicas, "bucket_bytes": bucket_bytes}
     with exchange("reshard", group, timeout, **options) as run:
         source = run.manifest(tree, complete=True, union=union)

@@ -23,8 +23,9 @@ def select(tree: T, where: Where, *, missing_ok: bool = False) -> T:
 
     Args:
         tree: Any tree.
-        where: A glob over whole paths as ``to_flat`` renders them (``*`` within one component, ``**`` any number of
-            components), a ``Path`` of a leaf or container, several of these, or a predicate ``(path, leaf) -> bool``.
+        where: A glob over whole paths as ``str`` renders them (``*`` within one component, ``**`` any number of
+            components; leaves whose paths read the same are all meant), a ``Path`` of a leaf or container, several of
+            these, or a predicate ``(path, leaf) -> bool``.
         missing_ok: Whether a glob or path may match nothing.
 
     Returns:

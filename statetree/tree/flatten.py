@@ -123,7 +123,9 @@ def unflatten(spec: TreeSpec, leaves: Iterable[Any]) -> Any:
 
 def unflatten_copy(spec: TreeSpec, leaves: list[Any]) -> Any:
     """Do as ``unflatten``, with what ``flatten_for_copy`` gave: containers that were one become one again."""
-    repeated = {index: leaf.node for index, leaf in enumerate(leaves) if type(leaf) is Repeated}
+    repeated: dict[int, int] = {}
+    if Repeated in set(map(type, leaves)):  # to look at each costs more
+        repeated = {index: leaf.node for index, leaf in enumerate(leaves) if type(leaf) is Repeated}
     return rebuild(spec.nodes, leaves, repeated)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import is_
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.errors import Difference
@@ -152,7 +153,7 @@ _SIMPLE_KEYS: Final = frozenset({str, int, bool, bytes, type(None)})
 
 def _equal_keys(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     """Whether keys are the same one by one, if they are of the usual kinds."""
-    if a is b:
+    if len(a) == len(b) and all(map(is_, a, b)):  # as in two trees that were made of one structure
         return True
     types = list(map(type, a))
     return _SIMPLE_KEYS.issuperset(types) and types == list(map(type, b)) and a == b

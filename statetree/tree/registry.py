@@ -53,11 +53,19 @@ class _DefaultDict(_Dict):
 _INSTANCE_OF_DEFAULTDICT = cast("Container", instance_container(defaultdict))
 
 
+#: The keys of short lists and tuples, which most are.
+_INDICES: Final = tuple(tuple(range(count)) for count in range(64))
+
+
+def _indices(count: int) -> tuple[int, ...]:
+    return _INDICES[count] if count < len(_INDICES) else tuple(range(count))
+
+
 class _List(Container):
     __slots__ = ()
 
     def flatten(self, container: Any, freeze: Freeze, plain: int = 0) -> Flattened:
-        return container, tuple(range(len(container))), None
+        return container, _indices(len(container)), None
 
     def unflatten(self, aux: Any, keys: tuple[Any, ...], children: Sequence[Any]) -> Any:
         return list(children)
@@ -74,7 +82,7 @@ class _Deque(_List):
     __slots__ = ()
 
     def flatten(self, container: Any, freeze: Freeze, plain: int = 0) -> Flattened:
-        return list(container), tuple(range(len(container))), container.maxlen
+        return list(container), _indices(len(container)), container.maxlen
 
     def unflatten(self, aux: Any, keys: tuple[Any, ...], children: Sequence[Any]) -> Any:
         return deque(children, aux)

@@ -87,17 +87,22 @@ def renamed(verb: str, spec: TreeSpec, leaves: Sequence[Any], names: Mapping[int
         names: The new paths, rendered, by ``ref`` of ``located``. What is not named stays where it is.
 
     Raises:
-        TreeMismatch: If two leaves would get one path, a path would go through a leaf, or a container cannot
-            have the keys.
+        TreeMismatch: If two leaves would get paths that read the same, a path would go through a leaf, or a container
+            cannot have the keys.
     """
     if not spec.nodes:
         return leaves[0]
     flat = _flatness(spec)
     root = _Place(~spec.root())
     came_from: dict[int, Located] = {}
+    at: dict[str, Located] = {}
     for item in located(spec):
         came_from[item.ref] = item
         name = names.get(item.ref)
+        other = at.setdefault(item.text if name is None else name, item)
+        # Without a new name there may be two: of a key with a dot, or of 0 and "0".
+        if other is not item and not names.keys().isdisjoint((item.ref, other.ref)):
+            _refuse_twice(verb, item, other, names)
         steps = [*zip(item.keys, (*item.nodes[1:], -1), strict=True)]
         if name is not None and name != item.text:
             steps = _steps(spec, item, name, flat)
@@ -112,8 +117,10 @@ def renamed(verb: str, spec: TreeSpec, leaves: Sequence[Any], names: Mapping[int
                 child.origin = node
             place = child
         found = place.child(steps[-1][0], item.ref)
-        if found is not item.ref:
-            _refuse_twice(verb, item, found, came_from, names)
+        while isinstance(found, _Place):
+            found = next(iter(found.children.values()))
+        if found != item.ref:
+            _refuse_through(verb, came_from[found], item, names)
     return _built(verb, spec, leaves, root)
 
 
@@ -195,9 +202,11 @@ def _container(verb: str, spec: TreeSpec, place: _Place, values: Mapping[Any, An
     """Return a container of children, which are given by the identities of their keys."""
     keys = list(place.keys.values())
     items = [key for key in keys if type(key) is not Attr]
-    if len(set(items)) < len(items):  # 0 and False, say: one of them would be lost
+    # 0 and False, say, of which one would be lost; or 0 and "0", which paths do not tell apart.
+    alike = len(set(map(render_key, items))) < len(items) and not values.keys() <= _own_identities(spec, place)
+    if len(set(items)) < len(items) or alike:
         shown = ", ".join(map(repr, items[:8]))
-        msg = f"{verb}: two keys at {str(path) or '<root>'} are equal: expected keys that differ, got {shown}."
+        msg = f"{verb}: two keys at {str(path) or '<root>'} are equal or read alike: expected others, got {shown}."
         raise TreeMismatch(msg)
     if place.origin < 0:
         return dict(zip(keys, values.values(), strict=True))
@@ -221,21 +230,18 @@ def _container(verb: str, spec: TreeSpec, place: _Place, values: Mapping[Any, An
     raise TreeMismatch(msg)
 
 
+def _own_identities(spec: TreeSpec, place: _Place) -> set[Any]:
+    return set(map(key_identity, spec.nodes[place.origin][1])) if place.origin >= 0 else set()
+
+
 def _told(item: Located, names: Mapping[int, str]) -> str:
     return f"{item.text or '<root>'}" + ("" if item.ref not in names else f" (to {names[item.ref]})")
 
 
-def _refuse_twice(
-    verb: str, item: Located, other: _Place | _Item, came_from: Mapping[int, Located], names: Mapping[int, str]
-) -> NoReturn:
-    if isinstance(other, _Place):
-        ref: _Place | _Item = other
-        while isinstance(ref, _Place):
-            ref = next(iter(ref.children.values()))
-        _refuse_through(verb, came_from[ref], item, names)
+def _refuse_twice(verb: str, item: Located, other: Located, names: Mapping[int, str]) -> NoReturn:
     msg = (
         f"{verb}: two leaves would get one path: expected one for each, got {names.get(item.ref, item.text)!r} for "
-        f"{came_from[other].text} and {item.text}. Change a rule, or leave one out with select."
+        f"{other.text} and {item.text}. Change a rule, or leave one out with select."
     )
     raise TreeMismatch(msg)
 

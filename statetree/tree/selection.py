@@ -5,19 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final, cast
+from itertools import chain
+from operator import itemgetter
+from typing import Any, Final, cast
 
 from statetree.errors import TreeMismatch, note_leaf, shown
 from statetree.paths import Path, nearest, render_key, same_key
 from statetree.tree.atoms import HOLE
-
-if TYPE_CHECKING:
-    from statetree.tree.spec import TreeSpec
+from statetree.tree.spec import TreeSpec
 
 #: Which leaves are meant: a glob, a path (of a leaf, or of a container with all that is in it), several of these, or a
 #: predicate over path and leaf.
 Where = str | Path | Sequence[str | Path] | Callable[[Path, Any], bool]
 
+#: What of a node says where its children lie: keys, which of them are containers, how many leaves it takes.
+_PLACE: Final = itemgetter(1, 3, 4)
+#: Keys that read the same if they are equal (``True`` and ``1`` are, and do not).
+_PLAIN_KEYS: Final = frozenset({str, int})
 #: Structures with more leaves are matched anew each time: what the cache holds stays small.
 _CACHED_LEAVES: Final = 100_000
 
@@ -25,9 +29,10 @@ _CACHED_LEAVES: Final = 100_000
 def selected(where: Where, spec: TreeSpec, leaves: Sequence[Any], *, verb: str, missing_ok: bool = False) -> list[bool]:
     """Return, for every leaf of a tree, whether it is meant.
 
-    A glob is matched against the whole flat key of a leaf, as ``to_flat`` makes it: ``*`` stands for any characters
-    but dots, ``**`` for any number of components (also none); a backslash takes the meaning from what follows it. Dots
-    inside a key count like those between keys, so that a glob reads a flat state dict and a nested one alike.
+    A glob is matched against the whole path of a leaf, rendered plainly: ``*`` stands for any characters but dots,
+    ``**`` for any number of components (also none); a backslash takes the meaning from what follows it. Dots inside a
+    key count like those between keys, so that a glob reads a flat state dict and a nested one alike. Where two paths
+    read the same (``{0: …, "0": …}``), it means both; a ``Path`` means one.
 
     Args:
         where: Which leaves.
@@ -50,20 +55,18 @@ def selected_in(
     patterns = _patterns(verb, where)
     if patterns is None:
         return [_asked(cast("Callable[[Path, Any], bool]", where), spec, leaves) for spec, leaves in trees]
-    masks = [[False] * spec.num_leaves for spec, _ in trees]
-    unmatched = []
-    for pattern in patterns:
-        found = [_matches(pattern, spec) for spec, _ in trees]
-        for mask, indices in zip(masks, found, strict=True):
-            for index in indices:
-                mask[index] = True
-        if not any(found):
-            unmatched.append(pattern)
+    found = [[_matches(pattern, spec) for spec, _ in trees] for pattern in patterns]
+    unmatched = [pattern for pattern, masks in zip(patterns, found, strict=True) if not any(map(any, masks))]
     if unmatched and not missing_ok:
-        keys = [key for spec, _ in trees for key in spec.flat_keys()]
-        lines = [f"no path matches {str(pattern)!r}{_suggestion(pattern, keys)}" for pattern in unmatched]
+        texts = [text for spec, _ in trees for text in spec.rendered_paths()]
+        lines = [f"no path matches {str(pattern)!r}{_suggestion(pattern, texts)}" for pattern in unmatched]
         raise TreeMismatch(f"{verb}: {shown(lines)} Give a glob over whole paths, or pass missing_ok=True.")
-    return masks
+    if len(found) == 1:
+        return list(map(list, found[0]))
+    return [
+        list(map(any, zip(*masks, strict=True))) or [False] * spec.num_leaves
+        for (spec, _), *masks in zip(trees, *found, strict=True)
+    ]
 
 
 def _patterns(verb: str, where: Any) -> list[str | Path] | None:
@@ -91,26 +94,31 @@ def _asked(predicate: Callable[[Path, Any], bool], spec: TreeSpec, leaves: Seque
     return result
 
 
-def _matches(pattern: str | Path, spec: TreeSpec) -> Sequence[int]:
-    """Return the indices of the leaves that a glob or path matches."""
+def _matches(pattern: str | Path, spec: TreeSpec) -> Sequence[bool]:
+    """Return for every leaf whether a glob or path matches it."""
     if isinstance(pattern, Path):
-        return [index for index, path in enumerate(spec.paths()) if _lies_in(path, pattern)]
-    keys = tuple(spec.flat_keys())
-    find = _cached_matches if len(keys) <= _CACHED_LEAVES else _find_matches
-    return find(pattern, keys)
+        return [_lies_in(path, pattern) for path in spec.paths()]
+    # By the keys alone: what else belongs to a structure may be anything, and is not to be kept alive.
+    places = tuple(map(_PLACE, spec.nodes))
+    is_plain = _PLAIN_KEYS.issuperset(map(type, chain.from_iterable(map(itemgetter(0), places))))
+    if is_plain and spec.num_leaves <= _CACHED_LEAVES:
+        return _cached_matches(pattern, places, spec.num_leaves)
+    return _find_matches(pattern, spec.rendered_paths())
 
 
 def _lies_in(path: Path, start: Path) -> bool:
     return len(path) >= len(start) and all(map(same_key, start, path))
 
 
-def _find_matches(glob: str, keys: tuple[str, ...]) -> Sequence[int]:
+def _find_matches(glob: str, texts: Sequence[str]) -> Sequence[bool]:
     fits = compiled_glob(glob).fullmatch
-    return [index for index, key in enumerate(keys) if fits(key)]
+    return [fits(text) is not None for text in texts]
 
 
-# By the flat keys, not by the structure: its auxiliary data may hold anything, and is not to be kept alive.
-_cached_matches = lru_cache(maxsize=16)(_find_matches)
+@lru_cache(maxsize=16)
+def _cached_matches(glob: str, places: tuple[tuple[Any, ...], ...], num_leaves: int) -> Sequence[bool]:
+    nodes: Any = tuple((None, keys, None, kids, take) for keys, kids, take in places)
+    return _find_matches(glob, TreeSpec(nodes, num_leaves).rendered_paths())
 
 
 @lru_cache(maxsize=256)
@@ -155,10 +163,10 @@ def escaped(text: str) -> str:
     return re.sub(r"([\\*{}])", r"\\\1", text)
 
 
-def _suggestion(pattern: str | Path, keys: Sequence[str]) -> str:
-    if isinstance(pattern, str) and any(map(compiled_glob(f"{pattern}.**").fullmatch, keys)):
+def _suggestion(pattern: str | Path, texts: Sequence[str]) -> str:
+    if isinstance(pattern, str) and any(map(compiled_glob(f"{pattern}.**").fullmatch, texts)):
         return f", which is a container: did you mean {f'{pattern}.**'!r}?"
     if isinstance(pattern, Path):
         pattern = ".".join(map(render_key, pattern))
-    found = nearest(pattern, keys)
+    found = nearest(pattern, texts)
     return f": did you mean {found}?" if found else "."

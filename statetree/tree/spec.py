@@ -261,11 +261,12 @@ class TreeSpec:
     def flat_keys(self) -> list[str]:
         """Return a distinct string for every leaf: its path, disambiguated where two would read the same."""
         if self._flat_keys is None:
-            keys = self._plain_keys()
+            keys = self.rendered_paths()
             self._flat_keys = keys if len(set(keys)) == len(keys) else unique_keys(keys, self._key_tuples())
         return self._flat_keys.copy()
 
-    def _plain_keys(self) -> list[str]:
+    def rendered_paths(self) -> list[str]:
+        """Return the path of every leaf as plain text, as globs are matched against it. Two may read the same."""
         result = [""] * self.num_leaves
         links = self.links()
         # The root has no prefix, its children have none that ends in a dot: an empty key is not lost.

@@ -383,6 +383,32 @@ def test_a_source_in_shards_is_not_replaced_by_a_part_of_itself(target, source, 
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
+@pytest.mark.parametrize("name", ["b", "m.safetensors.index.json"])
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_what_cannot_be_put_back_is_not_removed(is_interrupted, name, source, tmp_path, statetree, monkeypatch):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    assert statetree("convert", source, folder / name).status == 0
+    before = {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    moved = []
+
+    def rename(start, target, original=os.rename):
+        if moved:  # the first old file is moved aside, and nothing else
+            raise KeyboardInterrupt if is_interrupted and "replaced" in str(start) else OSError(errno.EIO, "planted")
+        moved.append(start)
+        original(start, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.rename", rename)
+        ran = statetree("convert", "--force", source, folder / name)
+    assert ran.status != 0
+    found = {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert found == before
+    (kept,) = folder.glob(".*.partial-*/replaced")
+    if not is_interrupted:
+        assert f"what was there cannot be put back: planted. It lies in {kept}. Move it back." in ran.err
+
+
 def test_nothing_is_called_a_dash(source, tmp_path, statetree, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ran = statetree("convert", source, "-")

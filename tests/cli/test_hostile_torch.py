@@ -428,9 +428,9 @@ def test_sparse_indices_beyond_the_shape_are_refused_when_they_are_read(tmp_path
     sparse = Raw(torch._utils._rebuild_sparse_tensor, torch.sparse_coo, (indices, tensor(size=(2,)), torch.Size([3])))
     data = {**DATA, "1": (7).to_bytes(8, "little") * 2}
     path = archive(tmp_path / "a.pt", pickle_of({"w": sparse}), data)
-    assert statetree("show", path).status == 0
-    ran = statetree("diff", "--values", path, path)
-    assert ran.status != 0
+    if torch.__version__ < "2.15":  # which looks at the indices when it opens the file
+        assert statetree("show", path).status == 0
+    assert statetree("diff", "--values", path, path).status != 0
 
 
 @pytest.mark.parametrize(

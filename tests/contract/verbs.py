@@ -14,6 +14,7 @@ import statetree as st
 from statetree import compose
 from statetree.testing import Law, laws
 from statetree.testing.regions import raw_bytes, storage_of
+from statetree.tree.atoms import is_atom_type
 
 
 class Verb(NamedTuple):
@@ -111,6 +112,40 @@ def _every_other() -> Callable[..., bool]:
     return lambda *_: next(turns) % 2 == 0
 
 
+def cast_and_back(tree: Any) -> Any:
+    """Convert tensors to a dtype that holds all their values, and back; not trees with tensors in objects or keys."""
+    rows = list(zip(st.paths(tree), st.flatten(tree)[0], strict=True))
+    if not all(_is_known(leaf) and not any(map(torch.is_tensor, path)) for path, leaf in rows):
+        return tree
+    where = [path for path, leaf in rows if _is_ordinary_float(leaf)]
+    try:
+        return st.cast(st.cast(tree, torch.float64, where=where), torch.float32, where=where)
+    except (st.TreeMismatch, st.UnsupportedLeaf) as error:
+        assert isinstance(error, st.UnsupportedLeaf) or "ties at" in str(error)
+        return tree
+
+
+def _is_known(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) or is_atom_type(type(leaf))
+
+
+def _is_ordinary_float(leaf: Any) -> bool:
+    if type(leaf) not in (torch.Tensor, torch.nn.Parameter) or not _is_ordinary(leaf):
+        return False
+    # A NaN becomes a quiet one.
+    return leaf.dtype == torch.float32 and leaf.layout is torch.strided and not bool(leaf.detach().isnan().any())
+
+
+def renamed_and_back(tree: Any) -> Any:
+    """Rename every leaf, and give each its name back. Paths that read alike are refused."""
+    rules = st.Renaming({"model.**": "other.model.**"})
+    try:
+        return st.rename(st.rename({"model": tree}, rules, missing_ok=True), rules.inverse, missing_ok=True)["model"]
+    except st.TreeMismatch as error:
+        assert "two leaves would get one path" in str(error)
+        return tree
+
+
 VERBS = [
     Verb("offload", st.offload),
     Verb("offload to shared memory", partial(st.offload, share_memory=True), slabs=True),
@@ -128,6 +163,8 @@ VERBS = [
     Verb("partition and merge", lambda tree: st.merge(*st.partition(tree, _every_other())), fresh=False, looks=False),
     Verb("select all", lambda tree: st.select(tree, lambda *_: True), fresh=False, looks=False),
     Verb("update with itself", lambda tree: st.update(tree, lambda *_: True, identity), fresh=False, looks=False),
+    Verb("cast and back", cast_and_back, fresh=False, looks=False),
+    Verb("rename and back", renamed_and_back, fresh=False, looks=False),
     Verb("flatten and unflatten", lambda tree: st.unflatten(*reversed(st.flatten(tree))), fresh=False, looks=False),
     Verb("to_flat and from_flat", lambda tree: st.from_flat(*st.to_flat(tree)), fresh=False, looks=False),
 ]

@@ -16,6 +16,8 @@ def collectives(state: dict[str, Any], group: ProcessGroup) -> None:
     assert_type(
         st.distribute(None, like=state, src=0, group=group, in_place=True, bucket_bytes=1, timeout=1), dict[str, Any]
     )
+    assert_type(st.distribute(state, state, where=["a.*"], strict=False), dict[str, Any])
+    assert_type(st.reshard(state, state, where=lambda path, leaf: len(path) > 1), dict[str, Any])
     assert_type(st.broadcast(state, src=1, group=group, bucket_bytes=1 << 20, timeout=None), dict[str, Any])
     assert_type(st.reshard(state, like=state, group=group, in_place=False, bucket_bytes=1, timeout=1), dict[str, Any])
     assert_type(st.partition_replicas(state, group=group, timeout=60), dict[str, Any])

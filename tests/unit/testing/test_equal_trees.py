@@ -420,7 +420,7 @@ def test_a_module_that_refuses_to_be_pickled_is_compared_by_its_attributes():
     with torch.no_grad():
         copied.bias.add_(1)
     (line,) = tree_differences([module], [copied])
-    assert line.startswith("elements differ at [0]._parameters['bias'], 2 of 2")
+    assert line.startswith("elements differ at 0._parameters.bias, 2 of 2")
 
 
 def test_a_dataclass_that_cannot_be_pickled_is_compared_by_its_fields():

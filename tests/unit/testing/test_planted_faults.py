@@ -737,7 +737,7 @@ def test_another_mesh_is_noticed():
     meshes = [init_device_mesh("cpu", (1,), mesh_dim_names=(name,)) for name in "ab"]
     left, right = ([DTensor.from_local(values(2), mesh, [Replicate()])] for mesh in meshes)
     assert_trees_equal(left, left)
-    with pytest.raises(AssertionError, match=r"mesh differs at \[0\]"):
+    with pytest.raises(AssertionError, match=r"mesh differs at 0"):
         assert_trees_equal(left, right)
 
 
@@ -754,11 +754,11 @@ def test_faults_are_noticed_across_devices():
     right = values(3).cuda()
     for one, other in (([values(3)], [right]), ([right], [values(3)])):
         assert_trees_equal(one, other)
-        with pytest.raises(AssertionError, match=r"device differs at \[0\]"):
+        with pytest.raises(AssertionError, match=r"device differs at 0"):
             assert_trees_equal(one, other, device=True)
     right[1] = 7
     for one, other in (([values(3)], [right]), ([right], [values(3)])):
-        with pytest.raises(AssertionError, match=r"elements differ at \[0\], 1 of 3, the first at index \(1,\)"):
+        with pytest.raises(AssertionError, match=r"elements differ at 0, 1 of 3, the first at index \(1,\)"):
             assert_trees_equal(one, other)
 
 
@@ -766,5 +766,5 @@ def test_faults_are_noticed_across_devices():
 def test_meta_tensors_are_told_from_real_ones_and_compared_by_geometry(device):
     assert_trees_equal([values(3).to("meta")], [values(3).to("meta")], device=device)
     for one, other in (([values(3)], [values(3).to("meta")]), ([values(3).to("meta")], [values(3)])):
-        with pytest.raises(AssertionError, match=r"is_meta differs at \[0\]"):
+        with pytest.raises(AssertionError, match=r"is_meta differs at 0"):
             assert_trees_equal(one, other, device=device)

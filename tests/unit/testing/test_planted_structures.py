@@ -152,7 +152,7 @@ def test_attributes_that_hold_a_leaf_may_get_another():
         return result
 
     assert_structure_preserved(lambda given: noted(["1", "w"]), noted([1, torch.zeros(2)]))
-    with pytest.raises(AssertionError, match=r"value differs at \.extra\[0\]: 1 against 2"):
+    with pytest.raises(AssertionError, match=r"value differs at extra\.0: 1 against 2"):
         assert_structure_preserved(lambda given: noted([2, "w"]), noted([1, "w"]))
 
 
@@ -178,5 +178,5 @@ def test_structures_in_circles_and_deep_ones_are_compared():
 
 
 def test_every_place_is_named():
-    with pytest.raises(AssertionError, match=r"(?s)in 2 places:.*\['a'\]: <class 'list'>.*\['b'\]: <class 'dict'>"):
+    with pytest.raises(AssertionError, match=r"(?s)in 2 places:.* a: <class 'list'>.* b: <class 'dict'>"):
         assert_structure_preserved(lambda given: {"a": (), "b": ()}, {"a": [], "b": {}})

@@ -96,12 +96,21 @@ def test_the_first_rule_that_matches_counts():
         ({"model.w": 1}, {"modl.{x}": "{x}"}, "no path matches the rule 'modl.{x}': did you mean model.w"),
         ({"a": 1, "b": 2}, [("a", "c"), ("d", "e")], "no path matches the rule 'd'"),
         ({"a.b": 1}, {"a.b.**": "**"}, "the path a.b would be lost"),
+        ({"x": {0: 1}, "y": 2}, {"y": "x.0"}, "two leaves would get one path: .* got 'x.0' for x.0 and y"),
+        ({"y": 2, "x": {0: 1}}, {"y": "x.0"}, "two leaves would get one path: .* got 'x.0' for y and x.0"),
+        ({"a.b": 1, "a": {"c": 2}}, {"a.c": "a.b"}, "two leaves would get one path: .* got 'a.b' for a.b and a.c"),
+        ({"b": {"c": 2}, "x": {0: {"a": 1}}}, {"b.c": "x.0.c"}, "two keys at x are equal or read alike: .* '0', 0"),
     ],
     ids=str,
 )
 def test_what_is_refused(tree, rules, message):
     with pytest.raises(st.TreeMismatch, match=f"rename: .*{message.replace('{', chr(92) + '{')}"):
         st.rename(tree, rules)
+
+
+def test_keys_that_read_alike_stay_where_no_rule_is_for_them():
+    tree = {"x": {0: 1, "0": 2}, "a.b": 3, "a": {"b": 4}, "y": 5}
+    assert there_and_back(tree, {"y": "z"}) == {"x": {0: 1, "0": 2}, "a.b": 3, "a": {"b": 4}, "z": 5}
 
 
 def test_a_rule_may_match_nothing_if_that_is_said():

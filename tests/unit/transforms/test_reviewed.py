@@ -19,11 +19,11 @@ def test_plain_values_that_differ_have_other_digests(one, other):
     assert st.apply_delta(st.delta({"x": other}, {"x": one}), {"x": one})["x"] is other
 
 
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 def test_a_delta_is_not_written_into_a_map_for_reading(tmp_path):
     file = tmp_path / "m"
     np.arange(4.0).tofile(file)
-    with pytest.warns(UserWarning, match="not writable"):
-        mapped = torch.from_numpy(np.memmap(file, mode="r", dtype="float64"))
+    mapped = torch.from_numpy(np.memmap(file, mode="r", dtype="float64"))
     base = {"a": torch.zeros(2), "m": torch.arange(4.0, dtype=torch.float64)}
     new = {"a": torch.ones(2), "m": torch.ones(4, dtype=torch.float64)}
     target = {"a": torch.zeros(2), "m": mapped}

@@ -57,8 +57,26 @@ def test_paths_are_typed_and_name_leaves_or_containers():
     assert chosen(tree, st.Path(("0",))) == [2]
     assert chosen(tree, st.Path(("a.b",))) == [3]
     assert chosen(tree, st.Path(("a",))) == [4, 5, 6]
-    assert chosen(tree, [st.Path(("a", "c")), "\\[0\\]"]) == [1, 5, 6]
+    assert chosen(tree, [st.Path(("a", "c")), "0"]) == [1, 2, 5, 6]
     assert chosen(tree, st.Path()) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_glob_means_all_paths_that_read_as_it_does():
+    assert st.select({"a": {"b": 1}, "a.b": 2, "c": 3}, "a.b") == {"a": {"b": 1}, "a.b": 2}
+    assert chosen({"a": {0: 1, "0": 2}, "b": 3}, "a.*") == [1, 2]
+
+
+def test_keys_that_are_equal_and_read_differently_are_told_apart():
+    for key, glob in [(1, "1"), (True, "True"), (1.0, "1.0"), (1, "1")]:
+        assert chosen({key: 1, 2: 2}, glob) == [1]
+        assert chosen({key: 1, 2: 2}, ["1", "2"], missing_ok=True) == ([1, 2] if glob == "1" else [2])
+
+
+def test_a_glob_reads_two_trees_alike():
+    src, dst = {"a": {0: torch.ones(2)}}, {"a": {0: torch.zeros(2), "0": torch.zeros(2)}}
+    st.copy_into(src, dst, where="a.*", strict=False)
+    assert dst["a"][0].tolist() == [1, 1]
+    assert dst["a"]["0"].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("key", ["*", "a*b", "**", "[0]", "\\", "a\\*", "{i}", "?", "\n", "", "a..b", "."])
