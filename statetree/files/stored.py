@@ -11,7 +11,8 @@ import torch
 
 from statetree.chunks.boxes import Box, in_slabs
 from statetree.errors import UnsupportedLeaf
-from statetree.files.ranges import BUCKET_BYTES, NUMBERS
+from statetree.files.ranges import BUCKET_BYTES
+from statetree.files.strided_reading import NUMBERS, read_strided
 from statetree.files.untrusted import refuse
 from statetree.leaves.builtin import facts, is_distributed
 from statetree.leaves.parts import unpack
@@ -189,13 +190,13 @@ class StoredTensor:
         has_bits = kept.is_conj() or kept.is_neg()
         is_plain = target.device.type == "cpu" and target.dtype == kept.dtype
         if is_plain and not has_bits and not target.is_conj() and not target.is_neg():
-            piece.place.read_strided(target.view(number), offset, piece.stride)
+            read_strided(piece.place, target.view(number), offset, piece.stride)
             return
         whole = Box((0,) * target.dim(), tuple(target.shape))
         for box in in_slabs(whole, max(1, -(-target.numel() * kept.dtype.itemsize // BUCKET_BYTES))):
             scratch = torch.empty(box.sizes, dtype=kept.dtype, device="cpu")
-            piece.place.read_strided(
-                scratch.view(number), offset + sum(map(mul, box.start, piece.stride)), piece.stride
+            read_strided(
+                piece.place, scratch.view(number), offset + sum(map(mul, box.start, piece.stride)), piece.stride
             )
             if has_bits:
                 set_bits(scratch, conj=kept.is_conj(), neg=kept.is_neg())

@@ -14,6 +14,7 @@ from statetree.leaves.located_change import LocatedChange
 from statetree.leaves.parts import unpack
 from statetree.leaves.tensor_entries import TreeEntries
 from statetree.torch_internals import quietly, storage_key
+from statetree.tree.html_fragments import cell, escaped, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,6 +50,12 @@ class Delta:
     def __repr__(self) -> str:
         written = sum(change.values.numel() for change in self.tensors.values())
         return f"<Delta of {len(self.table)} leaves: {written} elements and {len(self.values)} values differ>"
+
+    def _repr_html_(self) -> str:
+        rows = [(name, f"{count:,}") for name, count in self.changed.items()]
+        return cell(
+            [f"<b>{escaped(repr(self))}, {self.nbytes:,} bytes</b>", *table(("path", "elements written"), rows)]
+        )
 
     @property
     def changed(self) -> dict[str, int]:

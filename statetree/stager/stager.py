@@ -38,9 +38,7 @@ if TYPE_CHECKING:
     from statetree.spans.columns import Columns
     from statetree.tree.selection import Where
 
-#: How long a stage waits for memory that is leased before it takes more.
-_PATIENCE_S: Final = 0.01
-
+_PATIENCE_S: Final = 0.01  # how long a stage waits for memory that is leased before it takes more
 T = TypeVar("T")
 
 
