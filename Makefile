@@ -21,7 +21,7 @@ SOURCES := $(wildcard statetree _statetree_pytest.py tests examples benchmarks d
 WITHOUT_DEPENDENCIES := resemblyzer lpips torchao
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test slow check lint types doctest docs coverage mutation thorough soak bench package versions integration fuzz instructions format clean
+.PHONY: help venv demo test slow check lint types doctest docs coverage mutation thorough soak bench package versions integration fuzz instructions gpu format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -116,6 +116,10 @@ fuzz: $(STAMP)  ## Damage checkpoints for ten minutes, and read them (ARGS="--mi
 
 instructions: $(STAMP)  ## Count the instructions of hot paths, and compare with the recorded counts
 	@$(BIN)/python -m benchmarks.instructions $(ARGS)
+
+# No environment is made: the machine may have no network. `make gpu ARGS=--carry` fetches, elsewhere, what it lacks.
+gpu:  ## Run the tests and rows that are about a GPU, where there is one (ARGS=--dry: without)
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m tests.gpu $(ARGS)
 
 format: $(STAMP)  ## Format, and mend what the linter can mend
 	@$(BIN)/ruff check --fix-only $(SOURCES)
