@@ -12,6 +12,7 @@ import torch
 from statetree.chunks.ranks import own_ranks
 from statetree.exchange.call import Call
 from statetree.exchange.consensus import Entry, Fingerprint
+from statetree.exchange.group import group_of
 from statetree.exchange.prepared import Prepared
 from statetree.leaves.copying import copied_leaves, prepared_copy
 from statetree.leaves.delta_applying import prepared_apply
@@ -65,7 +66,7 @@ class PreparedDelta(Prepared):
     def __call__(self) -> Any:
         """Move the elements that changed, or all, and return the tree that they are in."""
         change = None
-        with Call("reshard", self._options["group"], self._options["timeout"], delta=True) as call:
+        with Call("reshard", group_of("reshard", self._options["group"], self._options["timeout"]), delta=True) as call:
             if self._sent:
                 change = make_delta("prepare", self._source, self._base, own_ranks())
             call.agree(Fingerprint("the deltas of a prepared reshard", [Entry("", "")]))
