@@ -6,7 +6,6 @@ import io
 import re
 import sys
 import warnings
-import zlib
 from pickle import PicklingError, UnpicklingError
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -15,7 +14,7 @@ import torch
 from statetree.chunks.boxes import Box
 from statetree.errors import CheckpointError
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint
-from statetree.files.ranges import BUCKET_BYTES, OpenFiles
+from statetree.files.ranges import OpenFiles
 from statetree.files.safe_pickle import BadPickle
 from statetree.files.stored import StoredObject, StoredPiece, StoredTensor, span_bytes, whole_tensors
 from statetree.files.torch_pickles import PickledTree, StridedOutline, read_pickle
@@ -132,12 +131,7 @@ class TorchArchive:
             CheckpointError: If one does not agree.
         """
         for member in self.members.values():
-            found = 0
-            for start in range(0, member.nbytes, BUCKET_BYTES):
-                count = min(BUCKET_BYTES, member.nbytes - start)
-                found = zlib.crc32(self.place.read(member.start + start, count, f"the member {member.name!r}"), found)
-            if found != member.crc:
-                self.refuse(f"the member {member.name!r} has the checksum {found:08x}: expected {member.crc:08x}")
+            member.verify(self.place)
         return len(self.members)
 
     def strided(self) -> StridedOutline | None:
@@ -199,7 +193,8 @@ class _Mapped:
             return StoredTensor(tensor, self._check, None)
         found = self._places.get(tensor.untyped_storage().data_ptr())
         whole = Box((0,) * tensor.dim(), tuple(tensor.shape))
-        pieces = [StoredPiece(whole, found, tensor.stride(), int(tensor.storage_offset()))] if found else []
+        bits = (tensor.is_conj(), tensor.is_neg())
+        pieces = [StoredPiece(whole, found, tensor.stride(), int(tensor.storage_offset()), bits)] if found else []
         return StoredTensor(tensor, self._check, lambda: pieces)
 
     def _check(self) -> None:
