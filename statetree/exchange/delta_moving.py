@@ -12,8 +12,9 @@ from statetree.leaves.changes import TensorChange, change_at, damaged, mismatch
 from statetree.leaves.delta_tree import Delta
 from statetree.leaves.located_change import LocatedChange
 from statetree.leaves.tensor_entries import EVERYBODYS, OTHERS, OWN, TensorEntry, TreeEntries
-from statetree.spans.positions import as_bits, from_bits, in_box
-from statetree.spans.sums import FEW, element_sums
+from statetree.spans.bits import as_bits, from_bits
+from statetree.spans.positions import in_box
+from statetree.spans.sums import FEW, sums_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -172,7 +173,7 @@ def _received_changes(run: Exchange, entries: TreeEntries, received: Iterator[_E
         bits = torch.cat([found.bits.clone().view(width) for found in listed])[order]
         values = from_bits(bits, entry.dtype)
         nothing = torch.zeros(FEW, dtype=torch.int64)
-        after = element_sums(values, positions[order])
+        after = sums_at(positions[order], values)[0]
         change = change_at(positions[order], values, torch.Size(entry.shape).numel(), nothing, after)
         before = LocatedChange(run.verb, entries.keys[index], change, entry).found_sums()
         changes[row] = change_at(positions[order], values, change.numel, before, after)

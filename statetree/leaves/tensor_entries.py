@@ -20,7 +20,7 @@ from statetree.spans.sums import FEW, piece_sums, whole_sums
 from statetree.tree.flatten import flatten_for_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence, Set
 
     from statetree.chunks.local import LocalChunks
     from statetree.chunks.ranks import Ranks
@@ -146,7 +146,21 @@ class TreeEntries:
             return
         check_memory(self.verb, Columns(pieces), lambda place: self.paths()[owners[place]])
 
-    def entangled(self) -> list[tuple[int, int]]:
+    def cut(self, changed: Set[int], numbers: Mapping[int, tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return pairs of leaves that have bytes in common and are not changed as one.
+
+        Args:
+            changed: The leaves that change.
+            numbers: The numbers of values that change, before and after.
+        """
+        return [
+            (a, b)
+            for a, b in self._entangled()
+            if not changed.isdisjoint((a, b))
+            and (self.leaves[a] is not self.leaves[b] or numbers.get(a) != numbers.get(b))
+        ]
+
+    def _entangled(self) -> list[tuple[int, int]]:
         """Return pairs of leaves that have bytes in common although they do not lie on one storage of torch's.
 
         Of two that do lie on one, what is written over one can be tried on copies. Not so where one is a value (sparse,

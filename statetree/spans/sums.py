@@ -145,7 +145,7 @@ def whole_sums(tensors: Sequence[torch.Tensor], count: int = ALL) -> list[torch.
 
 def _is_small(tensor: torch.Tensor) -> bool:
     plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
-    return plain and tensor.nbytes <= _SMALL_BYTES and not is_zero_tensor(tensor)
+    return plain and 0 < tensor.nbytes <= _SMALL_BYTES and not is_zero_tensor(tensor)
 
 
 def _sums_together(tensors: Sequence[torch.Tensor], count: int) -> torch.Tensor:
@@ -153,7 +153,8 @@ def _sums_together(tensors: Sequence[torch.Tensor], count: int) -> torch.Tensor:
     lengths = [-(-tensor.nbytes // _ROW_BYTES) for tensor in tensors]
     firsts = [0, *accumulate(lengths)]
     padded = torch.zeros(firsts[-1] * _ROW_BYTES, dtype=torch.uint8, device="cpu")
-    sources = [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors]
+    # One element may have any stride.
+    sources = [tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in tensors]
     starts = [_ROW_BYTES * first for first in firsts[:-1]]
     copy_all([padded[at : at + source.numel()] for at, source in zip(starts, sources, strict=True)], sources)
     owners = torch.arange(len(tensors), device="cpu").repeat_interleave(torch.tensor(lengths, device="cpu"))
@@ -262,19 +263,14 @@ def _strided_sums(part: torch.Tensor, offsets: torch.Tensor, itemsize: int, coun
     return _integer_sums([part.reshape(-1)], positions.view(-1), count)[0]
 
 
-def element_sums(values: torch.Tensor, positions: torch.Tensor, count: int = FEW) -> torch.Tensor:
-    """Return the sums of single elements, each at a position of its own in the global shape.
+def sums_at(positions: torch.Tensor, *columns: torch.Tensor, count: int = FEW) -> list[torch.Tensor]:
+    """Return the sums of single elements, for each of several tensors of one dtype.
 
     Args:
-        values: Elements, of one dim and contiguous.
-        positions: Where they lie, as ``int64``. (It is quicker if they ascend.)
+        positions: Where they lie in the global shape, as ``int64``. (It is quicker if they ascend.)
+        columns: Elements for these positions, of one dim and contiguous.
         count: How many of the four sums.
     """
-    return sums_at(positions, values, count=count)[0]
-
-
-def sums_at(positions: torch.Tensor, *columns: torch.Tensor, count: int = FEW) -> list[torch.Tensor]:
-    """Do as ``element_sums``, for several tensors of one dtype with elements at the same positions."""
     totals = [torch.zeros(count, dtype=torch.int64, device=values.device) for values in columns]
     words = columns[0].dtype.itemsize // _WORD_BYTES
     for pieces in zip(*(bits_in_pieces(values, _PIECE_BYTES) for values in columns), strict=True):
