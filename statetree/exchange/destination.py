@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from statetree.chunks.layouts import ChunkLayout
     from statetree.chunks.local import LocalChunks
     from statetree.exchange.consensus import Entry
-    from statetree.exchange.executor import Executor
     from statetree.exchange.manifest import Manifest
 
 #: Where something lies, as users give it; ``None`` for where it lies already.
@@ -80,10 +79,6 @@ class Destination:
             sources: Where the elements of ``sources()`` come from.
             layouts: Those of the leaves of ``manifests``.
         """
-        raise NotImplementedError
-
-    def run_alone(self, executor: Executor, bucket_bytes: int) -> None:
-        """Move elements of a source of which this rank holds everything."""
         raise NotImplementedError
 
     def write(self) -> None:

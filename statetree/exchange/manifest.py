@@ -40,6 +40,8 @@ class Manifest:
         leaves: Its leaves, collectives under way waited for.
         spec: Its structure.
         order: The indices of the leaves, in the order of their paths: the same on every rank.
+        keys: The names of the leaves, in this order.
+        structure: What the containers are, in the order of their paths.
         chunks: What this rank holds of each distributed leaf, by its index.
         canonical: For every distributed leaf the first one (in the order of the paths) that lies in the same memory;
             for others that elements are moved into, too.
@@ -82,8 +84,8 @@ class Manifest:
         self.spec, self.leaves = spec, leaves
         outline = _outline_of(spec)
         self.order = outline.order
-        self._keys = outline.keys
-        self._structure = outline.structure
+        self.keys = outline.keys
+        self.structure = outline.structure
         self.chunks: dict[int, LocalChunks] = {}
         self.canonical: dict[int, int] = {}
         first: dict[Any, int] = {}
@@ -116,17 +118,7 @@ class Manifest:
         """Return what must be the same on all ranks."""
         held = self.chunks
         texts = [held[index].text if index in held else self._text(index) for index in self.order]
-        return [*map(Entry, self._keys, texts), *self._structure]
-
-    @property
-    def structure(self) -> list[Entry]:
-        """What the containers are, in the order of their paths."""
-        return self._structure
-
-    @property
-    def keys(self) -> list[str]:
-        """The names of the leaves, in the order of their paths."""
-        return self._keys
+        return [*map(Entry, self.keys, texts), *self.structure]
 
     def _text(self, index: int) -> str:
         try:
