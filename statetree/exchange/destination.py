@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from statetree.chunks.layouts import ChunkLayout
     from statetree.chunks.local import LocalChunks
     from statetree.exchange.consensus import Entry
-    from statetree.exchange.executor import Executor
     from statetree.exchange.manifest import Manifest
 
 #: Where something lies, as users give it; ``None`` for where it lies already.
@@ -80,10 +79,6 @@ class Destination:
             sources: Where the elements of ``sources()`` come from.
             layouts: Those of the leaves of ``manifests``.
         """
-        raise NotImplementedError
-
-    def run_alone(self, executor: Executor, bucket_bytes: int) -> None:
-        """Move elements of a source of which this rank holds everything."""
         raise NotImplementedError
 
     def write(self) -> None:
@@ -193,6 +188,17 @@ class FreshDestination(Destination):
         if index != canonical:
             first = self.leaves[canonical]
             return first if leaf is self.source.leaves[canonical] else as_leaf(first.detach(), leaf)
+        shape: tuple[int, ...] = chunks.shape
+        stride: tuple[int, ...] = ()
+        if self._whole:
+            stride = leaf.stride() if isinstance(leaf, torch.Tensor) else ()
+        else:
+            shape = self._own_sizes(index)
+        where = chunks.device or None if device is None or chunks.device == "meta" else device
+        return as_leaf(_empty(shape, stride, chunks.dtype, where), leaf)
+
+    def _own_sizes(self, index: int) -> tuple[int, ...]:
+        """Return the shape of this rank's box of a leaf."""
         boxes = self._layouts[index].boxes_of(self._rank)
         if len(boxes) > 1:
             path = self.source.path(index)
@@ -201,10 +207,7 @@ class FreshDestination(Destination):
                 "expected one at most. Gather it, or use reshard."
             )
             raise UnsupportedLeaf(msg, path)
-        shape = chunks.shape if self._whole else boxes[0].sizes if boxes else (0,) * len(chunks.shape)
-        where = chunks.device or None if device is None or chunks.device == "meta" else device
-        stride = leaf.stride() if isinstance(leaf, torch.Tensor) and self._whole else ()
-        return as_leaf(_empty(shape, stride, chunks.dtype, where), leaf)
+        return boxes[0].sizes if boxes else (0,) * len(self.source.chunks[index].shape)
 
     def sources(self) -> list[int]:
         """Return the distributed leaves of the source that move."""

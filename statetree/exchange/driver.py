@@ -216,7 +216,7 @@ class Exchange(Call):
         planned.pop().run(self.executor)
         return self.finish(target, source)
 
-    def move_alone(self, target: Destination) -> Any:
+    def move_alone(self, target: LikeDestination) -> Any:
         """Do as ``move`` where this rank has all that it needs, without communication."""
         self.alone()
         target.run_alone(self.executor, self.bucket_bytes)

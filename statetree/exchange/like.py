@@ -314,8 +314,10 @@ class LikeDestination(Destination):
 
         A piece that stays where it is may do so: it is copied onto itself.
         """
+        if not self._options.in_place:
+            return
         sent = Columns([piece for transfer in transfers for piece in transfer.source.pieces])
-        if not self._options.in_place or self._written().isdisjoint(sent.storage_keys):
+        if self._written().isdisjoint(sent.storage_keys):
             return
         places = {_storage(piece): location_of(piece) for _, target, _ in transfers for piece in target.pieces}
         for source, target, _ in transfers:
