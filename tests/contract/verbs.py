@@ -130,7 +130,7 @@ def _is_known(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) or is_atom_type(type(leaf))
 
 
-@quietly
+@quietly  # modes of the user's are to hear nothing of the transform, and nothing of this either
 def _is_ordinary_float(leaf: Any) -> bool:
     if type(leaf) not in (torch.Tensor, torch.nn.Parameter) or not _is_ordinary(leaf):
         return False
