@@ -25,7 +25,7 @@ from statetree.files.untrusted import printable, refuse
 from statetree.tree.spec import TreeSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from statetree.files.checkpoint import SaveOptions
@@ -55,6 +55,10 @@ class DirectoryFormat(CheckpointFormat):
 
 
 FORMAT: Final = DirectoryFormat()
+_COMPRESSED: Final = {
+    str(layout).removeprefix("torch."): layout
+    for layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+}
 
 
 class _Directory:
@@ -193,19 +197,15 @@ def _sparse(parts: Sequence[StoredTensor], facts: str) -> StoredTensor | None:
         return None
     size = tuple(int(length) for length in shape[1].split(",") if length.strip())
     values, *indices = (part.read() for part in parts)
-    makers: dict[str, Callable[[], torch.Tensor]] = {
-        "sparse_coo": lambda: torch.sparse_coo_tensor(
-            indices[0], values, size, is_coalesced="'coalesced': True" in facts, check_invariants=True
-        ),
-        **{
-            name: lambda: torch.sparse_compressed_tensor(
-                indices[1], indices[0], values, size, layout=getattr(torch, layout[1]), check_invariants=True
-            )
-            for name in ("sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")
-        },
-    }
+    options: dict[str, Any] = {"device": "cpu", "check_invariants": True}
     try:
-        made = makers[layout[1]]()
+        if layout[1] == "sparse_coo":
+            made = torch.sparse_coo_tensor(
+                indices[0], values, size, is_coalesced="'coalesced': True" in facts, **options
+            )
+        else:
+            kind = _COMPRESSED[layout[1]]
+            made = torch.sparse_compressed_tensor(indices[1], indices[0], values, size, layout=kind, **options)
     except (RuntimeError, ValueError, KeyError, OverflowError):  # facts out of a file may say anything
         return None
     return StoredTensor(made, lambda: None, None)

@@ -138,7 +138,7 @@ class StoredTensor:
         """
         self._check()
         if not self.outline.is_meta or self._find is None:
-            return _valid(self.outline)
+            return self.outline
         pieces = self._find()
         if self._kept.dtype == self.dtype and len(pieces) == 1 and pieces[0].box.sizes == tuple(self.shape):
             piece = pieces[0]
@@ -245,19 +245,6 @@ def _check_range(place: FileRange, elements: torch.Tensor, dtype: torch.dtype) -
             if bool(((wide.abs() > limit) & wide.isfinite()).any()):
                 what = f"it has elements beyond the range of {str(dtype).removeprefix('torch.')}, up to {limit:.3g}"
                 refuse(place.label, what, "Convert to a dtype of a larger range.")
-
-
-def _valid(tensor: torch.Tensor) -> torch.Tensor:
-    """Check the indices of a sparse tensor: those beyond its shape would make torch read other memory."""
-    if tensor.layout is torch.sparse_coo:
-        indices, values = tensor._indices(), tensor._values()  # noqa: SLF001 - the public ones want it coalesced
-        torch._validate_sparse_coo_tensor_args(indices, values, tensor.shape, tensor.is_coalesced())  # noqa: SLF001
-    elif tensor.layout is not torch.strided:
-        rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
-        first = tensor.crow_indices() if rows else tensor.ccol_indices()
-        second = tensor.col_indices() if rows else tensor.row_indices()
-        torch._validate_sparse_compressed_tensor_args(first, second, tensor.values(), tensor.shape, tensor.layout)  # noqa: SLF001
-    return tensor
 
 
 def whole_tensors(tree: Any, *, keeps_strides: bool) -> Any:

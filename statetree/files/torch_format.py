@@ -6,6 +6,7 @@ import io
 import re
 import sys
 import warnings
+from functools import partial
 from pickle import PicklingError, UnpicklingError
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -20,6 +21,7 @@ from statetree.files.stored import StoredObject, StoredPiece, StoredTensor, span
 from statetree.files.torch_pickles import PickledTree, StridedOutline, read_pickle
 from statetree.files.untrusted import printable, refuse
 from statetree.files.zip_archive import REWRITE, is_zip, read_members
+from statetree.torch_internals import check_sparse_indices
 from statetree.transforms.offload import offload
 from statetree.tree.flatten import flatten
 from statetree.tree.mapping import map_leaves
@@ -190,7 +192,7 @@ class _Mapped:
     def _stored(self, tensor: torch.Tensor) -> StoredTensor:
         is_strided = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
         if not is_strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
-            return StoredTensor(tensor, self._check, None)
+            return StoredTensor(tensor, partial(self._check_whole, tensor), None)
         found = self._places.get(tensor.untyped_storage().data_ptr())
         whole = Box((0,) * tensor.dim(), tuple(tensor.shape))
         bits = (tensor.is_conj(), tensor.is_neg())
@@ -199,6 +201,16 @@ class _Mapped:
 
     def _check(self) -> None:
         self.files.check(self.path)
+
+    def _check_whole(self, tensor: torch.Tensor) -> None:
+        self._check()
+        try:
+            check_sparse_indices(tensor)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            self._archive.refuse(
+                f"the indices of a sparse tensor of the shape {list(tensor.shape)} are wrong: {reason}"
+            )
 
 
 class TorchFormat(CheckpointFormat):
