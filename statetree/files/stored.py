@@ -137,7 +137,7 @@ class StoredTensor:
         """
         self._check()
         if not self.outline.is_meta or self._find is None:
-            return _valid(self.outline)
+            return valid(self.outline)
         pieces = self._find()
         if self._kept.dtype == self.dtype and len(pieces) == 1 and pieces[0].box.sizes == tuple(self.shape):
             piece = pieces[0]
@@ -246,7 +246,7 @@ def _check_range(place: FileRange, elements: torch.Tensor, dtype: torch.dtype) -
                 refuse(place.label, what, "Convert to a dtype of a larger range.")
 
 
-def _valid(tensor: torch.Tensor) -> torch.Tensor:
+def valid(tensor: torch.Tensor) -> torch.Tensor:
     """Check the indices of a sparse tensor: those beyond its shape would make torch read other memory."""
     if tensor.layout is torch.sparse_coo:
         indices, values = tensor._indices(), tensor._values()  # noqa: SLF001 - the public ones want it coalesced
