@@ -42,15 +42,6 @@ def local_directory(verb: str, checkpoint_id: str | os.PathLike[str]) -> Path:
     return Path(name)
 
 
-def sync_directory(path: Path) -> None:
-    """Wait until the names in a directory are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 class DirectoryReader(FileSystemReader):
     """Reads what DCP's ``FileSystemWriter`` wrote, without trusting it: see ``read_metadata``.
 

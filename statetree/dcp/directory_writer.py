@@ -7,7 +7,6 @@ those that did, so that the next save finds files to link.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import hashlib
 import os
@@ -24,7 +23,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from statetree.dcp.directories import sync_directory
 from statetree.dcp.file_manifest import (
     MANIFEST,
     FileManifest,
@@ -38,7 +36,9 @@ from statetree.dcp.file_manifest import (
 from statetree.dcp.internals import stamp_version, storage_info
 from statetree.dcp.metadata import METADATA
 from statetree.errors import CheckpointError
+from statetree.files.publishing import sync
 from statetree.files.ranges import OpenFiles
+from statetree.files.strided_reading import memory_of
 from statetree.torch_internals import as_copied
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class DirectoryWriter(StorageWriter):
         manifest = FileManifest(self._save, (len(data), zlib.crc32(data)), files)
         _write_whole(self.checkpoint_id / MANIFEST, manifest.to_bytes())
         _write_whole(self.checkpoint_id / METADATA, data)
-        sync_directory(self.checkpoint_id)
+        sync(self.checkpoint_id)
 
 
 def _write_whole(path: Path, data: bytes) -> None:
@@ -335,7 +335,5 @@ def _content_of(data: Any) -> str:
         digest.update(data)
         return digest.hexdigest()
     digest.update(f"{data.dtype} {tuple(data.shape)} ".encode())
-    whole = as_copied(data.resolve_conj().resolve_neg()).contiguous()
-    if whole.nbytes:
-        digest.update((ctypes.c_char * whole.nbytes).from_address(whole.data_ptr()))
+    digest.update(memory_of(as_copied(data.resolve_conj().resolve_neg()).contiguous()))
     return digest.hexdigest()

@@ -21,6 +21,7 @@ from statetree.dcp.tensors import PARTS_ENTRY, PLAIN, TENSOR_ENTRY, VALUE_ENTRY,
 from statetree.errors import CheckpointError, Difference, TreeMismatch, UnsupportedLeaf
 from statetree.spans.columns import Columns
 from statetree.spans.overlaps import sharing
+from statetree.torch_internals import quietly
 from statetree.transforms.allocate_like import allocate_like
 from statetree.transforms.copy_into import copy_into
 from statetree.transforms.select import select
@@ -32,7 +33,7 @@ from statetree.tree.spec import TreeSpec
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection
+    from collections.abc import Sequence
 
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.storage import StorageReader
@@ -195,6 +196,7 @@ class _Template:
         self._into = {key: self._ties.loaded.get(key, tensors[key]) for key in apart}
         return {**values, **tensors, **self._ties.loaded, **apart}
 
+    @quietly
     def finish(self) -> None:
         for match, entry, content in self._found:
             if match.sort == PARTS_ENTRY and has_indices(entry.value):
@@ -283,15 +285,19 @@ class _Free:
             raise TreeMismatch(msg)
         self._structure = read_structure(text)
         _check_containers(self._structure)
-        self._tree = self._structure.rebuild(range(len(self._structure.entries)))
+        entries = self._structure.entries
+        chosen = [True] * len(entries)
         if self._where is not None:
-            outlines = [_outline(entry, metadata) for entry in self._structure.entries]
-            mask = selected(self._where, flatten(self._tree)[1], outlines, verb="load")
-            self._tree = select(self._tree, lambda _, index: mask[index])
-        chosen = set(flatten(self._tree)[0])
+            # A tensor for each entry: in the attributes of a container, these alone are leaves.
+            self._marks = [torch.empty(0, device="meta") for _ in entries]
+            tree = self._structure.rebuild(self._marks)
+            outlines = [_outline(entry, metadata) for entry in entries]
+            chosen = selected(self._where, flatten(tree)[1], outlines, verb="load")
+            marks = {id(mark) for mark, is_chosen in zip(self._marks, chosen, strict=True) if is_chosen}
+            self._selected = select(tree, lambda _, mark: id(mark) in marks)
         _check_entries(self._structure, chosen)
         flat: dict[str, Any] = {}
-        for entry in (self._structure.entries[index] for index in sorted(chosen)):
+        for entry in (entry for entry, is_chosen in zip(entries, chosen, strict=True) if is_chosen):
             (key,) = entry.keys
             stored = metadata.state_dict_metadata.get(key)
             if stored is None or isinstance(stored, TensorStorageMetadata) != (entry.sort == TENSOR_ENTRY):
@@ -308,7 +314,11 @@ class _Free:
 
     def result(self, values: dict[str, Any]) -> Any:
         found = {**values, **self._tensors}
-        return map_leaves(lambda index: found[self._structure.entries[index].keys[0]], self._tree)
+        entries = self._structure.entries
+        if self._where is None:
+            return self._structure.rebuild([found[entry.keys[0]] for entry in entries])
+        keys = {id(mark): entry.keys[0] for mark, entry in zip(self._marks, entries, strict=True)}
+        return map_leaves(lambda mark: found[keys[id(mark)]], self._selected)
 
 
 def _outline(entry: SavedEntry, metadata: Metadata) -> torch.Tensor | None:
@@ -329,10 +339,10 @@ def _check_containers(saved: Structure) -> None:
         raise TreeMismatch.between("load", differences, "Pass a template like the saved tree.")
 
 
-def _check_entries(saved: Structure, chosen: Collection[int]) -> None:
+def _check_entries(saved: Structure, chosen: Sequence[bool]) -> None:
     """Raise unless entries can be made without a template."""
     for texts, ref in places(saved.spec):
-        if ref >= 0 and ref in chosen and saved.entries[ref].sort == PARTS_ENTRY:
+        if ref >= 0 and chosen[ref] and saved.entries[ref].sort == PARTS_ENTRY:
             path = path_of(texts)
             msg = (
                 f"load: the leaf at {path or '<root>'} loads into a template only: expected a strided tensor of a "

@@ -14,7 +14,8 @@ import uuid
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from statetree.dcp.directories import sync_directory
+from statetree.dcp.metadata import METADATA
+from statetree.files.publishing import sync
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 _NAME: Final = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _LEFTOVER: Final = re.compile(r"\.step-\d{8,}(\.\d+)?\.(partial|removed)-[0-9a-f]{32}")
-METADATA: Final = ".metadata"
 
 
 class StepDirectory(NamedTuple):
@@ -67,7 +67,7 @@ class Series:
         """Make a directory to write a checkpoint into, and remove what crashed saves left behind."""
         if not self.directory.is_dir():
             self.directory.mkdir(parents=True, exist_ok=True)
-            sync_directory(self.directory.parent)
+            sync(self.directory.parent)
         with self._alone():  # nobody takes what was just made, and is not yet locked, for a leftover
             self._clean()
             path = self.directory / f".{StepDirectory(step, 0).name}.partial-{uuid.uuid4().hex}"
@@ -94,7 +94,7 @@ class Series:
                 revision += 1
             checkpoint = StepDirectory(partial.step, revision)
             os.rename(partial.path, self.path(checkpoint))
-        sync_directory(self.directory)
+        sync(self.directory)
         partial.close()
         return checkpoint
 

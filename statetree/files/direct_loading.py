@@ -210,7 +210,7 @@ class _Loading:
 
     def _exchange(self, direct: Sequence[int], group: Group, process_group: Any, result: list[Any]) -> None:
         """Read a part of each leaf on each rank, and exchange them."""
-        wrong = [i for i in direct if self._stored[i].dtype != _dtype_of(self._leaves[i])]
+        wrong = [i for i in direct if self._stored[i].dtype != self._leaves[i].dtype]
         if wrong:
             msg = "load: read_once does not convert dtypes: expected cast=False. Load without read_once, or cast after."
             raise TreeMismatch(msg)
@@ -228,10 +228,6 @@ def _once(tensor: torch.Tensor) -> Any:
     for dim, step in enumerate(tensor.stride()):
         tensor = tensor if step else tensor.narrow(dim, 0, 1)
     return None if overlaps_itself(tensor.shape, tensor.stride()) else tensor
-
-
-def _dtype_of(leaf: Any) -> Any:
-    return leaf.dtype
 
 
 class StoredShare:

@@ -100,6 +100,9 @@ def open(  # noqa: A001 - `statetree.files.open` opens files
     Safetensors (a file, the index of several, or a folder of Hugging Face), zip files of ``torch.save``, and
     directories of ``torch.distributed.checkpoint``: which it is, is told by its content. Only headers are read. Files
     are not trusted: nothing in them is executed, and sizes are compared with the file before memory is taken.
+    Directories that ``statetree.dcp`` wrote are compared with their manifest: all files must be there, whole and of one
+    save, and metadata and plain values have the checksums that were written. Those of elements are compared by
+    ``statetree.dcp.load``, and by ``show --verify`` and ``convert``.
 
     Args:
         path: A file or a directory.

@@ -326,6 +326,8 @@ _BUILTIN: Final[dict[str, Callable[..., Any]]] = {
     "builtins.complex": complex,
     "_codecs.encode": _encoded,
 }
+#: Functions and classes that are called here, and not by ``call``.
+MADE_BY_READER: Final = frozenset(_BUILTIN)
 _KEYS: Final = frozenset(
     {str, bytes, int, bool, float, complex, type(None), torch.dtype, torch.device, Foreign, Record}
 )

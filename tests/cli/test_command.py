@@ -224,12 +224,12 @@ SLOW = """
 import os, sys, time
 import statetree.files.publishing as publishing
 from statetree.cli.app import main
-sync = publishing._sync
+sync = publishing.sync
 def slow(path):
     os.write(3, b"reading")
     time.sleep(0.05)
     return sync(path)
-publishing._sync = slow
+publishing.sync = slow
 import shutil
 remove = shutil.rmtree
 def slowly(*args, **options):

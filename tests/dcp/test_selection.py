@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
 
@@ -43,6 +45,13 @@ def test_without_a_template_the_rest_is_left_out(where, saved):
 
 def test_lists_are_cut_as_select_cuts_them(saved):
     assert_trees_equal(saved.restore(where="base.1.w"), {"base": [{"w": torch.arange(6.0) + 7}]})
+
+
+def test_leaves_in_attributes_are_leaves(tmp_path):
+    weights = OrderedDict(a=torch.arange(2.0), b=torch.arange(3.0))
+    weights._metadata = torch.arange(4.0)
+    dcp.save({"w": weights}, checkpoint_id=tmp_path)
+    assert_trees_equal(dcp.load(checkpoint_id=tmp_path, where="w.**"), {"w": weights})
 
 
 def test_a_list_of_plain_values_is_one_leaf(saved):
