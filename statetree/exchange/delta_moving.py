@@ -11,7 +11,7 @@ from statetree.exchange.manifest import Manifest
 from statetree.leaves.changes import TensorChange, change_at, damaged, mismatch
 from statetree.leaves.delta_tree import Delta
 from statetree.leaves.located_change import LocatedChange
-from statetree.leaves.tensor_entries import EVERYBODYS, OTHERS, OWN, TensorEntry, TreeEntries
+from statetree.leaves.tensor_entries import EVERYBODYS, OTHERS, OWN, TreeEntries
 from statetree.spans.bits import as_bits, from_bits
 from statetree.spans.positions import in_box
 from statetree.spans.sums import FEW, sums_at
@@ -200,17 +200,9 @@ def _balance(group: Group, delta: Delta, entries: TreeEntries, changes: dict[int
         if entry.holder == EVERYBODYS:  # each rank has all of it
             holders, is_first = group.size, group.rank == 0
         else:
-            holders, is_first = _holders(entry), entry.holder == OWN
+            number, holders = entry.replica
+            is_first = number == 0
         said = old is not None and (group.rank == 0 if everywhere else int(delta.table[row, 3]) == OWN)
         balance[row, :FEW] = (before if is_first else 0) - (old.before if said and old is not None else 0)
         balance[row, FEW:] = before * ((holders - 1) if is_first else -1)
     return balance
-
-
-def _holders(entry: TensorEntry) -> int:
-    layout = None if entry.chunks is None else entry.chunks.layout
-    if layout is None or not entry.boxes:
-        return 1
-    which = layout.distinct.which
-    first = int((layout.ranks == entry.rank).nonzero()[0])
-    return int((which == which[first]).sum())

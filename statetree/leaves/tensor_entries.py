@@ -55,12 +55,18 @@ class TensorEntry(NamedTuple):
     @property
     def holder(self) -> int:
         """Who holds what this rank holds."""
+        return EVERYBODYS if self.chunks is None else OTHERS if self.replica[0] else OWN
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """The number of this rank among those that hold what it holds, and how many these are."""
         layout = None if self.chunks is None else self.chunks.layout
         if layout is None or not self.boxes:
-            return EVERYBODYS if self.chunks is None else OWN
+            return 0, 1
         which = layout.distinct.which
-        first = int((layout.ranks == self.rank).nonzero()[0])
-        return OWN if int((which == which[first]).nonzero()[0]) == first else OTHERS
+        own = int((layout.ranks == self.rank).nonzero()[0])
+        rows = (which == which[own]).nonzero().view(-1).tolist()
+        return rows.index(own), len(rows)
 
     @property
     def on_meta(self) -> bool:

@@ -64,13 +64,13 @@ def hull(tensor: torch.Tensor) -> torch.Tensor:
 
 def take(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Return the elements of a tensor at some places of its hull, bit by bit as they read."""
-    found = hull(tensor).take(places)
+    found = hull(tensor).index_select(0, places)  # several times as fast as take
     return _read(from_bits(found, tensor.dtype), tensor)
 
 
 def put(tensor: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> None:
     """Write what ``stored`` gave to some places of a tensor's hull, in one call."""
-    hull(tensor).put_(places, values)
+    hull(tensor).scatter_(0, places, values)
 
 
 def stored(values: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

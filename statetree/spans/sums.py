@@ -299,7 +299,7 @@ def _integer_sums(flats: Sequence[torch.Tensor], positions: torch.Tensor, count:
         place = position >> shift
         column = place & (_ROW_WORDS - 1)
         by_row = _factors_of_rows(place >> _ROW_BITS, count)
-        products = [factors[number].take(column).mul_(by_row[number]) for number in range(count)]
+        products = [factors[number].index_select(0, column).mul_(by_row[number]) for number in range(count)]
         within_word = (position & (per - 1)).mul_(bits)
         for total, flat in zip(totals, flats, strict=True):
             word = flat[start : start + step].to(torch.int64)
