@@ -327,9 +327,13 @@ def _as_lists(rows: Sequence[Any]) -> Any:
 
 
 def device_types(group: Any) -> Sequence[torch.device]:
-    """Return the types of the devices that a process group communicates from."""
+    """Return the types of the devices that a process group sends from and receives into, with torch 2.11 to 2.15.
+
+    Gloo is registered for accelerators, too, but sends from host memory alone ("Backends" in torch.distributed's
+    documentation).
+    """
     found: Sequence[torch.device] = group._device_types
-    return found
+    return [device for device in found if device.type == "cpu" or group._get_backend(device).name() != "gloo"]
 
 
 def bound_device(group: Any) -> torch.device | None:

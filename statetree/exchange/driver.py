@@ -276,7 +276,7 @@ class Exchange(Call):
         exchanged = tuple((keys[index], facts) for index, facts in description.exchanged.items())
         key = (consensus.key, told, exchanged)
         transfers = span_transfers(src, self.group, message.spans, places)
-        kind = self.group.devices[self.group.number_of(place.device.type for place in places)]  # on every rank alike
+        kind = self.group.devices[self.group.number_of(description.metadata.tensors)]  # on every rank alike
         planned = self._planned_from((*key, sizes), transfers, kind)
         if any(sizes):  # or a failure until here is told in the next agreement
             self.ready()

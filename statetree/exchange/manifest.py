@@ -282,12 +282,17 @@ def _text_of(leaf: Any) -> str:
     """Say what a leaf that is not distributed must have in common on all ranks."""
     cls = type(leaf)
     if (cls is torch.Tensor or cls is torch.nn.Parameter) and is_strided(leaf):
-        return f"a tensor {leaf.dtype} {tuple(leaf.shape)}"
+        return _tensor_text(leaf.dtype, leaf.shape)
     if leaf_type_of(cls) is None:
         return "a plain value"
     known = facts(leaf)
     named = [str(known[name]) for name in ("dtype", "shape", "layout") if name in known]
     return " ".join([f"a {known['leaf type']}", *named])
+
+
+@lru_cache(maxsize=4096)
+def _tensor_text(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"a tensor {dtype} {tuple(shape)}"
 
 
 def is_cuttable(leaf: Any) -> bool:

@@ -94,6 +94,14 @@ def test_a_group_communicates_from_where_tensors_lie(monkeypatch):
     assert group.number_of(["cpu", "cuda"]) == 1
 
 
+def devices_of_gloo():
+    return [group_of("gather", group, None).devices for group in (None, dist.new_group(backend="cpu:gloo,cuda:gloo"))]
+
+
+def test_gloo_sends_from_host_memory_alone():
+    assert run_ranks(2, devices_of_gloo) == [[["cpu"], ["cpu"]]] * 2
+
+
 class Backends:
     """A process group of which nothing is asked but that it is one."""
 
