@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from statetree.testing import close_ranks
+from statetree.testing.rank_calls import close_ranks
 from tests.docs.snippets import Page, Script
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,9 @@ from transformers import GPT2LMHeadModel
 import statetree as st
 from statetree import dcp
 from statetree.cli.app import main
-from statetree.testing import assert_trees_equal, close_ranks, run_ranks, units
+from statetree.testing import assert_trees_equal, run_ranks
+from statetree.testing.pace import units
+from statetree.testing.rank_calls import close_ranks
 from tests.integration.subjects import VOCABULARY, gpt2, learn, transformers_gpt2
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
