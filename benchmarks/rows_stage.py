@@ -78,24 +78,24 @@ def for_the_first_time(state: State) -> list[Contender]:
         return _copy_to_huge_pages(sources)
 
     return [
-        ours(lambda stager: stager.stage(state.tree), copied, fresh=lambda: _with_fresh_heap(st.Stager())),
+        ours(lambda stager: stager.stage(state.tree), copied, fresh=lambda: with_fresh_heap(st.Stager())),
         peer(
             "StateDictStager",
             lambda stager: stager.stage(state.tree),
             copied,
-            fresh=lambda: _with_fresh_heap(StateDictStager()),
+            fresh=lambda: with_fresh_heap(StateDictStager()),
         ),
         peer(
             "copy.deepcopy",
             lambda _: copy.deepcopy(state.tree),
             copied,
-            fresh=lambda: _with_fresh_heap(None),
+            fresh=lambda: with_fresh_heap(None),
         ),
         floor(
             "copy_ to huge pages",
             copy_to_huge_pages,
             is_copy_of(State("", sources)),
-            fresh=lambda: _with_fresh_heap(None),
+            fresh=lambda: with_fresh_heap(None),
         ),
     ]
 
@@ -172,7 +172,7 @@ def _plain_memory(*, in_background: bool) -> StagingOptions:
     )
 
 
-def _with_fresh_heap(subject: T) -> T:
+def with_fresh_heap(subject: T) -> T:
     """Give freed memory back to the system first: a first stage faults in its pages."""
     if sys.platform.startswith("linux"):
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
@@ -188,8 +188,8 @@ def _copy_to_huge_pages(sources: list[torch.Tensor]) -> list[torch.Tensor]:
     else:  # shared memory, which is the default, is on small pages
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
-    pieces = torch.frombuffer(memory, dtype=torch.float32).split([tensor.numel() for tensor in sources])
-    targets = [piece.view_as(source) for piece, source in zip(pieces, sources, strict=True)]
+    pieces = torch.frombuffer(memory, dtype=torch.uint8).split([tensor.nbytes for tensor in sources])
+    targets = [piece.view(source.dtype).view_as(source) for piece, source in zip(pieces, sources, strict=True)]
     foreach_copy_(targets, sources)
     return targets
 

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from statetree.declare import is_collective, is_leafwise
 from statetree.errors import RankMismatch, StateTreeError, TreeMismatch, place_in_tree
-from statetree.exchange.consensus import Entry, Fingerprint, agree, ready, tell_failure
+from statetree.exchange.call import Call
+from statetree.exchange.consensus import Entry, Fingerprint, tell_failure
 from statetree.exchange.group import group_of
 from statetree.exchange.prepared import Prepared, preparing
+from statetree.exchange.prepared_delta import PreparedDelta
 from statetree.leaves.builtin import global_bytes, holds_tensor, is_distributed
 from statetree.leaves.parts import unpack
 from statetree.leaves.ties import tied_leaves
@@ -159,7 +161,7 @@ def stream(tree: Any, step: Step) -> Iterator[tuple[Path, Any]]:
     yield from _stream(leaves, spec, chain(step).steps, spec.paths())
 
 
-def prepare(verb: Callable[..., Any], /, *args: Any, **options: Any) -> Prepared:
+def prepare(verb: Callable[..., Any], /, *args: Any, delta: bool = False, **options: Any) -> Prepared:
     """Plan a transfer and agree on it once, to move elements many times.
 
     ``sync = prepare(reshard, tree, like, in_place=True)`` checks, plans, agrees and takes memory for these very
@@ -174,7 +176,10 @@ def prepare(verb: Callable[..., Any], /, *args: Any, **options: Any) -> Prepared
         verb: ``gather``, ``distribute``, ``broadcast`` or ``reshard``, or a transform of your own that moves elements
             with one of them, or one ``exchange``.
         args: What it is called with.
-        options: Its options.
+        delta: With ``reshard`` into the tensors of ``like``: keep a copy of what was sent last, and send the elements
+            that changed since, wherever that is fewer bytes. Nobody else may write to ``like`` then: that is found out
+            where something is written over, and raises ``TreeMismatch``; the next call sends the whole.
+        options: Its options. With ``delta`` those are ``like``, ``in_place``, ``group``, ``timeout``, ``bucket_bytes``.
 
     Returns:
         A function without arguments. It returns the same tree each time, with new elements. It holds its tensors until
@@ -204,7 +209,19 @@ def prepare(verb: Callable[..., Any], /, *args: Any, **options: Any) -> Prepared
     """
     with preparing() as preparation:
         tree = verb(*args, **options)
-    return preparation.finish(getattr(getattr(verb, "func", verb), "__name__", repr(verb)), tree)
+    name = getattr(getattr(verb, "func", verb), "__name__", repr(verb))
+    whole = preparation.finish(name, tree)
+    if not delta:
+        return whole
+    known = {"like", "in_place", "group", "timeout", "bucket_bytes"}
+    if name != "reshard" or not options.get("in_place") or not options.keys() <= known:
+        msg = (
+            f"prepare: delta=True goes with reshard(source, like, in_place=True): expected no options but "
+            f"{', '.join(sorted(known))}, got {name} with {', '.join(options) or 'none'}."
+        )
+        raise TypeError(msg)
+    source, like = args if len(args) > 1 else (*args, options["like"])
+    return PreparedDelta(whole, verb, source, like, group=options.get("group"), timeout=options.get("timeout"))
 
 
 def _apply_by_bucket(tree: Any, steps: Sequence[Step]) -> Any:
@@ -289,17 +306,16 @@ class _Together(_Alone):
 
     def agreed_buckets(self, cut: Callable[[], list[list[int]]], keys: Sequence[str], /) -> list[list[int]]:
         found: list[list[int]] = []
-
-        def prepare() -> tuple[Fingerprint, None]:
-            found[:] = found or cut()
-            entries = [
-                Entry(keys[index], f"in bucket {number}") for number, bucket in enumerate(found) for index in bucket
-            ]
-            return Fingerprint("stream", sorted(entries)), None  # ties decide on the order within a bucket
-
         for group in self._groups.values():
             try:
-                agree("stream", group, prepare)
+                with Call("stream", group) as call:
+                    found = found or cut()
+                    entries = [
+                        Entry(keys[index], f"in bucket {number}")
+                        for number, bucket in enumerate(found)
+                        for index in bucket
+                    ]
+                    call.agree(Fingerprint("stream", sorted(entries)))  # ties decide on the order within a bucket
             except BaseException as error:
                 self.tell(error, heard=group.identity)
                 raise
@@ -328,7 +344,8 @@ class _Together(_Alone):
         groups = list(self._groups.values())
         for number, group in enumerate(groups):
             try:
-                agree("stream", group, lambda: (ready("stream"), None))
+                with Call("stream", group) as call:
+                    call.ready()
             except BaseException as error:
                 _tell_each(groups[number + 1 :], error)  # those before have finished
                 raise

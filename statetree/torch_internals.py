@@ -384,3 +384,16 @@ def start_exchange(
     operations = [P2POp(irecv, tensor, group=group, group_peer=peer) for peer, tensor in received]
     operations += [P2POp(isend, tensor, group=group, group_peer=peer) for peer, tensor in sent]
     return list(batch_isend_irecv(operations))
+
+
+def check_sparse_indices(tensor: torch.Tensor) -> None:
+    """Raise ``RuntimeError`` if the indices of a sparse tensor lead outside of it: torch would use other memory."""
+    with tensor.device:  # torch makes tensors to check this, which otherwise go to the default device
+        if tensor.layout is torch.sparse_coo:
+            indices, values = tensor._indices(), tensor._values()
+            torch._validate_sparse_coo_tensor_args(indices, values, tensor.shape, tensor.is_coalesced())
+        elif tensor.layout is not torch.strided and not tensor.is_nested:
+            rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+            first = tensor.crow_indices() if rows else tensor.ccol_indices()
+            second = tensor.col_indices() if rows else tensor.row_indices()
+            torch._validate_sparse_compressed_tensor_args(first, second, tensor.values(), tensor.shape, tensor.layout)

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
+    from statetree.tree.selection import Where
+
 
 class _Begun(NamedTuple):
     """Where a save writes, and the checkpoint whose files it may link to."""
@@ -178,8 +180,9 @@ class Checkpointer:
     def restore(
         self,
         state: Any = None,
-        step: int | None = None,
         *,
+        step: int | None = None,
+        where: Where | None = None,
         fallback: bool = False,
         weights_only: bool = True,
         verify: bool = True,
@@ -192,6 +195,7 @@ class Checkpointer:
             state: The template whose tensors are filled: see ``statetree.dcp.load``. Without it, the state comes back
                 as it was saved.
             step: Which one; by default the latest complete one.
+            where: Which leaves are loaded, by default all: as for ``statetree.dcp.load``.
             fallback: Whether the newest older checkpoint that can be read is taken where this one is damaged. A warning
                 says so. Without it, the error names the newest older one that looks whole.
             weights_only: As for ``statetree.dcp.load``.
@@ -226,7 +230,7 @@ class Checkpointer:
 
             def load(path: Path) -> Any:
                 reader = DirectoryReader(path, verify=verify)
-                return read(state, reader, group, weights_only=weights_only, cast=cast, strict=strict)
+                return read(state, reader, group, weights_only=weights_only, where=where, cast=cast, strict=strict)
 
             return Restoration(self._series, group, step).run(load, fallback=fallback)
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _DTYPE: Final = re.compile(r"[?biufcmMSUV]\d{0,9}")
+_MAX_DIMS: Final = 32
 _UNITS: Final = frozenset(["Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as", "generic"])
 _PICKLE: Final = "numpy.random._pickle."
 _SEEDS: Final = "numpy.random.bit_generator."
@@ -42,6 +43,13 @@ class PendingSeed:
 
     def __init__(self) -> None:
         self.made: Any = None
+
+
+def is_array_of_numbers(value: Any) -> bool:
+    """Whether a value is an array that holds no objects: it may be large, and need not be pickled to look into it."""
+    cls = type(value)
+    is_array = cls.__module__ == "numpy" and cls.__qualname__ == "ndarray"
+    return is_array and value.dtype.kind in "biufc" and value.ndim <= _MAX_DIMS
 
 
 def _expect(holds: object, what: str) -> None:
@@ -147,7 +155,9 @@ def _set_dtype(target: Any, state: Any) -> None:
 def _set_array(np: Any, target: Any, state: Any) -> None:
     _expect(type(state) is tuple and len(state) == 5, "an array")
     _version, shape, dtype, by_columns, data = state
-    _expect(type(shape) is tuple and len(shape) <= 32 and all(type(n) is int and n >= 0 for n in shape), "an array")
+    _expect(
+        type(shape) is tuple and len(shape) <= _MAX_DIMS and all(type(n) is int and n >= 0 for n in shape), "an array"
+    )
     _expect(isinstance(dtype, np.dtype) and not dtype.hasobject and type(data) is bytes, "an array of simple values")
     _expect(math.prod(shape) * dtype.itemsize == len(data), "an array")
     target.__setstate__((1, shape, dtype, bool(by_columns), data))

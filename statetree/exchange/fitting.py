@@ -121,7 +121,7 @@ def unfit(
 
 
 def _unfit(source: Manifest, index: int, like: Manifest, partner: int, *, cast: bool) -> list[Difference]:
-    leaf = source.leaves[index]
+    leaf, chunks = source.leaves[index], source.chunks.get(index)
     ours, theirs = _facts(source, index), _facts(like, partner)
     found: list[tuple[str, Any, Any]] = []
     if isinstance(ours, str) or isinstance(theirs, str):
@@ -134,8 +134,8 @@ def _unfit(source: Manifest, index: int, like: Manifest, partner: int, *, cast: 
     target = like.chunks.get(partner)
     if target is not None and target.summands is not None:
         found.append(("placements", "elements", f"{target.text}, which cannot be a target"))
-    chunks = source.chunks.get(index)
-    if chunks.device == "meta" if chunks else is_cuttable(leaf) and (leaf.is_meta or not holds_memory(leaf)):
+    is_whole = chunks is None and not isinstance(ours, str)
+    if chunks.device == "meta" if chunks else is_whole and (leaf.is_meta or not holds_memory(leaf)):
         found.append(("memory", "a tensor without elements", "elements"))
     return [Difference(source.path(index), *difference) for difference in found]
 

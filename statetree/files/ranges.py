@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import zlib
 from collections import OrderedDict
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 _MAX_OPEN: Final = 64
+_CHUNK_BYTES: Final = 1 << 20
 #: How much memory a read takes beside its target.
 BUCKET_BYTES: Final = 16 << 20
 
@@ -188,6 +190,16 @@ class FileRange:
                 refuse(self.label, f"it ends after {done} of {len(view)} bytes: it was cut off while it was read")
             self.files.nbytes_read += count
             done += count
+
+    def checksum(self, start: int, length: int) -> int:
+        """Return the CRC-32 of bytes."""
+        place, found = self.part(start, length, "what is verified"), 0
+        chunk = memoryview(bytearray(min(length, _CHUNK_BYTES)))
+        for at in range(0, length, _CHUNK_BYTES):
+            view = chunk[: length - at]
+            place.fill(view, at)
+            found = zlib.crc32(view, found)
+        return found
 
     def mapped(self) -> torch.UntypedStorage:
         """Return these bytes as a storage, without reading them."""

@@ -58,7 +58,7 @@ class StorageReference(NamedTuple):
 class StridedOutline(NamedTuple):
     """A strided tensor that a pickle describes, as torch has it: offset and strides count elements.
 
-    ``has_bits`` is whether it is conjugated or negated: then its memory does not hold what it reads like.
+    ``bits`` is whether it is conjugated, and whether it is negated: its memory does not hold then what it reads like.
     """
 
     storage: StorageReference
@@ -66,7 +66,7 @@ class StridedOutline(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    has_bits: bool = False
+    bits: tuple[bool, bool] = (False, False)
 
 
 class _OtherTensor:
@@ -203,8 +203,9 @@ class _TorchPickle:
 
     def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> StridedOutline:
         dtype = storage.dtype if isinstance(storage, StorageReference) else None
-        bits = more[2] if len(more) > 2 else None  # what torch calls metadata: {"conj": True}, say
-        return _view(storage, dtype or torch.uint8, offset, size, stride)._replace(has_bits=bool(bits))
+        told = more[2] if len(more) > 2 and type(more[2]) is dict else {}  # what torch calls metadata
+        bits = (bool(told.get("conj")), bool(told.get("neg")))
+        return _view(storage, dtype or torch.uint8, offset, size, stride)._replace(bits=bits)
 
     def _tensor_v3(self, storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> StridedOutline:
         dtype = more[2] if len(more) > 2 else None

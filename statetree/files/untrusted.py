@@ -70,8 +70,10 @@ def inside(directory: Path, name: object, listed_in: Path, *, follow_links: bool
     if type(name) is not str:
         refuse(listed_in, f"a file name is a {type(name).__name__}: expected a text")
     pure = PurePosixPath(name)
-    if pure.is_absolute() or ".." in pure.parts or not pure.parts or any(char in name for char in "\\\0:"):
+    if pure.is_absolute() or ".." in pure.parts or any(char in name for char in "\\\0:"):
         refuse(listed_in, f"the file name {name!r} leads out of its directory")
+    if str(pure) != name or not pure.parts:
+        refuse(listed_in, f"the file name {name!r} is not a plain one")
     path = directory / name
     try:
         if not follow_links and not path.resolve().is_relative_to(directory.resolve()):

@@ -695,7 +695,7 @@ def test_a_thread_takes_all_objects_again_and_again(options, young):
             stagers.append((stager, [stager.stage(state)], copy.deepcopy(state)))
     finally:
         done.set()
-        thread.join(30)
+        thread.join(units(15))
         sys.setswitchinterval(interval)
     assert max(seen) > 200
     for stager, staged, expected in stagers:

@@ -29,6 +29,7 @@ from statetree.testing.plan_strategies import (
 from statetree.testing.plans import Again, Node, TensorPlan, Value, ViewPlan, build, samples
 from statetree.testing.tensor_plan import DTYPES, GEOMETRIES, USUAL_WRAPS, VIEWS, WRAPS
 from tests.memory import storages
+from tests.pace import units
 from tests.trees.optimizers import OPTIMIZERS, OptimizerPlan, optimizer_plans
 
 plans = hyp.one_of(tree_plans(), tied_plans(), optimizer_plans())
@@ -355,7 +356,7 @@ for name in testing.__all__:
 
 def test_all_but_strategies_work_without_hypothesis():
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_HYPOTHESIS], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", WITHOUT_HYPOTHESIS], capture_output=True, text=True, check=False, timeout=units(60)
     )
     assert done.returncode == 0, done.stderr
     told = done.stdout.splitlines()

@@ -87,7 +87,7 @@ def run(source):
     ids=["right", "right but for the values", "an alias kept", "ties lost", "a result overwritten"],
 )
 def test_five_transforms_are_judged_right(transform, holding, broken):
-    report = check_transform(transform)
+    report = check_transform(transform, examples=100)
     assert holding <= {verdict.law.name for verdict in report.verdicts if verdict.holds}
     assert broken <= set(report.broken)
     assert bool(report) == (not broken)
