@@ -130,7 +130,7 @@ def printable(text: str) -> str:
 
     So are characters that change the direction of writing, invisible ones, line breaks and lone surrogates.
     """
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+    return text if text.isprintable() else "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def render_key(key: Any) -> str:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 _MAX_BOXES: Final = 400
-_BODY: Final = "body{margin:1.5em auto;max-width:72em;padding:0 1em}"
+_BODY: Final = ":root{color-scheme:light dark}body{margin:1.5em auto;max-width:72em;padding:0 1em}"
 _STYLE: Final = """.tie{border-bottom:3px solid}.statetree p a{color:inherit}
 .map{display:flex;height:11em;gap:1px;margin:1em 0}.map div{display:flex;flex-direction:column;gap:1px;min-width:0}
 .map span{background:#48c8;min-height:0;min-width:0;overflow:hidden;font-size:11px;white-space:nowrap}

@@ -15,7 +15,7 @@ _OPEN_CHILDREN: Final = 200
 #: A notebook keeps what it shows: longer trees are cut off.
 _MAX_CELL: Final = 1 << 20
 STYLE: Final = """
-.statetree{color-scheme:light dark;font:14px/1.5 system-ui,sans-serif;overflow-wrap:anywhere}
+.statetree{font:14px/1.5 system-ui,sans-serif;overflow-wrap:anywhere}
 .statetree details{margin-left:1.2em}.statetree summary{cursor:pointer}.statetree b{font-weight:600}
 .statetree i{opacity:.65;font-style:normal}.statetree p{margin:0 0 0 2.4em;cursor:copy}
 .statetree p:active,.statetree p:target{background:#8883}
