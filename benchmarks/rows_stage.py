@@ -22,7 +22,16 @@ from benchmarks.checks import is_copy_of
 from benchmarks.measure import Contender, floor, ours, peer, variant
 from benchmarks.peers import StateDictStager, foreach_copy_
 from benchmarks.rows import Row, at_most, faster, memory_within, share
-from benchmarks.states import State, few_large, many_medium, many_small, optimizer_state, training_state
+from benchmarks.states import (
+    State,
+    few_large,
+    many_medium,
+    many_small,
+    of_1_5_mb,
+    of_3_mb,
+    optimizer_state,
+    training_state,
+)
 from statetree.dcp import AsyncStager
 
 if TYPE_CHECKING:
@@ -200,12 +209,22 @@ ROWS = (
         "stage again",
         many_small,
         again_small,
-        (faster("StateDictStager", 8), faster("StateDictStager", 12), at_most(2)),
+        (faster("StateDictStager", 12), at_most(2)),
     ),
     Row("stage", "stage again", few_large, again_large, (share(0.95, "copy_"),)),
     Row("stage", "stage again", optimizer_state, again_small),
     Row("stage", "stage again", training_state, again_small),
-    Row("first", "first stage", few_large, for_the_first_time, (faster("StateDictStager", 2),)),
+    *(
+        Row(
+            "first",
+            "first stage",
+            state,
+            for_the_first_time,
+            (faster("StateDictStager", 2), faster("copy.deepcopy", 2)),
+            rounds=11,
+        )
+        for state in (few_large, of_3_mb, of_1_5_mb)
+    ),
     Row("first", "first stage", many_medium, for_the_first_time),
     Row("first", "first stage", many_small, for_the_first_time),
     Row("background", "start to stage in the background", many_small, in_the_background, moves_bytes=False),
