@@ -727,7 +727,7 @@ def test_after_prewarm_the_first_stage_takes_no_memory(options, verb):
 
 FORK = """
 import os, sys, threading, torch, statetree as st
-from statetree.testing import units
+from statetree.testing.pace import units
 
 limit = units(30)
 
