@@ -57,8 +57,8 @@ class Checkpointer:
         keep_every: Beside these, the checkpoints stay whose step is a multiple of this.
         incremental: Whether files in which nothing changed since the latest checkpoint become hard links to that one's.
             Each checkpoint is complete, whatever is removed beside it. What changed is found by digests (SHA-256) of
-            the contents; files are cut so that few are written again. Where the file system has no links, all is
-            written.
+            the contents; files are cut so that few are written again. A file is read and compared with its checksums
+            before it is linked, so that damage does not go on. Where the file system has no links, all is written.
         process_group: The ranks that save and restore; by default all.
 
     Collective:
