@@ -45,13 +45,15 @@ def merge_inverts_partition(plan, seed):
 @laws
 def a_glob_means_what_it_is_matched_against(plan, seed):
     tree = build(plan)
-    keys = list(st.to_flat(tree)[0])
-    if not keys:
+    texts = list(map(str, st.paths(tree)))
+    if not texts:
         raise DoesNotApply
-    key = Random(seed).choice(keys)
-    chosen, rest = st.partition(tree, escaped(key))
-    assert [at for at, leaf in st.to_flat(chosen)[0].items() if leaf is not st.HOLE] in ([key], [])
-    assert st.to_flat(rest)[0][key] is st.HOLE
+    meant = Random(seed).choice(texts)
+    chosen, rest = st.partition(tree, escaped(meant))
+    rows = zip(texts, st.flatten(tree)[0], st.flatten(chosen)[0], st.flatten(rest)[0], strict=True)
+    for text, leaf, *parts in rows:
+        assert parts[text == meant] is st.HOLE
+        assert parts[text != meant] is leaf
     assert all(leaf is st.HOLE for leaf in st.flatten(st.partition(tree, "**")[1])[0])
 
 
