@@ -236,7 +236,7 @@ def _stream(leaves: list[Any], spec: TreeSpec, steps: Sequence[Step], labels: Se
     """Yield ``(label, result)`` of every leaf, in the order of the paths."""
     paths, keys = spec.paths(), spec.flat_keys()
     order = sorted(range(len(leaves)), key=lambda index: paths[index].sort_key())
-    together = _together(steps)
+    together = _Together(_groups_of("stream", steps))
     buckets = together.agreed_buckets(lambda: _buckets(leaves, spec, order), keys)
     done: dict[int, Any] = {}  # results whose turn has not come: companions of leaves before them
     waiting = buckets[::-1]
@@ -275,30 +275,11 @@ def _buckets(leaves: list[Any], spec: TreeSpec, order: Sequence[int]) -> list[li
     return buckets
 
 
-class _Alone:
-    """Steps that no other rank takes part in."""
+class _Together:
+    """Steps of which some may be collectives: the ranks agree on the buckets, and hear of it if one of them fails.
 
-    def agreed_buckets(self, cut: Callable[[], list[list[int]]], _keys: Sequence[str], /) -> list[list[int]]:
-        return cut()
-
-    def take(self, step: Step, bucket: Any) -> Any:
-        return step(bucket)
-
-    def tell(self, error: BaseException, /) -> None:
-        """Let the others know of a failure here."""
-
-    def leave(self, *, at_end: bool) -> None:
-        """Stop before the end, or when only ``finish`` is left."""
-
-    def finish(self) -> None:
-        pass
-
-
-class _Together(_Alone):
-    """Steps of which some are collectives: the ranks agree on the buckets, and hear of it if one of them fails.
-
-    There may be several groups. A rank that fails, or hears of a failure in one, passes it on to the others: so each
-    group hears of it once, in its next agreement.
+    There may be several groups, or none. A rank that fails, or hears of a failure in one, passes it on to the others:
+    so each group hears of it once, in its next agreement.
     """
 
     def __init__(self, groups: dict[Any, Group]) -> None:
@@ -319,7 +300,7 @@ class _Together(_Alone):
             except BaseException as error:
                 self.tell(error, heard=group.identity)
                 raise
-        return found
+        return found or cut()
 
     def take(self, step: Step, bucket: Any) -> Any:
         try:
@@ -351,12 +332,7 @@ class _Together(_Alone):
                 raise
 
 
-def _together(steps: Sequence[Step]) -> _Alone:
-    groups = _groups_of("stream", steps)
-    return _Together(groups) if groups else _Alone()
-
-
-def _call(together: _Alone, steps: Sequence[Step], bucket: dict[str, Any], paths: dict[str, Path]) -> Any:
+def _call(together: _Together, steps: Sequence[Step], bucket: dict[str, Any], paths: dict[str, Path]) -> Any:
     result: Any = bucket
     try:
         for step in steps:
