@@ -57,8 +57,12 @@ def with_values(state: State) -> list[Contender]:
         pairs = zip(sources, others, strict=True)
         return not any(_memcmp(a.data_ptr(), b.data_ptr(), a.nbytes) for a, b in pairs)
 
+    def equal() -> bool:
+        return all(map(torch.equal, sources, others))
+
     return [
         ours(lambda _: compare(), right(compare), fresh=fresh),
+        peer("torch.equal", lambda _: equal(), right(equal), fresh=fresh),
         floor("memcmp", lambda _: memcmp(), right(memcmp), fresh=fresh),
     ]
 
