@@ -17,10 +17,10 @@ from statetree.dcp.planners import CarefulReader, LoadPlanner
 from statetree.dcp.saved_structure import Structure, path_of, places, why_not_rebuilt
 from statetree.dcp.saved_structure import read as read_structure
 from statetree.dcp.templates import TemplateMatching
-from statetree.dcp.tensors import PARTS_ENTRY, PLAIN, TENSOR_ENTRY, VALUE_ENTRY, content_of, pieces_of
+from statetree.dcp.tensors import PARTS_ENTRY, PLAIN, TENSOR_ENTRY, VALUE_ENTRY, content_of, overlaps, pieces_of
 from statetree.errors import CheckpointError, Difference, TreeMismatch, UnsupportedLeaf
 from statetree.spans.columns import Columns
-from statetree.spans.overlaps import sharing
+from statetree.spans.overlaps import laid_like, sharing
 from statetree.torch_internals import quietly
 from statetree.transforms.allocate_like import allocate_like
 from statetree.transforms.copy_into import copy_into
@@ -65,9 +65,9 @@ def load(
 
     Args:
         template: A tree like the saved one. Only the memory of its tensors changes. Those of its tensors that share
-            memory must have had the same values when they were saved (ties are saved by value); they are loaded into
-            memory of their own first. Without a template, the state comes back as it was saved, provided that all
-            containers are those of Python and of ``collections``.
+            memory, or overlap themselves (expanded ones), must have had the same values there when they were saved
+            (ties are saved by value); they are loaded into memory of their own first. Without a template, the state
+            comes back as it was saved, provided that all containers are those of Python and of ``collections``.
         checkpoint_id: The directory.
         process_group: The ranks that load; by default all.
         storage_reader: Reads from elsewhere than a directory, or a checkpoint that DCP transformed. What follows about
@@ -96,8 +96,8 @@ def load(
 
     Raises:
         TreeMismatch: If the template does not fit, or is needed and missing. It names every place; nothing was read. Or
-            if tensors of the template share memory, and were saved with different values: where they differ, these keep
-            what they hold; the others were filled.
+            if tensors of the template share memory or overlap themselves, and were saved with different values: where
+            they differ, these keep what they hold; others may be filled.
         UnsupportedLeaf: If a leaf of the template has no elements (a meta tensor), or one of the checkpoint takes a
             template.
         CheckpointError: If the directory is missing, incomplete, damaged or hostile, or a plain value's class is not
@@ -175,6 +175,7 @@ class _Template:
         tensors: dict[str, Any] = {}
         paths: dict[str, Path] = {}
         apart: dict[str, Any] = {}
+        self._overlapping: list[str] = []
         for match, entry, content in self._found:
             if match.sort == VALUE_ENTRY:
                 values.update(dict.fromkeys(match.keys))
@@ -189,8 +190,12 @@ class _Template:
             for key, tensor in own.items():
                 stored = metadata.state_dict_metadata[key]
                 assert isinstance(stored, TensorStorageMetadata)
-                if stored.properties.dtype != tensor.dtype:
+                if overlaps(tensor):
+                    self._overlapping.append(key)
+                    apart[key] = torch.empty(tensor.shape, dtype=stored.properties.dtype, device=tensor.device)
+                elif stored.properties.dtype != tensor.dtype:
                     apart[key] = torch.empty_like(tensor, dtype=stored.properties.dtype)
+        self._paths = paths
         self._ties = _Ties(tensors, paths)
         self._apart = apart
         self._into = {key: self._ties.loaded.get(key, tensors[key]) for key in apart}
@@ -202,8 +207,23 @@ class _Template:
             if match.sort == PARTS_ENTRY and has_indices(entry.value):
                 made = content.packed([self._apart[key] for key in match.keys])
                 check_indices(made, entry.value, str(entry.path) or "<root>")
+        self._lay_out()
         copy_into(self._apart, self._into, cast=self._cast)
         self._ties.write()
+
+    def _lay_out(self) -> None:
+        """Have what goes into tensors that overlap themselves do so, too; refuse several values for one place."""
+        found = []
+        for key in self._overlapping:
+            laid = laid_like(self._apart[key], self._into[key])
+            if laid is None:
+                found.append(
+                    Difference(self._paths[key], "overlap", "values of its own", "a tensor that overlaps itself")
+                )
+            self._apart[key] = laid
+        if found:
+            remedy = "Other tensors may be loaded. Pass a template in which each element has a place of its own."
+            raise TreeMismatch.between("load", found, remedy)
 
     def result(self, values: dict[str, Any]) -> Any:
         leaves = {id(entry): entry.value for entry in self._state.entries}

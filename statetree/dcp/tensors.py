@@ -231,7 +231,18 @@ def to_save(tensor: Any) -> Any:
 
 def why_not_writable(tensor: Any) -> str:
     """Say why elements cannot be loaded into a tensor; empty if they can."""
-    return next(filter(None, map(_why_not_writable, pieces_of(tensor))), "")
+    if any(piece.is_inference() for piece in pieces_of(tensor)):
+        return "an inference tensor, which cannot be written"
+    if isinstance(tensor, BY_PIECES) and overlaps(tensor):
+        return "a tensor that overlaps itself (an expanded one)"
+    return ""
+
+
+def overlaps(tensor: Any) -> bool:
+    """Whether elements of a tensor lie in one place, so that torch writes none of them."""
+    return any(
+        not piece.is_contiguous() and overlaps_itself(piece.shape, piece.stride()) for piece in pieces_of(tensor)
+    )
 
 
 def pieces_of(tensor: Any) -> Sequence[torch.Tensor]:
@@ -246,11 +257,3 @@ def pieces_of(tensor: Any) -> Sequence[torch.Tensor]:
     if isinstance(tensor, ShardedTensor):
         return [shard.tensor for shard in tensor.local_shards()]
     return [tensor]
-
-
-def _why_not_writable(tensor: torch.Tensor) -> str:
-    if tensor.is_inference():
-        return "an inference tensor, which cannot be written"
-    if not tensor.is_contiguous() and overlaps_itself(tensor.shape, tensor.stride()):
-        return "a tensor that overlaps itself (an expanded one)"
-    return ""

@@ -198,9 +198,13 @@ class LikeDestination(Destination):
         """Raise ``TreeMismatch`` if leaves that hold different values by now would go to one memory."""
         self.check_ties(source)
         self._check_range(source)
-        if self._local and not self._are_disjoint:
-            sides = self._sides(self._local, [source.leaves[index] for index in self._local])
-            prepared_copy(self.like.verb, *sides, cast=self._options.cast)
+        if self._local and (self._is_narrowed or not self._are_disjoint):
+            self._prepared_copy(self._local, [source.leaves[index] for index in self._local])
+
+    @cached_property
+    def _is_narrowed(self) -> bool:
+        """Whether leaves that are copied here may be converted, so that values can be too large."""
+        return self._options.cast and any(not is_plain(self.leaves[index]) for index in self._local)
 
     @cached_property
     def _are_disjoint(self) -> bool:
@@ -342,17 +346,21 @@ class LikeDestination(Destination):
 
     def copy_in(self, indices: Sequence[int], sources: Sequence[Any]) -> None:
         """Prepare copying leaves that this rank has into those of the tree. ``write`` does it."""
-        spec, verb = self.source.spec, self.like.verb
-        keys = spec.flat_keys()
-        try:
-            result, self._write = prepared_copy(verb, *self._sides(indices, sources), cast=self._options.cast)
-        except TreeMismatch as error:
-            path_of = dict(zip(keys, spec.paths(), strict=True))
-            refuse(verb, [found._replace(path=path_of[found.path[0]]) for found in error.differences])
-            raise
+        result, self._write = self._prepared_copy(indices, sources)
+        keys = self.source.spec.flat_keys()
         for index in indices:
             self.leaves[index] = result[keys[index]]
         self._local = indices
+
+    def _prepared_copy(self, indices: Sequence[int], sources: Sequence[Any]) -> tuple[Any, Callable[[], None]]:
+        """Check that leaves which this rank has can be copied; as ``prepared_copy``, with the paths of the tree."""
+        spec, verb = self.source.spec, self.like.verb
+        try:
+            return prepared_copy(verb, *self._sides(indices, sources), cast=self._options.cast)
+        except TreeMismatch as error:
+            path_of = dict(zip(spec.flat_keys(), spec.paths(), strict=True))
+            refuse(verb, [found._replace(path=path_of[found.path[0]]) for found in error.differences])
+            raise
 
     def _sides(self, indices: Sequence[int], sources: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return leaves that are copied here, and those that they are copied into, as flat dicts."""

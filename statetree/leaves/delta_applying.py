@@ -16,11 +16,12 @@ import torch
 from statetree.errors import TreeMismatch
 from statetree.leaves.changes import damaged, mismatch
 from statetree.leaves.copying import copied_leaves, copies_of, prepared_copy
-from statetree.leaves.located_change import LocatedChange
+from statetree.leaves.located_change import LocatedChange, tried
 from statetree.leaves.tensor_entries import TreeEntries
+from statetree.spans.bits import same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.mappings import MemoryMap, foreign, read_only
-from statetree.spans.overlaps import overlaps_itself, sharing
+from statetree.spans.overlaps import sharing
 from statetree.tree.flatten import unflatten
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ class _Application:
         if not brought.equal(change.after):
             raise damaged(self.verb, name, "its values or positions are not those that it was made with")
         if found.equal(change.before):
+            if entry.overlaps_itself:
+                self._check_overlap(name, entry)
             if entry.place not in self.written:  # tied tensors are written once
                 self.written.add(entry.place)
                 self.writes.append(located.write())
@@ -106,8 +109,15 @@ class _Application:
         for piece in entry.pieces:
             if piece.is_inference():
                 raise mismatch(self.verb, name, "a tensor that can be written", "an inference tensor")
-            if overlaps_itself(piece.shape, piece.stride()):
-                raise mismatch(self.verb, name, "a tensor that can be written", "one that overlaps itself")
+
+    def _check_overlap(self, name: str, entry: TensorEntry) -> None:
+        """Refuse a tensor that overlaps itself where the delta would change other elements than it says."""
+        change = self.delta.tensors[name]
+        is_one = len(entry.pieces) == 1
+        if not is_one or not (tried(self.verb, name, change, entry).sums() - entry.sums()).equal(
+            change.after - change.before
+        ):
+            raise mismatch(self.verb, name, "a tensor that can be written", "one that overlaps itself")
 
     def _prepare_value(self, name: str, leaf: Any) -> Any:
         change, number = self.delta.values[name], self.entries.number(self.index_of[name])
@@ -132,31 +142,38 @@ class _Application:
         for a, b in self.entries.cut(changed, numbers):
             one, other = self.entries.keys[a], self.entries.keys[b]
             raise mismatch(self.verb, one, "memory of its own", f"memory that it shares with {other}")
-        owners = [
-            index for index, entry in self.entries.tensors.items() for piece in entry.pieces if _has_memory(piece)
-        ]
-        pieces = [piece for entry in self.entries.tensors.values() for piece in entry.pieces if _has_memory(piece)]
-        columns = Columns(pieces)
-        if columns.disjoint or not self.writes:
+        if not self.writes:
             return
-        entangled = sorted({owners[place] for place in sharing(columns)})
-        entries = [self.entries.tensors[index] for index in entangled]
-        names = [self.entries.keys[index] for index in entangled]
-        if self.delta.tensors.keys().isdisjoint(names):
+        held = {index: list(entry.pieces) for index, entry in self.entries.tensors.items()}
+        objects = [index for index in self.entries.objects() if index not in changed]
+        held.update(zip(objects, self.entries.parts_inside(objects), strict=True))
+        owners = [index for index, pieces in held.items() for piece in pieces if _has_memory(piece)]
+        columns = Columns([piece for pieces in held.values() for piece in pieces if _has_memory(piece)])
+        if columns.disjoint:
             return
-        copies = iter(copies_of(Columns([piece for entry in entries for piece in entry.pieces])))
-        fresh = [entry._replace(pieces=list(islice(copies, len(entry.pieces)))) for entry in entries]
-        for name, entry in zip(names, fresh, strict=True):
-            if name in self.delta.tensors:
-                LocatedChange(self.verb, name, self.delta.tensors[name], entry).write()()
-        for name, entry, old in zip(names, fresh, entries, strict=True):
-            change = self.delta.tensors.get(name)
-            if change is None:
-                kept = entry.sums().equal(old.sums())
+        entangled = {index: self.entries.keys[index] for index in sorted({owners[place] for place in sharing(columns)})}
+        if self.delta.tensors.keys().isdisjoint(entangled.values()):
+            return
+        copies = iter(copies_of(Columns([piece for index in entangled for piece in held[index]])))
+        fresh = {index: list(islice(copies, len(held[index]))) for index in entangled}
+        changes = {
+            index: LocatedChange(self.verb, name, self.delta.tensors[name], self._entry(index, fresh[index]))
+            for index, name in entangled.items()
+            if name in self.delta.tensors
+        }
+        for change in changes.values():
+            change.write()()
+        for index, name in entangled.items():
+            if index in changes:
+                kept = changes[index].found_sums().equal(changes[index].change.after)
             else:
-                kept = LocatedChange(self.verb, name, change, entry).found_sums().equal(change.after)
+                kept = all(map(same_bytes, fresh[index], held[index]))
             if not kept:
-                raise mismatch(self.verb, name, "memory of its own", "memory shared with another tensor that changes")
+                got = "memory that it shares with another tensor that changes"
+                raise mismatch(self.verb, name, "memory of its own", got)
+
+    def _entry(self, index: int, pieces: list[torch.Tensor]) -> TensorEntry:
+        return self.entries.tensors[index]._replace(pieces=pieces)
 
 
 def _has_memory(piece: torch.Tensor) -> bool:

@@ -11,9 +11,10 @@ from statetree.leaves.builtin import facts
 from statetree.leaves.changes import TensorChange, ValueChange, change_at, change_of_all
 from statetree.leaves.copying import copied_leaves
 from statetree.leaves.delta_tree import Delta
+from statetree.leaves.located_change import tried
 from statetree.leaves.pairing import fact_differences
 from statetree.leaves.tensor_entries import TensorEntry, TreeEntries
-from statetree.spans.bits import as_bits, differing, from_bits, is_unreadable
+from statetree.spans.bits import as_bits, differing, from_bits, is_unreadable, same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.overlaps import conflicts
 from statetree.spans.positions import places_of, take, within
@@ -90,6 +91,7 @@ class _Making:
             same[key] = change
             if change is not None:
                 tensors[self.base.keys[index]] = change
+                self._check_overlap(index, change)
         self._check_entangled({*numbers, *(i for i in self.base.tensors if self.base.keys[i] in tensors)}, numbers)
         chosen = [self.partner[index] for index in numbers]
         copies = copied_leaves(self.verb, [self.new.leaves[index] for index in chosen], self.new.paths)
@@ -100,6 +102,18 @@ class _Making:
         table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(rows), 4)
         return Delta(tensors, values, table)
 
+    def _check_overlap(self, index: int, change: TensorChange) -> None:
+        """Refuse a tensor of the base that overlaps itself, if not every element of it receives one value."""
+        a, b = self._pair(index)
+        if a is None or b is None or not b.overlaps_itself:
+            return
+        if len(b.pieces) == 1:
+            written = tried(self.verb, self.base.keys[index], change, b)
+            if all(map(same_bytes, written.pieces, a.pieces)):
+                return
+        found = Difference(self.base.paths()[index], "overlap", "values of its own", "a tensor that overlaps itself")
+        raise TreeMismatch.between(self.verb, [found], "Copy the base, so that each element has a place of its own.")
+
     def _check_entangled(self, changed: AbstractSet[int], numbers: Mapping[int, tuple[int, int]]) -> None:
         """Refuse a base in which a leaf that changes shares memory with another one, unless they are one leaf."""
         paths = self.base.paths()
@@ -107,6 +121,32 @@ class _Making:
             Difference(paths[a], "ties", "values of its own", f"memory that it shares with {paths[b]}")
             for a, b in self.base.cut(changed, numbers)
         ]
+        objects = [index for index in self.base.objects() if index not in numbers] if changed else []
+        owners: list[int] = []
+        old: list[torch.Tensor] = []
+        new: list[torch.Tensor] = []
+        for index in changed - numbers.keys() if objects else ():
+            a_entry, b_entry = self._pair(index)
+            assert a_entry is not None
+            assert b_entry is not None
+            owners += [index] * len(b_entry.pieces)
+            old += b_entry.pieces
+            new += a_entry.pieces
+        inside = (
+            self.base.parts_inside(objects),
+            self.new.parts_inside([self.partner[index] for index in objects]),
+        )
+        for index, held, others in zip(objects, *inside, strict=True):
+            owners += [index] * len(held)
+            old += held
+            new += others if [part.shape for part in others] == [part.shape for part in held] else held
+        real = [place for place, part in enumerate(old) if not part.is_meta and part.numel()]
+        for first, second in conflicts(*(Columns([side[place] for place in real]) for side in (old, new))):
+            a, b = sorted((owners[real[first]], owners[real[second]]), key=objects.__contains__)
+            if a not in objects and b in objects:
+                found.append(
+                    Difference(paths[a], "ties", "values of its own", f"memory that it shares with {paths[b]}")
+                )
         if found:
             raise TreeMismatch.between(self.verb, found, "Take them apart, or copy one of them.")
 

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from statetree.leaves.changes import TensorChange, damaged, mismatch
+from statetree.leaves.copying import copies_of
 from statetree.spans.bits import as_bits, from_bits
+from statetree.spans.columns import Columns
 from statetree.spans.positions import in_box, places_of, put, stored, take
 from statetree.spans.sums import FEW, piece_sums, sums_at
 from statetree.torch_internals import copy_all, copy_each, plain_pair
@@ -68,7 +70,10 @@ class LocatedChange:
         first, found = 0, 0
         for box, piece in zip(self.entry.boxes, self.entry.pieces, strict=True):
             if self.positions is None:
-                yield _Part(piece, None, slice(first, first + box.volume))
+                alone = self.entry.overlaps_itself and len(self.entry.pieces) == 1
+                # torch copies nothing into a tensor that overlaps itself: its elements are put where they lie.
+                places = places_of(torch.arange(box.volume, device=piece.device), piece) if alone else None
+                yield _Part(piece, places, slice(first, first + box.volume))
                 first += box.volume
                 continue
             inside, local = in_box(self.positions, box.start, box.sizes, self.entry.shape)
@@ -142,6 +147,13 @@ class LocatedChange:
         ]
         pairs = [plain_pair(piece, source) for piece, source in zip(pieces, sources, strict=True)]
         return partial(copy_all, [target for target, _ in pairs], [source for _, source in pairs])
+
+
+def tried(verb: str, name: str, change: TensorChange, entry: TensorEntry) -> TensorEntry:
+    """Return a copy of a tensor that lies in its memory as the tensor does, with a change written over it."""
+    copy = entry._replace(pieces=copies_of(Columns(entry.pieces)))
+    LocatedChange(verb, name, change, copy).write()()
+    return copy
 
 
 def _of(bits: torch.Tensor, chosen: torch.Tensor | slice) -> torch.Tensor:

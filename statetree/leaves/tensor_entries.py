@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from statetree.chunks.boxes import Box
-from statetree.leaves.builtin import holds_tensor, leaf_type_of, settled
+from statetree.leaves.builtin import holds_tensor, leaf_type_of, settled, taken_over
 from statetree.leaves.leaf_numbers import text_number, value_number
 from statetree.leaves.location import located
 from statetree.leaves.parts import unpack
@@ -15,7 +15,7 @@ from statetree.leaves.types.special import special_layout
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, holds_memory
 from statetree.spans.mappings import MemoryMap, foreign, placed
-from statetree.spans.overlaps import shared_elements
+from statetree.spans.overlaps import overlaps_itself, shared_elements
 from statetree.spans.sums import FEW, piece_sums, whole_sums
 from statetree.tree.flatten import flatten_for_copy
 
@@ -83,6 +83,15 @@ class TensorEntry(NamedTuple):
     def is_whole(self) -> bool:
         """Whether this rank holds all of it, in one piece."""
         return len(self.boxes) == 1 and self.boxes[0].sizes == self.shape
+
+    @property
+    def overlaps_itself(self) -> bool:
+        """Whether several elements of a piece lie in one place."""
+        return any(
+            not piece.is_contiguous() and overlaps_itself(piece.shape, piece.stride())
+            for piece in self.pieces
+            if not piece.is_meta
+        )
 
     @property
     def held(self) -> int:
@@ -167,10 +176,11 @@ class TreeEntries:
         ]
 
     def _entangled(self) -> list[tuple[int, int]]:
-        """Return pairs of leaves that have bytes in common although they do not lie on one storage of torch's.
+        """Return pairs of leaves of which none can be written without a change of the other, nor this be tried.
 
-        Of two that do lie on one, what is written over one can be tried on copies. Not so where one is a value (sparse,
-        quantized, opaque), or where several storages stand for one memory (NumPy's, or of a file that is mapped twice).
+        Of two that lie on one storage, what is written over one can be tried on copies; that includes the tensors
+        inside opaque objects. Not so where one is another value (sparse, quantized), which is written, too, or where
+        several storages stand for one memory (NumPy's, or of a file that is mapped twice).
         """
         owners = [index for index, entry in self.tensors.items() for _ in entry.pieces]
         pieces = [piece for entry in self.tensors.values() for piece in entry.pieces]
@@ -191,13 +201,32 @@ class TreeEntries:
         places = placed(columns, MemoryMap(), private=False) if foreign(columns) else columns
         first_of: dict[int, int] = {}
         same = [(first_of.setdefault(id(self.leaves[index]), index), index) for index in values]
-        pairs = [pair for pair in same if pair[0] != pair[1]]  # which are taken apart once
+        pairs = [pair for pair in same if pair[0] != pair[1] and not taken_over(self.leaves[pair[0]])]
         for first, second in shared_elements(places):
             a, b = owners[there[first]], owners[there[second]]
-            together = a in self.tensors and b in self.tensors and keys[first] == keys[second]
+            together = keys[first] == keys[second] and self._can_be_tried(a) and self._can_be_tried(b)
             if a != b and not together:
                 pairs.append((a, b))
         return pairs
+
+    def _can_be_tried(self, index: int) -> bool:
+        return index in self.tensors or taken_over(self.leaves[index])
+
+    def objects(self) -> list[int]:
+        """Return the opaque objects with tensors inside: what replaces one is a new object, and nothing is written."""
+        return [
+            index
+            for index, leaf in enumerate(self.leaves)
+            if index not in self.tensors and taken_over(leaf) and self._holds_tensors(index)
+        ]
+
+    def parts_inside(self, indices: Sequence[int]) -> list[list[torch.Tensor]]:
+        """Return the plain tensors inside each of some values."""
+        named = self.paths
+        found = unpack(
+            self.verb, [self.leaves[index] for index in indices], lambda: [named()[i] for i in indices], memory=False
+        )
+        return [[found.parts[part] for part in found.parts_of(place)] for place in range(len(indices))]
 
     def _holds_tensors(self, index: int) -> bool:
         leaf_type = leaf_type_of(type(self.leaves[index]))

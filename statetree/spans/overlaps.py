@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from statetree.spans.bits import same_bytes
+from statetree.spans.bits import as_bits, same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.layout import extents
+from statetree.spans.positions import places_of, put
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -49,6 +50,13 @@ def overlaps_itself(shape: Sequence[int], stride: Sequence[int]) -> bool:
             return bool(places.unique().numel() != places.numel())
         covered += (size - 1) * step
     return False
+
+
+def laid_like(values: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
+    """Return a copy of values that overlaps itself as a target does; ``None`` if some place would receive several."""
+    fresh = torch.empty_strided(target.shape, target.stride(), dtype=values.dtype, device=values.device)
+    put(fresh, places_of(torch.arange(values.numel(), device=values.device), fresh), as_bits(values.reshape(-1)))
+    return fresh if same_bytes(fresh, values) else None
 
 
 def conflicts(targets: Columns, sources: Columns) -> list[tuple[int, int]]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 from statetree.errors import TreeMismatch, shown
 from statetree.paths import nearest
 from statetree.tree.flatten import flatten_for
-from statetree.tree.rename_rules import Renaming
+from statetree.tree.rename_rules import Match, Renaming
 from statetree.tree.renaming import located, renamed
 
 if TYPE_CHECKING:
@@ -22,7 +22,9 @@ def rename(tree: T, rules: Renaming | Mapping[str, str] | Iterable[tuple[str, st
     It works on flat state dicts and on nested trees alike: a name is cut into keys as the old one was. What lies in a
     mapping with dots in its keys gets one key, and what lies in nested mappings gets nested ones; where nothing tells,
     in a tree that is one mapping, it is one key. Containers keep their classes and attributes (also
-    ``OrderedDict._metadata``, as it is), and go with their leaves; new ones are dicts.
+    ``OrderedDict._metadata``, as it is), and go with their leaves; new ones are dicts. A capture that is a whole
+    component keeps its key (``0``, not ``"0"``). Where no list goes with the items of one, they lie in a dict under
+    their indices.
 
     Args:
         tree: Any tree.
@@ -53,17 +55,17 @@ def rename(tree: T, rules: Renaming | Mapping[str, str] | Iterable[tuple[str, st
     """
     rules = rules if isinstance(rules, Renaming) else Renaming(rules)
     leaves, spec = flatten_for("rename", tree)
-    names: dict[int, str] = {}
+    names: dict[int, Match] = {}
     used: set[int] = set()
     texts = []
     for item in located(spec):
         texts.append(item.text)
         found = rules.match(item.text)
         if found is not None:
-            used.add(found[0])
-            names[item.ref] = found[1]
-            if item.text and not found[1]:
-                rule = rules.pairs[found[0]]
+            used.add(found.rule)
+            names[item.ref] = found
+            if item.text and not found.name:
+                rule = rules.pairs[found.rule]
                 msg = f"rename: the path {item.text} would be lost: expected a name, got none. Change {rule}."
                 raise TreeMismatch(msg)
     unused = [source for index, (source, _) in enumerate(rules.pairs) if index not in used]

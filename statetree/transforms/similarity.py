@@ -13,7 +13,7 @@ from statetree.paths import Path
 from statetree.spans.bits import first_difference, is_unreadable, safely_equal, same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.layout import holds_memory
-from statetree.spans.overlaps import are_disjoint, conflicts, overlaps_itself
+from statetree.spans.overlaps import are_disjoint, conflicts, once, overlaps_itself
 from statetree.torch_internals import quietly
 from statetree.tree.atoms import same_value
 from statetree.tree.html_fragments import cell, escaped, table
@@ -212,20 +212,21 @@ def _tie_conflicts(pairing: LeafPairing, left: _Parts, right: _Parts) -> list[tu
     readable = [
         index
         for index, (x, y) in enumerate(zip(a.tensors, b.tensors, strict=True))
-        if left.leaves[index] not in opaque and _can_be_written(x) and _can_be_written(y) and not is_unreadable(x, y)
+        if left.leaves[index] not in opaque and _has_memory(x) and _has_memory(y) and not is_unreadable(x, y)
     ]
-    a = Columns([a.tensors[index] for index in readable])
-    b = Columns([b.tensors[index] for index in readable])
-    found = [
-        (left.leaves[readable[first]], left.leaves[readable[second]], "different values", "tied")
-        for first, second in conflicts(b, a)
-    ]
-    found += [
-        (left.leaves[readable[first]], left.leaves[readable[second]], "tied", "different values")
-        for first, second in conflicts(a, b)
-    ]
+    found = []
+    for targets, sources, told in ((b, a, ("different values", "tied")), (a, b, ("tied", "different values"))):
+        pairs = [(index, _written(targets.tensors[index], sources.tensors[index])) for index in readable]
+        kept = [(left.leaves[index], *pair) for index, pair in pairs if pair is not None]
+        conflicting = conflicts(Columns([target for _, target, _ in kept]), Columns([source for *_, source in kept]))
+        found += [(kept[first][0], kept[second][0], *told) for first, second in conflicting]
     return found
 
 
-def _can_be_written(tensor: torch.Tensor) -> bool:
-    return not tensor.is_meta and holds_memory(tensor) and not overlaps_itself(tensor.shape, tensor.stride())
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return not tensor.is_meta and holds_memory(tensor)
+
+
+def _written(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return what ``copy_into`` would write and where: of a tensor that overlaps itself, if it can be, each once."""
+    return once(target, source) if overlaps_itself(target.shape, target.stride()) else (target, source)

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 from statetree.tree.selection import glob_parts
 
 _CAPTURE: Final = re.compile(r"\\.|\{([A-Za-z_][A-Za-z0-9_]*)\}|(\*\*+|\*)", re.DOTALL)
+
+
+class Match(NamedTuple):
+    """What a rule makes of a path.
+
+    Attributes:
+        rule: The index of the rule.
+        name: What the path becomes.
+        carried: For each component of that which was captured whole, the component of the path that it was.
+    """
+
+    rule: int
+    name: str
+    carried: dict[int, int]
 
 
 class _Rule:
@@ -25,20 +39,33 @@ class _Rule:
             raise ValueError(msg)
         self.is_invertible = wanted == held and _is_unambiguous(source) and _is_unambiguous(target)
 
-    def apply(self, text: str) -> str | None:
-        """Return what a path becomes, or ``None`` if it does not match."""
+    def apply(self, text: str) -> tuple[str, dict[int, int]] | None:
+        """Return what a path becomes, and which components it keeps, or ``None`` if it does not match."""
         found = self.pattern.fullmatch(text)
         if found is None:
             return None
         result, is_bare = "", False
+        spans: list[tuple[int, int, int]] = []
         for literal, name in self.parts:
             # A ``**`` that stands for no component takes the dot after it with it, or else the one before.
             result += literal[1:] if is_bare and literal.startswith(".") and result[-1:] in {"", "."} else literal
             is_bare = name is not None and found[name] is None
             if is_bare and name == self.parts[-2][1] and not self.parts[-1][0]:
                 result = result.removesuffix(".")
-            result += "" if name is None else found[name] or ""
-        return result
+            if name is not None and found[name]:
+                spans.append((len(result), *found.span(name)))
+                result += found[name]
+        carried: dict[int, int] = {}
+        for at, start, stop in spans:
+            if _is_whole(text, start, stop) and _is_whole(result, at, at + stop - start):
+                first, count = text.count(".", 0, start), text.count(".", start, stop) + 1
+                carried.update((result.count(".", 0, at) + step, first + step) for step in range(count))
+        return result, carried
+
+
+def _is_whole(text: str, start: int, stop: int) -> bool:
+    """Whether a part of a path is one component or several."""
+    return text[start - 1 : start] in {"", "."} and text[stop : stop + 1] in {"", "."}
 
 
 def _shown(name: str) -> str:
@@ -128,7 +155,9 @@ class Renaming:
         """The rules the other way round.
 
         They give back every name that a rule changed, as long as no other rule makes one that looks like it, and no
-        path that kept its name does. (``rename`` says if two paths collide.)
+        path that kept its name does. (``rename`` says if two paths collide.) A list, a tuple or another class than
+        dict does not come back where a rule takes its items apart (``state.{i}.{n}`` to ``{n}.{i}``): they come back
+        in a dict, under their indices or names.
 
         Raises:
             ValueError: If a rule does not keep all that it captures, or could be read in several ways: more than one
@@ -146,14 +175,14 @@ class Renaming:
     def __call__(self, path: str) -> str | None:
         """Return what a rendered path becomes, or ``None`` if no rule matches."""
         found = self.match(path)
-        return None if found is None else found[1]
+        return None if found is None else found.name
 
-    def match(self, path: str) -> tuple[int, str] | None:
-        """Return the index of the first rule that matches a rendered path, and what the path becomes."""
+    def match(self, path: str) -> Match | None:
+        """Return what the first rule that matches makes of a rendered path; ``None`` if there is none."""
         for index, rule in enumerate(self._rules):
-            name = rule.apply(path)
-            if name is not None:
-                return index, name
+            found = rule.apply(path)
+            if found is not None:
+                return Match(index, *found)
         return None
 
     def __repr__(self) -> str:

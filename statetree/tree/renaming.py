@@ -11,6 +11,7 @@ from statetree.paths import Attr, Path, key_identity, render_key
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from statetree.tree.rename_rules import Match
     from statetree.tree.spec import TreeSpec
 
 #: A leaf, by its index, or an empty container, by that of its node.
@@ -74,7 +75,7 @@ def located(spec: TreeSpec) -> Iterator[Located]:
         pending += [Located(child, (*keys, key), (*nodes, ~ref)) for key, child in rows]
 
 
-def renamed(verb: str, spec: TreeSpec, leaves: Sequence[Any], names: Mapping[int, str]) -> Any:
+def renamed(verb: str, spec: TreeSpec, leaves: Sequence[Any], names: Mapping[int, Match]) -> Any:
     """Return a tree in which leaves have other paths.
 
     Containers keep their classes and attributes where their leaves go. A new name is cut into keys as the old one was:
@@ -84,7 +85,7 @@ def renamed(verb: str, spec: TreeSpec, leaves: Sequence[Any], names: Mapping[int
         verb: On whose behalf, for messages.
         spec: The structure.
         leaves: The leaves.
-        names: The new paths, rendered, by ``ref`` of ``located``. What is not named stays where it is.
+        names: The new paths, by ``ref`` of ``located``. What is not named stays where it is.
 
     Raises:
         TreeMismatch: If two leaves would get paths that read the same, a path would go through a leaf, or a container
@@ -98,14 +99,14 @@ def renamed(verb: str, spec: TreeSpec, leaves: Sequence[Any], names: Mapping[int
     at: dict[str, Located] = {}
     for item in located(spec):
         came_from[item.ref] = item
-        name = names.get(item.ref)
-        other = at.setdefault(item.text if name is None else name, item)
+        match = names.get(item.ref)
+        other = at.setdefault(item.text if match is None else match.name, item)
         # Without a new name there may be two: of a key with a dot, or of 0 and "0".
         if other is not item and not names.keys().isdisjoint((item.ref, other.ref)):
             _refuse_twice(verb, item, other, names)
         steps = [*zip(item.keys, (*item.nodes[1:], -1), strict=True)]
-        if name is not None and name != item.text:
-            steps = _steps(spec, item, name, flat)
+        if match is not None and match.name != item.text:
+            steps = _steps(spec, item, match, flat)
         if not steps:  # the root itself is empty
             continue
         place = root
@@ -133,10 +134,11 @@ def _flatness(spec: TreeSpec) -> list[bool]:
     return [own or (usual and not deep) for own, deep in zip(dotted, nested, strict=True)]
 
 
-def _steps(spec: TreeSpec, item: Located, name: str, flat: Sequence[bool]) -> list[tuple[Any, int]]:
+def _steps(spec: TreeSpec, item: Located, match: Match, flat: Sequence[bool]) -> list[tuple[Any, int]]:
     """Return the keys of a new path, each with the old node that the container there is made like (-1 for none)."""
-    old, new = item.text.split("."), name.split(".")
+    old, new = item.text.split("."), match.name.split(".")
     cuts = _cuts(item, old, new)
+    carried = _carried(item, match)
     steps: list[tuple[Any, int]] = []
     for index in range(len(item.keys)):
         start, stop = cuts[index], cuts[index + 1]
@@ -144,15 +146,28 @@ def _steps(spec: TreeSpec, item: Located, name: str, flat: Sequence[bool]) -> li
             continue
         node = item.nodes[index]
         after = item.nodes[index + 1] if index + 1 < len(item.nodes) else -1
-        texts = [".".join(new[start:stop])] if flat[node] else new[start:stop]
+        places = [(start, stop)] if flat[node] else [(at, at + 1) for at in range(start, stop)]
+        texts = [".".join(new[begin:end]) for begin, end in places]
         typed = {render_key(key): key for key in spec.nodes[node][1]}
         numbered = bool(typed) and all(type(key) is int for key in typed.values())
         # The first key lies in the old container, the others in new ones.
         first = typed.get(texts[0], int(texts[0]) if numbered and _is_index(texts[0]) else texts[0])
-        keys = [first, *texts[1:]]
+        keys = [carried.get(place, text) for place, text in zip(places, [first, *texts[1:]], strict=True)]
         steps += [(key, -1) for key in keys[:-1]]
         steps.append((keys[-1], after))
     return steps
+
+
+def _carried(item: Located, match: Match) -> dict[tuple[int, int], Any]:
+    """Return the keys that were captured whole, by the components of the new path that they are."""
+    key_at: dict[int, Any] = {}
+    at = 0
+    for key in item.keys:
+        count = render_key(key).count(".") + 1
+        if count == 1 and type(key) is not Attr:
+            key_at[at] = key
+        at += count
+    return {(new, new + 1): key_at[old] for new, old in match.carried.items() if old in key_at}
 
 
 def _is_index(text: str) -> bool:
@@ -234,21 +249,25 @@ def _own_identities(spec: TreeSpec, place: _Place) -> set[Any]:
     return set(map(key_identity, spec.nodes[place.origin][1])) if place.origin >= 0 else set()
 
 
-def _told(item: Located, names: Mapping[int, str]) -> str:
-    return f"{item.text or '<root>'}" + ("" if item.ref not in names else f" (to {names[item.ref]})")
+def _name(item: Located, names: Mapping[int, Match]) -> str:
+    return names[item.ref].name if item.ref in names else item.text
 
 
-def _refuse_twice(verb: str, item: Located, other: Located, names: Mapping[int, str]) -> NoReturn:
+def _told(item: Located, names: Mapping[int, Match]) -> str:
+    return f"{item.text or '<root>'}" + ("" if item.ref not in names else f" (to {names[item.ref].name})")
+
+
+def _refuse_twice(verb: str, item: Located, other: Located, names: Mapping[int, Match]) -> NoReturn:
     msg = (
-        f"{verb}: two leaves would get one path: expected one for each, got {names.get(item.ref, item.text)!r} for "
+        f"{verb}: two leaves would get one path: expected one for each, got {_name(item, names)!r} for "
         f"{other.text} and {item.text}. Change a rule, or leave one out with select."
     )
     raise TreeMismatch(msg)
 
 
-def _refuse_through(verb: str, item: Located, leaf: Located, names: Mapping[int, str]) -> NoReturn:
+def _refuse_through(verb: str, item: Located, leaf: Located, names: Mapping[int, Match]) -> NoReturn:
     msg = (
-        f"{verb}: a path would go through a leaf: expected a container at {names.get(leaf.ref, leaf.text)!r}, got "
+        f"{verb}: a path would go through a leaf: expected a container at {_name(leaf, names)!r}, got "
         f"the leaf {_told(leaf, names)}, above {_told(item, names)}. Change a rule."
     )
     raise TreeMismatch(msg)

@@ -88,10 +88,6 @@ MISFITS = {
         {"blocks": (torch.arange(2), torch.arange(3))},
         "structure differs at blocks: expected tuple of 2, got list of 2",
     ),
-    "expanded": (
-        {"model": {"bias": torch.zeros(1).expand(3)}},
-        "writability at model.bias: .*overlaps itself",
-    ),
 }
 
 

@@ -1,0 +1,74 @@
+"""Deltas of tensors that lie inside opaque objects, too: objects are replaced, and tensors written."""
+
+import pytest
+import torch
+
+import statetree as st
+from tests.trees.corpus import Held
+
+
+def held(tensor):
+    holder = Held()
+    holder.w = tensor
+    return holder
+
+
+def tied(values, *, part=slice(None), extra=0):
+    memory = torch.tensor(values)
+    holder = held(memory[part])
+    holder.extra = extra
+    return {"a": memory, "b": holder}
+
+
+def check(new, base):
+    change = st.delta(new, base)
+    for verify in ("written", "all"):
+        target = st.offload(base)
+        result = st.apply_delta(change, target, verify=verify)
+        assert st.similarity(result, new, values=True), st.similarity(result, new, values=True)
+        again = st.apply_delta(change, {**target, "b": result["b"]}, verify=verify)
+        assert st.similarity(again, new, values=True)
+    return change
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(0, 2), slice(1, 3)], ids=str)
+def test_both_change_as_they_are_tied(part):
+    new, base = tied([7.0, 8.0, 9.0], part=part), tied([1.0, 2.0, 3.0], part=part)
+    assert set(check(new, base).changed) == {"a", "b"}
+
+
+def test_what_changes_elsewhere_in_the_tensor_leaves_the_object_alone():
+    change = check(tied([1.0, 2.0, 9.0], part=slice(2)), tied([1.0, 2.0, 3.0], part=slice(2)))
+    assert set(change.changed) == {"a"}
+
+
+def test_an_object_may_change_alone():
+    change = check(tied([1.0, 2.0], extra=1), tied([1.0, 2.0]))
+    assert set(change.changed) == {"b"}
+
+
+def test_an_object_that_changes_may_hold_other_values_by_then():
+    new = {"a": torch.tensor([5.0, 6.0]), "b": tied([8.0, 9.0])["b"]}
+    check(new, tied([1.0, 2.0]))
+
+
+def test_an_object_is_not_changed_by_what_is_written_over_a_tensor():
+    new = {"a": torch.tensor([5.0, 2.0, 3.0]), "b": tied([1.0, 2.0, 3.0], part=slice(2))["b"]}
+    base = tied([1.0, 2.0, 3.0], part=slice(2))
+    with pytest.raises(st.TreeMismatch, match="ties"):
+        st.delta(new, base)
+    change = st.delta(new, {"a": torch.tensor([1.0, 2.0, 3.0]), "b": new["b"]})
+    with pytest.raises(st.TreeMismatch, match="memory that it shares with another tensor"):
+        st.apply_delta(change, base)
+    assert st.similarity(base, tied([1.0, 2.0, 3.0], part=slice(2)), values=True)
+
+
+def test_two_objects_with_one_tensor_change_as_they_like():
+    def two(first, second):
+        memory = torch.tensor([1.0, 2.0])
+        trees = {"b": held(memory), "c": held(memory)}
+        trees["b"].extra, trees["c"].extra = first, second
+        return trees
+
+    new, base = two(1, 0), two(0, 0)
+    assert st.similarity(st.apply_delta(st.delta(new, base), st.offload(base)), new, values=True)
