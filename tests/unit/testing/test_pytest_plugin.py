@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from statetree.testing import Layout, local_ranks, units
+from statetree.testing import Layout, local_ranks
+from statetree.testing.pace import units
 
 ROOT = Path(__file__).parents[3]
 FILE = """
