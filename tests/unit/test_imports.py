@@ -13,7 +13,7 @@ from tests.pace import units
 PACKAGE = Path(statetree.__file__).parent
 
 # Slow to import, or there only with an extra.
-LAZY = ("hypothesis", "rich", "safetensors", "torch.distributed.checkpoint", "torch.distributed.tensor")
+LAZY = ("hypothesis", "pytest", "rich", "safetensors", "torch.distributed.checkpoint", "torch.distributed.tensor")
 
 # Neither torch nor optree needs them, so the core may not either.
 NOT_REQUIRED = ("attr", "attrs", "click", "hypothesis", "numpy", "rich", "safetensors", "tqdm")
