@@ -4,6 +4,6 @@
 - ``show``: the command ``show``; ``rows``: a checkpoint as rows and groups of rows; ``headers``: the rows of a
   safetensors file, without torch; ``table``: lines of columns; ``statistics``: what ``--stats`` says of elements.
 - ``entries``: the entries of any checkpoint, and their rows.
-- ``diff``: the command ``diff``; ``elements``: what it says of them.
+- ``diff``: the command ``diff``; ``element_differences``: what it says of elements.
 - ``convert``: the command ``convert``.
 """

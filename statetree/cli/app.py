@@ -188,7 +188,7 @@ def diff(
     """
     from statetree.cli.diff import DiffOptions
     from statetree.cli.diff import diff as compare
-    from statetree.cli.elements import Tolerance
+    from statetree.cli.element_differences import Tolerance
     from statetree.cli.entries import Choice
     from statetree.files.page import to_html
 

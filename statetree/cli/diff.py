@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 
-from statetree.cli.elements import Tolerance, Unequal, compare_elements
+from statetree.cli.element_differences import Tolerance, Unequal, compare_elements
 from statetree.cli.rows import plural
 from statetree.cli.table import is_coloured
 from statetree.files.leaf_text import dtype_text, kind_of, leaf_text, type_text, value_text
