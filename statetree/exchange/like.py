@@ -13,18 +13,25 @@ from statetree.errors import Difference, TreeMismatch
 from statetree.exchange.allocation import allocated
 from statetree.exchange.buckets import BucketedPlan, Pieces, take_buckets
 from statetree.exchange.destination import Destination
-from statetree.exchange.fitting import LikeOptions, beyond_range, partners_of, refuse, tied_differently, unfit
+from statetree.exchange.fitting import (
+    WITHOUT_MEMORY,
+    LikeOptions,
+    beyond_range,
+    partners_of,
+    parts_of,
+    refuse,
+    tied_differently,
+    unfit,
+    why_unwritable,
+)
 from statetree.exchange.key_union import partly_held
 from statetree.exchange.manifest import chunks_of
 from statetree.exchange.partial_reduction import Chunked
 from statetree.exchange.transfers import as_sendable, converted, moves_of, pieces_of
 from statetree.leaves.builtin import is_plain
 from statetree.leaves.copying import prepared_copy
-from statetree.leaves.parts import unpack
-from statetree.paths import Path
 from statetree.spans.columns import Columns
-from statetree.spans.layout import holds_memory
-from statetree.spans.overlaps import are_disjoint, overlaps_itself, shared_elements
+from statetree.spans.overlaps import are_disjoint, shared_elements
 from statetree.torch_internals import storage_key
 from statetree.tree.flatten import unflatten
 
@@ -40,8 +47,6 @@ if TYPE_CHECKING:
     from statetree.exchange.group import Group
     from statetree.exchange.manifest import Manifest
     from statetree.exchange.transfers import Transfer
-
-_WITHOUT_MEMORY = "a tensor without memory"
 
 
 class LikeDestination(Destination):
@@ -209,7 +214,7 @@ class LikeDestination(Destination):
     @cached_property
     def _are_disjoint(self) -> bool:
         leaves = [self.leaves[index] for index in self._local if not is_plain(self.leaves[index])]
-        return len(set(map(id, leaves))) == len(leaves) and are_disjoint(Columns(_parts_of(leaves)[0]))
+        return len(set(map(id, leaves))) == len(leaves) and are_disjoint(Columns(parts_of(leaves)[0]))
 
     def reads(self) -> Iterable[int]:
         """Return the leaves of the source whose elements are read."""
@@ -265,10 +270,10 @@ class LikeDestination(Destination):
         self._refuse("writability", found)
 
     def _unwritable(self, index: int) -> set[str]:
-        found = set(map(_why_unwritable, self._pieces[index]))
+        found = set(map(why_unwritable, self._pieces[index]))
         absent = self.like.is_absent(self._partners[index])
         if index in self._chunks and not absent and self._chunks[index].device == "meta":
-            found.add(_WITHOUT_MEMORY)  # also on ranks that hold nothing of it
+            found.add(WITHOUT_MEMORY)  # also on ranks that hold nothing of it
         found.discard("")
         return found
 
@@ -278,7 +283,7 @@ class LikeDestination(Destination):
             return
         moved = set(self._moving)
         local = [index for index, partner in enumerate(self._partners) if index not in moved and partner >= 0]
-        pieces, owners = _parts_of([self.leaves[index] for index in local])
+        pieces, owners = parts_of([self.leaves[index] for index in local])
         owners = [local[owner] for owner in owners]
         for index in self._moving:
             if self._first(index) == index or self._first(index) not in moved:
@@ -308,7 +313,7 @@ class LikeDestination(Destination):
         if not (local and self._options.in_place):
             return
         written = self._written()
-        parts, owners = _parts_of([self.source.leaves[index] for index in local])
+        parts, owners = parts_of([self.source.leaves[index] for index in local])
         keys = Columns(parts).storage_keys
         found = {local[owner] for key, owner in zip(keys, owners, strict=True) if key in written}
         self._refuse("overlap", [(index, "a tensor in memory that is written", "one elsewhere") for index in found])
@@ -386,23 +391,6 @@ def _dtypes(chunked: Chunked) -> set[torch.dtype]:
 def whole_pieces(leaf: torch.Tensor) -> list[torch.Tensor]:
     """Return the pieces of a tensor that is not distributed: itself, unless it is empty."""
     return [as_sendable(leaf)] if leaf.numel() else []
-
-
-def _parts_of(leaves: list[Any]) -> tuple[list[torch.Tensor], list[int]]:
-    """Return the plain tensors with memory that leaves consist of, and the index of the leaf of each."""
-    unpacked = unpack("", leaves, lambda: [Path()] * len(leaves), memory=False)
-    real = [index for index, part in enumerate(unpacked.parts) if not part.is_meta]
-    return [unpacked.parts[index] for index in real], [unpacked.owners[index] for index in real]
-
-
-def _why_unwritable(piece: torch.Tensor) -> str:
-    if piece.is_inference():
-        return "an inference tensor"
-    if not piece.is_contiguous() and overlaps_itself(piece.shape, piece.stride()):
-        return "a tensor that overlaps itself"
-    if piece.is_meta or not holds_memory(piece):
-        return _WITHOUT_MEMORY
-    return ""
 
 
 def _storage(piece: torch.Tensor) -> int:
