@@ -304,9 +304,11 @@ class _Free:
             )
             raise TreeMismatch(msg)
         self._structure = read_structure(text)
-        _check_containers(self._structure)
         entries = self._structure.entries
         chosen = [True] * len(entries)
+        if self._where is None:
+            _check_entries(self._structure, chosen)
+        _check_containers(self._structure)
         if self._where is not None:
             # A tensor for each entry: in the attributes of a container, these alone are leaves.
             self._marks = [torch.empty(0, device="meta") for _ in entries]
@@ -315,7 +317,7 @@ class _Free:
             chosen = selected(self._where, flatten(tree)[1], outlines, verb="load")
             marks = {id(mark) for mark, is_chosen in zip(self._marks, chosen, strict=True) if is_chosen}
             self._selected = select(tree, lambda _, mark: id(mark) in marks)
-        _check_entries(self._structure, chosen)
+            _check_entries(self._structure, chosen)
         flat: dict[str, Any] = {}
         for entry in (entry for entry, is_chosen in zip(entries, chosen, strict=True) if is_chosen):
             (key,) = entry.keys
