@@ -33,7 +33,8 @@ def copy_into(
 
     Args:
         src: Where the elements, plain values and opaque objects come from.
-        dst: Where the elements go. Only the memory of its tensors changes.
+        dst: Where the elements go. Only the memory of its tensors changes, not that of tensors in their attributes
+            (``param.main_grad``).
         where: Which leaves are copied, as for ``select``; what differs elsewhere does not count. A predicate is asked
             about the leaves of ``dst``, and about those of ``src`` that ``dst`` lacks. What is tied to a tensor that is
             written changes with it.
