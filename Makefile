@@ -21,7 +21,7 @@ SOURCES := $(wildcard statetree _statetree_pytest.py tests examples benchmarks d
 WITHOUT_DEPENDENCIES := resemblyzer lpips torchao
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test slow check lint types doctest docs coverage mutation thorough soak bench package versions integration fuzz instructions format clean
+.PHONY: help venv demo test slow check lint types doctest docs coverage mutation thorough soak bench package versions integration fuzz instructions gpu format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -40,8 +40,11 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## Train, checkpoint, kill and resume a small transformer
 	@$(BIN)/python examples/train_resume.py
 
+# Each of the many processes that tests start would compile the package again.
+test slow coverage thorough: export PYTHONDONTWRITEBYTECODE :=
+
 # The profiles quick and ci (30 and 100 examples) take the same ones every time: a run here means what a run there means.
-test: $(STAMP)  ## Run the tests but the slow ones (six minutes on two cores)
+test: $(STAMP)  ## Run the tests but the slow ones (five minutes on two cores)
 	@HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-quick}" $(PYTEST) $(WORKERS) -m "not slow" $(ARGS)
 
 slow: $(STAMP)  ## Run the slow tests: kills, exhaustion, many ranks, examples, types, whole products
@@ -113,6 +116,10 @@ fuzz: $(STAMP)  ## Damage checkpoints for ten minutes, and read them (ARGS="--mi
 
 instructions: $(STAMP)  ## Count the instructions of hot paths, and compare with the recorded counts
 	@$(BIN)/python -m benchmarks.instructions $(ARGS)
+
+# No environment is made: the machine may have no network. `make gpu ARGS=--carry` fetches, elsewhere, what it lacks.
+gpu:  ## Run the tests and rows that are about a GPU, where there is one (ARGS=--dry: without)
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m tests.gpu $(ARGS)
 
 format: $(STAMP)  ## Format, and mend what the linter can mend
 	@$(BIN)/ruff check --fix-only $(SOURCES)

@@ -33,7 +33,8 @@ class Ranks:
 
     def __call__(self, fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
         """Run ``fn(*args)`` on every rank."""
-        from statetree.testing import run_ranks, units
+        from statetree.testing import run_ranks
+        from statetree.testing.pace import units
 
         limits = {"timeout": units(CALL_UNITS), "collective_timeout": units(COLLECTIVE_UNITS)}
         return run_ranks(self.world_size, fn, *args, **(limits | options))

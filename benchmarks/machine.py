@@ -13,6 +13,7 @@ import optree
 import torch
 
 import statetree
+from statetree.spans.huge_pages import are_used
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -97,9 +98,10 @@ def _cpu() -> str:
 
 
 def _huge_pages() -> str:
-    """Return when the system gives huge pages: ``always``, ``madvise`` or ``never``."""
+    """Return when the system gives huge pages (``always``, ``madvise`` or ``never``), and whether they are used."""
     _, found, rest = _read("/sys/kernel/mm/transparent_hugepage/enabled").partition("[")
-    return rest.partition("]")[0] if found else "unknown"
+    given = rest.partition("]")[0] if found else "unknown"
+    return f"{given}, {'used' if are_used() else 'not used'}"
 
 
 def _read(path: str) -> str:

@@ -7,7 +7,6 @@ of every function; here a clock is read only where the engines' functions begin 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import sys
@@ -84,6 +83,7 @@ PHASES: Final = {
         "statetree.torch_internals.copy_all",
         "statetree.torch_internals.copy_each",
         "statetree.torch_internals.clone_all",
+        "statetree.stager.batches.Batch.fill",
         "statetree.exchange.buckets.BucketedPlan.run",
     ),
     "rebuild": (
@@ -241,7 +241,6 @@ def profile_here(
 
     def run(clock: PhaseClock) -> float:
         arguments = () if own.fresh is None else (own.fresh(),)
-        gc.collect()
         company.ready()
         start = time.perf_counter()
         with clock.phase(REST):
@@ -262,18 +261,11 @@ def profile_here(
 
     for _ in range(3):  # caches fill
         run(PhaseClock())
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        # First without the clock: Python runs code slowly for a while after functions that it calls were replaced.
-        unwatched = again(lambda: run(PhaseClock()))
-        clock = PhaseClock()
-        with clock.watching():
-            samples = again(lambda: (run(clock), clock.take())[1])
-    finally:
-        gc.enable()
-        gc.unfreeze()
+    # First without the clock: Python runs code slowly for a while after functions that it calls were replaced.
+    unwatched = again(lambda: run(PhaseClock()))
+    clock = PhaseClock()
+    with clock.watching():
+        samples = again(lambda: (run(clock), clock.take())[1])
     phases = {name: statistics.median(sample[name] for sample in samples) for name in NAMES}
     title = f"{work}, {state.title}"
     return Profile(title, state.num_leaves, state.nbytes, len(samples), statistics.median(unwatched), phases)

@@ -45,5 +45,5 @@ def adds_at_most(milliseconds: float, to: str) -> Aim:
 
 
 ROWS = (
-    Row("import", "import", interpreter, importing, (adds_at_most(60, "import torch"),), moves_bytes=False, rounds=9),
+    Row("import", "import", interpreter, importing, (adds_at_most(10, "import torch"),), moves_bytes=False, rounds=9),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from operator import attrgetter, eq
 from typing import TYPE_CHECKING, Any
 
@@ -9,9 +10,9 @@ import torch
 
 import statetree as st
 from benchmarks.measure import Contender, floor, ours, peer
-from benchmarks.peers import check_state_dict_similarity
-from benchmarks.rows import Row, at_most, faster
-from benchmarks.states import State, many_small, training_state, zeros_like
+from benchmarks.peers import check_state_dict_similarity, foreach_copy_
+from benchmarks.rows import Row, at_most, faster, share
+from benchmarks.states import State, few_large, many_small, training_state, zeros_like
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +31,44 @@ def similarity(state: State) -> list[Contender]:
         ),
         floor("map over shapes and dtypes", lambda: _fit(sources, others), _tells_apart(_fit_trees, state)),
     ]
+
+
+def with_values(state: State) -> list[Contender]:
+    """Compare the elements of equal states as well, against the C library's comparison of the same memory."""
+    other = zeros_like(state)
+    sources, others = state.tensors, other.tensors
+
+    def fresh() -> None:
+        foreach_copy_(others, sources)
+
+    def right(verdict: Callable[[], Any]) -> Callable[[Any], bool]:
+        """Return a check that the verdict was yes, and is no where the last element differs."""
+
+        def check(result: Any) -> bool:
+            others[-1].view(-1)[-1] += 1
+            return bool(result) and not verdict()
+
+        return check
+
+    def compare() -> Any:
+        return st.similarity(state.tree, other.tree, values=True)
+
+    def memcmp() -> bool:
+        pairs = zip(sources, others, strict=True)
+        return not any(_memcmp(a.data_ptr(), b.data_ptr(), a.nbytes) for a, b in pairs)
+
+    def equal() -> bool:
+        return all(map(torch.equal, sources, others))
+
+    return [
+        ours(lambda _: compare(), right(compare), fresh=fresh),
+        peer("torch.equal", lambda _: equal(), right(equal), fresh=fresh),
+        floor("memcmp", lambda _: memcmp(), right(memcmp), fresh=fresh),
+    ]
+
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 def _fit(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
@@ -60,8 +99,9 @@ ROWS = (
         "similarity",
         many_small,
         similarity,
-        (faster("_check_state_dict_similarity", 4), at_most(0.9)),
+        (faster("_check_state_dict_similarity", 5), at_most(0.9)),
         moves_bytes=False,
     ),
     Row("similarity", "similarity", training_state, similarity, moves_bytes=False),
+    Row("similarity", "similarity of values", few_large, with_values, (share(0.8, "memcmp"),), rounds=11),
 )

@@ -22,7 +22,16 @@ from benchmarks.checks import is_copy_of
 from benchmarks.measure import Contender, floor, ours, peer, variant
 from benchmarks.peers import StateDictStager, foreach_copy_
 from benchmarks.rows import Row, at_most, faster, memory_within, share
-from benchmarks.states import State, few_large, many_medium, many_small, optimizer_state, training_state
+from benchmarks.states import (
+    State,
+    few_large,
+    many_medium,
+    many_small,
+    of_1_5_mb,
+    of_3_mb,
+    optimizer_state,
+    training_state,
+)
 from statetree.dcp import AsyncStager
 
 if TYPE_CHECKING:
@@ -78,24 +87,24 @@ def for_the_first_time(state: State) -> list[Contender]:
         return _copy_to_huge_pages(sources)
 
     return [
-        ours(lambda stager: stager.stage(state.tree), copied, fresh=lambda: _with_fresh_heap(st.Stager())),
+        ours(lambda stager: stager.stage(state.tree), copied, fresh=lambda: with_fresh_heap(st.Stager())),
         peer(
             "StateDictStager",
             lambda stager: stager.stage(state.tree),
             copied,
-            fresh=lambda: _with_fresh_heap(StateDictStager()),
+            fresh=lambda: with_fresh_heap(StateDictStager()),
         ),
         peer(
             "copy.deepcopy",
             lambda _: copy.deepcopy(state.tree),
             copied,
-            fresh=lambda: _with_fresh_heap(None),
+            fresh=lambda: with_fresh_heap(None),
         ),
         floor(
             "copy_ to huge pages",
             copy_to_huge_pages,
             is_copy_of(State("", sources)),
-            fresh=lambda: _with_fresh_heap(None),
+            fresh=lambda: with_fresh_heap(None),
         ),
     ]
 
@@ -172,7 +181,7 @@ def _plain_memory(*, in_background: bool) -> StagingOptions:
     )
 
 
-def _with_fresh_heap(subject: T) -> T:
+def with_fresh_heap(subject: T) -> T:
     """Give freed memory back to the system first: a first stage faults in its pages."""
     if sys.platform.startswith("linux"):
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
@@ -188,8 +197,8 @@ def _copy_to_huge_pages(sources: list[torch.Tensor]) -> list[torch.Tensor]:
     else:  # shared memory, which is the default, is on small pages
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
-    pieces = torch.frombuffer(memory, dtype=torch.float32).split([tensor.numel() for tensor in sources])
-    targets = [piece.view_as(source) for piece, source in zip(pieces, sources, strict=True)]
+    pieces = torch.frombuffer(memory, dtype=torch.uint8).split([tensor.nbytes for tensor in sources])
+    targets = [piece.view(source.dtype).view_as(source) for piece, source in zip(pieces, sources, strict=True)]
     foreach_copy_(targets, sources)
     return targets
 
@@ -200,12 +209,22 @@ ROWS = (
         "stage again",
         many_small,
         again_small,
-        (faster("StateDictStager", 8), faster("StateDictStager", 12), at_most(2)),
+        (faster("StateDictStager", 12), at_most(2)),
     ),
     Row("stage", "stage again", few_large, again_large, (share(0.95, "copy_"),)),
     Row("stage", "stage again", optimizer_state, again_small),
     Row("stage", "stage again", training_state, again_small),
-    Row("first", "first stage", few_large, for_the_first_time, (faster("StateDictStager", 2),)),
+    *(
+        Row(
+            "first",
+            "first stage",
+            state,
+            for_the_first_time,
+            (faster("StateDictStager", 2), faster("copy.deepcopy", 2)),
+            rounds=11,
+        )
+        for state in (few_large, of_3_mb, of_1_5_mb)
+    ),
     Row("first", "first stage", many_medium, for_the_first_time),
     Row("first", "first stage", many_small, for_the_first_time),
     Row("background", "start to stage in the background", many_small, in_the_background, moves_bytes=False),

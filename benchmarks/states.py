@@ -78,6 +78,16 @@ def few_large(scale: float) -> State:
     return State(title, {f"layers.{index}.weight": tensor for index, tensor in enumerate(tensors)})
 
 
+def of_3_mb(scale: float) -> State:
+    """341 tensors of 3 MB in a flat dict: a gigabyte in tensors of one huge page and a half."""
+    return _flat(341, 3 * MB, scale)
+
+
+def of_1_5_mb(scale: float) -> State:
+    """683 tensors of 1.5 MB in a flat dict: a gigabyte in tensors that are smaller than a huge page."""
+    return _flat(683, 3 * MB // 2, scale)
+
+
 def nested(scale: float) -> State:
     """10,000 tensors of 1 KB, three containers deep: lists of layers of modules."""
     layers = max(round(100 * scale), 1)
@@ -147,4 +157,6 @@ def _tensors(count: int, nbytes: int) -> list[torch.Tensor]:
 
 def size(nbytes: int) -> str:
     """Return a number of bytes in the units of the titles."""
+    if nbytes % MB and MB < nbytes < 10 * MB:
+        return f"{nbytes / MB:.1f} MB"
     return f"{nbytes / MB:,.0f} MB" if nbytes >= MB else f"{nbytes / KB:,.0f} KB"

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from statetree.declare import is_collective, is_leafwise
 from statetree.errors import RankMismatch, StateTreeError, TreeMismatch, place_in_tree
-from statetree.exchange.consensus import Entry, Fingerprint, agree, ready, tell_failure
+from statetree.exchange.call import Call
+from statetree.exchange.consensus import Entry, Fingerprint, tell_failure
 from statetree.exchange.group import group_of
 from statetree.exchange.prepared import Prepared, preparing
+from statetree.exchange.prepared_delta import PreparedDelta
 from statetree.leaves.builtin import global_bytes, holds_tensor, is_distributed
 from statetree.leaves.parts import unpack
 from statetree.leaves.ties import tied_leaves
@@ -159,7 +161,7 @@ def stream(tree: Any, step: Step) -> Iterator[tuple[Path, Any]]:
     yield from _stream(leaves, spec, chain(step).steps, spec.paths())
 
 
-def prepare(verb: Callable[..., Any], /, *args: Any, **options: Any) -> Prepared:
+def prepare(verb: Callable[..., Any], /, *args: Any, delta: bool = False, **options: Any) -> Prepared:
     """Plan a transfer and agree on it once, to move elements many times.
 
     ``sync = prepare(reshard, tree, like, in_place=True)`` checks, plans, agrees and takes memory for these very
@@ -174,7 +176,10 @@ def prepare(verb: Callable[..., Any], /, *args: Any, **options: Any) -> Prepared
         verb: ``gather``, ``distribute``, ``broadcast`` or ``reshard``, or a transform of your own that moves elements
             with one of them, or one ``exchange``.
         args: What it is called with.
-        options: Its options.
+        delta: With ``reshard`` into the tensors of ``like``: keep a copy of what was sent last, and send the elements
+            that changed since, wherever that is fewer bytes. Nobody else may write to ``like`` then: that is found out
+            where something is written over, and raises ``TreeMismatch``; the next call sends the whole.
+        options: Its options. With ``delta`` those are ``like``, ``in_place``, ``group``, ``timeout``, ``bucket_bytes``.
 
     Returns:
         A function without arguments. It returns the same tree each time, with new elements. It holds its tensors until
@@ -204,7 +209,19 @@ def prepare(verb: Callable[..., Any], /, *args: Any, **options: Any) -> Prepared
     """
     with preparing() as preparation:
         tree = verb(*args, **options)
-    return preparation.finish(getattr(getattr(verb, "func", verb), "__name__", repr(verb)), tree)
+    name = getattr(getattr(verb, "func", verb), "__name__", repr(verb))
+    whole = preparation.finish(name, tree)
+    if not delta:
+        return whole
+    known = {"like", "in_place", "group", "timeout", "bucket_bytes"}
+    if name != "reshard" or not options.get("in_place") or not options.keys() <= known:
+        msg = (
+            f"prepare: delta=True goes with reshard(source, like, in_place=True): expected no options but "
+            f"{', '.join(sorted(known))}, got {name} with {', '.join(options) or 'none'}."
+        )
+        raise TypeError(msg)
+    source, like = args if len(args) > 1 else (*args, options["like"])
+    return PreparedDelta(whole, verb, source, like, group=options.get("group"), timeout=options.get("timeout"))
 
 
 def _apply_by_bucket(tree: Any, steps: Sequence[Step]) -> Any:
@@ -219,7 +236,7 @@ def _stream(leaves: list[Any], spec: TreeSpec, steps: Sequence[Step], labels: Se
     """Yield ``(label, result)`` of every leaf, in the order of the paths."""
     paths, keys = spec.paths(), spec.flat_keys()
     order = sorted(range(len(leaves)), key=lambda index: paths[index].sort_key())
-    together = _together(steps)
+    together = _Together(_groups_of("stream", steps))
     buckets = together.agreed_buckets(lambda: _buckets(leaves, spec, order), keys)
     done: dict[int, Any] = {}  # results whose turn has not come: companions of leaves before them
     waiting = buckets[::-1]
@@ -258,30 +275,11 @@ def _buckets(leaves: list[Any], spec: TreeSpec, order: Sequence[int]) -> list[li
     return buckets
 
 
-class _Alone:
-    """Steps that no other rank takes part in."""
+class _Together:
+    """Steps of which some may be collectives: the ranks agree on the buckets, and hear of it if one of them fails.
 
-    def agreed_buckets(self, cut: Callable[[], list[list[int]]], _keys: Sequence[str], /) -> list[list[int]]:
-        return cut()
-
-    def take(self, step: Step, bucket: Any) -> Any:
-        return step(bucket)
-
-    def tell(self, error: BaseException, /) -> None:
-        """Let the others know of a failure here."""
-
-    def leave(self, *, at_end: bool) -> None:
-        """Stop before the end, or when only ``finish`` is left."""
-
-    def finish(self) -> None:
-        pass
-
-
-class _Together(_Alone):
-    """Steps of which some are collectives: the ranks agree on the buckets, and hear of it if one of them fails.
-
-    There may be several groups. A rank that fails, or hears of a failure in one, passes it on to the others: so each
-    group hears of it once, in its next agreement.
+    There may be several groups, or none. A rank that fails, or hears of a failure in one, passes it on to the others:
+    so each group hears of it once, in its next agreement.
     """
 
     def __init__(self, groups: dict[Any, Group]) -> None:
@@ -289,21 +287,20 @@ class _Together(_Alone):
 
     def agreed_buckets(self, cut: Callable[[], list[list[int]]], keys: Sequence[str], /) -> list[list[int]]:
         found: list[list[int]] = []
-
-        def prepare() -> tuple[Fingerprint, None]:
-            found[:] = found or cut()
-            entries = [
-                Entry(keys[index], f"in bucket {number}") for number, bucket in enumerate(found) for index in bucket
-            ]
-            return Fingerprint("stream", sorted(entries)), None  # ties decide on the order within a bucket
-
         for group in self._groups.values():
             try:
-                agree("stream", group, prepare)
+                with Call("stream", group) as call:
+                    found = found or cut()
+                    entries = [
+                        Entry(keys[index], f"in bucket {number}")
+                        for number, bucket in enumerate(found)
+                        for index in bucket
+                    ]
+                    call.agree(Fingerprint("stream", sorted(entries)))  # ties decide on the order within a bucket
             except BaseException as error:
                 self.tell(error, heard=group.identity)
                 raise
-        return found
+        return found or cut()
 
     def take(self, step: Step, bucket: Any) -> Any:
         try:
@@ -328,18 +325,14 @@ class _Together(_Alone):
         groups = list(self._groups.values())
         for number, group in enumerate(groups):
             try:
-                agree("stream", group, lambda: (ready("stream"), None))
+                with Call("stream", group) as call:
+                    call.ready()
             except BaseException as error:
                 _tell_each(groups[number + 1 :], error)  # those before have finished
                 raise
 
 
-def _together(steps: Sequence[Step]) -> _Alone:
-    groups = _groups_of("stream", steps)
-    return _Together(groups) if groups else _Alone()
-
-
-def _call(together: _Alone, steps: Sequence[Step], bucket: dict[str, Any], paths: dict[str, Path]) -> Any:
+def _call(together: _Together, steps: Sequence[Step], bucket: dict[str, Any], paths: dict[str, Path]) -> Any:
     result: Any = bucket
     try:
         for step in steps:

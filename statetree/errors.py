@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import signal
-import sys
 import traceback
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from statetree.paths import nearest
+from statetree.paths import is_tensor, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -88,8 +87,7 @@ def is_users_own(error: BaseException) -> bool:
 
 def describe_leaf(leaf: Any) -> str:
     """Say what a leaf is: dtype, shape and device of a tensor, the class of anything else. Never raises."""
-    torch = sys.modules.get("torch")  # not imported: the command says what is wrong with its arguments without it
-    if torch is not None and isinstance(leaf, torch.Tensor):
+    if is_tensor(leaf):
         try:
             return f"{type(leaf).__qualname__} {leaf.dtype} {tuple(leaf.shape)} on {leaf.device}"
         except Exception:  # noqa: BLE001 - half-initialised tensors refuse to say

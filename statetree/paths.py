@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from difflib import get_close_matches
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Final
-
-import torch
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
@@ -68,6 +67,12 @@ class Path(tuple[Any, ...]):
         return tuple(map(_key_order, self))
 
 
+def is_tensor(value: Any) -> bool:
+    """Whether a value is a tensor. Where torch is not loaded, as in a command that reads headers only, nothing is."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
 def key_identity(key: Any) -> Hashable:
     """Return what a key is matched by: its value *and* type, all the way down."""
     cls = type(key)
@@ -81,7 +86,7 @@ def key_identity(key: Any) -> Hashable:
         return (cls, tuple(map(key_identity, key)))
     if isinstance(key, frozenset):
         return (cls, frozenset(map(key_identity, key)))
-    if isinstance(key, torch.Tensor):
+    if is_tensor(key):
         return (cls, id(key))  # as hash() has it; == would compare the elements
     try:
         hash(key)
@@ -118,6 +123,14 @@ def same_key(a: Any, b: Any) -> bool:
         return bool(key_identity(a) == key_identity(b))
     except Exception:  # noqa: BLE001 - a key whose __eq__ does not answer is not known to be the same
         return False
+
+
+def printable(text: str) -> str:
+    """Return a text in which control characters, which a terminal would obey, are written as escapes.
+
+    So are characters that change the direction of writing, invisible ones, line breaks and lone surrogates.
+    """
+    return text if text.isprintable() else "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def render_key(key: Any) -> str:

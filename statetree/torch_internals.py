@@ -327,9 +327,13 @@ def _as_lists(rows: Sequence[Any]) -> Any:
 
 
 def device_types(group: Any) -> Sequence[torch.device]:
-    """Return the types of the devices that a process group communicates from."""
+    """Return the types of the devices that a process group sends from and receives into, with torch 2.11 to 2.15.
+
+    Gloo is registered for accelerators, too, but sends from host memory alone ("Backends" in torch.distributed's
+    documentation).
+    """
     found: Sequence[torch.device] = group._device_types
-    return found
+    return [device for device in found if device.type == "cpu" or group._get_backend(device).name() != "gloo"]
 
 
 def bound_device(group: Any) -> torch.device | None:
@@ -384,3 +388,15 @@ def start_exchange(
     operations = [P2POp(irecv, tensor, group=group, group_peer=peer) for peer, tensor in received]
     operations += [P2POp(isend, tensor, group=group, group_peer=peer) for peer, tensor in sent]
     return list(batch_isend_irecv(operations))
+
+
+def check_sparse_indices(tensor: torch.Tensor) -> None:
+    """Raise ``RuntimeError`` if the indices of a sparse tensor lead outside of it: torch would use other memory."""
+    if tensor.layout is torch.sparse_coo:
+        indices, values = tensor._indices(), tensor._values()
+        torch._validate_sparse_coo_tensor_args(indices, values, tensor.shape, tensor.is_coalesced())
+    elif tensor.layout is not torch.strided and not tensor.is_nested:
+        rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+        first = tensor.crow_indices() if rows else tensor.ccol_indices()
+        second = tensor.col_indices() if rows else tensor.row_indices()
+        torch._validate_sparse_compressed_tensor_args(first, second, tensor.values(), tensor.shape, tensor.layout)

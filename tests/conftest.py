@@ -37,6 +37,18 @@ settings.load_profile(PROFILE)
 LIMIT = 3600 if PROFILE == "thorough" else 300
 #: What collectives and ranks wait for each other, unless a test says otherwise.
 RANKS_LIMIT, COLLECTIVE_LIMIT = 60, 30
+#: What each rank would import for itself: for about as long as all tests of most files take.
+NEEDED_ON_RANKS = (
+    "pytest",
+    "hypothesis",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "torch.distributed.checkpoint",
+    "torch.distributed._shard.sharded_tensor",
+    "statetree.dcp",
+    "statetree.testing",
+    "tests.trees.corpus",
+)
 #: Worlds of other sizes than two and three are for `make slow`, where a test is run for several.
 QUICK_WORLDS = (2, 3)
 ROOT = Path(__file__).parent.parent
@@ -77,19 +89,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
-def pytest_collection_finish() -> None:
-    """Look no more at what was imported and collected: a stager collects garbage whenever it would be busy."""
+@pytest.fixture(scope="module", autouse=True)
+def _old_objects_are_frozen() -> None:
+    """Look no more at what was imported, collected and cached: a stager collects garbage whenever it would be busy."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _ranks_are_waited_for() -> None:
+def _ranks_start_fast_and_are_waited_for() -> None:
     """Ranks are waited for as long as tests are: what ``run_ranks`` takes for granted is for machines that are idle."""
-    from statetree.testing import run_ranks
-    from statetree.testing.rank_calls import rank_outcomes
+    from statetree.testing import rank_calls, rank_pool, rank_process
 
-    for function in (run_ranks, rank_outcomes):
+    rank_process.PRELOADED.extend(NEEDED_ON_RANKS)
+    rank_calls.GRACE_S = rank_pool.IN_STEP_TIMEOUT_S = units(2.5)
+    rank_process.STACK_S = units(0.5)
+    for function in (rank_calls.run_ranks, rank_calls.rank_outcomes):
         function.__kwdefaults__ |= {"timeout": units(RANKS_LIMIT), "collective_timeout": units(COLLECTIVE_LIMIT)}
 
 

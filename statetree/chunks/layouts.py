@@ -43,14 +43,17 @@ class ChunkLayout:
         disjoint: bool = True,
     ) -> None:
         filled = (stops > starts).all(1)
-        order = ranks[filled].argsort(stable=True)
+        if not bool(filled.all()) or not bool((ranks[1:] >= ranks[:-1]).all()):
+            order = filled.nonzero()[:, 0]
+            order = order[ranks[order].argsort(stable=True)]
+            ranks, starts, stops = ranks[order], starts[order], stops[order]
         self.shape = tuple(shape)
         self.disjoint = disjoint
         self._boxes: dict[int, list[Box]] = {}
         #: What is worked out from this layout once.
         self.memo: dict[Any, Any] = {}
         self._replicas: torch.Tensor | None = None
-        self.ranks, self.starts, self.stops = ranks[filled][order], starts[filled][order], stops[filled][order]
+        self.ranks, self.starts, self.stops = ranks, starts, stops
 
     @cached_property
     def numel(self) -> int:
@@ -67,6 +70,8 @@ class ChunkLayout:
         """The boxes, each once however many ranks hold it."""
         if self.disjoint or not self.shape:  # then boxes that begin in the same place are the same
             corners = (self.starts * torch.tensor(_row_major(self.shape), dtype=torch.int64)).sum(1)
+            if bool((corners[1:] > corners[:-1]).all()):
+                return Distinct(self.starts, self.stops, _numbers(len(corners)))
             found, which = torch.unique(corners, return_inverse=True)
         else:
             found, which = torch.unique(torch.cat([self.starts, self.stops], 1), dim=0, return_inverse=True)
@@ -83,6 +88,8 @@ class ChunkLayout:
     def holders(self) -> Holders:
         """The ranks that hold each distinct box."""
         which = self.distinct.which
+        if which is _numbers(len(which)):  # as for most layouts: of many ranks, these columns take more than the boxes
+            return Holders(self.ranks, which, torch.ones(1, dtype=torch.int64).expand(len(which)), which)
         count = torch.bincount(which, minlength=len(self.distinct.starts))
         order = which.argsort(stable=True)
         return Holders(self.ranks[order], count.cumsum(0) - count, count, order)
@@ -137,6 +144,12 @@ class ChunkLayout:
             return int((stops - starts).prod(1).sum()) == self.numel
         boxes = [Box(tuple(start), tuple(stop)) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
         return is_covered(Box((0,) * len(self.shape), self.shape), boxes)
+
+
+@lru_cache(maxsize=16)
+def _numbers(count: int) -> torch.Tensor:
+    """Return the numbers of rows: the same tensor for all layouts."""
+    return torch.arange(count)
 
 
 def _row_major(shape: Sequence[int]) -> list[int]:

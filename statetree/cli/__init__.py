@@ -1,8 +1,9 @@
 """The command ``statetree``, which looks into checkpoints, compares and converts them: ``statetree.files`` opens them.
 
 - ``app``: the arguments; ``process``: streams, signals and the exit status.
-- ``entries``: a checkpoint as rows; ``describing``: leaves in words; ``table``: lines of columns.
-- ``show``: the command ``show``; ``statistics``: what it says of elements.
-- ``diff``: the command ``diff``; ``elements``: what it says of them.
-- ``convert``: the command ``convert``; ``rewriting``: keys and dtypes.
+- ``show``: the command ``show``; ``rows``: a checkpoint as rows and groups of rows; ``headers``: the rows of a
+  safetensors file, without torch; ``table``: lines of columns; ``statistics``: what ``--stats`` says of elements.
+- ``entries``: the entries of any checkpoint, and their rows.
+- ``diff``: the command ``diff``; ``element_differences``: what it says of elements.
+- ``convert``: the command ``convert``.
 """

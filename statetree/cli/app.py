@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from statetree.cli.process import DIFFERENT, FAILED, SAME, run
+from statetree.files.untrusted import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,7 +51,7 @@ def _rule(text: str) -> tuple[str, str]:
     """Read ``OLD=NEW``."""
     old, equals, new = text.partition("=")
     if not equals or not old:
-        msg = f"{text!r} is no rule: expected OLD=NEW, for example 'model.{{name}}={{name}}'"
+        msg = f"{text!r} is no rule: expected OLD=NEW, for example 'model.**=**'"
         raise click.BadParameter(msg)
     return old, new
 
@@ -108,15 +109,12 @@ def cli() -> None:
 @_follow_links
 def show(
     file: Path,
-    depth: int | None,
-    sort: str,
     patterns: Sequence[str],
     excluded: Sequence[str],
-    as_json: bool,
     page: Path | None,
-    stats: bool,
     is_verified: bool,
     follow_links: bool,
+    **options: Any,
 ) -> None:
     """Show what FILE holds: dtypes, shapes, sizes, and which tensors share bytes.
 
@@ -130,17 +128,26 @@ def show(
       statetree show --match '**.weight' --stats model.safetensors
       statetree show --verify model.pt
     """
-    from statetree.cli.entries import Choice
+    from statetree.cli.headers import listed
     from statetree.cli.show import ShowOptions, verified
-    from statetree.cli.show import show as show_checkpoint
+    from statetree.cli.show import show as show_listing
 
-    checkpoint = _opened(file, follow_links=follow_links)
-    verdict = verified(file, checkpoint) if is_verified else ""
-    show_checkpoint(file, checkpoint, ShowOptions(Choice("show", patterns, excluded), depth, sort, as_json, stats))
+    needs_more = bool(patterns or excluded or page or is_verified or options["stats"])
+    listing = None if needs_more else listed(file)
+    verdict = ""
+    if listing is None:
+        from statetree.cli.entries import Choice, listing_of
+
+        (checkpoint,) = _opened(file, follow_links=follow_links)
+        verdict = verified(file, checkpoint) if is_verified else ""
+        listing = listing_of(checkpoint, Choice("show", patterns, excluded))
+    show_listing(file, listing, ShowOptions(**options))
     if page is not None:
-        _write_page(checkpoint.tree, page)
+        from statetree.files.page import to_html
+
+        to_html(checkpoint.tree, page)
     if verdict:
-        click.echo(verdict, err=as_json)
+        click.echo(verdict, err=options["as_json"])
 
 
 @cli.command()
@@ -159,16 +166,13 @@ def show(
 def diff(
     left: Path,
     right: Path,
-    values: bool,
-    rtol: float,
-    atol: float,
     patterns: Sequence[str],
     excluded: Sequence[str],
-    as_json: bool,
     page: Path | None,
-    stat: bool,
-    quiet: bool,
     follow_links: bool,
+    rtol: float,
+    atol: float,
+    **options: Any,
 ) -> int:
     """Show where LEFT and RIGHT differ: structure, dtypes, shapes, ties and, with --values, elements.
 
@@ -184,17 +188,16 @@ def diff(
     """
     from statetree.cli.diff import DiffOptions
     from statetree.cli.diff import diff as compare
-    from statetree.cli.elements import Tolerance
+    from statetree.cli.element_differences import Tolerance
     from statetree.cli.entries import Choice
+    from statetree.files.page import to_html
 
-    values = values or bool(rtol or atol)
-    one, other = (_opened(path, follow_links=follow_links, warn=False) for path in (left, right))
-    _warn_of_foreign([*one.foreign, *other.foreign])
-    choice = Choice("diff", patterns, excluded)
-    options = DiffOptions(choice, values, Tolerance(rtol, atol), as_json, stat, quiet)
-    differ = compare((left, right), one, other, options)
+    options["values"] = options["values"] or bool(rtol or atol)
+    one, other = _opened(left, right, follow_links=follow_links)
+    choice, tolerance = Choice("diff", patterns, excluded), Tolerance(rtol, atol)
+    differ = compare((left, right), one, other, DiffOptions(choice, tolerance, **options))
     if page is not None:
-        _write_page(one.tree, page, other.tree)
+        to_html(one.tree, page, other=other.tree)
     return FAILED if differ is None else DIFFERENT if differ else SAME
 
 
@@ -210,7 +213,7 @@ def diff(
 )  # fmt: skip
 @click.option(
     "--rename", "rules", type=_rule, multiple=True, metavar="OLD=NEW",
-    help="Rename keys: {name} stands for a part between dots, {name:**} for any number (several times).",
+    help="Rename keys: {name} and * stand for a part between dots, ** for any number of parts (several times).",
 )  # fmt: skip
 @click.option(
     "--shard-bytes", type=_bytes, metavar="SIZE",
@@ -225,12 +228,8 @@ def convert(
     destination: Path,
     patterns: Sequence[str],
     excluded: Sequence[str],
-    dtype: torch.dtype | None,
-    rules: Sequence[tuple[str, str]],
-    shard_bytes: int | None,
-    drop_values: bool,
-    force: bool,
     follow_links: bool,
+    **options: Any,
 ) -> None:
     """Write SOURCE to DESTINATION, in the format that its suffix stands for.
 
@@ -240,27 +239,17 @@ def convert(
     \b
     Examples:
       statetree convert model.pt model.safetensors
-      statetree convert --match 'model.**' --rename 'model.{name}={name}' run.ckpt weights.safetensors
+      statetree convert --match 'model.**' --rename 'model.**=**' run.ckpt weights.safetensors
       statetree convert --cast bfloat16 --shard-bytes 5GB run/step-00001000 model.safetensors
     """
     from statetree.cli.convert import ConvertOptions
     from statetree.cli.convert import convert as write
     from statetree.cli.entries import Choice
 
-    checkpoint = _opened(source, follow_links=follow_links)
+    (checkpoint,) = _opened(source, follow_links=follow_links)
     choice = Choice("convert", patterns, excluded)
-    options = ConvertOptions(choice, rules, dtype, shard_bytes, drop_values, force)
-    for note in write(source, checkpoint, destination, options):
+    for note in write(source, checkpoint, destination, ConvertOptions(choice, **options)):
         click.echo(f"note: {note}", err=True)
-
-
-def _opened(path: Path, *, follow_links: bool, warn: bool = True) -> OpenedCheckpoint:
-    from statetree.files.formats import opened
-
-    checkpoint = opened(path, skip_foreign=True, follow_links=follow_links)
-    if warn:
-        _warn_of_foreign(checkpoint.foreign)
-    return checkpoint
 
 
 @cli.command()
@@ -289,24 +278,17 @@ def ghostwrite(target: str, ranks: Sequence[int]) -> None:
         raise click.BadParameter(str(error)) from None
 
 
-def _warn_of_foreign(names: Sequence[str]) -> None:
-    from statetree.files.untrusted import printable
+def _opened(*paths: Path, follow_links: bool) -> list[OpenedCheckpoint]:
+    from statetree.files.formats import opened
 
+    found = [opened(path, skip_foreign=True, follow_links=follow_links) for path in paths]
+    names = sorted({printable(name) for checkpoint in found for name in checkpoint.foreign})
     if names:
-        listed = ", ".join(sorted({*map(printable, names)})[:10]) + ", …" * (len({*names}) > 10)
+        listed = ", ".join(names[:10]) + ", …" * (len(names) > 10)
         click.echo(f"note: not loaded, since torch.load(weights_only=True) would refuse it: {listed}", err=True)
-
-
-def _write_page(tree: Any, page: Path, other: Any = None) -> None:
-    from statetree.files.page import to_html
-
-    to_html(tree, page, other=other)
+    return found
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command. Returns its exit status.
-
-    Args:
-        args: Its arguments; by default the process'.
-    """
+    """Run the command with arguments, by default the process'. Returns its exit status."""
     return run(cli, args)

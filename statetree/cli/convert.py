@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from statetree.cli.entries import CheckpointEntry, Choice, entries_of, tied_entries
-from statetree.cli.rewriting import converted, rename
+import torch
+
+from statetree.cli.entries import CheckpointEntry, Choice, entries_of
 from statetree.errors import CheckpointError
 from statetree.files.formats import format_for, save
-from statetree.files.stored import StoredObject, StoredTensor
+from statetree.files.shared_bytes import shared_bytes
+from statetree.files.stored import StoredObject, StoredTensor, whole_tensors
 from statetree.files.untrusted import printable
+from statetree.leaves.casting import castable
 from statetree.paths import Path
+from statetree.transforms.cast import cast
+from statetree.transforms.rename import rename
 from statetree.transforms.select import select
+from statetree.tree.mapping import map_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path as FilePath
-
-    import torch
 
     from statetree.files.checkpoint import OpenedCheckpoint
 
@@ -60,9 +64,12 @@ def convert(
     if kept and len(kept) < len(entries_of(tree)):
         paths = {entry.path for entry in kept}
         tree = select(tree, lambda path, _: any(Path(path[:count]) in paths for count in range(len(path) + 1)))
-    tree = rename(tree, options.rules) if options.rules else tree
+    try:
+        tree = rename(tree, options.rules) if options.rules else tree
+    except ValueError as error:  # a rule that cannot be
+        raise CheckpointError(str(error)) from None
     if options.dtype is not None:
-        tree = converted(tree, options.dtype, keeps_ties=target.title == "torch file")
+        tree = _converted(tree, options.dtype, keeps_ties=target.title == "torch file")
     checkpoint.verify()
     save(
         tree,
@@ -77,6 +84,28 @@ def convert(
     yield from _notes(checkpoint, kept, target.title)
 
 
+def _converted(tree: Any, dtype: torch.dtype, *, keeps_ties: bool) -> Any:
+    """Return a tree whose floating-point tensors have another dtype.
+
+    Args:
+        tree: Any tree of stored tensors.
+        dtype: What they become.
+        keeps_ties: Whether tensors that share bytes go on doing so. All are read for that; otherwise each is converted
+            as it is written.
+    """
+    if keeps_ties:  # negative bits are no property of every dtype
+        tree = map_leaves(lambda leaf: leaf.to(dtype) if _is_floating(leaf) and leaf.outline.is_neg() else leaf, tree)
+        return cast(whole_tensors(tree, keeps_strides=True), dtype, where=lambda _, leaf: _is_floating(leaf))
+    return map_leaves(lambda leaf: leaf.to(dtype) if _is_floating(leaf) else leaf, tree)
+
+
+def _is_floating(leaf: Any) -> bool:
+    if isinstance(leaf, StoredTensor):
+        return leaf.is_strided and castable(leaf.dtype, torch.float64) and leaf.dtype.is_floating_point
+    is_plain = type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.layout is torch.strided and not leaf.is_nested
+    return is_plain and leaf.dtype.is_floating_point and castable(leaf.dtype, torch.float64)
+
+
 def _is_dropped(leaf: Any, *, holds_values: bool) -> bool:
     return not isinstance(leaf, StoredTensor) and (not holds_values or isinstance(leaf, StoredObject))
 
@@ -84,7 +113,7 @@ def _is_dropped(leaf: Any, *, holds_values: bool) -> bool:
 def _notes(checkpoint: OpenedCheckpoint, kept: Sequence[CheckpointEntry], title: str) -> Iterator[str]:
     """Yield what is different in the new checkpoint."""
     if title != "torch file":
-        for group in tied_entries(kept):
+        for group in shared_bytes([entry.leaf for entry in kept]):
             yield f"{_listed([kept[index].key for index in group], ', ')}: share bytes, and are written once each"
     texts = [key for key, text in checkpoint.metadata.items() if (key, text) != ("format", "pt")]
     if texts and title != "safetensors file":

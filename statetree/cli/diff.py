@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 
-from statetree.cli.describing import dtype_text, leaf_text, shape_text, type_text, value_text
-from statetree.cli.elements import Tolerance, Unequal, compare_elements
-from statetree.cli.entries import CheckpointEntry, Choice, plural, tied_entries
+from statetree.cli.element_differences import Tolerance, Unequal, compare_elements
+from statetree.cli.rows import plural
 from statetree.cli.table import is_coloured
-from statetree.files.stored import StoredObject, StoredTensor
-from statetree.files.untrusted import brief, printable
+from statetree.files.leaf_text import dtype_text, kind_of, leaf_text, type_text, value_text
+from statetree.files.shared_bytes import shared_bytes
+from statetree.files.stored import StoredObject
+from statetree.files.untrusted import brief, printable, shape_text
 from statetree.transforms.similarity import similarity
 from statetree.tree.atoms import same_value
 from statetree.tree.flatten import flatten_for
@@ -23,24 +24,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from statetree.cli.entries import CheckpointEntry, Choice
     from statetree.files.checkpoint import OpenedCheckpoint
 
 
 class DiffOptions(NamedTuple):
-    """How two checkpoints are compared, and what is said of it.
-
-    Attributes:
-        choice: Which entries are.
-        values: Whether the elements of tensors and plain values are.
-        tolerance: Up to where elements are equal.
-        as_json: Whether to print JSON.
-        stat: Whether to print a summary only.
-        quiet: Whether to print nothing.
-    """
+    """How two checkpoints are compared, and what is said of it: as JSON, as a summary, or not at all."""
 
     choice: Choice
-    values: bool = False
     tolerance: Tolerance = Tolerance()
+    values: bool = False
     as_json: bool = False
     stat: bool = False
     quiet: bool = False
@@ -113,7 +106,7 @@ _ORDER: Final = ("structure", "missing", "type", "dtype", "shape", "ties", "valu
 def _rank(found: Found) -> tuple[int, float]:
     """Return where a difference is listed: by its kind, and elements that differ most first."""
     size = found.elements.max_rel if found.elements and found.elements.max_rel is not None else 0.0
-    return _ORDER.index(found.kind) if found.kind in _ORDER else -1, -size
+    return _ORDER.index(found.kind), -size
 
 
 def _structure(
@@ -127,7 +120,7 @@ def _structure(
         if known and other and known != other:
             is_other = True
             yield Found(key or "<root>", "structure", known, other)
-        elif not (known and other) and not size and choice.is_all:
+        elif not (known and other) and not size and not choice.patterns and not choice.excluded:
             sides = (f"an empty {known}", "nothing") if known else ("nothing", f"an empty {family}")
             yield Found(key, "missing", sides[0], sides[1])
     for a, b in shared:
@@ -148,47 +141,42 @@ def _containers(tree: Any) -> dict[str, tuple[Any, str, int]]:
 
 def _leaves(key: str, a: Any, b: Any, options: DiffOptions) -> Iterator[Found]:
     """Return how two leaves differ."""
-    if not isinstance(a, StoredTensor) and not isinstance(b, StoredTensor):
-        if type_text(a) != type_text(b):
-            yield Found(key, "type", leaf_text(a), leaf_text(b))
-        elif options.values and not isinstance(a, StoredObject) and not same_value(a, b):
+    if kind_of(a) != kind_of(b) or (kind_of(a) == "value" and type_text(a) != type_text(b)):
+        yield Found(key, "type", leaf_text(a), leaf_text(b))
+        return
+    if kind_of(a) == "value":
+        if options.values and not isinstance(a, StoredObject) and not same_value(a, b):
             yield Found(key, "value", value_text(a), value_text(b))
         return
-    for difference in similarity({"": a}, {"": b}).differences:
-        sides = [_side(difference.kind, side) for side in (difference.left, difference.right)]
-        if difference.kind in ("dtype", "shape"):
-            yield Found(key, difference.kind, sides[0], sides[1])
-        else:
-            yield Found(key, "type", leaf_text(a), leaf_text(b))
-    if not options.values or not isinstance(a, StoredTensor) or not isinstance(b, StoredTensor) or a.shape != b.shape:
-        return
-    if a.is_strided and b.is_strided:
+    if a.dtype != b.dtype:
+        yield Found(key, "dtype", dtype_text(a.dtype), dtype_text(b.dtype))
+    if a.shape != b.shape:
+        yield Found(key, "shape", shape_text(a.shape), shape_text(b.shape))
+    elif a.is_strided and options.values:
         unequal = compare_elements(a, b, options.tolerance)
         if unequal is not None:
             yield Found(key, "value", unequal.left, unequal.right, unequal)
-        return
-    for difference in similarity({"": a}, {"": b}, values=True).differences:
-        if difference.kind not in ("dtype", "shape", "leaf type"):
-            yield Found(key, "value", str(difference.left), str(difference.right))
-            return
+    elif not a.is_strided:
+        for found in similarity({"": a}, {"": b}, values=options.values).differences:
+            if found.kind != "dtype":
+                kind = "value" if found.kind == "value" else "type"
+                yield Found(key, kind, str(found.left), str(found.right))
+                return
 
 
-def _side(kind: str, side: Any) -> str:
-    return dtype_text(side) if kind == "dtype" else shape_text(tuple(side)) if kind == "shape" else str(side)
-
-
-def _ties(left: Sequence[CheckpointEntry], right: Sequence[CheckpointEntry], shared: set[str]) -> Iterator[Found]:
+def _ties(left: Sequence[CheckpointEntry], right: Sequence[CheckpointEntry], keys: set[str]) -> Iterator[Found]:
     """Return where tensors share bytes on one side and not on the other."""
-    sides = []
+    partners: list[dict[str, list[str]]] = []
     for entries in (left, right):
-        groups = [[entries[i].key for i in group if entries[i].key in shared] for group in tied_entries(entries)]
-        sides.append({key: group for group in groups for key in group})
+        shared = [entry for entry in entries if entry.key in keys]
+        groups = [[shared[index].key for index in group] for group in shared_bytes([entry.leaf for entry in shared])]
+        partners.append({key: [other for other in group if other != key] for group in groups for key in group})
     reported: set[str] = set()
-    for key in [*sides[0], *sides[1]]:
-        partners = [[other for other in of.get(key, ()) if other != key] for of in sides]
-        if set(partners[0]) != set(partners[1]) and key not in reported:
-            reported.update([key], *partners)
-            words = [f"shares bytes with {brief(', '.join(side))}" if side else "shares no bytes" for side in partners]
+    for key in dict.fromkeys([*partners[0], *partners[1]]):
+        sides = [of.get(key, []) for of in partners]
+        if set(sides[0]) != set(sides[1]) and key not in reported:
+            reported.update([key, *sides[0], *sides[1]])
+            words = [f"shares bytes with {brief(', '.join(side))}" if side else "shares no bytes" for side in sides]
             yield Found(key, "ties", words[0], words[1])
 
 
@@ -232,9 +220,7 @@ def _summary(found: Comparison, options: DiffOptions) -> str:
         return f"same: {compared}"
     kinds = dict.fromkeys(difference.kind for difference in found.differences)
     counts = [f"{sum(other.kind == kind for other in found.differences)} {kind}" for kind in kinds]
-    measured = [
-        each.elements.max_abs for each in found.differences if each.elements and each.elements.max_abs is not None
-    ]
+    measured = [size for each in found.differences if each.elements and (size := each.elements.max_abs) is not None]
     largest = f"; elements differ by at most {max(measured):.3g}" if options.stat and measured else ""
     return f"{plural(len(found.differences), 'difference')} ({', '.join(counts)}); {compared}{largest}"
 
@@ -252,10 +238,10 @@ def _as_json(paths: Sequence[Path], found: Comparison) -> dict[str, Any]:
 
 
 def _difference_json(found: Found) -> dict[str, Any]:
-    plain = {"key": found.key, "kind": found.kind, "left": found.left, "right": found.right}
-    if found.elements is None:
+    plain = found._asdict()
+    what = plain.pop("elements")
+    if what is None:
         return plain
-    what = found.elements
     numbers = {"max_abs": _number(what.max_abs), "max_rel": _number(what.max_rel)}
     return {**plain, "first_index": list(what.first), "num_different": what.how_many, **numbers}
 

@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import click
 from click.shell_completion import shell_complete
 
+from statetree.errors import StateTreeError
+from statetree.files.untrusted import printable
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -30,20 +33,11 @@ _STOPPING: Final = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM",
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal asks the process to stop."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.number = number
+    """A signal, whose number it has, asks the process to stop."""
 
 
 def run(command: click.Command, args: Sequence[str] | None) -> int:
-    """Run a command. Returns its exit status.
-
-    Args:
-        command: What to run. What it returns is its status, if it is a number.
-        args: Its arguments; by default the process'.
-    """
+    """Run a command with arguments, by default the process'. Returns its exit status: what it returns, if a number."""
     _make_streams_usable()
     try:
         with _stopped_by_signals():
@@ -85,10 +79,9 @@ def _stopped_by_signals() -> Iterator[None]:
             signal.signal(each, signal.SIG_IGN)
         raise Stopped(number)
 
-    before: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        before = {each: signal.getsignal(each) for each in _STOPPING}
-        before = {each: handler for each, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+    is_main = threading.current_thread() is threading.main_thread()
+    found = {each: signal.getsignal(each) for each in _STOPPING if is_main}
+    before = {each: handler for each, handler in found.items() if handler not in (signal.SIG_IGN, None)}
     try:
         for each in before:
             signal.signal(each, stop)
@@ -107,7 +100,7 @@ def _run(command: click.Command, args: list[str]) -> int:
             error.show()
         return FAILED
     except KeyboardInterrupt as error:
-        number = error.number if isinstance(error, Stopped) else signal.SIGINT
+        number = error.args[0] if isinstance(error, Stopped) else signal.SIGINT
         _tell("interrupted" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}")
         return _BY_SIGNAL + number
     except BrokenPipeError:
@@ -118,9 +111,6 @@ def _run(command: click.Command, args: list[str]) -> int:
 
 
 def _complaint(error: Exception) -> str:
-    from statetree.errors import StateTreeError  # which loads torch: help does not wait for it
-    from statetree.files.untrusted import printable
-
     if not isinstance(error, (StateTreeError, OSError, MemoryError)):
         lines = "\n".join(map(printable, traceback.format_exc().split("\n")))
         return f"error: statetree has a fault. Please report this:\n{lines}"

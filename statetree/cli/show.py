@@ -6,53 +6,41 @@ import json
 import math
 import shutil
 import sys
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from statetree.cli.describing import human, value_text
-from statetree.cli.entries import Choice, Row, RowGroup, counted, entries_of, grouped, plural, rows_of, sorting
-from statetree.cli.statistics import Statistics, statistics_of, stats_text
+from statetree.cli.rows import Listing, Row, RowGroup, counted, grouped, plural, sorting
 from statetree.cli.table import OutputLine, write_lines
 from statetree.errors import CheckpointError
-from statetree.files.untrusted import printable
+from statetree.files.untrusted import human, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
     from pathlib import Path
 
     from statetree.files.checkpoint import OpenedCheckpoint
-
-_SIMPLE: Final = (str, int, type(None))
 
 
 class ShowOptions(NamedTuple):
     """How a checkpoint is shown."""
 
-    choice: Choice
     depth: int | None = None
     sort: str = "file"
     as_json: bool = False
     stats: bool = False
 
 
-def show(path: Path, checkpoint: OpenedCheckpoint, options: ShowOptions) -> None:
+def show(path: Path, listing: Listing, options: ShowOptions) -> None:
     """Print what a checkpoint holds."""
-    (entries,) = options.choice.of(checkpoint.tree)
-    rows = rows_of(entries, entries_of(checkpoint.tree))
     if options.as_json:
-        shown = sorting(options.sort)(rows)
-        json.dump(_as_json(path, checkpoint, shown, stats=options.stats), sys.stdout, indent=2)
+        json.dump(_as_json(path, listing, options), sys.stdout, indent=2)
         sys.stdout.write("\n")
         return
-    sys.stdout.write(f"{_summary(path, checkpoint, rows)}\n")
+    words = f"{printable(str(path))}: {listing.title}, {human(listing.nbytes)}: {counted(listing.rows)}"
+    numbers = f"{human(listing.element_bytes)} of elements, {plural(listing.num_parameters, 'parameter')}"
+    sys.stdout.write(f"{words}, {numbers}\n")
     lines = _tree_lines if sys.stdout.isatty() else _flat_lines
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    write_lines(lines(grouped(rows, options.depth), options), sys.stdout, width)
-
-
-def _summary(path: Path, checkpoint: OpenedCheckpoint, rows: Sequence[Row]) -> str:
-    words = f"{printable(str(path))}: {checkpoint.title}, {human(checkpoint.files.nbytes)}: {counted(rows)}"
-    numbers = sum(row.numel for row in rows)
-    return f"{words}, {human(sum(row.own_bytes for row in rows))} of elements, {plural(numbers, 'parameter')}"
+    write_lines(lines(grouped(listing.rows, options.depth), options), sys.stdout, width)
 
 
 def _line(item: Row | RowGroup, name: str, total: int, *, stats: bool) -> OutputLine:
@@ -61,7 +49,11 @@ def _line(item: Row | RowGroup, name: str, total: int, *, stats: bool) -> Output
         return OutputLine(name, *item.cells, human(item.own_bytes), share, ", ".join(item.notes), is_group=True)
     if item.kind == "value":
         return OutputLine(name, *item.cells, "", "", "")
-    notes = [*item.notes, *([stats_text(statistics_of(item.leaf))] if stats else [])]
+    notes = item.notes
+    if stats:
+        from statetree.cli.statistics import statistics_of, stats_text
+
+        notes.append(stats_text(statistics_of(item.leaf)))
     share = "" if item.tied_to and not item.own_bytes else _share(item.own_bytes, total)
     return OutputLine(name, *item.cells, human(item.nbytes), share, ", ".join(notes))
 
@@ -103,36 +95,32 @@ def _flat_lines(root: RowGroup, options: ShowOptions) -> Iterator[OutputLine]:
     return (_line(item, name, total, stats=options.stats) for item, name in found)
 
 
-def _as_json(path: Path, checkpoint: OpenedCheckpoint, rows: Sequence[Row], *, stats: bool) -> dict[str, Any]:
+def _as_json(path: Path, listing: Listing, options: ShowOptions) -> dict[str, Any]:
     return {
         "file": str(path),
-        "format": checkpoint.title.split()[0].lower(),
-        "bytes": checkpoint.files.nbytes,
-        "element_bytes": sum(row.own_bytes for row in rows),
-        "parameters": sum(row.numel for row in rows),
-        "metadata": checkpoint.metadata,
-        "not_loaded": sorted(checkpoint.foreign),
-        "entries": [_entry_json(row, stats=stats) for row in rows],
+        "format": listing.title.split()[0].lower(),
+        "bytes": listing.nbytes,
+        "element_bytes": listing.element_bytes,
+        "parameters": listing.num_parameters,
+        "metadata": listing.metadata,
+        "not_loaded": sorted(listing.not_loaded),
+        "entries": [_entry_json(row, stats=options.stats) for row in sorting(options.sort)(listing.rows)],
     }
-
-
-def _is_json(value: Any) -> bool:
-    """Whether JSON can hold a value: it has neither infinity nor NaN."""
-    return math.isfinite(value) if isinstance(value, float) else isinstance(value, _SIMPLE)
 
 
 def _entry_json(row: Row, *, stats: bool) -> dict[str, Any]:
     if row.kind == "value":
-        value = row.leaf if _is_json(row.leaf) else value_text(row.leaf)
+        is_json = math.isfinite(row.leaf) if isinstance(row.leaf, float) else isinstance(row.leaf, str | int | None)
+        value = row.leaf if is_json else row.text
         return {"key": row.key, "sort": "value", "type": row.dtype, "value": value}
-    shape = list(row.shape or ())
-    found = {"key": row.key, "sort": row.kind, "dtype": row.dtype, "shape": shape, "bytes": row.nbytes}
+    found = {"key": row.key, "sort": row.kind, "dtype": row.dtype, "shape": list(row.shape), "bytes": row.nbytes}
     found |= {"tied_to": row.tied_to} if row.tied_to else {}
-    return {**found, "stats": _stats_json(statistics_of(row.leaf))} if stats else found
+    if stats:
+        from statetree.cli.statistics import statistics_of
 
-
-def _stats_json(found: Statistics | None) -> dict[str, Any] | None:
-    return None if found is None else found._asdict()
+        numbers = statistics_of(row.leaf)
+        found["stats"] = None if numbers is None else numbers._asdict()
+    return found
 
 
 def verified(path: Path, checkpoint: OpenedCheckpoint) -> str:

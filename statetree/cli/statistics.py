@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from statetree.cli.elements import as_wide
+from statetree.cli.element_differences import as_wide
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,17 +16,7 @@ if TYPE_CHECKING:
 
 
 class Statistics(NamedTuple):
-    """What the elements of a tensor are like.
-
-    Attributes:
-        least: The least of the finite elements (of complex ones, their magnitudes).
-        most: The largest.
-        mean: Their mean.
-        std: Their standard deviation, of the whole population.
-        num_nan: How many elements are NaN.
-        num_inf: How many are infinite.
-        num_zero: How many are zero.
-    """
+    """What the finite elements of a tensor (of complex ones, their magnitudes) are like, and how many are special."""
 
     least: float | None
     most: float | None

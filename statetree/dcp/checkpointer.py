@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
+    from statetree.tree.selection import Where
+
 
 class _Begun(NamedTuple):
     """Where a save writes, and the checkpoint whose files it may link to."""
@@ -55,8 +57,8 @@ class Checkpointer:
         keep_every: Beside these, the checkpoints stay whose step is a multiple of this.
         incremental: Whether files in which nothing changed since the latest checkpoint become hard links to that one's.
             Each checkpoint is complete, whatever is removed beside it. What changed is found by digests (SHA-256) of
-            the contents; files are cut so that few are written again. Where the file system has no links, all is
-            written.
+            the contents; files are cut so that few are written again. A file is read and compared with its checksums
+            before it is linked, so that damage does not go on. Where the file system has no links, all is written.
         process_group: The ranks that save and restore; by default all.
 
     Collective:
@@ -178,8 +180,9 @@ class Checkpointer:
     def restore(
         self,
         state: Any = None,
-        step: int | None = None,
         *,
+        step: int | None = None,
+        where: Where | None = None,
         fallback: bool = False,
         weights_only: bool = True,
         verify: bool = True,
@@ -192,6 +195,7 @@ class Checkpointer:
             state: The template whose tensors are filled: see ``statetree.dcp.load``. Without it, the state comes back
                 as it was saved.
             step: Which one; by default the latest complete one.
+            where: Which leaves are loaded, by default all: as for ``statetree.dcp.load``.
             fallback: Whether the newest older checkpoint that can be read is taken where this one is damaged. A warning
                 says so. Without it, the error names the newest older one that looks whole.
             weights_only: As for ``statetree.dcp.load``.
@@ -226,7 +230,7 @@ class Checkpointer:
 
             def load(path: Path) -> Any:
                 reader = DirectoryReader(path, verify=verify)
-                return read(state, reader, group, weights_only=weights_only, cast=cast, strict=strict)
+                return read(state, reader, group, weights_only=weights_only, where=where, cast=cast, strict=strict)
 
             return Restoration(self._series, group, step).run(load, fallback=fallback)
 

@@ -7,7 +7,6 @@ those that did, so that the next save finds files to link.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import hashlib
 import os
@@ -24,19 +23,22 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from statetree.dcp.directories import sync_directory
 from statetree.dcp.file_manifest import (
     MANIFEST,
     FileManifest,
     ManifestFile,
     ManifestPiece,
     as_save_id,
+    check_file,
     read_manifest,
     trailer,
 )
 from statetree.dcp.internals import stamp_version, storage_info
 from statetree.dcp.metadata import METADATA
 from statetree.errors import CheckpointError
+from statetree.files.publishing import sync
+from statetree.files.ranges import OpenFiles
+from statetree.files.strided_reading import memory_of
 from statetree.torch_internals import as_copied
 
 if TYPE_CHECKING:
@@ -142,7 +144,7 @@ class DirectoryWriter(StorageWriter):
         manifest = FileManifest(self._save, (len(data), zlib.crc32(data)), files)
         _write_whole(self.checkpoint_id / MANIFEST, manifest.to_bytes())
         _write_whole(self.checkpoint_id / METADATA, data)
-        sync_directory(self.checkpoint_id)
+        sync(self.checkpoint_id)
 
 
 def _write_whole(path: Path, data: bytes) -> None:
@@ -216,36 +218,54 @@ class _RankWriter:
             self._contents = {
                 _index_of(item.index): content for item, content in zip(self._items, contents, strict=True)
             }
-        known = _manifest_of(base)
-        unchanged = {
-            (piece.key, piece.chunk)
-            for file in known.values()
-            for piece in file.pieces
-            if piece.content and self._contents.get((piece.key, piece.chunk)) == piece.content
-        }
-        linked = self._link(base, known, unchanged) if base is not None else set()
+            known = _manifest_of(base)
+            unchanged = {
+                (piece.key, piece.chunk)
+                for file in known.values()
+                for piece in file.pieces
+                if self._contents.get((piece.key, piece.chunk)) == piece.content
+            }
+            linked = set() if base is None else self._link(base, known, unchanged, pool)
         rest = [item for item in self._items if _index_of(item.index) not in linked]
         kept = [item for item in rest if _index_of(item.index) in unchanged]
         changed = [item for item in rest if _index_of(item.index) not in unchanged]
         tag = f"_{self._save}"  # linked files keep their names
         self.write([*_grouped(kept), *_grouped(changed)], tag)
 
-    def _link(self, base: Path, known: Mapping[str, ManifestFile], unchanged: set[Index]) -> set[Index]:
-        """Link to the files that consist of unchanged pieces only, and return these pieces."""
+    def _link(
+        self, base: Path, known: Mapping[str, ManifestFile], unchanged: set[Index], pool: ThreadPoolExecutor
+    ) -> set[Index]:
+        """Link to the files that consist of unchanged pieces only, and return these pieces.
+
+        They are read and compared with their checksums first: else damage would go on from step to step.
+        """
         indices = {_index_of(item.index): item.index for item in self._items}
         linked: set[Index] = set()
-        for name, file in known.items():
+        names = [name for name, file in known.items() if {(p.key, p.chunk) for p in file.pieces} <= unchanged]
+        whole = pool.map(lambda name: _is_whole(base / name, known[name]), names)
+        for name in (name for name, is_whole in zip(names, whole, strict=True) if is_whole):
+            file = known[name]
             own = {(piece.key, piece.chunk) for piece in file.pieces}
-            if not own <= unchanged or not linked.isdisjoint(own):
+            if not linked.isdisjoint(own):
                 continue
             with suppress(OSError):  # another file system, or it was removed meanwhile: it is written anew
-                if (base / name).lstat().st_size != file.nbytes:
-                    continue
                 os.link(base / name, self._directory / name, follow_symlinks=False)
                 linked |= own
                 pieces = [(indices[piece.key, piece.chunk], piece) for piece in file.pieces]
                 self._add(name, (file.save, file.nbytes), pieces)
         return linked
+
+
+def _is_whole(path: Path, listed: ManifestFile) -> bool:
+    """Whether a file is what was written, to the byte."""
+    try:
+        place = OpenFiles().open(path)
+        check_file(place, listed)
+        return not path.is_symlink() and all(
+            place.checksum(piece.offset, piece.length) == piece.checksum for piece in listed.pieces
+        )
+    except CheckpointError:
+        return False
 
 
 def _manifest_of(base: Path | None) -> Mapping[str, ManifestFile]:
@@ -315,7 +335,5 @@ def _content_of(data: Any) -> str:
         digest.update(data)
         return digest.hexdigest()
     digest.update(f"{data.dtype} {tuple(data.shape)} ".encode())
-    whole = as_copied(data.resolve_conj().resolve_neg()).contiguous()
-    if whole.nbytes:
-        digest.update((ctypes.c_char * whole.nbytes).from_address(whole.data_ptr()))
+    digest.update(memory_of(as_copied(data.resolve_conj().resolve_neg()).contiguous()))
     return digest.hexdigest()

@@ -15,11 +15,13 @@ import zlib
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.errors import CheckpointError
+from statetree.files.untrusted import refuse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
-    from typing import IO
+
+    from statetree.files.ranges import FileRange
 
 MANIFEST: Final = ".statetree_manifest"
 _VERSION: Final = 1
@@ -29,7 +31,7 @@ _ID_PREFIX: Final = "statetree:"
 _TRAILER: Final = b"\nstatetree save "
 TRAILER_BYTES: Final = len(_TRAILER) + 32
 _ID: Final = re.compile(r"[0-9a-f]{32}")
-_CHUNK_BYTES: Final = 1 << 20
+_NAME: Final = re.compile(r"[^/\\\0]+\.distcp")
 
 
 class ManifestPiece(NamedTuple):
@@ -149,7 +151,7 @@ def _parsed(table: Any) -> FileManifest:
     nbytes, checksum = map(_number, table["metadata"])
     files = {}
     for name, (save, size, rows) in table["files"].items():
-        if not _ID.fullmatch(save):
+        if not _ID.fullmatch(save) or not _NAME.fullmatch(name):
             raise ValueError
         files[name] = ManifestFile(save, _number(size), tuple(_piece(*row) for row in rows))
     return FileManifest(table["save"], (nbytes, checksum), files)
@@ -168,7 +170,7 @@ def _number(value: Any) -> int:
     return value
 
 
-def check_file(file: IO[bytes], name: str, listed: ManifestFile) -> None:
+def check_file(place: FileRange, listed: ManifestFile) -> None:
     """Compare a data file's size, and the save that it names, with the manifest.
 
     An end that names no save at all is damage, which the checksums of the pieces tell of if it goes further.
@@ -176,25 +178,10 @@ def check_file(file: IO[bytes], name: str, listed: ManifestFile) -> None:
     Raises:
         CheckpointError: If it is another file.
     """
-    nbytes = os.fstat(file.fileno()).st_size
-    if nbytes != listed.nbytes:
-        msg = f"{name} is damaged: expected {listed.nbytes} bytes, got {nbytes}"
-        raise CheckpointError(msg)
-    file.seek(max(0, nbytes - TRAILER_BYTES))
-    told = file.read().removeprefix(_TRAILER).decode("ascii", "replace")
+    if place.length != listed.nbytes:
+        refuse(place.label, f"it is damaged: expected {listed.nbytes} bytes, got {place.length}")
+    end = place.read(max(0, place.length - TRAILER_BYTES), min(place.length, TRAILER_BYTES), "its end")
+    told = end.removeprefix(_TRAILER).decode("ascii", "replace")
     if told != listed.save and _ID.fullmatch(told):
-        msg = f"{name} is of the save {told}: expected {listed.save}. Files of two checkpoints are mixed"
-        raise CheckpointError(msg)
-
-
-def checksum_of(file: IO[bytes], offset: int, length: int) -> int:
-    """Return the CRC-32 of bytes of a file."""
-    found = 0
-    file.seek(offset)
-    while length > 0:
-        chunk = file.read(min(length, _CHUNK_BYTES))
-        if not chunk:
-            break  # the file was cut off meanwhile: the checksum will not agree
-        found = zlib.crc32(chunk, found)
-        length -= len(chunk)
-    return found
+        what = f"it is of the save {told}: expected {listed.save}. Files of two checkpoints are mixed"
+        refuse(place.label, what, "Copy all files of one.")

@@ -17,23 +17,31 @@ from statetree.dcp.planners import CarefulReader, LoadPlanner
 from statetree.dcp.saved_structure import Structure, path_of, places, why_not_rebuilt
 from statetree.dcp.saved_structure import read as read_structure
 from statetree.dcp.templates import TemplateMatching
-from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY, VALUE_ENTRY, content_of, overlaps, pieces_of
+from statetree.dcp.tensors import PARTS_ENTRY, PLAIN, TENSOR_ENTRY, VALUE_ENTRY, content_of, overlaps, pieces_of
 from statetree.errors import CheckpointError, Difference, TreeMismatch, UnsupportedLeaf
 from statetree.spans.columns import Columns
 from statetree.spans.overlaps import laid_like, sharing
+from statetree.torch_internals import quietly
 from statetree.transforms.allocate_like import allocate_like
 from statetree.transforms.copy_into import copy_into
+from statetree.transforms.select import select
 from statetree.transforms.similarity import similarity
+from statetree.tree.flatten import flatten
+from statetree.tree.mapping import map_leaves
+from statetree.tree.selection import selected
 from statetree.tree.spec import TreeSpec
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Sequence
 
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.storage import StorageReader
 
+    from statetree.dcp.saved_structure import SavedEntry
     from statetree.dcp.tensors import Content
     from statetree.paths import Path
+    from statetree.tree.selection import Where
 
 
 def load(
@@ -44,6 +52,7 @@ def load(
     storage_reader: StorageReader | None = None,
     weights_only: bool = True,
     verify: bool = True,
+    where: Where | None = None,
     cast: bool = False,
     strict: bool = True,
 ) -> Any:
@@ -68,6 +77,9 @@ def load(
         verify: Whether what is loaded is compared with its checksums first: those of the manifest that ``save`` writes,
             or those that DCP wrote into each entry (CRC-32). Entries that are not loaded are not verified. It has no
             effect on a ``storage_reader``.
+        where: Which leaves are loaded, as for ``select``; by default all. A list or tuple of plain values is one leaf.
+            With a template, its other leaves are not looked at, and are the result's. Without one, the result has the
+            chosen leaves only, and a predicate is given ``meta`` tensors, and ``None`` for plain values.
         cast: Whether tensors of the template may be of another dtype than the saved ones, as ``copy_into`` has it.
         strict: Whether the checkpoint must hold all that the template does. Without it, what is missing keeps what it
             holds in the template.
@@ -77,7 +89,7 @@ def load(
         which they were saved. Without: everything fresh, and distributed tensors as whole tensors on the CPU.
 
     Aliasing:
-        The tensors are the template's.
+        The tensors are the template's, and, with ``where``, all leaves that are not loaded.
 
     Collective:
         Every rank of the group calls it.
@@ -107,7 +119,7 @@ def load(
     else:
         inner.reset(checkpoint_id)
     with checkpoint_errors("load", checkpoint_id):
-        return read(template, inner, group, weights_only=weights_only, cast=cast, strict=strict)
+        return read(template, inner, group, weights_only=weights_only, where=where, cast=cast, strict=strict)
 
 
 def read(
@@ -116,12 +128,13 @@ def read(
     group: ProcessGroup | None,
     *,
     weights_only: bool,
+    where: Where | None = None,
     cast: bool = False,
     strict: bool = True,
 ) -> Any:
     """Load as ``load`` does, but raise what DCP raises: a ``CheckpointException``, the same one on every rank."""
     reader = CarefulReader(storage_reader)
-    target = _Free() if template is None else _Template(template, group, cast=cast, strict=strict)
+    target = _Free(where) if template is None else _Template(template, group, where, cast=cast, strict=strict)
     planner = LoadPlanner(reader, target.choose, target.finish, weights_only=weights_only)
     run_load(reader, planner, group)
     return target.result(planner.values)
@@ -130,18 +143,29 @@ def read(
 class _Template:
     """Loads into the tensors of a template."""
 
-    def __init__(self, template: Any, group: ProcessGroup | None, *, cast: bool, strict: bool) -> None:
+    def __init__(
+        self, template: Any, group: ProcessGroup | None, where: Where | None, *, cast: bool, strict: bool
+    ) -> None:
         self._tree = template
         self._group = group
+        self._where = where
         self._cast = cast
         self._strict = strict
 
     def choose(self, text: str | None, metadata: Metadata) -> dict[str, Any]:
         self._state = flat_state(self._tree, verb="load")
         ranks = ranks_of("load", self._group)
-        contents = [content_of("load", entry.value, entry.path, ranks) for entry in self._state.entries]
+        chosen = None
+        if self._where is not None:
+            leaves = [entry.value for entry in self._state.entries]
+            chosen = selected(self._where, self._state.spec, leaves, verb="load")
+        contents = [
+            content_of("load", entry.value, entry.path, ranks) if chosen is None or chosen[index] else PLAIN
+            for index, entry in enumerate(self._state.entries)
+        ]
         saved = None if text is None else read_structure(text)
-        matching = TemplateMatching(self._state, contents, saved, metadata, cast=self._cast, strict=self._strict)
+        options = {"cast": self._cast, "strict": self._strict}
+        matching = TemplateMatching(self._state, contents, chosen, saved, metadata, **options)
         self._found = [
             (match, entry, content)
             for match, entry, content in zip(matching.run(), self._state.entries, contents, strict=True)
@@ -177,6 +201,7 @@ class _Template:
         self._into = {key: self._ties.loaded.get(key, tensors[key]) for key in apart}
         return {**values, **tensors, **self._ties.loaded, **apart}
 
+    @quietly
     def finish(self) -> None:
         for match, entry, content in self._found:
             if match.sort == PARTS_ENTRY and has_indices(entry.value):
@@ -266,7 +291,8 @@ class _Ties:
 class _Free:
     """Loads without a template."""
 
-    def __init__(self) -> None:
+    def __init__(self, where: Where | None) -> None:
+        self._where = where
         self._structure = Structure(TreeSpec((), 0), ())
         self._tensors: dict[str, torch.Tensor] = {}
 
@@ -278,9 +304,22 @@ class _Free:
             )
             raise TreeMismatch(msg)
         self._structure = read_structure(text)
-        _check_builtin(self._structure)
+        entries = self._structure.entries
+        chosen = [True] * len(entries)
+        if self._where is None:
+            _check_entries(self._structure, chosen)
+        _check_containers(self._structure)
+        if self._where is not None:
+            # A tensor for each entry: in the attributes of a container, these alone are leaves.
+            self._marks = [torch.empty(0, device="meta") for _ in entries]
+            tree = self._structure.rebuild(self._marks)
+            outlines = [_outline(entry, metadata) for entry in entries]
+            chosen = selected(self._where, flatten(tree)[1], outlines, verb="load")
+            marks = {id(mark) for mark, is_chosen in zip(self._marks, chosen, strict=True) if is_chosen}
+            self._selected = select(tree, lambda _, mark: id(mark) in marks)
+            _check_entries(self._structure, chosen)
         flat: dict[str, Any] = {}
-        for entry in self._structure.entries:
+        for entry in (entry for entry, is_chosen in zip(entries, chosen, strict=True) if is_chosen):
             (key,) = entry.keys
             stored = metadata.state_dict_metadata.get(key)
             if stored is None or isinstance(stored, TensorStorageMetadata) != (entry.sort == TENSOR_ENTRY):
@@ -297,18 +336,35 @@ class _Free:
 
     def result(self, values: dict[str, Any]) -> Any:
         found = {**values, **self._tensors}
-        return self._structure.rebuild([found[entry.keys[0]] for entry in self._structure.entries])
+        entries = self._structure.entries
+        if self._where is None:
+            return self._structure.rebuild([found[entry.keys[0]] for entry in entries])
+        keys = {id(mark): entry.keys[0] for mark, entry in zip(self._marks, entries, strict=True)}
+        return map_leaves(lambda mark: found[keys[id(mark)]], self._selected)
 
 
-def _check_builtin(saved: Structure) -> None:
+def _outline(entry: SavedEntry, metadata: Metadata) -> torch.Tensor | None:
+    stored = metadata.state_dict_metadata.get(entry.keys[0]) if entry.sort == TENSOR_ENTRY else None
+    if not isinstance(stored, TensorStorageMetadata):
+        return None
+    return torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
+
+
+def _check_containers(saved: Structure) -> None:
     """Raise unless a structure can be made without a template."""
     differences = []
     for texts, ref in places(saved.spec):
-        if ref < 0:
-            why = why_not_rebuilt(saved.spec.nodes[~ref])
-            if why:
-                differences.append(Difference(path_of(texts), "structure", why, "a builtin container"))
-        elif saved.entries[ref].sort == PARTS_ENTRY:
+        why = why_not_rebuilt(saved.spec.nodes[~ref]) if ref < 0 else ""
+        if why:
+            differences.append(Difference(path_of(texts), "structure", why, "a builtin container"))
+    if differences:
+        raise TreeMismatch.between("load", differences, "Pass a template like the saved tree.")
+
+
+def _check_entries(saved: Structure, chosen: Sequence[bool]) -> None:
+    """Raise unless entries can be made without a template."""
+    for texts, ref in places(saved.spec):
+        if ref >= 0 and chosen[ref] and saved.entries[ref].sort == PARTS_ENTRY:
             path = path_of(texts)
             msg = (
                 f"load: the leaf at {path or '<root>'} loads into a template only: expected a strided tensor of a "
@@ -316,5 +372,3 @@ def _check_builtin(saved: Structure) -> None:
                 "template like the saved tree."
             )
             raise UnsupportedLeaf(msg, path)
-    if differences:
-        raise TreeMismatch.between("load", differences, "Pass a template like the saved tree.")

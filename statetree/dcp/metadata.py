@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import reprlib
 from itertools import pairwise
-from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 import torch
@@ -27,9 +26,10 @@ from torch.distributed.checkpoint.metadata import (
 from statetree.dcp.file_manifest import MANIFEST, FileManifest, read_manifest, regular_bytes, save_of
 from statetree.errors import CheckpointError
 from statetree.files.safe_pickle import BadPickle, Foreign, Named, Reader, Record, Recorded, collection_paused
-from statetree.files.untrusted import printable
+from statetree.files.untrusted import inside, printable
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping
     from pathlib import Path
 
@@ -95,34 +95,26 @@ def _size(_name: str, args: tuple[Any, ...]) -> torch.Size:
     return torch.Size(args[0])
 
 
-def read_metadata(directory: Path, file_name: str = ".metadata") -> Metadata:
-    """Read a directory's metadata without running code that the file may contain.
-
-    Every name in it stays inside the directory, every piece lies inside its file, apart from the others, is as long as
-    its tensor needs, and lies inside the tensor that it is a piece of.
-
-    Returns:
-        Metadata whose ``storage_data`` holds ``Stored``, without planner data.
-
-    Raises:
-        CheckpointError: If the directory or the file is missing, damaged, or refers to anything else.
-    """
-    return _parsed(directory, file_name, _content(directory, file_name))
-
-
 def read_described(directory: Path, *, verify: bool) -> tuple[Metadata, FileManifest | None]:
-    """Read a directory's metadata, and the manifest if the save that they name left one.
+    """Read a directory's metadata, without running code in them, and the manifest if the save that they name left one.
+
+    Every name in them stays inside the directory, every piece lies inside its file, apart from the others, is as long
+    as its tensor needs, and lies inside the tensor that it is a piece of.
 
     Args:
         directory: Where the checkpoint lies.
         verify: Whether the metadata have to be the bytes that the manifest says. Without it, a manifest that is
             missing or damaged is passed over.
 
+    Returns:
+        Metadata whose ``storage_data`` holds ``Stored``, without planner data.
+
     Raises:
-        CheckpointError: As ``read_metadata``; or if the manifest is missing or damaged, or belongs to another save.
+        CheckpointError: If the directory or the metadata are missing, damaged, or refer to anything else; or if the
+            manifest is missing or damaged, or belongs to another save.
     """
-    data = _content(directory, METADATA)
-    metadata = _parsed(directory, METADATA, data)
+    data = _content(directory)
+    metadata = _parsed(directory, data)
     assert metadata.storage_meta is not None
     save = save_of(metadata.storage_meta.save_id)
     if save is None:
@@ -135,8 +127,8 @@ def read_described(directory: Path, *, verify: bool) -> tuple[Metadata, FileMani
         if not verify:
             return metadata, None
         msg = (
-            f"load: cannot read the checkpoint {directory}: {error}. Load another checkpoint, or pass verify=False to "
-            "read it all the same."
+            f"load: cannot read the checkpoint {directory}: {error}. Load another checkpoint, or pass verify=False "
+            "to read it all the same."
         )
         raise CheckpointError(msg) from None
     if manifest.save != save:
@@ -160,21 +152,21 @@ def _refuse_mixture(directory: Path, what: str) -> None:
     raise CheckpointError(msg)
 
 
-def _content(directory: Path, file_name: str) -> bytes:
-    path = directory / file_name
+def _content(directory: Path) -> bytes:
+    path = directory / METADATA
     if not path.resolve().is_relative_to(directory.resolve()):
-        msg = f"load: the metadata of the checkpoint {directory} lie outside of it: {file_name} is a link. Load a copy."
+        msg = f"load: the metadata of the checkpoint {directory} lie outside of it: {METADATA} is a link. Load a copy."
         raise CheckpointError(msg)
     try:
         return regular_bytes(path, _MAX_BYTES)
     except OSError as error:
-        _raise_unreadable(directory, file_name, error)
+        _raise_unreadable(directory, error)
     except CheckpointError as error:
         msg = f"load: the metadata of the checkpoint {directory} cannot be read: {error}. Load another checkpoint."
         raise CheckpointError(msg) from None
 
 
-def _parsed(directory: Path, file_name: str, data: bytes) -> Metadata:
+def _parsed(directory: Path, data: bytes) -> Metadata:
     try:
         with collection_paused():
             return _Reading(directory, Reader(data, _size, _refer, is_modern=True).load()).metadata()
@@ -184,20 +176,20 @@ def _parsed(directory: Path, file_name: str, data: bytes) -> Metadata:
         what = str(error) if isinstance(error, BadPickle) else f"{type(error).__name__}: {_TEXT.repr(error.args)}"
         msg = (
             f"load: the metadata of the checkpoint {directory} cannot be read: {printable(what[:500])}. It is damaged, "
-            f"hostile, or of an unknown version; {file_name} was not executed. Load another checkpoint."
+            f"hostile, or of an unknown version; {METADATA} was not executed. Load another checkpoint."
         )
         raise CheckpointError(msg) from None
 
 
-def _raise_unreadable(directory: Path, file_name: str, error: OSError) -> NoReturn:
+def _raise_unreadable(directory: Path, error: OSError) -> NoReturn:
     if not directory.exists():
         what = "there is no such directory"
     elif not directory.is_dir():
         what = "it is not a directory"
     elif isinstance(error, FileNotFoundError):
-        what = f"it has no {file_name} file: it is no checkpoint of torch.distributed.checkpoint, or an incomplete one"
+        what = f"it has no {METADATA} file: it is no checkpoint of torch.distributed.checkpoint, or an incomplete one"
     else:
-        what = f"{file_name} cannot be opened: {error}"
+        what = f"{METADATA} cannot be opened: {error}"
     msg = f"load: cannot read the checkpoint {directory}: {what}. Pass the directory of a complete checkpoint."
     raise CheckpointError(msg) from error
 
@@ -208,7 +200,7 @@ class _Reading:
     def __init__(self, directory: Path, record: Any) -> None:
         self._directory = directory
         self._record = record
-        self._file_sizes: dict[str, int] = {}
+        self._files: dict[str, os.stat_result] = {}
 
     def metadata(self) -> Metadata:
         state = self._state(self._record, "Metadata")
@@ -227,9 +219,11 @@ class _Reading:
 
     def _check_apart(self, stored: Mapping[MetadataIndex, Stored]) -> None:
         """Raise if pieces overlap: one piece for any number of entries would take any amount of memory."""
-        places = sorted((place, index.fqn) for index, place in stored.items())
-        for (before, key), (after, other) in pairwise(places):
-            if before.name == after.name and after.offset < before.offset + before.length:
+        # One file may have several names: links.
+        ids = {name: (status.st_dev, status.st_ino) for name, status in self._files.items()}
+        places = sorted((ids[place.name], place.offset, place, index.fqn) for index, place in stored.items())
+        for (one, _, before, key), (another, _, after, other) in pairwise(places):
+            if one == another and after.offset < before.offset + before.length:
                 whose = f"{key!r}" if key == other else f"{key!r} and {other!r}"
                 self._damaged(f"the pieces of {whose} overlap in {after.name}")
 
@@ -300,29 +294,20 @@ class _Reading:
             )
             raise CheckpointError(msg)
         stored = Stored(name, self._number(state["offset"], "an offset"), self._number(state["length"], "a length"))
-        size = self._file_size(name)
+        size = self._file(name).st_size
         if stored.offset + stored.length > size:
             self._damaged(
                 f"{name} is truncated: expected {stored.offset + stored.length} bytes or more, got {size} bytes"
             )
         return stored
 
-    def _file_size(self, name: str) -> int:
-        if name not in self._file_sizes:
-            pure = PurePosixPath(name)
-            if pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name or not pure.parts:
-                self._damaged(f"the file name {name!r} leads out of the directory")
-            path = self._directory / name
+    def _file(self, name: str) -> os.stat_result:
+        if name not in self._files:
             try:
-                inside = path.resolve().is_relative_to(self._directory.resolve())
-                if not inside or not path.is_file():
-                    self._damaged(
-                        f"the file {name} is missing" if inside else f"the file name {name!r} leads out of it"
-                    )
-                self._file_sizes[name] = path.stat().st_size
-            except OSError as error:
-                self._damaged(f"the file {name} cannot be read: {error}")
-        return self._file_sizes[name]
+                self._files[name] = inside(self._directory, name, self._directory / METADATA).stat()
+            except (OSError, CheckpointError) as error:
+                self._damaged(str(error).removeprefix("read: ").rstrip("."))
+        return self._files[name]
 
     def _check_stored(
         self,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _DTYPE: Final = re.compile(r"[?biufcmMSUV]\d{0,9}")
+_MAX_DIMS: Final = 32
 _UNITS: Final = frozenset(["Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as", "generic"])
 _PICKLE: Final = "numpy.random._pickle."
 _SEEDS: Final = "numpy.random.bit_generator."
@@ -44,7 +45,15 @@ class PendingSeed:
         self.made: Any = None
 
 
-def _expect(holds: object, what: str) -> None:
+def is_array_of_numbers(value: Any) -> bool:
+    """Whether a value is an array that holds no objects: it may be large, and need not be pickled to look into it."""
+    cls = type(value)
+    is_array = cls.__module__ == "numpy" and cls.__qualname__ == "ndarray"
+    return is_array and value.dtype.kind in "biufc" and value.ndim <= _MAX_DIMS
+
+
+def expect(holds: object, what: str) -> None:
+    """Raise ``BadPickle`` unless something holds."""
     if not holds:
         raise BadPickle(f"it makes {what} of something else")
 
@@ -58,19 +67,19 @@ def _numpy() -> Any:
 
 
 def _dtype(text: Any, *_flags: Any) -> Any:
-    _expect(type(text) is str and _DTYPE.fullmatch(text), "a dtype")
+    expect(type(text) is str and _DTYPE.fullmatch(text), "a dtype")
     return _numpy().dtype(text, False, True)  # noqa: FBT003 - a copy, which may be changed
 
 
 def _scalar(dtype: Any, data: Any) -> Any:
     np = _numpy()
-    _expect(isinstance(dtype, np.dtype) and not dtype.hasobject, "a scalar")
-    _expect(type(data) is bytes and len(data) == dtype.itemsize, "a scalar")
+    expect(isinstance(dtype, np.dtype) and not dtype.hasobject, "a scalar")
+    expect(type(data) is bytes and len(data) == dtype.itemsize, "a scalar")
     return np.frombuffer(data, dtype)[0] if data else dtype.type()
 
 
 def _array(cls: Any, *_args: Any) -> Any:
-    _expect(type(cls) is Named and cls.name == "numpy.ndarray", "an array")
+    expect(type(cls) is Named and cls.name == "numpy.ndarray", "an array")
     return _numpy().empty(0, "b")
 
 
@@ -80,14 +89,14 @@ def _seed(*_args: Any) -> PendingSeed:
 
 def _bit_generator(cls: Any) -> Any:
     name = str(_BIT_GENERATORS.get(cls.name) if type(cls) is Named else cls)  # older versions pass its name
-    _expect(name in _BIT_GENERATORS.values(), "a bit generator")
+    expect(name in _BIT_GENERATORS.values(), "a bit generator")
     return getattr(_numpy().random, name)()
 
 
 def _of_bit_generator(name: str) -> Callable[..., Any]:
     def make(inner: Any, *_more: Any) -> Any:
         np = _numpy()
-        _expect(isinstance(inner, np.random.BitGenerator), f"a {name}")
+        expect(isinstance(inner, np.random.BitGenerator), f"a {name}")
         return getattr(np.random, name)(inner)
 
     return make
@@ -128,40 +137,42 @@ def build(target: Any, state: Any) -> bool:
 
 
 def _set_dtype(target: Any, state: Any) -> None:
-    _expect(type(state) is tuple and len(state) in (8, 9), "a dtype")
+    expect(type(state) is tuple and len(state) in (8, 9), "a dtype")
     version, order, *parts, size, alignment, flags = state[:8]
-    _expect(type(version) is int and type(order) is str and order in ("<", ">", "|", "="), "a dtype")
-    _expect(parts == [None, None, None], "a dtype of simple values")  # no fields, no arrays in it
-    _expect(size in (-1, target.itemsize) and alignment in (-1, target.alignment) and type(flags) is int, "a dtype")
+    expect(type(version) is int and type(order) is str and order in ("<", ">", "|", "="), "a dtype")
+    expect(parts == [None, None, None], "a dtype of simple values")  # no fields, no arrays in it
+    expect(size in (-1, target.itemsize) and alignment in (-1, target.alignment) and type(flags) is int, "a dtype")
     unit = state[8] if len(state) == 9 else None
     if unit is not None:
         _, (name, *counts) = unit
         name = name.decode() if type(name) is bytes else name
-        _expect(name in _UNITS and len(counts) == 3 and all(type(n) is int and n > 0 for n in counts), "a dtype")
-        _expect(target.kind in "mM", "a dtype")
+        expect(name in _UNITS and len(counts) == 3 and all(type(n) is int and n > 0 for n in counts), "a dtype")
+        expect(target.kind in "mM", "a dtype")
         target.__setstate__((version, order, None, None, None, size, alignment, flags, ({}, (name.encode(), *counts))))
     elif order in "<>":
         target.__setstate__((version, order, None, None, None, size, alignment, flags))
 
 
 def _set_array(np: Any, target: Any, state: Any) -> None:
-    _expect(type(state) is tuple and len(state) == 5, "an array")
+    expect(type(state) is tuple and len(state) == 5, "an array")
     _version, shape, dtype, by_columns, data = state
-    _expect(type(shape) is tuple and len(shape) <= 32 and all(type(n) is int and n >= 0 for n in shape), "an array")
-    _expect(isinstance(dtype, np.dtype) and not dtype.hasobject and type(data) is bytes, "an array of simple values")
-    _expect(math.prod(shape) * dtype.itemsize == len(data), "an array")
+    expect(
+        type(shape) is tuple and len(shape) <= _MAX_DIMS and all(type(n) is int and n >= 0 for n in shape), "an array"
+    )
+    expect(isinstance(dtype, np.dtype) and not dtype.hasobject and type(data) is bytes, "an array of simple values")
+    expect(math.prod(shape) * dtype.itemsize == len(data), "an array")
     target.__setstate__((1, shape, dtype, bool(by_columns), data))
 
 
 def _set_seed(target: PendingSeed, state: Any) -> None:
     np = _numpy()
     fields = state[0] if type(state) is tuple and len(state) == 1 else state
-    _expect(type(fields) is tuple and len(fields) >= 5, "a SeedSequence")
+    expect(type(fields) is tuple and len(fields) >= 5, "a SeedSequence")
     entropy, spawned, _pool, pool_size, spawn_key = fields[:5]
-    _expect(type(spawned) is int and type(pool_size) is int and 4 <= pool_size <= 1024, "a SeedSequence")
-    _expect(type(spawn_key) is tuple and all(type(part) is int for part in spawn_key), "a SeedSequence")
+    expect(type(spawned) is int and type(pool_size) is int and 4 <= pool_size <= 1024, "a SeedSequence")
+    expect(type(spawn_key) is tuple and all(type(part) is int for part in spawn_key), "a SeedSequence")
     listed = entropy if type(entropy) is list else [] if entropy is None else [entropy]
-    _expect(all(type(part) is int for part in listed), "a SeedSequence")
+    expect(all(type(part) is int for part in listed), "a SeedSequence")
     target.made = np.random.SeedSequence(entropy, spawn_key=spawn_key, pool_size=pool_size, n_children_spawned=spawned)
 
 
@@ -171,17 +182,17 @@ def _set_bit_generator(np: Any, target: Any, state: Any) -> None:
     if seed is None:
         target.state = inner
         return
-    _expect(type(seed) is PendingSeed and seed.made is not None, "a bit generator")
+    expect(type(seed) is PendingSeed and seed.made is not None, "a bit generator")
     target.__setstate__((inner, seed.made))
 
 
 def _check_random_state(np: Any, state: Any) -> None:
-    _expect(type(state) is dict and type(state.get("bit_generator")) is str, "a random state")
+    expect(type(state) is dict and type(state.get("bit_generator")) is str, "a random state")
     inner = state.get("state")
     for name, value in (*state.items(), *(inner.items() if type(inner) is dict else ())):
         if type(value) is np.ndarray:
-            _expect((str(value.dtype), value.size) in _STATE_ARRAYS.get(name, ()) and value.ndim == 1, "a random state")
+            expect((str(value.dtype), value.size) in _STATE_ARRAYS.get(name, ()) and value.ndim == 1, "a random state")
         elif name in _STATE_POSITIONS:
-            _expect(type(value) is int and 0 <= value <= _STATE_POSITIONS[name], "a random state")
+            expect(type(value) is int and 0 <= value <= _STATE_POSITIONS[name], "a random state")
         else:
-            _expect(type(value) in (int, float, str) or value is inner, "a random state")
+            expect(type(value) in (int, float, str) or value is inner, "a random state")

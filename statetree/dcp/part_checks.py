@@ -10,13 +10,8 @@ from typing import Any, Final
 import torch
 
 from statetree.errors import CheckpointError
+from statetree.torch_internals import check_sparse_indices
 
-_COMPRESSED: Final = {
-    torch.sparse_csr: ("crow_indices", "col_indices"),
-    torch.sparse_csc: ("ccol_indices", "row_indices"),
-    torch.sparse_bsr: ("crow_indices", "col_indices"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices"),
-}
 #: What says where the pieces of nested tensors begin and end.
 _JAGGED: Final = ("offsets", "lengths")
 _NESTED: Final = ("_nested_tensor_size", "_nested_tensor_strides", "_nested_tensor_storage_offsets")
@@ -36,14 +31,10 @@ def check_indices(leaf: Any, template: Any, where: str) -> None:
         where: Its path, for the message.
     """
     try:
-        if leaf.layout is torch.sparse_coo:
-            torch.sparse_coo_tensor(leaf._indices(), leaf._values(), leaf.shape, check_invariants=True)
-        elif leaf.layout in _COMPRESSED:
-            compressed, plain = (getattr(leaf, name)() for name in _COMPRESSED[leaf.layout])
-            args = (compressed, plain, leaf.values(), leaf.shape)
-            torch.sparse_compressed_tensor(*args, layout=leaf.layout, check_invariants=True)
-        else:
+        if leaf.is_nested:
             _check_same_pieces(leaf, template)
+        else:
+            check_sparse_indices(leaf)
     except (RuntimeError, ValueError) as error:
         what = str(error).splitlines()[0][:300]
         msg = f"load: the indices of the leaf at {where} are damaged: {what}. Load another checkpoint."

@@ -18,25 +18,14 @@ import torch
 from statetree.dcp import numpy_values, reconstructors
 from statetree.dcp.numpy_values import PendingSeed
 from statetree.errors import CheckpointError
-from statetree.files.safe_pickle import BadPickle, Foreign, Named, Reader
-from statetree.files.torch_pickles import StorageClass, size_of, storage_dtypes, storage_id
+from statetree.files.safe_pickle import MADE_BY_READER, BadPickle, Foreign, Named, Reader
+from statetree.files.torch_pickles import PLAIN_CALLS, StorageClass, size_of, storage_dtypes, storage_id
 from statetree.files.zip_archive import is_zip, read_members
 
 #: Never left to torch, which admits it: making one starts a process group.
 _REFUSED: Final = frozenset({"torch.distributed.device_mesh.DeviceMesh"})
-_LAYOUTS: Final = {str(layout): layout for layout in vars(torch).values() if isinstance(layout, torch.layout)}
 _NAMED: Final = {name: value for name, value in vars(torch).items() if isinstance(value, (torch.dtype, torch.qscheme))}
 _TENSOR: Final = "torch._utils._rebuild_tensor_v2"
-_MADE_BY_READER: Final = frozenset(
-    {
-        "collections.OrderedDict",
-        "collections.Counter",
-        "builtins.set",
-        "builtins.bytearray",
-        "builtins.complex",
-        "_codecs.encode",
-    }
-)
 _MAPPINGS: Final = (dict, OrderedDict, Counter, defaultdict)
 _COLLECTIONS: Final = (list, tuple, set, frozenset, deque)
 _STAND_INS: Final = (Named, Foreign, StorageClass, PendingSeed)
@@ -148,7 +137,7 @@ class _ValueReading:
         if full in storage_dtypes():
             return StorageClass(storage_dtypes()[full])
         known = (reconstructors.CALLS, reconstructors.CLASSES, numpy_values.CALLS, numpy_values.CLASSES)
-        if full in _MADE_BY_READER or full in _TORCH or full == _TENSOR or any(full in names for names in known):
+        if full in MADE_BY_READER or full in PLAIN_CALLS or full == _TENSOR or any(full in names for names in known):
             return Named(full)
         if full == "builtins.Ellipsis":
             return ...
@@ -168,7 +157,7 @@ class _ValueReading:
         if name in self._enums:
             (value,) = args
             return reconstructors.enum_member(self._enums[name], value)
-        for known in (_TORCH, reconstructors.CALLS, numpy_values.CALLS):
+        for known in (PLAIN_CALLS, reconstructors.CALLS, numpy_values.CALLS):
             if name in known:
                 return known[name](*args)
         raise BadPickle(f"it calls {name}")
@@ -210,19 +199,6 @@ def _tensor(
         return None
     made = torch.empty(0, dtype=storage.dtype, device="cpu").set_(storage.storage, start, shape, steps)
     return made.requires_grad_() if requires_grad else made
-
-
-def _device(kind: Any, index: Any = None) -> torch.device:
-    if type(kind) is not str or len(kind) > 40 or (index is not None and type(index) is not int):
-        raise BadPickle("it has an unknown device")
-    return torch.device(kind) if index is None else torch.device(kind, index)
-
-
-_TORCH: Final[dict[str, Any]] = {
-    "torch.Size": lambda sizes: torch.Size(size_of(sizes)),
-    "torch.device": _device,
-    "torch.serialization._get_layout": lambda name: _LAYOUTS[name],
-}
 
 
 def _check_complete(root: Any) -> None:

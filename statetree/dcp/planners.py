@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from statetree.dcp.tensors import pieces_of
 from statetree.errors import CheckpointError
 
 if TYPE_CHECKING:
+    import io
     from collections.abc import Callable, Sequence
 
     from torch.distributed.checkpoint.storage import StorageReader
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class Pickled:
     """A plain value, pickled."""
 
-    def __init__(self, data: bytes) -> None:
-        self.data = data
+    def __init__(self, file: io.BytesIO) -> None:
+        self.file = file
 
 
 @dataclasses.dataclass
@@ -98,7 +98,7 @@ class SavePlanner(DefaultSavePlanner):
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002, ARG002 - DCP's signature
         """Return a value's bytes."""
-        return io.BytesIO(object.data) if isinstance(object, Pickled) else object
+        return object.file if isinstance(object, Pickled) else object
 
 
 class LoadPlanner(DefaultLoadPlanner):

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from statetree.dcp import numpy_values
+from statetree.dcp.numpy_values import expect
 from statetree.files.safe_pickle import BadPickle, Named, check_keys
 
 if TYPE_CHECKING:
@@ -39,12 +40,6 @@ CLASSES: Final[Mapping[str, type]] = {
     f"builtins.{cls.__name__}": cls
     for cls in (bool, bytes, complex, dict, float, frozenset, int, list, object, set, str, tuple, type(None))
 } | {"builtins.long": int, "builtins.unicode": str, "collections.OrderedDict": collections.OrderedDict}
-
-
-def expect(holds: object, what: str) -> None:
-    """Raise ``BadPickle`` unless something holds."""
-    if not holds:
-        raise BadPickle(f"it makes {what} of something else")
 
 
 def _path(cls: type) -> Callable[..., Any]:

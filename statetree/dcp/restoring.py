@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.checkpoint.api import CheckpointException
 
 from statetree.dcp.agreement import by_first
-from statetree.dcp.directories import check_files
+from statetree.dcp.data_files import check_files
 from statetree.dcp.failures import checkpoint_errors
 from statetree.errors import CheckpointError
 

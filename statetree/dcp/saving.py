@@ -14,6 +14,7 @@ from statetree.dcp.failures import checkpoint_errors
 from statetree.dcp.flat_state import STRUCTURE_KEY, flat_state, free_key
 from statetree.dcp.groups import check_alive, group_for, ranks_of
 from statetree.dcp.internals import run_save
+from statetree.dcp.numpy_values import is_array_of_numbers
 from statetree.dcp.plain_values import why_not_restorable
 from statetree.dcp.planners import Pickled, SavePlanner, ToSave
 from statetree.dcp.saved_structure import SavedEntry, written
@@ -112,7 +113,7 @@ _COMING_BACK: Final = frozenset(
 
 def _comes_back(leaf: Any) -> bool:
     cls = type(leaf)
-    if cls in _COMING_BACK or cls is torch.Tensor:
+    if cls in _COMING_BACK or cls is torch.Tensor or is_array_of_numbers(leaf):
         return True
     if cls in (list, tuple):
         return all(type(item) in _COMING_BACK for item in leaf)
@@ -125,7 +126,7 @@ def _why_not(value: Any) -> str:
     try:
         if leaf_type is not None and leaf_type.registered:
             value = content_of("save", value, Path()).contexts
-        return why_not_restorable(_pickled(value, Path()).data)
+        return why_not_restorable(_pickled(value, Path()).file.getvalue())
     except UnsupportedLeaf:  # the save itself raises it, with its path
         return ""
 
@@ -199,4 +200,4 @@ def _pickled(value: Any, path: Path) -> Pickled:
             f"{type(error).__name__}: {error}. Leave it out, or register its class as a container (register_container)."
         )
         raise UnsupportedLeaf(msg, path) from error
-    return Pickled(file.getvalue())
+    return Pickled(file)

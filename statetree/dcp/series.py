@@ -14,15 +14,15 @@ import uuid
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from statetree.dcp.directories import sync_directory
+from statetree.dcp.metadata import METADATA
+from statetree.files.publishing import sync
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
 _NAME: Final = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _LEFTOVER: Final = re.compile(r"\.step-\d{8,}(\.\d+)?\.(partial|removed)-[0-9a-f]{32}")
-METADATA: Final = ".metadata"
 
 
 class StepDirectory(NamedTuple):
@@ -46,7 +46,7 @@ class Series:
 
     def complete(self) -> list[StepDirectory]:
         """Return the complete checkpoints, of each step the latest revision, in the order of steps."""
-        return sorted({found.step: found for found in sorted(self._all())}.values())
+        return _latest(self._all())
 
     def _all(self) -> list[StepDirectory]:
         found = []
@@ -67,7 +67,7 @@ class Series:
         """Make a directory to write a checkpoint into, and remove what crashed saves left behind."""
         if not self.directory.is_dir():
             self.directory.mkdir(parents=True, exist_ok=True)
-            sync_directory(self.directory.parent)
+            sync(self.directory.parent)
         with self._alone():  # nobody takes what was just made, and is not yet locked, for a leftover
             self._clean()
             path = self.directory / f".{StepDirectory(step, 0).name}.partial-{uuid.uuid4().hex}"
@@ -94,29 +94,31 @@ class Series:
                 revision += 1
             checkpoint = StepDirectory(partial.step, revision)
             os.rename(partial.path, self.path(checkpoint))
-        sync_directory(self.directory)
+        sync(self.directory)
         partial.close()
         return checkpoint
 
     def prune(self, keep: int | None, latest: StepDirectory) -> None:
         """Remove superseded revisions, and all but the newest steps and every n-th; never the one just saved."""
-        complete = self.complete()
-        kept = set(complete if keep is None else complete[-keep:]) | {latest}
-        if self._every is not None:
-            kept |= {checkpoint for checkpoint in complete if checkpoint.step % self._every == 0}
-        for checkpoint in self._all():
-            if checkpoint not in kept:
-                self._remove(self.path(checkpoint))
+        with self._alone():
+            found = self._all()  # once: what another process publishes from here on is none of these
+            complete = _latest(found)
+            kept = set(complete if keep is None else complete[-keep:]) | {latest}
+            if self._every is not None:
+                kept |= {checkpoint for checkpoint in complete if checkpoint.step % self._every == 0}
+            removed = [self._without_name(self.path(checkpoint)) for checkpoint in found if checkpoint not in kept]
+        for path in removed:
+            shutil.rmtree(path, ignore_errors=True)
 
-    def _remove(self, path: Path) -> None:
-        """Remove a checkpoint: first its name, so that no half of it is ever seen. Of a link, remove the link."""
+    def _without_name(self, path: Path) -> Path:
+        """Take a checkpoint's name away, so that no half of it is ever seen. Of a link, remove the link."""
+        aside = path.with_name(f".{path.name}.removed-{uuid.uuid4().hex}")
         if path.is_symlink():
             path.unlink(missing_ok=True)
-            return
-        aside = path.with_name(f".{path.name}.removed-{uuid.uuid4().hex}")
+            return aside
         with suppress(OSError):  # what stays is removed by a later save
             os.rename(path, aside)
-            shutil.rmtree(aside, ignore_errors=True)
+        return aside
 
     def _clean(self) -> None:
         for entry in list(os.scandir(self.directory)):
@@ -126,6 +128,10 @@ class Series:
                 os.unlink(entry.path)
             elif entry.is_dir(follow_symlinks=False) and not _is_in_use(entry.path):
                 shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def _latest(found: Iterable[StepDirectory]) -> list[StepDirectory]:
+    return sorted({checkpoint.step: checkpoint for checkpoint in sorted(found)}.values())
 
 
 class UnfinishedStep:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from contextlib import suppress
-from operator import add
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from statetree.chunks.boxes import Box, is_covered
+from statetree.dcp.data_files import DataFiles, box_of
 from statetree.dcp.flat_state import STRUCTURE_KEY
 from statetree.dcp.keys import UnknownKey, key_of
-from statetree.dcp.metadata import read_metadata
+from statetree.dcp.metadata import METADATA, read_described
 from statetree.dcp.nesting import nested, read_paths
 from statetree.dcp.plain_values import gist, read_value
 from statetree.dcp.saved_structure import SavedContainer, Structure, places, read, why_not_rebuilt
@@ -22,23 +21,16 @@ from statetree.dcp.saving import write
 from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint
 from statetree.files.stored import StoredObject, StoredPiece, StoredTensor, whole_tensors
-from statetree.files.torch_format import TorchArchive
 from statetree.files.untrusted import printable, refuse
 from statetree.tree.spec import TreeSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from torch.distributed.checkpoint.metadata import Metadata
-
-    from statetree.dcp.metadata import Stored
     from statetree.files.checkpoint import SaveOptions
     from statetree.files.ranges import OpenFiles
     from statetree.tree.traversal import Node
-
-_METADATA: Final = ".metadata"
-_MAX_METADATA_BYTES: Final = 1 << 30
 
 
 class DirectoryFormat(CheckpointFormat):
@@ -58,11 +50,15 @@ class DirectoryFormat(CheckpointFormat):
     def write(self, tree: Any, folder: Path, name: str, options: SaveOptions) -> list[str]:  # noqa: ARG002
         """Write a checkpoint of this process."""
         write(lambda: whole_tensors(tree, keeps_strides=False), folder, None)
-        names = sorted(file.name for file in folder.iterdir() if file.name != _METADATA)
-        return [*names, _METADATA]
+        names = sorted(file.name for file in folder.iterdir() if file.name != METADATA)
+        return [*names, METADATA]
 
 
 FORMAT: Final = DirectoryFormat()
+_COMPRESSED: Final = {
+    str(layout).removeprefix("torch."): layout
+    for layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+}
 
 
 class _Directory:
@@ -72,29 +68,23 @@ class _Directory:
         self.foreign: dict[str, None] = {}
         self._skip_foreign = skip_foreign
         self._is_nested = True
-        with suppress(OSError):  # it is missing, which read_metadata says
-            size = (path / _METADATA).stat().st_size
-            if size > _MAX_METADATA_BYTES:
-                refuse(path / _METADATA, f"it has {size} bytes: expected at most {_MAX_METADATA_BYTES}")
-        self.metadata: Metadata = read_metadata(path)
-        self._metadata_file = files.open(path / _METADATA)
+        self.metadata, manifest = read_described(path, verify=True)
+        self._data = DataFiles(path, self.metadata, manifest, files)
+        self._metadata_file = files.open(path / METADATA)
 
     def opened(self, title: str) -> OpenedCheckpoint:
         """Return the checkpoint."""
-        tree = self._tree()
         for name in sorted({stored.name for stored in self.metadata.storage_data.values()}):
-            self.files.open(self.path / name)
+            self._data.open(name)
+        tree = self._tree()
         return OpenedCheckpoint(
             tree, title, self.files, list(self.foreign), is_nested=self._is_nested, verify=self._verify
         )
 
     def _verify(self) -> int:
-        return sum(self._archive(index).verify() for index in self.metadata.storage_data)
-
-    def _archive(self, index: MetadataIndex) -> TorchArchive:
-        stored: Stored = self.metadata.storage_data[index]
-        place = self.files.open(self.path / stored.name)
-        return TorchArchive(place.part(stored.offset, stored.length, f"the entry {index.fqn!r}"))
+        for index in self.metadata.storage_data:
+            self._data.verify(index)
+        return len(self.metadata.storage_data)
 
     def _tree(self) -> Any:
         entries = self.metadata.state_dict_metadata
@@ -141,11 +131,11 @@ class _Directory:
         return self._tensor(key, entry) if isinstance(entry, TensorStorageMetadata) else self._plain(key)
 
     def _plain(self, key: str) -> Any:
-        stored: Stored = self.metadata.storage_data[MetadataIndex(key)]
-        entry = f"the entry {key!r}"
-        place = self.files.open(self.path / stored.name).part(stored.offset, stored.length, entry)
+        index = MetadataIndex(key)
+        self._data.verify(index)
+        place = self._data.entry(index)
         try:
-            return read_value(place.read(0, place.length, entry))
+            return read_value(place.read(0, place.length, "its bytes"))
         except Exception as error:  # noqa: BLE001 - whatever it is, the value cannot be made
             if not self._skip_foreign or not _is_of_a_class(error):
                 refuse(place.label, f"the value cannot be read: {printable(gist(error))}")
@@ -155,35 +145,22 @@ class _Directory:
 
     def _tensor(self, key: str, entry: TensorStorageMetadata) -> StoredTensor:
         dtype, shape = entry.properties.dtype, tuple(entry.size)
-        boxes = [Box(tuple(chunk.offsets), tuple(map(add, chunk.offsets, chunk.sizes))) for chunk in entry.chunks]
+        boxes = list(map(box_of, entry.chunks))
         self._check_coverage(key, shape, boxes)
-        paths = {self.path / self.metadata.storage_data[MetadataIndex(key, c.offsets)].name for c in entry.chunks}
+        indices = [MetadataIndex(key, chunk.offsets) for chunk in entry.chunks]
+        paths = {self.path / self.metadata.storage_data[index].name for index in indices}
         found: list[StoredPiece] = []
 
         def find() -> Sequence[StoredPiece]:
             if not found:  # where the elements of each piece lie is read when they are asked for
-                found.extend(self._piece(key, entry, number, box) for number, box in enumerate(boxes))
+                found.extend(self._data.piece(index, dtype, box) for index, box in zip(indices, boxes, strict=True))
             return found
 
         def check() -> None:
             for path in paths:
-                self.files.identity(path)
                 self.files.check(path)
 
         return StoredTensor(torch.empty(shape, dtype=dtype, device="meta"), check, find)
-
-    def _piece(self, key: str, entry: TensorStorageMetadata, number: int, box: Box) -> StoredPiece:
-        at = MetadataIndex(key, entry.chunks[number].offsets)
-        archive = self._archive(at)
-        outline = archive.strided()
-        dtype = entry.properties.dtype
-        if outline is None or outline.dtype != dtype or outline.shape != box.sizes:
-            name = self.metadata.storage_data[at].name
-            refuse(self.path / name, f"it holds something else for {key!r}: expected {dtype} {box.sizes}")
-        if outline.has_bits:
-            name = self.metadata.storage_data[at].name
-            refuse(self.path / name, f"{key!r} is conjugated or negated", "Load it with statetree.dcp.load.")
-        return StoredPiece(box, archive.storage(outline.storage.key), outline.stride, outline.offset)
 
     def _check_coverage(self, key: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
         """Raise unless boxes cover every element once."""
@@ -220,19 +197,15 @@ def _sparse(parts: Sequence[StoredTensor], facts: str) -> StoredTensor | None:
         return None
     size = tuple(int(length) for length in shape[1].split(",") if length.strip())
     values, *indices = (part.read() for part in parts)
-    makers: dict[str, Callable[[], torch.Tensor]] = {
-        "sparse_coo": lambda: torch.sparse_coo_tensor(
-            indices[0], values, size, is_coalesced="'coalesced': True" in facts, check_invariants=True
-        ),
-        **{
-            name: lambda: torch.sparse_compressed_tensor(
-                indices[1], indices[0], values, size, layout=getattr(torch, layout[1]), check_invariants=True
-            )
-            for name in ("sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")
-        },
-    }
+    options: dict[str, Any] = {"device": "cpu", "check_invariants": True}
     try:
-        made = makers[layout[1]]()
+        if layout[1] == "sparse_coo":
+            made = torch.sparse_coo_tensor(
+                indices[0], values, size, is_coalesced="'coalesced': True" in facts, **options
+            )
+        else:
+            kind = _COMPRESSED[layout[1]]
+            made = torch.sparse_compressed_tensor(indices[1], indices[0], values, size, layout=kind, **options)
     except (RuntimeError, ValueError, KeyError, OverflowError):  # facts out of a file may say anything
         return None
     return StoredTensor(made, lambda: None, None)

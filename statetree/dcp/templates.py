@@ -40,6 +40,7 @@ class TemplateMatching:
     Args:
         template: The template's entries.
         contents: What there is to fill of each.
+        chosen: Which are loaded, ``None`` for all. What the others are does not matter.
         structure: The checkpoint's structure, or ``None`` if DCP itself wrote it.
         metadata: The checkpoint's metadata.
         cast: Whether dtypes may differ where ``copy_into`` converts them.
@@ -50,6 +51,7 @@ class TemplateMatching:
         self,
         template: FlatState,
         contents: Sequence[Content],
+        chosen: Sequence[bool] | None,
         structure: Structure | None,
         metadata: Metadata,
         *,
@@ -58,6 +60,13 @@ class TemplateMatching:
     ) -> None:
         self._spec, self._entries = template
         self._contents = contents
+        self._chosen = chosen
+        self._places = {
+            tuple(entry.path[:count])
+            for entry, is_chosen in zip(self._entries, chosen or (), strict=False)
+            for count in range(len(entry.path) + 1)
+            if is_chosen
+        }
         self._structure = structure
         self._stored = metadata.state_dict_metadata
         self._found: list[SavedEntry | None] = [None] * len(self._entries)
@@ -77,14 +86,19 @@ class TemplateMatching:
         else:
             self._match_structure(self._structure)
         for index, entry in enumerate(self._found):
-            if entry is not None:
+            if self._chosen is not None and not self._chosen[index]:
+                self._found[index] = None
+            elif entry is not None:
                 self._check_entry(index, entry)
         if self._differences:
             raise TreeMismatch.between("load", self._differences, self._remedy)
         return self._found
 
     def _differ(self, path: Sequence[Any], kind: str, saved: Any, wanted: Any) -> None:
-        self._differences.append(Difference(Path(path), kind, saved, wanted))
+        """Note a difference at a chosen entry, or around one. What the template lacks, it lacks in a container."""
+        place = tuple(path[:-1]) if wanted == ABSENT else tuple(path)
+        if self._chosen is None or place in self._places:
+            self._differences.append(Difference(Path(path), kind, saved, wanted))
 
     def _match_structure(self, saved: Structure) -> None:
         """Match by typed keys, whatever the flat keys are."""

@@ -13,6 +13,7 @@ from statetree.dcp.groups import ranks_of
 from statetree.dcp.internals import is_cut_left_to_right
 from statetree.dcp.keys import without_addresses
 from statetree.dcp.local_pieces import LocalPieces
+from statetree.dcp.numpy_values import is_array_of_numbers
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange.manifest import chunks_of
 from statetree.leaves.builtin import facts, is_distributed, is_plain, leaf_type_of, settled
@@ -91,7 +92,7 @@ def content_of(verb: str, leaf: Any, path: Path, ranks: Group | None = None) -> 
         UnsupportedLeaf: If it has no elements in memory, cannot be taken apart, or is distributed in a way that DCP
             does not know.
     """
-    if is_plain(leaf):
+    if is_plain(leaf) or is_array_of_numbers(leaf):
         return PLAIN
     leaf_type = leaf_type_of(type(leaf))
     assert leaf_type is not None
@@ -208,7 +209,7 @@ def _refuse(verb: str, path: Path, got: str, remedy: str) -> None:
 
 def compact(value: Any) -> Any:
     """Return a plain value to be pickled, or a copy if it holds small parts of large storages: pickle writes all."""
-    if is_plain(value) or type(value) in (list, tuple, dict):  # these hold plain values only
+    if is_plain(value) or is_array_of_numbers(value) or type(value) in (list, tuple, dict):  # only plain values in it
         return value
     try:
         columns = unpack("save", [value], lambda: [Path()]).columns

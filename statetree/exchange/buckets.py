@@ -209,14 +209,18 @@ def _bounds(layout: ChunkLayout, rank: int) -> tuple[torch.Tensor, torch.Tensor]
 def _bytes_of(step: _Step, pieces: Sequence[Pieces], device: torch.device) -> int:
     """Return how many bytes a round takes of a bucket, with those of large boxes that cannot travel as they lie."""
     sent, received, _ = step.layout
-    boxes = [(_cut(pieces[move].sources, box), step.dtype(box)) for box in sent.large for move in step.moves(box)]
-    boxes += [(_cut(pieces[move].targets, box), step.dtype(box)) for box in received.large for move in step.moves(box)]
-    beside = sum(aligned(box.numel() * dtype.itemsize) for box, dtype in boxes if not _can_travel(box, dtype, device))
+    boxes = [(box, _cut(step, box, pieces, _SOURCES)) for box in sent.large]
+    boxes += [(box, _cut(step, box, pieces, _TARGETS)) for box in received.large]
+    typed = [(held, step.dtype(box)) for box, cut in boxes for held in cut]
+    beside = sum(
+        aligned(held.numel() * dtype.itemsize) for held, dtype in typed if not _can_travel(held, dtype, device)
+    )
     return sent.nbytes + received.nbytes + beside
 
 
-def _cut(pieces: Sequence[torch.Tensor], box: LargeBox) -> torch.Tensor:
-    return cut_from(pieces[box.piece], box.cut)
+def _cut(step: _Step, box: LargeBox, pieces: Sequence[Pieces], which: int) -> Sequence[torch.Tensor]:
+    """Return a box of each of the moves of which it is one."""
+    return cut_from([pieces[move][which][box.piece] for move in step.moves(box)], box.cut)
 
 
 class _Room:
@@ -272,15 +276,14 @@ def _start(
     landing = _Landing(room)
     received = [] if transport is Transport.ALL_GATHER else [*_stretches(receiving, incoming)]
     for box in receiving.large:
-        received += [
-            (box.peer, landing.place(_cut(pieces[move].targets, box), step.dtype(box))) for move in step.moves(box)
-        ]
+        held = _cut(step, box, pieces, _TARGETS)
+        received += [(box.peer, landing.place(piece, step.dtype(box))) for piece in held]
     places, boxes = _fields(step, sending, outgoing, pieces, _SOURCES)
     executor.copy(places, boxes)
     sent = [*_stretches(sending, outgoing)]
     for box in sending.large:
-        own = [_cut(pieces[move].sources, box) for move in step.moves(box)]
-        sent += [(box.peer, _sendable(piece, step.dtype(box), room, executor)) for piece in own]
+        held = _cut(step, box, pieces, _SOURCES)
+        sent += [(box.peer, _sendable(piece, step.dtype(box), room, executor)) for piece in held]
     if transport is Transport.ALL_GATHER:
         stride = receiving.stacks[0].stride
         start = partial(group.all_gather_into, incoming[: stride * group.size], outgoing[:stride])
@@ -338,7 +341,7 @@ def _fields(
             for run in field.runs:
                 one = held[:, run.first] if run.boxes == 1 else held[:, run.first : run.first + run.boxes]
                 places += one.unbind()
-                boxes += [run.of(pieces[move][which][run.piece], field.sizes) for move in step.moves(field)]
+                boxes += run.of([pieces[move][which][run.piece] for move in step.moves(field)], field.sizes)
     return places, boxes
 
 
@@ -354,8 +357,10 @@ def _places(bucket: torch.Tensor, stack: Stack, field: Field, part: Part) -> tor
 
 
 def _copy_here(step: _Step, pieces: Sequence[Pieces], executor: Executor) -> None:
-    moved = [(copy, pieces[move]) for copy in step.layout.copies for move in step.moves(copy)]
-    executor.copy(
-        [cut_from(held.targets[copy.target], copy.target_cut) for copy, held in moved],
-        [cut_from(held.sources[copy.source], copy.source_cut) for copy, held in moved],
-    )
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for copy in step.layout.copies:
+        moved = [pieces[move] for move in step.moves(copy)]
+        targets += cut_from([held.targets[copy.target] for held in moved], copy.target_cut)
+        sources += cut_from([held.sources[copy.source] for held in moved], copy.source_cut)
+    executor.copy(targets, sources)

@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 from statetree.errors import RankMismatch, StateTreeError
 from statetree.exchange.consensus import Fingerprint, compare, ready, tell_failure
-from statetree.exchange.group import Timeout, group_of
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from torch.distributed import ProcessGroup
-
     from statetree.exchange.consensus import Consensus
+    from statetree.exchange.group import Group
 
 
 class Call:
@@ -24,19 +22,17 @@ class Call:
 
     Args:
         verb: The collective, for messages.
-        process_group: The ranks that take part; by default all.
-        timeout: How long each of its collectives may take.
+        group: The ranks that take part.
         options: What every rank must have passed alike, by name.
 
     Attributes:
-        group: The ranks.
         communicates: Whether other ranks take part at all.
     """
 
-    def __init__(self, verb: str, process_group: ProcessGroup | None, timeout: Timeout, **options: Any) -> None:
+    def __init__(self, verb: str, group: Group, **options: Any) -> None:
         self.verb = verb
         self.options = options
-        self.group = group_of(verb, process_group, timeout)
+        self.group = group
         self.communicates = True
         self._awaited = True  # by the other ranks, in an agreement
 

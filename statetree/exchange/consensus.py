@@ -12,7 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
@@ -20,11 +20,9 @@ from statetree.chunks.ranks import ranks_named
 from statetree.errors import RankMismatch, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from statetree.exchange.group import Group
-
-T = TypeVar("T")
 
 #: How much of a failed rank's error the others show.
 _ERROR_CHARACTERS: Final = 1000
@@ -53,7 +51,7 @@ class Fingerprint:
     Attributes:
         options: The verb and its options.
         entries: What it holds, in the order of the paths; ``None`` if it leaves that to others.
-        details: What only need agree for there to be a short cut: where it does not, ``agree`` returns so.
+        details: What only need agree for there to be a short cut: where it does not, ``compare`` returns so.
         nbytes: How many bytes it will send next.
         device: The number of the type of device, among those of the group, that it would communicate from.
         remedy: What to do where the entries differ.
@@ -122,32 +120,6 @@ def _bytes(text: str) -> bytes:
 
 def _text(data: bytes) -> str:
     return data.decode("utf-8", "surrogatepass")
-
-
-def agree(verb: str, group: Group, prepare: Callable[[], tuple[Fingerprint, T]]) -> tuple[Consensus, T]:
-    """Make sure that all ranks are ready and mean the same.
-
-    Args:
-        verb: The collective, for messages.
-        group: Its ranks.
-        prepare: Does all that can fail before data moves, and returns what this rank is about to do, and anything else.
-
-    Returns:
-        What came of it, and what ``prepare`` returned beside.
-
-    Raises:
-        Exception: What ``prepare`` raised.
-        RankMismatch: If another rank failed, or the ranks do not mean the same. On every rank.
-    """
-    try:
-        group.check_usable()
-        fingerprint, result = prepare()
-        message = fingerprint.message()
-    except BaseException as error:
-        # Also an interrupt: the others must not be left waiting.
-        tell_failure(group, error)
-        raise
-    return compare(verb, group, fingerprint, message), result
 
 
 def compare(verb: str, group: Group, fingerprint: Fingerprint, message: Sequence[int]) -> Consensus:

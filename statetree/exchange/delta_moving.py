@@ -11,9 +11,10 @@ from statetree.exchange.manifest import Manifest
 from statetree.leaves.changes import TensorChange, change_at, damaged, mismatch
 from statetree.leaves.delta_tree import Delta
 from statetree.leaves.located_change import LocatedChange
-from statetree.leaves.tensor_entries import EVERYBODYS, OTHERS, OWN, TensorEntry, TreeEntries
-from statetree.spans.positions import as_bits, from_bits, in_box
-from statetree.spans.sums import FEW, element_sums
+from statetree.leaves.tensor_entries import EVERYBODYS, OTHERS, OWN, TreeEntries
+from statetree.spans.bits import as_bits, from_bits
+from statetree.spans.positions import in_box
+from statetree.spans.sums import FEW, sums_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -58,16 +59,10 @@ def moved_delta(run: Exchange, delta: Delta, like: Any) -> Delta:
     if wrong:
         name = entries.keys[entries.order[wrong[0]]]
         raise mismatch(run.verb, name, "the elements of the base in like", "others", "Pass the tree to apply it to.")
-    rows = [_row(entries, index) for index in entries.order]
+    sums = entries.sums()
+    rows = [entries.row(index, sums.get(index)) for index in entries.order]
     table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(rows), 4)
     return Delta({entries.keys[entries.order[row]]: change for row, change in changes.items()}, delta.values, table)
-
-
-def _row(entries: TreeEntries, index: int) -> list[int]:
-    entry, fingerprint = entries.tensors.get(index), entries.fingerprint(index)
-    if entry is None:
-        return [fingerprint, entries.number(index), 0, EVERYBODYS]
-    return entry.row(fingerprint, entry.sums())
 
 
 def _check_rows(verb: str, delta: Delta, entries: TreeEntries) -> None:
@@ -178,7 +173,7 @@ def _received_changes(run: Exchange, entries: TreeEntries, received: Iterator[_E
         bits = torch.cat([found.bits.clone().view(width) for found in listed])[order]
         values = from_bits(bits, entry.dtype)
         nothing = torch.zeros(FEW, dtype=torch.int64)
-        after = element_sums(values, positions[order])
+        after = sums_at(positions[order], values)[0]
         change = change_at(positions[order], values, torch.Size(entry.shape).numel(), nothing, after)
         before = LocatedChange(run.verb, entries.keys[index], change, entry).found_sums()
         changes[row] = change_at(positions[order], values, change.numel, before, after)
@@ -198,20 +193,16 @@ def _balance(group: Group, delta: Delta, entries: TreeEntries, changes: dict[int
         if entry is None:
             continue
         everywhere = int(delta.table[row, 3]) == EVERYBODYS
+        if everywhere and entry.holder == EVERYBODYS:  # each rank its own; the factors keep them from making up
+            told = torch.zeros(FEW, dtype=torch.int64) if old is None else old.before
+            balance[row, :FEW] = (before - told) * (2 * group.rank + 1)
+            continue
         if entry.holder == EVERYBODYS:  # each rank has all of it
             holders, is_first = group.size, group.rank == 0
         else:
-            holders, is_first = _holders(entry), entry.holder == OWN
+            number, holders = entry.replica
+            is_first = number == 0
         said = old is not None and (group.rank == 0 if everywhere else int(delta.table[row, 3]) == OWN)
         balance[row, :FEW] = (before if is_first else 0) - (old.before if said and old is not None else 0)
         balance[row, FEW:] = before * ((holders - 1) if is_first else -1)
     return balance
-
-
-def _holders(entry: TensorEntry) -> int:
-    layout = None if entry.chunks is None else entry.chunks.layout
-    if layout is None or not entry.boxes:
-        return 1
-    which = layout.distinct.which
-    first = int((layout.ranks == entry.rank).nonzero()[0])
-    return int((which == which[first]).sum())

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from statetree.chunks.layouts import ChunkLayout
     from statetree.chunks.local import LocalChunks
     from statetree.exchange.consensus import Entry
-    from statetree.exchange.executor import Executor
     from statetree.exchange.manifest import Manifest
 
 #: Where something lies, as users give it; ``None`` for where it lies already.
@@ -80,10 +79,6 @@ class Destination:
             sources: Where the elements of ``sources()`` come from.
             layouts: Those of the leaves of ``manifests``.
         """
-        raise NotImplementedError
-
-    def run_alone(self, executor: Executor, bucket_bytes: int) -> None:
-        """Move elements of a source of which this rank holds everything."""
         raise NotImplementedError
 
     def write(self) -> None:
@@ -193,6 +188,17 @@ class FreshDestination(Destination):
         if index != canonical:
             first = self.leaves[canonical]
             return first if leaf is self.source.leaves[canonical] else as_leaf(first.detach(), leaf)
+        shape: tuple[int, ...] = chunks.shape
+        stride: tuple[int, ...] = ()
+        if self._whole:
+            stride = leaf.stride() if isinstance(leaf, torch.Tensor) else ()
+        else:
+            shape = self._own_sizes(index)
+        where = chunks.device or None if device is None or chunks.device == "meta" else device
+        return as_leaf(_empty(shape, stride, chunks.dtype, where), leaf)
+
+    def _own_sizes(self, index: int) -> tuple[int, ...]:
+        """Return the shape of this rank's box of a leaf."""
         boxes = self._layouts[index].boxes_of(self._rank)
         if len(boxes) > 1:
             path = self.source.path(index)
@@ -201,10 +207,7 @@ class FreshDestination(Destination):
                 "expected one at most. Gather it, or use reshard."
             )
             raise UnsupportedLeaf(msg, path)
-        shape = chunks.shape if self._whole else boxes[0].sizes if boxes else (0,) * len(chunks.shape)
-        where = chunks.device or None if device is None or chunks.device == "meta" else device
-        stride = leaf.stride() if isinstance(leaf, torch.Tensor) and self._whole else ()
-        return as_leaf(_empty(shape, stride, chunks.dtype, where), leaf)
+        return boxes[0].sizes if boxes else (0,) * len(self.source.chunks[index].shape)
 
     def sources(self) -> list[int]:
         """Return the distributed leaves of the source that move."""
@@ -234,21 +237,31 @@ def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return len(stride) == len(shape) and is_dense(contiguous=False, shape=shape, stride=stride)
 
 
+def _is_carried(name: str) -> bool:
+    # What torch's classes keep for themselves begins with an underscore.
+    return not name.startswith("_") and name not in SHARD_ATTRIBUTES
+
+
+@lru_cache(maxsize=256)
+def _is_ordinary(cls: type, names: tuple[str, ...]) -> bool:
+    """Whether a leaf of a class, with certain attributes, is neither a parameter nor a buffer, and carries none."""
+    marked = issubclass(cls, (torch.nn.Parameter, torch.nn.Buffer)) or "_is_param" in names or "_is_buffer" in names
+    return not marked and not any(map(_is_carried, names))
+
+
 def as_leaf(fresh: torch.Tensor, leaf: Any) -> torch.Tensor:
     """Return a fresh plain tensor as what a distributed leaf is beside its elements: a parameter, with attributes."""
     requires_grad = bool(getattr(leaf, "requires_grad", False))
+    attributes = getattr(leaf, "__dict__", {})
+    if not requires_grad and _is_ordinary(leaf.__class__, tuple(attributes)):
+        return fresh
     if isinstance(leaf, torch.nn.Parameter):
         fresh = torch.nn.Parameter(fresh, requires_grad=requires_grad)
     elif isinstance(leaf, torch.nn.Buffer):
         fresh = torch.nn.Buffer(fresh, persistent=leaf.persistent)
     elif requires_grad:
         fresh.requires_grad_()
-    # What torch's classes keep for themselves begins with an underscore.
-    carried = {
-        name: held
-        for name, held in getattr(leaf, "__dict__", {}).items()
-        if not name.startswith("_") and name not in SHARD_ATTRIBUTES
-    }
+    carried = {name: held for name, held in attributes.items() if _is_carried(name)}
     if carried and isinstance(leaf, torch.Tensor):
         vars(fresh).update(replicated("gather", carried, Memory(), copy=True))
     return fresh

@@ -19,7 +19,7 @@ from statetree.leaves.leaf_numbers import tensor_number, text_number, value_numb
 from statetree.leaves.location import located
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory
-from statetree.spans.sums import ALL, piece_sums
+from statetree.spans.sums import ALL, piece_sums, whole_sums
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,23 +35,22 @@ MAX_TOLD = 1000
 def own_numbers(manifest: Manifest) -> dict[int, int]:
     """Return a number for every leaf that is not distributed."""
     found = {}
-    for index in manifest.order:
-        if index not in manifest.chunks:
+    own = [index for index in manifest.order if index not in manifest.chunks]
+    tensors = [index for index in own if is_cuttable(manifest.leaves[index])]
+    there = [index for index in tensors if not manifest.leaves[index].is_meta]
+    columns = Columns([manifest.leaves[index] for index in there])
+    check_memory(manifest.verb, columns, lambda place: manifest.path(there[place]))
+    sums = dict(zip(there, whole_sums(columns.tensors), strict=True))
+    for index in tensors:
+        leaf = manifest.leaves[index]
+        found[index] = tensor_number(leaf.dtype, tuple(leaf.shape), sums.get(index))
+    for index in own:
+        if index not in found:
             try:
-                found[index] = _own_number(manifest, index)
+                found[index] = value_number(manifest.leaves[index])
             except Exception as error:
                 raise located(manifest.verb, "read", error, manifest.spec.paths, manifest.leaves, index) from error
     return found
-
-
-def _own_number(manifest: Manifest, index: int) -> int:
-    leaf = manifest.leaves[index]
-    if not is_cuttable(leaf):
-        return value_number(leaf)
-    check_memory(manifest.verb, Columns([leaf]), lambda _: manifest.path(index))
-    shape = tuple(leaf.shape)
-    sums = None if leaf.is_meta else piece_sums(leaf, Box((0,) * len(shape), shape), shape, ALL)
-    return tensor_number(leaf.dtype, shape, sums)
 
 
 def global_numbers(run: Exchange, manifest: Manifest) -> dict[int, int]:

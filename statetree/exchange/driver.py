@@ -15,6 +15,7 @@ from statetree.exchange.destination import FreshDestination
 from statetree.exchange.discovery import discover_layouts
 from statetree.exchange.executor import Executor
 from statetree.exchange.fitting import LikeOptions
+from statetree.exchange.group import group_of
 from statetree.exchange.key_union import unite
 from statetree.exchange.like import LikeDestination
 from statetree.exchange.manifest import Manifest
@@ -53,7 +54,7 @@ class Exchange(Call):
     """
 
     def __init__(self, verb: str, process_group: ProcessGroup | None, timeout: Timeout, **options: Any) -> None:
-        super().__init__(verb, process_group, timeout, **options)
+        super().__init__(verb, group_of(verb, process_group, timeout), **options)
         self._preparation = preparation_under_way()
         self.executor = Executor()
 
@@ -169,10 +170,7 @@ class Exchange(Call):
             beside: What else must be the same on all ranks.
         """
         consensus = self.agree(self._fingerprint(manifests, beside))
-        return [self._discovered(manifest, details_agree=consensus.details_agree)[0] for manifest in manifests]
-
-    def _discovered(self, manifest: Manifest, *, details_agree: bool) -> tuple[dict[int, ChunkLayout], bytes]:
-        return discover_layouts(self, manifest, details_agree=details_agree)
+        return [discover_layouts(self, manifest, details_agree=consensus.details_agree)[0] for manifest in manifests]
 
     def _fingerprint(
         self, manifests: Sequence[Manifest], beside: Sequence[Entry] = (), *, nbytes: int = 0
@@ -209,7 +207,7 @@ class Exchange(Call):
         consensus = self.agree(fingerprint)
         if not planned or not consensus.details_agree:
             planned.clear()  # before memory is taken again
-            found = [self._discovered(manifest, details_agree=consensus.details_agree) for manifest in manifests]
+            found = [discover_layouts(self, manifest, details_agree=consensus.details_agree) for manifest in manifests]
             told = tuple(digest for _, digest in found)
             self.expect()
             held = [layouts for layouts, _ in found]
@@ -218,7 +216,7 @@ class Exchange(Call):
         planned.pop().run(self.executor)
         return self.finish(target, source)
 
-    def move_alone(self, target: Destination) -> Any:
+    def move_alone(self, target: LikeDestination) -> Any:
         """Do as ``move`` where this rank has all that it needs, without communication."""
         self.alone()
         target.run_alone(self.executor, self.bucket_bytes)
@@ -267,7 +265,7 @@ class Exchange(Call):
         layouts: dict[int, ChunkLayout] = {}
         told = b""
         if like is not None and not consensus.absent:
-            layouts, told = self._discovered(like, details_agree=consensus.details_agree)
+            layouts, told = discover_layouts(self, like, details_agree=consensus.details_agree)
         text = self.group.broadcast_bytes(message.text, consensus.nbytes, src)
         self.expect()
         description = opened(self.verb, text)
@@ -278,7 +276,7 @@ class Exchange(Call):
         exchanged = tuple((keys[index], facts) for index, facts in description.exchanged.items())
         key = (consensus.key, told, exchanged)
         transfers = span_transfers(src, self.group, message.spans, places)
-        kind = self.group.devices[self.group.number_of(place.device.type for place in places)]  # on every rank alike
+        kind = self.group.devices[self.group.number_of(description.metadata.tensors)]  # on every rank alike
         planned = self._planned_from((*key, sizes), transfers, kind)
         if any(sizes):  # or a failure until here is told in the next agreement
             self.ready()

@@ -9,8 +9,11 @@ from statetree.exchange.consensus import Entry
 from statetree.exchange.manifest import is_cuttable
 from statetree.exchange.transfers import as_sendable
 from statetree.leaves.casting import castable, out_of_range
+from statetree.leaves.parts import unpack
+from statetree.paths import Path
 from statetree.spans.bits import same_bytes
 from statetree.spans.layout import holds_memory
+from statetree.spans.overlaps import overlaps_itself
 from statetree.tree.matching import matched, matched_where
 from statetree.tree.selection import selected_in
 
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
     from statetree.tree.spec import TreeSpec
 
 _REMEDY: Final = "Nothing was written. Pass a tree of the same structure, global shapes and dtypes."
+#: What a tensor lacks that has elements, and no memory for them.
+WITHOUT_MEMORY: Final = "a tensor without memory"
 _CAST_REMEDY: Final = (
     "Nothing was written. Pass a tree of the same dtypes, or cast=True where no precision that matters is lost."
 )
@@ -121,7 +126,7 @@ def unfit(
 
 
 def _unfit(source: Manifest, index: int, like: Manifest, partner: int, *, cast: bool) -> list[Difference]:
-    leaf = source.leaves[index]
+    leaf, chunks = source.leaves[index], source.chunks.get(index)
     ours, theirs = _facts(source, index), _facts(like, partner)
     found: list[tuple[str, Any, Any]] = []
     if isinstance(ours, str) or isinstance(theirs, str):
@@ -134,8 +139,8 @@ def _unfit(source: Manifest, index: int, like: Manifest, partner: int, *, cast: 
     target = like.chunks.get(partner)
     if target is not None and target.summands is not None:
         found.append(("placements", "elements", f"{target.text}, which cannot be a target"))
-    chunks = source.chunks.get(index)
-    if chunks.device == "meta" if chunks else is_cuttable(leaf) and (leaf.is_meta or not holds_memory(leaf)):
+    is_whole = chunks is None and not isinstance(ours, str)
+    if chunks.device == "meta" if chunks else is_whole and (leaf.is_meta or not holds_memory(leaf)):
         found.append(("memory", "a tensor without elements", "elements"))
     return [Difference(source.path(index), *difference) for difference in found]
 
@@ -206,3 +211,21 @@ def _same_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.is_conj() == b.is_conj():
         return a.is_neg() == b.is_neg() or same_bytes(a, b)
     return same_bytes(a, b)
+
+
+def parts_of(leaves: list[Any]) -> tuple[list[torch.Tensor], list[int]]:
+    """Return the plain tensors with memory that leaves consist of, and the index of the leaf of each."""
+    unpacked = unpack("", leaves, lambda: [Path()] * len(leaves), memory=False)
+    real = [index for index, part in enumerate(unpacked.parts) if not part.is_meta]
+    return [unpacked.parts[index] for index in real], [unpacked.owners[index] for index in real]
+
+
+def why_unwritable(piece: torch.Tensor) -> str:
+    """Say why a tensor cannot be written; an empty text if it can."""
+    if piece.is_inference():
+        return "an inference tensor"
+    if not piece.is_contiguous() and overlaps_itself(piece.shape, piece.stride()):
+        return "a tensor that overlaps itself"
+    if piece.is_meta or not holds_memory(piece):
+        return WITHOUT_MEMORY
+    return ""

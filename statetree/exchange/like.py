@@ -13,18 +13,25 @@ from statetree.errors import Difference, TreeMismatch
 from statetree.exchange.allocation import allocated
 from statetree.exchange.buckets import BucketedPlan, Pieces, take_buckets
 from statetree.exchange.destination import Destination
-from statetree.exchange.fitting import LikeOptions, beyond_range, partners_of, refuse, tied_differently, unfit
+from statetree.exchange.fitting import (
+    WITHOUT_MEMORY,
+    LikeOptions,
+    beyond_range,
+    partners_of,
+    parts_of,
+    refuse,
+    tied_differently,
+    unfit,
+    why_unwritable,
+)
 from statetree.exchange.key_union import partly_held
 from statetree.exchange.manifest import chunks_of
 from statetree.exchange.partial_reduction import Chunked
 from statetree.exchange.transfers import as_sendable, converted, moves_of, pieces_of
 from statetree.leaves.builtin import is_plain
 from statetree.leaves.copying import prepared_copy
-from statetree.leaves.parts import unpack
-from statetree.paths import Path
 from statetree.spans.columns import Columns
-from statetree.spans.layout import holds_memory
-from statetree.spans.overlaps import are_disjoint, overlaps_itself, shared_elements
+from statetree.spans.overlaps import are_disjoint, shared_elements
 from statetree.torch_internals import storage_key
 from statetree.tree.flatten import unflatten
 
@@ -40,8 +47,6 @@ if TYPE_CHECKING:
     from statetree.exchange.group import Group
     from statetree.exchange.manifest import Manifest
     from statetree.exchange.transfers import Transfer
-
-_WITHOUT_MEMORY = "a tensor without memory"
 
 
 class LikeDestination(Destination):
@@ -86,7 +91,7 @@ class LikeDestination(Destination):
         self._moving = moving
         like.add_ties([self._partners[index] for index in moving])
         self._canonical = dict(like.canonical)
-        self._firsts: tuple[dict[int, int], dict[int, int]] | None = None
+        self._firsts = self._find_firsts()
         if not described:
             refuse(like.verb, unfit(source, like, self._partners, moving, cast=options.cast))
         leaves = [like.leaves[partner] if partner >= 0 else None for partner in self._partners]
@@ -95,7 +100,11 @@ class LikeDestination(Destination):
         super().__init__(
             source, [leaf if keeps is None else made for leaf, keeps, made in zip(leaves, held, fresh, strict=True)]
         )
-        self._chunks: dict[int, LocalChunks] = {}
+        self._chunks = {index: self._chunks_of(index) for index in moving if self._partners[index] in like.chunks}
+        #: This rank's tensors that elements are put into.
+        self._pieces = {
+            index: self._chunks[index].pieces if index in self._chunks else [self.leaves[index]] for index in moving
+        }
         self._check_writable()
         self._check_disjoint()
         self._write: Callable[[], None] = _nothing
@@ -116,7 +125,10 @@ class LikeDestination(Destination):
     def sources(self) -> list[int]:
         """Return the distributed leaves of the source that move."""
         source = self.source
-        self._check_ties_again()
+        if self.like.canonical != self._canonical:  # of tensors that this rank holds nothing of, others know more
+            self._canonical = dict(self.like.canonical)
+            self._firsts = self._find_firsts()
+            self.check_ties(source)
         return list(dict.fromkeys(source.canonical[index] for index in self._moving if index in source.chunks))
 
     def transfers(self, sources: dict[int, Chunked], layouts: dict[int, ChunkLayout] | None = None) -> list[Transfer]:
@@ -200,7 +212,7 @@ class LikeDestination(Destination):
         leaves = [self.leaves[index] for index in self._local if not is_plain(self.leaves[index])]
         if self._options.cast or len(set(map(id, leaves))) < len(leaves):
             return bool(leaves)
-        return not are_disjoint(Columns(_parts_of(leaves)[0]))
+        return not are_disjoint(Columns(parts_of(leaves)[0]))
 
     def reads(self) -> Iterable[int]:
         """Return the leaves of the source whose elements are read."""
@@ -212,44 +224,35 @@ class LikeDestination(Destination):
 
     def _first(self, index: int) -> int:
         """Return the first of the moving leaves that lie in the same memory as this one."""
-        canonical = self.like.canonical
-        if self._firsts is None or self._firsts[0] != canonical:  # which may be refined by what other ranks know
-            firsts: dict[int, int] = {}
-            for moving in self._moving:
-                firsts.setdefault(canonical[self._partners[moving]], moving)
-            self._firsts = dict(canonical), firsts
-        return self._firsts[1][canonical[self._partners[index]]]
+        return self._firsts[self._canonical[self._partners[index]]]
+
+    def _find_firsts(self) -> dict[int, int]:
+        """Return, for the canonical leaf of each memory, the first of the moving leaves that lie in it."""
+        found: dict[int, int] = {}
+        for index in self._moving:
+            found.setdefault(self._canonical[self._partners[index]], index)
+        return found
 
     def target(self, index: int, layouts: dict[int, ChunkLayout]) -> Chunked:
         """Return where the elements of a leaf are put."""
-        if not self._is_distributed(index):
+        chunks = self._chunks.get(index)
+        if chunks is None:
             leaf = self.leaves[index]
             return Chunked(whole_on(leaf.shape, range(self._group.size)), whole_pieces(leaf))
         layout = layouts[self._partners[index]]
-        return Chunked(layout, pieces_of(self._chunks_of(index), layout, self._group.rank))
+        return Chunked(layout, pieces_of(chunks, layout, self._group.rank))
 
     def dtype(self, index: int) -> torch.dtype:
         """Return the dtype of a leaf's elements."""
-        if not self._is_distributed(index):
-            dtype: torch.dtype = self.leaves[index].dtype
-            return dtype
-        return self.like.chunks[self._partners[index]].dtype
-
-    def _is_distributed(self, index: int) -> bool:
-        return self._partners[index] in self.like.chunks
+        found: torch.dtype = (self._chunks[index] if index in self._chunks else self.leaves[index]).dtype
+        return found
 
     def _chunks_of(self, index: int) -> LocalChunks:
-        if index not in self._chunks:
-            partner = self._partners[index]
-            if self.like.is_absent(partner):
-                return self.like.chunks[partner]
-            chunks = chunks_of(self.leaves[index], self._group) or partly_held(self.leaves[index], "")
-            self._chunks[index] = chunks
-        return self._chunks[index]
-
-    def _pieces(self, index: int) -> Sequence[torch.Tensor]:
-        """Return this rank's tensors that elements are put into."""
-        return self._chunks_of(index).pieces if self._is_distributed(index) else [self.leaves[index]]
+        """Return what this rank holds of a leaf of the result that is distributed."""
+        partner = self._partners[index]
+        if self._options.in_place or self.like.is_absent(partner):
+            return self.like.chunks[partner]
+        return chunks_of(self.leaves[index], self._group) or partly_held(self.leaves[index], "")
 
     def _refuse(self, kind: str, found: Sequence[tuple[int, str, str]]) -> None:
         named = self.source.spec.paths() if found else []
@@ -257,14 +260,18 @@ class LikeDestination(Destination):
 
     def _check_writable(self) -> None:
         """Raise ``TreeMismatch`` if elements cannot be put into some of the leaves."""
+        columns = Columns([piece for pieces in self._pieces.values() for piece in pieces])
+        kinds = {device.type for device in set(columns.devices)} | {held.device for held in self._chunks.values()}
+        if columns.whole and "meta" not in kinds and not any(columns.inference):
+            return
         found = [(index, "a tensor to move", why) for index in self._moving for why in sorted(self._unwritable(index))]
         self._refuse("writability", found)
 
     def _unwritable(self, index: int) -> set[str]:
-        found = set(map(_why_unwritable, self._pieces(index)))
+        found = set(map(why_unwritable, self._pieces[index]))
         absent = self.like.is_absent(self._partners[index])
-        if self._is_distributed(index) and not absent and self._chunks_of(index).device == "meta":
-            found.add(_WITHOUT_MEMORY)  # also on ranks that hold nothing of it
+        if index in self._chunks and not absent and self._chunks[index].device == "meta":
+            found.add(WITHOUT_MEMORY)  # also on ranks that hold nothing of it
         found.discard("")
         return found
 
@@ -274,22 +281,17 @@ class LikeDestination(Destination):
             return
         moved = set(self._moving)
         local = [index for index, partner in enumerate(self._partners) if index not in moved and partner >= 0]
-        pieces, owners = _parts_of([self.leaves[index] for index in local])
+        pieces, owners = parts_of([self.leaves[index] for index in local])
         owners = [local[owner] for owner in owners]
         for index in self._moving:
             if self._first(index) == index or self._first(index) not in moved:
-                held = self._pieces(index)
+                held = self._pieces[index]
                 pieces += held
                 owners += [index] * len(held)
         shared = [(owners[a], owners[b]) for a, b in shared_elements(Columns(pieces))]
         shared = [pair for pair in shared if not moved.isdisjoint(pair)]  # of others, prepared_copy knows more
         named = self.source.spec.paths() if shared else []
         self._refuse("overlap", [(b, "values of its own", f"a tensor that overlaps {named[a]}") for a, b in shared])
-
-    def _check_ties_again(self) -> None:
-        """Raise ``TreeMismatch`` if, as the other ranks know, different values would go to one memory."""
-        if self.like.canonical != self._canonical:  # of tensors that this rank holds nothing of, others know more
-            self.check_ties(self.source)
 
     def _check_range(self, source: Manifest) -> None:
         """Raise ``TreeMismatch`` where values are too large for the dtype that they are converted to."""
@@ -302,13 +304,16 @@ class LikeDestination(Destination):
 
     def _written(self) -> set[int]:
         """Return the keys of the storages that elements which move are put into."""
-        return {_storage(piece) for index in self._moving for piece in self._pieces(index)}
+        return set(Columns([piece for pieces in self._pieces.values() for piece in pieces]).storage_keys)
 
     def _check_unwritten(self, local: Sequence[int]) -> None:
         """Raise ``TreeMismatch`` if a leaf that is copied lies in memory that others are moved into."""
-        written = self._written() if self._options.in_place else set()
-        parts, owners = _parts_of([self.source.leaves[index] for index in local]) if written else ([], [])
-        found = {local[owner] for part, owner in zip(parts, owners, strict=True) if _storage(part) in written}
+        if not (local and self._options.in_place):
+            return
+        written = self._written()
+        parts, owners = parts_of([self.source.leaves[index] for index in local])
+        keys = Columns(parts).storage_keys
+        found = {local[owner] for key, owner in zip(keys, owners, strict=True) if key in written}
         self._refuse("overlap", [(index, "a tensor in memory that is written", "one elsewhere") for index in found])
 
     def _check_sources(self, transfers: Sequence[Transfer]) -> None:
@@ -317,6 +322,9 @@ class LikeDestination(Destination):
         A piece that stays where it is may do so: it is copied onto itself.
         """
         if not self._options.in_place:
+            return
+        sent = Columns([piece for transfer in transfers for piece in transfer.source.pieces])
+        if self._written().isdisjoint(sent.storage_keys):
             return
         places = {_storage(piece): location_of(piece) for _, target, _ in transfers for piece in target.pieces}
         for source, target, _ in transfers:
@@ -377,23 +385,6 @@ def _dtypes(chunked: Chunked) -> set[torch.dtype]:
 def whole_pieces(leaf: torch.Tensor) -> list[torch.Tensor]:
     """Return the pieces of a tensor that is not distributed: itself, unless it is empty."""
     return [as_sendable(leaf)] if leaf.numel() else []
-
-
-def _parts_of(leaves: list[Any]) -> tuple[list[torch.Tensor], list[int]]:
-    """Return the plain tensors with memory that leaves consist of, and the index of the leaf of each."""
-    unpacked = unpack("", leaves, lambda: [Path()] * len(leaves), memory=False)
-    real = [index for index, part in enumerate(unpacked.parts) if not part.is_meta]
-    return [unpacked.parts[index] for index in real], [unpacked.owners[index] for index in real]
-
-
-def _why_unwritable(piece: torch.Tensor) -> str:
-    if piece.is_inference():
-        return "an inference tensor"
-    if not piece.is_contiguous() and overlaps_itself(piece.shape, piece.stride()):
-        return "a tensor that overlaps itself"
-    if piece.is_meta or not holds_memory(piece):
-        return _WITHOUT_MEMORY
-    return ""
 
 
 def _storage(piece: torch.Tensor) -> int:

@@ -40,6 +40,8 @@ class Manifest:
         leaves: Its leaves, collectives under way waited for.
         spec: Its structure.
         order: The indices of the leaves, in the order of their paths: the same on every rank.
+        keys: The names of the leaves, in this order.
+        structure: What the containers are, in the order of their paths.
         chunks: What this rank holds of each distributed leaf, by its index.
         canonical: For every distributed leaf the first one (in the order of the paths) that lies in the same memory;
             for others that elements are moved into, too.
@@ -82,17 +84,21 @@ class Manifest:
         self.spec, self.leaves = spec, leaves
         outline = _outline_of(spec)
         self.order = outline.order
-        self._keys = outline.keys
-        self._structure = outline.structure
+        self.keys = outline.keys
+        self.structure = outline.structure
         self.chunks: dict[int, LocalChunks] = {}
         self.canonical: dict[int, int] = {}
         first: dict[Any, int] = {}
-        for index in self.order:
-            chunks = known.get(index) if known is not None else self._chunks_of(index, ranks)
-            if chunks is not None:
-                self.chunks[index] = chunks
-                key = (chunks.text, chunks.detail, tuple(chunks.boxes), chunks.tie)
-                self.canonical[index] = first.setdefault(key, index)
+        index = 0
+        try:
+            for index in self.order:
+                chunks = chunks_of(leaves[index], ranks) if ranks is not None else known.get(index) if known else None
+                if chunks is not None:
+                    self.chunks[index] = chunks
+                    key = (chunks.text, chunks.detail, tuple(chunks.boxes), chunks.tie)
+                    self.canonical[index] = first.setdefault(key, index)
+        except Exception as error:
+            raise located(self.verb, "tell the chunks of", error, spec.paths, leaves, index) from error
 
     @classmethod
     def described(cls, verb: str, spec: TreeSpec, leaves: list[Any]) -> Self:
@@ -108,32 +114,13 @@ class Manifest:
         """Whether other ranks hold a leaf, and this one has only something in its place."""
         return index in self.chunks and self.chunks[index].detail == ABSENT
 
-    def _chunks_of(self, index: int, ranks: Any) -> LocalChunks | None:
-        leaf = self.leaves[index]
-        try:
-            return chunks_of(leaf, ranks)
-        except Exception as error:
-            raise located(self.verb, "tell the chunks of", error, self.spec.paths, self.leaves, index) from error
-
     def entries(self) -> list[Entry]:
         """Return what must be the same on all ranks."""
-        texts = [self._text(index) for index in self.order]
-        return [*map(Entry, self._keys, texts), *self._structure]
-
-    @property
-    def structure(self) -> list[Entry]:
-        """What the containers are, in the order of their paths."""
-        return self._structure
-
-    @property
-    def keys(self) -> list[str]:
-        """The names of the leaves, in the order of their paths."""
-        return self._keys
+        held = self.chunks
+        texts = [held[index].text if index in held else self._text(index) for index in self.order]
+        return [*map(Entry, self.keys, texts), *self.structure]
 
     def _text(self, index: int) -> str:
-        chunks = self.chunks.get(index)
-        if chunks is not None:
-            return chunks.text
         try:
             return _text_of(self.leaves[index])
         except Exception as error:
@@ -184,10 +171,14 @@ class Manifest:
 
     def incomplete(self, layouts: dict[int, ChunkLayout]) -> int | None:
         """Return the first leaf of which the ranks hold only a part."""
+        complete: set[int] = set()  # by their ids: of most leaves the layouts are the same
         for index, layout in layouts.items():
             summands = self.chunks[index].summands
-            if not all(held.is_complete for held in (layout, *(summands[1] if summands else ()))):
-                return index
+            for held in (layout, *(summands[1] if summands else ())):
+                if id(held) not in complete:
+                    if not held.is_complete:
+                        return index
+                    complete.add(id(held))
         return None
 
     def moving(self) -> list[int]:
@@ -291,7 +282,7 @@ def _text_of(leaf: Any) -> str:
     """Say what a leaf that is not distributed must have in common on all ranks."""
     cls = type(leaf)
     if (cls is torch.Tensor or cls is torch.nn.Parameter) and is_strided(leaf):
-        return f"a tensor {leaf.dtype} {tuple(leaf.shape)}"
+        return _tensor_text(leaf.dtype, leaf.shape)
     if leaf_type_of(cls) is None:
         return "a plain value"
     known = facts(leaf)
@@ -299,8 +290,15 @@ def _text_of(leaf: Any) -> str:
     return " ".join([f"a {known['leaf type']}", *named])
 
 
+@lru_cache(maxsize=4096)
+def _tensor_text(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"a tensor {dtype} {tuple(shape)}"
+
+
 def is_cuttable(leaf: Any) -> bool:
     """Whether a leaf is a strided tensor, not distributed, that can be cut into boxes."""
+    if type(leaf) is torch.Tensor and not leaf.__dict__:
+        return is_strided(leaf)
     return isinstance(leaf, torch.Tensor) and _is_bare(type(leaf)) and is_strided(leaf) and not is_distributed(leaf)
 
 

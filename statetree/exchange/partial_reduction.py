@@ -78,7 +78,14 @@ def prepare_reduction(
 
 
 def _shared_out(layout: ChunkLayout) -> ChunkLayout:
-    """Cut every box into slabs, one for each of the ranks that hold it."""
+    """Cut every box into slabs, one for each of the ranks that hold it: once a layout, or each tensor is a plan."""
+    if "shared out" not in layout.memo:
+        layout.memo["shared out"] = _cut_for_holders(layout)
+    found: ChunkLayout = layout.memo["shared out"]
+    return found
+
+
+def _cut_for_holders(layout: ChunkLayout) -> ChunkLayout:
     holders: defaultdict[Box, list[int]] = defaultdict(list)
     for rank, boxes in by_rank(layout).items():
         for box in boxes:

@@ -108,7 +108,7 @@ class Prepared:
 
     def __init__(self, preparation: Preparation, call: Call, tree: Any) -> None:
         self._call = call
-        self._tree = tree
+        self.tree = tree
         self._recorder = preparation.recorder
         self._held = preparation.held
         self._closed = False
@@ -125,7 +125,7 @@ class Prepared:
             if call.communicates:
                 call.agree(self._fingerprint)
             self._recorder.replay()
-        return self._tree
+        return self.tree
 
     def _check(self) -> None:
         verb = self._call.verb
@@ -145,7 +145,7 @@ class Prepared:
     def close(self) -> None:
         """Let go of the tensors. Later calls raise; closing again does nothing."""
         self._closed = True
-        self._tree = None
+        self.tree = None
         self._held = []
         self._recorder = Recorder()
 

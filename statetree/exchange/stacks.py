@@ -44,17 +44,15 @@ class Run(NamedTuple):
     dim: int = 0
     step: int = 0
 
-    def of(self, piece: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
-        """Return the boxes of a tensor: one, or several as ``[box, ...]``."""
+    def of(self, pieces: Sequence[torch.Tensor], sizes: tuple[int, ...]) -> Sequence[torch.Tensor]:
+        """Return the boxes of each of some tensors: one, or several as ``[box, ...]``."""
         if self.boxes == 1:
-            return cut_from(piece, self.cut)
-        for dim, first, size in self.cut:
-            if dim != self.dim:
-                piece = piece.narrow(dim, first, size)
+            return cut_from(pieces, self.cut)
+        pieces = cut_from(pieces, [cut for cut in self.cut if cut[0] != self.dim])
         first = next((first for dim, first, _ in self.cut if dim == self.dim), 0)
         size = sizes[self.dim]
-        span = piece.narrow(self.dim, first, (self.boxes - 1) * self.step + size)
-        return span.unfold(self.dim, size, self.step).movedim((self.dim, -1), (0, self.dim + 1))
+        spans = cut_from(pieces, [(self.dim, first, (self.boxes - 1) * self.step + size)])
+        return [span.unfold(self.dim, size, self.step).movedim((self.dim, -1), (0, self.dim + 1)) for span in spans]
 
 
 class Field(NamedTuple):
@@ -259,11 +257,11 @@ def _runs(column: _Column, cuts: Cuts) -> list[Run]:
     return runs
 
 
-def cut_from(piece: torch.Tensor, cut: Cut) -> torch.Tensor:
-    """Return a box of a piece."""
+def cut_from(pieces: Sequence[torch.Tensor], cut: Sequence[tuple[int, int, int]]) -> Sequence[torch.Tensor]:
+    """Return the same box of each of some pieces."""
     for dim, first, size in cut:
-        piece = piece.narrow(dim, first, size)
-    return piece
+        pieces = [piece.narrow(dim, first, size) for piece in pieces]
+    return pieces
 
 
 def aligned(position: int) -> int:

@@ -5,17 +5,22 @@ Files are not trusted: nothing in them is executed, sizes are compared with the 
 - ``formats``: ``open``, ``save`` and ``register_format``; ``checkpoint``: what a format has to do.
 - ``direct_loading``: ``load``, into the layout of another tree.
 - ``stored``: the leaf that stands for a tensor in a file, and its leaf type.
-- ``ranges``: ranges of bytes of open files, every read of which is checked.
-- ``page``: ``to_html``, a tree as one page to look at.
+- ``ranges``: ranges of bytes of open files, every read of which is checked; ``strided_reading``: elements in them.
+- ``page``: ``to_html``, a tree as one page to look at; ``shard_figures``: which rank holds which box.
+- ``leaf_text``: leaves in words; ``shared_bytes``: which of them share bytes.
 - ``publishing``: a checkpoint appears whole, or not at all.
-- ``safetensors_format``; ``torch_format``; ``torch_pickles``, ``zip_archive``: what is looked at before torch reads.
+- ``safetensors_format``, ``safetensors_header``; ``torch_format``, ``torch_pickles`` and ``zip_archive``: the formats.
 - ``safe_pickle``: pickles read without running or importing anything; ``untrusted``: names and texts out of files.
 """
 
-from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint, SaveOptions
-from statetree.files.direct_loading import load
-from statetree.files.formats import open, opened, register_format, save  # noqa: A004 - `statetree.files.open`
-from statetree.files.stored import StoredObject, StoredTensor
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint, SaveOptions
+    from statetree.files.direct_loading import load
+    from statetree.files.formats import open, opened, register_format, save  # noqa: A004 - `statetree.files.open`
+    from statetree.files.stored import StoredObject, StoredTensor
 
 __all__ = [
     "CheckpointFormat",
@@ -29,3 +34,19 @@ __all__ = [
     "register_format",
     "save",
 ]
+
+_PLACES: Final = {
+    **dict.fromkeys(("CheckpointFormat", "OpenedCheckpoint", "SaveOptions"), "checkpoint"),
+    **dict.fromkeys(("open", "opened", "register_format", "save"), "formats"),
+    **dict.fromkeys(("StoredObject", "StoredTensor"), "stored"),
+    "load": "direct_loading",
+}
+
+if not TYPE_CHECKING:  # a type checker is to know which names there are
+
+    def __getattr__(name: str) -> Any:
+        """Load what a name stands for, and torch with it, when it is first asked for: headers are read without."""
+        if name not in _PLACES:
+            msg = f"module {__name__!r} has no attribute {name!r}"
+            raise AttributeError(msg)
+        return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from statetree.files.page import tree_fragments
 from statetree.leaves.builtin import is_plain
+from statetree.tree.html_fragments import cell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,6 +40,9 @@ class OpenedCheckpoint:
     metadata: dict[str, str] = field(default_factory=dict)
     is_nested: bool = True
     verify: Callable[[], int] = int
+
+    def _repr_html_(self) -> str:
+        return cell(tree_fragments(self.tree))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from statetree.leaves.registry import LeafType, register_leaf_type
 from statetree.paths import Path
 from statetree.spans.bits import same_bytes
 from statetree.spans.columns import Columns
-from statetree.spans.overlaps import shared_elements
+from statetree.spans.overlaps import overlaps_itself, shared_elements
 from statetree.torch_internals import quietly
 from statetree.transforms.reshard import reshard
 from statetree.tree.flatten import flatten_for
@@ -182,14 +182,21 @@ class _Loading:
             (i, box, piece.detach().as_subclass(torch.Tensor)) for i, box, piece in self._boxes(direct, group, fresh)
         ]
         boxes = [row for row in boxes if row[2].numel()]
+        once = [_once(piece) for _, _, piece in boxes]
+        what = ("writability", "elements to load", "a tensor that overlaps itself")
+        refuse_all(
+            [Difference(self._paths[row[0]], *what) for row, part in zip(boxes, once, strict=True) if part is None]
+        )
         read: dict[Any, tuple[Any, Box]] = {}
         tied: list[int] = []
         for number, (index, box, tensor) in enumerate(boxes):
             source = self._stored[index].location(), box
             if read.setdefault(location_of(tensor), source) != source:
                 tied.append(number)
-            else:
-                self._stored[index].read_into(box.start, tensor)
+                continue
+            self._stored[index].read_into(box.start, once[number])
+            if once[number] is not tensor:
+                tied.append(number)
         tied += [place for pair in shared_elements(Columns([tensor for _, _, tensor in boxes])) for place in pair]
         wrong = [boxes[number][0] for number in sorted(set(tied)) if not self._agrees(*boxes[number])]
         what = ("ties", "values of its own", "a tensor that is tied to another one")
@@ -203,7 +210,7 @@ class _Loading:
 
     def _exchange(self, direct: Sequence[int], group: Group, process_group: Any, result: list[Any]) -> None:
         """Read a part of each leaf on each rank, and exchange them."""
-        wrong = [i for i in direct if self._stored[i].dtype != _dtype_of(self._leaves[i])]
+        wrong = [i for i in direct if self._stored[i].dtype != self._leaves[i].dtype]
         if wrong:
             msg = "load: read_once does not convert dtypes: expected cast=False. Load without read_once, or cast after."
             raise TreeMismatch(msg)
@@ -214,8 +221,13 @@ class _Loading:
             result[index] = moved[keys[index]]
 
 
-def _dtype_of(leaf: Any) -> Any:
-    return leaf.dtype
+def _once(tensor: torch.Tensor) -> Any:
+    """Return each element of a tensor once: an expanded one repeats them. ``None`` if it overlaps itself otherwise."""
+    if not overlaps_itself(tensor.shape, tensor.stride()):
+        return tensor
+    for dim, step in enumerate(tensor.stride()):
+        tensor = tensor if step else tensor.narrow(dim, 0, 1)
+    return None if overlaps_itself(tensor.shape, tensor.stride()) else tensor
 
 
 class StoredShare:

@@ -6,7 +6,7 @@ import os
 import re
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final
 
 from statetree.errors import CheckpointError
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint, SaveOptions
@@ -68,7 +68,8 @@ def opened(path: str | os.PathLike[str], *, skip_foreign: bool = False, follow_l
         if found is None:
             found = next((known for known in _formats() if known.recognises(place, beginning)), None)
         if found is None:
-            _refuse_unknown(place, beginning)
+            expected = ", ".join(f"a {known.title}" for known in _formats())
+            refuse(place, f"it is of no known format: expected {expected}", "Pass a checkpoint.")
         return found.open(place, files, skip_foreign=skip_foreign)
     except OSError as error:
         refuse(place, f"it cannot be read: {error.strerror or error}", "Check its permissions, and the disk.")
@@ -84,16 +85,11 @@ def _beginning(path: Path, files: OpenFiles) -> bytes:
     place = files.open(path)
     if not place.length:
         refuse(path, "it is empty")
-    return place.read(0, min(place.length, 64), "its beginning")
-
-
-def _refuse_unknown(path: Path, beginning: bytes) -> NoReturn:
-    start = beginning.lstrip().lower()
+    beginning = place.read(0, min(place.length, 64), "its beginning")
     for text, (what, remedy) in _OTHERS.items():
-        if start.startswith(text.lower()):
+        if beginning.lstrip().lower().startswith(text.lower()):
             refuse(path, f"it is {what}", remedy)
-    expected = ", ".join(f"a {known.title}" for known in _formats())
-    refuse(path, f"it is of no known format: expected {expected}", "Pass a checkpoint.")
+    return beginning
 
 
 def open(  # noqa: A001 - `statetree.files.open` opens files
@@ -104,6 +100,9 @@ def open(  # noqa: A001 - `statetree.files.open` opens files
     Safetensors (a file, the index of several, or a folder of Hugging Face), zip files of ``torch.save``, and
     directories of ``torch.distributed.checkpoint``: which it is, is told by its content. Only headers are read. Files
     are not trusted: nothing in them is executed, and sizes are compared with the file before memory is taken.
+    Directories that ``statetree.dcp`` wrote are compared with their manifest: all files must be there, whole and of one
+    save, and metadata and plain values have the checksums that were written. Those of elements are compared by
+    ``statetree.dcp.load``, and by ``show --verify`` and ``convert``.
 
     Args:
         path: A file or a directory.

@@ -96,13 +96,13 @@ def write_whole(
             names = write(folder)
             check_destination(place, is_directory=is_directory, overwrite=overwrite)
             for name in names:
-                _sync(folder / name)
-            _sync(folder)
+                sync(folder / name)
+            sync(folder)
             moves = {folder: place} if is_directory else {folder / name: place.with_name(name) for name in names}
             old = _replaced(place, moves.values()) if overwrite else []
             _check_protected(path, old, protected)
             _publish(place, moves, old, outer / _OLD)
-            _sync(place.parent)
+            sync(place.parent)
     except OSError as error:
         remedy = "Make room." if error.errno in _FULL else "Check its permissions, and the disk."
         _refuse(path, error.strerror or str(error), remedy)
@@ -212,7 +212,8 @@ def _place(source: Path, target: Path) -> None:
         os.rename(source, target)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import stat
+import zlib
 from collections import OrderedDict
 from contextlib import suppress
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
-
-import torch
 
 from statetree.files.untrusted import inside, refuse
 
@@ -18,22 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    import torch
+
 _MAX_OPEN: Final = 64
+_CHUNK_BYTES: Final = 1 << 20
 #: How much memory a read takes beside its target.
 BUCKET_BYTES: Final = 16 << 20
-#: Elements are moved as integers of their size, since not every dtype can be copied.
-NUMBERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-
-
-def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the CPU, which is valid while the tensor is.
-
-    (NumPy, which would do this, may not be installed.)
-    """
-    size = tensor.numel() * tensor.dtype.itemsize
-    if not size:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
 
 
 class _Identity(NamedTuple):
@@ -137,6 +124,8 @@ class OpenFiles:
 
     def mapped(self, path: Path, start: int, nbytes: int) -> torch.UntypedStorage:
         """Return bytes of a file as a storage, without reading them. Writing to it does not change the file."""
+        import torch  # headers are read without it
+
         self.check(path)
         if not nbytes:
             return torch.UntypedStorage(0)
@@ -202,70 +191,16 @@ class FileRange:
             self.files.nbytes_read += count
             done += count
 
+    def checksum(self, start: int, length: int) -> int:
+        """Return the CRC-32 of bytes."""
+        place, found = self.part(start, length, "what is verified"), 0
+        chunk = memoryview(bytearray(min(length, _CHUNK_BYTES)))
+        for at in range(0, length, _CHUNK_BYTES):
+            view = chunk[: length - at]
+            place.fill(view, at)
+            found = zlib.crc32(view, found)
+        return found
+
     def mapped(self) -> torch.UntypedStorage:
         """Return these bytes as a storage, without reading them."""
         return self.files.mapped(self.path, self.start, self.length)
-
-    def read_strided(self, target: torch.Tensor, offset: int, stride: Sequence[int]) -> None:
-        """Fill a tensor with the elements that lie at strides from an offset, both counted in elements.
-
-        Elements that lie close together are read at once with what is between them, which is at most as much again.
-
-        Args:
-            target: A tensor on the CPU, of one of ``NUMBERS``.
-            offset: Where its first element lies.
-            stride: How far apart its elements lie, in each dim.
-        """
-        dims = sorted(((step, dim) for dim, step in enumerate(stride) if target.shape[dim] > 1), key=itemgetter(0))
-        for step, dim in dims:
-            if not step:  # an expanded dim: its elements are one
-                first = target.narrow(dim, 0, 1)
-                self.read_strided(first, offset, stride)
-                target.copy_(first.expand_as(target))
-                return
-        order = [dim for _, dim in reversed(dims)]
-        rest = [dim for dim in range(target.dim()) if dim not in order]
-        flat = target.permute(rest + order)[(0,) * len(rest)] if rest else target.permute(order)
-        _Strided(self, [stride[dim] for dim in order]).read(flat, offset)
-
-
-def _is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether elements lie one behind the other, each once: views that overlap may span as much memory."""
-    step = 1
-    for size, own in zip(reversed(shape), reversed(stride), strict=True):
-        if size != 1 and own != step:
-            return False
-        step *= size
-    return True
-
-
-class _Strided:
-    """Elements at falling strides in a range of a file."""
-
-    def __init__(self, place: FileRange, stride: Sequence[int]) -> None:
-        self._place = place
-        self._stride = stride
-
-    def read(self, target: torch.Tensor, offset: int) -> None:
-        """Fill a tensor whose elements begin at an offset. All are there: the caller has looked."""
-        pending = [(target, offset)]
-        while pending:
-            part, at = pending.pop()
-            if not part.numel():
-                continue
-            size = part.dtype.itemsize
-            stride = self._stride[len(self._stride) - part.dim() :]
-            span = 1 + sum((count - 1) * step for count, step in zip(part.shape, stride, strict=True))
-            if part.is_contiguous() and _is_row_major(part.shape, stride):
-                self._place.fill(memory_of(part), at * size)
-            elif span <= 2 * part.numel() and span * size <= BUCKET_BYTES:
-                scratch = torch.empty(span, dtype=part.dtype, device="cpu")
-                self._place.fill(memory_of(scratch), at * size)
-                part.copy_(scratch.as_strided(part.shape, stride))
-            elif span > 2 * part.numel() and part.dim() > 1:
-                pending += [(row, at + index * stride[0]) for index, row in enumerate(part.unbind(0))][::-1]
-            elif part.shape[0] == 1:
-                pending.append((part[0], at))
-            else:
-                half = part.shape[0] // 2
-                pending += [(part[half:], at + half * stride[0]), (part[:half], at)]

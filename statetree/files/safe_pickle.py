@@ -143,7 +143,7 @@ class Reader:
         self._build = build
         self._is_modern = is_modern
         base, rate, most = _BUDGET_BYTES
-        self._budget_bytes = min(most, base + len(data) * rate)
+        self._budget_bytes = max(min(most, base + len(data) * rate), 2 * len(data))
 
     def load(self) -> Any:
         """Read one pickle.
@@ -194,7 +194,7 @@ class Reader:
         items = args[0] if args else ()
         if type(items) not in (str, bytes, dict, list, tuple, set):
             raise BadPickle(f"it makes a {name} of a {type(items).__name__}")
-        self._spend(100 * len(items))  # one list may be given many times
+        self._spend((1 if type(items) in (str, bytes) else 100) * len(items))  # one list may be given many times
         if make is set:
             return self.changed(set(), tuple(items))
         if make not in _DICTS:
@@ -326,6 +326,8 @@ _BUILTIN: Final[dict[str, Callable[..., Any]]] = {
     "builtins.complex": complex,
     "_codecs.encode": _encoded,
 }
+#: Functions and classes that are called here, and not by ``call``.
+MADE_BY_READER: Final = frozenset(_BUILTIN)
 _KEYS: Final = frozenset(
     {str, bytes, int, bool, float, complex, type(None), torch.dtype, torch.device, Foreign, Record}
 )

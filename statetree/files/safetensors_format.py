@@ -1,14 +1,8 @@
-"""safetensors: a header of JSON, and tensors that lie side by side. One file, or several with an index.
-
-The header is read here and not by the safetensors library, which tells neither where a tensor lies in the file, nor
-that a name is listed twice; and which this way is not needed.
-"""
+"""safetensors: tensors that lie side by side, and a header that lists them. One file, or several with an index."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -16,8 +10,18 @@ import torch
 from statetree.chunks.boxes import Box
 from statetree.errors import CheckpointError
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint
-from statetree.files.ranges import memory_of
+from statetree.files.safetensors_header import (
+    DTYPES,
+    MAX_HEADER_BYTES,
+    METADATA,
+    PACKED,
+    bounded,
+    is_header,
+    parsed,
+    read_header,
+)
 from statetree.files.stored import StoredPiece, StoredTensor
+from statetree.files.strided_reading import memory_of
 from statetree.files.untrusted import is_text, printable, refuse
 from statetree.tree.mapping import to_flat
 
@@ -26,36 +30,9 @@ if TYPE_CHECKING:
 
     from statetree.files.checkpoint import SaveOptions
     from statetree.files.ranges import FileRange, OpenFiles
+    from statetree.files.safetensors_header import HeaderEntry
 
-#: What the safetensors library takes at most, too.
-_MAX_HEADER_BYTES: Final = 100_000_000
-_METADATA: Final = "__metadata__"
-_NAMES: Final = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "C64": "complex64",
-    "BOOL": "bool",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-    "U8": "uint8",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F4": "float4_e2m1fn_x2",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-}
-_DTYPES: Final = {name: getattr(torch, of) for name, of in _NAMES.items() if hasattr(torch, of)}
-_NAME_OF: Final = {dtype: name for name, dtype in _DTYPES.items()}
-#: Two elements a byte: the header counts elements, torch counts bytes.
-_PACKED: Final = "F4"
+_NAME_OF: Final = {getattr(torch, of): name for name, (of, _) in DTYPES.items()}
 _SUFFIX: Final = ".safetensors"
 _INDEX: Final = ".index.json"
 #: How Hugging Face names the index in a folder.
@@ -74,9 +51,8 @@ class SafetensorsFormat(CheckpointFormat):
         if path.is_dir():
             return _in_folder(path) is not None
         name = path.name.lower()
-        size = int.from_bytes(beginning[:8], "little")
-        is_header = beginning[8:9] == b"{" and size <= _MAX_HEADER_BYTES
-        return is_header or name.endswith(self.suffixes) or (name.endswith(_INDEX) and beginning.lstrip()[:1] == b"{")
+        is_index = name.endswith(_INDEX) and beginning.lstrip()[:1] == b"{"
+        return is_header(beginning) or name.endswith(self.suffixes) or is_index
 
     def open(self, path: Path, files: OpenFiles, *, skip_foreign: bool) -> OpenedCheckpoint:  # noqa: ARG002
         """Open a file, or the index of several."""
@@ -120,7 +96,7 @@ def _in_folder(path: Path) -> Path | None:
 
 def _read_index(place: FileRange) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     path = place.path
-    index = _parse(place, place.read(0, _bounded(place, place.length, "the index"), "the index"), "the index")
+    index = parsed(place, place.read(0, bounded(place, place.length, "the index"), "the index"), "the index")
     weights = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weights, dict) or not all(type(name) is str for name in weights.values()):
         refuse(path, "it has no weight_map from names of tensors to names of files")
@@ -143,80 +119,17 @@ def _read_index(place: FileRange) -> tuple[dict[str, StoredTensor], dict[str, st
     return tree, metadata
 
 
-def _bounded(place: FileRange, size: int, what: str) -> int:
-    if size > _MAX_HEADER_BYTES:
-        refuse(place.path, f"{what} has {size} bytes: expected at most {_MAX_HEADER_BYTES}")
-    return size
-
-
-def _parse(place: FileRange, text: bytes, what: str) -> Any:
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(items)
-        if len(made) != len(items):
-            twice = Counter(key for key, _ in items).most_common(1)[0][0]
-            refuse(place.path, f"{what} has {twice!r} twice")
-        return made
-
-    try:
-        return json.loads(text.decode("utf-8"), object_pairs_hook=pairs)  # of bytes, it would guess the encoding
-    except (ValueError, RecursionError) as error:
-        refuse(place.path, f"{what} is no JSON: {str(error)[:100]}")
-
-
 def _read(place: FileRange) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Return the tensors and the metadata of one file."""
-    if place.length < 8:
-        refuse(place.path, f"it ends after {place.length} bytes: expected a safetensors file")
-    size = int.from_bytes(place.read(0, 8, "the size of the header"), "little")
-    header = _parse(place, place.read(8, _bounded(place, size, "the header"), "the header"), "the header")
-    if not isinstance(header, dict):
-        refuse(place.path, "the header is no JSON object")
-    metadata = header.pop(_METADATA, None) or {}
-    if not isinstance(metadata, dict) or not all(type(value) is str for value in metadata.values()):
-        refuse(place.path, "the header has metadata that are no texts")
-    if not all(map(is_text, [*header, *metadata, *metadata.values()])):
-        refuse(place.path, "the header has names or metadata that are no texts")
-    data = place.part(8 + size, place.length - 8 - size, "the data")
-    places = [(*_bounds(place, key, entry), key) for key, entry in header.items()]
-    end = 0
-    for begin, stop, key in sorted(places):
-        if begin != end:
-            problem = "overlaps another one" if begin < end else "leaves a gap before it"
-            refuse(place.path, f"the tensor {key!r} begins at byte {begin} and {problem}: expected {end}")
-        end = stop
-    if end != data.length:
-        refuse(place.path, f"the header accounts for {end} bytes of data: the file has {data.length}")
-    return {key: _stored(data, key, header[key], begin, stop) for begin, stop, key in places}, metadata
+    entries, metadata, begin = read_header(place)
+    data = place.part(begin, place.length - begin, "the data")
+    return {entry.key: _stored(data, entry) for entry in entries}, metadata
 
 
-def _bounds(place: FileRange, key: str, entry: Any) -> tuple[int, int]:
-    """Return where a tensor's data begin and end, once its header was checked."""
-    try:
-        dtype, shape, (begin, stop) = _DTYPES.get(entry["dtype"]), entry["shape"], entry["data_offsets"]
-        is_sound = isinstance(shape, list) and all(type(part) is int and part >= 0 for part in [*shape, begin, stop])
-    except (KeyError, TypeError, ValueError):
-        refuse(place.path, f"the header of the tensor {key!r} is damaged")
-    if not is_sound or len(shape) > 64:
-        refuse(place.path, f"the header of the tensor {key!r} has an impossible shape or place")
-    if dtype is None:
-        refuse(place.path, f"the tensor {key!r} has the dtype {str(entry['dtype'])[:20]!r}, which torch does not have")
-    need = math.prod(shape) * dtype.itemsize
-    if entry["dtype"] == _PACKED:
-        if not shape or shape[-1] % 2:
-            refuse(place.path, f"the tensor {key!r} has an odd number of elements of half a byte")
-        need //= 2
-    if stop - begin != need or max(need, *shape, 0) > 2**62:
-        refuse(place.path, f"the tensor {key!r} has {stop - begin} bytes: expected {need} for shape {str(shape)[:60]}")
-    return begin, stop
-
-
-def _stored(data: FileRange, key: str, entry: Any, begin: int, stop: int) -> StoredTensor:
-    shape = list(entry["shape"])
-    if entry["dtype"] == _PACKED:
-        shape[-1] //= 2
-    outline = torch.empty(shape, dtype=_DTYPES[entry["dtype"]], device="meta")
-    place = data.part(begin, stop - begin, f"the tensor {key!r}")
-    pieces = [StoredPiece(Box((0,) * len(shape), tuple(shape)), place, outline.stride())]
+def _stored(data: FileRange, entry: HeaderEntry) -> StoredTensor:
+    outline = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
+    place = data.part(entry.begin, entry.stop - entry.begin, f"the tensor {entry.key!r}")
+    pieces = [StoredPiece(Box((0,) * len(entry.shape), entry.shape), place, outline.stride())]
     return StoredTensor(outline, lambda: place.files.check(place.path), lambda: pieces)
 
 
@@ -249,9 +162,9 @@ def _why_not(key: str, leaf: Any) -> str:
         return f"safetensors have no {str(outline.dtype).removeprefix('torch.')}"
     if hasattr(type(outline), "__tensor_flatten__") or (outline.is_meta and outline is leaf):
         return "a tensor without elements of its own"
-    if _NAME_OF[outline.dtype] == _PACKED and not outline.shape:
+    if _NAME_OF[outline.dtype] == PACKED and not outline.shape:
         return "two numbers in a byte, which no shape stands for"
-    if key == _METADATA:
+    if key == METADATA:
         return "a name that safetensors keep for themselves"
     return "" if is_text(key) else "a name that is no text, which safetensors cannot encode"
 
@@ -271,19 +184,19 @@ def _shards(tensors: dict[str, Any], shard_bytes: int | None) -> list[dict[str, 
 def _write(path: Path, tensors: dict[str, Any], metadata: dict[str, str]) -> None:
     # The largest elements first: then all of them are aligned.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
-    header: dict[str, object] = {_METADATA: metadata}
+    header: dict[str, object] = {METADATA: metadata}
     at = 0
     for key, tensor in ordered:
         shape = list(tensor.shape)
-        if _NAME_OF[tensor.dtype] == _PACKED:
+        if _NAME_OF[tensor.dtype] == PACKED:
             shape[-1] *= 2
         header[key] = {"dtype": _NAME_OF[tensor.dtype], "shape": shape, "data_offsets": [at, at + tensor.nbytes]}
         at += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > _MAX_HEADER_BYTES:
+    if len(text) > MAX_HEADER_BYTES:
         msg = (
-            f"save: the header of {path.name} takes {len(text)} bytes: expected at most {_MAX_HEADER_BYTES}. Write "
+            f"save: the header of {path.name} takes {len(text)} bytes: expected at most {MAX_HEADER_BYTES}. Write "
             "several files (shard_bytes), or shorten names (rename)."
         )
         raise CheckpointError(msg)

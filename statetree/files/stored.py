@@ -11,13 +11,14 @@ import torch
 
 from statetree.chunks.boxes import Box, in_slabs
 from statetree.errors import UnsupportedLeaf
-from statetree.files.ranges import BUCKET_BYTES, NUMBERS
+from statetree.files.ranges import BUCKET_BYTES
+from statetree.files.strided_reading import NUMBERS, read_strided
 from statetree.files.untrusted import refuse
 from statetree.leaves.builtin import facts, is_distributed
 from statetree.leaves.parts import unpack
 from statetree.leaves.registry import LeafType, register_leaf_type
 from statetree.spans.layout import extent_bytes
-from statetree.torch_internals import as_copied, quietly, set_bits
+from statetree.torch_internals import copy_each, quietly, set_bits
 from statetree.tree.mapping import map_with_path
 
 if TYPE_CHECKING:
@@ -34,12 +35,16 @@ _FREE_BYTES: Final = 64 << 20
 
 
 class StoredPiece(NamedTuple):
-    """A box of a tensor, and where its elements lie in a file: offset and strides count elements."""
+    """A box of a tensor, and where its elements lie in a file: offset and strides count elements.
+
+    ``bits`` is whether what lies there has to be conjugated, and whether it has to be negated.
+    """
 
     box: Box
     place: FileRange
     stride: tuple[int, ...]
     offset: int = 0
+    bits: tuple[bool, bool] = (False, False)
 
 
 class StoredTensor:
@@ -133,13 +138,14 @@ class StoredTensor:
         """
         self._check()
         if not self.outline.is_meta or self._find is None:
-            return _valid(self.outline)
+            return self.outline
         pieces = self._find()
         if self._kept.dtype == self.dtype and len(pieces) == 1 and pieces[0].box.sizes == tuple(self.shape):
             piece = pieces[0]
             mapped = piece.place.mapped()
             found = torch.empty(0, dtype=self.dtype, device="cpu")
-            if piece.place.start % self.dtype.itemsize == 0 or platform.machine() in _UNALIGNED:
+            is_aligned = piece.place.start % self.dtype.itemsize == 0 or platform.machine() in _UNALIGNED
+            if is_aligned and not any(piece.bits):
                 return found.set_(mapped, piece.offset, self.shape, piece.stride)
         return self.read()
 
@@ -184,28 +190,26 @@ class StoredTensor:
                 self._fill(part, piece, piece.offset + sum(map(mul, map(sub, low, piece.box.start), piece.stride)))
 
     def _fill(self, target: torch.Tensor, piece: StoredPiece, offset: int) -> None:
-        kept = self._kept
+        kept, has_bits = self._kept, any(piece.bits)
         number = NUMBERS[kept.dtype.itemsize]
-        has_bits = kept.is_conj() or kept.is_neg()
         is_plain = target.device.type == "cpu" and target.dtype == kept.dtype
         if is_plain and not has_bits and not target.is_conj() and not target.is_neg():
-            piece.place.read_strided(target.view(number), offset, piece.stride)
+            read_strided(piece.place, target.view(number), offset, piece.stride)
             return
         whole = Box((0,) * target.dim(), tuple(target.shape))
         for box in in_slabs(whole, max(1, -(-target.numel() * kept.dtype.itemsize // BUCKET_BYTES))):
             scratch = torch.empty(box.sizes, dtype=kept.dtype, device="cpu")
-            piece.place.read_strided(
-                scratch.view(number), offset + sum(map(mul, box.start, piece.stride)), piece.stride
+            read_strided(
+                piece.place, scratch.view(number), offset + sum(map(mul, box.start, piece.stride)), piece.stride
             )
             if has_bits:
-                set_bits(scratch, conj=kept.is_conj(), neg=kept.is_neg())
-                scratch = scratch.resolve_conj().resolve_neg()
+                set_bits(scratch, conj=piece.bits[0], neg=piece.bits[1])
             place = target[tuple(map(slice, box.start, box.stop))]
-            if place.dtype == kept.dtype and not has_bits:
-                place, scratch = as_copied(place), as_copied(scratch)
-            elif place.dtype != kept.dtype:
+            if place.dtype == kept.dtype:
+                copy_each([place], [scratch])
+            else:
                 _check_range(piece.place, scratch, place.dtype)
-            place.copy_(scratch)
+                place.copy_(scratch)
 
     @property
     def is_repetitive(self) -> bool:
@@ -228,8 +232,8 @@ class StoredTensor:
         """Return what is equal for stored tensors that are the same view on the same bytes."""
         if self._find is None:
             return id(self)
-        places = [(str(p.place.path), p.place.start, p.offset, p.stride, p.box) for p in self._find()]
-        return (*places, self.dtype, self._kept.dtype, self._kept.is_conj(), self._kept.is_neg())
+        places = [(str(p.place.path), p.place.start, p.offset, p.stride, p.box, p.bits) for p in self._find()]
+        return (*places, self.dtype, self._kept.dtype)
 
 
 def _check_range(place: FileRange, elements: torch.Tensor, dtype: torch.dtype) -> None:
@@ -241,19 +245,6 @@ def _check_range(place: FileRange, elements: torch.Tensor, dtype: torch.dtype) -
             if bool(((wide.abs() > limit) & wide.isfinite()).any()):
                 what = f"it has elements beyond the range of {str(dtype).removeprefix('torch.')}, up to {limit:.3g}"
                 refuse(place.label, what, "Convert to a dtype of a larger range.")
-
-
-def _valid(tensor: torch.Tensor) -> torch.Tensor:
-    """Check the indices of a sparse tensor: those beyond its shape would make torch read other memory."""
-    if tensor.layout is torch.sparse_coo:
-        indices, values = tensor._indices(), tensor._values()  # noqa: SLF001 - the public ones want it coalesced
-        torch._validate_sparse_coo_tensor_args(indices, values, tensor.shape, tensor.is_coalesced())  # noqa: SLF001
-    elif tensor.layout is not torch.strided:
-        rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
-        first = tensor.crow_indices() if rows else tensor.ccol_indices()
-        second = tensor.col_indices() if rows else tensor.row_indices()
-        torch._validate_sparse_compressed_tensor_args(first, second, tensor.values(), tensor.shape, tensor.layout)  # noqa: SLF001
-    return tensor
 
 
 def whole_tensors(tree: Any, *, keeps_strides: bool) -> Any:

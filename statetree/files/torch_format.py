@@ -6,7 +6,7 @@ import io
 import re
 import sys
 import warnings
-import zlib
+from functools import partial
 from pickle import PicklingError, UnpicklingError
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -15,12 +15,13 @@ import torch
 from statetree.chunks.boxes import Box
 from statetree.errors import CheckpointError
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint
-from statetree.files.ranges import BUCKET_BYTES, OpenFiles
+from statetree.files.ranges import OpenFiles
 from statetree.files.safe_pickle import BadPickle
 from statetree.files.stored import StoredObject, StoredPiece, StoredTensor, span_bytes, whole_tensors
 from statetree.files.torch_pickles import PickledTree, StridedOutline, read_pickle
 from statetree.files.untrusted import printable, refuse
 from statetree.files.zip_archive import REWRITE, is_zip, read_members
+from statetree.torch_internals import check_sparse_indices
 from statetree.transforms.offload import offload
 from statetree.tree.flatten import flatten
 from statetree.tree.mapping import map_leaves
@@ -132,12 +133,7 @@ class TorchArchive:
             CheckpointError: If one does not agree.
         """
         for member in self.members.values():
-            found = 0
-            for start in range(0, member.nbytes, BUCKET_BYTES):
-                count = min(BUCKET_BYTES, member.nbytes - start)
-                found = zlib.crc32(self.place.read(member.start + start, count, f"the member {member.name!r}"), found)
-            if found != member.crc:
-                self.refuse(f"the member {member.name!r} has the checksum {found:08x}: expected {member.crc:08x}")
+            member.verify(self.place)
         return len(self.members)
 
     def strided(self) -> StridedOutline | None:
@@ -196,14 +192,25 @@ class _Mapped:
     def _stored(self, tensor: torch.Tensor) -> StoredTensor:
         is_strided = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
         if not is_strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
-            return StoredTensor(tensor, self._check, None)
+            return StoredTensor(tensor, partial(self._check_whole, tensor), None)
         found = self._places.get(tensor.untyped_storage().data_ptr())
         whole = Box((0,) * tensor.dim(), tuple(tensor.shape))
-        pieces = [StoredPiece(whole, found, tensor.stride(), int(tensor.storage_offset()))] if found else []
+        bits = (tensor.is_conj(), tensor.is_neg())
+        pieces = [StoredPiece(whole, found, tensor.stride(), int(tensor.storage_offset()), bits)] if found else []
         return StoredTensor(tensor, self._check, lambda: pieces)
 
     def _check(self) -> None:
         self.files.check(self.path)
+
+    def _check_whole(self, tensor: torch.Tensor) -> None:
+        self._check()
+        try:
+            check_sparse_indices(tensor)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            self._archive.refuse(
+                f"the indices of a sparse tensor of the shape {list(tensor.shape)} are wrong: {reason}"
+            )
 
 
 class TorchFormat(CheckpointFormat):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from statetree.files.safe_pickle import BadPickle, Foreign, Named, Reader
+from statetree.files.safe_pickle import MADE_BY_READER, BadPickle, Foreign, Named, Reader
 from statetree.spans.layout import extent_bytes
 
 if TYPE_CHECKING:
@@ -35,16 +35,6 @@ _OF_A_TENSOR: Final = frozenset(
 )
 #: What stands as an argument of these.
 _CLASSES: Final = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter"})
-_BUILTIN: Final = frozenset(
-    {
-        "collections.OrderedDict",
-        "collections.Counter",
-        "builtins.set",
-        "builtins.bytearray",
-        "builtins.complex",
-        "_codecs.encode",
-    }
-)
 
 
 class StorageReference(NamedTuple):
@@ -58,7 +48,7 @@ class StorageReference(NamedTuple):
 class StridedOutline(NamedTuple):
     """A strided tensor that a pickle describes, as torch has it: offset and strides count elements.
 
-    ``has_bits`` is whether it is conjugated or negated: then its memory does not hold what it reads like.
+    ``bits`` is whether it is conjugated, and whether it is negated: its memory does not hold then what it reads like.
     """
 
     storage: StorageReference
@@ -66,7 +56,7 @@ class StridedOutline(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    has_bits: bool = False
+    bits: tuple[bool, bool] = (False, False)
 
 
 class _OtherTensor:
@@ -162,9 +152,7 @@ class _TorchPickle:
             f"{_UTILS}_rebuild_qtensor": self._quantized,
             f"{_UTILS}_rebuild_meta_tensor_no_storage": self._meta,
             "torch._tensor._rebuild_from_type_v2": self._with_attributes,
-            "torch.Size": lambda sizes: torch.Size(size_of(sizes)),
-            "torch.device": _device,
-            "torch.serialization._get_layout": lambda name: _LAYOUTS[name],
+            **PLAIN_CALLS,
             **dict.fromkeys(_OF_A_TENSOR, self._of_a_tensor),
         }
 
@@ -176,7 +164,7 @@ class _TorchPickle:
             return known
         if full in storage_dtypes():
             return StorageClass(storage_dtypes()[full])
-        if full in self._calls or full in _CLASSES or full in _BUILTIN:
+        if full in self._calls or full in _CLASSES or full in MADE_BY_READER:
             return Named(full)
         self.foreign[full] = None
         return Foreign(full)
@@ -203,8 +191,9 @@ class _TorchPickle:
 
     def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> StridedOutline:
         dtype = storage.dtype if isinstance(storage, StorageReference) else None
-        bits = more[2] if len(more) > 2 else None  # what torch calls metadata: {"conj": True}, say
-        return _view(storage, dtype or torch.uint8, offset, size, stride)._replace(has_bits=bool(bits))
+        told = more[2] if len(more) > 2 and type(more[2]) is dict else {}  # what torch calls metadata
+        bits = (bool(told.get("conj")), bool(told.get("neg")))
+        return _view(storage, dtype or torch.uint8, offset, size, stride)._replace(bits=bits)
 
     def _tensor_v3(self, storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> StridedOutline:
         dtype = more[2] if len(more) > 2 else None
@@ -275,9 +264,17 @@ def _view(storage: Any, dtype: torch.dtype, offset: Any, size: Any, stride: Any)
 
 
 def _device(kind: Any, index: Any = None) -> torch.device:
-    if type(kind) is not str or len(kind) > 40:
+    if type(kind) is not str or len(kind) > 40 or type(index) not in (int, type(None)):
         raise BadPickle("it has an unknown device")
     try:
         return torch.device(kind) if index is None else torch.device(kind, index)
     except RuntimeError as error:
         raise BadPickle(f"it has an unknown device: {str(error)[:60]}") from None
+
+
+#: Calls that make plain values of torch.
+PLAIN_CALLS: Final[dict[str, Callable[..., Any]]] = {
+    "torch.Size": lambda sizes: torch.Size(size_of(sizes)),
+    "torch.device": _device,
+    "torch.serialization._get_layout": lambda name: _LAYOUTS[name],
+}

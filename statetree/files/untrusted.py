@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 from pathlib import Path, PurePosixPath
-from typing import Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from statetree.errors import CheckpointError
+from statetree.paths import printable as printable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _LONGEST: Final = 1000
+_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 #: What to do about a file that is not what it says it is.
 DISTRUST: Final = "It is damaged, truncated or hostile: get another copy."
-
-
-def printable(text: str) -> str:
-    """Return a text in which control characters, which a terminal would obey, are written as escapes.
-
-    So are characters that change the direction of writing, invisible ones, line breaks and lone surrogates.
-    """
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def brief(text: str, limit: int = 60) -> str:
     """Return a text cut down to a length, printable."""
     return printable(text[: limit - 1] + "…" if len(text) > limit else text)
+
+
+def human(nbytes: int) -> str:
+    """Return a number of bytes with a unit."""
+    size = float(nbytes)
+    for unit in _UNITS:
+        if size < 1024 or unit == _UNITS[-1]:
+            break
+        size /= 1024
+    return f"{nbytes} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """Return a shape."""
+    return brief(f"[{', '.join(map(str, shape))}]")
 
 
 def is_text(text: str) -> bool:
@@ -58,8 +70,10 @@ def inside(directory: Path, name: object, listed_in: Path, *, follow_links: bool
     if type(name) is not str:
         refuse(listed_in, f"a file name is a {type(name).__name__}: expected a text")
     pure = PurePosixPath(name)
-    if pure.is_absolute() or ".." in pure.parts or not pure.parts or any(char in name for char in "\\\0:"):
+    if pure.is_absolute() or ".." in pure.parts or any(char in name for char in "\\\0:"):
         refuse(listed_in, f"the file name {name!r} leads out of its directory")
+    if str(pure) != name or not pure.parts:
+        refuse(listed_in, f"the file name {name!r} is not a plain one")
     path = directory / name
     try:
         if not follow_links and not path.resolve().is_relative_to(directory.resolve()):

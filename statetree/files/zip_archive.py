@@ -14,6 +14,7 @@ from statetree.files.untrusted import refuse
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from statetree.files.ranges import FileRange
 
 _END: Final = struct.Struct("<4s4H2LH")
 _END64: Final = struct.Struct("<4sQ2H2L4Q")
@@ -53,6 +54,12 @@ class ZipMember(NamedTuple):
     start: int
     nbytes: int
     crc: int
+
+    def verify(self, place: FileRange) -> None:
+        """Compare it with its checksum. Raises ``CheckpointError`` if they do not agree."""
+        found = place.checksum(self.start, self.nbytes)
+        if found != self.crc:
+            refuse(place.label, f"the member {self.name!r} has the checksum {found:08x}: expected {self.crc:08x}")
 
 
 def is_zip(place: ByteRange) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from statetree.errors import StateTreeError
-from statetree.leaves.registry import LEAF_TYPES
+from statetree.leaves.registry import LEAF_TYPES, REGISTERED
 from statetree.leaves.types.fake import UNINITIALIZED
 from statetree.leaves.types.opaque import OpaqueType
 from statetree.leaves.types.reduced import ReducedType, says_it_to_pickle
@@ -41,12 +41,18 @@ _BY_NAME: Final[dict[str, tuple[str, str]]] = {
     "torch._subclasses.fake_tensor.FakeTensor": ("statetree.leaves.types.fake", "FAKE"),
 }
 
+#: How many classes are remembered at most, beside those that users registered.
+_MOST_CLASSES: Final = 1_000
+
 
 def leaf_type_of(cls: type) -> LeafType | None:
     """Return the leaf type of a class, or ``None`` for atoms."""
     try:
         return LEAF_TYPES[cls]
     except KeyError:
+        if len(LEAF_TYPES) >= _MOST_CLASSES + len(REGISTERED):  # classes made at run time are not kept for ever
+            for known in LEAF_TYPES.keys() - REGISTERED:
+                LEAF_TYPES.pop(known, None)
         found = LEAF_TYPES[cls] = _recognise(cls)
         return found
 

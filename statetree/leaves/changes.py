@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from statetree.errors import TreeMismatch
-from statetree.spans.positions import as_bits, as_gaps, from_bits, from_gaps, within
-from statetree.spans.sums import FEW, element_sums
+from statetree.spans.bits import as_bits, from_bits
+from statetree.spans.positions import as_gaps, from_gaps, within
+from statetree.spans.sums import FEW, sums_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -165,7 +166,7 @@ def merged(name: str, first: TensorChange, second: TensorChange) -> TensorChange
         return _over_whole(name, first, second, late)
     kept = ~torch.isin(early, late, assume_unique=True)
     bits = as_bits(first.values)
-    both = element_sums(bits[~kept], early[~kept])
+    both = sums_at(early[~kept], bits[~kept])[0]
     positions = torch.cat([early[kept], late])
     order = positions.argsort()
     values = torch.cat([bits[kept], as_bits(second.values).to(bits.device)])[order]
@@ -181,7 +182,7 @@ def _over_whole(name: str, first: TensorChange, second: TensorChange, late: torc
         places = order[torch.searchsorted(found, late).clamp_(max=len(order) - 1)]
         if not first.all_positions()[places].equal(late):
             raise mismatch("then", name, "positions that the first delta knows", "others", "Pass deltas in a row.")
-    both = element_sums(bits[places], late).cpu()
+    both = sums_at(late, bits[places])[0].cpu()
     bits[places] = as_bits(second.values).to(bits.device)
     values = from_bits(bits, first.values.dtype).view(first.values.shape)
     before, after = first.before + second.before - both, first.after + second.after - both

@@ -56,8 +56,7 @@ class _Application:
         self.verb, self.delta, self.entries = verb, delta, entries
         if delta.table.dtype != torch.int64 or delta.table.dim() != 2 or delta.table.shape[1:] != (4,):
             raise damaged(verb, "", f"expected a table of four int64 a leaf, got {tuple(delta.table.shape)}")
-        delta.check_leaves(verb, entries)
-        self.index_of = {name: index for index, name in enumerate(entries.keys)}
+        self.index_of = delta.check_leaves(verb, entries)
         self.writes: list[Callable[[], None]] = []
         self.written: set[Any] = set()
 
@@ -79,9 +78,10 @@ class _Application:
 
     def _check_everything(self) -> None:
         """Refuse a tree that differs from the base, but for what the delta has already made of it."""
+        sums = self.entries.sums()
         for row, index in enumerate(self.entries.order):
-            name, entry = self.entries.keys[index], self.entries.tensors.get(index)
-            found = [self.entries.number(index), 0] if entry is None else entry.sums().tolist()
+            name = self.entries.keys[index]
+            found = sums[index].tolist() if index in sums else [self.entries.number(index), 0]
             before = self.delta.sums_before(row)
             if found not in (before, self.delta.sums_after(name, before)):
                 raise mismatch(self.verb, name, "what the base holds", "something else")
@@ -137,15 +137,15 @@ class _Application:
 
         Where tensors overlap, the delta is written to copies of them that do so, too, to see what comes of it.
         """
-        for a, b in self.entries.entangled():
+        changed = {self.index_of[name] for name in (*self.delta.tensors, *self.delta.values)}
+        numbers = {self.index_of[name]: (change.before, change.after) for name, change in self.delta.values.items()}
+        for a, b in self.entries.cut(changed, numbers):
             one, other = self.entries.keys[a], self.entries.keys[b]
-            is_one = self.entries.leaves[a] is self.entries.leaves[b] and self._values(one) == self._values(other)
-            if not is_one and (self._changes(one) or self._changes(other)):
-                raise mismatch(self.verb, one, "memory of its own", f"memory that it shares with {other}")
+            raise mismatch(self.verb, one, "memory of its own", f"memory that it shares with {other}")
         if not self.writes:
             return
         held = {index: list(entry.pieces) for index, entry in self.entries.tensors.items()}
-        objects = [index for index in self.entries.objects() if not self._changes(self.entries.keys[index])]
+        objects = [index for index in self.entries.objects() if index not in changed]
         held.update(zip(objects, self.entries.parts_inside(objects), strict=True))
         owners = [index for index, pieces in held.items() for piece in pieces if _has_memory(piece)]
         columns = Columns([piece for pieces in held.values() for piece in pieces if _has_memory(piece)])
@@ -174,13 +174,6 @@ class _Application:
 
     def _entry(self, index: int, pieces: list[torch.Tensor]) -> TensorEntry:
         return self.entries.tensors[index]._replace(pieces=pieces)
-
-    def _changes(self, name: str) -> bool:
-        return name in self.delta.tensors or name in self.delta.values
-
-    def _values(self, name: str) -> tuple[int, int] | None:
-        change = self.delta.values.get(name)
-        return None if change is None else (change.before, change.after)
 
 
 def _has_memory(piece: torch.Tensor) -> bool:

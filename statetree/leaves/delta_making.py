@@ -14,11 +14,11 @@ from statetree.leaves.copying import copied_leaves
 from statetree.leaves.delta_tree import Delta
 from statetree.leaves.located_change import tried
 from statetree.leaves.pairing import fact_differences
-from statetree.leaves.tensor_entries import EVERYBODYS, TensorEntry, TreeEntries
-from statetree.spans.bits import differing, is_unreadable, same_bytes
+from statetree.leaves.tensor_entries import TensorEntry, TreeEntries
+from statetree.spans.bits import as_bits, differing, from_bits, is_unreadable, same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.overlaps import conflicts
-from statetree.spans.positions import as_bits, from_bits, places_of, take, within
+from statetree.spans.positions import places_of, take, within
 from statetree.spans.sums import sums_at
 from statetree.torch_internals import copy_each
 from statetree.tree.matching import matched
@@ -75,16 +75,17 @@ class _Making:
         tensors: dict[str, TensorChange] = {}
         numbers: dict[int, tuple[int, int]] = {}
         rows: list[list[int]] = []
+        all_sums = self.base.sums()
         for index in self.base.order:
             a, b = self._pair(index)
             if a is None or b is None:
-                before, after = self.base.number(index), self.new.number(self.partner[index])
-                rows.append([self.base.fingerprint(index), before, 0, EVERYBODYS])
+                rows.append(self.base.row(index, None))
+                before, after = rows[-1][1], self.new.number(self.partner[index])
                 if before != after:
                     numbers[index] = before, after
                 continue
-            sums = b.sums()
-            rows.append(b.row(self.base.fingerprint(index), sums))
+            sums = all_sums[index]
+            rows.append(self.base.row(index, sums))
             # Ties: what lies in one memory on both sides is compared once.
             key = a.place, b.place
             change = same[key] if key in same else _change(a, b, sums)
@@ -116,11 +117,10 @@ class _Making:
 
     def _check_entangled(self, changed: AbstractSet[int], numbers: Mapping[int, tuple[int, int]]) -> None:
         """Refuse a base in which a leaf that changes shares memory with another one, unless they are one leaf."""
-        leaves, paths = self.base.leaves, self.base.paths()
+        paths = self.base.paths()
         found = [
             Difference(paths[a], "ties", "values of its own", f"memory that it shares with {paths[b]}")
-            for a, b in self.base.entangled()
-            if not changed.isdisjoint((a, b)) and (leaves[a] is not leaves[b] or numbers.get(a) != numbers.get(b))
+            for a, b in self.base.cut(changed, numbers)
         ]
         found += self._over_objects(changed - numbers.keys(), numbers)
         if found:

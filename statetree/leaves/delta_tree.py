@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,9 +14,7 @@ from statetree.leaves.located_change import LocatedChange
 from statetree.leaves.parts import unpack
 from statetree.leaves.tensor_entries import TreeEntries
 from statetree.torch_internals import quietly, storage_key
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from statetree.tree.html_fragments import cell, escaped, table
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +47,12 @@ class Delta:
     def __repr__(self) -> str:
         written = sum(change.values.numel() for change in self.tensors.values())
         return f"<Delta of {len(self.table)} leaves: {written} elements and {len(self.values)} values differ>"
+
+    def _repr_html_(self) -> str:
+        rows = [(name, f"{count:,}") for name, count in self.changed.items()]
+        return cell(
+            [f"<b>{escaped(repr(self))}, {self.nbytes:,} bytes</b>", *table(("path", "elements written"), rows)]
+        )
 
     @property
     def changed(self) -> dict[str, int]:
@@ -107,8 +111,7 @@ class Delta:
             TreeMismatch: If ``base`` differs from the base in what this delta writes over, or this delta is damaged.
         """
         entries = TreeEntries("inverse", base, own_ranks())
-        index_of = {name: index for index, name in enumerate(entries.keys)}
-        self.check_leaves("inverse", entries)
+        index_of = self.check_leaves("inverse", entries)
         tensors: dict[str, TensorChange] = {}
         for name, change in self.tensors.items():
             located = LocatedChange("inverse", name, change, entries.tensors[index_of[name]])
@@ -126,33 +129,29 @@ class Delta:
             table[row, 1:3] = torch.tensor(self.sums_after(entries.keys[index], self.sums_before(row)), device="cpu")
         return Delta(tensors, values, table)
 
-    def check_leaves(self, verb: str, entries: TreeEntries) -> None:
-        """Raise ``TreeMismatch`` if a tree has other leaves than the base: other names, dtypes, shapes or layouts."""
+    def check_leaves(self, verb: str, entries: TreeEntries) -> dict[str, int]:
+        """Return the indices of a tree's leaves by their names.
+
+        Raises:
+            TreeMismatch: If they are others than the base's: of other names, dtypes, shapes or layouts.
+        """
+        index_of = {name: index for index, name in enumerate(entries.keys)}
+        unknown = next((name for name in (*self.tensors, *self.values) if name not in index_of), None)
         found = [entries.fingerprint(index) for index in entries.order]
         expected = self.table[:, 0].tolist()
-        if found == expected:
-            names = set(entries.keys)
-            unknown = next((name for name in (*self.tensors, *self.values) if name not in names), None)
-            if unknown is not None:
-                raise mismatch(verb, unknown, "a leaf", "nothing")
-            wrong = next((name for name in self._kinds_differ(entries)), None)
-            if wrong is not None:
-                raise mismatch(verb, wrong, "a leaf of another kind", "this one")
-            return
-        known = set(expected)
-        strange = [index for index, number in zip(entries.order, found, strict=True) if number not in known]
-        present = set(entries.keys)
-        missing = [name for name in (*self.tensors, *self.values) if name not in present]
-        if strange:
-            raise mismatch(verb, entries.keys[strange[0]], "a leaf of the base", entries.text(strange[0]))
-        raise mismatch(verb, missing[0] if missing else "", f"{len(expected)} leaves", f"{len(found)}")
-
-    def _kinds_differ(self, entries: TreeEntries) -> Sequence[str]:
-        tensors = {entries.keys[index] for index in entries.tensors}
-        return [
-            *(name for name in self.tensors if name not in tensors),
-            *(name for name in self.values if name in tensors),
-        ]
+        if found != expected:
+            known = set(expected)
+            strange = [index for index, number in zip(entries.order, found, strict=True) if number not in known]
+            if strange:
+                raise mismatch(verb, entries.keys[strange[0]], "a leaf of the base", entries.text(strange[0]))
+            raise mismatch(verb, unknown or "", f"{len(expected)} leaves", f"{len(found)}")
+        if unknown is not None:
+            raise mismatch(verb, unknown, "a leaf", "nothing")
+        for names, are_tensors in ((self.tensors, True), (self.values, False)):
+            for name in names:
+                if (index_of[name] in entries.tensors) is not are_tensors:
+                    raise mismatch(verb, name, "a leaf of another kind", "this one")
+        return index_of
 
     def sums_before(self, row: int) -> list[int]:
         """Return the sums (or the number, and a zero) of a leaf of the base, by its row in the table."""

@@ -9,9 +9,10 @@ import torch
 
 from statetree.leaves.changes import TensorChange, damaged, mismatch
 from statetree.leaves.copying import copies_of
+from statetree.spans.bits import as_bits, from_bits
 from statetree.spans.columns import Columns
-from statetree.spans.positions import as_bits, from_bits, in_box, places_of, put, stored, take
-from statetree.spans.sums import FEW, element_sums, piece_sums, sums_at
+from statetree.spans.positions import in_box, places_of, put, stored, take
+from statetree.spans.sums import FEW, piece_sums, sums_at
 from statetree.torch_internals import copy_all, copy_each, plain_pair
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ class LocatedChange:
         """Return the sums of elements in the places of the change's values."""
         flat = values.reshape(-1)
         if self.positions is not None:
-            return element_sums(flat, self.positions.to(flat.device)).cpu()
+            return sums_at(self.positions.to(flat.device), flat)[0].cpu()
         total = torch.zeros(FEW, dtype=torch.int64, device="cpu")
         first = 0
         for box in self.entry.boxes:

@@ -169,6 +169,8 @@ class _Adapted(LeafType):
 
 #: Leaf types by class. ``None`` stands for atoms.
 LEAF_TYPES: Final[dict[type, LeafType | None]] = {}
+#: The classes of those that users registered.
+REGISTERED: Final[set[type]] = set()
 
 
 def register_leaf_type(cls: type, leaf_type: LeafType | type[LeafType] | None) -> None:
@@ -204,4 +206,5 @@ def register_leaf_type(cls: type, leaf_type: LeafType | type[LeafType] | None) -
     if instance is not None:
         instance.registered = True
     declare_leaf_class(cls)
+    REGISTERED.add(cls)
     LEAF_TYPES[cls] = instance

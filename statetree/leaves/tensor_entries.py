@@ -16,11 +16,11 @@ from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, holds_memory
 from statetree.spans.mappings import MemoryMap, foreign, placed
 from statetree.spans.overlaps import overlaps_itself, shared_elements
-from statetree.spans.sums import FEW, piece_sums
+from statetree.spans.sums import FEW, piece_sums, whole_sums
 from statetree.tree.flatten import flatten_for_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence, Set
 
     from statetree.chunks.local import LocalChunks
     from statetree.chunks.ranks import Ranks
@@ -52,19 +52,21 @@ class TensorEntry(NamedTuple):
     chunks: LocalChunks | None
     rank: int = 0
 
-    def row(self, fingerprint: int, sums: torch.Tensor) -> list[int]:
-        """Return what a delta keeps of it."""
-        return [fingerprint, *sums.tolist(), self.holder]
-
     @property
     def holder(self) -> int:
         """Who holds what this rank holds."""
+        return EVERYBODYS if self.chunks is None else OTHERS if self.replica[0] else OWN
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """The number of this rank among those that hold what it holds, and how many these are."""
         layout = None if self.chunks is None else self.chunks.layout
         if layout is None or not self.boxes:
-            return EVERYBODYS if self.chunks is None else OWN
+            return 0, 1
         which = layout.distinct.which
-        first = int((layout.ranks == self.rank).nonzero()[0])
-        return OWN if int((which == which[first]).nonzero()[0]) == first else OTHERS
+        own = int((layout.ranks == self.rank).nonzero()[0])
+        rows = (which == which[own]).nonzero().view(-1).tolist()
+        return rows.index(own), len(rows)
 
     @property
     def on_meta(self) -> bool:
@@ -142,6 +144,12 @@ class TreeEntries:
         self.order = sorted(range(len(leaves)), key=lambda index: paths[index].sort_key())
         self._check_memory()
 
+    def sums(self) -> dict[int, torch.Tensor]:
+        """Return the few sums of the elements that this rank holds of each tensor, on the CPU."""
+        found = {index: entry.sums() for index, entry in self.tensors.items() if not entry.is_whole or entry.on_meta}
+        whole = [index for index in self.tensors if index not in found]
+        return found | dict(zip(whole, whole_sums([self.tensors[i].pieces[0] for i in whole], FEW), strict=True))
+
     def paths(self) -> Sequence[Path]:
         """Return the paths of the leaves."""
         return self.spec.paths()
@@ -153,7 +161,21 @@ class TreeEntries:
             return
         check_memory(self.verb, Columns(pieces), lambda place: self.paths()[owners[place]])
 
-    def entangled(self) -> list[tuple[int, int]]:
+    def cut(self, changed: Set[int], numbers: Mapping[int, tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return pairs of leaves that have bytes in common and are not changed as one.
+
+        Args:
+            changed: The leaves that change.
+            numbers: The numbers of values that change, before and after.
+        """
+        return [
+            (a, b)
+            for a, b in self._entangled()
+            if not changed.isdisjoint((a, b))
+            and (self.leaves[a] is not self.leaves[b] or numbers.get(a) != numbers.get(b))
+        ]
+
+    def _entangled(self) -> list[tuple[int, int]]:
         """Return pairs of leaves of which none can be written without a change of the other, nor this be tried.
 
         Of two that lie on one storage, what is written over one can be tried on copies; that includes the tensors
@@ -218,6 +240,12 @@ class TreeEntries:
     def fingerprint(self, index: int) -> int:
         """Return a number for what of a leaf must agree between trees, its name included."""
         return text_number(self.keys[index], self.text(index))
+
+    def row(self, index: int, sums: torch.Tensor | None) -> list[int]:
+        """Return what a delta keeps of a leaf: ``sums`` are those of a tensor."""
+        if sums is None:
+            return [self.fingerprint(index), self.number(index), 0, EVERYBODYS]
+        return [self.fingerprint(index), *sums.tolist(), self.tensors[index].holder]
 
     def number(self, index: int) -> int:
         """Return a number for a value."""

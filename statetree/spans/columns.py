@@ -133,6 +133,13 @@ class Columns:
         return addresses(self.tensors)
 
     @cached_property
+    def pointers_distinct(self) -> bool:
+        """Whether all tensors have memory, and no two begin at one address."""
+        if self.place is not None:
+            return self.place.distinct
+        return 0 not in self.pointers and len(set(self.pointers)) == len(self.tensors)
+
+    @cached_property
     def storage_keys(self) -> list[int]:
         """A number for each tensor's storage: equal exactly for tensors on one storage, while all are alive."""
         return list(map(storage_key_of, self.storages))
@@ -177,13 +184,11 @@ class Columns:
     @cached_property
     def own_storages(self) -> bool:
         """Whether no two tensors share a storage."""
-        if self.place is not None and self.place.distinct and "storages" in self.__dict__ and self.whole:
+        # Tensors that begin where their storages do, at different addresses, lie on different storages.
+        if "storages" in self.__dict__ and self.place is not None and self.pointers_distinct and self.whole:
             return True
-        if "storage_keys" not in self.__dict__ and not any(self.offsets):
-            # Tensors that begin where their storages do, at different addresses, lie on different storages.
-            pointers = set(self.pointers)
-            if len(pointers) == len(self.tensors) and 0 not in pointers:
-                return True
+        if "storage_keys" not in self.__dict__ and not any(self.offsets) and self.pointers_distinct:
+            return True
         return len(set(self.storage_keys)) == len(self.tensors)
 
 
@@ -208,7 +213,7 @@ class Place:
     def __init__(self, columns: Columns) -> None:
         self.pointers = columns.pointers
         self.with_memory = 0 not in self.pointers
-        self.distinct = self.with_memory and len(set(self.pointers)) == len(self.pointers)
+        self.distinct = columns.pointers_distinct
         self.storage_bytes: array[int] | None = None
         self._disjoint: bool | None = None
         self._partner: tuple[weakref.ref[Place], bool] | None = None

@@ -1,16 +1,13 @@
 """Buffers: where copies of spans are put. Plain, pinned and shared host memory, and memory of a device.
 
-Large buffers are allocations of their own, backed by huge pages where the platform gives them. Small ones are carved
+Large buffers are allocations of their own, on huge pages where these are quicker. Small ones are carved
 out of slabs where an allocation is dear (pinning, or a file descriptor each).
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import mmap
 import os
-import sys
 import warnings
 import weakref
 from functools import cache
@@ -18,22 +15,18 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
+from statetree.spans.huge_pages import mapped, prefer_huge_pages
 from statetree.torch_internals import quietly, shared_storage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-#: From this size on a buffer is an allocation of its own, on huge pages.
+#: From this size on a buffer is an allocation of its own.
 LARGE_BYTES: Final = 1 << 20
 #: How large a slab may become.
 SLAB_BYTES: Final = 64 << 20
 #: Where buffers begin in a slab: at the start of a cache line, which suits every dtype.
 ALIGNMENT: Final = 64
-_HUGE_PAGE_BYTES: Final = 2 << 20
-#: Anonymous mappings are shared with forked processes unless one asks otherwise (which is not possible on Windows).
-_PRIVATE: Final[dict[str, Any]] = (
-    {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-)
 #: From this part of the whole on a buffer in shared memory is an allocation of its own.
 _FEW: Final = 32
 
@@ -136,17 +129,16 @@ class Memory:
         if not self.is_plain_host or size < LARGE_BYTES:
             return self._allocate(size)
         try:
-            memory = mmap.mmap(-1, size, **_PRIVATE)
+            storage = mapped(size)
         except OSError:  # too many mappings, perhaps
             return self._allocate(size)
-        storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-        _advise_huge_pages(storage.data_ptr(), size)
+        prefer_huge_pages(storage)
         return storage
 
     def _allocate(self, size: int) -> torch.UntypedStorage:
         storage = _share(size) if self.share_memory else torch.UntypedStorage(size, device=self.device)
-        if self.device.type == "cpu" and size >= LARGE_BYTES:
-            _advise_huge_pages(storage.data_ptr(), size)
+        if self.device.type == "cpu":
+            prefer_huge_pages(storage)
         if self.pin_memory and size:
             _pin(storage)
         return storage
@@ -243,27 +235,3 @@ def _pin(storage: torch.UntypedStorage) -> None:
     _pin_memory_utils.pin_memory(pointer, storage.nbytes())
     finalizer = weakref.finalize(storage, _pin_memory_utils.unpin_memory, pointer)
     finalizer.atexit = False  # CUDA may be gone by then
-
-
-@cache
-def _madvise() -> Any:
-    if not sys.platform.startswith("linux") or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return None
-    try:
-        function = ctypes.CDLL(None, use_errno=True).madvise
-    except (OSError, AttributeError):
-        return None
-    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    function.restype = ctypes.c_int
-    return function
-
-
-def _advise_huge_pages(pointer: int, size: int) -> None:
-    """Ask for huge pages, which fault in a five hundredth of the steps. A refusal changes nothing."""
-    function = _madvise()
-    if function is None or size < _HUGE_PAGE_BYTES:
-        return
-    start = -(-pointer // mmap.PAGESIZE) * mmap.PAGESIZE
-    length = (pointer + size - start) // mmap.PAGESIZE * mmap.PAGESIZE
-    if length > 0:
-        function(start, length, mmap.MADV_HUGEPAGE)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from statetree.spans.bits import same_bytes
+from statetree.spans.bits import as_bits, same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.layout import extents
-from statetree.spans.positions import as_bits, places_of, put
+from statetree.spans.positions import places_of, put
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

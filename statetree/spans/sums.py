@@ -16,17 +16,18 @@ are those of a matrix with a vector, which take about as long as reading the mem
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Final
 
 import torch
 
+from statetree.chunks.boxes import Box
 from statetree.spans.bits import bits_in_pieces
+from statetree.torch_internals import copy_all, is_zero_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from statetree.chunks.boxes import Box
 
 #: By how many bits words are shifted to the right for each of the four sums.
 SHIFTS: Final = (0, 32, 0, 32)
@@ -46,6 +47,9 @@ _CACHED_ROWS: Final = 64
 _PIECE_BYTES: Final = 4 << 20
 _TRANSPOSED_BYTES: Final = 16 << 20
 _DEVICE_PIECE_BYTES: Final = 64 << 20
+#: Up to here tensors are summed up together, and so many at a time.
+_SMALL_BYTES: Final = 16 << 10
+_TOGETHER: Final = 1024
 #: How many elements are given coefficients one by one at a time.
 _SINGLE: Final = 1 << 15
 
@@ -74,11 +78,15 @@ def _place_factors(device: torch.device) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device)
 
 
+@lru_cache(maxsize=16)
+def _row_seeds(device: torch.device) -> torch.Tensor:
+    seeds = [_signed(_mixed((sum_ + 1) << 48)) for sum_ in range(ALL)]
+    return torch.tensor(seeds, dtype=torch.int64, device="cpu").to(device).unsqueeze(1)
+
+
 def _row_factors(rows: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the coefficients of rows, for each of some sums: ``[count, *rows.shape]``."""
-    seeds = [_signed(_mixed((sum_ + 1) << 48)) for sum_ in range(count)]
-    start = torch.tensor(seeds, dtype=torch.int64, device="cpu").to(rows.device).view(count, *[1] * rows.dim())
-    mixed = rows.unsqueeze(0) * _signed(_FACTORS[0]) + start
+    """Return the coefficients of rows, for each of some sums: ``[count, len(rows)]``."""
+    mixed = rows.unsqueeze(0) * _signed(_FACTORS[0]) + _row_seeds(rows.device)[:count]
     mixed.bitwise_xor_(mixed >> 30).mul_(_signed(_FACTORS[1]))
     mixed.bitwise_xor_(mixed >> 27).mul_(_signed(_FACTORS[2]))
     return mixed.bitwise_xor_(mixed >> 31)
@@ -111,6 +119,48 @@ def piece_sums(piece: torch.Tensor, box: Box, shape: Sequence[int], count: int =
     for part, offsets in _outer_parts(piece, outer, run):
         total += _strided_sums(part, offsets, itemsize, count)
     return total
+
+
+def whole_sums(tensors: Sequence[torch.Tensor], count: int = ALL) -> list[torch.Tensor]:
+    """Return the first sums of plain tensors, each the whole of its global shape: small ones together.
+
+    Args:
+        tensors: In memory that is there.
+        count: How many of the four sums.
+
+    Returns:
+        ``int64`` on the CPU, for each tensor.
+    """
+    found: dict[int, torch.Tensor] = {}
+    for index, tensor in enumerate(tensors):
+        if not _is_small(tensor):
+            shape = tuple(tensor.shape)
+            found[index] = piece_sums(tensor, Box((0,) * len(shape), shape), shape, count).cpu()
+    small = [index for index in range(len(tensors)) if index not in found]
+    for start in range(0, len(small), _TOGETHER):
+        chosen = small[start : start + _TOGETHER]
+        found.update(zip(chosen, _sums_together([tensors[index] for index in chosen], count), strict=True))
+    return [found[index] for index in range(len(tensors))]
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+    return plain and 0 < tensor.nbytes <= _SMALL_BYTES and not is_zero_tensor(tensor)
+
+
+def _sums_together(tensors: Sequence[torch.Tensor], count: int) -> torch.Tensor:
+    """Return the sums of small contiguous tensors, of which each begins a row."""
+    lengths = [-(-tensor.nbytes // _ROW_BYTES) for tensor in tensors]
+    firsts = [0, *accumulate(lengths)]
+    padded = torch.zeros(firsts[-1] * _ROW_BYTES, dtype=torch.uint8, device="cpu")
+    # One element may have any stride.
+    sources = [tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in tensors]
+    starts = [_ROW_BYTES * first for first in firsts[:-1]]
+    copy_all([padded[at : at + source.numel()] for at, source in zip(starts, sources, strict=True)], sources)
+    owners = torch.arange(len(tensors), device="cpu").repeat_interleave(torch.tensor(lengths, device="cpu"))
+    rows = torch.arange(len(owners), device="cpu") - torch.tensor(firsts, device="cpu")[owners]
+    products = _row_products(padded.view(torch.int64).view(-1, _ROW_WORDS), rows, count)
+    return torch.zeros(len(tensors), count, dtype=torch.int64, device="cpu").index_add_(0, owners, products.T)
 
 
 def _piece_bytes(piece: torch.Tensor) -> int:
@@ -175,6 +225,11 @@ def _run_sums(flat: torch.Tensor, first: int, count: int) -> torch.Tensor:
 
 def _row_sums(words: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
     """Return the sums of whole rows of words."""
+    return _row_products(words, rows, count).sum(1)
+
+
+def _row_products(words: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
+    """Return what each of some rows of words adds to the sums: ``[count, len(rows)]``."""
     factors = _place_factors(words.device)
     products = torch.empty(count, len(words), dtype=torch.int64, device=words.device)
     step = min(len(words), _CACHED_ROWS) if words.is_cpu else len(words)
@@ -188,7 +243,7 @@ def _row_sums(words: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tens
                 torch.mv(shifted, factors[number], out=found[number])
             else:  # (where torch multiplies no matrices of integers)
                 found[number] = (shifted * factors[number]).sum(1)
-    return products.mul_(_row_factors(rows, count)).sum(1)
+    return products.mul_(_row_factors(rows, count))
 
 
 def _strided_sums(part: torch.Tensor, offsets: torch.Tensor, itemsize: int, count: int) -> torch.Tensor:
@@ -208,19 +263,14 @@ def _strided_sums(part: torch.Tensor, offsets: torch.Tensor, itemsize: int, coun
     return _integer_sums([part.reshape(-1)], positions.view(-1), count)[0]
 
 
-def element_sums(values: torch.Tensor, positions: torch.Tensor, count: int = FEW) -> torch.Tensor:
-    """Return the sums of single elements, each at a position of its own in the global shape.
+def sums_at(positions: torch.Tensor, *columns: torch.Tensor, count: int = FEW) -> list[torch.Tensor]:
+    """Return the sums of single elements, for each of several tensors of one dtype.
 
     Args:
-        values: Elements, of one dim and contiguous.
-        positions: Where they lie, as ``int64``. (It is quicker if they ascend.)
+        positions: Where they lie in the global shape, as ``int64``. (It is quicker if they ascend.)
+        columns: Elements for these positions, of one dim and contiguous.
         count: How many of the four sums.
     """
-    return sums_at(positions, values, count=count)[0]
-
-
-def sums_at(positions: torch.Tensor, *columns: torch.Tensor, count: int = FEW) -> list[torch.Tensor]:
-    """Do as ``element_sums``, for several tensors of one dtype with elements at the same positions."""
     totals = [torch.zeros(count, dtype=torch.int64, device=values.device) for values in columns]
     words = columns[0].dtype.itemsize // _WORD_BYTES
     for pieces in zip(*(bits_in_pieces(values, _PIECE_BYTES) for values in columns), strict=True):
@@ -249,7 +299,7 @@ def _integer_sums(flats: Sequence[torch.Tensor], positions: torch.Tensor, count:
         place = position >> shift
         column = place & (_ROW_WORDS - 1)
         by_row = _factors_of_rows(place >> _ROW_BITS, count)
-        products = [factors[number].take(column).mul_(by_row[number]) for number in range(count)]
+        products = [factors[number].index_select(0, column).mul_(by_row[number]) for number in range(count)]
         within_word = (position & (per - 1)).mul_(bits)
         for total, flat in zip(totals, flats, strict=True):
             word = flat[start : start + step].to(torch.int64)
@@ -263,7 +313,7 @@ def _integer_sums(flats: Sequence[torch.Tensor], positions: torch.Tensor, count:
 
 def _factors_of_rows(rows: torch.Tensor, count: int) -> torch.Tensor:
     """Return the coefficients of rows of which many are the same: each of those between is worked out once."""
-    lowest, highest = (int(bound) for bound in rows.aminmax())
+    lowest, highest = (int(bound) for bound in rows.aminmax()) if rows.numel() > _ROW_WORDS else (0, rows.numel())
     if highest - lowest >= rows.numel():
         return _row_factors(rows, count)
     table = _row_factors(torch.arange(lowest, highest + 1, dtype=torch.int64, device=rows.device), count)

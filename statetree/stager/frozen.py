@@ -18,7 +18,6 @@ from statetree.leaves.builtin import taken_over
 from statetree.spans.bits import same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.layout import as_bytes, extents, lay_out, make_views
-from statetree.spans.memory import Buffer
 from statetree.torch_internals import copy_all, storage_key
 from statetree.tree.atoms import HOLE
 from statetree.tree.selection import selected
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from statetree.spans.layout import Span
-    from statetree.spans.memory import Memory
+    from statetree.spans.memory import Buffer, Memory
     from statetree.stager.capture import CapturedTree
     from statetree.tree.selection import Where
 
@@ -52,9 +51,13 @@ class _KnownStorage(NamedTuple):
     copy: Buffer
 
     def serves(self, storage: torch.UntypedStorage, span: Span) -> bool:
-        """Whether bytes of a storage are among those that were copied."""
+        """Whether bytes of a storage are the first of those that were copied."""
         same = self.source.cdata == storage_key(storage) and self.pointer == storage.data_ptr()
-        return same and not self.source.expired() and self.start <= span.start and span.stop <= self.stop
+        return same and not self.source.expired() and self.start == span.start and span.stop <= self.stop
+
+    def bytes(self, count: int) -> torch.Tensor:
+        """Return the first bytes of the copy."""
+        return as_bytes(self.copy.storage, self.copy.start, self.copy.start + count)
 
 
 class FrozenStorages:
@@ -108,41 +111,25 @@ class FrozenStorages:
         """
         columns = Columns([captured.columns.tensors[index] for index in chosen])
         layout = lay_out(columns, extents(columns))
-        storages = [columns.storages[span.source] for span in layout.spans]
-        known = [
-            self._known.get(storage.data_ptr() + span.start)
-            for storage, span in zip(storages, layout.spans, strict=True)
-        ]
-        served = [
-            found is not None and found.serves(storage, span)
-            for found, storage, span in zip(known, storages, layout.spans, strict=True)
-        ]
+        wanted = [(columns.storages[span.source], span) for span in layout.spans]
+        known = [self._serving(storage, span) for storage, span in wanted]
         if self._check:
-            for found, storage, span in zip(known, storages, layout.spans, strict=True):
-                if found is not None and found.serves(storage, span):
+            for found, (storage, span) in zip(known, wanted, strict=True):
+                if found is not None:
                     self._compare(verb, captured, chosen[span.source], found, as_bytes(storage, span.start, span.stop))
-        missing = [number for number, flag in enumerate(served) if not flag]
-        spans = [layout.spans[number] for number in missing]
-        fresh = self._memory.carve([span.stop - span.start for span in spans])
+        missing = [pair for pair, found in zip(wanted, known, strict=True) if found is None]
+        fresh = self._memory.carve([span.stop - span.start for _, span in missing])
         made = [
-            _KnownStorage(StorageWeakRef(storages[number]), storages[number].data_ptr(), span.start, span.stop, buffer)
-            for number, span, buffer in zip(missing, spans, fresh, strict=True)
+            _KnownStorage(StorageWeakRef(storage), storage.data_ptr(), span.start, span.stop, buffer)
+            for (storage, span), buffer in zip(missing, fresh, strict=True)
         ]
-        filled = [(number, copy) for number, copy in zip(missing, made, strict=True) if copy.stop > copy.start]
+        filled = [(copy, storage) for copy, (storage, _) in zip(made, missing, strict=True) if copy.stop > copy.start]
         copy_all(
-            [
-                as_bytes(copy.copy.storage, copy.copy.start, copy.copy.start + copy.stop - copy.start)
-                for _, copy in filled
-            ],
-            [as_bytes(storages[number], copy.start, copy.stop) for number, copy in filled],
+            [copy.bytes(copy.stop - copy.start) for copy, _ in filled],
+            [as_bytes(storage, copy.start, copy.stop) for copy, storage in filled],
         )
-        buffers = [Buffer(torch.UntypedStorage(0), 0) if found is None else found.copy for found in known]
-        buffers = [
-            buffer if found is None else Buffer(buffer.storage, buffer.start + span.start - found.start)
-            for buffer, found, span in zip(buffers, known, layout.spans, strict=True)
-        ]
-        for number, copy in zip(missing, made, strict=True):
-            buffers[number] = copy.copy
+        waiting = iter(made)
+        buffers = [(next(waiting) if found is None else found).copy for found in known]
         templates = make_views(columns, layout, buffers, torch.device("cpu"))
         # Storages that are gone are let go of; what was copied just now is noted last, so that an interrupt loses it.
         kept = {place: copy for place, copy in self._known.items() if not copy.source.expired()}
@@ -150,11 +137,15 @@ class FrozenStorages:
         self._known = kept
         return list(map(_fresh, templates))
 
+    def _serving(self, storage: torch.UntypedStorage, span: Span) -> _KnownStorage | None:
+        """Return what a stretch of a storage was copied to before."""
+        found = self._known.get(storage.data_ptr() + span.start)
+        return found if found is not None and found.serves(storage, span) else None
+
     def _compare(
         self, verb: str, captured: CapturedTree, index: int, found: _KnownStorage, source: torch.Tensor
     ) -> None:
-        copy = as_bytes(found.copy.storage, found.copy.start, found.copy.start + source.nbytes)
-        if same_bytes(copy, source.cpu()):
+        if same_bytes(found.bytes(source.nbytes), source.cpu()):
             return
         path = captured.spec.paths()[captured.owners[index]]
         msg = (

@@ -38,9 +38,7 @@ if TYPE_CHECKING:
     from statetree.spans.columns import Columns
     from statetree.tree.selection import Where
 
-#: How long a stage waits for memory that is leased before it takes more.
-_PATIENCE_S: Final = 0.01
-
+_PATIENCE_S: Final = 0.01  # how long a stage waits for memory that is leased before it takes more
 T = TypeVar("T")
 
 
@@ -95,12 +93,10 @@ class Stager:
         check: bool = False,
     ) -> None:
         given: object = max_snapshots
-        if not isinstance(given, int) or isinstance(given, bool):
-            msg = f"Stager: max_snapshots must be a whole number: expected an int, got {given!r}."
-            raise TypeError(msg)
-        if max_snapshots < 1:
-            msg = f"Stager: max_snapshots must be at least 1: expected a positive number, got {max_snapshots}."
-            raise ValueError(msg)
+        is_int = isinstance(given, int) and not isinstance(given, bool)
+        if not is_int or max_snapshots < 1:
+            msg = f"Stager: max_snapshots must be a whole number of at least 1: expected an int, got {given!r}."
+            raise ValueError(msg) if is_int else TypeError(msg)
         self.max_snapshots = max_snapshots
         self._memory = memory_of(pin_memory=pin_memory, share_memory=share_memory)
         self._frozen = FrozenStorages(frozen, self._memory, check=check)
@@ -376,10 +372,8 @@ class Stager:
     def _idle_soon(self, wanted: Sequence[Snapshot]) -> list[Snapshot]:
         """Wait a moment for one of some snapshots: a thread that saves drops its tree just after it says it is done."""
         deadline = monotonic() + _PATIENCE_S
-        while monotonic() < deadline:
+        while monotonic() < deadline and all(map(Snapshot.is_leased, wanted)):
             sleep(_PATIENCE_S / 20)
-            if not all(map(Snapshot.is_leased, wanted)):
-                break
         return self._idle()
 
     def _trim(self, latest: Snapshot) -> None:

@@ -2,7 +2,8 @@
 
 The assertions look at torch for themselves and use none of the engines, so that they can judge these. Files, bottom up:
 
-- ``values``, ``messages``, ``objects``, ``pickled_state``, ``walk``, ``regions``: what a tree is made of
+- ``values``, ``messages``, ``objects``, ``pickled_state``, ``walk``, ``regions``: what a tree is made of, one record of
+  each object for all who look at one
 - ``findings``, ``element_pairs``, ``aliasing``, ``tensor_judge``, ``judge``: whether two trees are the same
 - ``recorded_structure``, ``sharing``, ``watch``, ``assertions``: what transforms leave alone
 - ``laws``: what may hold of a transform; ``known_states``, ``transform_examples``: the states that it is given;
@@ -10,8 +11,8 @@ The assertions look at torch for themselves and use none of the engines, so that
   ``ghostwriter``: a test file for a transform
 - ``silent_faults``, ``copy_faults``, ``stager_faults``, ``gather_faults``, ``conformance_suite``: ``conformance``;
   ``stager_machine``: a stateful test of stagers
-- ``samples``, ``numbered``, ``source_code``, ``container_plan``, ``tensor_plan``, ``plans``: how a tree is made
-- ``dtensor_layout``: a DTensor as seen from all ranks at once; ``arguments``: checks of arguments
+- ``arguments``: checks of arguments; ``samples``, ``elements``, ``source_code``: classes, elements and values as code;
+  ``dtensor_layout``: a DTensor as seen from all ranks at once; ``plans``: trees as the code that makes them
 - ``plan_strategies``, ``strategies``, ``layout_strategies``: what hypothesis draws (the extra ``testing``)
 - ``tensor_pickles``, ``rank_worker``, ``rank_process``, ``rank_pool``, ``rank_calls``: ranks as processes;
   ``local_ranks``: ranks in one process; ``pace``: limits of time
@@ -27,15 +28,12 @@ from statetree.testing.assertions import (
     assert_structure_preserved,
     assert_trees_equal,
 )
-from statetree.testing.conformance_suite import Conformance, FaultVerdict, conformance
+from statetree.testing.conformance_suite import conformance
 from statetree.testing.dtensor_layout import Layout
-from statetree.testing.ghostwriter import ghostwrite
 from statetree.testing.laws import Law
 from statetree.testing.local_ranks import local_ranks
-from statetree.testing.pace import units
-from statetree.testing.rank_calls import close_ranks, run_ranks
+from statetree.testing.rank_calls import run_ranks
 from statetree.testing.transform_check import check_transform
-from statetree.testing.transform_report import Report, Verdict
 
 if TYPE_CHECKING:
     from statetree.testing.layout_strategies import layouts
@@ -43,21 +41,15 @@ if TYPE_CHECKING:
     from statetree.testing.strategies import state_trees, tensors, tied_trees
 
 __all__ = [
-    "Conformance",
-    "FaultVerdict",
     "Law",
     "Layout",
-    "Report",
     "StagerMachine",
-    "Verdict",
     "assert_independent",
     "assert_pure",
     "assert_structure_preserved",
     "assert_trees_equal",
     "check_transform",
-    "close_ranks",
     "conformance",
-    "ghostwrite",
     "laws",
     "layouts",
     "local_ranks",
@@ -65,7 +57,6 @@ __all__ = [
     "state_trees",
     "tensors",
     "tied_trees",
-    "units",
 ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from statetree.testing import copy_faults, gather_faults, stager_faults
@@ -17,38 +17,27 @@ from statetree.testing.silent_faults import COPY, GATHER, STAGER, SilentFault
 PASSES, FAILS, REFUSES, UNSUPPORTED = "passes", "FAILS", "refuses", "unsupported"
 #: All faults that we know of, in the order of tables.
 FAULTS: tuple[SilentFault, ...] = (*copy_faults.FAULTS, *stager_faults.FAULTS, *gather_faults.FAULTS)
-Function = Callable[[Any], Any]
+Function = Callable[..., Any]
 
 
 class _Refused(Exception):
     """What an implementation raised."""
 
 
-@dataclasses.dataclass(frozen=True)
 class StagerAdapter:
-    """What a stager does, as the suite calls it.
+    """What a stager does, as the suite calls it: ``stage``, ``wait`` and ``close``.
 
-    Attributes:
-        stage: Takes a state, and returns a copy of it, or what ``wait`` makes one of.
-        wait: Takes what ``stage`` returned, and returns the copy.
-        close: Ends the stager.
+    Args:
+        stager: An object with ``stage``, and perhaps ``wait`` and ``close``.
+        called: What to make of each of its functions.
     """
 
-    stage: Function
-    wait: Function
-    close: Callable[[], Any]
+    def __init__(self, stager: Any, called: Callable[[Function], Function] = lambda function: function) -> None:
+        def result(staged: Any) -> Any:
+            return staged.result() if hasattr(staged, "result") else staged
 
-    @classmethod
-    def bare(cls, stager: Any) -> StagerAdapter:
-        """Return that of an object with ``stage``, and perhaps ``wait`` and ``close``."""
-        wait = getattr(stager, "wait", lambda staged: staged.result() if hasattr(staged, "result") else staged)
-        return cls(stager.stage, wait, getattr(stager, "close", lambda: None))
-
-    @classmethod
-    def of(cls, stager: Any) -> StagerAdapter:
-        """Return that of an object, of which what it raises is told from what a check does."""
-        bare = cls.bare(stager)
-        return cls(_refusing(bare.stage), _refusing(bare.wait), _refusing(bare.close))
+        self.stage, self.wait = called(stager.stage), called(getattr(stager, "wait", result))
+        self.close = called(getattr(stager, "close", lambda: None))
 
     def copied(self, state: Any) -> Any:
         """Stage a state, and wait for the copy."""
@@ -124,7 +113,9 @@ def conformance(
         world_size: How many ranks call ``gather``.
 
     Returns:
-        A report, which is true if there is no silent fault, and prints as a table.
+        A report, which is true if there is no silent fault, and prints as a table. ``failed`` are the names of faults;
+        ``report[name]`` has the ``fault``, what was ``said``, and the ``outcome``: ``passes``; ``FAILS``; ``refuses``,
+        if an error is raised; or ``unsupported``, if it does one of these last two and its documentation says so.
 
     Raises:
         TypeError: If nothing is given to look at, or what is given cannot be called.
@@ -184,19 +175,13 @@ def _looked_at(fault: SilentFault, look: Callable[[], Any]) -> FaultVerdict:
     return FaultVerdict(fault, PASSES)
 
 
-@contextlib.contextmanager
-def _made(make: Callable[[], Any]) -> Iterator[StagerAdapter]:
-    stager = StagerAdapter.of(make())
+def _with_stager(fault: SilentFault, make: Callable[[], Any]) -> None:
+    stager = StagerAdapter(make(), _refusing)
     try:
-        yield stager
+        fault.check(stager.copied if fault.kind == COPY else stager)
     finally:
         with contextlib.suppress(_Refused):  # a check may have closed it
             stager.close()
-
-
-def _with_stager(fault: SilentFault, make: Callable[[], Any]) -> None:
-    with _made(make) as stager:
-        fault.check(stager.copied if fault.kind == COPY else stager)
 
 
 def _on_ranks(fault: SilentFault, gather: Function, world_size: int) -> FaultVerdict:

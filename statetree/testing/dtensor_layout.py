@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 
 from statetree.testing.arguments import check_one_of, check_shape, refuse
-from statetree.testing.numbered import Numbers
+from statetree.testing.elements import DTYPES, counted
 from statetree.testing.source_code import PrintsAsCode
-from statetree.testing.tensor_plan import DTYPES
 
 #: How the local tensors of a layout may lie in their storages.
 LOCAL_GEOMETRIES = ("contiguous", "transposed", "inside")
@@ -108,12 +107,6 @@ class Layout(PrintsAsCode):
             stride=torch.empty(self.shape, device="meta").stride(),
         )
 
-    def make(self, numbers: Numbers) -> Any:
-        """Make the DTensor as a leaf of a tree."""
-        made = self.build()
-        numbers.made.append(made)
-        return made
-
     def device_mesh(self) -> Any:
         """Return the mesh, which is made once in a process. All ranks of the default group call it."""
         return _device_mesh(self.mesh, id(dist.group.WORLD))
@@ -124,7 +117,9 @@ class Layout(PrintsAsCode):
 
     def _elements(self) -> torch.Tensor:
         if "P" not in self.placements:
-            return Numbers()(self.shape, self.dtype)
+            with torch.device("cpu"):
+                made: torch.Tensor = eval(counted(self.shape, self.dtype, 1))
+            return made
         most = largest_sum(self.dtype) // self._total_weight()
         numbers = torch.arange(math.prod(self.shape), device="cpu").reshape(self.shape) % most + 1
         return numbers.to(self.dtype) * (1 - 1j) if self.dtype.is_complex else numbers.to(self.dtype)

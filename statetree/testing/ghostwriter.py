@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from statetree.testing.arguments import refuse
-from statetree.testing.snippets import reference
+from statetree.testing.snippets import merged, reference
 from statetree.testing.transform_check import check_transform
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def ghostwrite(target: str, *, ranks: Sequence[int] | None = None, examples: int
         ValueError: If the target names no function.
 
     Example:
-        >>> from statetree.testing import ghostwrite
+        >>> from statetree.testing.ghostwriter import ghostwrite
         >>> "laws.independent" in ghostwrite("copy:deepcopy", examples=20)
         True
     """
@@ -73,7 +73,7 @@ def ghostwrite(target: str, *, ranks: Sequence[int] | None = None, examples: int
         imports.append("import pytest")
     text = _FILE.format(
         name=target,
-        imports="\n".join(_merged(imports)),
+        imports="\n".join(merged(imports)),
         called=called,
         names=",\n            ".join(holding),
         ranks=f"\n        ranks={tuple(ranks)}," if ranks else "",
@@ -95,17 +95,3 @@ def _imported(target: str) -> Any:
     if not callable(found):
         refuse("ghostwrite: target", "a function of a tree", found, TypeError)
     return found
-
-
-def _merged(imports: Sequence[str]) -> list[str]:
-    """Return lines of imports, with one for each module."""
-    names: dict[str, set[str]] = {}
-    plain = []
-    for line in imports:
-        head, _, listed = line.partition(" import ")
-        if listed:
-            names.setdefault(head, set()).update(name.strip() for name in listed.split(","))
-        else:
-            plain.append(line)
-    froms = [f"{head} import {'*' if '*' in listed else ', '.join(sorted(listed))}" for head, listed in names.items()]
-    return [*sorted(set(plain)), *sorted(froms)]

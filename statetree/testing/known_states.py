@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from statetree.testing.container_plan import Again, Node, Value
 from statetree.testing.dtensor_layout import Layout
-from statetree.testing.tensor_plan import TensorPlan, ViewPlan
+from statetree.testing.plans import Again, Node, TensorPlan, Value, ViewPlan
 
 
 def _dict(**children: object) -> Node:

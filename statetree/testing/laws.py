@@ -63,6 +63,10 @@ class Law:
     check: Callable[[Transform, Make], None] = dataclasses.field(repr=False)
     link: str = ""
 
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        is_ours = globals().get(self.name) is self  # pickled by name, since its function's name is that of the law
+        return self.name if is_ours else (Law, (self.name, self.statement, self.check, self.link))
+
     def __call__(self, transform: Transform, state: Make) -> None:
         """Raise ``AssertionError`` unless the law holds for what ``state()`` makes."""
         self.check(transform, state)
@@ -72,35 +76,60 @@ class NotApplicable(Exception):
     """Raised by a law that says nothing of a state."""
 
 
-def _law(statement: str) -> Callable[[Callable[[Transform, Make], None]], Law]:
+def _law(check: Callable[[Transform, Make], None]) -> Law:
     """Make a law of a function, under its name."""
-
-    def made(check: Callable[[Transform, Make], None]) -> Law:
-        name = check.__name__.removeprefix("_")
-        return Law(name, statement, check, _DOCS + name.replace("_", "-"))
-
-    return made
+    name = check.__name__
+    return Law(name, str(check.__doc__), check, _DOCS + name.replace("_", "-"))
 
 
-def _accepts(transform: Transform, state: Make) -> None:
+def _keeps(
+    name: str,
+    statement: str,
+    aspect: str,
+    *,
+    ties: bool = True,
+    storages: bool = True,
+    seen: Transform = lambda tree: tree,
+) -> Law:
+    """Return the law that one aspect of a result is what it was in the state."""
+
+    def check(transform: Transform, state: Make) -> None:
+        result = transform(state())
+        found = tree_differences(seen(state()), seen(result), ties=ties, storages=storages, further=True)
+        raise_for(f"{name}: not kept", [finding for finding in found if finding.aspect == aspect])
+
+    return Law(name, statement, check, _DOCS + name.replace("_", "-"))
+
+
+@_law
+def accepts(transform: Transform, state: Make) -> None:
+    """Every state is accepted."""
     transform(state())
 
 
-def _pure(transform: Transform, state: Make) -> None:
+@_law
+def pure(transform: Transform, state: Make) -> None:
+    """The state that is given does not change."""
     assert_pure(transform, state())
 
 
-def _independent(transform: Transform, state: Make) -> None:
+@_law
+def independent(transform: Transform, state: Make) -> None:
+    """A result shares no memory with the state."""
     given = state()
     assert_independent(given, transform(given), containers=False)
 
 
-def _separate(transform: Transform, state: Make) -> None:
+@_law
+def separate(transform: Transform, state: Make) -> None:
+    """A result shares no object with the state."""
     given = state()
     assert_independent(given, transform(given))
 
 
-def _stable(transform: Transform, state: Make) -> None:
+@_law
+def stable(transform: Transform, state: Make) -> None:
+    """A result is not changed by later calls."""
     first = transform(state())
     watch = Watch(first)
     second = transform(state())
@@ -108,47 +137,44 @@ def _stable(transform: Transform, state: Make) -> None:
     assert_independent(first, second, containers=False)
 
 
-def _structure(transform: Transform, state: Make) -> None:
+_inside = _keeps("structure", "", STRUCTURE)
+
+
+@_law
+def structure(transform: Transform, state: Make) -> None:
+    """Containers keep types, keys, order and attributes."""
     assert_structure_preserved(transform, state())
-    _aspect(STRUCTURE, transform, state)  # what is in opaque objects, too
+    _inside(transform, state)  # what is in opaque objects, too
 
 
-def _aspect(aspect: str, transform: Transform, state: Make, *, storages: bool = True) -> None:
-    """Compare one aspect of a result with what it was in the state."""
-    result = transform(state())
-    found = tree_differences(state(), result, storages=storages, further=True)
-    raise_for(f"{aspect}: not kept", [finding for finding in found if finding.aspect == aspect])
+geometry = _keeps("geometry", "Tensors keep class, dtype, shape, strides and flags.", GEOMETRY)
+values = _keeps("values", "Every value is kept, to the bit.", VALUES)
+ties = _keeps("ties", "Leaves share storages exactly if they did.", TIES)
+#: Weaker than ``ties``, for transforms that put several storages into one.
+overlaps = _keeps("overlaps", "Leaves overlap exactly if they did.", TIES, storages=False)
 
 
-def _geometry(transform: Transform, state: Make) -> None:
-    _aspect(GEOMETRY, transform, state)
-
-
-def _values(transform: Transform, state: Make) -> None:
-    _aspect(VALUES, transform, state)
-
-
-def _ties(transform: Transform, state: Make) -> None:
-    _aspect(TIES, transform, state)
-
-
-def _overlaps(transform: Transform, state: Make) -> None:
-    _aspect(TIES, transform, state, storages=False)
-
-
-def _exact(transform: Transform, state: Make) -> None:
+@_law
+def exact(transform: Transform, state: Make) -> None:
+    """A result is the state again: ``structure``, ``geometry``, ``values`` and ``overlaps`` in one."""
     assert_trees_equal(state(), transform(state()), storages=False)
 
 
-def _idempotent(transform: Transform, state: Make) -> None:
+@_law
+def idempotent(transform: Transform, state: Make) -> None:
+    """A second time changes nothing more."""
     assert_trees_equal(transform(state()), transform(transform(state())), storages=False)
 
 
-def _commutes_with_offload(transform: Transform, state: Make) -> None:
+@_law
+def commutes_with_offload(transform: Transform, state: Make) -> None:
+    """The order of it and of offload does not matter."""
     assert_trees_equal(offload(transform(state())), transform(offload(state())), storages=False)
 
 
-def _streams(transform: Transform, state: Make) -> None:
+@_law
+def streams(transform: Transform, state: Make) -> None:
+    """Leaf by leaf, the result is the same."""
     whole = transform(state())
     try:
         with mock.patch.object(compose, "BUCKET_BYTES", 1):
@@ -170,16 +196,6 @@ def leaf_by_leaf(transform: Transform, tree: Any) -> Any:
     return unflatten(spec, results)
 
 
-def _round_trip(inverse: Transform, transform: Transform, state: Make) -> None:
-    assert_trees_equal(state(), inverse(transform(state())), storages=False)
-
-
-def _global_values(transform: Transform, state: Make) -> None:
-    before, after = map_leaves(_whole, state()), map_leaves(_whole, transform(state()))
-    found = tree_differences(before, after, ties=False, further=True)
-    raise_for("global_values: not kept", [finding for finding in found if finding.aspect == VALUES])
-
-
 def _whole(leaf: Any) -> Any:
     """Return the whole of a distributed tensor as torch itself gathers it."""
     from torch.distributed.tensor import DTensor
@@ -187,25 +203,14 @@ def _whole(leaf: Any) -> Any:
     return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
 
 
-accepts = _law("Every state is accepted.")(_accepts)
-pure = _law("The state that is given does not change.")(_pure)
-independent = _law("A result shares no memory with the state.")(_independent)
-separate = _law("A result shares no object with the state.")(_separate)
-stable = _law("A result is not changed by later calls.")(_stable)
-structure = _law("Containers keep types, keys, order and attributes.")(_structure)
-geometry = _law("Tensors keep class, dtype, shape, strides and flags.")(_geometry)
-values = _law("Every value is kept, to the bit.")(_values)
-ties = _law("Leaves share storages exactly if they did.")(_ties)
-idempotent = _law("A second time changes nothing more.")(_idempotent)
-commutes_with_offload = _law("The order of it and of offload does not matter.")(_commutes_with_offload)
-streams = _law("Leaf by leaf, the result is the same.")(_streams)
-#: Weaker than ``ties``, for transforms that put several storages into one.
-overlaps = _law("Leaves overlap exactly if they did.")(_overlaps)
-#: All of ``structure``, ``geometry``, ``values`` and ``overlaps``.
-exact = _law("A result is the state again, in every respect.")(_exact)
-
 #: With ranks, instead of ``geometry`` and ``values``: what is distributed may be so otherwise.
-global_values = _law("Distributed tensors keep their elements.")(_global_values)
+global_values = _keeps(
+    "global_values",
+    "Distributed tensors keep their elements.",
+    VALUES,
+    ties=False,
+    seen=functools.partial(map_leaves, _whole),
+)
 
 #: What ``check_transform`` looks at unless it is told otherwise.
 ALL = (
@@ -219,5 +224,10 @@ COLLECTIVE = (accepts, pure, stable, structure, global_values, ties, streams)
 
 def round_trip(inverse: Transform) -> Law:
     """Return the law that another function makes of a result the state again."""
-    check = functools.partial(_round_trip, inverse)
+    check = functools.partial(makes_again, inverse)
     return Law("round_trip", "The inverse makes the state again.", check, _DOCS + "round-trip")
+
+
+def makes_again(inverse: Transform, transform: Transform, state: Make) -> None:
+    """Raise ``AssertionError`` unless an inverse makes of a result what ``state()`` makes."""
+    assert_trees_equal(state(), inverse(transform(state())), storages=False)

@@ -21,8 +21,8 @@ from statetree.testing.dtensor_layout import (
     over_later_dims,
     total,
 )
+from statetree.testing.elements import DTYPES
 from statetree.testing.plan_strategies import shapes
-from statetree.testing.tensor_plan import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

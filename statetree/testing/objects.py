@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import types
 from collections import OrderedDict, defaultdict, deque
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from statetree.testing.messages import brief
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
 
 #: What torch notes on its own objects when they are read, by class: the beginnings of the attributes' names.
 _CACHES: dict[str, tuple[str, ...]] = {
@@ -132,3 +136,74 @@ def is_container(value: Any) -> bool:
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a ``ShardedTensor``, which refuses to be asked for most of what others answer."""
     return any(base.__name__ == "ShardedTensor" for base in type(tensor).__mro__)
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor says itself which tensors it is made of."""
+    return hasattr(type(tensor), "__tensor_flatten__") and hasattr(type(tensor), "__tensor_unflatten__")
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a device, but no memory there."""
+    return f"{type(tensor).__module__}".startswith("torch._subclasses.fake_tensor")
+
+
+class Same:
+    """Something kept, so that nothing else gets its address, and equal to itself alone."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.value is self.value
+
+    def __repr__(self) -> str:
+        return brief(self.value)
+
+
+def _sizes(tensor: torch.Tensor, sizes: Iterable[Any]) -> tuple[Any, ...]:
+    # Sizes that are symbols equal nothing but themselves.
+    symbol = (lambda _: "ragged") if tensor.layout is torch.jagged else str
+    return tuple(size if type(size) is int else symbol(size) for size in sizes)
+
+
+#: What a tensor is, by name: what is asked of it, and answered with ``None`` by one that cannot say.
+_FACTS: dict[str, Callable[[Any], Any]] = {
+    **{
+        name: operator.attrgetter(name)
+        for name in ("dtype", "layout", "requires_grad", "is_nested", "is_quantized", "is_meta", "device")
+    },
+    "shape": lambda tensor: _sizes(tensor, tensor.shape),
+    "strides": lambda tensor: _sizes(tensor, tensor.stride()),
+    "conj bit": torch.Tensor.is_conj,
+    "neg bit": torch.Tensor.is_neg,
+    "coalesced": lambda tensor: tensor.is_coalesced() if tensor.layout is torch.sparse_coo else None,
+    "quantization scheme": lambda tensor: tensor.qscheme() if tensor.is_quantized else None,
+    "scale": lambda tensor: tensor.q_scale() if tensor.is_quantized else None,
+    "zero point": lambda tensor: tensor.q_zero_point() if tensor.is_quantized else None,
+    "axis": lambda tensor: tensor.q_per_channel_axis() if tensor.is_quantized else None,
+    "fake mode": lambda tensor: Same(tensor.fake_mode) if is_fake(tensor) else None,
+    "placements": lambda tensor: tensor.placements,
+    "mesh": lambda tensor: tensor.device_mesh,
+    "metadata": lambda tensor: tensor.metadata() if is_sharded(tensor) else None,
+    "sharding spec": lambda tensor: tensor.sharding_spec() if is_sharded(tensor) else None,
+    "process group": lambda tensor: Same(tensor._process_group) if is_sharded(tensor) else None,
+}
+PLURAL = ("strides", "placements")
+
+
+def facts_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return what a tensor says of itself, by name."""
+    return answers(tensor, _FACTS)
+
+
+def answers(value: Any, questions: dict[str, Callable[[Any], Any]]) -> dict[str, Any]:
+    """Return what a value answers to questions, by their names; ``None`` to those that it refuses."""
+
+    def answer(question: Callable[[Any], Any]) -> Any:
+        try:
+            return question(value)
+        except (RuntimeError, NotImplementedError, ValueError, AttributeError, TypeError):
+            return None
+
+    return {name: answer(question) for name, question in questions.items()}

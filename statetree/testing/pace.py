@@ -17,17 +17,6 @@ def units(count: float) -> float:
 
     A unit is how long a process takes to start and to import torch, as every rank does: about two seconds on an idle
     machine. It is measured once, at the first call, and processes that are started afterwards know it.
-
-    Args:
-        count: How many units.
-
-    Returns:
-        Seconds.
-
-    Example:
-        >>> from statetree.testing import units
-        >>> units(10) >= 20
-        True
     """
     if _VARIABLE not in os.environ:
         started = time.monotonic()

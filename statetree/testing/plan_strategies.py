@@ -8,10 +8,24 @@ import torch
 from hypothesis import strategies as st
 
 from statetree.testing.arguments import check_at_least, check_some_of, refuse
-from statetree.testing.container_plan import MAPPINGS, PAIRS, SEQUENCES, WITH_ATTRIBUTES, Again, Node, Value
-from statetree.testing.plans import TreePlan
+from statetree.testing.elements import DTYPES
+from statetree.testing.plans import (
+    GEOMETRIES,
+    MAPPINGS,
+    PAIRS,
+    SEQUENCES,
+    USUAL_WRAPS,
+    VIEWS,
+    WITH_ATTRIBUTES,
+    WRAPS,
+    Again,
+    Node,
+    TensorPlan,
+    Value,
+    ViewPlan,
+)
 from statetree.testing.samples import Color, NamedPair, Pair, a_factory
-from statetree.testing.tensor_plan import DTYPES, GEOMETRIES, USUAL_WRAPS, VIEWS, WRAPS, TensorPlan, ViewPlan
+from statetree.testing.source_code import PrintsAsCode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +52,7 @@ def tensor_plans(
     dtypes: Sequence[torch.dtype] = DTYPES,
     max_dims: int = 3,
     max_side: int = 3,
-    geometries: Sequence[str] = tuple(GEOMETRIES),
+    geometries: Sequence[str] = GEOMETRIES,
     wraps: Sequence[str] = USUAL_WRAPS,
 ) -> st.SearchStrategy[TensorPlan]:
     """Plans of single tensors (see ``tensors``)."""
@@ -117,7 +131,7 @@ def _plans_of(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     if branches := getattr(leaves, "original_strategies", ()):  # hypothesis' own name, of ``one_of``
         return st.one_of(*map(_plans_of, branches))
     plans: st.SearchStrategy[Any] = getattr(leaves, "plans", leaves)
-    return plans.map(lambda leaf: leaf if isinstance(leaf, TreePlan) else Value(leaf))
+    return plans.map(lambda leaf: leaf if isinstance(leaf, PrintsAsCode) else Value(leaf))
 
 
 def _keys() -> st.SearchStrategy[Any]:

@@ -1,31 +1,306 @@
-"""Plans, all in one place: descriptions of trees that print as code, and make the same tree as often as they are asked.
+"""Plans: descriptions of trees that can be drawn, pickled and made smaller, and the code that makes the trees.
 
-Not public. What a test prints of a tree that was drawn runs with ``from statetree.testing.plans import *``.
+Not public. ``build`` runs the code of a plan: it makes an equal tree on new memory every time, and what a test shows of
+a tree is how it was made.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+import dataclasses
+import functools
+import math
+from collections import Counter, OrderedDict, defaultdict, deque
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from statetree.testing import samples
-from statetree.testing.container_plan import Again, Node, Value
 from statetree.testing.dtensor_layout import Layout
-from statetree.testing.numbered import Numbers
-from statetree.testing.tensor_plan import TensorPlan, ViewPlan
+from statetree.testing.elements import DIFFERENTIABLE, counted
+from statetree.testing.source_code import PrintsAsCode, code, has_code
 
-__all__ = ["Again", "Layout", "Node", "TensorPlan", "TreePlan", "Value", "ViewPlan", "build", "samples", "torch"]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+#: How a tensor may lie in its storage. What a dtype or a shape cannot be is contiguous.
+GEOMETRIES = (
+    *("contiguous", "transposed", "gaps", "inside", "expanded"),
+    *("channels_last", "conjugated", "negated", "meta"),
+)
+#: What class a tensor may be of, and what else it may have.
+WRAPS = {
+    "tensor": "{}",
+    "requires_grad": "{}.requires_grad_()",
+    "parameter": "torch.nn.Parameter({})",
+    "frozen": "torch.nn.Parameter({}, requires_grad=False)",
+    "buffer": "torch.nn.Buffer({})",
+    "subclass": "torch.Tensor._make_subclass(samples.TensorSubclass, {})",
+    "attribute": 'samples.having({}, note=["note", {note}])',
+    "computed": "{}.requires_grad_()[...]",
+}
+_WITHOUT_GRADIENT = {"requires_grad": "{}", "parameter": WRAPS["frozen"], "computed": "{}[...]"}
+#: What is drawn if nothing else is asked for: leaves of autograd, as transforms return them.
+USUAL_WRAPS = tuple(wrap for wrap in WRAPS if wrap != "computed")
+#: How a view may look at a storage of 24 numbers.
+VIEWS: dict[str, Callable[[str, int, int], str]] = {
+    "whole": lambda base, start, stop: base,
+    "alias": lambda base, start, stop: f"{base}.view(24)",
+    "slice": lambda base, start, stop: f"{base}.view(24)[{start}:{stop}]",
+    "steps": lambda base, start, stop: f"{base}.view(24)[{start}:{stop}:3]",
+    "transposed": lambda base, start, stop: f"{base}.t()",
+    "rows": lambda base, start, stop: f"{base}[{start // 6}:{stop // 6}]",
+    "columns": lambda base, start, stop: f"{base}[:, {start // 4}:{stop // 4}]",
+    "element": lambda base, start, stop: f"{base}.view(24)[{min(start, 23)}]",
+    "expanded": lambda base, start, stop: f"{base}.view(24)[{start}:{stop}].expand(2, {stop - start})",
+    "overlapping": lambda base, start, stop: f"{base}.as_strided((3, 3), (1, 2), {min(start, 16)})",
+    "bytes": lambda base, start, stop: f"{base}.view(24).view(torch.uint8)[{start}:{stop + 3}]",
+    "complex": lambda base, start, stop: f"torch.view_as_complex({base}.view(12, 2)).conj()",
+    "parameter": lambda base, start, stop: f"torch.nn.Parameter({base}.view(24)[{start}:{stop}])",
+    "detached": lambda base, start, stop: f"torch.nn.Parameter({base}).detach()",
+    "storage": lambda base, start, stop: f"{base}.untyped_storage()",
+}
+MAPPINGS = {
+    "dict": "{{{}}}",
+    "OrderedDict": "OrderedDict({{{}}})",
+    "defaultdict": "defaultdict(samples.a_factory, {{{}}})",
+    "Counter": "Counter({{{}}})",
+    "DictSubclass": "samples.DictSubclass({{{}}})",
+}
+SEQUENCES = {
+    "list": "[{}]",
+    "tuple": "({})",
+    "ListSubclass": "samples.ListSubclass([{}])",
+    "TupleSubclass": "samples.TupleSubclass([{}])",
+    "deque": "deque([{}])",
+    "bounded": "deque([{}], maxlen=5)",
+}
+PAIRS = {
+    "NamedPair": "samples.NamedPair({})",
+    "Pair": "samples.Pair({})",
+    "FrozenPair": "samples.FrozenPair({})",
+    "SlottedPair": 'samples.having(samples.SlottedPair({}), sum="sum")',
+    "return_type": "torch.return_types.max([{}])",
+    **({"AttrsPair": "samples.AttrsPair({})"} if hasattr(samples, "AttrsPair") else {}),
+}
+NODES = (*MAPPINGS, *SEQUENCES, *PAIRS, "Thing")
+WITH_ATTRIBUTES = ("OrderedDict", "DictSubclass", "ListSubclass", "TupleSubclass")
+_COLLECTIONS = {cls.__name__: cls for cls in (Counter, OrderedDict, defaultdict, deque)}
 
 
-@runtime_checkable
-class TreePlan(Protocol):
-    """How a value is made."""
+@dataclasses.dataclass(frozen=True, repr=False)
+class Value(PrintsAsCode):
+    """A plain value as a leaf."""
 
-    def make(self, numbers: Numbers) -> Any:
-        """Make the value, with elements counted by ``numbers``."""
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Node(PrintsAsCode):
+    """How a container or an opaque object is made of its children.
+
+    Attributes:
+        kind: One of ``NODES``.
+        children: Plans of what it holds.
+        keys: Their keys, in mappings.
+        attributes: Names and plans of instance attributes.
+    """
+
+    kind: str
+    children: tuple[Any, ...] = ()
+    keys: tuple[Any, ...] = ()
+    attributes: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Again(PrintsAsCode):
+    """What the tree holds already, once more: the same object, not an equal one.
+
+    Attributes:
+        index: Which of the containers and tensors before it, modulo their number. If there are none, it is ``None``.
+    """
+
+    index: int = 0
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class TensorPlan(PrintsAsCode):
+    """How a tensor is made.
+
+    Attributes:
+        shape: Its shape. (``channels_last`` adds a dim of size 1 in front.)
+        dtype: Its dtype.
+        geometry: How it lies in its storage: one of ``GEOMETRIES``.
+        wrap: What class it is of, and what else it has: one of ``WRAPS``.
+    """
+
+    shape: tuple[int, ...] = (2,)
+    dtype: torch.dtype = torch.float32
+    geometry: str = "contiguous"
+    wrap: str = "tensor"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ViewPlan(PrintsAsCode):
+    """How a view is made of a storage of 24 numbers that others share.
+
+    Attributes:
+        base: Which storage.
+        kind: How it is looked at: one of ``VIEWS``.
+        start: Where the view begins, for kinds that can begin anywhere.
+        stop: Where it ends.
+    """
+
+    base: int = 0
+    kind: str = "whole"
+    start: int = 0
+    stop: int = 24
+
+
+def children_of(plan: Any) -> list[Any]:
+    """Return the plans of what a container or an object holds."""
+    return [*plan.children, *dict(plan.attributes).values()] if isinstance(plan, Node) else []
+
+
+def size(plan: Any) -> tuple[int, int]:
+    """Return how large a plan is: how many parts it has, and how long it is to read."""
+    return 1 + sum(size(child)[0] for child in children_of(plan)), len(repr(plan))
+
+
+class Code:
+    """The body of a function without arguments that makes what a plan does.
+
+    Args:
+        plan: A plan, or anything that prints as code and has ``build``, as layouts do.
+        named: Which of the containers and tensors get a name, since they come again.
+
+    Attributes:
+        lines: The lines of the body.
+        objects: What has no code, by the names that stand for it there.
+        again: Which of the containers and tensors come again.
+    """
+
+    def __init__(self, plan: Any, named: Collection[int] = ()) -> None:
+        self.lines: list[str] = []
+        self.objects: dict[str, Any] = {}
+        self.again: set[int] = set()
+        self._named = named
+        self._made = 0
+        self._next = 1  # the number of the next element
+        self._bases: dict[int, str] = {}
+        self.lines.append(f"return {self._written(plan)}")
+
+    def run(self) -> Any:
+        """Make the value."""
+        names = {"torch": torch, "samples": samples, "Layout": Layout, **_COLLECTIONS, **self.objects}
+        exec(_compiled("\n ".join(["def state():", *self.lines])), names)
+        return names["state"]()
+
+    def source(self) -> str:
+        """Return the function, with what it imports."""
+        body = "\n    ".join(
+            ["def state():", *(f"{name} = {value!r}" for name, value in self.objects.items()), *self.lines]
+        )
+        return "\n".join([*imports(body), "", "", body])
+
+    def _written(self, plan: Any) -> str:
+        """Return an expression for a plan, after lines that it needs before it."""
+        if isinstance(plan, Value):
+            return self._value(plan.value)
+        if isinstance(plan, Again):
+            if not self._made:
+                return "None"
+            self.again.add(plan.index % self._made)
+            return f"part{plan.index % self._made}"
+        if isinstance(plan, Node):
+            expression = self._container(plan)
+        elif isinstance(plan, TensorPlan):
+            wraps = WRAPS if plan.dtype in DIFFERENTIABLE else {**WRAPS, **_WITHOUT_GRADIENT}
+            tensor = self._tensor(plan.shape, plan.dtype, plan.geometry)
+            note = self._numbers((2,), torch.float32) if plan.wrap == "attribute" else ""
+            expression = wraps[plan.wrap].format(tensor, note=note)
+        elif isinstance(plan, ViewPlan):
+            expression = VIEWS[plan.kind](self._base(plan.base), *sorted((plan.start, plan.stop)))
+        else:
+            self.objects |= {} if isinstance(plan, Layout) else {type(plan).__name__: type(plan)}
+            expression = f"{plan!r}.build()"
+        self._made += 1
+        return f"(part{self._made - 1} := {expression})" if self._made - 1 in self._named else expression
+
+    def _container(self, plan: Node) -> str:
+        children = list(map(self._written, plan.children))
+        attributes = [f"{name}={self._written(held)}" for name, held in plan.attributes]
+        if plan.kind == "Thing":
+            attributes += [f"attribute{index}={child}" for index, child in enumerate(children)]
+            expression = "samples.Thing()"
+        elif plan.kind in MAPPINGS:
+            items = zip(map(self._value, plan.keys), children, strict=True)
+            expression = MAPPINGS[plan.kind].format(", ".join(f"{key}: {child}" for key, child in items))
+        else:
+            comma = "," if plan.kind == "tuple" and len(children) == 1 else ""
+            expression = {**SEQUENCES, **PAIRS}[plan.kind].format(", ".join(children) + comma)
+        return f"samples.having({', '.join([expression, *attributes])})" if attributes else expression
+
+    def _value(self, value: Any) -> str:
+        if has_code(value):
+            return code(value)
+        name = f"value{len(self.objects)}"
+        self.objects[name] = value
+        return name
+
+    def _numbers(self, shape: tuple[int, ...], dtype: torch.dtype) -> str:
+        first, self._next = self._next, self._next + math.prod(shape)
+        return counted(shape, dtype, first)
+
+    def _base(self, index: int) -> str:
+        if index not in self._bases:
+            self._bases[index] = f"base{index}" if index else "base"
+            self.lines.append(f"{self._bases[index]} = {self._numbers((4, 6), torch.float32)}")
+        return self._bases[index]
+
+    def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype, geometry: str) -> str:
+        dims = len(shape)
+        if geometry == "channels_last" and dims == 3:
+            return f"{self._numbers((1, *shape), dtype)}.to(memory_format=torch.channels_last)"
+        if geometry in ("channels_last", "transposed") and dims > 1:
+            order = tuple(range(dims))[::-1]
+            return self._numbers(shape[::-1], dtype) + (".t()" if dims == 2 else f".permute{order}")
+        if geometry == "gaps" and dims:
+            return f"{self._numbers(tuple(2 * side for side in shape), dtype)}[{', '.join(['1::2'] * dims)}]"
+        if geometry == "inside":
+            return f"{self._numbers((math.prod(shape) + 8,), dtype)}[5:-3].view({shape})"
+        if geometry == "expanded" and dims:
+            return f"{self._numbers((1, *shape[1:]), dtype)}.expand({shape})"
+        if geometry == "conjugated":
+            return f"{self._numbers(shape, dtype)}.conj()"
+        if geometry == "negated" and dtype in DIFFERENTIABLE:
+            return f"torch._neg_view({self._numbers(shape, dtype)})"
+        if geometry == "meta":
+            return f'torch.empty({shape}, dtype={dtype}, device="meta")'
+        return self._numbers(shape, dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(source: str) -> Any:
+    return compile(source, "<state>", "exec")
+
+
+def imports(body: str) -> list[str]:
+    """Return the imports that code needs of what states are made of."""
+    of_ours = [name for name in ("Layout", "samples") if f"{name}." in body or f"{name}(" in body]
+    lines = {
+        "from collections import": [name for name in _COLLECTIONS if f"{name}(" in body],
+        "import": ["torch"] if "torch." in body else [],
+        "from statetree.testing import": of_ours,
+    }
+    return [f"{head} {', '.join(names)}" for head, names in lines.items() if names]
+
+
+def code_of(plan: Any) -> Code:
+    """Return the code of a plan."""
+    found = Code(plan)
+    return Code(plan, found.again) if found.again else found
 
 
 def build(plan: Any) -> Any:
-    """Return the tree of a plan: an equal one every time, on new memory. What is no plan is returned as it is."""
-    return plan.make(Numbers()) if isinstance(plan, TreePlan) else plan
+    """Return the tree of a plan. What is no plan is returned as it is."""
+    return code_of(plan).run() if isinstance(plan, PrintsAsCode) else plan

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 STACK_S = 0.5
 #: How long is waited at once: the system counts milliseconds in 32 bits.
 MAX_WAIT_S = 3600.0
+#: What the server has imported from which the processes of ranks are forked: they need not import it again.
+PRELOADED = [serve.__module__]
 #: Below its frames nothing is the user's.
 WORKER_FILE = str(Path(serve.__code__.co_filename))
 
@@ -116,9 +118,9 @@ def wait_for_any(connections: Iterable[RankConnection], timeout_s: float) -> Non
 
 
 def _context() -> Any:
-    """Return how processes are started: forked from a server that has torch imported already, where there are such."""
+    """Return how processes are started: forked from a server that has ``PRELOADED``, where there are such."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")  # pragma: no cover - on systems without fork
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([serve.__module__])  # without effect if the server runs
+    context.set_forkserver_preload(PRELOADED)  # without effect if the server runs
     return context

@@ -82,3 +82,10 @@ class Color(enum.Enum):
 def a_factory() -> list[Any]:
     """Return an empty list."""
     return []
+
+
+def having(value: Any, **attributes: Any) -> Any:
+    """Return an object with some more attributes."""
+    for name, held in attributes.items():
+        setattr(value, name, held)
+    return value

@@ -1,13 +1,15 @@
-"""Smaller plans: what a counter-example becomes before it is shown."""
+"""Smaller plans: what a counter-example becomes before it is shown.
+
+Hypothesis makes smaller only what it draws, and to draw trees anew takes seconds for each law.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from statetree.testing.container_plan import MAPPINGS, PAIRS, Again, Node, Value
 from statetree.testing.dtensor_layout import Layout
-from statetree.testing.tensor_plan import TensorPlan, ViewPlan
+from statetree.testing.plans import MAPPINGS, PAIRS, Again, Node, TensorPlan, Value, ViewPlan, children_of, size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -15,12 +17,6 @@ if TYPE_CHECKING:
 #: How many smaller plans are tried for one counter-example.
 ATTEMPTS = 300
 _KEYS = ("a", "b", "c", "d", "e", "f")
-
-
-def size(plan: Any) -> tuple[int, int]:
-    """Return how large a plan is: how many parts it has, and how long it is to read."""
-    parts = 1 + sum(size(child)[0] for child in _children(plan))
-    return parts, len(repr(plan))
 
 
 def smallest(plan: Any, fails: Callable[[Any], bool]) -> Any:
@@ -43,16 +39,12 @@ def smallest(plan: Any, fails: Callable[[Any], bool]) -> Any:
     return plan
 
 
-def _children(plan: Any) -> list[Any]:
-    return [*plan.children, *(held for _, held in plan.attributes)] if isinstance(plan, Node) else []
-
-
 def _smaller(plan: Any) -> Iterator[Any]:
     """Yield plans that are one step simpler: in themselves, or in one of their children."""
     replace = dataclasses.replace
     if isinstance(plan, Node):
         yield Value(None)
-        yield from _children(plan)
+        yield from children_of(plan)
         yield replace(plan, attributes=())
         usual = "dict" if plan.kind in MAPPINGS else "list"
         yield replace(plan, kind=usual, attributes=())

@@ -11,7 +11,6 @@ from typing import Any
 
 #: What an implementation is: a copy of a state, a stager, or a gather of a state on all ranks.
 COPY, STAGER, GATHER = "copy", "stager", "gather"
-_ARGUMENT = {COPY: "copied", STAGER: "stager", GATHER: "gather"}
 _IMPORTS = (
     "import contextlib",
     "import copy",
@@ -32,29 +31,30 @@ class SilentFault:
 
     Attributes:
         kind: What kind of implementation may have it: ``copy``, ``stager`` or ``gather``.
-        name: One word or a few.
-        statement: What holds where it is absent, in one line.
         check: A function of an implementation, which raises ``AssertionError`` if it has the fault.
+        helpers: What the function calls.
     """
 
     kind: str
-    name: str
-    statement: str
     check: Callable[[Any], None] = dataclasses.field(repr=False)
+    helpers: tuple[Callable[..., Any], ...] = dataclasses.field(default=(), repr=False)
+
+    @property
+    def name(self) -> str:
+        """One word or a few."""
+        return self.check.__name__
+
+    @property
+    def statement(self) -> str:
+        """What holds where it is absent, in one line."""
+        return str(self.check.__doc__)
 
     @property
     def source(self) -> str:
         """The check as a program that uses torch alone: whoever runs it adds a call with an implementation."""
-        lines = inspect.getsource(self.check).splitlines()
-        return "\n".join(
-            [
-                *_IMPORTS,
-                "",
-                "",
-                *lines[lines.index(f"def {self.check.__name__}({_ARGUMENT[self.kind]}: Any) -> None:") :],
-                "",
-            ]
-        )
+        _, definition, body = inspect.getsource(self.check).partition("def ")  # without the decorator
+        parts = ["\n".join(_IMPORTS), *map(inspect.getsource, self.helpers), definition + body]
+        return "\n\n\n".join(map(str.rstrip, parts)) + "\n"
 
 
 class FaultTable(list[SilentFault]):
@@ -62,17 +62,14 @@ class FaultTable(list[SilentFault]):
 
     Args:
         kind: What kind of implementation may have them.
+        helpers: What their checks call.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, *helpers: Callable[..., Any]) -> None:
         super().__init__()
-        self.kind = kind
+        self._kind, self._helpers = kind, helpers
 
-    def add(self, statement: str) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
-        """Add a check under its own name (a decorator)."""
-
-        def added(check: Callable[[Any], None]) -> Callable[[Any], None]:
-            self.append(SilentFault(self.kind, check.__name__, statement, check))
-            return check
-
-        return added
+    def add(self, check: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Add a check (a decorator)."""
+        self.append(SilentFault(self._kind, check, self._helpers))
+        return check

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import enum
 import math
@@ -11,7 +12,10 @@ from typing import Any
 
 import torch
 
+from statetree.testing import samples
+
 _NAMED = (type, types.FunctionType, types.BuiltinFunctionType)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 class PrintsAsCode:
@@ -32,8 +36,20 @@ class PrintsAsCode:
         printer.text(repr(self))
 
 
+def has_code(value: Any) -> bool:
+    """Whether ``code`` returns an expression that makes the value."""
+    if isinstance(value, (tuple, frozenset)) and type(value) in (tuple, frozenset, samples.NamedPair):
+        return all(map(has_code, value))
+    if isinstance(value, _NAMED):
+        return any(getattr(module, value.__name__, None) is value for module in (samples, builtins))
+    return type(value) in _PLAIN or isinstance(value, samples.Color)
+
+
 def code(value: Any) -> str:
-    """Return an expression for a plan, or for a plain value in one, by the names of ``statetree.testing.plans``."""
+    """Return an expression for a plain value, or for a plan by the names of ``statetree.testing.plans``."""
+    if type(value) is str:
+        is_simple = value.isprintable() and not set(value) & set("\"'\\")
+        return f'"{value}"' if is_simple else repr(value)
     if type(value) is float and not math.isfinite(value):
         usual = struct.pack("<d", value) == struct.pack("<d", float(repr(value)))
         bits = struct.unpack("<q", struct.pack("<d", value))[0]
@@ -54,4 +70,4 @@ def code(value: Any) -> str:
 
 
 def _name(value: Any) -> str:
-    return f"samples.{value.__name__}" if value.__module__.endswith(".samples") else value.__name__
+    return f"samples.{value.__name__}" if value.__module__ == samples.__name__ else value.__name__

@@ -11,9 +11,9 @@ from statetree.testing.silent_faults import STAGER, FaultTable
 FAULTS = FaultTable(STAGER)
 
 
-@FAULTS.add("What was staged does not change when the next state is staged.")
+@FAULTS.add
 def torn_snapshot(stager: Any) -> None:
-    """The next stage writes into the memory of the last one, which may still be being saved."""
+    """What was staged does not change when the next state is staged."""
     state = {"w": torch.zeros(64)}
     first = stager.wait(stager.stage(state))
     state["w"].fill_(1.0)
@@ -21,18 +21,18 @@ def torn_snapshot(stager: Any) -> None:
     assert first["w"].tolist() == [0.0] * 64, "the first snapshot has become the second one"
 
 
-@FAULTS.add("What was staged does not change when training goes on.")
+@FAULTS.add
 def source_changed_after_staging(stager: Any) -> None:
-    """A snapshot shares memory with the state."""
+    """What was staged does not change when training goes on."""
     state = {"w": torch.zeros(64)}
     staged = stager.wait(stager.stage(state))
     state["w"].fill_(1.0)
     assert staged["w"].tolist() == [0.0] * 64, "the snapshot has the state's memory"
 
 
-@FAULTS.add("A kept view of a snapshot does not change.")
+@FAULTS.add
 def view_of_a_snapshot(stager: Any) -> None:
-    """Memory is used again because nothing refers to the tree, while a view on it is still there."""
+    """A kept view of a snapshot does not change."""
     state = {"w": torch.zeros(64)}
     view = stager.wait(stager.stage(state))["w"][2:4]
     gc.collect()
@@ -42,9 +42,9 @@ def view_of_a_snapshot(stager: Any) -> None:
     assert view.tolist() == [0.0, 0.0], view
 
 
-@FAULTS.add("A new tensor at an old address is staged as it is.")
+@FAULTS.add
 def address_used_again(stager: Any) -> None:
-    """A cache by address takes a new tensor for one that was freed."""
+    """A new tensor at an old address is staged as it is."""
     for size, dtype in ((64, torch.float32), (32, torch.float64), (64, torch.int32), (16, torch.float32)):
         tensor = torch.arange(size).to(dtype)
         staged = stager.wait(stager.stage({"w": tensor}))
@@ -53,9 +53,9 @@ def address_used_again(stager: Any) -> None:
         del tensor, staged
 
 
-@FAULTS.add("A tensor that is resized is staged as it is now.")
+@FAULTS.add
 def resized_tensor(stager: Any) -> None:
-    """A cached buffer has the size that the tensor had."""
+    """A tensor that is resized is staged as it is now."""
     tensor = torch.arange(8.0)
     stager.wait(stager.stage({"w": tensor}))
     tensor.resize_(3).copy_(torch.tensor([5.0, 6.0, 7.0]))
@@ -63,9 +63,9 @@ def resized_tensor(stager: Any) -> None:
     assert staged["w"].tolist() == [5.0, 6.0, 7.0], staged
 
 
-@FAULTS.add("A tensor whose data was swapped is staged as it is now.")
+@FAULTS.add
 def data_swapped(stager: Any) -> None:
-    """A cache by the tensor object does not see that it lies elsewhere."""
+    """A tensor whose data was swapped is staged as it is now."""
     tensor = torch.zeros(8)
     stager.wait(stager.stage({"w": tensor}))
     tensor.data = torch.arange(8.0)
@@ -73,9 +73,9 @@ def data_swapped(stager: Any) -> None:
     assert staged["w"].tolist() == list(range(8)), staged
 
 
-@FAULTS.add("Ties that change between two stages are as they are now.")
+@FAULTS.add
 def ties_changed_between_stages(stager: Any) -> None:
-    """A cache remembers which tensors were tied."""
+    """Ties that change between two stages are as they are now."""
     weight = torch.zeros(4)
     stager.wait(stager.stage({"a": weight, "b": weight}))
     staged = stager.wait(stager.stage({"a": weight, "b": torch.ones(4)}))
@@ -83,9 +83,9 @@ def ties_changed_between_stages(stager: Any) -> None:
     assert staged["b"].tolist() == [1.0] * 4, staged
 
 
-@FAULTS.add("A state of another structure can be staged next.")
+@FAULTS.add
 def structure_changed_between_stages(stager: Any) -> None:
-    """The first state decides what is copied later."""
+    """A state of another structure can be staged next."""
     stager.wait(stager.stage({"a": torch.zeros(4), "n": 1}))
     staged = stager.wait(stager.stage({"a": torch.ones(2), "b": [torch.ones(3)], "n": 2}))
     assert staged["a"].tolist() == [1.0, 1.0], staged
@@ -93,9 +93,9 @@ def structure_changed_between_stages(stager: Any) -> None:
     assert staged["n"] == 2, staged
 
 
-@FAULTS.add("A failed stage changes no earlier snapshot.")
+@FAULTS.add
 def snapshot_after_a_failed_stage(stager: Any) -> None:
-    """A stage has written a part when it fails."""
+    """A failed stage changes no earlier snapshot."""
 
     class Unpicklable:
         def __reduce__(self) -> Any:
@@ -112,9 +112,9 @@ def snapshot_after_a_failed_stage(stager: Any) -> None:
     assert first["w"].tolist() == [0.0] * 64, "the first snapshot has a part of the one that failed"
 
 
-@FAULTS.add("A snapshot outlives its stager.")
+@FAULTS.add
 def snapshot_after_close(stager: Any) -> None:
-    """Memory is given back while a snapshot lies in it."""
+    """A snapshot outlives its stager."""
     staged = stager.wait(stager.stage({"w": torch.arange(64.0)}))
     stager.close()
     gc.collect()

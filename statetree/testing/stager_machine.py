@@ -96,7 +96,7 @@ class StagerMachine(RuleBasedStateMachine):
 
     def adapter(self) -> StagerAdapter:
         """Return the functions of the stager."""
-        return StagerAdapter.bare(self.stager)
+        return StagerAdapter(self.stager)
 
     def fresh(self, size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return a new tensor with elements that no other has in the same places."""

@@ -12,9 +12,9 @@ from hypothesis import note
 from hypothesis import strategies as st
 
 from statetree.testing.arguments import check_one_of
+from statetree.testing.elements import DTYPES, TRAINING_DTYPES
 from statetree.testing.plan_strategies import tensor_plans, tied_plans, tree_plans
-from statetree.testing.plans import build
-from statetree.testing.tensor_plan import DTYPES, GEOMETRIES, TRAINING_DTYPES, USUAL_WRAPS
+from statetree.testing.plans import GEOMETRIES, USUAL_WRAPS, code_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +27,7 @@ def tensors(
     dtypes: Sequence[torch.dtype] | str = DTYPES,
     max_dims: int = 3,
     max_side: int = 3,
-    geometries: Sequence[str] = tuple(GEOMETRIES),
+    geometries: Sequence[str] = GEOMETRIES,
     wraps: Sequence[str] = USUAL_WRAPS,
 ) -> st.SearchStrategy[torch.Tensor]:
     """Tensors whose elements are unique by position.
@@ -96,10 +96,9 @@ def _dtypes(dtypes: Sequence[torch.dtype] | str) -> Sequence[torch.dtype]:
 def _built(plans: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     @st.composite
     def built(draw: st.DrawFn) -> Any:
-        plan = draw(plans)
-        tree = build(plan)
-        note(f"from statetree.testing.plans import *\ntree = build({plan!r})")
-        return tree
+        code = code_of(draw(plans))
+        note(code.source())
+        return code.run()
 
     strategy = built()
     vars(strategy)["plans"] = plans

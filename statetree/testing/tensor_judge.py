@@ -8,7 +8,7 @@ import torch
 
 from statetree.testing.findings import VALUES, Findings
 from statetree.testing.messages import brief, place
-from statetree.testing.objects import is_sharded
+from statetree.testing.objects import PLURAL, facts_of, is_fake, is_sharded, is_wrapper
 from statetree.testing.pickled_state import reduced
 from statetree.testing.regions import Region, View, bits_of, raw_bytes, region_of, storage_of
 from statetree.testing.walk import layout_parts
@@ -40,28 +40,36 @@ class TensorJudge(Findings):
 
     def judge_tensor(self, path: str, a: Any, b: Any) -> None:
         """Compare two tensors of one class."""
-        kind = f"{type(a).__module__}.{type(a).__qualname__}"
+        mine, others = facts_of(a), facts_of(b)
+        unasked = {*(() if self.strictness.device else ("device",)), *(() if self.strictness.strides else ("strides",))}
+        same = [
+            self.expect(path, f"{name} {'differ' if name in PLURAL else 'differs'}", mine[name], others[name])
+            for name in mine
+            if name not in unasked
+        ]
+        is_distributed = mine["placements"] is not None
+        described = {"_spec"} if is_distributed else set()  # by its placements, mesh, shape and strides
         if is_sharded(a):
-            self._judge_sharded(path, a, b)
-            return
-        names = ["dtype", "layout", "requires_grad", "is_nested", "is_quantized", "is_meta"]
-        if self.strictness.device:
-            names.append("device")
-        agree = [self.expect(path, f"{name} differs", getattr(a, name), getattr(b, name)) for name in names]
-        if not all(agree):
+            described = {name for name in vars(a) if name.startswith("_")}
+            self.later(f"{path}.local_shards()", a.local_shards(), b.local_shards())
+        elif not all(same):
             if self.strictness.further:
                 self.judge_unlike(path, a, b)
             return
-        if torch.nn.parameter.is_lazy(a):
-            self.judge_attributes(path, a, b)
-        elif kind.startswith("torch._subclasses.fake_tensor"):
-            self._judge_fake(path, a, b)
-        elif hasattr(type(a), "__tensor_flatten__") and hasattr(type(a), "__tensor_unflatten__"):
-            self._judge_wrapper(path, a, b)
-        else:
+        elif is_wrapper(a):
+            (names, context), (other_names, other_context) = a.__tensor_flatten__(), b.__tensor_flatten__()
+            described |= {*names}
+            if not is_distributed:
+                self.later(f"{path}.__tensor_flatten__()", context, other_context)
+            if self.expect(path, "inner tensors differ", list(names), list(other_names)):
+                for name in names:
+                    if name != "device_mesh":
+                        self.later(f"{path}.{name}", getattr(a, name), getattr(b, name))
+        elif not torch.nn.parameter.is_lazy(a):
             with torch.no_grad():
                 self._judge_elements(path, a, b)
-            self.judge_attributes(path, a, b)
+        if not is_fake(a):  # whose attributes are its mode's
+            self.judge_attributes(path, a, b, skip=frozenset(described))
 
     def judge_unlike(self, path: str, a: Any, b: Any) -> None:
         """Compare elements of two tensors whose classes or geometries differ, and note where they lie."""
@@ -79,94 +87,26 @@ class TensorJudge(Findings):
             self._judge_bits(path, *resolved)
         self.views.append(View(place(path), region_of(one), region_of(other)))
 
-    def _expect_strides(self, path: str, a: torch.Tensor, b: torch.Tensor) -> bool:
-        return not self.strictness.strides or self.expect(path, "strides differ", a.stride(), b.stride())
-
-    def _judge_fake(self, path: str, a: Any, b: Any) -> None:
-        same = [self.expect(path, "shape differs", a.shape, b.shape), self._expect_strides(path, a, b)]
-        if a.fake_mode is not b.fake_mode:
-            self.differ(path, "fake mode differs")
-        # Of sizes that are symbols nobody can say where they end.
-        if all(same) and a.layout is torch.strided and not a._has_symbolic_sizes_strides:
-            self.views.append(View(place(path), region_of(a), region_of(b)))
-
-    def _judge_sharded(self, path: str, a: Any, b: Any) -> None:
-        self.expect(path, "metadata differs", a.metadata(), b.metadata())
-        self.expect(path, "sharding spec differs", a.sharding_spec(), b.sharding_spec())
-        if a._process_group is not b._process_group:
-            self.differ(path, "process group differs")
-        self.later(f"{path}.local_shards()", a.local_shards(), b.local_shards())
-        self.judge_attributes(path, a, b, skip=frozenset(name for name in vars(a) if name.startswith("_")))
-
-    def _judge_wrapper(self, path: str, a: Any, b: Any) -> None:
-        (names, context), (others, other_context) = a.__tensor_flatten__(), b.__tensor_flatten__()
-        ragged = a.layout is torch.jagged
-        # The ragged size of a jagged tensor is a symbol, which equals nothing but itself.
-        shapes = [[size if type(size) is int else "ragged" for size in tensor.shape] for tensor in (a, b)]
-        self.expect(path, "shape differs", *shapes)
-        if not ragged:
-            self._expect_strides(path, a, b)
-        described: tuple[str, ...] = ()
-        if hasattr(a, "placements") and hasattr(a, "device_mesh"):
-            described = ("_spec",)  # by its placements, mesh, shape and strides
-            self.expect(path, "placements differ", a.placements, b.placements)
-            if a.device_mesh != b.device_mesh:
-                self.differ(path, "mesh differs", a.device_mesh, b.device_mesh)
-        else:
-            self.later(f"{path}.__tensor_flatten__()", context, other_context)
-        if self.expect(path, "inner tensors differ", list(names), list(others)):
-            for name in names:
-                if name != "device_mesh":
-                    self.later(f"{path}.{name}", getattr(a, name), getattr(b, name))
-        self.judge_attributes(path, a, b, skip=frozenset({*names, *described}))
-
     def _judge_elements(self, path: str, a: torch.Tensor, b: torch.Tensor) -> None:
-        if not a.is_nested and not self.expect(path, "shape differs", a.shape, b.shape):
-            if self.strictness.further:
-                self.judge_unlike(path, a, b)
-            return
-        if a.layout is torch.sparse_coo:
-            self.expect(path, "coalesced differs", a.is_coalesced(), b.is_coalesced())
+        """Compare what lies in the memory of two tensors of equal facts, or in that of the tensors they are made of."""
         parts = layout_parts(a)
         for (name, one), (_, other) in zip(parts, layout_parts(b), strict=True):
-            self._judge_strided(f"{path}.{name}", one, other)
-        if not parts and a.layout is torch.strided:
-            self._judge_strided(path, a, b)
-        elif not parts:
-            self._judge_strided(path, a.to_dense(), b.to_dense(), copied=True)
-
-    def _judge_strided(self, path: str, a: torch.Tensor, b: torch.Tensor, *, copied: bool = False) -> None:
-        facts = [
-            self.expect(path, "dtype differs", a.dtype, b.dtype),
-            self.expect(path, "shape differs", a.shape, b.shape),
-            self._expect_strides(path, a, b),
-            self.expect(path, "conj bit differs", a.is_conj(), b.is_conj()),
-            self.expect(path, "neg bit differs", a.is_neg(), b.is_neg()),
-            self.expect(path, "requires_grad differs", a.requires_grad, b.requires_grad),
-        ]
-        if a.is_quantized:
-            self._judge_scales(path, a, b)
+            self.judge_tensor(f"{path}.{name}", one, other)
+        if parts:
+            return
+        if a.layout is not torch.strided:
+            self._judge_bits(path, a.to_dense(), b.to_dense())
+            return
+        if a.is_quantized and a.qscheme() not in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+            self.judge_tensor(f"{path}.scales", a.q_per_channel_scales(), b.q_per_channel_scales())
+            self.judge_tensor(f"{path}.zero_points", a.q_per_channel_zero_points(), b.q_per_channel_zero_points())
         # A wrapper that does not say how it is taken apart may have no memory: all that it holds is in its attributes.
-        has_memory = [tensor.is_meta or storage_of(tensor) is not None for tensor in (a, b)]
-        if not all(facts) or not self.expect(path, "memory differs", *has_memory) or not has_memory[0]:
-            if self.strictness.further:
-                self.judge_unlike(path, a, b)
-            return
-        if not a.is_meta:
-            self._judge_bits(path, a, b)
-        if not copied:  # where copies lie says nothing of what they were made of
-            self.views.append(View(place(path), region_of(a), region_of(b)))
-
-    def _judge_scales(self, path: str, a: torch.Tensor, b: torch.Tensor) -> None:
-        if not self.expect(path, "quantization scheme differs", a.qscheme(), b.qscheme()):
-            return
-        if a.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-            self.expect(path, "scale differs", a.q_scale(), b.q_scale())
-            self.expect(path, "zero point differs", a.q_zero_point(), b.q_zero_point())
-            return
-        self.expect(path, "axis differs", a.q_per_channel_axis(), b.q_per_channel_axis())
-        self._judge_strided(f"{path}.scales", a.q_per_channel_scales(), b.q_per_channel_scales())
-        self._judge_strided(f"{path}.zero_points", a.q_per_channel_zero_points(), b.q_per_channel_zero_points())
+        has_memory = [tensor.is_meta or is_fake(tensor) or storage_of(tensor) is not None for tensor in (a, b)]
+        if self.expect(path, "memory differs", *has_memory) and has_memory[0]:
+            if not (a.is_meta or is_fake(a)):
+                self._judge_bits(path, a, b)
+            if not a._has_symbolic_sizes_strides:  # of which nobody can say where they end
+                self.views.append(View(place(path), region_of(a), region_of(b)))
 
     def _judge_bits(self, path: str, a: torch.Tensor, b: torch.Tensor) -> None:
         one, other = bits_of(a), bits_of(b)

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 from statetree.errors import UnsupportedLeaf
 from statetree.testing import laws as known
 from statetree.testing.arguments import check_at_least, needing_hypothesis, refuse
-from statetree.testing.container_plan import Node
 from statetree.testing.known_states import STATES, states_on_ranks
 from statetree.testing.pace import units
-from statetree.testing.plans import build
+from statetree.testing.plans import Node, build, size
 from statetree.testing.rank_calls import run_ranks
-from statetree.testing.shrinking import size, smallest
+from statetree.testing.shrinking import smallest
 from statetree.testing.snippets import snippet
 from statetree.testing.transform_report import Report, Verdict
 
@@ -64,6 +63,8 @@ def check_transform(
 
     Returns:
         A report, which is true if all laws hold, and prints as a table with a test for each law that does not.
+        ``broken`` are the names of these; ``report[name]`` has ``holds`` (``None`` if no state says anything of it),
+        ``examples``, ``refused`` (for how many states the transform raised), ``error``, and ``source``, the test.
 
     Raises:
         AssertionError: If ``laws`` are given and one does not hold. It shows the report.
@@ -120,13 +121,9 @@ def _examples() -> ModuleType:
 def _plans(world_size: int | None, examples: int, where: Where | None, seed: int) -> list[Any]:
     """Return plans, the smallest first: those that are known, as many as are asked for, and drawn ones."""
     drawn = _examples()
-    begin = STATES if world_size is None else states_on_ranks(world_size)
-    missing = examples - len(begin)
-    found = list(begin[:examples])
-    if missing > 0:
-        found += (
-            drawn.drawn_plans(missing, seed) if world_size is None else drawn.drawn_layouts(world_size, missing, seed)
-        )
+    found = list(STATES if world_size is None else states_on_ranks(world_size))[:examples]
+    if len(found) < examples:
+        found += drawn.drawn_plans(world_size, examples - len(found), seed)
     if where is not None:
         found = [drawn.only(where, plan) for plan in found]
     # Many transforms take containers alone, and strangers read these more easily.
@@ -146,8 +143,8 @@ def _judged(law: Law, transform: Transform, plans: list[Any], world_size: int | 
         if found in (FAILS, HANGS):
             small = plan
             if found == FAILS:  # of those that hang, each would be waited for
-                small = smallest(plan, lambda smaller: _is_drawn(smaller, where) and next(look([smaller]))[0] == FAILS)
-                _, said = next(look([small]))
+                small = smallest(plan, lambda other: _is_drawn(other, where) and next(look([other]))[0] == FAILS)
+                said = next(look([small]))[1] or said
             source = snippet(law, transform, small, world_size)
             return Verdict(law, holds=False, examples=counts[HOLDS], refused=counts[REFUSED], error=said, source=source)
     holds = True if counts[HOLDS] else None

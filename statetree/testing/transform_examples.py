@@ -11,11 +11,10 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from statetree.paths import Path
-from statetree.testing.container_plan import MAPPINGS, Node, Value
+from statetree.testing.elements import TRAINING_DTYPES
 from statetree.testing.layout_strategies import layouts
 from statetree.testing.plan_strategies import plain_values, tensor_plans, tied_plans, tree_plans
-from statetree.testing.plans import build
-from statetree.testing.tensor_plan import TRAINING_DTYPES, TensorPlan
+from statetree.testing.plans import MAPPINGS, Node, TensorPlan, Value, build
 
 Where = Callable[[Path, Any], bool]
 #: What stands for leaves of which a predicate does not hold: the first of which it does.
@@ -35,31 +34,28 @@ _GENERATE = settings(
 )
 
 
-@functools.lru_cache(maxsize=8)
-def drawn_plans(count: int, number: int) -> tuple[Any, ...]:
-    """Return plans of trees: of ordinary tensors, of any, and of tied ones."""
+@functools.cache
+def plans(world_size: int | None) -> st.SearchStrategy[Any]:
+    """Plans of trees: of ordinary tensors, of any, and of tied ones; with ranks, of DTensors beside what all hold."""
+    if world_size is not None:
+        placed = layouts(world_size, strided=False, subsets=False)  # torch, which is asked too, errs about others
+        leaves = st.one_of(placed, placed, tensor_plans(dtypes=TRAINING_DTYPES, wraps=["tensor"]))
+        named = st.dictionaries(st.sampled_from("abcd"), leaves, min_size=1, max_size=3)
+        return named.map(lambda items: Node("dict", tuple(items.values()), tuple(items)))
     usual = st.one_of(
         tensor_plans(dtypes=TRAINING_DTYPES, wraps=["tensor", "parameter"]), st.builds(Value, plain_values())
     )
-    trees = st.one_of(tree_plans(usual, max_leaves=6, opaque=False), tree_plans(max_leaves=8), tied_plans(max_leaves=8))
-    return _drawn(trees, count, number)
+    return st.one_of(tree_plans(usual, max_leaves=6, opaque=False), tree_plans(max_leaves=8), tied_plans(max_leaves=8))
 
 
 @functools.lru_cache(maxsize=8)
-def drawn_layouts(world_size: int, count: int, number: int) -> tuple[Any, ...]:
-    """Return plans of states that hold DTensors beside what every rank has."""
-    placed = layouts(world_size, strided=False, subsets=False)  # torch, which is asked too, is not right about others
-    leaves = st.one_of(placed, placed, tensor_plans(dtypes=TRAINING_DTYPES, wraps=["tensor"]))
-    named = st.dictionaries(st.sampled_from("abcd"), leaves, min_size=1, max_size=3)
-    return _drawn(named.map(lambda items: Node("dict", tuple(items.values()), tuple(items))), count, number)
-
-
-def _drawn(plans: st.SearchStrategy[Any], count: int, number: int) -> tuple[Any, ...]:
+def drawn_plans(world_size: int | None, count: int, number: int) -> tuple[Any, ...]:
+    """Return some plans: other ones for another number."""
     found: list[Any] = []
 
     @seed(number)
     @settings(_GENERATE, max_examples=count)
-    @given(plan=plans)
+    @given(plan=plans(world_size))
     def draw(plan: Any) -> None:
         found.append(plan)
 

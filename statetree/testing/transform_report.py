@@ -59,13 +59,6 @@ class Report:
     Attributes:
         transform: What was looked at.
         verdicts: One for each law.
-
-    Example:
-        >>> import statetree as st
-        >>> from statetree.testing import check_transform
-        >>> report = check_transform(st.offload, laws=["pure"], examples=20)
-        >>> bool(report), report["pure"].holds, report["pure"].examples
-        (True, True, 20)
     """
 
     transform: Callable[[Any], Any]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from statetree.testing.messages import SHOWN_ALONE, contrast, place, raise_for
-from statetree.testing.objects import Contents, caches_of, contents_of, is_collection
+from statetree.testing.objects import Contents, Same, answers, caches_of, contents_of, facts_of, is_collection
 from statetree.testing.pickled_state import holds_attributes_only
 from statetree.testing.regions import raw_bytes, storage_of
 from statetree.testing.values import PLAIN, same_plain
@@ -19,51 +19,27 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-class _Same:
-    """Something kept, so that nothing else gets its address, and equal to itself alone."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
-
-
-def _hooks(tensor: torch.Tensor) -> tuple[_Same, ...]:
+def _hooks(tensor: torch.Tensor) -> tuple[Same, ...]:
     kept = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
-    return tuple(_Same(hook) for hooks in kept for hook in (hooks or {}).values())
+    return tuple(Same(hook) for hooks in kept for hook in (hooks or {}).values())
 
 
-#: What is asked of a tensor, by name. (Sizes as text: symbols equal nothing but themselves.)
-_FACTS: dict[str, Callable[[torch.Tensor], Any]] = {
+#: What may change of a tensor beside its facts.
+_MOMENT: dict[str, Callable[[torch.Tensor], Any]] = {
     "version": lambda tensor: tensor._version,
-    "dtype": lambda tensor: tensor.dtype,
-    "shape": lambda tensor: tuple(map(str, tensor.shape)),
-    "stride": lambda tensor: tuple(map(str, tensor.stride())),
     "offset": lambda tensor: tensor.storage_offset(),
     "pointer": lambda tensor: None if storage_of(tensor) is None else tensor.untyped_storage().data_ptr(),
-    "requires_grad": lambda tensor: tensor.requires_grad,
     "is_leaf": lambda tensor: tensor.is_leaf,
-    "conj bit": lambda tensor: tensor.is_conj(),
-    "neg bit": lambda tensor: tensor.is_neg(),
     "grad": lambda tensor: id(gradient_of(tensor)),
     "hooks": _hooks,
     "retains_grad": lambda tensor: tensor.retains_grad,
 }
-#: The facts that are addresses, which would tell a reader nothing.
+#: Those of which the values say nothing to anybody.
 _ADDRESSES = {"pointer", "grad", "hooks"}
 
 
-def _facts(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return what a tensor says of itself; ``None`` where it cannot say."""
-
-    def answer(question: Callable[[torch.Tensor], Any]) -> Any:
-        try:
-            return question(tensor)
-        except (RuntimeError, NotImplementedError, ValueError, AttributeError, TypeError):
-            return None
-
-    return {name: answer(question) for name, question in _FACTS.items()}
+def _all_facts(tensor: torch.Tensor) -> dict[str, Any]:
+    return {**answers(tensor, _MOMENT), **facts_of(tensor)}
 
 
 def _changed_contents(path: str, now: Contents, before: Contents) -> Iterator[str]:
@@ -129,7 +105,7 @@ class Watch:
         self._contents = [contents_of(value) for _, value in self._objects]
         self._states = [_state_of(value) for _, value in self._objects]
         self._tensors = [(path, value) for path, value in self._objects if isinstance(value, torch.Tensor)]
-        self._facts = [_facts(value) for _, value in self._tensors]
+        self._facts = [_all_facts(value) for _, value in self._tensors]
         # By storage: it, its size, its bytes, and the paths of what lies on it.
         self._storages: dict[int, tuple[torch.UntypedStorage, int, torch.Tensor, list[str]]] = {}
         for path, value in self._objects:
@@ -151,7 +127,7 @@ class Watch:
                 more = ", ..." if len(paths) > SHOWN_ALONE else ""
                 found.append(f"bytes below {', '.join(paths[:SHOWN_ALONE])}{more} changed")
         for (path, value), past in zip(self._tensors, self._facts, strict=True):
-            for name, now in _facts(value).items():
+            for name, now in _all_facts(value).items():
                 if past[name] != now:
                     values = "" if name in _ADDRESSES else f" from {past[name]} to {now}"
                     found.append(f"the {name} of the tensor at {place(path)} changed{values}")

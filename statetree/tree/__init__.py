@@ -11,6 +11,7 @@ containers. From the top to the bottom:
 - ``matching``: which leaves of two trees correspond, mappings matched by their keys.
 - ``union``: a structure that has every key of several.
 - ``spec``: ``TreeSpec``, the structure without the leaves; to optree and back.
+- ``html_fragments``: structures and tables as HTML, for notebooks and pages.
 - ``traversal``: the loop that takes a tree apart, and the one that rebuilds it.
 - ``registry``: which classes are containers (the only module that registers with optree).
 - ``instances``: containers with instance attributes: dataclasses, attrs classes, subclasses of builtin containers.

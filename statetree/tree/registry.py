@@ -8,6 +8,7 @@ namedtuples, torch's return types, dataclasses and attrs classes.
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -154,12 +155,34 @@ CONTAINERS: dict[type, Container | None] = dict(_BUILTIN)
 #: The classes of ``CONTAINERS`` whose instances are leaves, for asking about many at once.
 LEAF_CLASSES: set[type] = set()
 
+#: The classes that users registered. All others were recognised, and can be so again.
+_DECLARED: set[type] = set()
+#: How many classes are met before some are forgotten, at least. (Those in use are not, so that there may be more.)
+_MOST_CLASSES: Final = 1_000
+_next_sweep = _MOST_CLASSES
+
+
+# A program may make classes as it runs, and the registry must not keep them for ever. It cannot refer to them weakly:
+# structures outlive the trees that they were taken from. But a container that nothing else refers to belongs to no
+# structure, and nobody can tell one that is made again from the first one.
+def _forget_unused() -> None:
+    """Forget recognised classes, where many were met, but for those whose containers are in use."""
+    global _next_sweep
+    if len(CONTAINERS) < _next_sweep:
+        return
+    for cls in CONTAINERS.keys() - _BUILTIN.keys() - _DECLARED:
+        if CONTAINERS[cls] is None or sys.getrefcount(CONTAINERS[cls]) <= 2:  # the registry's, and this question's
+            LEAF_CLASSES.discard(cls)
+            del CONTAINERS[cls]
+    _next_sweep = max(2 * len(CONTAINERS), _MOST_CLASSES)
+
 
 def container_of(cls: type) -> Container | None:
     """Return how instances of a class are taken apart, or ``None`` where they are leaves."""
     try:
         return CONTAINERS[cls]
     except KeyError:
+        _forget_unused()
         kind = _recognise(cls)
         if kind is not None:
             return CONTAINERS.setdefault(cls, kind)  # another thread may have been quicker
@@ -179,6 +202,7 @@ def declare_leaf_class(cls: type) -> None:
         msg = f"register_leaf_type: {cls.__qualname__} is a builtin container: expected a class of your own."
         raise ValueError(msg)
     _take_back(cls)
+    _DECLARED.add(cls)
     LEAF_CLASSES.add(cls)
     CONTAINERS[cls] = None
 
@@ -224,6 +248,7 @@ def register_container(
         raise ValueError(msg)
     _take_back(cls)
     _register_with_optree(cls, flatten, unflatten)
+    _DECLARED.add(cls)
     LEAF_CLASSES.discard(cls)
     CONTAINERS[cls] = _Registered(cls, _registered_entry(cls))
 

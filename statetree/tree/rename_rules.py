@@ -97,29 +97,17 @@ def _wildcard_name(stars: str, counts: dict[str, int]) -> str:
 def _compiled(source: str) -> re.Pattern[str]:
     counts = {"*": 0, "**": 0}
     seen: set[str] = set()
-    expression, at = "", 0
 
     def wildcard(stars: str) -> str:
         return f"(?P<{_wildcard_name(stars, counts)}>{'[^.]*' if stars == '*' else '.*'})"
 
-    for token in re.finditer(r"\\.|\{([A-Za-z_][A-Za-z0-9_]*)\}", source, re.DOTALL):
-        if token[1] is None:
-            continue
-        name = token[1]
-        # Split at captures alone: a ``**`` beside one is still beside its dot.
-        expression += _expression(source[at : token.start()], wildcard, first=at == 0, last=False)
-        expression += f"(?P={name})" if name in seen else f"(?P<{name}>[^.]+)"
+    def capture(braced: str) -> str:
+        name = braced[1:-1]
+        again = name in seen
         seen.add(name)
-        at = token.end()
-    expression += _expression(source[at:], wildcard, first=at == 0, last=True)
-    return re.compile(expression, re.DOTALL)
+        return f"(?P={name})" if again else f"(?P<{name}>[^.]+)"
 
-
-def _expression(text: str, wildcard: object, *, first: bool, last: bool) -> str:
-    """Return the expression of the text between two captures; only at the ends of a pattern is there no neighbour."""
-    mark = "\x00"
-    guarded = f"{'' if first else mark}{text}{'' if last else mark}"
-    return "".join(glob_parts(guarded, wildcard)).replace(re.escape(mark), "").replace(mark, "")  # type: ignore[arg-type]  # a closure
+    return re.compile("".join(glob_parts(source, wildcard, capture)), re.DOTALL)
 
 
 def _is_unambiguous(pattern: str) -> bool:

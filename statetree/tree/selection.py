@@ -134,17 +134,20 @@ def compiled_glob(glob: str) -> re.Pattern[str]:
 
 
 _TOKEN: Final = re.compile(
-    r"(?P<whole>(?:(?:^|(?<=\.))\*\*\.)+|\.\*\*$)|(?P<stars>\*\*+|\*)|\\(?P<quoted>.)|.", re.DOTALL
+    r"(?P<whole>(?:(?:^|(?<=\.))\*\*\.)+|\.\*\*$)|(?P<stars>\*\*+|\*)|\\(?P<quoted>.)"
+    r"|\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)\}|.",
+    re.DOTALL,
 )
 
 
-def glob_parts(glob: str, wildcard: Callable[[str], str]) -> list[str]:
-    """Return the parts of the regular expression of a glob, one for each character or wildcard.
+def glob_parts(glob: str, wildcard: Callable[[str], str], capture: Callable[[str], str] = re.escape) -> list[str]:
+    """Return the parts of the regular expression of a glob, one for each character, wildcard or name in braces.
 
     Args:
         glob: The glob.
         wildcard: Returns the expression of ``*`` and of ``**``. Where the latter is a whole component, the dot beside
             it goes with it if it stands for nothing.
+        capture: Returns the expression of a name in braces, which is given with them. By default it is text.
     """
     parts = []
     for token in _TOKEN.finditer(glob):
@@ -153,6 +156,8 @@ def glob_parts(glob: str, wildcard: Callable[[str], str]) -> list[str]:
             parts.append(rf"(?:\.{inner})?" if token["whole"].startswith(".") else rf"(?:{inner}\.)?")
         elif token["stars"]:
             parts.append(wildcard(token["stars"][:2]))
+        elif token["name"]:
+            parts.append(capture(token[0]))
         else:
             parts.append(re.escape(token["quoted"] or token[0]))
     return parts

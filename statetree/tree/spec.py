@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from statetree.errors import TreeMismatch
 from statetree.paths import Path, key_identity, render_key, same_key, unique_keys
 from statetree.tree.atoms import same_value
+from statetree.tree.html_fragments import cell, tree_html
 from statetree.tree.registry import introduce, optree_structure
 from statetree.tree.traversal import Node, by_class, freeze, loaded, rebuild, traverse
 
@@ -98,6 +99,9 @@ class TreeSpec:
         if self.num_leaves + len(self.nodes) > _MAX_LINES:
             lines.append("…")
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return cell(tree_html(self, lambda _, path, name: f'<p title="{path}"><b>{name}</b></p>'))
 
     def unflatten(self, leaves: Iterable[Any]) -> Any:
         """Put a tree together: as the function ``unflatten``.

@@ -211,10 +211,10 @@ def refuse_constant(name):
     pytest.fail(f"{name} is no JSON")
 
 
-def test_json_is_json_whatever_the_names_and_values(tmp_path):
+def test_json_is_json_whatever_the_names_and_values(tmp_path, statetree):
     values = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf"), "large": 2**70}
     path = write({'"\n\x00é\u202e': bits(1), **values}, tmp_path / "a.pt")
-    found = json.loads(started("show", "--json", path).stdout, parse_constant=refuse_constant)
+    found = json.loads(statetree("show", "--json", path).out, parse_constant=refuse_constant)
     assert [entry["key"] for entry in found["entries"]] == ['"\n\x00é\u202e', *values]
     shown = [entry["value"] for entry in found["entries"][1:]]
     assert shown == ["nan", "inf", "-inf", 2**70]
@@ -224,12 +224,12 @@ SLOW = """
 import os, sys, time
 import statetree.files.publishing as publishing
 from statetree.cli.app import main
-sync = publishing._sync
+sync = publishing.sync
 def slow(path):
     os.write(3, b"reading")
     time.sleep(0.05)
     return sync(path)
-publishing._sync = slow
+publishing.sync = slow
 import shutil
 remove = shutil.rmtree
 def slowly(*args, **options):
@@ -279,6 +279,7 @@ def test_signals_leave_nothing_behind(name, numbers, status, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
 
 
+@pytest.mark.slow
 def test_signals_that_are_ignored_stay_ignored(files, tmp_path):
     """As under ``nohup``."""
     code = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n{SLOW}"

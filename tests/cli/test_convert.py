@@ -423,7 +423,7 @@ def test_numbers_of_half_a_byte_need_a_shape(tmp_path, statetree):
 def test_headers_that_are_too_long_are_refused(tmp_path, statetree, monkeypatch):
     state = {f"w{number}": bits(2, start=number) for number in range(20)}
     source = write(state, tmp_path / "a.pt")
-    monkeypatch.setattr("statetree.files.safetensors_format._MAX_HEADER_BYTES", 1000)
+    monkeypatch.setattr("statetree.files.safetensors_format.MAX_HEADER_BYTES", 1000)
     ran = statetree("convert", source, tmp_path / "b.safetensors")
     assert ran.status == 2
     assert "the header of b.safetensors takes 1176 bytes: expected at most 1000" in ran.err
@@ -514,9 +514,18 @@ def test_matching_and_excluding_keep_the_nesting(tmp_path, statetree):
 def test_renaming(tmp_path, statetree):
     source = write({"model": {"a": {"w": bits(1)}, "b.w": bits(2)}}, tmp_path / "a.pt")
     target = tmp_path / "b.safetensors"
-    converted(statetree, "--rename", "model.{rest:**}={rest}", "--rename", "a.{x}=c.{x}", source, target)
+    converted(statetree, "--rename", "model.a.{x}=c.{x}", "--rename", "model.**=**", source, target)
     assert set(load(target)) == {"c.w", "b.w"}
     ran = statetree("convert", "--force", "--rename", "model.{layer}.w=model.w", source, target)
     assert ran.status == 2
-    assert "two entries would have the key 'model.w'" in ran.err
-    assert statetree("convert", "--rename", "nothing", source, target).status == 2
+    assert "model.w" in ran.err
+    for rule, reason in {"nothing": "is no rule", "x.{a}=y.{b}": "does not capture", "x=y": "no path matches"}.items():
+        ran = statetree("convert", "--rename", rule, source, target)
+        assert ran.status == 2
+        assert reason in ran.err
+
+
+def test_renaming_keeps_the_nesting(tmp_path, statetree):
+    source = write(nested_state(), tmp_path / "a.pt")
+    converted(statetree, "--match", "model.**", "--rename", "model.**=net.**", source, tmp_path / "b.pt")
+    assert_trees_equal(load(tmp_path / "b.pt"), {"net": nested_state()["model"]}, ties=False)

@@ -30,8 +30,10 @@ def directory(tmp_path):
 
 
 def change(directory, edit):
+    """Change the metadata, as of a checkpoint that DCP alone wrote: without a manifest."""
     path = directory / ".metadata"
     metadata = pickle.loads(path.read_bytes())
+    metadata.storage_meta.save_id = "another"
     edit(metadata)
     path.write_bytes(pickle.dumps(metadata))
 
@@ -137,7 +139,7 @@ def test_impossible_metadata_is_refused(name, directory, statetree):
 def test_pieces_are_what_the_metadata_says(directory, tmp_path, statetree):
     change(directory, lambda metadata: setattr(metadata.state_dict_metadata["w"].properties, "dtype", torch.int32))
     ran = statetree("convert", directory, tmp_path / "b.pt")
-    refused(ran, "__0_0.distcp: it holds something else for 'w': expected torch.int32 (6, 4)")
+    refused(ran, "__0_0.distcp: the entry 'w': it holds something else: expected a tensor of torch.int32 (6, 4)")
     assert not (tmp_path / "b.pt").exists()
 
 
@@ -159,7 +161,7 @@ def test_code_in_values_does_not_run(directory, tmp_path, statetree):
 def test_code_in_pieces_of_tensors_does_not_run(directory, tmp_path, statetree):
     evil = {"x": Raw(os.mkdir, str(tmp_path / "statetree_was_here")), "w": bits(6, 4)}
     replace_bytes(directory, "w", saved(evil))
-    refused(statetree("convert", directory, tmp_path / "b.pt"), "holds something else for 'w'")
+    refused(statetree("convert", directory, tmp_path / "b.pt"), "the entry 'w': it holds something else")
     assert not (tmp_path / "statetree_was_here").exists()
 
 
@@ -197,7 +199,7 @@ def test_truncated_files_are_refused(directory, statetree):
         data.write_bytes(whole[:end])
         refused(statetree("show", directory), "__0_0.distcp")
     data.unlink()
-    refused(statetree("show", directory), "__0_0.distcp is missing")
+    refused(statetree("show", directory), "the file '__0_0.distcp' is missing")
 
 
 def test_truncated_metadata_is_refused(directory, statetree):

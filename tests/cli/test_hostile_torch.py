@@ -441,9 +441,10 @@ def test_sparse_indices_beyond_the_shape_are_refused_when_they_are_read(tmp_path
         (b"GGUF" + bytes(100), "a GGUF file"),
     ],
 )
-def test_what_is_often_in_the_place_of_a_checkpoint_is_named(data, words, tmp_path, statetree):
-    (tmp_path / "pytorch_model.bin").write_bytes(data)
-    refused(statetree("show", tmp_path / "pytorch_model.bin"), words)
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors", "model.safetensors.index.json"])
+def test_what_is_often_in_the_place_of_a_checkpoint_is_named(data, words, name, tmp_path, statetree):
+    (tmp_path / name).write_bytes(data)
+    refused(statetree("show", tmp_path / name), words)
     refused(statetree("show", "https://example.com/model.safetensors"), "it is a URL: expected a path")
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -198,8 +201,8 @@ def test_sums_of_tied_entries_say_so(tmp_path, statetree):
     state = {"embed": {"weight": embed}, "head": {"weight": embed}, "all": {"a": embed, "b": more, "c": embed[1:]}}
     lines = statetree("show", "--depth", 1, write(state, tmp_path / "a.pt")).out.splitlines()
     assert lines[1].split()[-2:] == ["B", "85.7%"]
-    assert lines[2].endswith("1 = embed.weight")
-    assert lines[3].endswith("2 tied elsewhere")
+    assert lines[2].endswith("1 tied to embed.weight")
+    assert lines[3].endswith("2 tied to embed.weight")
 
 
 @pytest.mark.parametrize("how", ["is_dir", "stat"])
@@ -254,3 +257,31 @@ def test_statistics_of_many_buckets_are_those_of_the_whole(tmp_path, statetree, 
     (entry,) = by_key(statetree("show", "--json", "--stats", path)).values()
     assert entry["stats"]["mean"] == pytest.approx(float(values.mean()))
     assert entry["stats"]["std"] == pytest.approx(float(values.std(correction=0)))
+
+
+WITHOUT_TORCH = """if True:
+    import sys
+    sys.modules["torch"] = sys.modules["optree"] = None
+    from statetree.__main__ import main
+    sys.argv = ["statetree", *sys.argv[1:]]
+    sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--version"], ["show"], ["show", "--json"], ["show", "--depth", "1"]])
+def test_torch_is_not_imported_for_help_and_headers(args, tmp_path, statetree):
+    """It takes seconds."""
+    path = write(flat_state(), tmp_path / "a.safetensors")
+    args += [str(path)] if args[0] == "show" else []
+    ran = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *args], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    if args[0] == "show":
+        assert ran.stdout == statetree(*args).out
+
+
+@pytest.mark.parametrize("options", [[], ["--json"], ["--sort", "size", "--depth", 2]], ids=str)
+def test_headers_alone_say_what_the_tree_says(options, tmp_path, statetree):
+    path = write({**flat_state(), "a.b.c.d": bits(3), "a.b": bits(7), "\x1b[2J.w": bits(1)}, tmp_path / "a.safetensors")
+    shown = statetree("show", *options, path)
+    assert shown.status == 0
+    assert statetree("show", *options, "--match", "**", path) == shown

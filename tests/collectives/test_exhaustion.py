@@ -134,8 +134,7 @@ def test_there_may_be_more_rounds_than_are_sized_in_advance():
     run_ranks(2, go_on_beyond)
 
 
-@pytest.mark.parametrize(
-    "verb", ["gather", *(pytest.param(verb, marks=pytest.mark.slow) for verb in CALLS if verb != "gather")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", CALLS)
 def test_every_rank_hears_of_one_without_memory(verb):
     assert min(run_ranks(2, exhaust, verb, timeout=units(60))) > 3

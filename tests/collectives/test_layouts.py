@@ -31,24 +31,31 @@ REDUCED = {
 
 def reduce_summands():
     size, rank = dist.get_world_size(), dist.get_rank()
-    mesh = line(*range(size))
+    mesh, columns = line(*range(size)), functools.partial(Layout, (7, 3), tuple(range(size)), ("S1",))
+    tree, like, expected, empty = {}, {}, {}, {}
     for dtype in (torch.float32, torch.float64, torch.int64):
         summands = [((torch.arange(21) * (each + 3)) % 11 + 1).to(dtype).view(7, 3) for each in range(size)]
         for name, reduce in REDUCED.items():
             if name == "avg" and dtype == torch.int64:
                 continue
-            tree = {"w": DTensor.from_local(summands[rank].clone(), mesh, [Partial(name)])}
-            expected = reduce(torch.stack(summands))
-            for bucket_bytes in (1, 64 << 20) if (name, dtype) == ("sum", torch.float32) else (50,):
-                assert torch.equal(statetree.gather(tree, bucket_bytes=bucket_bytes)["w"], expected), name
-                there = statetree.gather(tree, dst=[size - 1], bucket_bytes=bucket_bytes)["w"]
-                assert there.is_meta if rank < size - 1 else torch.equal(there, expected)
-                layout = Layout((7, 3), tuple(range(size)), ("S1",), dtype)
-                moved = statetree.reshard(tree, {"w": layout.build()}, bucket_bytes=bucket_bytes)["w"]
-                assert torch.equal(moved._local_tensor, expected.flatten()[layout.indices(rank)])
-            assert torch.equal(tree["w"]._local_tensor, summands[rank])
-            empty = DTensor.from_local(torch.zeros(0, 3, dtype=dtype), mesh, [Partial(name)])
-            assert statetree.gather(empty).shape == (0, 3)
+            key = f"{name} of {dtype}"
+            tree[key] = DTensor.from_local(summands[rank].clone(), mesh, [Partial(name)])
+            like[key], expected[key] = columns(dtype).build(), reduce(torch.stack(summands))
+            empty[key] = DTensor.from_local(torch.zeros(0, 3, dtype=dtype), mesh, [Partial(name)])
+    before = {key: held._local_tensor.clone() for key, held in tree.items()}
+    few = ["sum of torch.float32", "max of torch.int64"]  # a round takes long, and small buckets are many rounds
+    for bucket_bytes, keys in ((1, few[:1]), (50, few), (1000, [*tree])):
+        chosen = {key: tree[key] for key in keys}
+        whole = statetree.gather(chosen, bucket_bytes=bucket_bytes)
+        there = statetree.gather(chosen, dst=[size - 1], bucket_bytes=bucket_bytes)
+        moved = statetree.reshard(chosen, {key: like[key] for key in keys}, bucket_bytes=bucket_bytes)
+        for key in keys:
+            reduced = expected[key]
+            assert torch.equal(whole[key], reduced), key
+            assert there[key].is_meta if rank < size - 1 else torch.equal(there[key], reduced), key
+            assert torch.equal(moved[key]._local_tensor, reduced.flatten()[columns(reduced.dtype).indices(rank)]), key
+            assert torch.equal(tree[key]._local_tensor, before[key])
+    assert {leaf.shape for leaf in statetree.gather(empty).values()} == {(0, 3)}
 
 
 @RANKS

@@ -6,6 +6,7 @@ import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import strategies as hyp
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardMetadata
 from torch.distributed.tensor import DTensor
 
@@ -14,7 +15,9 @@ from statetree.exchange import replica_check as replicas
 from statetree.testing import Layout, layouts, run_ranks
 from tests.collectives.checks import attempt, blank, check_equal, check_in_step, group_of, locals_of
 from tests.collectives.test_custom_chunks import FULL, Blocks, BlocksType, blocks_of
+from tests.laws.batches import as_many, batches, each
 from tests.laws.test_collectives import DTYPES, check_local, same
+from tests.products import product
 
 MESHES = ((0, 1), (2, 3))
 
@@ -103,10 +106,7 @@ def take_copies(dtype, geometry):
             check_in_step()
 
 
-@pytest.mark.parametrize("geometry", ["contiguous", "transposed", "inside"])
-@pytest.mark.parametrize(
-    "dtype", [dtype if dtype == torch.bfloat16 else pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES]
-)
+@pytest.mark.parametrize(("dtype", "geometry"), product(DTYPES, ["contiguous", "transposed", "inside"], every=15))
 def test_copies_are_known_by_their_bytes(dtype, geometry):
     run_ranks(4, take_copies, dtype, geometry)
 
@@ -176,14 +176,14 @@ def _shifted(mesh):
     return tuple(place + 2 if isinstance(place, int) else _shifted(place) for place in mesh)
 
 
+@pytest.mark.slow
 def test_any_two_meshes_are_compared():
-    @hypothesis.given(
-        layouts(2, dtypes=(torch.float32, torch.int64, torch.bfloat16)),
-        hypothesis.strategies.integers(0, 10_000),
-        hypothesis.strategies.integers(0, 3),
-    )
-    def holds(layout, place, dst):
-        run_ranks(4, go_through_meshes, layout, place, dst)
+    drawn = layouts(2, dtypes=(torch.float32, torch.int64, torch.bfloat16))
+
+    @as_many()
+    @hypothesis.given(batches(hyp.tuples(drawn, hyp.integers(0, 10_000), hyp.integers(0, 3))))
+    def holds(batch):
+        run_ranks(4, each, go_through_meshes, batch)
 
     holds()
 

@@ -14,6 +14,7 @@ import statetree as st
 from statetree import compose
 from statetree.testing import Law, laws
 from statetree.testing.regions import raw_bytes, storage_of
+from statetree.torch_internals import quietly
 from statetree.tree.atoms import is_atom_type
 
 
@@ -129,6 +130,7 @@ def _is_known(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) or is_atom_type(type(leaf))
 
 
+@quietly  # modes of the user's are to hear nothing of the transform, and nothing of this either
 def _is_ordinary_float(leaf: Any) -> bool:
     if type(leaf) not in (torch.Tensor, torch.nn.Parameter) or not _is_ordinary(leaf):
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 
 import pytest
@@ -64,6 +65,24 @@ def test_a_step_is_replaced(tmp_path, monkeypatch):
         assert saved.steps() == [7]
     assert seen == [0.0, 1.0, 2.0]
     assert names(tmp_path) == ["step-00000007.2"]
+
+
+def test_what_another_publishes_while_old_ones_are_pruned_stays(tmp_path, monkeypatch):
+    with Checkpointer(tmp_path, keep=1) as saved:
+        saved.save(0, state_of(0))
+        listed, pending = series.Series._all, [9]
+
+        def listing(self):
+            found = listed(self)
+            for step in pending[:] if len(found) == 2 else ():
+                pending.clear()
+                shutil.copytree(tmp_path / "step-00000001", tmp_path / f"step-{step:08}")
+            return found
+
+        monkeypatch.setattr(series.Series, "_all", listing)
+        saved.save(1, state_of(1))
+    assert not pending
+    assert saved.steps() == [1, 9]
 
 
 def test_what_is_foreign_is_ignored_and_left_alone(tmp_path):
@@ -199,7 +218,7 @@ def test_steps_to_restore_are_numbers(step, tmp_path):
     saved = Checkpointer(tmp_path)
     saved.save(1, {"a": 1})
     with pytest.raises(ValueError, match=r"restore: step must be a number"):
-        saved.restore(None, step)
+        saved.restore(step=step)
 
 
 @pytest.mark.parametrize("stager", [3, statetree.Stager])
@@ -296,7 +315,7 @@ def test_a_number_is_no_template(tmp_path):
     with pytest.raises(TypeError, match=r"restore: state must be a template, or None: .*number 5\. .*pass step=5"):
         saved.restore(5)
     assert_trees_equal(saved.restore(step=5), state_of(5))
-    assert_trees_equal(saved.restore(state_of(0), 5), state_of(5))
+    assert_trees_equal(saved.restore(state_of(0), step=5), state_of(5))
 
 
 def test_the_latest_step(tmp_path):

@@ -14,8 +14,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import statetree
 from statetree import dcp
-from statetree.dcp.checksums import check_entry
-from statetree.dcp.metadata import Stored
+from statetree.dcp.data_files import check_entry
+from statetree.files.ranges import OpenFiles
 from statetree.testing import assert_trees_equal, run_ranks
 
 DATA = "__0_0.distcp"
@@ -89,19 +89,28 @@ def entry(value):
     return file.getvalue()
 
 
+def check(data, folder):
+    (folder / DATA).write_bytes(data)
+    check_entry(OpenFiles().open(folder / DATA))
+
+
 @pytest.mark.parametrize(
-    "value", [[torch.arange(5.0)], [torch.arange(3), torch.arange(3) + 7, "x"]], ids=["one storage", "two storages"]
+    "value",
+    [
+        pytest.param([torch.arange(5.0)], id="one storage"),
+        pytest.param([torch.arange(3), torch.arange(3) + 7, "x"], id="two storages", marks=pytest.mark.slow),
+    ],
 )
-def test_every_bit_of_an_entry(value):
+def test_every_bit_of_an_entry(value, tmp_path):
     intact = entry(value)
-    check_entry(io.BytesIO(intact), "w", Stored(DATA, 0, len(intact)))
+    check(intact, tmp_path)
     passed = 0
     for bit in range(8 * len(intact)):
         damaged = flip(intact, bit)
         try:
-            check_entry(io.BytesIO(damaged), "w", Stored(DATA, 0, len(intact)))
+            check(damaged, tmp_path)
         except statetree.CheckpointError as error:
-            assert str(error).startswith(f"w in {DATA}"), error
+            assert str(error).startswith(f"read: {tmp_path / DATA}: "), error
             continue
         try:
             found = torch.load(io.BytesIO(damaged), weights_only=True)
@@ -118,8 +127,8 @@ def test_the_error_says_where_the_damage_is(checkpoint):
     weight = make_state()["model"]["weight"].numpy().tobytes()
     path.write_bytes(flip(intact, 8 * intact.index(weight) + 77))
     message = (
-        r"(?s)load: the checkpoint .*: model\.weight in __0_0\.distcp is damaged: expected 'archive/data/0' with the "
-        r"checksum [0-9a-f]{8}, got [0-9a-f]{8}\. .*Load another checkpoint\."
+        r"(?s)load: the checkpoint .*__0_0\.distcp: the entry 'model\.weight': the member 'archive/data/0' has the "
+        r"checksum [0-9a-f]{8}: expected [0-9a-f]{8}\. .*Load another checkpoint\."
     )
     with pytest.raises(statetree.CheckpointError, match=message):
         dcp.load(empty_state(), checkpoint_id=checkpoint)
@@ -163,19 +172,16 @@ def test_a_checkpoint_without_checksums(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [0, 1, 21, 22, 100])
-def test_an_entry_that_is_cut_off(cut):
+def test_an_entry_that_is_cut_off(cut, tmp_path):
     data = entry(torch.arange(5.0))
-    with pytest.raises(statetree.CheckpointError, match=r"w in __0_0\.distcp"):
-        check_entry(io.BytesIO(data[:cut]), "w", Stored(DATA, 0, cut))
-    with pytest.raises(statetree.CheckpointError, match=r"w in __0_0\.distcp"):
-        check_entry(io.BytesIO(data[:-1]), "w", Stored(DATA, 0, len(data)))
-    with pytest.raises(statetree.CheckpointError, match=r"w in __0_0\.distcp"):
-        check_entry(io.BytesIO(data[: len(data) - cut - 1]), "w", Stored(DATA, 0, len(data)))
+    for part in (data[:cut], data[: len(data) - cut - 1]):
+        with pytest.raises(statetree.CheckpointError, match=r"__0_0\.distcp: "):
+            check(part, tmp_path)
 
 
 def test_a_tensor_of_many_chunks(monkeypatch, tmp_path):
     """Checksums go on from chunk to chunk."""
-    monkeypatch.setattr("statetree.dcp.checksums._CHUNK_BYTES", 100)
+    monkeypatch.setattr("statetree.files.ranges._CHUNK_BYTES", 100)
     state = {"w": torch.arange(1000.0)}
     dcp.save(state, checkpoint_id=tmp_path)
     assert_trees_equal(dcp.load(checkpoint_id=tmp_path), state, storages=False)
@@ -184,7 +190,9 @@ def test_a_tensor_of_many_chunks(monkeypatch, tmp_path):
     begin = 8 * intact.index(state["w"].numpy().tobytes())
     for bit in (0, 3 * 800 + 5, 32_000 - 1):
         path.write_bytes(flip(intact, begin + bit))
-        with pytest.raises(statetree.CheckpointError, match=r"w in __0_0\.distcp is damaged"):
+        with pytest.raises(
+            statetree.CheckpointError, match=r"__0_0\.distcp: the entry 'w': the member 'archive/data/0' has"
+        ):
             dcp.load(checkpoint_id=tmp_path)
 
 
@@ -208,5 +216,7 @@ def restore_damaged(directory):
 
 def test_every_rank_is_told_of_damage_that_one_rank_reads(tmp_path):
     for told in run_ranks(2, restore_damaged, tmp_path):
-        assert re.match(r"(?s)load: .*rank 1: w in __1_0\.distcp is damaged: expected 'archive/data/0'", told), told
+        assert re.match(r"(?s)load: .*rank 1: .*__1_0\.distcp: the entry 'w': the member 'archive/data/0' has", told), (
+            told
+        )
         assert "rank 0" not in told

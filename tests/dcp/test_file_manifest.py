@@ -58,6 +58,29 @@ def test_files_of_two_checkpoints_are_not_taken_for_one(name, verify, steps):
     assert_trees_equal(template, state_of(0))
 
 
+@pytest.mark.parametrize("name", [".metadata", MANIFEST, DATA])
+def test_trees_of_files_are_not_of_two_checkpoints(name, steps):
+    old, new = steps
+    shutil.copyfile(old / name, new / name)
+    with pytest.raises(statetree.CheckpointError, match=r"mixture of two|two checkpoints are mixed"):
+        statetree.load(new, state_of(0))
+
+
+def test_trees_of_files_have_the_size_that_was_written(steps):
+    os.truncate(steps[0] / DATA, (steps[0] / DATA).stat().st_size - 1)
+    with pytest.raises(statetree.CheckpointError, match=r"__0_0\.distcp: it is damaged: expected \d+ bytes, got \d+"):
+        statetree.files.open(steps[0])
+
+
+def test_values_in_trees_of_files_have_their_checksums(steps):
+    path = steps[0] / DATA
+    data = path.read_bytes()
+    assert data.count(b"step 1") == 1
+    path.write_bytes(data.replace(b"step 1", b"step 3"))
+    with pytest.raises(statetree.CheckpointError, match=r"__0_0\.distcp: .*has the checksum"):
+        statetree.files.open(steps[0])
+
+
 @pytest.mark.parametrize("names", [(".metadata", MANIFEST), (MANIFEST, DATA), (".metadata", DATA)], ids=", ".join)
 def test_two_files_of_another_checkpoint(names, steps):
     old, new = steps
@@ -76,7 +99,7 @@ def test_a_checkpoint_that_was_copied_in_part(steps, tmp_path):
 
 def test_a_file_that_was_copied_in_part(steps):
     os.truncate(steps[0] / DATA, (steps[0] / DATA).stat().st_size - 1)
-    with pytest.raises(statetree.CheckpointError, match=r"__0_0\.distcp is damaged: expected \d+ bytes, got \d+"):
+    with pytest.raises(statetree.CheckpointError, match=r"__0_0\.distcp: it is damaged: expected \d+ bytes, got \d+"):
         dcp.load(checkpoint_id=steps[0])
 
 
@@ -99,7 +122,9 @@ def test_damage_to_the_metadata_that_leaves_them_valid(steps):
         (lambda data: changed(data, version=2), "unknown version"),
         (lambda data: changed(data, save="x"), "unknown version"),
         (lambda data: changed(data, metadata=[-1, 0]), "unknown version"),
-        (lambda data: changed(data, files={"a": ["0" * 32, 1, [[1, None, 0, 0, 0, ""]]]}), "unknown version"),
+        (lambda data: changed(data, files={"a.distcp": ["0" * 32, 1, [[1, None, 0, 0, 0, ""]]]}), "unknown version"),
+        (lambda data: changed(data, files={"a": ["0" * 32, 1, []]}), "unknown version"),
+        (lambda data: changed(data, files={"../step-00000002/__0_0.distcp": ["0" * 32, 1, []]}), "unknown version"),
     ],
 )
 def test_a_damaged_manifest_is_refused(edit, message, steps):

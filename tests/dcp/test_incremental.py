@@ -154,6 +154,34 @@ def test_a_step_that_is_whole_is_not_linked_to_one_that_is_not(tmp_path):
         assert_trees_equal(saved.restore(), state_of(2))
 
 
+def test_a_damaged_file_is_written_again(tmp_path):
+    """Its size and time are what they were."""
+    with dcp.Checkpointer(tmp_path, incremental=True) as saved:
+        saved.save(0, state_of(0))
+        path = max((tmp_path / "step-00000000").glob("*.distcp"), key=lambda file: file.stat().st_size)
+        status, data = path.stat(), bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        with pytest.raises(statetree.CheckpointError, match="has the checksum"):
+            saved.restore()
+        saved.save(1, state_of(1))
+        assert_trees_equal(saved.restore(), state_of(1))
+
+
+def save_on_two(directory):
+    """Without digests of contents; the second rank's file holds nothing that one rank would save later."""
+    mesh = init_device_mesh("cpu", (2,))
+    with dcp.Checkpointer(directory) as saved:
+        saved.save(0, {"base": distribute_tensor(torch.arange(4000.0), mesh, [Shard(0)])})
+
+
+def test_after_ordinary_saves_of_other_ranks(tmp_path):
+    run_ranks(2, save_on_two, tmp_path)
+    save_on_one(tmp_path)
+    assert dcp.Checkpointer(tmp_path).restore()["base"].tolist() == list(range(4000))
+
+
 def test_after_ordinary_saves(tmp_path):
     """Whose manifests have no digests of contents."""
     dcp.Checkpointer(tmp_path).save(0, state_of(0))

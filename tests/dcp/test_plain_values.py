@@ -142,6 +142,13 @@ def test_a_generator_goes_on_where_it_was(name, tmp_path):
     assert [draw(loaded) for _ in range(3)] == [draw(generator) for _ in range(3)]
 
 
+@pytest.mark.parametrize("value", [np.arange(3_000_000).astype(np.uint8), b"\xff" * 3_000_000], ids=["array", "bytes"])
+def test_large_values_come_back(value, tmp_path):
+    """What is decoded costs its own length, and no more."""
+    dcp.save({"a": value}, checkpoint_id=tmp_path)
+    assert np.array_equal(dcp.load(checkpoint_id=tmp_path)["a"], value)
+
+
 def test_tensors_in_values_come_back(tmp_path):
     value = argparse.Namespace(t=torch.arange(6.0).reshape(2, 3).t(), path=pathlib.Path("x"), part=torch.arange(5)[2:])
     dcp.save({"v": value}, checkpoint_id=tmp_path)

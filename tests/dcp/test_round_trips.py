@@ -21,10 +21,9 @@ from statetree import dcp
 from statetree.dcp.keys import key_of
 from statetree.testing import assert_trees_equal
 from statetree.testing.plan_strategies import plain_values, tensor_plans, tree_plans
-from statetree.testing.plans import Node, Value, build
+from statetree.testing.plans import GEOMETRIES, Node, Value, build
 from statetree.testing.regions import raw_bytes
 from statetree.testing.samples import Color, Thing
-from statetree.testing.tensor_plan import GEOMETRIES
 from tests.pace import units
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # where waiting for the disk costs nothing

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import pickle
 import random
+import shutil
 import subprocess
 import sys
 import time
+import zipfile
+import zlib
 from contextlib import suppress
 from pathlib import Path
 
@@ -122,10 +126,11 @@ from statetree import dcp
 
 in_use = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (in_use + (1 << 30), -1))
-try:
-    dcp.load({"v": None}, checkpoint_id=sys.argv[1])
-except statetree.CheckpointError as error:
-    print(error)
+for checkpoint in sys.argv[1:]:
+    try:
+        dcp.load({"v": None}, checkpoint_id=checkpoint)
+    except statetree.CheckpointError as error:
+        print(f"{checkpoint}: {str(error)!r}")
 """
 
 BOMBS = {
@@ -151,21 +156,26 @@ BOMBS = {
 }
 
 
-QUICK_BOMBS = {"a deep key", "many sets", "shared lists"}
+QUICK_BOMBS = ["a deep key", "many sets", "shared lists"]  # in one process, which takes longer to start than to load
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's way to tell how much memory is in use")
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK_BOMBS else pytest.mark.slow) for name in BOMBS]
+    "names",
+    [QUICK_BOMBS, *(pytest.param([name], marks=pytest.mark.slow) for name in BOMBS if name not in QUICK_BOMBS)],
+    ids=", ".join,
 )
-def test_metadata_cannot_crash_or_fill_the_process(name, checkpoint):
-    make, message = BOMBS[name]
-    (checkpoint / ".metadata").write_bytes(make())
+def test_metadata_cannot_crash_or_fill_the_process(names, checkpoint, tmp_path):
+    paths = [shutil.copytree(checkpoint, tmp_path / "damaged" / name) for name in names]
+    for path in paths:
+        (path / ".metadata").write_bytes(BOMBS[path.name][0]())
     done = subprocess.run(
-        [sys.executable, "-c", APART, checkpoint], capture_output=True, text=True, timeout=units(60), check=False
+        [sys.executable, "-c", APART, *paths], capture_output=True, text=True, timeout=units(60), check=False
     )
     assert done.returncode == 0, done.stderr
-    assert message in done.stdout
+    lines = done.stdout.splitlines()
+    for path in paths:
+        assert [BOMBS[path.name][1] in line for line in lines if line.startswith(f"{path}: ")] == [True], lines
 
 
 def test_what_dcp_itself_writes_is_read(checkpoint):
@@ -257,7 +267,7 @@ EDITS = {
     "absent": (lambda m: m.state_dict_metadata.pop("w"), "structure names w, which it does not hold"),
     "dtype": (
         lambda m: setattr(m.state_dict_metadata["w"].properties, "dtype", torch.int32),
-        "holds something else for w: expected torch.int32",
+        "the entry 'w': it holds something else: expected a tensor of torch.int32",
     ),
 }
 
@@ -378,7 +388,7 @@ def test_truncated_files_are_named(checkpoint):
     os.truncate(data, data.stat().st_size // 2)
     refused(checkpoint, "__0_0.distcp is truncated")
     data.unlink()
-    refused(checkpoint, "the file __0_0.distcp is missing")
+    refused(checkpoint, "the file '__0_0.distcp' is missing")
 
 
 def test_metadata_that_are_no_file_are_refused(checkpoint):
@@ -419,6 +429,54 @@ def test_one_piece_does_not_serve_many_entries(checkpoint):
     )
 
 
+@pytest.mark.parametrize("name", ["./__0_0.distcp", "linked.distcp", "hard.distcp"])
+def test_nor_does_it_under_several_names(name, checkpoint):
+    (checkpoint / "linked.distcp").symlink_to("__0_0.distcp")
+    os.link(checkpoint / "__0_0.distcp", checkpoint / "hard.distcp")
+
+    def serve(metadata):
+        metadata.state_dict_metadata["w2"] = metadata.state_dict_metadata["w"]
+        place = info(metadata)
+        index = MetadataIndex("w2", torch.Size([0]))
+        metadata.storage_data[index] = _StorageInfo(name, place.offset, place.length)
+
+    change(checkpoint, serve)
+    refused(checkpoint, r"overlap in|is not a plain one", {"w": torch.zeros(1000), "w2": torch.zeros(1000)})
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_pieces_are_not_unpacked(verify, tmp_path):
+    """Few compressed bytes would take any amount of memory, whatever a manifest says of them."""
+    dcp.save({"w": torch.zeros(10)}, checkpoint_id=tmp_path)
+    packed = io.BytesIO()
+    source = zipfile.ZipFile(archive_of(torch.zeros(1_000_000)[:10]))
+    with source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target:
+        for name in source.namelist():
+            target.writestr(name, source.read(name))
+    path, data = tmp_path / "__0_0.distcp", packed.getvalue()
+    manifest, start = file_manifest.read_manifest(tmp_path), path.stat().st_size
+    with path.open("ab") as file:
+        file.write(data + file_manifest.trailer(manifest.save))
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    place = info(metadata)
+    place.offset, place.length = start, len(data)
+    written = pickle.dumps(metadata)
+    (tmp_path / ".metadata").write_bytes(written)
+    piece = file_manifest.ManifestPiece("w", (0,), start, len(data), zlib.crc32(data))
+    listed = manifest.files["__0_0.distcp"]
+    listed = listed._replace(nbytes=path.stat().st_size, pieces=(*listed.pieces, piece))
+    forged = manifest._replace(metadata=(len(written), zlib.crc32(written)), files={"__0_0.distcp": listed})
+    (tmp_path / MANIFEST).write_bytes(forged.to_bytes())
+    with pytest.raises(statetree.CheckpointError, match=r"load: .*'archive/data.pkl' is compressed"):
+        dcp.load({"w": torch.zeros(10)}, checkpoint_id=tmp_path, verify=verify)
+
+
+def archive_of(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file
+
+
 def test_what_is_shared_without_end_is_not_shown(checkpoint):
     """An error of Python's own would render it."""
     deep = [1]
@@ -443,7 +501,11 @@ def test_names_do_not_reach_the_terminal_as_they_are(checkpoint):
 def test_a_file_of_zeros_is_named(checkpoint):
     data = checkpoint / "__0_0.distcp"
     data.write_bytes(bytes(data.stat().st_size))
-    refused(checkpoint, r"in __0_0\.distcp: it does not end as a zip archive", {"v": None, "w": torch.zeros(1000)})
+    refused(
+        checkpoint,
+        r"__0_0\.distcp: the entry .*: it does not end as a zip archive",
+        {"v": None, "w": torch.zeros(1000)},
+    )
 
 
 @pytest.mark.parametrize("where", range(0, 100, 7))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from statetree.testing import close_ranks
+from statetree.testing.rank_calls import close_ranks
 from tests.docs.snippets import Page, Script
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +39,7 @@ def test_the_blocks_of_a_page_make_a_program(script, tmp_path):
     script.execute(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [script for script in SCRIPTS if script.can_be_typed()], ids=str)
 def test_the_blocks_of_a_page_can_be_typed(script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

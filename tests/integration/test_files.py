@@ -18,7 +18,9 @@ from transformers import GPT2LMHeadModel
 import statetree as st
 from statetree import dcp
 from statetree.cli.app import main
-from statetree.testing import assert_trees_equal, close_ranks, run_ranks
+from statetree.testing import assert_trees_equal, run_ranks
+from statetree.testing.pace import units
+from statetree.testing.rank_calls import close_ranks
 from tests.integration.subjects import VOCABULARY, gpt2, learn, transformers_gpt2
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -75,7 +77,7 @@ def distribute_file(folder: Path) -> bool:
 
 
 def test_a_gathered_model_is_saved_and_distributed_again(tmp_path):
-    on_0, on_1 = run_ranks(2, save_gathered, tmp_path, timeout=120)
+    on_0, on_1 = run_ranks(2, save_gathered, tmp_path, timeout=units(60))
     expected = seeded().state_dict()
     assert on_0 == {key: ("cpu", tuple(leaf.shape)) for key, leaf in expected.items()}
     assert on_1 == {key: ("meta", tuple(leaf.shape)) for key, leaf in expected.items()}
@@ -83,7 +85,7 @@ def test_a_gathered_model_is_saved_and_distributed_again(tmp_path):
     assert st.similarity(found, {key: leaf for key, leaf in expected.items() if key != HEAD}, values=True)
     loaded = GPT2LMHeadModel.from_pretrained(tmp_path / "pretrained")
     assert st.similarity(loaded.state_dict(), expected, values=True)
-    assert run_ranks(2, distribute_file, tmp_path, timeout=120) == [True, True]
+    assert run_ranks(2, distribute_file, tmp_path, timeout=units(60)) == [True, True]
 
 
 def test_a_staged_model_is_saved_by_transformers(tmp_path):

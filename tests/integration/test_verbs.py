@@ -15,6 +15,7 @@ from statetree.testing import (
     assert_pure,
     assert_structure_preserved,
     assert_trees_equal,
+    units,
 )
 from tests.integration.subjects import SUBJECTS, Subject
 
@@ -95,7 +96,7 @@ def test_what_is_staged_does_not_change(case, share_memory):
             stager.synchronize()
             subject.step()
             assert_trees_equal(staged, copy, storages=not share_memory)
-            assert_trees_equal(future.result(timeout=60), copy, storages=not share_memory)
+            assert_trees_equal(future.result(timeout=units(30)), copy, storages=not share_memory)
             assert not st.similarity(staged, subject.state(), values=True)
             del staged, future
 

@@ -44,7 +44,7 @@ laws = Table()
 @laws
 def two_trees_of_one_plan(plan):
     source, target = build(plan), build(plan)
-    watch = Watch(target)
+    unchanged, watch = Watch(source), Watch(target)
     try:
         result = st.copy_into(source, target)
     except st.TreeMismatch as error:
@@ -52,6 +52,7 @@ def two_trees_of_one_plan(plan):
         watch.check()
     else:
         assert_trees_equal(result, source, ties=False)
+    unchanged.check()
 
 
 @laws

@@ -28,7 +28,8 @@ DTYPES = (
     torch.uint32,
     torch.uint64,
 )
-BUCKETS = st.sampled_from([64 << 20, 1, 7, 48, 200])
+#: Rounds of one element each take as long as all other examples together: few have them.
+BUCKETS = st.sampled_from([64 << 20, 200, 48, 13, 64 << 20, 200, 48, 1])
 
 
 def bits(tensor):

@@ -7,9 +7,8 @@ from hypothesis import strategies as hyp
 
 import statetree as st
 from statetree.testing import assert_trees_equal
-from statetree.testing.container_plan import MAPPINGS
 from statetree.testing.plan_strategies import tree_plans
-from statetree.testing.plans import Node, build
+from statetree.testing.plans import MAPPINGS, Node, build
 from statetree.tree.matching import matched
 from tests.contract.verbs import VERBS
 from tests.laws.table import Table

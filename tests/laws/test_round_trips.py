@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from statetree.testing import assert_independent, assert_trees_equal
+from statetree.testing import assert_trees_equal
 from statetree.testing.assertions import tree_differences
 from statetree.testing.plan_strategies import tied_plans, tree_plans
 from statetree.testing.plans import Node, TensorPlan, Value, ViewPlan, build
@@ -20,15 +20,6 @@ from tests.laws.table import Table
 from tests.repack import repacked
 
 laws = Table()
-
-
-@laws
-def unflatten_inverts_flatten(plan):
-    tree = build(plan)
-    leaves, spec = st.flatten(tree)
-    assert len(leaves) == spec.num_leaves
-    assert_trees_equal(st.unflatten(spec, leaves), tree)
-    assert_trees_equal(tree, build(plan), containers=True)  # nothing was changed
 
 
 @laws
@@ -71,15 +62,6 @@ def what_was_mapped_matches_what_it_was_mapped_from(plan):
     tree = build(plan)
     boxed = st.map_leaves(Box, tree)
     assert_trees_equal(st.map_leaves(lambda leaf, box: box.content[0], tree, boxed), tree)
-
-
-@laws
-def leaf_types_invert_themselves(plan):
-    tree = build(plan)
-    again = repacked(tree)
-    assert_trees_equal(again, tree)
-    assert_independent(tree, again, containers=False)
-    assert_trees_equal(tree, build(plan), containers=True)
 
 
 @laws

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as hyp
 
 import statetree as st
+from statetree.testing import laws as of_transforms
 from statetree.testing.assertions import tree_differences
 from statetree.testing.plan_strategies import tied_plans, tree_plans
 from statetree.testing.plans import build
@@ -14,6 +15,11 @@ plans = hyp.one_of(tree_plans(max_leaves=8), tied_plans(max_leaves=8))
 pairs = hyp.one_of(near(plans), hyp.tuples(plans, plans))
 
 laws = Table()
+
+
+@laws
+def pure(pair, values):
+    of_transforms.pure(lambda trees: st.similarity(*trees, values=values), lambda: list(map(build, pair)))
 
 
 @laws

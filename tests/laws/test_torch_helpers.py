@@ -30,9 +30,9 @@ from torch.distributed.tensor import DTensor
 
 import statetree as st
 from statetree.testing import Layout, assert_trees_equal, layouts, run_ranks
+from statetree.testing.elements import DTYPES
 from statetree.testing.plan_strategies import plain_values, tensor_plans
 from statetree.testing.plans import Node, TensorPlan, Value, ViewPlan, build
-from statetree.testing.tensor_plan import DTYPES
 from tests.laws.batches import as_many, batches, each
 
 try:

@@ -8,7 +8,8 @@ from hypothesis import settings
 from statetree.testing import check_transform, laws
 from statetree.testing.known_states import STATES
 from statetree.testing.walk import walk
-from tests.contract.verbs import VERBS
+from tests.contract.verbs import VERBS, Verb
+from tests.repack import repacked
 
 
 def examples():
@@ -35,3 +36,7 @@ def test_every_law_holds(verb):
         beyond += [laws.separate, laws.commutes_with_offload, laws.streams]
     where = None if verb.copies else has_memory  # meta tensors become real when memory is allocated for them
     check_transform(verb.apply, laws=[*verb.laws(), *beyond], where=where, **examples())
+
+
+def test_every_law_holds_of_leaf_types_alone():
+    check_transform(repacked, laws=[laws.accepts, *Verb("unpack and pack", repacked).laws()], **examples())

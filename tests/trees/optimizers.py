@@ -10,11 +10,10 @@ import torch
 from hypothesis import strategies as hyp
 
 from statetree.testing.source_code import PrintsAsCode
+from tests.trees.corpus import Ramp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from statetree.testing.numbered import Numbers
 
 #: Optimizers, and the options with which each keeps all the kinds of state that it can.
 OPTIMIZERS: dict[str, tuple[dict[str, Any], ...]] = {
@@ -56,9 +55,10 @@ class OptimizerPlan(PrintsAsCode):
     steps: int = 1
     dtype: torch.dtype = torch.float32
 
-    def make(self, numbers: Numbers) -> dict[str, Any]:
+    def build(self) -> dict[str, Any]:
         """Make the parameters, step, and return the state of both as a training loop would save it."""
-        groups = [[torch.nn.Parameter(numbers(shape, self.dtype)) for shape in group] for group in self.shapes]
+        new = Ramp()
+        groups = [[torch.nn.Parameter(new(*shape, dtype=self.dtype)) for shape in group] for group in self.shapes]
         options = OPTIMIZERS[self.name][self.variant]
         optimizer = _optimizer(self.name, groups, options)
         for step in range(self.steps):

@@ -30,7 +30,6 @@ def rank(base: int, *, by: int = 1) -> int:
 
 def ranks() -> None:
     assert_type(testing.run_ranks(2, rank, 1, timeout=60.0), list[int])
-    testing.close_ranks()
 
 
 def strategies() -> None:

@@ -139,6 +139,7 @@ def test_every_contender_does_its_work_and_every_aim_has_its_figures(group):
             assert all(isinstance(aim.holds(aim.value(result)), bool) for aim in row.aims)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("row", rows_gpu.ROWS_ON_CUDA, ids=lambda row: f"{row.work}, {row.contenders.__name__}")
 def test_the_rows_for_gpus_do_their_work_without_one(row):
     result = row.measure(TINY, ONCE)

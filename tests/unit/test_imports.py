@@ -13,7 +13,7 @@ from tests.pace import units
 PACKAGE = Path(statetree.__file__).parent
 
 # Slow to import, or there only with an extra.
-LAZY = ("hypothesis", "rich", "safetensors", "torch.distributed.checkpoint", "torch.distributed.tensor")
+LAZY = ("hypothesis", "pytest", "rich", "safetensors", "torch.distributed.checkpoint", "torch.distributed.tensor")
 
 # Neither torch nor optree needs them, so the core may not either.
 NOT_REQUIRED = ("attr", "attrs", "click", "hypothesis", "numpy", "rich", "safetensors", "tqdm")
@@ -21,33 +21,32 @@ NOT_REQUIRED = ("attr", "attrs", "click", "hypothesis", "numpy", "rich", "safete
 # Modules that are there only with an extra, by their path under the package.
 EXTRAS = ("testing", "cli", "__main__")
 
-# Forked from an interpreter that holds torch already, and DCP where it is imported anyway: a fresh one for every module
-# would take minutes.
-IMPORT_EACH = """
-import json, os, sys, traceback
+# Forked from an interpreter that holds torch already, and DCP where it is imported anyway: a fresh one for each would
+# take minutes.
+FORK_EACH = """
+import json, os, sys, tempfile, traceback
 import torch
 
 if "dcp" in sys.argv:
     import torch.distributed.checkpoint
-failed = {}
-for name in json.load(sys.stdin):
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(read)
-        with os.fdopen(write, "w") as pipe:
+ran = []
+for code in json.load(sys.stdin):
+    with tempfile.TemporaryFile() as printed:
+        child = os.fork()
+        if child == 0:
+            os.dup2(printed.fileno(), 1)
+            status = 0
             try:
-                __import__(name)
+                exec(code, {"__name__": "__main__"})
             except BaseException:
-                pipe.write(traceback.format_exc())
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        error = pipe.read()
-    _, status = os.waitpid(child, 0)
-    if error or status:
-        failed[name] = error or f"ended with wait status {status}"
-json.dump(failed, sys.stdout)
+                traceback.print_exc(file=sys.stdout)
+                status = 1
+            sys.stdout.flush()
+            os._exit(status)
+        _, status = os.waitpid(child, 0)
+        printed.seek(0)
+        ran.append((status, printed.read().decode()))
+json.dump(ran, sys.stdout)
 """
 
 
@@ -64,6 +63,12 @@ def run_fresh(code: str, *arguments: str, stdin: str = "") -> str:
     return done.stdout
 
 
+def run_each(codes: list[str], *arguments: str) -> list[str]:
+    """Run each in a process that has imported torch alone; return what it printed, or the traceback that ended it."""
+    ran = json.loads(run_fresh(FORK_EACH, *arguments, stdin=json.dumps(codes)))
+    return [printed if status == 0 else f"failed: {printed or status}" for status, printed in ran]
+
+
 def module_names() -> list[str]:
     names = []
     for file in sorted(PACKAGE.rglob("*.py")):
@@ -74,19 +79,12 @@ def module_names() -> list[str]:
     return names
 
 
-@pytest.fixture(scope="module")
-def import_failures() -> dict[str, str]:
-    """The traceback of each module that does not import as the first of the package."""
-    dcp = [name for name in module_names() if name.startswith("statetree.dcp")]
-    others = [name for name in module_names() if name not in dcp]
-    return json.loads(run_fresh(IMPORT_EACH, "dcp", stdin=json.dumps(dcp))) | json.loads(
-        run_fresh(IMPORT_EACH, stdin=json.dumps(others))
-    )
-
-
-@pytest.mark.parametrize("name", module_names())
-def test_each_module_imports_on_its_own(name, import_failures):
-    assert name not in import_failures, import_failures[name]
+@pytest.mark.slow  # that imports make no circles is for `make lint` to see
+@pytest.mark.parametrize("dcp", [False, True], ids=["engines", "dcp"])
+def test_each_module_imports_on_its_own(dcp):
+    names = [name for name in module_names() if name.startswith("statetree.dcp") == dcp]
+    ran = run_each([f"import {name}" for name in names], *["dcp"] * dcp)
+    assert {name: said for name, said in zip(names, ran, strict=True) if said} == {}
 
 
 def test_import_alone_loads_nothing():
@@ -103,15 +101,14 @@ def test_names_load_nothing_slow_or_optional():
     assert [name for name in LAZY if name in loaded] == []
 
 
-@pytest.mark.parametrize("first", ["statetree.paths", "statetree.errors", "statetree.compose", "statetree.testing"])
-def test_names_do_not_depend_on_what_was_imported_first(first):
+def test_names_do_not_depend_on_what_was_imported_first():
     code = """if True:
-        import importlib, statetree, sys
-        importlib.import_module(sys.argv[1])
-        assert statetree.paths({"a": [1, 2]})[1] == ("a", 1)
+        import {first}, statetree, sys
+        assert statetree.paths({{"a": [1, 2]}})[1] == ("a", 1)
         assert sys.modules["statetree.paths"].Path is statetree.Path
     """
-    run_fresh(code, first)
+    firsts = ("statetree.paths", "statetree.errors", "statetree.compose", "statetree.testing")
+    assert run_each([code.format(first=first) for first in firsts]) == [""] * len(firsts)
 
 
 def test_all_names_are_seen_whichever_way_they_are_asked_for():
@@ -122,7 +119,7 @@ def test_all_names_are_seen_whichever_way_they_are_asked_for():
         "from statetree import flatten; import statetree; print(*statetree.__all__)",
         "import importlib, statetree; importlib.reload(statetree); print(*statetree.__all__)",
     )
-    (seen,) = {run_fresh(way).strip() for way in ways}
+    (seen,) = {printed.strip() for printed in run_each(list(ways))}
     assert seen.split() == statetree.__all__
     assert {"Stager", "gather", "paths", "stream"} <= set(seen.split())
     assert {"Any", "sys", "transforms"}.isdisjoint(seen.split())
@@ -147,7 +144,7 @@ def test_an_import_that_fails_can_be_made_again():
         del sys.modules["optree"]
         assert statetree.flatten([1])[0] == [1]
     """
-    run_fresh(code)
+    assert run_each([code]) == [""]
 
 
 def test_threads_may_ask_for_names_at_once():
@@ -165,7 +162,7 @@ def test_threads_may_ask_for_names_at_once():
         for thread in threads: thread.join()
         assert not failed, failed
     """
-    run_fresh(code)
+    assert run_each([code]) == [""]
 
 
 def test_import_needs_only_the_declared_dependencies():

@@ -192,9 +192,10 @@ def _summands(
     rows = places.movedim(summed, list(range(len(summed)))).reshape(prod(mesh_shape[dim] for dim in summed), -1)
     layouts = []
     for row in rows.tolist():
-        held = set(row)
-        chosen = tuple(rank if place in held else -1 for place, rank in enumerate(members))
-        layouts.append(mesh_layout(shape, mesh_shape, chosen, splits))
+        chosen = [-1] * len(members)
+        for place in row:
+            chosen[place] = members[place]
+        layouts.append(mesh_layout(shape, mesh_shape, tuple(chosen), splits))
     return reduction, tuple(layouts)
 
 

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 import statetree as st
+from statetree.exchange import group as groups
 from statetree.exchange.group import Group, group_of
 from statetree.leaves.types.dtensor import DTensorType
 from statetree.testing import run_ranks
@@ -91,6 +92,37 @@ def test_a_group_communicates_from_where_tensors_lie(monkeypatch):
     assert group.device("cpu") == torch.device("cpu")
     assert group.number_of(["cpu", "meta", ""]) == 0
     assert group.number_of(["cpu", "cuda"]) == 1
+
+
+def devices_of_gloo():
+    return [group_of("gather", group, None).devices for group in (None, dist.new_group(backend="cpu:gloo,cuda:gloo"))]
+
+
+def test_gloo_sends_from_host_memory_alone():
+    assert run_ranks(2, devices_of_gloo) == [[["cpu"], ["cpu"]]] * 2
+
+
+class Backends:
+    """A process group of which nothing is asked but that it is one."""
+
+
+def test_all_ranks_use_a_device_once_before_some_do(monkeypatch):
+    class Done:
+        def wait(self):
+            pass
+
+    started = []
+    monkeypatch.setattr(Group, "devices", ["cpu", "meta"])
+    monkeypatch.setattr(
+        groups, "start_all_reduce", lambda group, data, _: started.append((group, data.device.type)) or Done()
+    )
+    one, other = Backends(), Backends()
+    for _ in range(2):  # a call has a Group of its own
+        for backends in (one, other):
+            group = Group(backends, 0, [0, 1], "gather")
+            group.open(torch.device("cpu"))  # which the ranks agreed over
+            group.open(torch.device("meta"))
+    assert started == [(one, "meta"), (other, "meta")]
 
 
 def gathers_where_a_rank_holds_nothing():

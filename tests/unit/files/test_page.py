@@ -1,13 +1,19 @@
-"""``to_html``."""
+"""``to_html``, and what notebooks show."""
 
 from __future__ import annotations
 
+import re
 from html.parser import HTMLParser
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import statetree as st
 from statetree.files import open as open_file
+from statetree.files import opened
 from tests.cli.states import bits, nested_state, tied_state, write
 
 
@@ -35,7 +41,7 @@ def page_of(tmp_path, *trees, **options):
     found = Balance()
     found.feed(text)
     assert found.open == []
-    assert found.addresses == []
+    assert all(address.startswith("#") for address in found.addresses)
     assert "http" not in text
     return text, found
 
@@ -52,16 +58,65 @@ def test_names_are_escaped(tmp_path):
     assert "\x1b" not in text
 
 
-def test_ties_have_one_colour(tmp_path):
+def test_ties_have_one_colour_and_are_linked(tmp_path):
     for tree in (tied_state(), open_file(write(tied_state(), tmp_path / "a.pt"))):
-        text, _ = page_of(tmp_path, tree)
-        assert text.count("class=tie") >= 2
+        text, found = page_of(tmp_path, tree)
+        assert text.count("class=tie") == 5 + 2  # views on `base`, and two that overlap in `half`
+        assert len(found.addresses) == 7
+        assert all(f"id={address[1:]} " in text for address in found.addresses)
+        assert "= overlapping</a>" in text
 
 
 def test_differences_are_said(tmp_path):
     text, _ = page_of(tmp_path, {"w": torch.zeros(2), "x": torch.zeros(3)}, other={"w": torch.zeros(2), "x": bits(4)})
-    assert text.count("class=gone") == 1
-    assert "shape differs at x" in text
+    assert "<td>x<td>shape<td class=gone>(3,)<td class=new>(4,)" in text
+    assert '<p title="x" class=gone>' in text
+    assert '<p title="w">' in text
+    assert "1 differences" in text
+
+
+def test_shards_are_boxes_by_rank(tmp_path):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2))
+        rows = distribute_tensor(bits(8, 4), mesh, [Replicate(), Shard(0)], src_data_rank=None)
+        both = distribute_tensor(bits(6, 4), mesh, [Shard(1), Shard(0)], src_data_rank=None)
+        text, found = page_of(tmp_path, {"a": rows, "b": rows.clone(), "c": rows + 1, "both": both, "whole": bits(2)})
+    finally:
+        dist.destroy_process_group()
+    assert found.addresses == ["#shards1"] * 3 + ["#shards2"]
+    first, second = (figure.partition("</figure>")[0] for figure in text.split("<figure id=")[1:])
+    assert re.findall(r">([0-9, ]+)</span>", first) == ["0, 2", "1, 3"]
+    assert re.findall(r">([0-9, ]+)</span>", second) == ["0", "2", "1", "3"]
+    assert "top:50.0%;left:0.0%;height:50.0%;width:100.0%" in first
+    assert "the ranks of 3 tensors" in first
+
+
+def test_notebooks_show_structures_differences_deltas_and_checkpoints(tmp_path):
+    state = {"<w>": torch.arange(4.0), "step": 3}
+    changed = {"<w>": torch.tensor([0.0, 1.0, 7.0, 3.0]), "step": 4}
+    shown = {
+        "structure": st.flatten(state)[1],
+        "1 difference": st.similarity(state, {**state, "step": 4}, values=True),
+        "similar": st.similarity(state, state),
+        "&lt;w&gt;<td>1": st.delta(changed, state),
+        "float32 [4]": opened(write(state, tmp_path / "a.pt")),
+    }
+    for text, value in shown.items():
+        html = value._repr_html_()
+        found = Balance()
+        found.feed(html)
+        assert found.open == []
+        assert "<w>" not in html
+        if text != "structure":
+            assert text in html
+        else:
+            assert found.titles == ["<w>", "step"]
+
+
+def test_what_notebooks_keep_is_bounded():
+    spec = st.flatten({f"layers.{number}.weight": number for number in range(30_000)})[1]
+    assert len(spec._repr_html_()) < 2_000_000
 
 
 def test_large_and_deep_trees(tmp_path):
@@ -79,6 +134,6 @@ def test_the_command_writes_pages(tmp_path, capsys):
     one, other = write({"w": bits(3)}, tmp_path / "a.pt"), write({"w": bits(4)}, tmp_path / "b.pt")
     assert main(["show", "--html", str(tmp_path / "x.html"), str(one)]) == 0
     assert main(["diff", "--html", str(tmp_path / "y.html"), str(one), str(other)]) == 1
-    assert "torch.float32 [3]" in (tmp_path / "x.html").read_text()
-    assert "shape differs" in (tmp_path / "y.html").read_text()
+    assert "float32 [3]" in (tmp_path / "x.html").read_text()
+    assert "<td>shape" in (tmp_path / "y.html").read_text()
     assert capsys.readouterr().err == ""

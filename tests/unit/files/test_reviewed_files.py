@@ -39,10 +39,10 @@ def test_a_folder_with_a_file_and_an_index_is_refused(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # torch's own save says so
-def test_pieces_that_read_otherwise_than_their_memory_are_refused(tmp_path):
+def test_pieces_that_read_otherwise_than_their_memory(tmp_path):
     values = torch.tensor([1 + 2j, 3 - 4j])
     torch_dcp.save({"c": values.conj()}, checkpoint_id=tmp_path, no_dist=True)
-    with pytest.raises(st.CheckpointError, match="'c' is conjugated or negated"):
-        st.load(tmp_path, {"c": torch.zeros(2, dtype=torch.complex64)})
-    loaded = dcp.load({"c": torch.zeros(2, dtype=torch.complex64)}, checkpoint_id=tmp_path)
-    assert loaded["c"].tolist() == values.conj().tolist()
+    template = {"c": torch.zeros(2, dtype=torch.complex64)}
+    for loaded in (st.load(tmp_path, template), dcp.load(template, checkpoint_id=tmp_path)):
+        assert loaded["c"].tolist() == values.conj().tolist()
+    assert st.offload(st.files.open(tmp_path))["c"].tolist() == values.conj().tolist()

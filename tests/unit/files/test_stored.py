@@ -74,7 +74,7 @@ def test_what_is_read_does_not_write_to_the_file(name, tmp_path):
 
 
 def test_boxes_of_any_strides_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("statetree.files.ranges.BUCKET_BYTES", 40)
+    monkeypatch.setattr("statetree.files.strided_reading.BUCKET_BYTES", 40)
     base = torch.arange(9000, dtype=torch.int16)
     shapes = [(), (0, 3), (5,), (4, 6), (4, 1, 6), (2, 3, 5)]
     strides = [(1, 7, 100), (200, 1, 5), (0, 40, 1), (3, 3, 3), (100, 1, 0), (1, 1000, 2)]

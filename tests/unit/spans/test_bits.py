@@ -109,7 +109,7 @@ def test_positions_are_not_empty_and_int64():
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float32, torch.complex128], ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "strided", "conjugate"])
 def test_comparing_takes_a_few_megabytes(dtype, layout):
-    a = torch.zeros(4096, (64 << 20) // 4096 // dtype.itemsize, dtype=dtype)
+    a = torch.zeros(4096, (16 << 20) // 4096 // dtype.itemsize, dtype=dtype)
     b = torch.ones_like(a)
     if layout == "transposed":
         a, b = a.T, b.T

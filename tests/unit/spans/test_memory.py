@@ -143,24 +143,6 @@ def test_large_buffers_can_be_written_from_end_to_end(options, size):
     assert int(view.sum()) == 3 * size
 
 
-def test_a_refusal_to_give_huge_pages_changes_nothing(monkeypatch):
-    monkeypatch.setattr(buffers, "_madvise", lambda: lambda *_: -1)
-    assert Memory().carve([4 << 20])[0].storage.nbytes() == 4 << 20
-    monkeypatch.setattr(buffers, "_madvise", lambda: None)
-    assert Memory().carve([4 << 20])[0].storage.nbytes() == 4 << 20
-
-
-def test_advice_stays_within_the_buffer(monkeypatch):
-    asked = []
-    monkeypatch.setattr(buffers, "_madvise", lambda: lambda *call: asked.append(call) or 0)
-    (buffer,) = Memory().carve([(4 << 20) + 5])
-    ((start, length, _),) = asked
-    begin = buffer.storage.data_ptr()
-    assert begin <= start
-    assert start + length <= begin + (4 << 20) + 5
-    assert length >= (4 << 20) - 8192
-
-
 # Other processes
 
 

@@ -80,6 +80,39 @@ def test_others_are_copied_each_by_itself(tensors):
     assert [tensor.stride() for tensor in staged] == [tensor.stride() for tensor in tensors]
 
 
+class Plain(torch.Tensor):
+    """A subclass that would notice to be stacked."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        assert func is not torch.stack
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def in_inference_mode():
+    with torch.inference_mode():
+        return [tensor + 0 for tensor in ramps(20, 3)]
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        [torch.nn.Parameter(tensor) for tensor in ramps(20, 3)],
+        [tensor.as_subclass(Plain) for tensor in ramps(20, 3)],
+        in_inference_mode(),
+    ],
+    ids=["parameters", "subclass", "inference"],
+)
+def test_members_may_be_more_than_plain_tensors(tensors):
+    with torch.no_grad():
+        assert groups_of(tensors) == [list(range(20))]
+    with st.Stager() as stager:
+        staged = stager.stage(tensors)
+    assert {type(tensor) for tensor in staged} == {type(tensors[0])}
+    assert {tensor.requires_grad for tensor in staged} == {tensors[0].requires_grad}
+    assert [tensor.tolist() for tensor in staged] == [tensor.tolist() for tensor in tensors]
+
+
 @pytest.mark.parametrize("shared", [False, True], ids=["plain", "shared"])
 def test_memory_is_used_again_once_no_member_of_a_batch_is_held(shared):
     tensors = ramps(20, 3)

@@ -727,6 +727,9 @@ def test_after_prewarm_the_first_stage_takes_no_memory(options, verb):
 
 FORK = """
 import os, sys, threading, torch, statetree as st
+from statetree.testing.pace import units
+
+limit = units(30)
 
 class Gate:
     reached, opened = threading.Event(), threading.Event()
@@ -735,19 +738,19 @@ class Gate:
 
 def wait():
     Gate.reached.set()
-    Gate.opened.wait(60)
+    Gate.opened.wait(limit)
 
 stager = st.Stager(share_memory=sys.argv[1] == "shared", max_snapshots=2)
 state = {"w": torch.arange(1000.0), "l": torch.arange(300_000.0)}
 held = stager.stage(state)
 stager.stage(state)  # and an idle snapshot
 future = stager.stage_async({"x": torch.arange(5.0), "gate": Gate()})
-Gate.reached.wait(60)
+Gate.reached.wait(limit)
 child = os.fork()
 if child == 0:  # while the worker, which is not here, holds the lock
     for turn in range(1, 4):
         other = {key: -turn - value for key, value in state.items()}
-        staged = stager.stage(other) if turn % 2 else stager.stage_async(other).result(60)
+        staged = stager.stage(other) if turn % 2 else stager.stage_async(other).result(limit)
         assert all(torch.equal(staged[key], other[key]) for key in other)
         stager.synchronize()
     stager.close()
@@ -756,7 +759,7 @@ _, status = os.waitpid(child, 0)
 assert status == 0, status
 assert all(torch.equal(held[key], state[key]) for key in state)
 Gate.opened.set()
-assert torch.equal(future.result(60)["x"], torch.arange(5.0))
+assert torch.equal(future.result(limit)["x"], torch.arange(5.0))
 """
 
 

@@ -695,7 +695,7 @@ def test_a_thread_takes_all_objects_again_and_again(options, young):
             stagers.append((stager, [stager.stage(state)], copy.deepcopy(state)))
     finally:
         done.set()
-        thread.join(30)
+        thread.join(units(15))
         sys.setswitchinterval(interval)
     assert max(seen) > 200
     for stager, staged, expected in stagers:
@@ -764,12 +764,12 @@ def test_a_tree_without_memory_takes_no_lease(options):
 
 @pytest.mark.parametrize("wrong", [1.5, "2", None, float("nan"), float("inf")])
 def test_max_snapshots_must_be_a_whole_number(wrong):
-    with pytest.raises(TypeError, match=r"Stager: max_snapshots must be a whole number: expected an int, got"):
+    with pytest.raises(TypeError, match=r"Stager: max_snapshots must be a whole number.*expected an int.*, got"):
         st.Stager(max_snapshots=wrong)
 
 
 def test_max_snapshots_must_be_positive():
-    with pytest.raises(ValueError, match=r"Stager: max_snapshots must be at least 1.*got 0"):
+    with pytest.raises(ValueError, match=r"Stager: max_snapshots must be .*at least 1.*got 0"):
         st.Stager(max_snapshots=0)
 
 

@@ -365,7 +365,7 @@ def raise_after(tree):
         (add_attribute, r"w\.note is new"),
         (require_grad, r"the requires_grad of the tensor at w changed from False to True"),
         (resize, r"changed"),
-        (resize_view, r"the shape of the tensor at w changed from \('3',\) to \('2',\)"),
+        (resize_view, r"the shape of the tensor at w changed from \(3,\) to \(2,\)"),
         (set_data, r"the pointer of the tensor at w changed$"),
         (give_gradient, r"the grad of the tensor at w changed$"),
         (change_metadata, r"o\._metadata\.version changed: 1 against 2"),

@@ -183,7 +183,7 @@ def test_a_stager_may_return_futures():
             stage = staticmethod(stager.stage_async)
 
         state = {"w": torch.arange(3.0)}
-        assert StagerAdapter.of(Async()).copied(state)["w"].tolist() == [0.0, 1.0, 2.0]
+        assert StagerAdapter(Async()).copied(state)["w"].tolist() == [0.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)

@@ -159,9 +159,9 @@ def test_what_is_special_about_layouts_comes_often(world_size):
 @pytest.mark.parametrize(
     ("holds", "smallest"),
     [
-        (lambda layout: layout.shape, "Layout((0,), (0, 1, 2, 3), ('R',))"),
-        (lambda layout: "S" in str(layout.placements), "Layout((0,), (0, 1, 2, 3), ('S0',))"),
-        (lambda layout: "strided" in kinds_of(layout, 4), "Layout((2,), ((0, 1), (2, 3)), ('S0/2', 'S0'))"),
+        (lambda layout: layout.shape, 'Layout((0,), (0, 1, 2, 3), ("R",))'),
+        (lambda layout: "S" in str(layout.placements), 'Layout((0,), (0, 1, 2, 3), ("S0",))'),
+        (lambda layout: "strided" in kinds_of(layout, 4), 'Layout((2,), ((0, 1), (2, 3)), ("S0/2", "S0"))'),
     ],
     ids=["dims", "shards", "strided"],
 )

@@ -7,7 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 from statetree.cli.app import cli
-from statetree.testing import ghostwrite, units
+from statetree.testing.ghostwriter import ghostwrite
+from statetree.testing.pace import units
 
 MODULE = """
 import torch

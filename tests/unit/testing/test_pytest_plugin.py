@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from statetree.testing import Layout, local_ranks, units
+from statetree.testing import Layout, local_ranks
+from statetree.testing.pace import units
 
 ROOT = Path(__file__).parents[3]
 FILE = """
@@ -93,7 +94,9 @@ def test_a_session_that_uses_none_of_it_does_not_import_torch(tmp_path):
 pytest.importorskip("torch.distributed._local_tensor", reason="this torch has no LocalTensorMode")
 
 
-@pytest.mark.parametrize("count", [1, 5, 32])
+@pytest.mark.parametrize(
+    "count", [pytest.param(1, marks=pytest.mark.slow), 5, pytest.param(32, marks=pytest.mark.slow)]
+)
 def test_layouts_agree_with_torch_on_many_ranks_in_one_process(local_ranks, count):
     from torch.distributed.tensor import distribute_tensor
 

@@ -47,7 +47,7 @@ def test_different_values_for_one_place_are_refused_at_once(make, count):
     apart = {"e": base["e"].contiguous()}
     changed = apart["e"].view(-1)[1 : 1 + count]
     changed += torch.arange(1.0, 1 + len(changed))
-    with pytest.raises(st.TreeMismatch, match="overlap at e"):
+    with pytest.raises(st.TreeMismatch, match=r"overlap at e"):
         st.delta(apart, base)
     target = make([0.0, 1.0, 2.0, 3.0])
     with pytest.raises(st.TreeMismatch, match="one that overlaps itself"):

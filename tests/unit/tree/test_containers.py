@@ -579,7 +579,7 @@ print(list(map(str, spec.paths())))
 """
     printed = {
         subprocess.run(
-            [sys.executable, "-c", code, order], capture_output=True, text=True, check=True, timeout=120
+            [sys.executable, "-c", code, order], capture_output=True, text=True, check=True, timeout=units(60)
         ).stdout
         for order in "01"
     }

@@ -1,4 +1,4 @@
-"""Leaves of checkpoints in words."""
+"""Leaves of checkpoints in words, for the command and for pages."""
 
 from __future__ import annotations
 
@@ -8,33 +8,17 @@ from typing import Any, Final
 import torch
 
 from statetree.files.stored import StoredObject, StoredTensor
-from statetree.files.untrusted import brief, printable
+from statetree.files.untrusted import brief, printable, shape_text
 
-_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _REPR: Final = reprlib.Repr()
 _REPR.maxlevel = 3
 _REPR.maxstring = _REPR.maxother = 60
 _LONGEST: Final = 48
 
 
-def human(nbytes: int) -> str:
-    """Return a number of bytes with a unit."""
-    size = float(nbytes)
-    for unit in _UNITS:
-        if size < 1024 or unit == _UNITS[-1]:
-            break
-        size /= 1024
-    return f"{nbytes} B" if unit == "B" else f"{size:.1f} {unit}"
-
-
-def dtype_text(dtype: torch.dtype | None) -> str:
+def dtype_text(dtype: torch.dtype) -> str:
     """Return a dtype without its module."""
-    return "" if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def shape_text(shape: tuple[int, ...] | None) -> str:
-    """Return a shape."""
-    return "" if shape is None else brief(f"[{', '.join(map(str, shape))}]")
+    return str(dtype).removeprefix("torch.")
 
 
 def value_text(value: Any) -> str:
@@ -70,5 +54,5 @@ def leaf_text(leaf: Any) -> str:
     """Return a leaf in a few words."""
     if kind_of(leaf) == "value":
         return f"{type_text(leaf)} {value_text(leaf)}"
-    words = (kind_of(leaf) if kind_of(leaf) != "tensor" else "", dtype_text(leaf.dtype), shape_text(tuple(leaf.shape)))
+    words = (kind_of(leaf) if kind_of(leaf) != "tensor" else "", dtype_text(leaf.dtype), shape_text(leaf.shape))
     return " ".join(filter(None, words))

@@ -14,15 +14,9 @@ if TYPE_CHECKING:
 
 
 class Unequal(NamedTuple):
-    """How the elements of two tensors differ.
+    """How the elements of two tensors differ: how many do, the first one, and the largest differences of numbers.
 
-    Attributes:
-        how_many: How many do, bit by bit (or, between dtypes, as float64).
-        first: The index of the first one.
-        left: What it is on the left.
-        right: What it is on the right.
-        max_abs: The largest absolute difference. ``None`` where elements are no numbers.
-        max_rel: The largest difference relative to the larger one of two elements. ``None`` as above.
+    ``max_rel`` is relative to the larger one of two elements.
     """
 
     how_many: int

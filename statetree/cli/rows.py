@@ -1,0 +1,153 @@
+"""What a checkpoint holds, as rows: one an entry, or one a group of entries. torch is not needed for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from statetree.files.untrusted import printable, shape_text
+from statetree.paths import Attr, render_key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+#: Into how many parts a key such as ``layers.0.weight`` is taken apart.
+_MAX_PARTS: Final = 16
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a number with a noun."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+@dataclass
+class Row:
+    """One entry, as it is shown.
+
+    Attributes:
+        labels: The parts of its key, which no other entry has.
+        kind: ``tensor``, the layout of one that is not strided, or ``value``.
+        dtype: Its dtype, or the type of a plain value, whose ``text`` is the value in words.
+        own_bytes: How many of its bytes no row before it has.
+        layout: What is special about its strides.
+        tied_to: The key of the first entry that it shares bytes with; empty for that entry, and without ties.
+        num_tied: How many entries share bytes with it, if it is the first one of them.
+    """
+
+    key: str
+    labels: tuple[str, ...]
+    kind: str
+    dtype: str
+    shape: tuple[int, ...] = ()
+    nbytes: int = 0
+    numel: int = 0
+    own_bytes: int = 0
+    text: str = ""
+    layout: str = ""
+    leaf: Any = None
+    tied_to: str = ""
+    num_tied: int = 0
+
+    @property
+    def cells(self) -> tuple[str, str]:
+        """What its dtype and its shape are, in words."""
+        return self.dtype, self.text if self.kind == "value" else shape_text(self.shape)
+
+    @property
+    def notes(self) -> list[str]:
+        """What else there is to say."""
+        tied = [f"= {printable(self.tied_to)}"] * bool(self.tied_to)
+        return [*tied, *[f"tied: {self.num_tied} entries"] * bool(self.num_tied), *[self.layout] * bool(self.layout)]
+
+
+class Listing(NamedTuple):
+    """A checkpoint, as it is shown: its format, its size, its rows, the texts of its header, and what is not loaded."""
+
+    title: str
+    nbytes: int
+    rows: list[Row]
+    metadata: dict[str, str]
+    not_loaded: Sequence[str] = ()
+
+    @property
+    def element_bytes(self) -> int:
+        """How many bytes its elements take, each counted once."""
+        return sum(row.own_bytes for row in self.rows)
+
+    @property
+    def num_parameters(self) -> int:
+        """How many elements its tensors have, without those that are tied to others."""
+        return sum(row.numel for row in self.rows if not row.tied_to)
+
+
+def labels_of(path: Sequence[Any]) -> tuple[str, ...]:
+    """Return the parts of a path, and of the keys in it that have dots."""
+    labels: list[str] = []
+    for key in path:
+        text = render_key(key)
+        labels += text.split(".", _MAX_PARTS) if type(key) in (str, Attr) and text.strip(".") else [text]
+    return tuple(map(printable, labels)) or ("<root>",)
+
+
+@dataclass
+class RowGroup:
+    """Rows under one label, in the groups that they are in below it. Where nothing is below it, it is summed up."""
+
+    label: str
+    rows: list[Row] = field(default_factory=list)
+    below: list[Row | RowGroup] = field(default_factory=list)
+    groups: dict[str, RowGroup] = field(default_factory=dict)
+
+    @property
+    def own_bytes(self) -> int:
+        """How many bytes the entries have together."""
+        return sum(row.own_bytes for row in self.rows)
+
+    @property
+    def cells(self) -> tuple[str, str]:
+        """What is in it, in words."""
+        dtypes = sorted({row.dtype for row in self.rows if row.kind != "value"})
+        return ", ".join(dtypes[:3]) + (", …" if len(dtypes) > 3 else ""), counted(self.rows)
+
+    @property
+    def notes(self) -> list[str]:
+        """How many of the entries of a group that is summed up have no bytes of their own, but those of others."""
+        keys = {row.key for row in self.rows}
+        tied = [row.tied_to for row in self.rows if row.tied_to and row.tied_to not in keys and not self.below]
+        where = f"to {printable(tied[0])}" if len({*tied}) == 1 else "elsewhere"
+        return [f"{len(tied)} tied {where}"] * bool(tied)
+
+
+def counted(rows: Sequence[Row]) -> str:
+    """Return how many tensors and values there are, in words."""
+    num_values = sum(row.kind == "value" for row in rows)
+    num_tensors = len(rows) - num_values
+    words = [plural(num_tensors, "tensor")] * bool(num_tensors or not num_values)
+    return ", ".join(words + [plural(num_values, "value")] * bool(num_values))
+
+
+def grouped(rows: Sequence[Row], depth: int | None) -> RowGroup:
+    """Return rows as a tree of groups; below a depth, groups are not taken apart."""
+    root = RowGroup("")
+    for row in rows:
+        group = root
+        group.rows.append(row)
+        is_shown = depth is None or len(row.labels) <= depth
+        for label in row.labels[: -1 if is_shown else depth]:
+            if label not in group.groups:
+                group.groups[label] = RowGroup(label)
+                group.below.append(group.groups[label])
+            group = group.groups[label]
+            group.rows.append(row)
+        if is_shown:
+            group.below.append(row)
+    return root
+
+
+def sorting(by: str) -> Callable[[list[Any]], list[Any]]:
+    """Return a function that sorts rows and groups: ``file`` (as they come), ``name`` or ``size``."""
+    if by == "name":
+        return lambda items: sorted(items, key=lambda item: item.label if isinstance(item, RowGroup) else item.key)
+    if by == "size":
+        return lambda items: sorted(items, key=lambda item: -item.own_bytes)
+    return list

@@ -1,0 +1,49 @@
+"""Which leaves of a tree share bytes, in memory or in a file."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from statetree.files.stored import StoredTensor, span_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def shared_bytes(leaves: Sequence[Any]) -> list[list[int]]:
+    """Return which leaves share bytes: their indices, in order. Of views that interlace, this is said, too."""
+    extents = sorted((*extent, index) for index, leaf in enumerate(leaves) if (extent := _extent(leaf)) is not None)
+    groups: list[list[int]] = [[index] for *_, index in extents[:1]]
+    end = extents[0][2] if extents else 0
+    for (storage, *_), (other, begin, stop, index) in pairwise(extents):
+        if storage == other and begin < end:
+            groups[-1].append(index)
+            end = max(end, stop)
+        else:
+            groups.append([index])
+            end = stop
+    return sorted(sorted(group) for group in groups if len(group) > 1)
+
+
+def covered_bytes(leaves: Sequence[Any]) -> int:
+    """Return how many bytes leaves that share some cover together."""
+    total = end = 0
+    for _, begin, stop in sorted(extent for leaf in leaves if (extent := _extent(leaf)) is not None):
+        total += max(0, stop - max(begin, end))
+        end = max(end, stop)
+    return total
+
+
+def _extent(leaf: Any) -> tuple[int, int, int] | None:
+    """Return the storage of a tensor that may share it, and where its bytes begin and stop there."""
+    is_stored = isinstance(leaf, StoredTensor)
+    tensor = leaf.outline if is_stored else leaf
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or (is_stored and not leaf.is_strided):
+        return None
+    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
+        return None
+    begin = tensor.storage_offset() * tensor.dtype.itemsize
+    return tensor.untyped_storage().data_ptr(), begin, begin + span_bytes(tensor)

@@ -1,0 +1,96 @@
+"""Elements at strides in a range of a file, read into a tensor."""
+
+from __future__ import annotations
+
+import ctypes
+from operator import itemgetter
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from statetree.files.ranges import BUCKET_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from statetree.files.ranges import FileRange
+
+#: Elements are moved as integers of their size, since not every dtype can be copied.
+NUMBERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU, which is valid while the tensor is.
+
+    (NumPy, which would do this, may not be installed.)
+    """
+    size = tensor.numel() * tensor.dtype.itemsize
+    if not size:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+
+
+def read_strided(place: FileRange, target: torch.Tensor, offset: int, stride: Sequence[int]) -> None:
+    """Fill a tensor with the elements that lie at strides from an offset, both counted in elements.
+
+    Elements that lie close together are read at once with what is between them, which is at most as much again.
+
+    Args:
+        place: Where they lie.
+        target: A tensor on the CPU, of one of ``NUMBERS``.
+        offset: Where its first element lies.
+        stride: How far apart its elements lie, in each dim.
+    """
+    dims = sorted(((step, dim) for dim, step in enumerate(stride) if target.shape[dim] > 1), key=itemgetter(0))
+    for step, dim in dims:
+        if not step:  # an expanded dim: its elements are one
+            first = target.narrow(dim, 0, 1)
+            read_strided(place, first, offset, stride)
+            target.copy_(first.expand_as(target))
+            return
+    order = [dim for _, dim in reversed(dims)]
+    rest = [dim for dim in range(target.dim()) if dim not in order]
+    flat = target.permute(rest + order)[(0,) * len(rest)] if rest else target.permute(order)
+    _Strided(place, [stride[dim] for dim in order]).read(flat, offset)
+
+
+def _is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements lie one behind the other, each once: views that overlap may span as much memory."""
+    step = 1
+    for size, own in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1 and own != step:
+            return False
+        step *= size
+    return True
+
+
+class _Strided:
+    """Elements at falling strides in a range of a file."""
+
+    def __init__(self, place: FileRange, stride: Sequence[int]) -> None:
+        self._place = place
+        self._stride = stride
+
+    def read(self, target: torch.Tensor, offset: int) -> None:
+        """Fill a tensor whose elements begin at an offset. All are there: the caller has looked."""
+        pending = [(target, offset)]
+        while pending:
+            part, at = pending.pop()
+            if not part.numel():
+                continue
+            size = part.dtype.itemsize
+            stride = self._stride[len(self._stride) - part.dim() :]
+            span = 1 + sum((count - 1) * step for count, step in zip(part.shape, stride, strict=True))
+            if part.is_contiguous() and _is_row_major(part.shape, stride):
+                self._place.fill(memory_of(part), at * size)
+            elif span <= 2 * part.numel() and span * size <= BUCKET_BYTES:
+                scratch = torch.empty(span, dtype=part.dtype, device="cpu")
+                self._place.fill(memory_of(scratch), at * size)
+                part.copy_(scratch.as_strided(part.shape, stride))
+            elif span > 2 * part.numel() and part.dim() > 1:
+                pending += [(row, at + index * stride[0]) for index, row in enumerate(part.unbind(0))][::-1]
+            elif part.shape[0] == 1:
+                pending.append((part[0], at))
+            else:
+                half = part.shape[0] // 2
+                pending += [(part[half:], at + half * stride[0]), (part[:half], at)]

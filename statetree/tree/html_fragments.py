@@ -1,0 +1,78 @@
+"""Trees and tables as HTML, for notebooks and pages. It asks for nothing from any network."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from statetree.paths import printable, render_key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+_ESCAPES: Final = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#x27;"})
+#: Containers with more children are folded at first.
+_OPEN_CHILDREN: Final = 200
+#: A notebook keeps what it shows: longer trees are cut off.
+_MAX_CELL: Final = 1 << 20
+STYLE: Final = """
+.statetree{font:14px/1.5 system-ui,sans-serif;overflow-wrap:anywhere}
+.statetree details{margin-left:1.2em}.statetree summary{cursor:pointer}.statetree b{font-weight:600}
+.statetree i{opacity:.65;font-style:normal}.statetree p{margin:0 0 0 2.4em;cursor:copy}
+.statetree p:active,.statetree p:target{background:#8883}
+.statetree .gone{color:#d33}.statetree .new{color:#2a3}
+.statetree td,.statetree th{padding:.1em .8em .1em 0;text-align:left;vertical-align:top}
+"""
+
+
+def escaped(text: object) -> str:
+    """Return a text as HTML has it. Control characters are written as escapes."""
+    return printable(str(text)).translate(_ESCAPES)
+
+
+def cell(parts: Iterable[str]) -> str:
+    """Return fragments as what a notebook shows of a value."""
+    made, size = [f"<div class=statetree><style>{STYLE}</style>"], 0
+    for part in parts:
+        size += len(part)
+        made.append(part)
+        if size > _MAX_CELL:
+            made.append("<p>…")
+            break
+    return "".join(made) + "</div>"
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[object]], classes: Sequence[str] = ()) -> Iterator[str]:
+    """Yield a table of texts; ``classes`` are those of its columns."""
+    yield f"<table><tr>{''.join(f'<th>{escaped(title)}' for title in titles)}"
+    names = [f" class={name}" if name else "" for name in classes] or [""] * len(titles)
+    for row in rows:
+        yield "<tr>" + "".join(f"<td{name}>{escaped(text)}" for name, text in zip(names, row, strict=True))
+    yield "</table>"
+
+
+def tree_html(spec: Any, leaf: Callable[[int, str, str], str]) -> Iterator[str]:
+    """Yield a structure as elements that fold. Without recursion, since trees may be deep.
+
+    Args:
+        spec: A ``TreeSpec``.
+        leaf: Returns the element of a leaf: its number, its path and its name are given, the latter two escaped.
+    """
+    pending: list[tuple[int, tuple[str, ...]] | str] = [(spec.root(), ())]
+    links = spec.links()
+    while pending:
+        item = pending.pop()
+        if isinstance(item, str):
+            yield item
+            continue
+        here, at = item
+        name = escaped(at[-1]) if at else "root"
+        if here >= 0:
+            yield leaf(here, escaped(".".join(at)), name)
+            continue
+        kind, keys = spec.nodes[~here][:2]
+        below = links[~here]
+        is_open = " open" if len(below) <= _OPEN_CHILDREN and len(at) < 2 else ""
+        what = f"{escaped(kind.cls.__name__)} of {len(below):,}"
+        yield f"<details{is_open}><summary><b>{name}</b> <i>{what}</i></summary>"
+        pending.append("</details>")
+        pending += [(child, (*at, render_key(step))) for step, child in reversed(list(zip(keys, below, strict=True)))]

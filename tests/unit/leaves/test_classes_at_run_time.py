@@ -1,0 +1,73 @@
+"""Classes that a program makes as it runs: they are recognised, and not kept for ever."""
+
+import gc
+import weakref
+from collections import namedtuple
+
+import pytest
+import torch
+
+import statetree as st
+
+
+class Opaque:
+    def __init__(self):
+        self.inside = torch.arange(3.0)
+
+
+MAKERS = {
+    "mapping": lambda number: type(f"Mapping{number}", (dict,), {})(w=torch.arange(3.0)),
+    "named tuple": lambda number: namedtuple(f"Row{number}", "w")(torch.arange(3.0)),
+    "tensor": lambda number: torch.arange(3.0).as_subclass(type(f"Tensor{number}", (torch.Tensor,), {})),
+    "parameter": lambda number: type(f"Parameter{number}", (torch.nn.Parameter,), {})(torch.arange(3.0)),
+}
+
+
+def meet(count, make):
+    for number in range(count):
+        st.offload([make(number)])
+        st.similarity(make(number), None)
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_they_are_forgotten(make):
+    value = make(9_999)
+    st.offload([value])
+    gone = weakref.ref(type(value))
+    assert gone() is not None
+    del value
+    meet(2_200, make)
+    gc.collect()
+    assert gone() is None
+
+
+def test_structures_that_are_kept_still_equal_those_of_trees_of_the_same_class():
+    cls = type("Kept", (dict,), {})
+    leaves, spec = st.flatten(cls(w=torch.arange(3.0)))
+    meet(2_200, MAKERS["mapping"])
+    assert st.flatten(cls(w=1))[1] == spec
+    assert type(st.unflatten(spec, leaves)) is cls
+
+
+def test_registered_classes_are_kept():
+    leaf, container, atom = type("Leaf", (Opaque,), {}), type("Container", (Opaque,), {}), type("Atom", (Opaque,), {})
+
+    class InsideType(st.LeafType):
+        def unpack(self, value):
+            return [value.inside], None
+
+        def pack(self, context, parts):
+            fresh = leaf()
+            fresh.inside = parts[0]
+            return fresh
+
+    st.register_leaf_type(leaf, InsideType())
+    st.register_leaf_type(atom, None)
+    st.register_container(container, lambda value: ((value.inside,), None, ("inside",)), lambda _, children: children)
+    meet(2_200, MAKERS["mapping"])
+    meet(2_200, MAKERS["tensor"])
+    value = atom()
+    copied = st.offload([leaf(), value])
+    assert type(copied[0]) is leaf
+    assert copied[1] is value
+    assert [str(path) for path in st.paths(container())] == ["inside"]
