@@ -390,13 +390,11 @@ def start_exchange(
     return list(batch_isend_irecv(operations))
 
 
-def check_sparse_indices(tensor: torch.Tensor) -> None:
+def check_sparse_indices(leaf: torch.Tensor) -> None:
     """Raise ``RuntimeError`` if the indices of a sparse tensor lead outside of it: torch would use other memory."""
-    if tensor.layout is torch.sparse_coo:
-        indices, values = tensor._indices(), tensor._values()
-        torch._validate_sparse_coo_tensor_args(indices, values, tensor.shape, tensor.is_coalesced())
-    elif tensor.layout is not torch.strided and not tensor.is_nested:
-        rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
-        first = tensor.crow_indices() if rows else tensor.ccol_indices()
-        second = tensor.col_indices() if rows else tensor.row_indices()
-        torch._validate_sparse_compressed_tensor_args(first, second, tensor.values(), tensor.shape, tensor.layout)
+    if leaf.layout is torch.sparse_coo:
+        torch._validate_sparse_coo_tensor_args(leaf._indices(), leaf._values(), leaf.shape, leaf.is_coalesced())
+    elif leaf.layout is not torch.strided and not leaf.is_nested:
+        names = ("crow", "col") if leaf.layout in (torch.sparse_csr, torch.sparse_bsr) else ("ccol", "row")
+        first, second = (getattr(leaf, f"{name}_indices")() for name in names)
+        torch._validate_sparse_compressed_tensor_args(first, second, leaf.values(), leaf.shape, leaf.layout)

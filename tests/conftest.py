@@ -130,7 +130,7 @@ def _state_of_the_thread() -> Iterator[None]:
     assert not wrong, f"left by this test, not so any more: {', '.join(wrong)}"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def one_rank_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A default process group of this process alone."""
     import torch.distributed as dist

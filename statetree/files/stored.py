@@ -209,7 +209,7 @@ class StoredTensor:
                 copy_each([place], [scratch])
             else:
                 _check_range(piece.place, scratch, place.dtype)
-                place.copy_(scratch)
+                place.copy_(scratch.resolve_conj().resolve_neg())  # torch forgets the bits as it converts
 
     @property
     def is_repetitive(self) -> bool:
