@@ -10,7 +10,7 @@ from operator import itemgetter
 from typing import Any, Final, cast
 
 from statetree.errors import TreeMismatch, note_leaf, shown
-from statetree.paths import Path, nearest, render_key, same_key
+from statetree.paths import Path, key_identity, nearest, render_key
 from statetree.tree.atoms import HOLE
 from statetree.tree.spec import TreeSpec
 
@@ -55,12 +55,19 @@ def selected_in(
     patterns = _patterns(verb, where)
     if patterns is None:
         return [_asked(cast("Callable[[Path, Any], bool]", where), spec, leaves) for spec, leaves in trees]
-    found = [[_matches(pattern, spec) for spec, _ in trees] for pattern in patterns]
-    unmatched = [pattern for pattern, masks in zip(patterns, found, strict=True) if not any(map(any, masks))]
+    starts = [pattern for pattern in patterns if isinstance(pattern, Path)]
+    globs = [pattern for pattern in patterns if not isinstance(pattern, Path)]
+    found = [[_matches(glob, spec) for spec, _ in trees] for glob in globs]
+    below = [_below(starts, spec) for spec, _ in trees] if starts else []
+    met = set[Path]().union(*(starts for _, starts in below))
+    unmatched: list[str | Path] = [glob for glob, masks in zip(globs, found, strict=True) if not any(map(any, masks))]
+    unmatched += [start for start in starts if start not in met]
     if unmatched and not missing_ok:
         texts = [text for spec, _ in trees for text in spec.rendered_paths()]
         lines = [f"no path matches {str(pattern)!r}{_suggestion(pattern, texts)}" for pattern in unmatched]
         raise TreeMismatch(f"{verb}: {shown(lines)} Give a glob over whole paths, or pass missing_ok=True.")
+    if below:
+        found.append([mask for mask, _ in below])
     if len(found) == 1:
         return list(map(list, found[0]))
     return [
@@ -94,20 +101,28 @@ def _asked(predicate: Callable[[Path, Any], bool], spec: TreeSpec, leaves: Seque
     return result
 
 
-def _matches(pattern: str | Path, spec: TreeSpec) -> Sequence[bool]:
-    """Return for every leaf whether a glob or path matches it."""
-    if isinstance(pattern, Path):
-        return [_lies_in(path, pattern) for path in spec.paths()]
+def _matches(glob: str, spec: TreeSpec) -> Sequence[bool]:
+    """Return for every leaf whether a glob matches its path."""
     # By the keys alone: what else belongs to a structure may be anything, and is not to be kept alive.
     places = tuple(map(_PLACE, spec.nodes))
     is_plain = _PLAIN_KEYS.issuperset(map(type, chain.from_iterable(map(itemgetter(0), places))))
     if is_plain and spec.num_leaves <= _CACHED_LEAVES:
-        return _cached_matches(pattern, places, spec.num_leaves)
-    return _find_matches(pattern, spec.rendered_paths())
+        return _cached_matches(glob, places, spec.num_leaves)
+    return _find_matches(glob, spec.rendered_paths())
 
 
-def _lies_in(path: Path, start: Path) -> bool:
-    return len(path) >= len(start) and all(map(same_key, start, path))
+def _below(starts: Sequence[Path], spec: TreeSpec) -> tuple[list[bool], set[Path]]:
+    """Return for every leaf whether its path begins with one of some paths, and which of these there are."""
+    start_of = {tuple(map(key_identity, start)): start for start in starts}
+    lengths = sorted(set(map(len, start_of)))
+    met: set[Path] = set()
+    mask = []
+    for path in spec.paths():
+        keys = tuple(map(key_identity, path))
+        found = [start_of[keys[:length]] for length in lengths if length <= len(keys) and keys[:length] in start_of]
+        met.update(found)
+        mask.append(bool(found))
+    return mask, met
 
 
 def _find_matches(glob: str, texts: Sequence[str]) -> Sequence[bool]:
