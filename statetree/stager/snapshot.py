@@ -123,7 +123,7 @@ class Snapshot:
     def _plan_copies(self, layout: SpanLayout, buffers: Sequence[Buffer]) -> None:
         self._alone: list[int] = []  # tensors copied as such
         self._rough: list[tuple[torch.Tensor, int]] = []  # spans copied as bytes: the target, and which span
-        batched_tensors = set().union(*(batch.members for batch in self._batches))
+        batched_tensors = set(chain.from_iterable(batch.members for batch in self._batches))
         for index, (span, buffer, dense) in enumerate(zip(layout.spans, buffers, layout.dense, strict=True)):
             if span.start == span.stop or span.source in batched_tensors:
                 continue

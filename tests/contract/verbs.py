@@ -12,6 +12,7 @@ import torch
 
 import statetree as st
 from statetree import compose
+from statetree.spans.layout import holds_memory
 from statetree.testing import Law, laws
 from statetree.testing.regions import raw_bytes, storage_of
 from statetree.torch_internals import quietly
@@ -134,8 +135,9 @@ def _is_known(leaf: Any) -> bool:
 def _is_ordinary_float(leaf: Any) -> bool:
     if type(leaf) not in (torch.Tensor, torch.nn.Parameter) or not _is_ordinary(leaf):
         return False
-    # A NaN becomes a quiet one.
-    return leaf.dtype == torch.float32 and leaf.layout is torch.strided and not bool(leaf.detach().isnan().any())
+    if leaf.dtype != torch.float32 or leaf.layout is not torch.strided or not holds_memory(leaf):
+        return False
+    return not bool(leaf.detach().isnan().any())  # a NaN becomes a quiet one
 
 
 def renamed_and_back(tree: Any) -> Any:
