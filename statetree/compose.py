@@ -192,7 +192,7 @@ def prepare(verb: Callable[..., Any], /, *args: Any, delta: bool = False, **opti
         If the verb is, so are both ``prepare`` and each call of what it returns.
 
     Raises:
-        TypeError: If the verb moves no elements, or in several steps.
+        TypeError: If the verb moves no elements, or in several steps, or does not go with ``delta``.
         Exception: What the verb raises. On every rank, as there.
         RankMismatch: When elements are to move: if on some rank a tensor was moved, resized, freed or replaced since.
             On every rank, before anything moves.
@@ -207,19 +207,19 @@ def prepare(verb: Callable[..., Any], /, *args: Any, delta: bool = False, **opti
         {'w': tensor([1., 1.])}
         {'w': tensor([2., 2.])}
     """
-    with preparing() as preparation:
-        tree = verb(*args, **options)
     name = getattr(getattr(verb, "func", verb), "__name__", repr(verb))
-    whole = preparation.finish(name, tree)
-    if not delta:
-        return whole
     known = {"like", "in_place", "group", "timeout", "bucket_bytes"}
-    if name != "reshard" or not options.get("in_place") or not options.keys() <= known:
+    if delta and (name != "reshard" or not options.get("in_place") or not options.keys() <= known):
         msg = (
             f"prepare: delta=True goes with reshard(source, like, in_place=True): expected no options but "
             f"{', '.join(sorted(known))}, got {name} with {', '.join(options) or 'none'}."
         )
         raise TypeError(msg)
+    with preparing() as preparation:
+        tree = verb(*args, **options)
+    whole = preparation.finish(name, tree)
+    if not delta:
+        return whole
     source, like = args if len(args) > 1 else (*args, options["like"])
     return PreparedDelta(whole, verb, source, like, group=options.get("group"), timeout=options.get("timeout"))
 

@@ -46,7 +46,7 @@ def prefer_huge_pages(storage: torch.UntypedStorage) -> None:
 
 @cache
 def are_used() -> bool:
-    """Whether large memory is to lie on huge pages. The first call finds out, in some milliseconds."""
+    """Whether large memory is to lie on huge pages. The first call finds out, in some tens of milliseconds."""
     return decided(os.environ.get(SWITCH, ""), available=_madvise() is not None, fill=_fill_s)
 
 

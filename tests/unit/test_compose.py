@@ -421,6 +421,12 @@ def test_a_prepared_delta_is_refused_where_it_means_nothing():
     with pytest.raises(TypeError, match="got reshard with in_place, cast"):
         st.prepare(st.reshard, tree, st.offload(tree), in_place=True, cast=True, delta=True)
 
+    def agreeing(_):
+        raise AssertionError  # the other ranks would wait for nothing
+
+    with pytest.raises(TypeError, match="got agreeing with none"):
+        st.prepare(agreeing, tree, delta=True)
+
 
 def test_a_prepared_delta_needs_no_group():
     tree, like = {"w": torch.arange(100.0), "step": 1}, {"w": torch.zeros(100), "step": 1}
