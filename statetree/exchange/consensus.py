@@ -8,13 +8,10 @@ the next collective works.
 from __future__ import annotations
 
 import struct
-from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, NamedTuple
-
-import torch
 
 from statetree.chunks.ranks import ranks_named
 from statetree.errors import RankMismatch, shown
@@ -156,7 +153,8 @@ def tell_failure(group: Group, error: BaseException) -> None:
 
 def _failed(verb: str, group: Group, error: BaseException | None) -> RankMismatch:
     """Hear from the ranks that failed why, and tell the others if this one did."""
-    told = _told(group, None if error is None else _shortened(error).encode("utf-8", "replace"))
+    said = None if error is None else _shortened(error).encode("utf-8", "replace")
+    told = group.told_once(said, most=_MOST_TOLD)
     by_rank = sorted((rank, text.decode("utf-8", "replace")) for text, ranks in told for rank in ranks)
     lines = [f"rank {rank} failed: {text}" for rank, text in by_rank]
     return RankMismatch(f"{verb}: {shown(lines)} Nothing was moved.")
@@ -172,28 +170,8 @@ def _shortened(failure: BaseException) -> str:
     return f"{type(failure).__name__}: {text}"
 
 
-def _told(group: Group, said: bytes | None) -> list[tuple[bytes, list[int]]]:
-    """Return what ranks have to say: each text once, with the ranks that say so, in the order of the first of these.
-
-    Every rank sends a short digest, then the first rank of each of the first few texts sends that.
-    """
-    nobody = bytes(8)
-    mark = nobody if said is None else blake2b(said, digest_size=len(nobody)).digest()
-    ranks: defaultdict[bytes, list[int]] = defaultdict(list)
-    for rank, row in enumerate(group.all_gather(torch.frombuffer(bytearray(mark), dtype=torch.uint8)).tolist()):
-        ranks[bytes(row)].append(rank)
-    ranks.pop(nobody, None)
-    found = []
-    for found_ranks in list(ranks.values())[:_MOST_TOLD]:
-        speaker = found_ranks[0]
-        own = said if said is not None and group.rank == speaker else b""
-        length = int.from_bytes(group.broadcast_bytes(len(own).to_bytes(8, "little"), 8, speaker), "little")
-        found.append((group.broadcast_bytes(own, length, speaker), found_ranks))
-    return found
-
-
 def _other_options(verb: str, group: Group, options: str) -> RankMismatch:
-    told = [(_text(text), ranks) for text, ranks in _told(group, _bytes(options))]
+    told = [(_text(text), ranks) for text, ranks in group.told_once(_bytes(options), most=_MOST_TOLD)]
     msg = (
         f"{verb}: the ranks do not call the same with the same options: expected one call, got {_by_text(told)}. "
         "Nothing was moved."
@@ -219,14 +197,14 @@ def _first_difference(verb: str, group: Group, entries: Sequence[Entry] | None, 
     holds = entries is not None
     lines = list(entries or ())
     place = _first_place(group, lines if holds else None)
-    named = _told(group, _bytes(lines[place].path) if place < len(lines) else None)
+    named = group.told_once(_bytes(lines[place].path) if place < len(lines) else None, most=_MOST_TOLD)
     own = dict(lines)
     found: list[tuple[bytes, list[int]]] = []
     first = ""
     candidates = sorted((_text(path) for path, _ in named), key=_leaves_first)
     for path in [*candidates, *candidates[:1]]:  # the last where all entries are the same, but not in the same order
         text = _bytes(own.get(path, "nothing")) if holds else None
-        first, found = path, _told(group, text)
+        first, found = path, group.told_once(text, most=_MOST_TOLD)
         if len(found) > 1:
             break
     texts = [(_text(text), ranks) for text, ranks in found]

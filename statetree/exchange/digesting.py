@@ -155,8 +155,8 @@ def differing_copies(run: Exchange, manifest: Manifest) -> tuple[list[Copy], int
     if not places:
         return [], 0
     told = [[[box, number] for box, number in found[manifest.order[place]].items()] for place in places[:MAX_TOLD]]
-    rows = [json.loads(text) for text in run.group.all_gather_bytes(json.dumps(told).encode())]
-    return [copy for place in range(len(told)) for copy in _copies(manifest, places[place], place, rows)], len(places)
+    heard = [(json.loads(text), ranks) for text, ranks in run.group.told_once(json.dumps(told).encode())]
+    return [copy for place in range(len(told)) for copy in _copies(manifest, places[place], place, heard)], len(places)
 
 
 def _wrapped(number: int) -> int:
@@ -173,14 +173,14 @@ def _weight(layout: ChunkLayout | None, box: Box | None, rank: int, size: int) -
     return len(holders) - 1 if holders[0] == rank else -1
 
 
-def _copies(manifest: Manifest, place: int, told: int, rows: Sequence[Any]) -> list[Copy]:
+def _copies(manifest: Manifest, place: int, told: int, heard: Sequence[tuple[Any, Sequence[int]]]) -> list[Copy]:
     holders: dict[Box | None, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, row in enumerate(rows):
+    for row, ranks in heard:
         for box, number in row[told]:
-            holders[None if box is None else Box(*map(tuple, box))][number].append(rank)
+            holders[None if box is None else Box(*map(tuple, box))][number] += ranks
     path = manifest.path(manifest.order[place])
     return [
-        Copy(path, box, tuple(sorted(map(tuple, groups.values()), key=lambda ranks: (-len(ranks), ranks))))
+        Copy(path, box, tuple(sorted(map(tuple, map(sorted, groups.values())), key=lambda ranks: (-len(ranks), ranks))))
         for box, groups in _in_order(holders)
         if len(groups) > 1
     ]

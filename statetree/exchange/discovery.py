@@ -33,10 +33,8 @@ def discover_layouts(call: Call, manifest: Manifest, *, details_agree: bool) -> 
         RankMismatch: If leaves that elements are moved into are tied on some of the ranks only, or the elements of
             meshes that differ from rank to rank are not the same, as far as that is looked at. On every rank.
     """
-    if details_agree and manifest.is_known:
-        layouts = {index: layout for index, chunks in manifest.chunks.items() if (layout := chunks.layout) is not None}
-        seen = b""
-    else:
+    layouts, seen = (manifest.own_layouts(), b"") if details_agree else (None, b"")
+    if layouts is None:
         layouts, seen = _told(call, manifest)
     lacking = manifest.incomplete(layouts) if manifest.complete else None
     if lacking is not None:
@@ -87,15 +85,15 @@ def _refine_ties(manifest: Manifest, told: Statements) -> None:
     Raises:
         RankMismatch: If two values would be moved into one memory then, or one into a part of several.
     """
-    if all(ties == told.ties[0] for ties in told.ties):
+    if len(set(map(id, told.ties))) == 1:
         return
     indices = list(manifest.canonical)
     numbers = sorted({number for ties in told.ties for pair in ties.items() for number in pair})
-    rows: list[dict[int, int]] = [{} for _ in told.ties_of]  # for each rank, of the leaves that it holds
+    rows: list[dict[int, int]] = [{} for _ in told.ties]  # for each rank, of the leaves that it holds
     for number in numbers:
         ranks = told.held(number).ranks if number < len(manifest.chunks) else range(len(rows))
         for rank in ranks:
-            rows[rank][number] = told.ties[told.ties_of[rank]].get(number, number)
+            rows[rank][number] = told.ties[rank].get(number, number)
     first: dict[tuple[int | None, ...], int] = {}
     for number in numbers:
         seen = tuple(row.get(number) for row in rows)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import zlib
+from collections import defaultdict
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import blake2b
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
@@ -36,6 +37,10 @@ Message = tuple[int, torch.Tensor]
 
 #: The types of devices that all ranks of a group have communicated from.
 _OPENED: Final[WeakKeyDictionary[Any, set[str]]] = WeakKeyDictionary()
+
+#: What a rank says of a text before it tells it: its digest, and its length.
+_DIGEST_BYTES: Final = 16
+_MARK_BYTES: Final = _DIGEST_BYTES + 8
 
 #: A timeout as users give it: seconds, or a ``timedelta``, or ``None`` for the group's own.
 Timeout = float | timedelta | None
@@ -148,16 +153,6 @@ class Group(Ranks):
         found: list[int] = data.tolist()
         return found
 
-    def all_gather_bytes(self, sent: bytes) -> list[bytes]:
-        """Return what every rank sends, of any length."""
-        lengths = self.all_gather(torch.tensor([len(sent)], dtype=torch.int64).view(torch.uint8)).view(torch.int64)
-        counts = [int(length) for length in lengths.flatten()]
-        padded = torch.zeros(max(*counts, 1), dtype=torch.uint8)
-        if sent:
-            padded[: len(sent)] = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
-        rows = self.all_gather(padded)
-        return [ctypes.string_at(row.data_ptr(), count) for row, count in zip(rows, counts, strict=True)]
-
     def all_reduce(self, own: torch.Tensor) -> torch.Tensor:
         """Return the sum of what the ranks have, modulo 2⁶⁴.
 
@@ -170,33 +165,38 @@ class Group(Ranks):
         self._wait(start_all_reduce(self._process_group, total, self.timeout))
         return total.to("cpu")
 
-    def told_once(self, said: bytes) -> tuple[list[int], list[bytes]]:
-        """Return what the ranks say, each text once, and for every rank the number of its text.
+    def told_once(
+        self, said: bytes | None, *, alike: bytes | None = None, most: int | None = None
+    ) -> list[tuple[bytes, list[int]]]:
+        """Return what the ranks say: each text once, with the ranks that say so, in the order of the first of these.
 
         Each sends a digest. Then the first rank of each text puts that into its place among all of them: what a rank
         receives grows with the ranks and with the different texts, not with their product.
+
+        Args:
+            said: What this rank says; ``None`` for nothing.
+            alike: What texts have in common that mean the same; by default they must be the same.
+            most: How many texts are told, at most.
         """
-        packed = zlib.compress(said, 1)
-        mark = blake2b(said, digest_size=16).digest() + len(packed).to_bytes(8, "little")
-        rows = self.all_gather(torch.frombuffer(bytearray(mark), dtype=torch.uint8)).tolist()
-        numbers: dict[bytes, int] = {}
-        first: list[int] = []
-        which = []
+        packed = zlib.compress(said or b"", 1)
+        digest = blake2b((said if alike is None else alike) or b"", digest_size=_DIGEST_BYTES).digest()
+        mark = bytes(_MARK_BYTES) if said is None else digest + len(packed).to_bytes(8, "little")
+        rows = [bytes(row) for row in self.all_gather(torch.frombuffer(bytearray(mark), dtype=torch.uint8)).tolist()]
+        ranks: defaultdict[bytes, list[int]] = defaultdict(list)
         for rank, row in enumerate(rows):
-            digest = bytes(row[:16])
-            if digest not in numbers:
-                numbers[digest] = len(first)
-                first.append(rank)
-            which.append(numbers[digest])
-        sizes = [int.from_bytes(bytes(rows[rank][16:]), "little") for rank in first]
+            if any(row):
+                ranks[row[:_DIGEST_BYTES]].append(rank)
+        speakers = [saying[0] for saying in ranks.values()][:most]
+        sizes = [int.from_bytes(rows[rank][_DIGEST_BYTES:], "little") for rank in speakers]
         stops = list(accumulate(sizes))
-        together = torch.zeros(stops[-1], dtype=torch.uint8)
-        if self.rank in first:
-            stop = stops[first.index(self.rank)]
+        together = torch.zeros(sum(sizes), dtype=torch.uint8)
+        if self.rank in speakers:
+            stop = stops[speakers.index(self.rank)]
             together[stop - len(packed) : stop] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
         found = self.all_reduce(together)
         data = ctypes.string_at(found.data_ptr(), found.numel())
-        return which, [zlib.decompress(data[stop - size : stop]) for stop, size in zip(stops, sizes, strict=True)]
+        texts = [zlib.decompress(data[stop - size : stop]) for stop, size in zip(stops, sizes, strict=True)]
+        return list(zip(texts, ranks.values(), strict=False))
 
     def broadcast_bytes(self, sent: bytes, nbytes: int, source: int) -> bytes:
         """Return what one rank sends, of a length that all know."""
@@ -221,37 +221,22 @@ class Group(Ranks):
         Returns:
             A function that waits until all of it is done.
         """
-        if not sent and not received:
-            return _nothing
-        works = start_exchange(self._process_group, sent, received)
-
-        def wait() -> None:
-            for work in works:
-                self._wait(work)
-
-        return wait
+        works = start_exchange(self._process_group, sent, received) if sent or received else ()
+        return partial(self._wait, *works)
 
     def all_gather_into(self, received: torch.Tensor, sent: torch.Tensor) -> Callable[[], None]:
         """Start giving every rank what each sends: ``uint8``, equally much. Returns a function that waits for it."""
-        work = start_all_gather(self._process_group, received, sent, self.timeout)
-        return lambda: self._wait(work)
+        return partial(self._wait, start_all_gather(self._process_group, received, sent, self.timeout))
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> Callable[[], None]:
         """Start giving every rank what one has: ``uint8``, contiguous. Returns a function that waits for it."""
-        works = [start_broadcast(self._process_group, tensor, source, self.timeout) for tensor in tensors]
+        works = (start_broadcast(self._process_group, tensor, source, self.timeout) for tensor in tensors)
+        return partial(self._wait, *works)
 
-        def wait() -> None:
-            for work in works:
-                self._wait(work)
-
-        return wait
-
-    def _wait(self, work: Any) -> None:
+    def _wait(self, *works: Any) -> None:
         try:
-            if self.timeout is None:
-                work.wait()
-            else:
-                work.wait(self.timeout)
+            for work in works:
+                work.wait(*(() if self.timeout is None else (self.timeout,)))
         except RuntimeError as error:
             raise self._not_answered(error) from error
 
@@ -267,10 +252,6 @@ class Group(Ranks):
             f"{str(error).splitlines()[0]}. The group cannot be used any more."
         )
         return RankMismatch(msg)
-
-
-def _nothing() -> None:
-    """Wait for nothing."""
 
 
 def group_of(verb: str, process_group: ProcessGroup | None, timeout: Timeout) -> Group:

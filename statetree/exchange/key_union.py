@@ -31,10 +31,6 @@ if TYPE_CHECKING:
     from statetree.paths import Path
     from statetree.tree.spec import TreeSpec
 
-#: The digest of what a rank holds, and how many bytes it takes to tell.
-_DIGEST_BYTES: Final = 16
-_LENGTH_BYTES: Final = 8
-
 
 class _Told(NamedTuple):
     """What a rank says of a leaf: what all that hold it must hold, and what the others need to know of it.
@@ -79,25 +75,12 @@ def unite(call: Call, manifest: Manifest) -> None:
     plain = [index for index, leaf in enumerate(manifest.leaves) if is_plain(leaf)]
     values = [manifest.leaves[index] for index in plain]
     text = pickled(manifest.verb, outline, values, lambda: [paths[index] for index in plain])
-    own = digest([str(part) for entry in manifest.entries() for part in entry])
+    alike = digest([str(part) for entry in manifest.entries() for part in entry])
     call.agree(Fingerprint(f"keys of {call.described()}", [Entry("", "")]))
     call.expect()
-    rows = call.group.all_gather(_row(own, len(text)))
-    ranks: defaultdict[bytes, list[int]] = defaultdict(list)
-    for rank, row in enumerate(rows):
-        ranks[bytes(row[:_DIGEST_BYTES].tolist())].append(rank)
-    if len(ranks) == 1:
-        return
-    texts = []
-    for holders in ranks.values():
-        nbytes = int(rows[holders[0]][_DIGEST_BYTES:].clone().view(torch.int64))
-        texts.append(call.group.broadcast_bytes(text, nbytes, holders[0]))
-    outlines: list[_HeldKeys] = list(map(pickle.loads, texts))  # after all were sent: it may fail on some ranks only
-    _merge(manifest, outlines, list(ranks.values()), list(ranks).index(own))
-
-
-def _row(own: bytes, nbytes: int) -> torch.Tensor:
-    return torch.frombuffer(bytearray(own + nbytes.to_bytes(_LENGTH_BYTES, "little")), dtype=torch.uint8)
+    told = call.group.told_once(text, alike=alike)
+    if len(told) > 1:  # read after all were sent: that may fail on some ranks only
+        _merge(manifest, [pickle.loads(said) for said, _ in told], [ranks for _, ranks in told], call.group.rank)
 
 
 def _outline_of(manifest: Manifest) -> _HeldKeys:
@@ -117,14 +100,14 @@ def _told(manifest: Manifest, index: int, text: str) -> _Told:
     )
 
 
-def _merge(manifest: Manifest, outlines: Sequence[_HeldKeys], ranks: Sequence[Sequence[int]], own: int) -> None:
+def _merge(manifest: Manifest, outlines: Sequence[_HeldKeys], ranks: Sequence[Sequence[int]], rank: int) -> None:
     """Put the union in the place of what this rank holds.
 
     Args:
         manifest: What that is.
         outlines: What ranks hold.
         ranks: For each outline the ranks of which it is true.
-        own: The number of this rank's.
+        rank: This rank.
     """
     union = united([outline.spec for outline in outlines])
     if union.differences:
@@ -133,6 +116,7 @@ def _merge(manifest: Manifest, outlines: Sequence[_HeldKeys], ranks: Sequence[Se
         raise RankMismatch(msg)
     places = [{index: place for place, index in enumerate(path_order(outline.spec))} for outline in outlines]
     mine = manifest.order
+    own = next(number for number, holders in enumerate(ranks) if rank in holders)
     leaves: list[Any] = []
     chunks: dict[int, LocalChunks] = {}
     paths = union.spec.paths()

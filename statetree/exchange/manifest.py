@@ -139,20 +139,15 @@ class Manifest:
         number = {index: number for number, index in enumerate(self.canonical)}
         return [number[first] for first in self.canonical.values()]
 
-    @property
-    def is_known(self) -> bool:
-        """Whether the layouts of all leaves are known without asking the other ranks."""
-        return all(chunks.layout is not None for chunks in self.chunks.values())
+    def own_layouts(self) -> dict[int, ChunkLayout] | None:
+        """Return the layouts of the distributed leaves, if this rank knows all of them without asking the others."""
+        found = {index: layout for index, chunks in self.chunks.items() if (layout := chunks.layout) is not None}
+        return found if len(found) == len(self.chunks) else None
 
     def known_layouts(self) -> dict[int, ChunkLayout] | None:
-        """Return the layouts of the distributed leaves, if this rank knows them by itself.
-
-        ``None`` too where the ranks must hold every leaf completely, and do not.
-        """
-        if not self.is_known:
-            return None
-        layouts = {index: layout for index, chunks in self.chunks.items() if (layout := chunks.layout) is not None}
-        return None if self.complete and self.incomplete(layouts) is not None else layouts
+        """Do as ``own_layouts``; return ``None`` too where the ranks must hold every leaf completely, and do not."""
+        layouts = self.own_layouts()
+        return None if layouts is None or (self.complete and self.incomplete(layouts) is not None) else layouts
 
     def check_readable(self) -> None:
         """Raise ``UnsupportedLeaf`` if the elements of a distributed leaf cannot be read."""

@@ -181,12 +181,12 @@ def check_replicas(call: Call, manifest: Manifest, copies: Mapping[int, Copies])
 
 def _unlike_ranks(call: Call, found: Sequence[tuple[Box, bytes]]) -> list[list[int]]:
     """Have the ranks tell each other their digests of a leaf, and return those that do not agree at some place."""
-    which, texts = call.group.told_once(json.dumps([(*part, digest.hex()) for part, digest in found]).encode())
+    told = call.group.told_once(json.dumps([(*part, digest.hex()) for part, digest in found]).encode())
     ranks_by_digest: defaultdict[Any, defaultdict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, number in enumerate(which):
-        for start, stop, digest in json.loads(texts[number]):
-            ranks_by_digest[tuple(start), tuple(stop)][digest].append(rank)
-    unlike = [list(listed.values()) for _, listed in sorted(ranks_by_digest.items()) if len(listed) > 1]
+    for text, ranks in told:
+        for start, stop, digest in json.loads(text):
+            ranks_by_digest[tuple(start), tuple(stop)][digest] += ranks
+    unlike = [sorted(map(sorted, listed.values())) for _, listed in sorted(ranks_by_digest.items()) if len(listed) > 1]
     return unlike[0] if unlike else []
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from statetree.chunks.local import LocalChunks
     from statetree.exchange.group import Group
     from statetree.exchange.manifest import Manifest
+
+T = TypeVar("T")
 
 
 class Way(NamedTuple):
@@ -52,8 +54,7 @@ class Statements:
         manifest: What this rank holds.
 
     Attributes:
-        ties: Each list of ties that some rank sees: the numbers of leaves that are tied to earlier ones, with those.
-        ties_of: For every rank, which of these.
+        ties: For every rank the ties that it sees: the numbers of leaves that are tied to earlier ones, with those.
         digest: A digest of everything.
     """
 
@@ -65,21 +66,20 @@ class Statements:
         ties = [pair for pair in enumerate(manifest.ties()) if pair[0] != pair[1]]
         texts = [json.dumps(stated) for stated in (ties, ways, list(numbers))]
         heard = [group.told_once(text.encode()) for text in texts]
-        (self.ties_of, seen), (numbers_of, numbered), (ways_of, listed) = heard
-        self.ties = [dict(json.loads(text)) for text in seen]
+        seen, numbered, listed = heard
+        self.ties = _of_ranks([dict(json.loads(text)) for text, _ in seen], seen)
         #: For each distributed leaf its number in each list of numbers: equal for most leaves.
-        self._columns = list(zip(*map(json.loads, numbered), strict=True))
+        self._columns = list(zip(*(json.loads(text) for text, _ in numbered), strict=True))
         known: dict[Way, int] = {}
-        lists = [[known.setdefault(_way(*told), len(known)) for told in json.loads(text)] for text in listed]
+        lists = [[known.setdefault(_way(*told), len(known)) for told in json.loads(text)] for text, _ in listed]
         self._ways = list(known)
-        pairs = list(zip(numbers_of, ways_of, strict=True))
+        pairs = list(zip(_of_ranks(range(len(numbered)), numbered), _of_ranks(range(len(lists)), listed), strict=True))
         camps = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
         #: Ranks that said the same: which numbers, and what these stand for.
         self._camps = [(numbering, lists[told]) for numbering, told in camps]
         self._camp_of = torch.tensor([camps[pair] for pair in pairs])
         self._held: dict[Any, Held] = {}
-        said = [text.decode() for _, texts in heard for text in texts]
-        self.digest = digest([*said, str([which for which, _ in heard])])
+        self.digest = digest([str(heard)])
 
     def held(self, number: int) -> Held:
         """Return who holds what of a distributed leaf, by its number."""
@@ -90,6 +90,12 @@ class Statements:
             ways = torch.tensor([told[column[numbering]] for numbering, told in self._camps])
             self._held[key] = Held(self._group, chunks, self._ways, ways[self._camp_of])
         return self._held[key]
+
+
+def _of_ranks(values: Sequence[T], told: Sequence[tuple[bytes, list[int]]]) -> list[T]:
+    """Return for every rank the value that stands for the text which it told."""
+    found = {rank: value for value, (_, ranks) in zip(values, told, strict=True) for rank in ranks}
+    return [found[rank] for rank in range(len(found))]
 
 
 def _way_of(chunks: LocalChunks) -> Way:
