@@ -223,47 +223,38 @@ def _cut(step: _Step, box: LargeBox, pieces: Sequence[Pieces], which: int) -> Se
     return cut_from([pieces[move][which][box.piece] for move in step.moves(box)], box.cut)
 
 
-class _Room:
-    """What is left of a bucket beside that which is packed."""
+class _Beside:
+    """Large boxes as bytes: as they lie, or in a bucket beside what is packed, if they cannot travel as they lie.
+
+    Args:
+        bucket: The bucket.
+        start: Where its room begins.
+
+    Attributes:
+        stop: Where what is left of it begins.
+        travelling: The boxes that travel as they lie.
+        boxes: The others.
+        places: Where these are in the bucket.
+    """
 
     def __init__(self, bucket: torch.Tensor, start: int) -> None:
         self._bucket = bucket
-        self._start = start
+        self.stop = start
+        self.travelling: list[torch.Tensor] = []
+        self.boxes: list[torch.Tensor] = []
+        self.places: list[torch.Tensor] = []
 
-    @property
-    def device(self) -> torch.device:
-        """Where it is."""
-        return self._bucket.device
-
-    def like(self, box: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return a contiguous tensor of a box's shape and some dtype, with undefined elements."""
-        stop = self._start + box.numel() * dtype.itemsize
-        fresh = self._bucket[self._start : stop].view(dtype).view(box.shape)
-        self._start = aligned(stop)
-        return fresh
-
-
-class _Landing:
-    """Where large boxes arrive: in their places, or beside if they do not lie in one stretch of memory."""
-
-    def __init__(self, room: _Room) -> None:
-        self._room = room
-        self._beside: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._written: list[torch.Tensor] = []
-
-    def place(self, box: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the bytes that a box is received into, whose elements come as some dtype."""
-        if _can_travel(box, dtype, self._room.device):
-            self._written.append(box)  # by the backend, which tells nobody
+    def bytes_of(self, box: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the bytes in which a box is sent, or received, whose elements travel as some dtype."""
+        if _can_travel(box, dtype, self._bucket.device):
+            self.travelling.append(box)
             return _as_bytes(box)
-        whole = self._room.like(box, dtype)
-        self._beside.append((box, whole))
-        return _as_bytes(whole)
-
-    def finish(self, executor: Executor) -> None:
-        """Bring the boxes to their places, once they have arrived."""
-        executor.call(partial(torch.autograd.graph.increment_version, self._written))
-        executor.copy([box for box, _ in self._beside], [whole for _, whole in self._beside])
+        stop = self.stop + box.numel() * dtype.itemsize
+        place = self._bucket[self.stop : stop]
+        self.stop = aligned(stop)
+        self.boxes.append(box)
+        self.places.append(place.view(dtype).view(box.shape))
+        return place
 
 
 def _start(
@@ -272,18 +263,18 @@ def _start(
     """Start a round, and return the function that waits for it and puts what came in where it belongs."""
     (transport, root, _), (sending, receiving, _) = step
     outgoing, incoming = bucket[: sending.nbytes], bucket[sending.nbytes :]
-    room = _Room(bucket, sending.nbytes + receiving.nbytes)
-    landing = _Landing(room)
+    arriving = _Beside(bucket, sending.nbytes + receiving.nbytes)
     received = [] if transport is Transport.ALL_GATHER else [*_stretches(receiving, incoming)]
     for box in receiving.large:
         held = _cut(step, box, pieces, _TARGETS)
-        received += [(box.peer, landing.place(piece, step.dtype(box))) for piece in held]
-    places, boxes = _fields(step, sending, outgoing, pieces, _SOURCES)
-    executor.copy(places, boxes)
+        received += [(box.peer, arriving.bytes_of(piece, step.dtype(box))) for piece in held]
+    leaving = _Beside(bucket, arriving.stop)
     sent = [*_stretches(sending, outgoing)]
     for box in sending.large:
         held = _cut(step, box, pieces, _SOURCES)
-        sent += [(box.peer, _sendable(piece, step.dtype(box), room, executor)) for piece in held]
+        sent += [(box.peer, leaving.bytes_of(piece, step.dtype(box))) for piece in held]
+    executor.copy(*_fields(step, sending, outgoing, pieces, _SOURCES))
+    executor.copy(leaving.places, leaving.boxes)
     if transport is Transport.ALL_GATHER:
         stride = receiving.stacks[0].stride
         start = partial(group.all_gather_into, incoming[: stride * group.size], outgoing[:stride])
@@ -296,8 +287,9 @@ def _start(
     def finish() -> None:
         wait()
         places, boxes = _fields(step, receiving, incoming, pieces, _TARGETS)
-        executor.copy(boxes, places)
-        landing.finish(executor)
+        # By the backend, which tells nobody, are those written that travel as they lie.
+        executor.call(partial(torch.autograd.graph.increment_version, arriving.travelling))
+        executor.copy([*boxes, *arriving.boxes], [*places, *arriving.places])
 
     return finish
 
@@ -308,15 +300,6 @@ def _stretches(side: Side, bucket: torch.Tensor) -> Iterator[Message]:
         for number, peer in enumerate(stack.peers):
             start = stack.start + number * stack.stride
             yield peer, bucket[start : start + stack.nbytes]
-
-
-def _sendable(box: torch.Tensor, dtype: torch.dtype, room: _Room, executor: Executor) -> torch.Tensor:
-    """Return the bytes of a box to send, whose elements travel as some dtype."""
-    if _can_travel(box, dtype, room.device):
-        return _as_bytes(box)
-    whole = room.like(box, dtype)
-    executor.copy([whole], [box])
-    return _as_bytes(whole)
 
 
 def _can_travel(box: torch.Tensor, dtype: torch.dtype, device: torch.device) -> bool:

@@ -6,9 +6,12 @@ import pickle
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
+from statetree.chunks.boxes import Box
 from statetree.chunks.layouts import whole_on
+from statetree.chunks.local import LocalChunks
 from statetree.errors import RankMismatch, StateTreeError
 from statetree.exchange.leaf_metadata import LeafMetadata, metadata_of, pickled
+from statetree.exchange.manifest import Manifest
 from statetree.exchange.partial_reduction import Chunked
 from statetree.exchange.transfers import Transfer
 
@@ -19,7 +22,6 @@ if TYPE_CHECKING:
 
     from statetree.chunks.layouts import ChunkLayout
     from statetree.exchange.group import Group
-    from statetree.exchange.manifest import Manifest
     from statetree.paths import Path
     from statetree.tree.spec import TreeSpec
 
@@ -137,6 +139,7 @@ class Received(NamedTuple):
     """A tree that another rank described.
 
     Attributes:
+        src: That rank.
         description: What it said.
         leaves: The leaves that it described, with their elements; ``None`` for those that are exchanged.
         layouts: Those of the leaves that this rank held already.
@@ -144,8 +147,23 @@ class Received(NamedTuple):
         device: The type of device that they communicate from.
     """
 
+    src: int
     description: Description
     leaves: list[Any]
     layouts: dict[int, ChunkLayout]
     key: Any
     device: str
+
+    def manifest(self, verb: str, own: Manifest | None) -> Manifest:
+        """Return the manifest of the tree: one rank alone has the elements of what is exchanged, all of them.
+
+        Args:
+            verb: The collective, for messages.
+            own: The tree itself, on that rank.
+        """
+        chunks = {}
+        for index, (dtype, shape) in self.description.exchanged.items():
+            pieces = [] if own is None or 0 in shape else [own.leaves[index].detach()]
+            boxes = [Box((0,) * len(shape), shape)] * len(pieces)
+            chunks[index] = LocalChunks("", "", shape, dtype, whole_on(shape, [self.src]), boxes, pieces, index, "")
+        return Manifest.described(verb, self.description.spec, self.leaves, chunks)

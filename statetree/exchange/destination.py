@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from statetree.chunks.layouts import whole_on
-from statetree.errors import StateTreeError, UnsupportedLeaf, place_in_tree
+from statetree.errors import StateTreeError, place_in_tree
 from statetree.exchange.partial_reduction import Chunked
 from statetree.exchange.transfers import Transfer, as_sendable
 from statetree.leaves.builtin import taken_over
@@ -201,12 +201,8 @@ class FreshDestination(Destination):
         """Return the shape of this rank's box of a leaf."""
         boxes = self._layouts[index].boxes_of(self._rank)
         if len(boxes) > 1:
-            path = self.source.path(index)
-            msg = (
-                f"{self.source.verb}: the rule gives this rank {len(boxes)} boxes of the leaf at {path or '<root>'}: "
-                "expected one at most. Gather it, or use reshard."
-            )
-            raise UnsupportedLeaf(msg, path)
+            msg = f"the rule gives this rank {len(boxes)} boxes of the leaf at %PATH%: expected one at most. "
+            raise self.source.unsupported(index, f"{msg}Gather it, or use reshard.")
         return boxes[0].sizes if boxes else (0,) * len(self.source.chunks[index].shape)
 
     def sources(self) -> list[int]:

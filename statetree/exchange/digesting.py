@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from statetree.chunks.boxes import Box
-from statetree.errors import UnsupportedLeaf
 from statetree.exchange.manifest import Manifest, is_cuttable
 from statetree.leaves.leaf_numbers import tensor_number, text_number, value_number
 from statetree.leaves.location import located
@@ -84,23 +83,21 @@ def refuse_partial(manifest: Manifest) -> None:
     """Raise ``UnsupportedLeaf`` for a tensor of which the ranks hold summands."""
     for index, chunks in manifest.chunks.items():
         if chunks.summands is not None:
-            path = manifest.path(index)
             msg = (
-                f"{manifest.verb}: the leaf at {path or '<root>'} is Partial: expected elements, got summands of them "
-                "on each rank. Redistribute it, or gather the tree first."
+                "the leaf at %PATH% is Partial: expected elements, got summands of them on each rank. Redistribute it, "
+                "or gather the tree first."
             )
-            raise UnsupportedLeaf(msg, path)
+            raise manifest.unsupported(index, msg)
 
 
 def _check_disjoint(manifest: Manifest, index: int, layout: ChunkLayout) -> None:
     starts, stops, _ = layout.distinct
     if not layout.disjoint and int((stops - starts).prod(1).sum()) != layout.numel:
-        path = manifest.path(index)
         msg = (
-            f"{manifest.verb}: chunks of the leaf at {path or '<root>'} overlap: expected boxes that are the same or "
-            "have no element in common, got others. Gather the tree first."
+            "chunks of the leaf at %PATH% overlap: expected boxes that are the same or have no element in common, got "
+            "others. Gather the tree first."
         )
-        raise UnsupportedLeaf(msg, path)
+        raise manifest.unsupported(index, msg)
 
 
 def _owned(layout: ChunkLayout, rank: int, number: int) -> set[Box]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from statetree.chunks.ranks import ranks_named
-from statetree.errors import RankMismatch, UnsupportedLeaf
+from statetree.errors import RankMismatch
 from statetree.exchange.replica_check import check_replicas
 from statetree.exchange.statements import Statements
 
@@ -38,12 +38,11 @@ def discover_layouts(call: Call, manifest: Manifest, *, details_agree: bool) -> 
         layouts, seen = _told(call, manifest)
     lacking = manifest.incomplete(layouts) if manifest.complete else None
     if lacking is not None:
-        path = manifest.path(lacking)
         msg = (
-            f"{manifest.verb}: the ranks of the group hold only a part of the leaf at {path or '<root>'}: expected "
-            f"all of {manifest.chunks[lacking].text[2:]}. Pass the group of all ranks that hold it."
+            "the ranks of the group hold only a part of the leaf at %PATH%: expected all of "
+            f"{manifest.chunks[lacking].text[2:]}. Pass the group of all ranks that hold it."
         )
-        raise UnsupportedLeaf(msg, path)
+        raise manifest.unsupported(lacking, msg)
     return layouts, seen
 
 
@@ -56,12 +55,11 @@ def _told(call: Call, manifest: Manifest) -> tuple[dict[int, ChunkLayout], bytes
     for number, (index, chunks) in enumerate(manifest.chunks.items()):
         held = told.held(number)
         if held.differs and chunks.summands is not None:
-            path = manifest.path(index)
             msg = (
-                f"{manifest.verb}: cannot reduce the leaf at {path or '<root>'}: expected Partial over one mesh, got "
-                "other meshes on other ranks. Pass the group of one mesh, or redistribute it first."
+                "cannot reduce the leaf at %PATH%: expected Partial over one mesh, got other meshes on other ranks. "
+                "Pass the group of one mesh, or redistribute it first."
             )
-            raise UnsupportedLeaf(msg, path)
+            raise manifest.unsupported(index, msg)
         if manifest.replicas == "check" and (held.differs or not held.is_known):
             copies[index] = held.copies
         if manifest.replicas == "first" and not held.is_known:

@@ -6,6 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+
 from statetree.errors import RankMismatch
 from statetree.exchange.buckets import BUCKET_BYTES
 from statetree.exchange.call import Call, is_rank
@@ -142,25 +144,18 @@ class Exchange(Call):
         """
         return FreshDestination(source, rule, self.group.rank, device=device)
 
-    def destination_like(self, source: Manifest, like: Manifest, options: LikeOptions = _USUAL) -> LikeDestination:
+    def destination_like(
+        self, source: Manifest, like: Manifest, options: LikeOptions = _USUAL, *, fits: bool = False
+    ) -> LikeDestination:
         """Take the layouts of another tree as those that a tree's leaves arrive in.
 
         Args:
             source: The tree.
             like: The other tree, of the same structure.
             options: Whether its tensors are written into, and what may differ.
+            fits: Whether the leaves are known to be able to take those layouts.
         """
-        return LikeDestination(source, like, self.group, options=options)
-
-    def destination_received(self, received: Received, like: Manifest, options: LikeOptions) -> LikeDestination:
-        """Do as ``destination_like``, for a tree of which one rank has the elements."""
-        description = received.description
-        source = Manifest.described(self.verb, description.spec, received.leaves)
-        moving = [index for index in source.order if index in description.exchanged]
-        target = LikeDestination(source, like, self.group, options=options, moving=moving)
-        copied = target.matched(description.described)
-        target.copy_in(copied, [received.leaves[index] for index in copied])
-        return target
+        return LikeDestination(source, like, self.group, options=options, fits=fits)
 
     def layouts(self, *manifests: Manifest, beside: Sequence[Entry] = ()) -> list[dict[int, ChunkLayout]]:
         """Agree with the other ranks on manifests, and return which rank holds which chunks of each distributed leaf.
@@ -219,7 +214,8 @@ class Exchange(Call):
     def move_alone(self, target: LikeDestination) -> Any:
         """Do as ``move`` where this rank has all that it needs, without communication."""
         self.alone()
-        target.run_alone(self.executor, self.bucket_bytes)
+        options = TransferOptions(None, self.group, torch.device("cpu"), self.bucket_bytes)
+        plan_transfers(options, target.transfers_alone()).run(self.executor)
         return self.finish(target, target.source)
 
     def finish(self, target: Destination, source: Manifest | None) -> Any:
@@ -286,13 +282,26 @@ class Exchange(Call):
         if isinstance(sent, Sent):
             self.hold(sent.manifest.spec, sent.manifest.leaves, description.described, opaque=True)
         self.expect()
-        return Received(description, description.put_together(self.verb, parts), layouts, key, consensus.device)
+        return Received(src, description, description.put_together(self.verb, parts), layouts, key, consensus.device)
 
-    def move_from(self, received: Received, transfers: Sequence[Transfer]) -> None:
-        """Move elements of leaves that are exchanged, from the rank that described its tree.
+    def move_received(self, received: Received, target: LikeDestination, own: Manifest | None) -> Any:
+        """Move elements of leaves that are exchanged, from the rank that described its tree; return the result.
 
         Args:
             received: The tree.
+            target: Where its elements go.
+            own: The tree itself, on the rank that described it.
+        """
+        moving = target.sources()
+        sources, _ = sources_of(target.source, target.source.known_layouts() or {}, moving, self.group.rank)
+        self.move_from(received, target.transfers(sources, received.layouts))
+        return self.finish(target, own)
+
+    def move_from(self, received: Received, transfers: Sequence[Transfer]) -> None:
+        """Move elements of leaves that are exchanged.
+
+        Args:
+            received: The tree that they belong to.
             transfers: What moves from where to where.
         """
         planned = self._planned_from((*received.key, "layouts"), transfers, received.device)
@@ -307,8 +316,7 @@ class Exchange(Call):
     def _planned(
         self, source: Manifest, target: Destination, layouts: Sequence[dict[int, ChunkLayout]], key: Any, kind: str
     ) -> PlannedTransfers:
-        moving = target.sources()
-        sources, reduction = sources_of(source, layouts[0], moving, self.group.rank)
+        sources, reduction = sources_of(source, layouts[0], target.sources(), self.group.rank)
         transfers = target.transfers(sources, *layouts[1:])
         options = TransferOptions(key, self.group, self.group.device(kind), self.bucket_bytes)
         return plan_transfers(options, transfers, reduction)

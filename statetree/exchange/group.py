@@ -118,7 +118,7 @@ class Group(Ranks):
 
         The ranks have agreed through another backend, if the group has several.
         """
-        if self._process_group is None or device.type == self.devices[0]:
+        if self._process_group is None or device.type not in self.devices[1:]:
             return
         opened = _OPENED.setdefault(self._process_group, set())
         if device.type not in opened:

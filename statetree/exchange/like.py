@@ -5,13 +5,10 @@ from __future__ import annotations
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from statetree.chunks.layouts import layout_of, whole_on
 from statetree.chunks.local import location_of
 from statetree.errors import Difference, TreeMismatch
 from statetree.exchange.allocation import allocated
-from statetree.exchange.buckets import BucketedPlan, Pieces, take_buckets
 from statetree.exchange.destination import Destination
 from statetree.exchange.fitting import (
     WITHOUT_MEMORY,
@@ -27,7 +24,7 @@ from statetree.exchange.fitting import (
 from statetree.exchange.key_union import partly_held
 from statetree.exchange.manifest import chunks_of
 from statetree.exchange.partial_reduction import Chunked
-from statetree.exchange.transfers import as_sendable, converted, moves_of, pieces_of
+from statetree.exchange.transfers import as_sendable, converted, pieces_of
 from statetree.leaves.builtin import is_plain
 from statetree.leaves.copying import prepared_copy
 from statetree.spans.columns import Columns
@@ -38,12 +35,12 @@ from statetree.tree.flatten import unflatten
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    import torch
+
     from statetree.chunks.boxes import Box
     from statetree.chunks.layouts import ChunkLayout
     from statetree.chunks.local import LocalChunks
     from statetree.exchange.consensus import Entry
-    from statetree.exchange.description import Received
-    from statetree.exchange.executor import Executor
     from statetree.exchange.group import Group
     from statetree.exchange.manifest import Manifest
     from statetree.exchange.transfers import Transfer
@@ -59,8 +56,7 @@ class LikeDestination(Destination):
         like: The tree whose layouts they take.
         group: The ranks.
         options: Whether tensors of ``like`` are written, and what may differ.
-        moving: The leaves to exchange, in the order of the paths, where the source's elements are on one rank alone.
-            By default those that are distributed on one side.
+        fits: Whether the leaves are known to be able to take those layouts.
 
     Raises:
         TreeMismatch: If the trees do not fit, or a tensor cannot be written.
@@ -73,7 +69,7 @@ class LikeDestination(Destination):
         group: Group,
         *,
         options: LikeOptions,
-        moving: list[int] | None = None,
+        fits: bool = False,
     ) -> None:
         self.like = like
         self.manifests = [like]
@@ -81,18 +77,15 @@ class LikeDestination(Destination):
         self._options = options
         self._partners, self._missing = partners_of(source.spec, source.leaves, like, options)
         self._leaf_of = {partner: index for index, partner in enumerate(self._partners) if partner >= 0}
-        matched = sorted(self._leaf_of.values())
-        described = moving is not None
-        if moving is None:
-            shared = set(matched)
-            moving = [
-                i for i in source.order if i in shared and (i in source.chunks or self._partners[i] in like.chunks)
-            ]
+        matched = [index for index in source.order if self._partners[index] >= 0]
+        moving = [index for index in matched if index in source.chunks or self._partners[index] in like.chunks]
         self._moving = moving
         like.add_ties([self._partners[index] for index in moving])
         self._canonical = dict(like.canonical)
         self._firsts = self._find_firsts()
-        if not described:
+        if fits:
+            self.check_ties(source)
+        else:
             refuse(like.verb, unfit(source, like, self._partners, moving, cast=options.cast))
         leaves = [like.leaves[partner] if partner >= 0 else None for partner in self._partners]
         held = [None if like.is_absent(partner) else leaf for partner, leaf in zip(self._partners, leaves, strict=True)]
@@ -107,13 +100,12 @@ class LikeDestination(Destination):
         }
         self._check_writable()
         self._check_disjoint()
-        self._write: Callable[[], None] = _nothing
-        self._local: Sequence[int] = ()
-        if not described:
-            moved = set(moving)
-            local = [index for index in matched if index not in moved]
-            self._check_unwritten(local)
-            self.copy_in(local, [source.leaves[index] for index in local])
+        moved = set(moving)
+        self._local = sorted(index for index in matched if index not in moved)
+        self._check_unwritten()
+        copied, self._write = self._prepared_copy(source)
+        for index, leaf in copied.items():
+            self.leaves[index] = leaf
         if options.on_missing is not None:
             for difference in self._missing:
                 options.on_missing(difference)
@@ -133,19 +125,18 @@ class LikeDestination(Destination):
 
     def transfers(self, sources: dict[int, Chunked], layouts: dict[int, ChunkLayout] | None = None) -> list[Transfer]:
         """Return what moves from where to where."""
-        self._check_range(self.source)
-        return self.transfers_from(sources, layouts or {}, range(self._group.size))
+        return self._transfers(sources, layouts or {}, range(self._group.size))
 
-    def transfers_from(
+    def transfers_alone(self) -> list[Transfer]:
+        """Return what moves where this rank has all of the source: it goes to what it holds of ``like``."""
+        rank = self._group.rank
+        own = {index: _own_part(rank, held.shape, tuple(held.boxes)) for index, held in self.like.chunks.items()}
+        return self._transfers({}, own, [rank])
+
+    def _transfers(
         self, sources: dict[int, Chunked], layouts: dict[int, ChunkLayout], everywhere: Sequence[int]
     ) -> list[Transfer]:
-        """Return what moves from where to where.
-
-        Args:
-            sources: Where the elements of distributed leaves come from.
-            layouts: Those that the leaves of ``like`` take.
-            everywhere: The ranks that hold leaves which are not distributed.
-        """
+        self._check_range(self.source)
         source = self.source
         found: list[Transfer] = []
         for index in self._moving:
@@ -159,52 +150,16 @@ class LikeDestination(Destination):
         self._check_sources(found)
         return found
 
-    def transfers_from_one(self, src: int, received: Received, source: Manifest | None) -> list[Transfer]:
-        """Return what moves from the one rank that has the elements.
-
-        Args:
-            src: That rank.
-            received: What it described.
-            source: The tree with the elements, on that rank.
-        """
-        if source is not None:  # it may hold nothing of leaves that others know to be tied
-            self.check_ties(source)
-            self._check_range(source)
-        found: list[Transfer] = []
-        for index in self._moving:
-            if self._first(index) == index:
-                dtype, shape = received.description.exchanged[index]
-                pieces = [] if source is None else whole_pieces(source.leaves[index])
-                sent = Chunked(whole_on(shape, [src]), pieces)
-                found.append(converted(sent, self.target(index, received.layouts), dtype, self.dtype(index)))
-        self._check_sources(found)
-        return found
-
-    def run_alone(self, executor: Executor, bucket_bytes: int) -> None:
-        """Move elements of a source of which this rank holds everything."""
-        rank = self._group.rank
-        own = {index: _own_part(rank, held.shape, tuple(held.boxes)) for index, held in self.like.chunks.items()}
-        self._check_range(self.source)
-        transfers = self.transfers_from({}, own, [rank])
-        plan = BucketedPlan(moves_of(transfers), self._group, bucket_bytes)
-        pieces = [Pieces(sent.pieces, received.pieces) for sent, received, _ in transfers]
-        host = torch.device("cpu")
-        plan.run(pieces, self._group, executor, take_buckets([plan.bucket_sizes(pieces, host)], host))
-
     def write(self) -> None:
         """Copy what this rank has itself."""
         self._write()
-
-    def matched(self, indices: Iterable[int]) -> list[int]:
-        """Return those of some leaves that have a partner."""
-        return [index for index in indices if self._partners[index] >= 0]
 
     def check_values(self, source: Manifest) -> None:
         """Raise ``TreeMismatch`` if leaves that hold different values by now would go to one memory."""
         self.check_ties(source)
         self._check_range(source)
         if self._local and self._depends_on_values:
-            self._prepared_copy(self._local, [source.leaves[index] for index in self._local])
+            self._prepared_copy(source)
 
     @cached_property
     def _depends_on_values(self) -> bool:
@@ -306,14 +261,14 @@ class LikeDestination(Destination):
         """Return the keys of the storages that elements which move are put into."""
         return set(Columns([piece for pieces in self._pieces.values() for piece in pieces]).storage_keys)
 
-    def _check_unwritten(self, local: Sequence[int]) -> None:
+    def _check_unwritten(self) -> None:
         """Raise ``TreeMismatch`` if a leaf that is copied lies in memory that others are moved into."""
-        if not (local and self._options.in_place):
+        if not (self._local and self._options.in_place):
             return
         written = self._written()
-        parts, owners = parts_of([self.source.leaves[index] for index in local])
+        parts, owners = parts_of([self.source.leaves[index] for index in self._local])
         keys = Columns(parts).storage_keys
-        found = {local[owner] for key, owner in zip(keys, owners, strict=True) if key in written}
+        found = {self._local[owner] for key, owner in zip(keys, owners, strict=True) if key in written}
         self._refuse("overlap", [(index, "a tensor in memory that is written", "one elsewhere") for index in found])
 
     def _check_sources(self, transfers: Sequence[Transfer]) -> None:
@@ -347,35 +302,24 @@ class LikeDestination(Destination):
             leaves[partner] = self.leaves[index]
         return unflatten(self.like.spec, leaves)
 
-    def copy_in(self, indices: Sequence[int], sources: Sequence[Any]) -> None:
-        """Prepare copying leaves that this rank has into those of the tree. ``write`` does it."""
-        result, self._write = self._prepared_copy(indices, sources)
-        keys = self.source.spec.flat_keys()
-        for index in indices:
-            self.leaves[index] = result[keys[index]]
-        self._local = indices
-
-    def _prepared_copy(self, indices: Sequence[int], sources: Sequence[Any]) -> tuple[Any, Callable[[], None]]:
-        """Do as ``prepared_copy`` with leaves that are copied here, as flat dicts; it raises with the tree's paths."""
+    def _prepared_copy(self, source: Manifest) -> tuple[dict[int, Any], Callable[[], None]]:
+        """Prepare copying the leaves that this rank has itself: return them as they will be, and what writes them."""
         spec, verb = self.source.spec, self.like.verb
         keys = spec.flat_keys()
-        left = {keys[index]: leaf for index, leaf in zip(indices, sources, strict=True)}
+        left, right = ({keys[i]: leaves[i] for i in self._local} for leaves in (source.leaves, self.leaves))
         try:
-            return prepared_copy(verb, left, {keys[i]: self.leaves[i] for i in indices}, cast=self._options.cast)
+            result, write = prepared_copy(verb, left, right, cast=self._options.cast)
         except TreeMismatch as error:
             path_of = dict(zip(keys, spec.paths(), strict=True))
             refuse(verb, [found._replace(path=path_of[found.path[0]]) for found in error.differences])
             raise
+        return {index: result[keys[index]] for index in self._local}, write
 
 
 @lru_cache(maxsize=4096)
 def _own_part(rank: int, shape: tuple[int, ...], boxes: tuple[Box, ...]) -> ChunkLayout:
     """Return the layout of a tensor as if the other ranks had nothing of it."""
     return layout_of(shape, {rank: boxes})
-
-
-def _nothing() -> None:
-    """Write nothing."""
 
 
 def _dtypes(chunked: Chunked) -> set[torch.dtype]:

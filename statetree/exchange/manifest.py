@@ -101,13 +101,11 @@ class Manifest:
             raise located(self.verb, "tell the chunks of", error, spec.paths, leaves, index) from error
 
     @classmethod
-    def described(cls, verb: str, spec: TreeSpec, leaves: list[Any]) -> Self:
-        """Return the manifest of a tree of which another rank has the elements: this one holds nothing of it."""
+    def described(cls, verb: str, spec: TreeSpec, leaves: list[Any], chunks: Mapping[int, LocalChunks]) -> Self:
+        """Return the manifest of a tree that another rank described: ``chunks`` are what this one holds of it."""
         found = cls.__new__(cls)
-        found.verb, found.spec, found.leaves = verb, spec, leaves
-        found.order = path_order(spec)
-        found.chunks, found.canonical = {}, {}
-        found.complete = found.written = False
+        found.verb, found.complete, found.written, found.replicas = verb, False, False, None
+        found.replace(spec, leaves, chunks)
         return found
 
     def is_absent(self, index: int) -> bool:
@@ -156,12 +154,8 @@ class Manifest:
         for index, piece in zip(owners, pieces, strict=True):
             chunks = self.chunks[index]
             if piece.is_meta and (chunks.layout is None or chunks.device != "meta"):  # or not so on every rank
-                path = self.path(index)
-                msg = (
-                    f"{self.verb}: a chunk of the leaf at {path or '<root>'} is on meta: expected elements. Load it "
-                    "first."
-                )
-                raise UnsupportedLeaf(msg, path)
+                msg = "a chunk of the leaf at %PATH% is on meta: expected elements. Load it first."
+                raise self.unsupported(index, msg)
         check_memory(self.verb, Columns(pieces), lambda place: self.path(owners[place]))
 
     def incomplete(self, layouts: dict[int, ChunkLayout]) -> int | None:
@@ -202,6 +196,11 @@ class Manifest:
     def path(self, index: int) -> Path:
         """Return the path of a leaf."""
         return self.spec.paths()[index]
+
+    def unsupported(self, index: int, message: str) -> UnsupportedLeaf:
+        """Return the error for a leaf. ``%PATH%`` in the message stands for its path."""
+        path = self.path(index)
+        return UnsupportedLeaf(f"{self.verb}: {message.replace('%PATH%', str(path) or '<root>')}", path)
 
 
 class _Outline(NamedTuple):

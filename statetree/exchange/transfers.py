@@ -101,7 +101,7 @@ class TransferOptions(NamedTuple):
     """How elements are moved.
 
     Attributes:
-        key: What the ranks agreed on. For a key that was seen before, the plan is known.
+        key: What the ranks agreed on. For a key that was seen before, the plan is known. With ``None`` it is not kept.
         group: The ranks.
         device: The memory that is sent from and received into.
         bucket_bytes: As for ``BucketedPlan``.
@@ -150,6 +150,8 @@ def _planned(
     if known is None:
         needed = moves()
         plan = BucketedPlan(needed, group, options.bucket_bytes, source=options.source)
+        if options.key is None:
+            return plan
         known = _Planned(plan, _digest(options, needed, pieces))
     elif os.environ.get(CHECK_PLANS) and known.digest != _digest(options, moves(), pieces):
         msg = f"the plan of {what} was made for other moves: they depend on something that the ranks do not agree on"

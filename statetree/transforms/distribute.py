@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from statetree.declare import collective_unless
-from statetree.errors import UnsupportedLeaf
 from statetree.exchange.buckets import BUCKET_BYTES
 from statetree.exchange.description import Sent, caught
 from statetree.exchange.driver import Exchange, exchange
@@ -107,10 +106,9 @@ def distribute(
         sent = caught(_sent, run, full, wanted, how) if run.group.rank == src else None
         how, chosen = how.as_chosen_in(wanted)
         received = run.receive(sent, wanted, how.selection(wanted, chosen))
-        target = run.destination_received(received, wanted, how)
         own = sent.manifest if isinstance(sent, Sent) else None
-        run.move_from(received, target.transfers_from_one(src, received, own))
-        return run.finish(target, own)
+        target = run.destination_like(received.manifest("distribute", own), wanted, how, fits=True)
+        return run.move_received(received, target, own)
 
 
 def _sent(run: Exchange, full: Any, like: Manifest, how: LikeOptions) -> Sent:
@@ -138,10 +136,6 @@ def _is_converted(leaf: Any, like: Any) -> bool:
 def _whole(manifest: Manifest) -> Manifest:
     """Refuse a tree with distributed leaves."""
     for index, chunks in manifest.chunks.items():
-        path = manifest.path(index)
-        msg = (
-            f"distribute: the leaf at {path or '<root>'} is distributed already: expected a whole tensor, got "
-            f"{chunks.text}. Use reshard."
-        )
-        raise UnsupportedLeaf(msg, path)
+        msg = f"the leaf at %PATH% is distributed already: expected a whole tensor, got {chunks.text}. Use reshard."
+        raise manifest.unsupported(index, msg)
     return manifest
