@@ -265,14 +265,14 @@ class Exchange(Call):
         text = self.group.broadcast_bytes(message.text, consensus.nbytes, src)
         self.expect()
         description = opened(self.verb, text)
-        parts, places = description.metadata.allocate()
+        parts, places = description.metadata.allocate(self.verb)
         sizes = tuple(place.numel() for place in places)
         # By their keys: only the source knows which leaves it has, and with which dtypes if they are converted.
         keys = description.spec.flat_keys()
         exchanged = tuple((keys[index], facts) for index, facts in description.exchanged.items())
         key = (consensus.key, told, exchanged)
         transfers = span_transfers(src, self.group, message.spans, places)
-        kind = self.group.devices[self.group.number_of(description.metadata.tensors)]  # on every rank alike
+        kind = self.group.devices[self.group.number_of(description.metadata.device_types)]  # on every rank alike
         planned = self._planned_from((*key, sizes), transfers, kind)
         if any(sizes):  # or a failure until here is told in the next agreement
             self.ready()

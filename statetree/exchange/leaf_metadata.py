@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,7 +38,8 @@ class LeafMetadata(NamedTuple):
         kept: The leaves that are plain values, in their places.
         bare: The positions of leaves that are plain tensors.
         recipes: How the other leaves are packed.
-        tensors: For each type of device, the indices of its plain tensors and what ``Columns`` knows about them.
+        tensors: For each device, the indices of its plain tensors and what ``Columns`` knows about them. It goes by its
+            type, and by its number only if there are several of that type: a lone one is each rank's own.
     """
 
     kept: list[Any]
@@ -46,23 +47,31 @@ class LeafMetadata(NamedTuple):
     recipes: dict[int, Recipe]
     tensors: dict[str, tuple[list[int], dict[str, list[Any]]]]
 
-    def allocate(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    @property
+    def device_types(self) -> set[str]:
+        """The types of the devices that tensors lie on."""
+        return {torch.device(name).type for name in self.tensors}
+
+    def allocate(self, verb: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the plain tensors that the leaves are packed from, and the spans on which their elements lie.
 
         The spans are ``uint8`` tensors without contents, in the order in which ``metadata_of`` gives the originals.
+
+        Raises:
+            UnsupportedLeaf: If they lie on several devices of a type, which this rank does not have.
         """
         count = sum(len(indices) for indices, _ in self.tensors.values())
         parts: list[Any] = [None] * count
         spans: list[torch.Tensor] = []
-        for kind, (indices, known) in self.tensors.items():
+        for name, (indices, known) in self.tensors.items():
             columns = Columns(parts[: len(indices)])
             columns.adopt({**known, "own_storages": len(set(known["storage_keys"])) == len(indices)})
             layout = lay_out(columns, extents(columns))
-            device = torch.device(kind)
-            buffers = Memory(device).carve([span.stop - span.start for span in layout.spans])
-            for index, view in zip(indices, make_views(columns, layout, buffers, device), strict=True):
+            memory = Memory(_device(verb, name))
+            buffers = memory.carve([span.stop - span.start for span in layout.spans])
+            for index, view in zip(indices, make_views(columns, layout, buffers, memory.device), strict=True):
                 parts[index] = view
-            if kind != "meta":
+            if name != "meta":
                 spans += [
                     as_bytes(buffer.storage, buffer.start, buffer.start + span.stop - span.start)
                     for buffer, span in zip(buffers, layout.spans, strict=True)
@@ -80,6 +89,20 @@ class LeafMetadata(NamedTuple):
         return Unpacked(verb, self.kept, paths, Columns(parts), (), self.bare, self.recipes).pack(parts)
 
 
+def _device(verb: str, name: str) -> torch.device:
+    """Return a device by its name, if this rank has it."""
+    device = torch.device(name)
+    if name != device.type:
+        count = torch.get_device_module(device.type).device_count()
+        if count <= device.index:
+            msg = (
+                f"{verb}: the source's tensors lie on several devices: expected {device} on every rank, got {count} of "
+                "its type. Bring them to one device first."
+            )
+            raise UnsupportedLeaf(msg)
+    return device
+
+
 def metadata_of(
     verb: str, leaves: list[Any], paths: Callable[[], Sequence[Path]]
 ) -> tuple[LeafMetadata, list[torch.Tensor]]:
@@ -90,18 +113,20 @@ def metadata_of(
     """
     unpacked = unpack(verb, leaves, paths, together=True)
     check_memory(verb, unpacked.columns, lambda index: paths()[unpacked.owners[index]])
-    by_kind: defaultdict[str, list[int]] = defaultdict(list)
-    for index, device in enumerate(unpacked.columns.devices):
-        by_kind[device.type].append(index)
+    devices = unpacked.columns.devices
+    of_type = Counter(device.type for device in set(devices))
+    by_device: defaultdict[str, list[int]] = defaultdict(list)
+    for index, device in enumerate(devices):
+        by_device[device.type if of_type[device.type] == 1 else str(device)].append(index)
     tensors = {}
     spans: list[torch.Tensor] = []
-    for kind, indices in sorted(by_kind.items()):
+    for name, indices in sorted(by_device.items()):
         columns = Columns([unpacked.parts[index] for index in indices])
         numbers: dict[int, int] = {}
         keys = [numbers.setdefault(key, len(numbers)) for key in columns.storage_keys]
         known = {**{name: list(getattr(columns, name)) for name in _KNOWN}, "storage_keys": keys}
-        tensors[kind] = indices, known
-        if kind != "meta":
+        tensors[name] = indices, known
+        if name != "meta":
             layout = lay_out(columns, extents(columns))
             spans += [as_bytes(columns.storages[span.source], span.start, span.stop) for span in layout.spans]
     kept = [leaf if is_plain(leaf) else None for leaf in leaves]

@@ -50,7 +50,8 @@ def broadcast(
         timeout: How long each collective may take, in seconds or as a ``timedelta``; by default what the group allows.
 
     Returns:
-        The source's tree, on tensors of each rank's own.
+        The source's tree, on tensors of each rank's own: on the device of their type that the rank uses, or if the
+        source's lie on several of a type, on those with the same numbers.
 
     Aliasing:
         None. Functions, classes and modules are looked up by their names on the other ranks.
@@ -61,7 +62,8 @@ def broadcast(
     Raises:
         RankMismatch: If the ranks pass different trees or options, if one of them failed or did not answer in time, or
             if ``src`` is not a rank of the group.
-        UnsupportedLeaf: If a leaf cannot be copied or sent.
+        UnsupportedLeaf: If a leaf cannot be copied or sent, or if the source's tensors lie on several devices of a type
+            and a rank lacks one of them.
         MemoryError: As for ``distribute``.
         CyclicTree: If a container holds itself.
 

@@ -53,7 +53,7 @@ def distribute(
         in_place: Write into the tensors of ``like`` instead of fresh ones.
         where: Which leaves of ``like`` are meant, as for ``select``; its others are left alone, and what differs there
             does not count. A predicate is asked about the leaves of ``like``, and where ``full`` is about those that
-            ``like`` lacks. The ranks must mean the same leaves.
+            ``like`` lacks. The ranks must mean the same leaves. No leaf of ``full`` may be distributed, meant or not.
         cast: Convert elements to the dtypes of ``like``, as ``copy_into(cast=True)`` does: losslessly, or between
             floating point types, and not where a value is too large. They are converted where they are sent if that
             makes fewer bytes, otherwise where they arrive.
