@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from hashlib import blake2b
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -50,8 +50,6 @@ class ChunkLayout:
         self.shape = tuple(shape)
         self.disjoint = disjoint
         self._boxes: dict[int, list[Box]] = {}
-        #: What is worked out from this layout once.
-        self.memo: dict[Any, Any] = {}
         self._replicas: torch.Tensor | None = None
         self.ranks, self.starts, self.stops = ranks, starts, stops
 
@@ -113,6 +111,11 @@ class ChunkLayout:
     def held_by(self, rank: int) -> torch.Tensor:
         """Return the numbers of the distinct boxes that a rank holds, in the order of its rows."""
         return self.distinct.which[self.rows_of(rank)]
+
+    def sharing(self, rank: int) -> list[list[int]]:
+        """Return, for each box of a rank, in the order of its rows, the ranks that hold it, rising."""
+        ranks, first, number, _ = self.holders
+        return [ranks[first[box] : first[box] + number[box]].tolist() for box in self.held_by(rank).tolist()]
 
     def rows_of(self, rank: int) -> slice:
         """Return the rows of a rank."""

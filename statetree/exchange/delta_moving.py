@@ -112,29 +112,21 @@ def _positions(verb: str, name: str, change: TensorChange) -> torch.Tensor:
 
 def _exchanged(group: Group, outgoing: Sequence[Sequence[_Elements]]) -> Iterator[_Elements]:
     """Send elements to the ranks that hold their places, and yield those that come here."""
-    heads = [
-        torch.tensor([(part.row, len(part.positions), part.bits.itemsize) for part in parts], dtype=torch.int64).view(
-            -1
-        )
-        for parts in outgoing
-    ]
-    bodies = [
-        torch.cat([torch.empty(0, dtype=torch.uint8), *(_as_bytes(tensor) for part in parts for tensor in part[1:])])
-        for parts in outgoing
-    ]
     own = list(outgoing[group.rank])
     if group.size > 1:
-        lengths = [
-            torch.tensor([len(head), len(body)], dtype=torch.int64) for head, body in zip(heads, bodies, strict=True)
-        ]
-        told = _swapped(group, lengths, [16] * group.size)
-        sizes = [tensor.view(torch.int64).tolist() for tensor in told]
-        heads = _swapped(group, heads, [8 * head for head, _ in sizes])
-        bodies = _swapped(group, bodies, [body for _, body in sizes])
-        for rank, (head, body) in enumerate(zip(heads, bodies, strict=True)):
-            if rank != group.rank:
-                yield from _unpacked(head.view(torch.int64).view(-1, 3).tolist(), body)
+        messages = [_message(parts) for parts in outgoing]
+        lengths = [torch.tensor([len(parts), len(message)]) for parts, message in zip(outgoing, messages, strict=True)]
+        told = [tensor.view(torch.int64).tolist() for tensor in _swapped(group, lengths, [16] * group.size)]
+        for (count, _), message in zip(told, _swapped(group, messages, [size for _, size in told]), strict=True):
+            yield from _unpacked(count, message)  # of this rank itself there is none
     yield from own
+
+
+def _message(parts: Sequence[_Elements]) -> torch.Tensor:
+    """Return elements as bytes: for each tensor its row and what it takes, then positions and bits."""
+    heads = [(part.row, len(part.positions), part.bits.itemsize) for part in parts]
+    tensors = [torch.tensor(heads, dtype=torch.int64).view(-1), *(tensor for part in parts for tensor in part[1:])]
+    return torch.cat(list(map(_as_bytes, tensors)))
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -151,11 +143,11 @@ def _swapped(group: Group, sent: Sequence[torch.Tensor], sizes: Sequence[int]) -
     return [tensor.to("cpu") for tensor in found]
 
 
-def _unpacked(heads: Sequence[Sequence[int]], body: torch.Tensor) -> Iterator[_Elements]:
-    first = 0
-    for row, count, itemsize in heads:
-        middle, last = first + 8 * count, first + (8 + itemsize) * count
-        yield _Elements(row, body[first:middle].clone().view(torch.int64), body[middle:last])
+def _unpacked(count: int, message: torch.Tensor) -> Iterator[_Elements]:
+    first = 24 * count
+    for row, number, itemsize in message[:first].view(torch.int64).view(-1, 3).tolist():
+        middle, last = first + 8 * number, first + (8 + itemsize) * number
+        yield _Elements(row, message[first:middle].clone().view(torch.int64), message[middle:last])
         first = last
 
 

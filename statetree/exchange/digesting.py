@@ -66,9 +66,10 @@ def global_numbers(run: Exchange, manifest: Manifest) -> dict[int, int]:
     for number, index in enumerate(distributed):
         chunks = manifest.chunks[index]
         _check_disjoint(manifest, index, layouts[index])
-        owned = _owned(layouts[index], run.group.rank, number)
         for box, piece in zip(chunks.boxes, chunks.pieces, strict=True):
-            if box in owned and not piece.is_meta:
+            holders = _holders(layouts[index], box, run.group.rank)
+            # They take turns, leaf after leaf.
+            if holders[number % len(holders)] == run.group.rank and not piece.is_meta:
                 sums[number] += piece_sums(piece, box, chunks.shape, ALL).cpu()
     run.ready()
     total = run.group.all_reduce(sums)
@@ -98,18 +99,6 @@ def _check_disjoint(manifest: Manifest, index: int, layout: ChunkLayout) -> None
             "others. Gather the tree first."
         )
         raise manifest.unsupported(index, msg)
-
-
-def _owned(layout: ChunkLayout, rank: int, number: int) -> set[Box]:
-    """Return those boxes of a rank that count as its own: of the holders of a box each in turn, leaf after leaf."""
-    which = layout.distinct.which
-    mine = (layout.ranks == rank).nonzero().view(-1)
-    owned = set()
-    for box, row in zip(layout.boxes_of(rank), mine.tolist(), strict=True):
-        holders = (which == which[row]).nonzero().view(-1)
-        if int(holders[number % len(holders)]) == row:
-            owned.add(box)
-    return owned
 
 
 class Copy(NamedTuple):
@@ -164,10 +153,13 @@ def _weight(layout: ChunkLayout | None, box: Box | None, rank: int, size: int) -
     """Return by what a rank multiplies its number of a box: minus one, and on the first holder what makes up for it."""
     if layout is None or box is None:
         return size - 1 if rank == 0 else -1
-    which = layout.distinct.which
-    mine = (layout.ranks == rank).nonzero().view(-1)[layout.boxes_of(rank).index(box)]
-    holders = layout.ranks[which == which[mine]].tolist()
+    holders = _holders(layout, box, rank)
     return len(holders) - 1 if holders[0] == rank else -1
+
+
+def _holders(layout: ChunkLayout, box: Box, rank: int) -> list[int]:
+    """Return the ranks that hold a box which this rank holds."""
+    return layout.sharing(rank)[layout.boxes_of(rank).index(box)]
 
 
 def _copies(manifest: Manifest, place: int, told: int, heard: Sequence[tuple[Any, Sequence[int]]]) -> list[Copy]:

@@ -50,15 +50,22 @@ class Group(Ranks):
     """The ranks of a process group, and how they talk; a single rank where there is no process group.
 
     Attributes:
-        timeout: How long a collective may take; ``None`` for as long as the group allows.
+        timeout: How long a collective may take, once it was checked; ``None`` for as long as the group allows.
     """
 
-    def __init__(self, process_group: ProcessGroup | None, rank: int, global_ranks: Sequence[int], verb: str) -> None:
+    def __init__(
+        self,
+        process_group: ProcessGroup | None,
+        rank: int,
+        global_ranks: Sequence[int],
+        verb: str,
+        timeout: Timeout = None,
+    ) -> None:
         super().__init__(rank, global_ranks)
         self._process_group = process_group
         self._verb = verb
         self.timeout: timedelta | None = None
-        self._refusal: Exception | None = None
+        self._given_timeout = timeout
         self._devices: dict[str, torch.device] = {}
 
     @property
@@ -76,14 +83,9 @@ class Group(Ranks):
         except (KeyError, ValueError):
             return False
 
-    def refuse(self, error: Exception) -> None:
-        """Let ``check_usable`` raise an error, once the other ranks can hear of it."""
-        self._refusal = error
-
     def check_usable(self) -> None:
-        """Raise what was wrong with this rank's arguments for the group."""
-        if self._refusal is not None:
-            raise self._refusal
+        """Raise ``ValueError`` or ``TypeError`` if the timeout cannot be, once the other ranks can hear of it."""
+        self.timeout = _timeout(self._verb, self._given_timeout)
 
     @cached_property
     def devices(self) -> list[str]:
@@ -262,22 +264,13 @@ def group_of(verb: str, process_group: ProcessGroup | None, timeout: Timeout) ->
         process_group: What its caller gave; ``None`` for all ranks.
         timeout: How long each of its collectives may take.
 
-    A timeout that cannot be is refused by the group's ``check_usable``: the other ranks must hear of it.
+    It holds once ``check_usable`` was called, which refuses one that cannot be: the other ranks must hear of it.
 
     Raises:
         RankMismatch: If this process is not in the group.
     """
-    group = _group_of(verb, process_group)
-    try:
-        group.timeout = _timeout(verb, timeout)
-    except (ValueError, TypeError, OverflowError) as error:
-        group.refuse(error)
-    return group
-
-
-def _group_of(verb: str, process_group: ProcessGroup | None) -> Group:
     if not (dist.is_available() and dist.is_initialized()):
-        return Group(None, 0, [0], verb)
+        return Group(None, 0, [0], verb, timeout)
     given: Any = process_group
     rank = -1 if given is dist.GroupMember.NON_GROUP_MEMBER else dist.get_rank(given)
     if rank < 0:
@@ -287,7 +280,7 @@ def _group_of(verb: str, process_group: ProcessGroup | None) -> Group:
         )
         raise RankMismatch(msg)
     known: Any = dist.group.WORLD if given is None else given
-    return Group(known, rank, dist.get_process_group_ranks(known), verb)
+    return Group(known, rank, dist.get_process_group_ranks(known), verb, timeout)
 
 
 def _timeout(verb: str, timeout: Timeout) -> timedelta | None:

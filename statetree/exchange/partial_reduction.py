@@ -7,6 +7,7 @@ comes of it is a tensor that is sharded by slabs.
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from statetree.chunks.boxes import Box, in_slabs
@@ -77,15 +78,9 @@ def prepare_reduction(
     return found
 
 
+@lru_cache(maxsize=4096)  # or each tensor is a plan of its own
 def _shared_out(layout: ChunkLayout) -> ChunkLayout:
-    """Cut every box into slabs, one for each of the ranks that hold it: once a layout, or each tensor is a plan."""
-    if "shared out" not in layout.memo:
-        layout.memo["shared out"] = _cut_for_holders(layout)
-    found: ChunkLayout = layout.memo["shared out"]
-    return found
-
-
-def _cut_for_holders(layout: ChunkLayout) -> ChunkLayout:
+    """Cut every box into slabs, one for each of the ranks that hold it."""
     holders: defaultdict[Box, list[int]] = defaultdict(list)
     for rank, boxes in by_rank(layout).items():
         for box in boxes:

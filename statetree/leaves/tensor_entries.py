@@ -63,10 +63,8 @@ class TensorEntry(NamedTuple):
         layout = None if self.chunks is None else self.chunks.layout
         if layout is None or not self.boxes:
             return 0, 1
-        which = layout.distinct.which
-        own = int((layout.ranks == self.rank).nonzero()[0])
-        rows = (which == which[own]).nonzero().view(-1).tolist()
-        return rows.index(own), len(rows)
+        holders = layout.sharing(self.rank)[0]
+        return holders.index(self.rank), len(holders)
 
     @property
     def on_meta(self) -> bool:

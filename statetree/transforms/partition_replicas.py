@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -113,7 +114,7 @@ def _kept(
         followers[canonical].append(index)
     for canonical, copies in followers.items():
         chunks = manifest.chunks[canonical]
-        held = [layouts[canonical]] if chunks.summands is None else chunks.summands[1]
+        held = (layouts[canonical],) if chunks.summands is None else chunks.summands[1]
         members.append(copies)
         shares.append((_by_share(held), chunks.dtype.itemsize))
     owned = choose_owners(shares, group.size)
@@ -124,17 +125,9 @@ def _kept(
     return kept
 
 
-def _by_share(held: Sequence[ChunkLayout]) -> ChunkLayout:
+@lru_cache(maxsize=4096)
+def _by_share(held: tuple[ChunkLayout, ...]) -> ChunkLayout:
     """Return a layout with one box for each set of boxes that a rank holds: they are kept or left together."""
-    memo = held[0].memo
-    key = ("by share", *map(id, held))
-    if key not in memo:
-        memo[key] = _shares(held), held  # which must live as long as their ids are looked up
-    found: ChunkLayout = memo[key][0]
-    return found
-
-
-def _shares(held: Sequence[ChunkLayout]) -> ChunkLayout:
     first = held[0]
     if len(held) == 1 and bool((first.ranks[1:] > first.ranks[:-1]).all()):  # no rank has several boxes
         stops = first.distinct.volumes.cumsum(0)
