@@ -106,7 +106,7 @@ TESTS = {
     "exchange/routes.py": ("unit/exchange/test_plan.py", "collectives/test_layouts.py"),
     "exchange/senders.py": ("unit/exchange/test_plan.py", "unit/exchange/test_senders.py"),
     "exchange/stacks.py": ("unit/exchange/test_plan.py", "collectives/test_layouts.py"),
-    "exchange/statements.py": ("collectives/test_replicas.py", "collectives/test_ties.py"),
+    "exchange/discovery.py": ("collectives/test_replicas.py", "collectives/test_ties.py"),
     "exchange/buckets.py": (
         "unit/exchange/test_plan.py",
         "collectives/test_ties.py",

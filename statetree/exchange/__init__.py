@@ -9,7 +9,6 @@ move. Moving agrees with the other ranks, plans, and sends in buckets of bounded
 
 - ``driver``: ``exchange`` and what a block can do; ``call``: who waits for whom, and what they hear of a failure
 - ``manifest``: what a rank holds; ``discovery``, ``replica_check``: what ranks tell each other of that, where they must
-- ``statements``: what they say of that, each text sent once
 - ``destination``: fresh tensors by a rule; ``like``: the layouts of another tree, and ``fitting``: whether they fit;
   ``allocation``: fresh tensors of these layouts
 - ``description``, ``leaf_metadata``: one rank's tree told to all

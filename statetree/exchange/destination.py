@@ -95,12 +95,8 @@ class Destination:
             source: The tree with the elements.
         """
 
-    def reads(self) -> Iterable[int]:
-        """Return the leaves of the source whose elements are read."""
-        return self.source.chunks
-
-    def writes(self) -> Iterable[int]:
-        """Return the leaves of the result whose elements are written."""
+    def touched(self) -> Iterable[int]:
+        """Return the leaves whose elements are read in the source, and written in the result."""
         return self.source.chunks
 
     def finish(self) -> Any:
@@ -175,13 +171,9 @@ class FreshDestination(Destination):
         )
         return prepared_copy(self.source.verb, before, after)[1]
 
-    def reads(self) -> Iterable[int]:
-        """Return the leaves of the source whose elements are read."""
+    def touched(self) -> Iterable[int]:
+        """Return the leaves whose elements are read in the source, and written in the result."""
         return [*self.source.chunks, *self._brought]
-
-    def writes(self) -> Iterable[int]:
-        """Return the leaves of the result whose elements are written."""
-        return self.reads()
 
     def _fresh(self, index: int, canonical: int, device: Device) -> Any:
         leaf, chunks = self.source.leaves[index], self.source.chunks[index]

@@ -1,21 +1,36 @@
-"""Discovery: where the ranks cannot know by themselves who holds what, they tell each other."""
+"""Discovery: where the ranks cannot know by themselves who holds what, they tell each other.
+
+Most ranks say the same. Each text is sent once, and looked at once; of a layout over a mesh, the mesh is told, and
+where each rank's boxes are follows from that. So what a rank hears grows with the ranks and with the leaves, and with
+the product of neither.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import torch
+
+from statetree.chunks.boxes import Box
+from statetree.chunks.layouts import ChunkLayout, Split, by_rank, layout_of, mesh_layout
+from statetree.chunks.local import MeshSplits
 from statetree.chunks.ranks import ranks_named
 from statetree.errors import RankMismatch
-from statetree.exchange.replica_check import check_replicas
-from statetree.exchange.statements import Statements
+from statetree.exchange.consensus import digest
+from statetree.exchange.manifest import ABSENT
+from statetree.exchange.replica_check import Copies, check_replicas, first_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    from statetree.chunks.layouts import ChunkLayout
+    from statetree.chunks.local import LocalChunks
     from statetree.exchange.call import Call
+    from statetree.exchange.group import Group
     from statetree.exchange.manifest import Manifest
-    from statetree.exchange.replica_check import Copies
+
+T = TypeVar("T")
 
 
 def discover_layouts(call: Call, manifest: Manifest, *, details_agree: bool) -> tuple[dict[int, ChunkLayout], bytes]:
@@ -48,7 +63,7 @@ def discover_layouts(call: Call, manifest: Manifest, *, details_agree: bool) -> 
 
 def _told(call: Call, manifest: Manifest) -> tuple[dict[int, ChunkLayout], bytes]:
     """Have every rank say what it holds, and return the layouts that come of it."""
-    told = Statements(call.group, manifest)
+    told = _Statements(call.group, manifest)
     _refine_ties(manifest, told)
     layouts: dict[int, ChunkLayout] = {}
     copies: dict[int, Copies] = {}
@@ -71,7 +86,7 @@ def _told(call: Call, manifest: Manifest) -> tuple[dict[int, ChunkLayout], bytes
     return layouts, told.digest
 
 
-def _refine_ties(manifest: Manifest, told: Statements) -> None:
+def _refine_ties(manifest: Manifest, told: _Statements) -> None:
     """Keep only those ties that all ranks see.
 
     A rank that holds nothing of two leaves has no say: it may take them for one, or not know that they are.
@@ -115,3 +130,167 @@ def _tied_on_some(manifest: Manifest, first: int, index: int, tied: Sequence[boo
         f"on every rank or on none, got that on {where} alone. Nothing was moved. Tie them on every rank, or on none."
     )
     return RankMismatch(msg)
+
+
+class Way(NamedTuple):
+    """How a rank holds leaves: over a mesh, or in boxes that only it knows.
+
+    Attributes:
+        detail: As ``LocalChunks`` has it.
+        mesh: The mesh, and how it cuts a tensor.
+        boxes: This rank's boxes, without a mesh.
+        is_known: Whether it knows the boxes of the other ranks, too.
+    """
+
+    detail: str
+    mesh: MeshSplits | None
+    boxes: tuple[Box, ...]
+    is_known: bool
+
+
+class _Statements:
+    """What the ranks said. All ranks of the group make one at the same time.
+
+    Args:
+        group: The ranks.
+        manifest: What this rank holds.
+
+    Attributes:
+        ties: For every rank the ties that it sees: the numbers of leaves that are tied to earlier ones, with those.
+        digest: A digest of everything.
+    """
+
+    def __init__(self, group: Group, manifest: Manifest) -> None:
+        self._group = group
+        self._chunks = list(manifest.chunks.values())
+        numbers: dict[Way, int] = {}
+        ways = [numbers.setdefault(_way_of(chunks), len(numbers)) for chunks in self._chunks]
+        ties = [pair for pair in enumerate(manifest.ties()) if pair[0] != pair[1]]
+        texts = [json.dumps(stated) for stated in (ties, ways, list(numbers))]
+        heard = [group.told_once(text.encode()) for text in texts]
+        seen, numbered, listed = heard
+        self.ties = _of_ranks([dict(json.loads(text)) for text, _ in seen], seen)
+        #: For each distributed leaf its number in each list of numbers: equal for most leaves.
+        self._columns = list(zip(*(json.loads(text) for text, _ in numbered), strict=True))
+        known: dict[Way, int] = {}
+        lists = [[known.setdefault(_way(*told), len(known)) for told in json.loads(text)] for text, _ in listed]
+        self._ways = list(known)
+        pairs = list(zip(_of_ranks(range(len(numbered)), numbered), _of_ranks(range(len(lists)), listed), strict=True))
+        camps = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
+        #: Ranks that said the same: which numbers, and what these stand for.
+        self._camps = [(numbering, lists[told]) for numbering, told in camps]
+        self._camp_of = torch.tensor([camps[pair] for pair in pairs])
+        self._held: dict[Any, Held] = {}
+        self.digest = digest([str(heard)])
+
+    def held(self, number: int) -> Held:
+        """Return who holds what of a distributed leaf, by its number."""
+        chunks = self._chunks[number]
+        column = self._columns[number]
+        key = (column, chunks.shape)
+        if key not in self._held:
+            ways = torch.tensor([told[column[numbering]] for numbering, told in self._camps])
+            self._held[key] = Held(self._group, chunks, self._ways, ways[self._camp_of])
+        return self._held[key]
+
+
+def _of_ranks(values: Sequence[T], told: Sequence[tuple[bytes, list[int]]]) -> list[T]:
+    """Return for every rank the value that stands for the text which it told."""
+    found = {rank: value for value, (_, ranks) in zip(values, told, strict=True) for rank in ranks}
+    return [found[rank] for rank in range(len(found))]
+
+
+def _way_of(chunks: LocalChunks) -> Way:
+    boxes = () if chunks.mesh is not None else tuple(chunks.boxes)
+    return Way(chunks.detail, chunks.mesh, boxes, chunks.layout is not None)
+
+
+def _way(detail: str, mesh: Any, boxes: Any, is_known: bool) -> Way:  # noqa: FBT001 - as it was told
+    """Return a way as it was before it was told."""
+    if mesh is not None:
+        shape, ranks, splits = mesh
+        mesh = MeshSplits(tuple(shape), tuple(ranks), tuple(Split(*split) for split in splits))
+    return Way(detail, mesh, tuple(Box(tuple(start), tuple(stop)) for start, stop in boxes), is_known)
+
+
+class Held:
+    """Who holds what of leaves of one shape that each rank holds in one way.
+
+    Args:
+        group: The ranks.
+        chunks: What this rank knows of one of the leaves.
+        ways: All ways in which ranks hold leaves.
+        way_of: For every rank the number of the way in which it holds these.
+
+    Attributes:
+        is_known: Whether all ranks that hold any know the others' boxes by themselves.
+    """
+
+    def __init__(self, group: Group, chunks: LocalChunks, ways: Sequence[Way], way_of: torch.Tensor) -> None:
+        self._index = group.index
+        self._shape = chunks.shape
+        self._way_of = way_of
+        #: What is held at all, in the order of the first rank that holds it so.
+        self._ways = {number: ways[number] for number in dict.fromkeys(way_of.tolist())}
+        present = [way for way in self._ways.values() if way.detail != ABSENT]
+        self._details = list(dict.fromkeys(way.detail for way in present))
+        self.is_known = all(way.is_known for way in present)
+
+    @property
+    def differs(self) -> bool:
+        """Whether ranks see different meshes."""
+        return len(self._details) > 1
+
+    @cached_property
+    def of_all(self) -> ChunkLayout:
+        """The boxes that every rank holds."""
+        return self._layout(self._ways)
+
+    @cached_property
+    def of_first_mesh(self) -> ChunkLayout:
+        """The boxes of those ranks that see the mesh that the first rank sees."""
+        return self._layout(number for number, way in self._ways.items() if way.detail == self._details[0])
+
+    @cached_property
+    def first(self) -> ChunkLayout:
+        """The boxes of the first ranks that have all elements between them."""
+        return layout_of(self._shape, first_copy(self._shape, by_rank(self.of_first_mesh)))
+
+    @cached_property
+    def ranks(self) -> list[int]:
+        """The ranks that hold anything."""
+        found: list[int] = self.of_all.ranks.unique().tolist()
+        return found
+
+    @cached_property
+    def copies(self) -> Copies:
+        """What is compared. Ranks that know their own chunks only may have any mesh."""
+        boxes = by_rank(self.of_all)
+        ranks = range(len(self._way_of))
+        meshes: Sequence[int] = ranks
+        if self.is_known:
+            found = {detail: mesh for mesh, detail in enumerate(self._details)}
+            mesh_of = {number: found.get(way.detail, len(found)) for number, way in self._ways.items()}
+            meshes = [mesh_of[number] for number in self._way_of.tolist()]
+        return Copies(meshes, [boxes.get(rank, []) for rank in ranks])
+
+    def _layout(self, numbers: Iterable[int]) -> ChunkLayout:
+        """Return the boxes of the ranks that hold the leaves in some ways."""
+        ranks: list[torch.Tensor] = []
+        corners: list[torch.Tensor] = []
+        for number in numbers:
+            _, mesh, boxes, _ = self._ways[number]
+            here = self._way_of == number
+            if mesh is None:
+                holders = here.nonzero()[:, 0]
+                own = torch.tensor(boxes, dtype=torch.int64).view(len(boxes), 2, len(self._shape))
+                ranks.append(holders.repeat_interleave(len(boxes)))
+                corners.append(own.repeat(len(holders), 1, 1))
+            else:
+                members = tuple(self._index.get(rank, -1) for rank in mesh.ranks)
+                layout = mesh_layout(self._shape, mesh.shape, members, mesh.splits)
+                rows = here[layout.ranks]
+                ranks.append(layout.ranks[rows])
+                corners.append(torch.stack([layout.starts, layout.stops], 1)[rows])
+        starts, stops = torch.cat(corners).unbind(1)
+        return ChunkLayout(self._shape, torch.cat(ranks), starts, stops, disjoint=False)

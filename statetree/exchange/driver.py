@@ -229,8 +229,8 @@ class Exchange(Call):
         self.executor.with_each(target.written_again)
         if source is not None:
             self.executor.before_each(partial(target.check_values, source))
-            self.hold(source.spec, source.leaves, target.reads())
-        self.hold(target.source.spec, target.leaves, target.writes())
+            self.hold(source.spec, source.leaves, target.touched())
+        self.hold(target.source.spec, target.leaves, target.touched())
         return target.finish()
 
     def hold(self, spec: TreeSpec, leaves: Sequence[Any], indices: Iterable[int], *, opaque: bool = False) -> None:

@@ -148,11 +148,7 @@ class Group(Ranks):
         Args:
             numbers: Of 64 bits, with signs; equally many on every rank.
         """
-        if self.size == 1:
-            return list(numbers)
-        data = torch.tensor(numbers, dtype=torch.int64).to(self.device(self.devices[0]))
-        self._wait(start_all_reduce(self._process_group, data, self.timeout, greatest=True))
-        found: list[int] = data.tolist()
+        found: list[int] = self._reduced(torch.tensor(numbers, dtype=torch.int64), greatest=True).tolist()
         return found
 
     def all_reduce(self, own: torch.Tensor) -> torch.Tensor:
@@ -161,10 +157,13 @@ class Group(Ranks):
         Args:
             own: ``int64`` or ``uint8`` (modulo 2⁸ then), on the CPU, of the same shape on every rank.
         """
-        if self.size == 1 or not own.numel():
+        return self._reduced(own) if own.numel() else own
+
+    def _reduced(self, own: torch.Tensor, *, greatest: bool = False) -> torch.Tensor:
+        if self.size == 1:
             return own
         total = own.to(self.device(self.devices[0]), copy=True)
-        self._wait(start_all_reduce(self._process_group, total, self.timeout))
+        self._wait(start_all_reduce(self._process_group, total, self.timeout, greatest=greatest))
         return total.to("cpu")
 
     def told_once(

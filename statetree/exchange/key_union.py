@@ -38,9 +38,7 @@ class _Told(NamedTuple):
     Attributes:
         text: What must be the same.
         value: A plain value.
-        shape: The global shape of a tensor that can be cut into boxes; ``None`` for other leaves.
-        dtype: Its dtype.
-        device: The type of the device that it lies on.
+        absent: What those know of a tensor who hold nothing of it, if it can be cut into boxes.
         parameter: Whether it is a parameter.
         requires_grad: Whether it records gradients.
         summed: Whether ranks hold summands of it.
@@ -48,9 +46,7 @@ class _Told(NamedTuple):
 
     text: str
     value: Any = None
-    shape: tuple[int, ...] | None = None
-    dtype: torch.dtype | None = None
-    device: str = ""
+    absent: LocalChunks | None = None
     parameter: bool = False
     requires_grad: bool = False
     summed: bool = False
@@ -90,14 +86,13 @@ def _outline_of(manifest: Manifest) -> _HeldKeys:
 
 def _told(manifest: Manifest, index: int, text: str) -> _Told:
     leaf, chunks = manifest.leaves[index], manifest.chunks.get(index)
+    if chunks is None and is_cuttable(leaf):
+        chunks = partly_held(leaf, text)
+    if chunks is None:
+        return _Told(text, leaf if is_plain(leaf) else None)
+    absent = LocalChunks(text, ABSENT, chunks.shape, chunks.dtype, None, [], [], ABSENT, chunks.device)
     kind = isinstance(leaf, torch.nn.Parameter), bool(getattr(leaf, "requires_grad", False))
-    if chunks is not None:
-        return _Told(text, None, chunks.shape, chunks.dtype, chunks.device, *kind, summed=chunks.summands is not None)
-    if is_plain(leaf):
-        return _Told(text, leaf)
-    return (
-        _Told(text, None, tuple(leaf.shape), leaf.dtype, leaf.device.type, *kind) if is_cuttable(leaf) else _Told(text)
-    )
+    return _Told(text, None, absent, *kind, summed=chunks.summands is not None)
 
 
 def _merge(manifest: Manifest, outlines: Sequence[_HeldKeys], ranks: Sequence[Sequence[int]], rank: int) -> None:
@@ -130,8 +125,9 @@ def _merge(manifest: Manifest, outlines: Sequence[_HeldKeys], ranks: Sequence[Se
         everywhere = len(told) == len(outlines)
         if here is not None and here in manifest.chunks:
             chunks[index] = manifest.chunks[here]
-        elif first.shape is not None and not everywhere:
-            chunks[index] = partly_held(leaf, first.text) if here is not None else _absent(first, index)
+        elif first.absent is not None and not everywhere:
+            absent = first.absent._replace(tie=(ABSENT, index))
+            chunks[index] = partly_held(leaf, first.text) if here is not None else absent
     manifest.replace(union.spec, leaves, chunks)
 
 
@@ -147,7 +143,7 @@ def _check(verb: str, path: Path, told: Mapping[int, _Told], ranks: Sequence[Seq
         )
         raise RankMismatch(msg)
     first = next(iter(told.values()))
-    if len(told) < len(ranks) and (first.summed or (first.shape is None and first.text != PLAIN)):
+    if len(told) < len(ranks) and (first.summed or (first.absent is None and first.text != PLAIN)):
         what = f"{first.text} in summands" if first.summed else first.text
         holders = ranks_named(sorted(rank for number in told for rank in ranks[number]))
         msg = (
@@ -163,19 +159,12 @@ PLAIN: Final = "a plain value"
 
 def _placeholder(told: _Told) -> Any:
     """Return what stands for a leaf that this rank does not hold: the value, or a tensor on ``meta``."""
-    if told.shape is None:
+    if told.absent is None:
         return told.value
-    fresh = torch.empty(told.shape, dtype=told.dtype, device="meta")
+    fresh = torch.empty(told.absent.shape, dtype=told.absent.dtype, device="meta")
     if told.parameter:
         return torch.nn.Parameter(fresh, requires_grad=told.requires_grad)
     return fresh.requires_grad_() if told.requires_grad else fresh
-
-
-def _absent(told: _Told, index: int) -> LocalChunks:
-    """Return what this rank knows of a leaf of which it holds nothing."""
-    assert told.shape is not None
-    assert told.dtype is not None
-    return LocalChunks(told.text, ABSENT, told.shape, told.dtype, None, [], [], (ABSENT, index), told.device)
 
 
 def partly_held(leaf: torch.Tensor, text: str) -> LocalChunks:

@@ -169,13 +169,9 @@ class LikeDestination(Destination):
             return bool(leaves)
         return not are_disjoint(Columns(parts_of(leaves)[0]))
 
-    def reads(self) -> Iterable[int]:
-        """Return the leaves of the source whose elements are read."""
+    def touched(self) -> Iterable[int]:
+        """Return the leaves whose elements are read in the source, and written in the result."""
         return [*self._moving, *self._local]
-
-    def writes(self) -> Iterable[int]:
-        """Return the leaves of the result whose elements are written."""
-        return self.reads()
 
     def _first(self, index: int) -> int:
         """Return the first of the moving leaves that lie in the same memory as this one."""
