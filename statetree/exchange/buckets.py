@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
+from statetree.exchange.executor import flat_bytes, is_flat
 from statetree.exchange.plan import ExchangePlan, Move, Part, Round, Transport
 from statetree.exchange.stacks import (
     ALIGNMENT,
@@ -248,7 +249,7 @@ class _Beside:
         """Return the bytes in which a box is sent, or received, whose elements travel as some dtype."""
         if _can_travel(box, dtype, self._bucket.device):
             self.travelling.append(box)
-            return _as_bytes(box)
+            return flat_bytes(box)
         stop = self.stop + box.numel() * dtype.itemsize
         place = self._bucket[self.stop : stop]
         self.stop = aligned(stop)
@@ -304,12 +305,7 @@ def _stretches(side: Side, bucket: torch.Tensor) -> Iterator[Message]:
 
 def _can_travel(box: torch.Tensor, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the elements of a box can be sent as they lie, or received there, if they travel as some dtype."""
-    lies_flat = box.is_contiguous() and not box.is_conj() and not box.is_neg()
-    return lies_flat and box.dtype == dtype and box.device == device
-
-
-def _as_bytes(box: torch.Tensor) -> torch.Tensor:
-    return box.view(-1).view(torch.uint8)
+    return is_flat(box) and box.dtype == dtype and box.device == device
 
 
 def _fields(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Self
 
 from statetree.errors import RankMismatch, StateTreeError
-from statetree.exchange.consensus import Fingerprint, compare, ready, tell_failure
+from statetree.exchange.consensus import Fingerprint, compare, tell_failure
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -84,7 +84,7 @@ class Call:
 
     def ready(self) -> None:
         """Wait until all ranks are here; raise ``RankMismatch`` if one of them failed."""
-        self.agree(ready(self.verb))
+        self.agree(Fingerprint(self.verb))
 
     def described(self) -> str:
         """Return the call with its options, as messages show it."""

@@ -47,7 +47,8 @@ class Fingerprint:
 
     Attributes:
         options: The verb and its options.
-        entries: What it holds, in the order of the paths; ``None`` if it leaves that to others.
+        entries: What it holds, in the order of the paths; ``None`` if it leaves that to others. By default all
+            ranks mean the same already, and only wait for each other.
         details: What only need agree for there to be a short cut: where it does not, ``compare`` returns so.
         nbytes: How many bytes it will send next.
         device: The number of the type of device, among those of the group, that it would communicate from.
@@ -55,7 +56,7 @@ class Fingerprint:
     """
 
     options: str
-    entries: Sequence[Entry] | None
+    entries: Sequence[Entry] | None = (Entry("", ""),)
     details: Sequence[str] = ()
     nbytes: int = 0
     device: int = 0
@@ -78,11 +79,6 @@ class Fingerprint:
         stated = [*options, *(_NOTHING if absent else word for words in held for word in words)]
         inverse = [*(~word for word in options), *(_NOTHING if absent else ~word for words in held for word in words)]
         return [0, int(absent), self.nbytes, self.device, *stated, *inverse]
-
-
-def ready(verb: str) -> Fingerprint:
-    """Return what a rank states where the ranks mean the same already, and only wait for each other to be ready."""
-    return Fingerprint(verb, [Entry("", "")])
 
 
 class Consensus(NamedTuple):
@@ -147,7 +143,7 @@ def compare(verb: str, group: Group, fingerprint: Fingerprint, message: Sequence
 
 def tell_failure(group: Group, error: BaseException) -> None:
     """Take part in the other ranks' next agreement, so that they raise, too."""
-    group.all_reduce_max([1, *[_NOTHING] * (len(ready("").message()) - 1)])
+    group.all_reduce_max([1, *[_NOTHING] * (len(Fingerprint("").message()) - 1)])
     _failed("", group, error)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from statetree.errors import UnsupportedLeaf
+from statetree.exchange.executor import flat_bytes
 from statetree.exchange.manifest import Manifest
 from statetree.leaves.changes import TensorChange, change_at, damaged, mismatch
 from statetree.leaves.delta_tree import Delta
@@ -126,11 +127,7 @@ def _message(parts: Sequence[_Elements]) -> torch.Tensor:
     """Return elements as bytes: for each tensor its row and what it takes, then positions and bits."""
     heads = [(part.row, len(part.positions), part.bits.itemsize) for part in parts]
     tensors = [torch.tensor(heads, dtype=torch.int64).view(-1), *(tensor for part in parts for tensor in part[1:])]
-    return torch.cat(list(map(_as_bytes, tensors)))
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
+    return torch.cat([flat_bytes(tensor.contiguous()) for tensor in tensors])
 
 
 def _swapped(group: Group, sent: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -138,7 +135,7 @@ def _swapped(group: Group, sent: Sequence[torch.Tensor], sizes: Sequence[int]) -
     device = group.device(group.devices[0])
     found = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]  # nothing comes from this rank
     others = [rank for rank in range(group.size) if rank != group.rank]
-    outgoing = [(rank, _as_bytes(sent[rank]).to(device)) for rank in others if sent[rank].numel()]
+    outgoing = [(rank, flat_bytes(sent[rank]).to(device)) for rank in others if sent[rank].numel()]
     group.exchange(outgoing, [(rank, found[rank]) for rank in others if sizes[rank]])()
     return [tensor.to("cpu") for tensor in found]
 

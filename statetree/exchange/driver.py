@@ -6,8 +6,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
-
 from statetree.errors import RankMismatch
 from statetree.exchange.buckets import BUCKET_BYTES
 from statetree.exchange.call import Call, is_rank
@@ -214,8 +212,7 @@ class Exchange(Call):
     def move_alone(self, target: LikeDestination) -> Any:
         """Do as ``move`` where this rank has all that it needs, without communication."""
         self.alone()
-        options = TransferOptions(None, self.group, torch.device("cpu"), self.bucket_bytes)
-        plan_transfers(options, target.transfers_alone()).run(self.executor)
+        plan_transfers(self._options(None, "cpu"), target.transfers_alone()).run(self.executor)
         return self.finish(target, target.source)
 
     def finish(self, target: Destination, source: Manifest | None) -> Any:
@@ -309,17 +306,16 @@ class Exchange(Call):
         planned.run(self.executor)
 
     def _planned_from(self, key: Any, transfers: Sequence[Transfer], kind: str) -> PlannedTransfers:
-        device = self.group.device(kind)
-        options = TransferOptions(key, self.group, device, self.bucket_bytes, self.options["src"])
-        return plan_transfers(options, transfers)
+        return plan_transfers(self._options(key, kind)._replace(source=self.options["src"]), transfers)
 
     def _planned(
         self, source: Manifest, target: Destination, layouts: Sequence[dict[int, ChunkLayout]], key: Any, kind: str
     ) -> PlannedTransfers:
         sources, reduction = sources_of(source, layouts[0], target.sources(), self.group.rank)
-        transfers = target.transfers(sources, *layouts[1:])
-        options = TransferOptions(key, self.group, self.group.device(kind), self.bucket_bytes)
-        return plan_transfers(options, transfers, reduction)
+        return plan_transfers(self._options(key, kind), target.transfers(sources, *layouts[1:]), reduction)
+
+    def _options(self, key: Any, kind: str) -> TransferOptions:
+        return TransferOptions(key, self.group, self.group.device(kind), self.bucket_bytes)
 
 
 def exchange(verb: str, group: ProcessGroup | None = None, timeout: Timeout = None, **options: Any) -> Exchange:

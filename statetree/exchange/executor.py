@@ -68,11 +68,11 @@ class Recorder(Executor):
             self._operations.append(partial(copy_each, targets, sources))
             return
         targets, sources = plain_pairs(targets, sources)
-        whole = _joined(targets) if all(map(_is_flat, targets)) and all(map(_is_flat, sources)) else None
+        whole = _joined(targets) if all(tensor.is_cpu and is_flat(tensor) for tensor in (*targets, *sources)) else None
         if whole is None:
             self._operations.append(partial(copy_all, targets, sources))
         else:
-            self._operations.append(partial(torch.cat, list(map(_as_bytes, sources)), out=whole))
+            self._operations.append(partial(torch.cat, list(map(flat_bytes, sources)), out=whole))
 
     def start(self, communicate: Callable[[], Action]) -> Action:
         """Record that communication starts. The function that is returned records waiting for it."""
@@ -115,12 +115,13 @@ class Recorder(Executor):
             operation()
 
 
-def _is_flat(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one stretch of host memory that reads as it lies."""
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+def is_flat(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one stretch of memory that reads as it lies."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of such a tensor."""
     return tensor.view(-1).view(torch.uint8)
 
 

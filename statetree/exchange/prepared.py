@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from statetree.errors import RankMismatch, StateTreeError
-from statetree.exchange.consensus import Entry, Fingerprint
+from statetree.exchange.consensus import Fingerprint
 from statetree.exchange.executor import Recorder
 from statetree.torch_internals import quietly
 
@@ -57,7 +57,7 @@ class Preparation:
         """Wait until all ranks have prepared everything, and agree on the token."""
         if call.communicates:
             call.expect()
-            self.token = call.agree(Fingerprint("prepare", [Entry("", "")], (), self.token)).nbytes
+            self.token = call.agree(Fingerprint("prepare", nbytes=self.token)).nbytes
 
     def finish(self, name: str, tree: Any) -> Prepared:
         """Return what was prepared.
@@ -112,7 +112,7 @@ class Prepared:
         self._recorder = preparation.recorder
         self._held = preparation.held
         self._closed = False
-        self._fingerprint = Fingerprint(f"the {call.verb} prepared as {preparation.token:x}", [Entry("", "")])
+        self._fingerprint = Fingerprint(f"the {call.verb} prepared as {preparation.token:x}")
 
     @quietly
     def __call__(self) -> Any:

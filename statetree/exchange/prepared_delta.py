@@ -11,7 +11,7 @@ import torch
 
 from statetree.chunks.ranks import own_ranks
 from statetree.exchange.call import Call
-from statetree.exchange.consensus import Entry, Fingerprint
+from statetree.exchange.consensus import Fingerprint
 from statetree.exchange.group import group_of
 from statetree.exchange.prepared import Prepared
 from statetree.leaves.copying import copied_leaves, prepared_copy
@@ -69,7 +69,7 @@ class PreparedDelta(Prepared):
         with Call("reshard", group_of("reshard", self._options["group"], self._options["timeout"]), delta=True) as call:
             if self._sent:
                 change = make_delta("prepare", self._source, self._base, own_ranks())
-            call.agree(Fingerprint("the deltas of a prepared reshard", [Entry("", "")]))
+            call.agree(Fingerprint("the deltas of a prepared reshard"))
         own = [self._nbytes - _moved_bytes(change), 0] if change is not None else [0, 1]
         saved, unsent = call.group.all_reduce(torch.tensor(own, dtype=torch.int64, device="cpu")).tolist()
         self._sent = False  # until all is done
