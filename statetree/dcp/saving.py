@@ -16,7 +16,7 @@ from statetree.dcp.groups import check_alive, group_for, ranks_of
 from statetree.dcp.internals import run_save
 from statetree.dcp.numpy_values import is_array_of_numbers
 from statetree.dcp.plain_values import why_not_restorable
-from statetree.dcp.planners import Pickled, SavePlanner, ToSave
+from statetree.dcp.planners import SavePlanner, ToSave
 from statetree.dcp.saved_structure import SavedEntry, written
 from statetree.dcp.tensors import PARTS_ENTRY, VALUE_ENTRY, Content, compact, content_of, to_save
 from statetree.errors import StateTreeError, UnsupportedLeaf, shown
@@ -82,14 +82,8 @@ def save(
     write(lambda: state, checkpoint_id, group_for("save", process_group), storage_writer)
 
 
-def warn_of_values(verb: str, state: Any, stacklevel: int = 3) -> None:
-    """Warn of plain values that do not come back by default, each with its path.
-
-    Args:
-        verb: On whose behalf.
-        state: What is to be saved.
-        stacklevel: Whose line the warning is about, as for ``warnings.warn``.
-    """
+def warn_of_values(verb: str, state: Any) -> None:
+    """Warn the caller of a verb of plain values in a state that do not come back by default, each with its path."""
     try:
         leaves, spec = flatten_for(verb, state, is_leaf=is_entry)
         chosen = [index for index, leaf in enumerate(leaves) if not _comes_back(leaf)]
@@ -102,7 +96,7 @@ def warn_of_values(verb: str, state: Any, stacklevel: int = 3) -> None:
             f"{verb}: plain values that restore refuses by default, at:\n  {shown(lines)}\nName their classes with "
             "torch.serialization.add_safe_globals, save what they hold, or restore with weights_only=False."
         )
-        warnings.warn(msg, stacklevel=stacklevel)
+        warnings.warn(msg, stacklevel=3)
 
 
 #: Classes of values that always come back. Asking that of every number in a state would take as long as saving it.
@@ -126,7 +120,7 @@ def _why_not(value: Any) -> str:
     try:
         if leaf_type is not None and leaf_type.registered:
             value = content_of("save", value, Path()).contexts
-        return why_not_restorable(_pickled(value, Path()).file.getvalue())
+        return why_not_restorable(_pickled(value, Path()).getvalue())
     except UnsupportedLeaf:  # the save itself raises it, with its path
         return ""
 
@@ -190,7 +184,7 @@ def _keys_of(key: str, content: Content, taken: set[str]) -> tuple[str, ...]:
     return tuple(keys)
 
 
-def _pickled(value: Any, path: Path) -> Pickled:
+def _pickled(value: Any, path: Path) -> io.BytesIO:
     file = io.BytesIO()
     try:
         torch.save(compact(value), file)
@@ -200,4 +194,4 @@ def _pickled(value: Any, path: Path) -> Pickled:
             f"{type(error).__name__}: {error}. Leave it out, or register its class as a container (register_container)."
         )
         raise UnsupportedLeaf(msg, path) from error
-    return Pickled(file)
+    return file

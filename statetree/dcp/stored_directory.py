@@ -14,7 +14,7 @@ from statetree.dcp.data_files import DataFiles, box_of
 from statetree.dcp.flat_state import STRUCTURE_KEY
 from statetree.dcp.keys import UnknownKey, key_of
 from statetree.dcp.metadata import METADATA, read_described
-from statetree.dcp.nesting import nested, read_paths
+from statetree.dcp.nesting import nested
 from statetree.dcp.plain_values import gist, read_value
 from statetree.dcp.saved_structure import SavedContainer, Structure, places, read, why_not_rebuilt
 from statetree.dcp.saving import write
@@ -70,7 +70,7 @@ class _Directory:
         self._is_nested = True
         self.metadata, manifest = read_described(path, verify=True)
         self._data = DataFiles(path, self.metadata, manifest, files)
-        self._metadata_file = files.open(path / METADATA)
+        files.open(path / METADATA)  # one of the checkpoint's files
 
     def opened(self, title: str) -> OpenedCheckpoint:
         """Return the checkpoint."""
@@ -92,8 +92,7 @@ class _Directory:
         if not isinstance(entries.get(STRUCTURE_KEY), BytesStorageMetadata):
             self._is_nested = False
             # DCP's own paths have texts for all keys, and lists for tuples.
-            paths = read_paths(self._metadata_file.read(0, self._metadata_file.length, "the metadata"))
-            return nested(values, paths) or values
+            return nested(values, self.metadata.planner_data) or values
         saved = read(self._plain(STRUCTURE_KEY))
         for entry in saved.entries:
             wants_tensor = entry.sort in (TENSOR_ENTRY, PARTS_ENTRY)
