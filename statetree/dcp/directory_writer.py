@@ -23,11 +23,11 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from statetree.dcp.file_manifest import (
+    ID_PREFIX,
     MANIFEST,
     FileManifest,
     ManifestFile,
     ManifestPiece,
-    as_save_id,
     check_file,
     read_manifest,
     trailer,
@@ -104,7 +104,7 @@ class DirectoryWriter(StorageWriter):
 
     def storage_meta(self) -> StorageMeta:
         """Return what the metadata say of the save."""
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=as_save_id(self._save))
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=f"{ID_PREFIX}{self._save}")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make the directory."""

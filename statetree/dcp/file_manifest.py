@@ -27,7 +27,7 @@ MANIFEST: Final = ".statetree_manifest"
 _VERSION: Final = 1
 _MAX_BYTES: Final = 2 << 30
 #: What ``StorageMeta.save_id`` of DCP's metadata begins with if there is a manifest.
-_ID_PREFIX: Final = "statetree:"
+ID_PREFIX: Final = "statetree:"
 _TRAILER: Final = b"\nstatetree save "
 TRAILER_BYTES: Final = len(_TRAILER) + 32
 _ID: Final = re.compile(r"[0-9a-f]{32}")
@@ -90,14 +90,9 @@ class FileManifest(NamedTuple):
             raise CheckpointError(msg)
 
 
-def as_save_id(text: str) -> str:
-    """Return what DCP's metadata say of a save that has a manifest."""
-    return f"{_ID_PREFIX}{text}"
-
-
 def save_of(save_id: Any) -> str | None:
     """Return the id of the save that DCP's metadata name; ``None`` if it left no manifest."""
-    return save_id.removeprefix(_ID_PREFIX) if isinstance(save_id, str) and save_id.startswith(_ID_PREFIX) else None
+    return save_id.removeprefix(ID_PREFIX) if isinstance(save_id, str) and save_id.startswith(ID_PREFIX) else None
 
 
 def trailer(save: str) -> bytes:

@@ -18,7 +18,7 @@ from statetree.dcp.numpy_values import is_array_of_numbers
 from statetree.dcp.plain_values import why_not_restorable
 from statetree.dcp.planners import SavePlanner, ToSave
 from statetree.dcp.saved_structure import SavedEntry, written
-from statetree.dcp.tensors import PARTS_ENTRY, VALUE_ENTRY, Content, compact, content_of, to_save
+from statetree.dcp.tensors import PARTS_ENTRY, VALUE_ENTRY, compact, content_of, to_save
 from statetree.errors import StateTreeError, UnsupportedLeaf, shown
 from statetree.files.checkpoint import is_entry
 from statetree.leaves.builtin import leaf_type_of
@@ -153,18 +153,18 @@ def _prepared(state: Any, group: ProcessGroup | None, *, with_structure: bool) -
     saved = []
     for entry in entries:
         content = content_of("save", entry.value, entry.path, ranks)
-        keys = _keys_of(entry.key, content, taken)
+        keys: tuple[str, ...] = (entry.key,)
+        if content.sort == PARTS_ENTRY:
+            keys = tuple(free_key(f"{entry.key}.<part {number}>", taken) for number in range(len(content.tensors)))
+            prepared.inseparable.update(keys)
         if content.sort == VALUE_ENTRY:
             prepared.flat[entry.key] = _pickled(entry.value, entry.path)
         else:
             prepared.flat.update(zip(keys, map(to_save, content.tensors), strict=True))
         prepared.dcp_paths.update((key, entry.dcp_path_of(key)) for key in keys)
-        if content.sort == PARTS_ENTRY:
-            prepared.inseparable.update(keys)
         context = ""
         if content.contexts:
             context = free_key(f"{entry.key}.<context>", taken)
-            taken.add(context)
             prepared.flat[context] = _pickled(content.contexts, entry.path)
             prepared.dcp_paths[context] = (context,)
         saved.append(SavedEntry(content.sort, keys, content.facts, context))
@@ -172,16 +172,6 @@ def _prepared(state: Any, group: ProcessGroup | None, *, with_structure: bool) -
         prepared.flat[STRUCTURE_KEY] = _pickled(written(spec, saved), Path())
         prepared.dcp_paths[STRUCTURE_KEY] = (STRUCTURE_KEY,)
     return prepared
-
-
-def _keys_of(key: str, content: Content, taken: set[str]) -> tuple[str, ...]:
-    if content.sort != PARTS_ENTRY:
-        return (key,)
-    keys = []
-    for number in range(len(content.tensors)):
-        keys.append(free_key(f"{key}.<part {number}>", taken))
-        taken.add(keys[-1])
-    return tuple(keys)
 
 
 def _pickled(value: Any, path: Path) -> io.BytesIO:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -101,7 +102,7 @@ class _Directory:
                     refuse(self.path, f"its structure names {key!r}, which it does not hold")
         leaves = [self._leaf(entry.sort, [values[key] for key in entry.keys], entry.facts) for entry in saved.entries]
         tree = self._rebuildable(saved).rebuild(leaves)
-        placed = {key for entry in saved.entries for key in entry.keys}
+        placed = {key for entry in saved.entries for key in (*entry.keys, entry.context)}
         loose = {key: value for key, value in values.items() if key not in placed}  # of ranks other than the first
         if not loose:
             return tree
@@ -148,12 +149,10 @@ class _Directory:
         self._check_coverage(key, shape, boxes)
         indices = [MetadataIndex(key, chunk.offsets) for chunk in entry.chunks]
         paths = {self.path / self.metadata.storage_data[index].name for index in indices}
-        found: list[StoredPiece] = []
 
+        @cache  # where the elements of each piece lie is read when they are asked for
         def find() -> Sequence[StoredPiece]:
-            if not found:  # where the elements of each piece lie is read when they are asked for
-                found.extend(self._data.piece(index, dtype, box) for index, box in zip(indices, boxes, strict=True))
-            return found
+            return [self._data.piece(index, dtype, box) for index, box in zip(indices, boxes, strict=True)]
 
         def check() -> None:
             for path in paths:
