@@ -1,8 +1,11 @@
-"""What changed, and what did not: ``delta``, ``apply_delta``, ``digest``, and stages with frozen storages."""
+"""What changed, and what did not: ``delta``, ``apply_delta``, ``digest``, and what is staged or saved once."""
 
 from __future__ import annotations
 
-from itertools import cycle
+import shutil
+import weakref
+from itertools import count, cycle
+from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +15,7 @@ from benchmarks.measure import Contender, floor, ours
 from benchmarks.peers import foreach_copy_
 from benchmarks.rows import Row, within
 from benchmarks.states import State, few_large, zeros_like
+from statetree.dcp import Checkpointer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,9 +89,31 @@ def frozen(state: State) -> list[Contender]:
     ]
 
 
+def incremental(state: State) -> list[Contender]:
+    """Save a state of which 99 % did not change since the last save, and save it whole."""
+    trained = torch.zeros(max(state.nbytes // 396, 1))
+    tree = {"base": zeros_like(state).tree, "trained": trained}
+    here = mkdtemp()
+    weakref.finalize(state, shutil.rmtree, here, ignore_errors=True)
+    step = count()
+
+    def contender(*, links: bool) -> tuple[Callable[[], Checkpointer], Callable[[Checkpointer], bool]]:
+        checkpointer = Checkpointer(f"{here}/{links}", keep=1, incremental=links)
+
+        def run() -> Checkpointer:
+            trained.add_(1)
+            checkpointer.save(next(step), tree)
+            return checkpointer
+
+        return run, lambda saved: bool(st.similarity(saved.restore(), tree, values=True))
+
+    return [ours(*contender(links=True)), floor("a whole save", *contender(links=False))]
+
+
 ROWS = (
     Row("delta", "delta, 2 % changed", few_large, delta, (within(2.5, "copy_"),)),
     Row("delta", "apply_delta, 2 % changed", few_large, apply_delta, (within(0.2, "copy_"),)),
     Row("digest", "digest", few_large, digest, (within(4, "copy_"),)),
     Row("frozen", "stage, 99 % frozen", few_large, frozen, (within(1.2, "stage of the 1 % alone"),)),
+    Row("frozen", "incremental save, 99 % unchanged", few_large, incremental, (within(0.1, "a whole save"),), rounds=3),
 )

@@ -13,6 +13,7 @@ that the state can be loaded without a template; plain DCP reads all others. Fil
 - ``stored_directory``: directories as a format of ``statetree.files``; ``nesting``: how DCP itself nests entries.
 - ``templates``: which entries of a checkpoint fill a template. ``part_checks``: what indices out of a file must be.
 - ``planners``, ``directory_writer``, ``directories``: DCP's planners, and its storage, written and read.
+- ``piece_sources``: what is written to a file, and whether a file holds it already.
 - ``file_manifest``, ``metadata``, ``data_files``: what is known and checked of the files.
 - ``groups``, ``failures``, ``internals``: the ranks, their errors, and the private parts of DCP that are used.
 """

@@ -6,10 +6,10 @@ import concurrent.futures
 import threading
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from statetree.dcp.agreement import by_first, check_same, raise_together
-from statetree.dcp.background import Background, SaveFuture, background_of, stage, start
+from statetree.dcp.background import Background, SaveFuture, background_of, start
 from statetree.dcp.directories import DirectoryReader
 from statetree.dcp.directory_writer import DirectoryWriter
 from statetree.dcp.failures import checkpoint_errors
@@ -17,7 +17,7 @@ from statetree.dcp.groups import check_alive, from_all, is_first
 from statetree.dcp.loading import read
 from statetree.dcp.restoring import Restoration
 from statetree.dcp.saving import warn_of_values, write
-from statetree.dcp.series import Series, UnfinishedStep
+from statetree.dcp.series import Kept, Series, UnfinishedStep
 from statetree.errors import CheckpointError, StagerBusy, StateTreeError
 from statetree.stager.stager import Stager
 
@@ -30,13 +30,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from statetree.tree.selection import Where
-
-
-class _Begun(NamedTuple):
-    """Where a save writes, and the checkpoint whose files it may link to."""
-
-    path: Path
-    base: Path | None
 
 
 class Checkpointer:
@@ -55,10 +48,12 @@ class Checkpointer:
         keep: How many checkpoints stay: those with the highest steps, and always the one saved last. ``None`` keeps
             all.
         keep_every: Beside these, the checkpoints stay whose step is a multiple of this.
+        keep_best: Beside these, so many checkpoints stay of those saved with the lowest ``metric``, of equal ones the
+            latest. With ``keep=1`` that is the latest and the best.
         incremental: Whether files in which nothing changed since the latest checkpoint become hard links to that one's.
-            Each checkpoint is complete, whatever is removed beside it. What changed is found by digests (SHA-256) of
-            the contents; files are cut so that few are written again. A file is read and compared with its checksums
-            before it is linked, so that damage does not go on. Where the file system has no links, all is written.
+            Each checkpoint is complete, whatever is removed beside it. Files are cut so that few are written again, and
+            each is read and compared with the state before it is linked, so that damage does not go on. Where the file
+            system has no links, all is written.
         process_group: The ranks that save and restore; by default all.
 
     Collective:
@@ -66,7 +61,8 @@ class Checkpointer:
         relative to other collectives as well: the first of them makes two gloo groups of the same ranks.
 
     Raises:
-        TypeError, ValueError: If ``keep`` or ``keep_every`` is no integer, or below one, or ``stager`` cannot stage.
+        TypeError, ValueError: If ``keep``, ``keep_every`` or ``keep_best`` is no integer, or below one, or ``stager``
+            cannot stage.
 
     Example:
         >>> import tempfile, torch
@@ -88,10 +84,11 @@ class Checkpointer:
         stager: Any = None,
         keep: int | None = None,
         keep_every: int | None = None,
+        keep_best: int | None = None,
         incremental: bool = False,
         process_group: ProcessGroup | None = None,
     ) -> None:
-        for name, count in (("keep", keep), ("keep_every", keep_every)):
+        for name, count in (("keep", keep), ("keep_every", keep_every), ("keep_best", keep_best)):
             if count is not None and type(count) is not int:
                 msg = f"Checkpointer: {name} must be a whole number, or None: expected an int, got {count!r}."
                 raise TypeError(msg)
@@ -102,39 +99,42 @@ class Checkpointer:
             msg = f"Checkpointer: stager must have a stage method: expected a Stager or an AsyncStager, got {stager!r}."
             raise TypeError(msg)
         self.directory = Path(directory)
-        self.keep = keep
-        self.keep_every = keep_every
-        self.incremental = incremental
-        self._series = Series(self.directory, keep_every)
+        self._kept = Kept(keep, keep_every, keep_best)
+        self._incremental = incremental
+        self._series = Series(self.directory)
         self._process_group = process_group
-        self._given_stager = stager
-        self._own_stager: Stager | None = None
+        self._stager = Stager() if stager is None else stager
+        self._owns_stager = stager is None
         self._running: SaveFuture | None = None
         self._closed = False
         self._calling = threading.RLock()
 
-    def save(self, step: int, state: Any) -> None:
+    def save(self, step: int, state: Any, *, metric: float | None = None) -> None:
         """Save a state, and return when the checkpoint is complete and old ones are removed.
 
         Args:
             step: The number of the checkpoint. If there is one, it is replaced, and is there until the new one is. A
                 warning says so if it is not above the latest one.
             state: Any tree.
+            metric: How good the state is, lower being better (a validation loss; of an accuracy, the negative): see
+                ``keep_best``. The first rank's counts.
 
         Raises:
             CheckpointError: If it cannot be written, or if an earlier save in the background failed: then this one was
                 not begun.
             ValueError: If the step is not an integer, or negative.
+            TypeError: If the metric is no number.
             RankMismatch: If the ranks pass different steps. All ranks raise. Or if this process is not in the group.
             UnsupportedLeaf, CyclicTree: As ``statetree.dcp.save``.
         """
+        metric = _as_metric("save", metric)
         with self._calling:
             warn_of_values("save", state)
             foreground = self._begin("save")
             self._warn_of_step("save", step)
-            self._write("save", step, lambda: state, foreground.group)
+            self._write("save", step, lambda: state, foreground.group, metric)
 
-    def async_save(self, step: int, state: Any, *, wait: bool = True) -> Future[None]:
+    def async_save(self, step: int, state: Any, *, metric: float | None = None, wait: bool = True) -> Future[None]:
         """Stage a state, and save it in the background.
 
         When this returns, the state may change. (If the stager is an ``AsyncStager(asynchronous=True)``, its tensors
@@ -143,6 +143,7 @@ class Checkpointer:
         Args:
             step: The number of the checkpoint.
             state: Any tree.
+            metric: As for ``save``.
             wait: Whether to wait for a save that is still running, or to refuse.
 
         Returns:
@@ -153,14 +154,16 @@ class Checkpointer:
             StagerBusy: With ``wait=False``, if a save is still running, on this rank or another. All ranks raise.
             CheckpointError: If an earlier save in the background failed. This one was not begun.
             ValueError: If the step is not an integer, or negative.
+            TypeError: If the metric is no number.
             StagerBusy, StagerClosed, UnsupportedLeaf: What staging raises on this rank. The others raise a
                 ``CheckpointError`` that names it. Nothing was begun, and the next call saves.
             RankMismatch: If this process is not in the group. The future raises it where ranks pass different steps.
         """
+        metric = _as_metric("async_save", metric)
 
         def stage_step() -> Any:
             _check_step("async_save", step)
-            return stage(state, self._stager())
+            return self._stager.stage(state)
 
         with self._calling:
             warn_of_values("async_save", state)
@@ -173,7 +176,7 @@ class Checkpointer:
                 background,
                 agreeing,
                 stage_step,
-                lambda staged: self._write("async_save", step, staged, background.group),
+                lambda staged: self._write("async_save", step, staged, background.group, metric),
             )
             return self._running
 
@@ -221,9 +224,7 @@ class Checkpointer:
             )
             raise TypeError(msg)
         with self._calling:
-            self._check_open("restore")
-            self._settle("restore")
-            group = self._background("restore", "restore").group
+            group = self._begin("restore", "restore").group
             check_same("restore", "step", repr(step), group)
             if step is not None:
                 _check_step("restore", step)
@@ -237,6 +238,10 @@ class Checkpointer:
     def latest_step(self) -> int | None:
         """Return the highest step of a complete checkpoint; ``None`` if there is none."""
         return max(self.steps(), default=None)
+
+    def best_step(self) -> int | None:
+        """Return the step of the complete checkpoint with the lowest ``metric``; ``None`` if none has one."""
+        return next((checkpoint.step for checkpoint in self._series.best()), None)
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, rising. Whatever else is in the directory is ignored."""
@@ -255,9 +260,8 @@ class Checkpointer:
                 if error is not None:
                     raise error
             finally:
-                if self._own_stager is not None:
-                    self._own_stager.close()
-                    self._own_stager = None
+                if self._owns_stager:
+                    self._stager.close()
 
     def __enter__(self) -> Self:
         return self
@@ -272,18 +276,15 @@ class Checkpointer:
                 raise
             error.add_note(f"statetree: besides, {failure}")
 
-    def _begin(self, verb: str) -> Background:
-        self._check_open(verb)
-        self._settle(verb)
-        return self._background(verb, "save")
-
-    def _background(self, verb: str, purpose: str) -> Background:
-        return background_of(verb, self._process_group, f"Checkpointer.{purpose}")
-
-    def _check_open(self, verb: str) -> None:
+    def _begin(self, verb: str, purpose: str = "save") -> Background:
         if self._closed:
             msg = f"{verb}: the Checkpointer of {self.directory} is closed: expected an open one. Make a new one."
             raise CheckpointError(msg)
+        self._settle(verb)
+        return self._background(verb, purpose)
+
+    def _background(self, verb: str, purpose: str) -> Background:
+        return background_of(verb, self._process_group, f"Checkpointer.{purpose}")
 
     def _warn_of_step(self, verb: str, step: int) -> None:
         """Say so if the step does not become the latest one, on the first rank."""
@@ -328,21 +329,17 @@ class Checkpointer:
             msg = f"{verb}: a save is still running{where}: expected none. Wait for its future, or pass wait=True."
             raise StagerBusy(msg)
 
-    def _stager(self) -> Any:
-        if self._given_stager is not None:
-            return self._given_stager
-        if self._own_stager is None:
-            self._own_stager = Stager()
-        return self._own_stager
-
-    def _write(self, verb: str, step: int, state: Callable[[], Any], group: ProcessGroup | None) -> None:
+    def _write(
+        self, verb: str, step: int, state: Callable[[], Any], group: ProcessGroup | None, metric: float | None
+    ) -> None:
         """Write a checkpoint under another name, then give it its own."""
         made: list[UnfinishedStep] = []
 
-        def begin() -> _Begun:
+        def begin() -> tuple[Path, Path | None]:
+            """Return where to write, and the checkpoint whose files may be linked to."""
             made.append(self._series.begin(step))
-            complete = self._series.complete() if self.incremental else []
-            return _Begun(made[0].path, self._series.path(complete[-1]) if complete else None)
+            complete = self._series.complete() if self._incremental else []
+            return made[0].path, self._series.path(complete[-1]) if complete else None
 
         check_alive("save", group)
         with checkpoint_errors("save", self.directory):
@@ -350,9 +347,9 @@ class Checkpointer:
         _check_step(verb, step)
         try:
             with checkpoint_errors("save", self.directory):
-                begun = by_first("save", group, begin)
-                writer = DirectoryWriter(begun.path, incremental=self.incremental, base=begun.base)
-                write(state, begun.path, group, writer)
+                path, base = by_first("save", group, begin)
+                writer = DirectoryWriter(path, incremental=self._incremental, base=base, metric=metric)
+                write(state, path, group, writer)
             self._publish(step, made, group)
         except BaseException:
             for unpublished in made:
@@ -365,7 +362,7 @@ class Checkpointer:
         def publish() -> None:
             published = self._series.publish(made[0])
             try:
-                self._series.prune(self.keep, published)
+                self._series.prune(self._kept, published)
             except OSError as error:
                 msg = (
                     f"save: the checkpoint {self._series.path(published)} is complete, but older ones could not be "
@@ -389,3 +386,13 @@ def _check_step(verb: str, step: int) -> None:
     if type(step) is not int or step < 0:
         msg = f"{verb}: step must be a number that is not negative: expected an int, got {step!r}."
         raise ValueError(msg)
+
+
+def _as_metric(verb: str, metric: Any) -> float | None:
+    if metric is None:
+        return None
+    try:
+        return float(metric)
+    except (TypeError, ValueError, RuntimeError) as error:
+        msg = f"{verb}: metric must be a number, or None: expected a float, got {type(metric).__qualname__}. {error}"
+        raise TypeError(msg) from None

@@ -47,9 +47,7 @@ class DataFiles:
         self._stored: dict[MetadataIndex, Stored] = metadata.storage_data
         self._listed = None if manifest is None else manifest.files
         self._checksums = {
-            (name, piece.offset): piece.checksum
-            for name, file in ({} if manifest is None else manifest.files).items()
-            for piece in file.pieces
+            (name, piece.offset): piece.checksum for name, file in (self._listed or {}).items() for piece in file.pieces
         }
         self._compared: set[str] = set()
 

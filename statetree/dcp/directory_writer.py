@@ -1,14 +1,13 @@
 """Writes a checkpoint into a directory as DCP's own writer does, and a manifest of it.
 
-An incremental save looks up each piece, by a digest of its content, in the manifest of an earlier checkpoint. Files of
-which every piece is as it was become hard links. The other pieces are written, those that did not change apart from
-those that did, so that the next save finds files to link.
+An incremental save compares each piece with the file of an earlier checkpoint that holds it. Files of which every piece
+is as it was become hard links. The other pieces are written, those that did not change apart from those that did, so
+that the next save finds files to link.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 import pickle
 import uuid
@@ -24,22 +23,21 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from statetree.dcp.file_manifest import (
+    ID_PREFIX,
     MANIFEST,
     FileManifest,
     ManifestFile,
     ManifestPiece,
-    as_save_id,
     check_file,
     read_manifest,
     trailer,
 )
 from statetree.dcp.internals import stamp_version, storage_info
 from statetree.dcp.metadata import METADATA
+from statetree.dcp.piece_sources import PieceSource
 from statetree.errors import CheckpointError
 from statetree.files.publishing import sync
 from statetree.files.ranges import OpenFiles
-from statetree.files.strided_reading import memory_of
-from statetree.torch_internals import as_copied
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -77,14 +75,18 @@ class DirectoryWriter(StorageWriter):
 
     Args:
         directory: Where.
-        incremental: Whether the contents of pieces are digested, for this save or later ones to compare.
+        incremental: Whether files are cut so that later saves find some to link.
         base: The directory of a checkpoint whose files may be linked to.
+        metric: What the manifest says of how good the state is.
     """
 
-    def __init__(self, directory: Path, *, incremental: bool = False, base: Path | None = None) -> None:
+    def __init__(
+        self, directory: Path, *, incremental: bool = False, base: Path | None = None, metric: float | None = None
+    ) -> None:
         self.checkpoint_id = directory
         self._incremental = incremental
         self._base = base
+        self._metric = metric
         self._save = uuid.uuid4().hex
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -102,7 +104,7 @@ class DirectoryWriter(StorageWriter):
 
     def storage_meta(self) -> StorageMeta:
         """Return what the metadata say of the save."""
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=as_save_id(self._save))
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=f"{ID_PREFIX}{self._save}")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make the directory."""
@@ -121,7 +123,7 @@ class DirectoryWriter(StorageWriter):
         if self._incremental:
             run.link_or_write(self._base)
         else:
-            run.write([plan.items])
+            run.write([list(run.items)])
         done: Future[list[WriteResult]] = Future()
         done.set_result(run.results)
         return done
@@ -141,7 +143,7 @@ class DirectoryWriter(StorageWriter):
         metadata.storage_meta = self.storage_meta()
         stamp_version(metadata)
         data = pickle.dumps(metadata)
-        manifest = FileManifest(self._save, (len(data), zlib.crc32(data)), files)
+        manifest = FileManifest(self._save, (len(data), zlib.crc32(data)), files, self._metric)
         _write_whole(self.checkpoint_id / MANIFEST, manifest.to_bytes())
         _write_whole(self.checkpoint_id / METADATA, data)
         sync(self.checkpoint_id)
@@ -160,138 +162,105 @@ class _RankWriter:
     """Writes what one rank has to write.
 
     Attributes:
+        items: What there is to write.
         results: Where each piece was written.
     """
 
     def __init__(self, directory: Path, plan: SavePlan, planner: SavePlanner) -> None:
+        self.items: dict[Index, WriteItem] = {_index_of(item.index): item for item in plan.items}
         self.results: list[WriteResult] = []
         self._directory = directory
-        self._items = plan.items
         self._planner = planner
-        share: _Share = plan.storage_data
-        self._save = share.save
-        self._prefix = f"__{share.rank}_"
-        self._files = 0
-        self._contents: dict[Index, str] = {}
+        self._share: _Share = plan.storage_data
 
-    def write(self, groups: Iterable[Sequence[WriteItem]], tag: str = "") -> None:
-        """Write each group of items into a file of its own."""
-        for items in groups:
-            name = f"{self._prefix}{self._files}{tag}{_SUFFIX}"
-            self._files += 1
-            self._write_file(name, items)
+    def write(self, groups: Iterable[Sequence[Index]], tag: str = "") -> None:
+        """Write each group of pieces into a file of its own."""
+        for number, indices in enumerate(groups):
+            self._write_file(f"__{self._share.rank}_{number}{tag}{_SUFFIX}", indices)
 
-    def _write_file(self, name: str, items: Sequence[WriteItem]) -> None:
+    def _write_file(self, name: str, indices: Sequence[Index]) -> None:
         path = self._directory / name
         path.unlink(missing_ok=True)
-        pieces = []
+        values_first = sorted(indices, key=lambda index: self.items[index].type != WriteItemType.BYTE_IO)  # as DCP
         with path.open("xb") as file:
-            for item in sorted(items, key=lambda item: item.type != WriteItemType.BYTE_IO):  # values first, as DCP
-                stream = _Checked(file)
-                begin = file.tell()
-                _write_item(stream, self._resolved(item))
-                index = _index_of(item.index)
-                content = self._contents.get(index, "")
-                piece = ManifestPiece(*index, begin, file.tell() - begin, stream.checksum, content)
-                pieces.append((item.index, piece))
-            file.write(trailer(self._save))
+            pieces = tuple(self._source(index).write(file, *index) for index in values_first)
+            file.write(trailer(self._share.save))
             file.flush()
             os.fsync(file.fileno())
-            nbytes = file.tell()
-        self._add(name, (self._save, nbytes), pieces)
+            self._add(name, ManifestFile(self._share.save, file.tell(), pieces))
 
-    def _add(self, name: str, file: tuple[str, int], pieces: Iterable[tuple[MetadataIndex, ManifestPiece]]) -> None:
-        self.results += [WriteResult(index, piece.length, _Written(name, file, piece)) for index, piece in pieces]
+    def _add(self, name: str, file: ManifestFile) -> None:
+        for piece in file.pieces:
+            index = self.items[piece.key, piece.chunk].index
+            self.results.append(WriteResult(index, piece.length, _Written(name, (file.save, file.nbytes), piece)))
 
-    def _resolved(self, item: WriteItem) -> Any:
-        """Return what is to be written: bytes, or a tensor on the CPU that fills its storage."""
-        if item.type == WriteItemType.BYTE_IO:
-            return self._planner.resolve_data(item).getbuffer()  # type: ignore[union-attr]
-        tensor: Any = self._planner.resolve_data(item)
-        tensor = tensor.detach().cpu()
-        return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+    def _source(self, index: Index) -> PieceSource:
+        found: Any = self._planner.resolve_data(self.items[index])
+        if self.items[index].type == WriteItemType.BYTE_IO:
+            return PieceSource(found.getbuffer())
+        tensor = found.detach().cpu()
+        return PieceSource(tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone())
 
     def link_or_write(self, base: Path | None) -> None:
         """Link to files of an earlier checkpoint where nothing changed, and write the rest."""
-        with ThreadPoolExecutor() as pool:
-            contents = pool.map(lambda item: _content_of(self._resolved(item)), self._items)
-            self._contents = {
-                _index_of(item.index): content for item, content in zip(self._items, contents, strict=True)
-            }
-            known = _manifest_of(base)
-            unchanged = {
-                (piece.key, piece.chunk)
-                for file in known.values()
-                for piece in file.pieces
-                if self._contents.get((piece.key, piece.chunk)) == piece.content
-            }
-            linked = set() if base is None else self._link(base, known, unchanged, pool)
-        rest = [item for item in self._items if _index_of(item.index) not in linked]
-        kept = [item for item in rest if _index_of(item.index) in unchanged]
-        changed = [item for item in rest if _index_of(item.index) not in unchanged]
-        tag = f"_{self._save}"  # linked files keep their names
-        self.write([*_grouped(kept), *_grouped(changed)], tag)
-
-    def _link(
-        self, base: Path, known: Mapping[str, ManifestFile], unchanged: set[Index], pool: ThreadPoolExecutor
-    ) -> set[Index]:
-        """Link to the files that consist of unchanged pieces only, and return these pieces.
-
-        They are read and compared with their checksums first: else damage would go on from step to step.
-        """
-        indices = {_index_of(item.index): item.index for item in self._items}
+        unchanged: set[Index] = set()
         linked: set[Index] = set()
-        names = [name for name, file in known.items() if {(p.key, p.chunk) for p in file.pieces} <= unchanged]
-        whole = pool.map(lambda name: _is_whole(base / name, known[name]), names)
-        for name in (name for name, is_whole in zip(names, whole, strict=True) if is_whole):
-            file = known[name]
-            own = {(piece.key, piece.chunk) for piece in file.pieces}
-            if not linked.isdisjoint(own):
-                continue
-            with suppress(OSError):  # another file system, or it was removed meanwhile: it is written anew
-                os.link(base / name, self._directory / name, follow_symlinks=False)
-                linked |= own
-                pieces = [(indices[piece.key, piece.chunk], piece) for piece in file.pieces]
-                self._add(name, (file.save, file.nbytes), pieces)
-        return linked
+        if base is not None:
+            known = _files_of(base)
+            with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+                found = pool.map(lambda name: self._unchanged_in(base / name, known[name]), known)
+            for (name, file), same in zip(known.items(), found, strict=True):
+                unchanged |= same
+                if len(same) == len(file.pieces) and self._link(base, name):
+                    linked |= same
+                    self._add(name, file)
+        kept = [index for index in self.items if index in unchanged and index not in linked]
+        changed = [index for index in self.items if index not in unchanged]
+        tag = f"_{self._share.save}"  # linked files keep their names
+        self.write([*self._grouped(kept), *self._grouped(changed)], tag)
 
+    def _unchanged_in(self, path: Path, listed: ManifestFile) -> set[Index]:
+        """Return the pieces that a file holds as they are now. Damage is a change: else it would go on."""
+        same: set[Index] = set()
+        if path.is_symlink():  # what it leads to may go away
+            return same
+        with suppress(CheckpointError):
+            file = OpenFiles().open(path)
+            check_file(file, listed)
+            for piece in listed.pieces:
+                index = piece.key, piece.chunk
+                if index in self.items and self._source(index).is_in(file, piece):
+                    same.add(index)
+        return same
 
-def _is_whole(path: Path, listed: ManifestFile) -> bool:
-    """Whether a file is what was written, to the byte."""
-    try:
-        place = OpenFiles().open(path)
-        check_file(place, listed)
-        return not path.is_symlink() and all(
-            place.checksum(piece.offset, piece.length) == piece.checksum for piece in listed.pieces
-        )
-    except CheckpointError:
+    def _link(self, base: Path, name: str) -> bool:
+        with suppress(OSError):  # another file system, or it was removed meanwhile: it is written anew
+            os.link(base / name, self._directory / name, follow_symlinks=False)
+            return True
         return False
 
-
-def _manifest_of(base: Path | None) -> Mapping[str, ManifestFile]:
-    """Return the files of an earlier checkpoint that can be linked to: none if it has no manifest that is whole."""
-    if base is not None:
-        with suppress(CheckpointError):
-            manifest = read_manifest(base)
-            if manifest is not None:
-                return manifest.files
-    return {}
-
-
-def _grouped(items: Sequence[WriteItem]) -> Iterator[Sequence[WriteItem]]:
-    """Cut items into groups for a file each: not many, so that few are written again when a piece changes."""
-    sizes = [_nbytes(item) for item in items]
-    limit = min(_FILE_BYTES, sum(sizes) // _FILE_SHARE)
-    group: list[WriteItem] = []
-    total = 0
-    for item, nbytes in zip(items, sizes, strict=True):
-        group.append(item)
-        total += nbytes
-        if total >= limit:
+    def _grouped(self, indices: Sequence[Index]) -> Iterator[Sequence[Index]]:
+        """Cut pieces into groups for a file each: not many, so that few are written again when one changes."""
+        sizes = [_nbytes(self.items[index]) for index in indices]
+        limit = min(_FILE_BYTES, sum(sizes) // _FILE_SHARE)
+        group: list[Index] = []
+        total = 0
+        for index, nbytes in zip(indices, sizes, strict=True):
+            group.append(index)
+            total += nbytes
+            if total >= limit:
+                yield group
+                group, total = [], 0
+        if group:
             yield group
-            group, total = [], 0
-    if group:
-        yield group
+
+
+def _files_of(base: Path) -> Mapping[str, ManifestFile]:
+    """Return the files of an earlier checkpoint that can be linked to: none if it has no manifest that is whole."""
+    with suppress(CheckpointError):
+        manifest = read_manifest(base)
+        return {} if manifest is None else manifest.files
+    return {}
 
 
 def _nbytes(item: WriteItem) -> int:
@@ -302,38 +271,3 @@ def _nbytes(item: WriteItem) -> int:
 
 def _index_of(index: MetadataIndex) -> Index:
     return index.fqn, None if index.offset is None else tuple(index.offset)
-
-
-class _Checked:
-    """A file to write to, and the CRC-32 of what was written."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self.checksum = 0
-
-    def write(self, data: Any) -> int:
-        self.checksum = zlib.crc32(data, self.checksum)
-        written: int = self._file.write(data)
-        return written
-
-    def flush(self) -> None:
-        pass
-
-
-def _write_item(stream: Any, data: Any) -> None:
-    if isinstance(data, torch.Tensor):
-        torch.save(data, stream)
-    else:
-        stream.write(data)
-
-
-def _content_of(data: Any) -> str:
-    """Return a digest of what a piece holds. Chance does not make two alike, since what is alike is not written."""
-    digest = hashlib.sha256()
-    if not isinstance(data, torch.Tensor):
-        digest.update(b"value ")
-        digest.update(data)
-        return digest.hexdigest()
-    digest.update(f"{data.dtype} {tuple(data.shape)} ".encode())
-    digest.update(memory_of(as_copied(data.resolve_conj().resolve_neg()).contiguous()))
-    return digest.hexdigest()

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from statetree.errors import CheckpointError, StateTreeError, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 _FULL_BYTES = 1 << 20
@@ -27,7 +27,8 @@ def checkpoint_errors(verb: str, place: Any) -> Iterator[None]:
     try:
         yield
     except CheckpointException as failure:
-        raise _from_ranks(verb, place, failure) from _first(failure)
+        errors = {rank: failure.failures[rank][0] for rank in sorted(failure.failures)}
+        raise _from_ranks(verb, place, errors) from next(iter(errors.values()))
     except StateTreeError:
         raise
     except Exception as error:
@@ -35,12 +36,7 @@ def checkpoint_errors(verb: str, place: Any) -> Iterator[None]:
         raise CheckpointError(msg) from error
 
 
-def _first(failure: CheckpointException) -> BaseException:
-    return failure.failures[min(failure.failures)][0]
-
-
-def _from_ranks(verb: str, place: Any, failure: CheckpointException) -> BaseException:
-    errors = {rank: failure.failures[rank][0] for rank in sorted(failure.failures)}
+def _from_ranks(verb: str, place: Any, errors: Mapping[int, BaseException]) -> BaseException:
     for error in errors.values():
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             return error  # DCP caught the interrupt

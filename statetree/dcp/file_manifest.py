@@ -27,7 +27,7 @@ MANIFEST: Final = ".statetree_manifest"
 _VERSION: Final = 1
 _MAX_BYTES: Final = 2 << 30
 #: What ``StorageMeta.save_id`` of DCP's metadata begins with if there is a manifest.
-_ID_PREFIX: Final = "statetree:"
+ID_PREFIX: Final = "statetree:"
 _TRAILER: Final = b"\nstatetree save "
 TRAILER_BYTES: Final = len(_TRAILER) + 32
 _ID: Final = re.compile(r"[0-9a-f]{32}")
@@ -43,7 +43,7 @@ class ManifestPiece(NamedTuple):
         offset: Where it begins in the file.
         length: How many bytes it has there.
         checksum: Their CRC-32.
-        content: A digest of what it holds, independent of how it is written; empty unless the save is incremental.
+        source: What it was written from: see ``PieceSource``. (Earlier versions wrote a digest, or nothing.)
     """
 
     key: str
@@ -51,7 +51,7 @@ class ManifestPiece(NamedTuple):
     offset: int
     length: int
     checksum: int
-    content: str = ""
+    source: str = ""
 
 
 class ManifestFile(NamedTuple):
@@ -63,11 +63,12 @@ class ManifestFile(NamedTuple):
 
 
 class FileManifest(NamedTuple):
-    """What a save wrote: its id, the size and checksum of ``.metadata``, and the data files by name."""
+    """What a save wrote: its id, size and checksum of ``.metadata``, the data files by name, and the state's metric."""
 
     save: str
     metadata: tuple[int, int]
     files: Mapping[str, ManifestFile]
+    metric: float | None = None
 
     def to_bytes(self) -> bytes:
         """Return the manifest as a file: a line of JSON, and a line with its CRC-32."""
@@ -75,6 +76,8 @@ class FileManifest(NamedTuple):
             name: [file.save, file.nbytes, [list(piece) for piece in file.pieces]] for name, file in self.files.items()
         }
         table = {"version": _VERSION, "save": self.save, "metadata": self.metadata, "files": files}
+        if self.metric is not None:
+            table["metric"] = self.metric
         line = json.dumps(table, separators=(",", ":")).encode()
         return line + f"\n{zlib.crc32(line):08x}\n".encode()
 
@@ -87,14 +90,9 @@ class FileManifest(NamedTuple):
             raise CheckpointError(msg)
 
 
-def as_save_id(text: str) -> str:
-    """Return what DCP's metadata say of a save that has a manifest."""
-    return f"{_ID_PREFIX}{text}"
-
-
 def save_of(save_id: Any) -> str | None:
     """Return the id of the save that DCP's metadata name; ``None`` if it left no manifest."""
-    return save_id.removeprefix(_ID_PREFIX) if isinstance(save_id, str) and save_id.startswith(_ID_PREFIX) else None
+    return save_id.removeprefix(ID_PREFIX) if isinstance(save_id, str) and save_id.startswith(ID_PREFIX) else None
 
 
 def trailer(save: str) -> bytes:
@@ -154,14 +152,15 @@ def _parsed(table: Any) -> FileManifest:
         if not _ID.fullmatch(save) or not _NAME.fullmatch(name):
             raise ValueError
         files[name] = ManifestFile(save, _number(size), tuple(_piece(*row) for row in rows))
-    return FileManifest(table["save"], (nbytes, checksum), files)
+    metric = table.get("metric")
+    return FileManifest(table["save"], (nbytes, checksum), files, None if metric is None else float(metric))
 
 
-def _piece(key: Any, chunk: Any, offset: Any, length: Any, checksum: Any, content: Any) -> ManifestPiece:
-    if type(key) is not str or type(content) is not str:
+def _piece(key: Any, chunk: Any, offset: Any, length: Any, checksum: Any, source: Any) -> ManifestPiece:
+    if type(key) is not str or type(source) is not str:
         raise TypeError
     at = None if chunk is None else tuple(map(_number, chunk))
-    return ManifestPiece(key, at, _number(offset), _number(length), _number(checksum), content)
+    return ManifestPiece(key, at, _number(offset), _number(length), _number(checksum), source)
 
 
 def _number(value: Any) -> int:

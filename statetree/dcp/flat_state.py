@@ -13,7 +13,7 @@ from statetree.paths import Path, render_key
 from statetree.tree.flatten import flatten_for
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Sequence
 
     from statetree.tree.spec import TreeSpec
 
@@ -63,7 +63,7 @@ def flat_state(tree: Any, *, verb: str) -> FlatState:
     leaves, spec = flatten_for(verb, tree, is_leaf=is_entry)
     keys = spec.flat_keys()
     if STRUCTURE_KEY in keys:
-        keys = [free_key(key, keys) if key == STRUCTURE_KEY else key for key in keys]
+        keys = [free_key(key, set(keys)) if key == STRUCTURE_KEY else key for key in keys]
     paths = _dcp_paths(spec)
     taken = set(paths)
     for index, (key, path) in enumerate(zip(keys, paths, strict=True)):
@@ -91,11 +91,12 @@ def _dcp_paths(spec: TreeSpec) -> list[tuple[str | int, ...]]:
     return found
 
 
-def free_key(wanted: str, taken: Collection[str]) -> str:
-    """Return a key like the one wanted that is not taken."""
+def free_key(wanted: str, taken: set[str]) -> str:
+    """Return a key like the one wanted that is not taken, and take it."""
     number = 2
     key = wanted
     while key in taken or key == STRUCTURE_KEY:
         key = f"{wanted}~{number}"
         number += 1
+    taken.add(key)
     return key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -294,7 +295,7 @@ class _Free:
     def __init__(self, where: Where | None) -> None:
         self._where = where
         self._structure = Structure(TreeSpec((), 0), ())
-        self._tensors: dict[str, torch.Tensor] = {}
+        self._flat: dict[str, Any] = {}
 
     def choose(self, text: str | None, metadata: Metadata) -> dict[str, Any]:
         if text is None:
@@ -315,27 +316,26 @@ class _Free:
             tree = self._structure.rebuild(self._marks)
             outlines = [_outline(entry, metadata) for entry in entries]
             chosen = selected(self._where, flatten(tree)[1], outlines, verb="load")
-            marks = {id(mark) for mark, is_chosen in zip(self._marks, chosen, strict=True) if is_chosen}
+            marks = set(map(id, compress(self._marks, chosen)))
             self._selected = select(tree, lambda _, mark: id(mark) in marks)
             _check_entries(self._structure, chosen)
-        flat: dict[str, Any] = {}
-        for entry in (entry for entry, is_chosen in zip(entries, chosen, strict=True) if is_chosen):
+        for entry in compress(entries, chosen):
             (key,) = entry.keys
             stored = metadata.state_dict_metadata.get(key)
             if stored is None or isinstance(stored, TensorStorageMetadata) != (entry.sort == TENSOR_ENTRY):
                 msg = f"load: the checkpoint's structure names {key}, which it does not hold. Load another checkpoint."
                 raise CheckpointError(msg)
             if isinstance(stored, TensorStorageMetadata):
-                flat[key] = self._tensors[key] = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
+                self._flat[key] = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
             else:
-                flat[key] = None
-        return flat
+                self._flat[key] = None
+        return self._flat
 
     def finish(self) -> None:
         pass
 
     def result(self, values: dict[str, Any]) -> Any:
-        found = {**values, **self._tensors}
+        found = {**self._flat, **values}
         entries = self._structure.entries
         if self._where is None:
             return self._structure.rebuild([found[entry.keys[0]] for entry in entries])

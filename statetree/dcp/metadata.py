@@ -107,7 +107,7 @@ def read_described(directory: Path, *, verify: bool) -> tuple[Metadata, FileMani
             missing or damaged is passed over.
 
     Returns:
-        Metadata whose ``storage_data`` holds ``Stored``, without planner data.
+        Metadata whose ``storage_data`` holds ``Stored``, and whose ``planner_data`` holds what is a path in it.
 
     Raises:
         CheckpointError: If the directory or the metadata are missing, damaged, or refer to anything else; or if the
@@ -209,7 +209,13 @@ class _Reading:
         for key, entry in entries.items():
             self._check_stored(key, entry, stored)
         self._check_apart(stored)
-        return Metadata(entries, storage_data=stored, storage_meta=StorageMeta(save_id=self._save_id(state)))
+        told = state.get("planner_data")
+        paths = (
+            {key: path for key, path in told.items() if type(key) is str and _is_path(path)}
+            if type(told) is dict
+            else {}
+        )
+        return Metadata(entries, paths, stored, StorageMeta(save_id=self._save_id(state)))
 
     def _save_id(self, state: Any) -> str | None:
         record = state.get("storage_meta")
@@ -331,6 +337,10 @@ class _Reading:
 
 _TEXT: Final = reprlib.Repr()
 _TEXT.maxstring = _TEXT.maxother = 200
+
+
+def _is_path(path: Any) -> bool:
+    return type(path) is tuple and bool(path) and all(type(step) in (str, int) for step in path)
 
 
 def _name_of(record: Any) -> str:

@@ -4,34 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from statetree.files.safe_pickle import BadPickle, Foreign, Reader, Record, Recorded
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-
-def read_paths(data: bytes) -> dict[str, tuple[str | int, ...]]:
-    """Return the path of each key, as far as metadata has them. Nothing in its pickle is executed.
-
-    Args:
-        data: A pickle of metadata, which ``read_metadata`` found to be one.
-    """
-
-    def refer(_module: str, name: str) -> Any:
-        return Recorded(name) if name == "Metadata" else Foreign(name)
-
-    def refuse(name: str, _args: tuple[Any, ...]) -> Any:
-        raise BadPickle(f"it calls {name}")
-
-    record = Reader(data, refuse, refer, is_modern=True).load()
-    paths = record.state.get("planner_data") if isinstance(record, Record) and type(record.state) is dict else None
-    if type(paths) is not dict:
-        return {}
-    return {key: path for key, path in paths.items() if type(key) is str and _is_path(path)}
-
-
-def _is_path(path: Any) -> bool:
-    return type(path) is tuple and bool(path) and all(type(step) in (str, int) for step in path)
 
 
 def nested(values: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]]) -> dict[str, Any] | None:

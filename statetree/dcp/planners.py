@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.default_planner import (
@@ -29,19 +29,11 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
 
 
-class Pickled:
-    """A plain value, pickled."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        self.file = file
-
-
-@dataclasses.dataclass
-class ToSave:
+class ToSave(NamedTuple):
     """What a rank has to save.
 
     Attributes:
-        flat: Tensors, and ``Pickled`` values.
+        flat: Tensors, and plain values, pickled, as ``BytesIO``.
         dcp_paths: Where they lie, as DCP has it.
         inseparable: Keys of tensors that are of use together only, so that one rank has to write them all.
     """
@@ -97,8 +89,8 @@ class SavePlanner(DefaultSavePlanner):
         return found.__get_tensor_shard__(index) if isinstance(found, LocalPieces) else super().lookup_object(index)
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002, ARG002 - DCP's signature
-        """Return a value's bytes."""
-        return object.file if isinstance(object, Pickled) else object
+        """Leave values as they are: they are pickled."""
+        return object
 
 
 class LoadPlanner(DefaultLoadPlanner):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -37,15 +38,14 @@ class Restoration:
 
     def run(self, load: Callable[[Path], Any], *, fallback: bool) -> Any:
         """Load the checkpoint; if it is damaged and ``fallback`` is set, the newest older one that can be read."""
-        found = self._by_first(lambda: self._find(self._step))
+        found = self._by_first(partial(self._find, self._step))
         damaged: list[CheckpointError] = []
         while True:
             try:
                 loaded = self._load(found, load)
             except CheckpointError as error:
                 damaged.append(error)
-                last = found
-                older = self._by_first(lambda: self._older(last))  # noqa: B023 - called at once
+                older = self._by_first(partial(self._older, found))
                 if older is None:
                     raise damaged[0] from damaged[0].__cause__
                 if not fallback:
@@ -55,10 +55,8 @@ class Restoration:
                 found = older
             else:
                 if damaged:
-                    msg = (
-                        f"restore: took the checkpoint of step {found.step}, since a later one is damaged: {damaged[0]}"
-                    )
-                    warnings.warn(msg, stacklevel=3)
+                    what = f"took the checkpoint of step {found.step}, since a later one is damaged: {damaged[0]}"
+                    warnings.warn(f"restore: {what}", stacklevel=3)
                 return loaded
 
     def _by_first(self, action: Callable[[], Any]) -> Any:
@@ -72,8 +70,7 @@ class Restoration:
                 try:
                     return load(path)
                 except CheckpointException:  # the same one on every rank
-                    last = found
-                    another = self._by_first(lambda: self._find_instead(last))  # noqa: B023 - called at once
+                    another = self._by_first(partial(self._find_instead, found))
                     if another is None:
                         raise
                     found = another

@@ -16,9 +16,9 @@ from statetree.dcp.groups import check_alive, group_for, ranks_of
 from statetree.dcp.internals import run_save
 from statetree.dcp.numpy_values import is_array_of_numbers
 from statetree.dcp.plain_values import why_not_restorable
-from statetree.dcp.planners import Pickled, SavePlanner, ToSave
+from statetree.dcp.planners import SavePlanner, ToSave
 from statetree.dcp.saved_structure import SavedEntry, written
-from statetree.dcp.tensors import PARTS_ENTRY, VALUE_ENTRY, Content, compact, content_of, to_save
+from statetree.dcp.tensors import PARTS_ENTRY, VALUE_ENTRY, compact, content_of, to_save
 from statetree.errors import StateTreeError, UnsupportedLeaf, shown
 from statetree.files.checkpoint import is_entry
 from statetree.leaves.builtin import leaf_type_of
@@ -82,14 +82,8 @@ def save(
     write(lambda: state, checkpoint_id, group_for("save", process_group), storage_writer)
 
 
-def warn_of_values(verb: str, state: Any, stacklevel: int = 3) -> None:
-    """Warn of plain values that do not come back by default, each with its path.
-
-    Args:
-        verb: On whose behalf.
-        state: What is to be saved.
-        stacklevel: Whose line the warning is about, as for ``warnings.warn``.
-    """
+def warn_of_values(verb: str, state: Any) -> None:
+    """Warn the caller of a verb of plain values in a state that do not come back by default, each with its path."""
     try:
         leaves, spec = flatten_for(verb, state, is_leaf=is_entry)
         chosen = [index for index, leaf in enumerate(leaves) if not _comes_back(leaf)]
@@ -102,7 +96,7 @@ def warn_of_values(verb: str, state: Any, stacklevel: int = 3) -> None:
             f"{verb}: plain values that restore refuses by default, at:\n  {shown(lines)}\nName their classes with "
             "torch.serialization.add_safe_globals, save what they hold, or restore with weights_only=False."
         )
-        warnings.warn(msg, stacklevel=stacklevel)
+        warnings.warn(msg, stacklevel=3)
 
 
 #: Classes of values that always come back. Asking that of every number in a state would take as long as saving it.
@@ -126,7 +120,7 @@ def _why_not(value: Any) -> str:
     try:
         if leaf_type is not None and leaf_type.registered:
             value = content_of("save", value, Path()).contexts
-        return why_not_restorable(_pickled(value, Path()).file.getvalue())
+        return why_not_restorable(_pickled(value, Path()).getvalue())
     except UnsupportedLeaf:  # the save itself raises it, with its path
         return ""
 
@@ -159,18 +153,18 @@ def _prepared(state: Any, group: ProcessGroup | None, *, with_structure: bool) -
     saved = []
     for entry in entries:
         content = content_of("save", entry.value, entry.path, ranks)
-        keys = _keys_of(entry.key, content, taken)
+        keys: tuple[str, ...] = (entry.key,)
+        if content.sort == PARTS_ENTRY:
+            keys = tuple(free_key(f"{entry.key}.<part {number}>", taken) for number in range(len(content.tensors)))
+            prepared.inseparable.update(keys)
         if content.sort == VALUE_ENTRY:
             prepared.flat[entry.key] = _pickled(entry.value, entry.path)
         else:
             prepared.flat.update(zip(keys, map(to_save, content.tensors), strict=True))
         prepared.dcp_paths.update((key, entry.dcp_path_of(key)) for key in keys)
-        if content.sort == PARTS_ENTRY:
-            prepared.inseparable.update(keys)
         context = ""
         if content.contexts:
             context = free_key(f"{entry.key}.<context>", taken)
-            taken.add(context)
             prepared.flat[context] = _pickled(content.contexts, entry.path)
             prepared.dcp_paths[context] = (context,)
         saved.append(SavedEntry(content.sort, keys, content.facts, context))
@@ -180,17 +174,7 @@ def _prepared(state: Any, group: ProcessGroup | None, *, with_structure: bool) -
     return prepared
 
 
-def _keys_of(key: str, content: Content, taken: set[str]) -> tuple[str, ...]:
-    if content.sort != PARTS_ENTRY:
-        return (key,)
-    keys = []
-    for number in range(len(content.tensors)):
-        keys.append(free_key(f"{key}.<part {number}>", taken))
-        taken.add(keys[-1])
-    return tuple(keys)
-
-
-def _pickled(value: Any, path: Path) -> Pickled:
+def _pickled(value: Any, path: Path) -> io.BytesIO:
     file = io.BytesIO()
     try:
         torch.save(compact(value), file)
@@ -200,4 +184,4 @@ def _pickled(value: Any, path: Path) -> Pickled:
             f"{type(error).__name__}: {error}. Leave it out, or register its class as a container (register_container)."
         )
         raise UnsupportedLeaf(msg, path) from error
-    return Pickled(file)
+    return file

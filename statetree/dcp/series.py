@@ -12,9 +12,12 @@ import re
 import shutil
 import uuid
 from contextlib import contextmanager, suppress
+from math import isnan
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from statetree.dcp.file_manifest import read_manifest
 from statetree.dcp.metadata import METADATA
+from statetree.errors import CheckpointError
 from statetree.files.publishing import sync
 
 if TYPE_CHECKING:
@@ -37,12 +40,19 @@ class StepDirectory(NamedTuple):
         return f"step-{self.step:08}" + (f".{self.revision}" if self.revision else "")
 
 
+class Kept(NamedTuple):
+    """Which checkpoints stay: as many of the latest, those of every n-th step, and as many of the lowest metric."""
+
+    latest: int | None = None
+    every: int | None = None
+    best: int | None = None
+
+
 class Series:
     """The checkpoints in a directory. Only one rank uses it."""
 
-    def __init__(self, directory: Path, every: int | None = None) -> None:
+    def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._every = every
 
     def complete(self) -> list[StepDirectory]:
         """Return the complete checkpoints, of each step the latest revision, in the order of steps."""
@@ -98,14 +108,29 @@ class Series:
         partial.close()
         return checkpoint
 
-    def prune(self, keep: int | None, latest: StepDirectory) -> None:
-        """Remove superseded revisions, and all but the newest steps and every n-th; never the one just saved."""
+    def best(self, count: int = 1) -> list[StepDirectory]:
+        """Return the checkpoints of the lowest metric, the lowest first, of equal ones the latest first."""
+        return self._best(self.complete(), count)
+
+    def _best(self, complete: Iterable[StepDirectory], count: int) -> list[StepDirectory]:
+        found = []
+        for checkpoint in complete:
+            with suppress(CheckpointError):  # a damaged manifest
+                manifest = read_manifest(self.path(checkpoint))
+                if manifest is not None and manifest.metric is not None and not isnan(manifest.metric):
+                    found.append((manifest.metric, -checkpoint.step, checkpoint))
+        return [checkpoint for _, _, checkpoint in sorted(found)[:count]]
+
+    def prune(self, keep: Kept, latest: StepDirectory) -> None:
+        """Remove superseded revisions, and all steps that are not kept; never the one just saved."""
         with self._alone():
             found = self._all()  # once: what another process publishes from here on is none of these
             complete = _latest(found)
-            kept = set(complete if keep is None else complete[-keep:]) | {latest}
-            if self._every is not None:
-                kept |= {checkpoint for checkpoint in complete if checkpoint.step % self._every == 0}
+            kept = {latest, *(complete if keep.latest is None else complete[-keep.latest :])}
+            if keep.every is not None:
+                kept.update(checkpoint for checkpoint in complete if checkpoint.step % keep.every == 0)
+            if keep.best is not None:
+                kept.update(self._best(complete, keep.best))
             removed = [self._without_name(self.path(checkpoint)) for checkpoint in found if checkpoint not in kept]
         for path in removed:
             shutil.rmtree(path, ignore_errors=True)
@@ -164,10 +189,8 @@ def _is_in_use(path: str) -> bool:
         return False
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     finally:
         os.close(handle)
     return False

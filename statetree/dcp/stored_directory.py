@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -14,7 +15,7 @@ from statetree.dcp.data_files import DataFiles, box_of
 from statetree.dcp.flat_state import STRUCTURE_KEY
 from statetree.dcp.keys import UnknownKey, key_of
 from statetree.dcp.metadata import METADATA, read_described
-from statetree.dcp.nesting import nested, read_paths
+from statetree.dcp.nesting import nested
 from statetree.dcp.plain_values import gist, read_value
 from statetree.dcp.saved_structure import SavedContainer, Structure, places, read, why_not_rebuilt
 from statetree.dcp.saving import write
@@ -70,7 +71,7 @@ class _Directory:
         self._is_nested = True
         self.metadata, manifest = read_described(path, verify=True)
         self._data = DataFiles(path, self.metadata, manifest, files)
-        self._metadata_file = files.open(path / METADATA)
+        files.open(path / METADATA)  # one of the checkpoint's files
 
     def opened(self, title: str) -> OpenedCheckpoint:
         """Return the checkpoint."""
@@ -92,8 +93,7 @@ class _Directory:
         if not isinstance(entries.get(STRUCTURE_KEY), BytesStorageMetadata):
             self._is_nested = False
             # DCP's own paths have texts for all keys, and lists for tuples.
-            paths = read_paths(self._metadata_file.read(0, self._metadata_file.length, "the metadata"))
-            return nested(values, paths) or values
+            return nested(values, self.metadata.planner_data) or values
         saved = read(self._plain(STRUCTURE_KEY))
         for entry in saved.entries:
             wants_tensor = entry.sort in (TENSOR_ENTRY, PARTS_ENTRY)
@@ -102,7 +102,7 @@ class _Directory:
                     refuse(self.path, f"its structure names {key!r}, which it does not hold")
         leaves = [self._leaf(entry.sort, [values[key] for key in entry.keys], entry.facts) for entry in saved.entries]
         tree = self._rebuildable(saved).rebuild(leaves)
-        placed = {key for entry in saved.entries for key in entry.keys}
+        placed = {key for entry in saved.entries for key in (*entry.keys, entry.context)}
         loose = {key: value for key, value in values.items() if key not in placed}  # of ranks other than the first
         if not loose:
             return tree
@@ -149,12 +149,10 @@ class _Directory:
         self._check_coverage(key, shape, boxes)
         indices = [MetadataIndex(key, chunk.offsets) for chunk in entry.chunks]
         paths = {self.path / self.metadata.storage_data[index].name for index in indices}
-        found: list[StoredPiece] = []
 
+        @cache  # where the elements of each piece lie is read when they are asked for
         def find() -> Sequence[StoredPiece]:
-            if not found:  # where the elements of each piece lie is read when they are asked for
-                found.extend(self._data.piece(index, dtype, box) for index, box in zip(indices, boxes, strict=True))
-            return found
+            return [self._data.piece(index, dtype, box) for index, box in zip(indices, boxes, strict=True)]
 
         def check() -> None:
             for path in paths:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from statetree.files.untrusted import inside, refuse
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     import torch
@@ -191,15 +191,20 @@ class FileRange:
             self.files.nbytes_read += count
             done += count
 
-    def checksum(self, start: int, length: int) -> int:
-        """Return the CRC-32 of bytes."""
-        place, found = self.part(start, length, "what is verified"), 0
-        chunk = memoryview(bytearray(min(length, _CHUNK_BYTES)))
+    def blocks(self, start: int, length: int) -> Iterator[memoryview]:
+        """Yield bytes block by block, in memory that the next block takes again."""
+        place = self.part(start, length, "what is verified")
+        block = memoryview(bytearray(min(length, _CHUNK_BYTES)))
         for at in range(0, length, _CHUNK_BYTES):
-            view = chunk[: length - at]
+            view = block[: length - at]
             place.fill(view, at)
-            found = zlib.crc32(view, found)
-        return found
+            yield view
+
+    def checksum(self, start: int, length: int, before: int = 0) -> int:
+        """Return the CRC-32 of bytes, or of those with the checksum ``before`` and these."""
+        for view in self.blocks(start, length):
+            before = zlib.crc32(view, before)
+        return before
 
     def mapped(self) -> torch.UntypedStorage:
         """Return these bytes as a storage, without reading them."""

@@ -234,8 +234,58 @@ def test_every_nth_stays(tmp_path):
         assert saved.steps() == [3, 6, 7, 8]
 
 
+METRICS = {1: 0.5, 2: 0.1, 3: None, 4: 0.1, 5: float("nan"), 6: -float("inf"), 7: 0.7}
+
+
+def test_the_best_stay(tmp_path):
+    with Checkpointer(tmp_path, keep=1, keep_best=3) as saved:
+        assert saved.best_step() is None
+        for step, metric in METRICS.items():
+            saved.save(step, state_of(step), metric=metric)
+            assert saved.latest_step() == step
+        assert saved.steps() == [2, 4, 6, 7]
+        assert saved.best_step() == 6
+    with Checkpointer(tmp_path, keep=1, keep_best=2, keep_every=4) as later:  # another process, after a crash
+        later.async_save(8, state_of(8), metric=torch.tensor(0.2)).result()
+        later.save(9, state_of(9))
+        assert later.steps() == [4, 6, 8, 9]
+        for step in later.steps():
+            assert_trees_equal(later.restore(step=step), state_of(step))
+
+
+def test_a_step_that_is_replaced_is_as_good_as_it_is_now(tmp_path):
+    with Checkpointer(tmp_path, keep=1, keep_best=1) as saved:
+        saved.save(1, state_of(1), metric=1)
+        saved.save(2, state_of(2), metric=2)
+        saved.save(1, state_of(1), metric=3)
+        assert saved.best_step() == 2
+        assert saved.steps() == [1, 2]
+        saved.save(3, state_of(3))
+        assert saved.steps() == [2, 3]
+
+
+def test_a_damaged_manifest_says_nothing_of_a_metric(tmp_path):
+    with Checkpointer(tmp_path, keep=2, keep_best=1) as saved:
+        for step in (1, 2, 3):
+            saved.save(step, state_of(step), metric=step)
+        assert saved.steps() == [1, 2, 3]
+        (tmp_path / "step-00000001" / ".statetree_manifest").write_bytes(b"damaged")
+        assert saved.best_step() == 2
+        saved.save(4, state_of(4), metric=4)
+        assert saved.steps() == [2, 3, 4]
+
+
+@pytest.mark.parametrize("metric", ["low", [1.0], torch.zeros(2)], ids=["text", "list", "two elements"])
+def test_a_metric_is_a_number(metric, tmp_path):
+    with Checkpointer(tmp_path) as saved:
+        for save in (saved.save, saved.async_save):
+            with pytest.raises(TypeError, match=r"save: metric must be a number, or None: expected a float, got "):
+                save(1, state_of(1), metric=metric)
+        assert saved.steps() == []
+
+
 def test_keep_is_positive(tmp_path):
-    for name in ("keep", "keep_every"):
+    for name in ("keep", "keep_every", "keep_best"):
         with pytest.raises(ValueError, match=rf"{name} must be at least 1"):
             Checkpointer(tmp_path, **{name: 0})
 

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import errno
+import gc
+import itertools
+import signal
 import subprocess
+import zlib
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import statetree
 from statetree import dcp
-from statetree.dcp import saving
-from statetree.testing import assert_trees_equal
+from statetree.dcp import piece_sources, saving
+from statetree.testing import assert_trees_equal, run_ranks
 from tests.pace import units
 
 
@@ -65,6 +73,60 @@ def test_an_interrupt_stays_one(tmp_path, monkeypatch):
     monkeypatch.setattr(saving, "_pickled", interrupt)
     with pytest.raises(KeyboardInterrupt):
         dcp.save({"w": 1}, checkpoint_id=tmp_path)
+
+
+@pytest.mark.parametrize("incremental", [False, True], ids=["whole", "incremental"])
+def test_an_interrupt_at_any_write_of_a_file_stays_one(incremental, tmp_path, monkeypatch):
+    """Torch's writer raises a RuntimeError in its place, and ends the process if it writes to a closed file later."""
+    state = {"w": torch.arange(10.0), "n": 1}
+    with dcp.Checkpointer(tmp_path, incremental=incremental) as checkpointer:
+        checkpointer.save(0, state)
+        for death in itertools.count(1):
+            writes = itertools.count(1)
+
+            def crc32(data, before=0, writes=writes, death=death):
+                if next(writes) == death:
+                    raise KeyboardInterrupt
+                return zlib.crc32(data, before)
+
+            state["w"] += 1
+            with monkeypatch.context() as patch:
+                patch.setattr(piece_sources, "zlib", SimpleNamespace(crc32=crc32))
+                try:
+                    checkpointer.save(death, state)
+                except KeyboardInterrupt:
+                    gc.collect()
+                    assert checkpointer.steps() == [0]
+                    continue
+            break
+        assert death > 20
+        assert checkpointer.steps() == [0, death]
+
+
+def test_a_failure_after_an_interrupt_is_none(small_disk):
+    with dcp.Checkpointer(small_disk) as checkpointer:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            with pytest.raises(statetree.CheckpointError, match=r"(?s)save: .*OSError: .*No space left.*disk is full"):
+                checkpointer.save(2, {"w": torch.zeros(200_000)})
+
+
+def interrupted_on_one_rank(directory):
+    def interrupt(*_args):
+        raise KeyboardInterrupt
+
+    tensor = distribute_tensor(torch.arange(40.0), init_device_mesh("cpu", (2,)), [Shard(0)])
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(piece_sources, "zlib", SimpleNamespace(crc32=interrupt))
+        with pytest.raises(KeyboardInterrupt):
+            dcp.save({"w": tensor}, checkpoint_id=directory)
+
+
+def test_an_interrupt_of_one_rank_reaches_all(tmp_path):
+    run_ranks(2, interrupted_on_one_rank, tmp_path)
+    assert not (tmp_path / ".metadata").exists()
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path):

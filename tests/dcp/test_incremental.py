@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import threading
+from itertools import pairwise
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import statetree
 from statetree import dcp
+from statetree.dcp.file_manifest import MANIFEST, read_manifest
 from statetree.testing import assert_trees_equal, run_ranks
 
 
@@ -99,7 +101,7 @@ def test_dcp_reads_each(tmp_path):
     assert_trees_equal(template, {key: state_of(1)[key] for key in template})
 
 
-@pytest.mark.parametrize("changed", ["value", "dtype", "shape", "conj", "sign"])
+@pytest.mark.parametrize("changed", ["value", "dtype", "shape", "conj", "sign", "strides", "last"])
 def test_whatever_changes_is_written(changed, tmp_path):
     before = torch.tensor([0.0, 1.0])
     after = {
@@ -108,6 +110,13 @@ def test_whatever_changes_is_written(changed, tmp_path):
         "shape": before[None],
         "sign": torch.tensor([-0.0, 1.0]),
     }.get(changed)
+    if changed == "strides":
+        before = torch.tensor([[0.0, 1.0], [2.0, 3.0]])
+        after = torch.tensor([[0.0, 2.0], [1.0, 3.0]]).T  # the same memory
+    if changed == "last":
+        before = torch.arange(1 << 19)  # several blocks
+        after = before.clone()
+        after[-1] += 1
     if changed == "conj":
         before = torch.tensor([1 + 2j])
         after = before.conj()
@@ -119,6 +128,53 @@ def test_whatever_changes_is_written(changed, tmp_path):
             assert loaded.dtype == tensor.dtype
             assert torch.equal(loaded, tensor)
             assert torch.equal(torch.signbit(loaded.real), torch.signbit(tensor.resolve_conj().real))
+        assert written(tmp_path, 1, 0) > 0
+
+
+@pytest.mark.parametrize("tensor", [torch.arange(10.0), torch.arange(12).view(3, 4).T, torch.empty(0, 3)], ids=str)
+@pytest.mark.parametrize("part", ["before the memory", "the memory", "behind it"])
+def test_a_flipped_bit_in_any_part_of_a_piece_is_a_change(tensor, part, tmp_path):
+    with dcp.Checkpointer(tmp_path, incremental=True) as saved:
+        saved.save(0, {"a": tensor})
+        files_ = read_manifest(tmp_path / "step-00000000").files
+        ((name, piece),) = [(name, p) for name, file in files_.items() for p in file.pieces if p.key == "a"]
+        place, _, reading = piece.source.split(" ", 2)
+        assert reading.startswith(str(tensor.dtype))
+        ends = [0, int(place), int(place) + tensor.nbytes, piece.length]
+        first, last = dict(zip(("before the memory", "the memory", "behind it"), pairwise(ends), strict=True))[part]
+        path = tmp_path / "step-00000000" / name
+        data = path.read_bytes()
+        for at in {first, (first + last) // 2, last - 1} if last > first else ():
+            damaged = bytearray(data)
+            damaged[piece.offset + at] ^= 1
+            path.write_bytes(damaged)
+            saved.save(1, {"a": tensor})
+            assert name not in files(tmp_path, 1)
+            assert_trees_equal(saved.restore(step=1), {"a": tensor.contiguous()})
+            shutil.rmtree(tmp_path / "step-00000001")
+
+
+def test_checkpoints_with_digests_of_earlier_versions(tmp_path):
+    """Their files are not linked to, and are verified as ever."""
+    with dcp.Checkpointer(tmp_path, incremental=True) as saved:
+        saved.save(0, state_of(0))
+        path = tmp_path / "step-00000000" / MANIFEST
+        manifest = read_manifest(path.parent)
+        earlier = {
+            name: file._replace(pieces=tuple(piece._replace(source="0" * 64) for piece in file.pieces))
+            for name, file in manifest.files.items()
+        }
+        path.write_bytes(manifest._replace(files=earlier).to_bytes())
+        saved.save(1, state_of(0))
+        assert not set(files(tmp_path, 0)) & set(files(tmp_path, 1))
+        for step in (0, 1):
+            assert_trees_equal(saved.restore(step=step), state_of(0))
+        data = next((tmp_path / "step-00000000").glob("*.distcp"))
+        damaged = bytearray(data.read_bytes())
+        damaged[100] ^= 1
+        data.write_bytes(damaged)
+        with pytest.raises(statetree.CheckpointError, match=r"is damaged|has the checksum"):
+            saved.restore(step=0)
 
 
 def test_keys_that_come_and_go(tmp_path):
@@ -170,7 +226,7 @@ def test_a_damaged_file_is_written_again(tmp_path):
 
 
 def save_on_two(directory):
-    """Without digests of contents; the second rank's file holds nothing that one rank would save later."""
+    """The second rank's file holds nothing that one rank would save later."""
     mesh = init_device_mesh("cpu", (2,))
     with dcp.Checkpointer(directory) as saved:
         saved.save(0, {"base": distribute_tensor(torch.arange(4000.0), mesh, [Shard(0)])})
@@ -183,7 +239,7 @@ def test_after_ordinary_saves_of_other_ranks(tmp_path):
 
 
 def test_after_ordinary_saves(tmp_path):
-    """Whose manifests have no digests of contents."""
+    """Which put all in one file."""
     dcp.Checkpointer(tmp_path).save(0, state_of(0))
     with dcp.Checkpointer(tmp_path, incremental=True) as saved:
         for step in (1, 2):

@@ -311,3 +311,14 @@ def save_on_the_last_two(directory: Path) -> Any:
 def test_some_of_the_ranks_save_by_themselves(tmp_path):
     found = run_ranks(4, save_on_the_last_two, tmp_path)
     assert found == [None, None, ([2, 3, 4], 2, [2, 3, 4]), ([3, 4, 5], 2, [3, 4, 5])]
+
+
+def save_with_metrics(directory):
+    with dcp.Checkpointer(directory, keep=1, keep_best=1) as saved:
+        for step, metric in enumerate((3, 1, 2, 4)):
+            saved.save(step, {"w": torch.arange(4.0)}, metric=-step if dist.get_rank() else metric)
+        return saved.steps(), saved.best_step()
+
+
+def test_the_first_rank_says_how_good_a_step_is(tmp_path):
+    assert run_ranks(2, save_with_metrics, tmp_path) == [([1, 3], 1)] * 2

@@ -123,6 +123,11 @@ def test_it_takes_a_template(tmp_path):
         dcp.load(checkpoint_id=tmp_path)
 
 
+def test_its_context_is_no_leaf_of_a_tree_of_files(tmp_path):
+    dcp.save({"q": scaled(0.5), "w": torch.ones(2)}, checkpoint_id=tmp_path)
+    assert list(statetree.files.open(tmp_path, skip_foreign=True)) == ["q", "w"]
+
+
 def save_blocks(directory):
     dcp.save({"b": blocks_of(copies=2), "rank": dist.get_rank()}, checkpoint_id=directory)
 

@@ -23,9 +23,10 @@ def files(state: dict[str, Any], group: ProcessGroup) -> None:
 
 
 def series(state: dict[str, Any]) -> None:
-    with dcp.Checkpointer("run", stager=st.Stager(), keep=3) as checkpointer:
+    with dcp.Checkpointer("run", stager=st.Stager(), keep=3, keep_every=10, keep_best=2) as checkpointer:
         assert_type(checkpointer, dcp.Checkpointer)
-        checkpointer.save(1, state)
+        checkpointer.save(1, state, metric=0.5)
+        assert_type(checkpointer.best_step(), int | None)
         assert_type(checkpointer.async_save(2, state, wait=False), Future[None])
         assert_type(checkpointer.restore(state), Any)
         assert_type(checkpointer.restore(state, step=1, where="model.**", weights_only=True, verify=False), Any)
