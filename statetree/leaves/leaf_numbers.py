@@ -50,8 +50,15 @@ def value_number(value: Any) -> int:
     unpacked = unpack("digest", [value], list)
     found: list[bytes] = [str(_plain_facts(value)).encode("utf-8", "surrogatepass")]
     if leaf_type.opaque:
-        skeleton, kept = leaf_type.unpack(value)[1]
-        found += [skeleton, *(value_text(held).encode("utf-8", "surrogatepass") for held in kept)]
+        recipe = unpacked.recipe(0)
+        assert isinstance(recipe, PackedRecipe)
+        rest = recipe.context
+        found += [rest.skeleton, *(value_text(held).encode("utf-8", "surrogatepass") for held in rest.kept)]
+        for buffer in rest.buffers:
+            state = blake2b(digest_size=16)
+            for piece in buffer.pieces():
+                state.update(piece)
+            found.append(state.digest())
     for index in _essential_parts(unpacked):
         part = unpacked.parts[index]
         shape = tuple(part.shape)

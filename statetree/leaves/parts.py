@@ -16,7 +16,7 @@ from statetree.spans.geometry_cache import recognise, remember
 from statetree.torch_internals import carry_tangents, is_zero_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from statetree.leaves.registry import LeafType
     from statetree.paths import Path
@@ -110,18 +110,13 @@ class Unpacked:
 
         Putting a leaf together may depend on what they contain.
         """
-        recipes = (recipe.whole if isinstance(recipe, MemberRecipe) else recipe for recipe in self.recipes.values())
-        pending = list({recipe.identity: recipe for recipe in recipes if isinstance(recipe, PackedRecipe)}.values())
-        found = []
-        while pending:
-            recipe = pending.pop()
-            elements = recipe.leaf_type.elements_only(recipe.context)
-            for part in recipe.inner:
-                if isinstance(part, PackedRecipe):
-                    pending.append(part)
-                elif isinstance(part, int) and not elements:
-                    found.append(part)
-        return found
+        return [
+            part
+            for recipe in _packed(self.recipes.values())
+            if not recipe.leaf_type.elements_only(recipe.context)
+            for part in recipe.inner
+            if isinstance(part, int)
+        ]
 
     def contexts(self, leaf: int) -> list[Any]:
         """Return the contexts of a leaf's registered leaf types, from the outside in: what its parts do not say."""
@@ -142,7 +137,12 @@ class Unpacked:
 
     def holds_distributed(self) -> bool:
         """Whether a distributed tensor lies inside a leaf that is taken apart."""
-        return _hold_distributed(self.recipes.values())
+        return any(recipe.leaf_type.distributed for recipe in _packed(self.recipes.values()))
+
+    def detach(self) -> None:
+        """Let no writing to opaque leaves change any more what they are packed of, which is done once."""
+        for recipe in _packed(self.recipes.values()):
+            recipe.leaf_type.detach(recipe.context)
 
     def pack(self, parts: Sequence[torch.Tensor]) -> list[Any]:
         """Return the leaves with other plain tensors in place of the parts.
@@ -246,18 +246,20 @@ def hides_distributed(leaf: Any) -> bool:
     Raises:
         UnsupportedLeaf: If it cannot be taken apart. ``%PATH%`` in the message stands for its path.
     """
-    return _hold_distributed([_Unpacker([]).unpack(leaf)])
+    return any(recipe.leaf_type.distributed for recipe in _packed([_Unpacker([]).unpack(leaf)]))
 
 
-def _hold_distributed(recipes: Iterable[Recipe]) -> bool:
-    pending = [recipe.whole if isinstance(recipe, MemberRecipe) else recipe for recipe in recipes]
+def _packed(recipes: Iterable[Recipe]) -> Iterator[PackedRecipe]:
+    """Yield the recipes of leaves that are taken apart, and of tensors inside them, each once."""
+    pending = list(recipes)
+    seen: set[int] = set()
     while pending:
         recipe = pending.pop()
-        if isinstance(recipe, PackedRecipe):
-            if recipe.leaf_type.distributed:
-                return True
-            pending += recipe.inner
-    return False
+        whole = recipe.whole if isinstance(recipe, MemberRecipe) else recipe
+        if isinstance(whole, PackedRecipe) and whole.identity not in seen:
+            seen.add(whole.identity)
+            pending += whole.inner
+            yield whole
 
 
 _attributes_of: Final = attrgetter("__dict__")

@@ -13,7 +13,7 @@ import torch
 
 from statetree.errors import UnsupportedLeaf
 from statetree.leaves.registry import LeafType
-from statetree.leaves.types.opaque import OpaqueType, TakeApart, same_rest
+from statetree.leaves.types.opaque import OpaqueType, TakeApart
 from statetree.leaves.types.tensor import attributes_of, set_attributes
 from statetree.tree.flatten import flatten, unflatten
 
@@ -30,7 +30,7 @@ class _TakeTensorApart(TakeApart):
         super().__init__(io.BytesIO(), leaf_type_of)
         self._root = root
 
-    def persistent_id(self, obj: Any) -> int | None:
+    def persistent_id(self, obj: Any) -> int | tuple[int] | None:
         return None if obj is self._root else super().persistent_id(obj)
 
 
@@ -55,7 +55,7 @@ class ReducedType(LeafType):
         again = self.pack((rest, len(tensors), value.requires_grad, nothing), tensors)
         same = isinstance(again, torch.Tensor) and _facts(again) == _facts(value)
         others, other = self._reduced(again) if same else ([], rest)
-        same = same and same_rest(rest, twin) and same_rest(rest, other)
+        same = same and rest.same_as(twin) and rest.same_as(other)
         if not same or not _are_same(tensors, twins) or not _are_same(tensors, others):
             cls = type(value).__qualname__
             msg = (
@@ -84,7 +84,11 @@ class ReducedType(LeafType):
 
     def same_context(self, a: Any, b: Any) -> bool:
         """Whether two values agree in everything but the tensors inside them."""
-        return same_rest(a[0], b[0])
+        rest: Rest = a[0]
+        return rest.same_as(b[0])
+
+    def detach(self, context: Any) -> None:
+        self._opaque.detach(context[0])
 
     def describe(self, value: Any) -> Mapping[str, Any]:
         _, (rest, *_) = self.unpack(value)
@@ -101,13 +105,13 @@ class _Metadata:
         self._rest = rest
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Metadata) and same_rest(self._rest, other._rest)
+        return isinstance(other, _Metadata) and self._rest.same_as(other._rest)
 
     def __hash__(self) -> int:
-        return hash(self._rest[0])
+        return hash(self._rest.skeleton)
 
     def __repr__(self) -> str:
-        return f"{len(self._rest[0])} bytes of pickle"
+        return f"{len(self._rest.skeleton)} bytes of pickle"
 
 
 def _facts(value: torch.Tensor) -> tuple[Any, ...]:
