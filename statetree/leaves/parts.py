@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -50,39 +51,33 @@ class MemberRecipe(NamedTuple):
 Recipe = PackedRecipe | AtomRecipe | MemberRecipe | int
 
 
+@dataclass(slots=True, eq=False)
 class Unpacked:
     """The leaves of a tree, taken apart into plain tensors.
 
     Attributes:
+        verb: On whose behalf, for messages.
         leaves: The leaves, as they were given.
-        parts: The plain tensors inside them, each tensor object once.
+        paths: Gives their paths.
         columns: What torch knows about the parts.
         owners: For each part, the index of the leaf that it was first found in.
         bare: The indices of the leaves that are plain tensors as they stand. They are the first parts, in this order.
         recipes: How the other leaves are packed again, by their indices. Those in neither are atoms, and are kept.
+        parts: The plain tensors inside them, each tensor object once.
     """
 
-    __slots__ = ("_part_of", "_paths", "_verb", "bare", "columns", "leaves", "owners", "parts", "recipes")
+    verb: str
+    leaves: list[Any]
+    paths: Callable[[], Sequence[Path]]
+    columns: Columns
+    owners: Sequence[int]
+    bare: Sequence[int]
+    recipes: Mapping[int, Recipe]
+    parts: Sequence[torch.Tensor] = field(init=False)
+    _part_of: dict[int, int] | None = field(init=False, default=None)
 
-    def __init__(
-        self,
-        verb: str,
-        leaves: list[Any],
-        paths: Callable[[], Sequence[Path]],
-        columns: Columns,
-        owners: Sequence[int],
-        bare: Sequence[int],
-        recipes: Mapping[int, Recipe],
-    ) -> None:
-        self._verb = verb
-        self._paths = paths
-        self.leaves = leaves
-        self.columns = columns
-        self.parts = columns.tensors
-        self.owners = owners
-        self.bare = bare
-        self.recipes = recipes
-        self._part_of: dict[int, int] | None = None
+    def __post_init__(self) -> None:
+        self.parts = self.columns.tensors
 
     def recipe(self, leaf: int) -> Recipe:
         """Return how a leaf is packed again."""
@@ -160,7 +155,7 @@ class Unpacked:
             try:
                 result[index] = packer.pack(recipe)
             except Exception as error:
-                raise located(self._verb, "put together", error, self._paths, self.leaves, index) from error
+                raise located(self.verb, "put together", error, self.paths, self.leaves, index) from error
         return result
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from dataclasses import dataclass
 from operator import eq
 from types import BuiltinFunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -45,8 +46,9 @@ class Borrowed(NamedTuple):
         return (bytes(view[start : start + _PIECE]) for start in range(0, len(view), _PIECE))
 
 
-class Rest(NamedTuple):
-    """What pickle makes of a value beside the tensors inside.
+@dataclass(eq=False, repr=False)
+class Rest:
+    """What pickle makes of a value beside the tensors inside. Two are equal if it makes the same of two values.
 
     Attributes:
         skeleton: The bytes of the pickle.
@@ -58,13 +60,19 @@ class Rest(NamedTuple):
     kept: tuple[Any, ...]
     buffers: list[Any]
 
-    def same_as(self, other: Rest) -> bool:
-        """Whether pickle makes the same of two values, but for the tensors inside."""
+    def __eq__(self, other: object) -> bool:
         return (
-            self.skeleton == other.skeleton
+            isinstance(other, Rest)
+            and self.skeleton == other.skeleton
             and same_value(self.kept, other.kept)
             and all(map(_same_bytes, self.buffers, other.buffers))
         )
+
+    def __hash__(self) -> int:
+        return hash(self.skeleton)
+
+    def __repr__(self) -> str:
+        return f"{len(self.skeleton)} bytes of pickle"
 
 
 def _same_bytes(a: Borrowed, b: Borrowed) -> bool:
@@ -230,8 +238,7 @@ class OpaqueType(LeafType):
 
     def same_context(self, a: Any, b: Any) -> bool:
         """Whether two objects agree in everything but the tensors inside them."""
-        rest: Rest = a
-        return rest.same_as(b)
+        return bool(a == b)
 
     def detach(self, context: Any) -> None:
         context.buffers[:] = [buffer.copied() for buffer in context.buffers]

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from statetree.errors import UnsupportedLeaf
-from statetree.leaves.registry import LeafType
 from statetree.leaves.types.opaque import OpaqueType, TakeApart
 from statetree.leaves.types.tensor import attributes_of, set_attributes
 from statetree.tree.flatten import flatten, unflatten
@@ -34,7 +33,7 @@ class _TakeTensorApart(TakeApart):
         return None if obj is self._root else super().persistent_id(obj)
 
 
-class ReducedType(LeafType):
+class ReducedType(OpaqueType):
     """Tensors that are taken apart by ``__reduce_ex__``, as opaque objects are, and written to as tensors are.
 
     That is exact only if ``__reduce_ex__`` gives out the very tensors inside, and what it makes of them is what it was
@@ -44,9 +43,7 @@ class ReducedType(LeafType):
         leaf_type_of: Looks up the leaf type of a class.
     """
 
-    def __init__(self, leaf_type_of: LookUp) -> None:
-        self._leaf_type_of = leaf_type_of
-        self._opaque = OpaqueType(leaf_type_of)
+    opaque = False
 
     def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
         tensors, rest = self._reduced(value)
@@ -55,7 +52,7 @@ class ReducedType(LeafType):
         again = self.pack((rest, len(tensors), value.requires_grad, nothing), tensors)
         same = isinstance(again, torch.Tensor) and _facts(again) == _facts(value)
         others, other = self._reduced(again) if same else ([], rest)
-        same = same and rest.same_as(twin) and rest.same_as(other)
+        same = same and rest == twin == other
         if not same or not _are_same(tensors, twins) or not _are_same(tensors, others):
             cls = type(value).__qualname__
             msg = (
@@ -71,7 +68,7 @@ class ReducedType(LeafType):
 
     def pack(self, context: Any, parts: Sequence[Any]) -> Any:
         rest, count, requires_grad, attributes = context
-        fresh = self._opaque.pack(rest, parts[:count])
+        fresh = super().pack(rest, parts[:count])
         if isinstance(fresh, torch.Tensor):
             if fresh.requires_grad != requires_grad:
                 fresh = fresh.detach().requires_grad_(requires_grad)
@@ -84,34 +81,17 @@ class ReducedType(LeafType):
 
     def same_context(self, a: Any, b: Any) -> bool:
         """Whether two values agree in everything but the tensors inside them."""
-        rest: Rest = a[0]
-        return rest.same_as(b[0])
+        return super().same_context(a[0], b[0])
 
     def detach(self, context: Any) -> None:
-        self._opaque.detach(context[0])
+        super().detach(context[0])
 
     def describe(self, value: Any) -> Mapping[str, Any]:
         _, (rest, *_) = self.unpack(value)
-        return {"class": type(value), "dtype": value.dtype, "shape": value.shape, "metadata": _Metadata(rest)}
+        return {"class": type(value), "dtype": value.dtype, "shape": value.shape, "metadata": rest}
 
     def _reduced(self, value: torch.Tensor) -> tuple[list[Any], Rest]:
-        return self._opaque.taken_apart(value, _TakeTensorApart(value, self._leaf_type_of))
-
-
-class _Metadata:
-    """What pickle makes of a tensor beside those inside, to be compared and shown."""
-
-    def __init__(self, rest: Rest) -> None:
-        self._rest = rest
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Metadata) and self._rest.same_as(other._rest)
-
-    def __hash__(self) -> int:
-        return hash(self._rest.skeleton)
-
-    def __repr__(self) -> str:
-        return f"{len(self._rest.skeleton)} bytes of pickle"
+        return self.taken_apart(value, _TakeTensorApart(value, self._leaf_type_of))
 
 
 def _facts(value: torch.Tensor) -> tuple[Any, ...]:
