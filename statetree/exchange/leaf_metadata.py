@@ -144,7 +144,7 @@ class _ModulePickler(pickle.Pickler):
 
 def _dumps(message: Any) -> bytes:
     file = io.BytesIO()
-    _ModulePickler(file, pickle.DEFAULT_PROTOCOL).dump(message)
+    _ModulePickler(file, protocol=5).dump(message)  # buffers of opaque objects take this one
     return file.getvalue()
 
 

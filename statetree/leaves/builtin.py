@@ -22,23 +22,15 @@ if TYPE_CHECKING:
 
     from statetree.leaves.registry import LeafType
 
-#: Leaf types of classes that are looked for by name, so that their modules are loaded only when they are met.
+#: Leaf types of classes that are looked for by name, so that their modules (of ``types``) are loaded only when they are
+#: met.
 _BY_NAME: Final[dict[str, tuple[str, str]]] = {
-    "torch.distributed.tensor._api.DTensor": ("statetree.leaves.types.dtensor", "DTENSOR"),
-    "torch.distributed.tensor.DTensor": ("statetree.leaves.types.dtensor", "DTENSOR"),
-    "torch.distributed._shard.sharded_tensor.api.ShardedTensor": (
-        "statetree.leaves.types.sharded_tensor",
-        "SHARDED",
-    ),
-    "torch.distributed._functional_collectives.AsyncCollectiveTensor": (
-        "statetree.leaves.types.async_collective",
-        "ASYNC_COLLECTIVE",
-    ),
-    "torch.distributed.tensor._shards_wrapper.LocalShardsWrapper": (
-        "statetree.leaves.types.local_shards",
-        "LOCAL_SHARDS",
-    ),
-    "torch._subclasses.fake_tensor.FakeTensor": ("statetree.leaves.types.fake", "FAKE"),
+    "torch.distributed.tensor._api.DTensor": ("dtensor", "DTENSOR"),
+    "torch.distributed.tensor.DTensor": ("dtensor", "DTENSOR"),
+    "torch.distributed._shard.sharded_tensor.api.ShardedTensor": ("sharded_tensor", "SHARDED"),
+    "torch.distributed._functional_collectives.AsyncCollectiveTensor": ("async_collective", "ASYNC_COLLECTIVE"),
+    "torch.distributed.tensor._shards_wrapper.LocalShardsWrapper": ("local_shards", "LOCAL_SHARDS"),
+    "torch._subclasses.fake_tensor.FakeTensor": ("fake", "FAKE"),
 }
 
 #: How many classes are remembered at most, beside those that users registered.
@@ -70,7 +62,7 @@ def _recognise(cls: type) -> LeafType | None:
         name = f"{base.__module__}.{base.__qualname__}"
         if name in _BY_NAME:
             module, attribute = _BY_NAME[name]
-            return getattr(import_module(module), attribute)  # type: ignore[no-any-return]
+            return getattr(import_module(f"statetree.leaves.types.{module}"), attribute)  # type: ignore[no-any-return]
     if issubclass(cls, torch.Tensor):
         if issubclass(cls, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
             return UNINITIALIZED

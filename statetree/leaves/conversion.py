@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,8 +63,7 @@ def converted(
             recipes[place] = recipe
     _check_ties(verb, unpacked, chosen, changing, [paths[index] for index in at])
     fresh = _converted(verb, unpacked.parts, changing, dtype, paths, saturate=saturate)
-    args = unpacked.columns, unpacked.owners, unpacked.bare, recipes
-    packed = Unpacked(verb, unpacked.leaves, lambda: [paths[index] for index in at], *args).pack(fresh)
+    packed = replace(unpacked, recipes=recipes).pack(fresh)
     result = list(leaves)
     for place in chosen:
         result[at[place]] = packed[place]

@@ -156,11 +156,11 @@ class _Application:
             return
         copies = iter(copies_of(Columns([piece for index in entangled for piece in held[index]])))
         fresh = {index: list(islice(copies, len(held[index]))) for index in entangled}
-        changes = {
-            index: LocatedChange(self.verb, name, self.delta.tensors[name], self._entry(index, fresh[index]))
-            for index, name in entangled.items()
-            if name in self.delta.tensors
-        }
+        changes = {}
+        for index, name in entangled.items():
+            if name in self.delta.tensors:
+                entry = self.entries.tensors[index]._replace(pieces=fresh[index])
+                changes[index] = LocatedChange(self.verb, name, self.delta.tensors[name], entry)
         for change in changes.values():
             change.write()()
         for index, name in entangled.items():
@@ -171,9 +171,6 @@ class _Application:
             if not kept:
                 got = "memory that it shares with another tensor that changes"
                 raise mismatch(self.verb, name, "memory of its own", got)
-
-    def _entry(self, index: int, pieces: list[torch.Tensor]) -> TensorEntry:
-        return self.entries.tensors[index]._replace(pieces=pieces)
 
 
 def _has_memory(piece: torch.Tensor) -> bool:

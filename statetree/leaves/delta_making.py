@@ -24,10 +24,13 @@ from statetree.torch_internals import copy_each
 from statetree.tree.matching import matched
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
     from statetree.chunks.ranks import Ranks
+
+#: A leaf, and a tensor of it: the new one, and the one in the base.
+_Row = tuple[int, torch.Tensor, torch.Tensor]
 
 #: From here on, not even gaps of one byte make positions and values fewer bytes than all values.
 _GAP_BYTES = 1
@@ -131,21 +134,14 @@ class _Making:
         objects = [index for index in self.base.objects() if index not in replaced]
         if not objects or not written:
             return []
-        rows: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        for index in written:
-            a, b = self._pair(index)
-            assert a is not None
-            assert b is not None
-            rows += [(index, x, y) for x, y in zip(a.pieces, b.pieces, strict=True)]
+        rows = self._rows(written)
         inside = self.new.parts_inside([self.partner[index] for index in objects]), self.base.parts_inside(objects)
         for index, others, held in zip(objects, *inside, strict=True):
             is_alike = [part.shape for part in others] == [part.shape for part in held]
             rows += [(index, x, y) for x, y in zip(others if is_alike else held, held, strict=True)]
-        rows = [row for row in rows if not row[2].is_meta and row[2].numel()]
         paths = self.base.paths()
         found = []
-        for first, second in conflicts(Columns([row[2] for row in rows]), Columns([row[1] for row in rows])):
-            pair = {rows[first][0], rows[second][0]}
+        for pair in map(set, _conflicts(rows)):
             for tensor, stays in product(pair & written, pair - written):
                 shared = f"memory that it shares with {paths[stays]}"
                 found.append(Difference(paths[tensor], "ties", "values of its own", shared))
@@ -153,21 +149,29 @@ class _Making:
 
     def _check_ties(self) -> None:
         """Refuse a base whose tensors share memory for which the other tree has different values."""
-        owners, old, new = [], [], []
-        for index, entry in self.base.tensors.items():
-            partner = self.new.tensors[self.partner[index]]
-            for a, b in zip(partner.pieces, entry.pieces, strict=True):
-                if not b.is_meta and b.numel():
-                    owners.append(index)
-                    old.append(b)
-                    new.append(a)
         paths = self.base.paths()
         found = [
-            Difference(paths[owners[a]], "ties", "values of its own", f"a tensor that overlaps {paths[owners[b]]}")
-            for a, b in conflicts(Columns(old), Columns(new))
+            Difference(paths[a], "ties", "values of its own", f"a tensor that overlaps {paths[b]}")
+            for a, b in _conflicts(self._rows(self.base.tensors))
         ]
         if found:
             raise TreeMismatch.between(self.verb, found, "Tie the new state as the base is tied.")
+
+    def _rows(self, indices: Iterable[int]) -> list[_Row]:
+        return [
+            (index, new, old)
+            for index in indices
+            for new, old in zip(
+                self.new.tensors[self.partner[index]].pieces, self.base.tensors[index].pieces, strict=True
+            )
+        ]
+
+
+def _conflicts(rows: Sequence[_Row]) -> list[tuple[int, int]]:
+    """Return pairs of leaves to which one place in memory belongs, for which they have different values."""
+    there = [row for row in rows if not row[2].is_meta and row[2].numel()]
+    found = conflicts(Columns([old for *_, old in there]), Columns([new for _, new, _ in there]))
+    return [(there[first][0], there[second][0]) for first, second in found]
 
 
 def _change(a: TensorEntry, b: TensorEntry, sums: torch.Tensor) -> TensorChange | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from operator import attrgetter, is_not
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
     from statetree.paths import Path
     from statetree.tree.spec import TreeSpec
+
+
+#: What must stay as it is, of ``Columns``.
+_facts: Final = attrgetter("pointers", "shapes", "strides", "dtypes", "neg", "conj")
 
 
 class HeldMemory:
@@ -47,11 +51,12 @@ class HeldMemory:
             self._by_kind.setdefault(kind, []).append(index)
         self._leaves = {kind: [leaves[index] for index in chosen] for kind, chosen in self._by_kind.items()}
         parts, self._owners = self._parts()
-        self._known = _facts(parts)
-        self._storages = Columns(parts).storages
+        columns = Columns(parts)
+        self._known = _facts(columns)
+        self._addresses, self._storages = columns.pointers, columns.storages
         self._sizes = list(map(len, self._storages))
         self._looks_alike: Callable[[Sequence[torch.Tensor]], bool] | None = geometry_guard(
-            parts, self._known.shapes, self._known.strides
+            parts, columns.shapes, columns.strides
         )
 
     def _parts(self) -> tuple[list[torch.Tensor], list[int]]:
@@ -80,26 +85,12 @@ class HeldMemory:
         if owners != self._owners:
             different = map(is_not, [*owners, None], [*self._owners, None])
             return self._spec.paths()[self._owners[min(list(different).index(True), len(self._owners) - 1)]]
-        same_memory = sizes == self._sizes and addresses(parts) == self._known.addresses
+        same_memory = sizes == self._sizes and addresses(parts) == self._addresses
         if same_memory and self._looks_alike is not None and self._looks_alike(parts):
             return None
-        facts = _facts(parts)
+        facts = _facts(Columns(parts))
         if same_memory and facts == self._known:
             return None
         rows = zip(*facts, sizes, strict=True), zip(*self._known, self._sizes, strict=True)
         place = next(place for place, (now, then) in enumerate(zip(*rows, strict=True)) if now != then)
         return self._spec.paths()[self._owners[place]]
-
-
-class _Facts(NamedTuple):
-    addresses: Sequence[int]
-    shapes: Sequence[Any]
-    strides: Sequence[Any]
-    dtypes: Sequence[Any]
-    neg: Sequence[bool]
-    conj: Sequence[bool]
-
-
-def _facts(parts: Sequence[torch.Tensor]) -> _Facts:
-    columns = Columns(parts)
-    return _Facts(columns.pointers, columns.shapes, columns.strides, columns.dtypes, columns.neg, columns.conj)

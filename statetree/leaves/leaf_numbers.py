@@ -11,13 +11,14 @@ import torch
 
 from statetree.chunks.boxes import Box
 from statetree.leaves.builtin import facts, leaf_type_of
-from statetree.leaves.pairing import essential
-from statetree.leaves.parts import PackedRecipe, Recipe, Unpacked, unpack
+from statetree.leaves.pairing import paired_parts
+from statetree.leaves.parts import PackedRecipe, unpack
+from statetree.leaves.types.opaque import Rest
 from statetree.paths import exactly
 from statetree.spans.sums import ALL, piece_sums
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
 
 def text_number(*texts: str) -> int:
@@ -28,6 +29,13 @@ def text_number(*texts: str) -> int:
 
 def _number(data: bytes) -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little", signed=True)
+
+
+def _hex(pieces: Iterable[bytes]) -> str:
+    state = blake2b(digest_size=16)
+    for piece in pieces:
+        state.update(piece)
+    return state.hexdigest()
 
 
 def tensor_number(dtype: torch.dtype, shape: Sequence[int], sums: torch.Tensor | None) -> int:
@@ -50,9 +58,11 @@ def value_number(value: Any) -> int:
     unpacked = unpack("digest", [value], list)
     found: list[bytes] = [str(_plain_facts(value)).encode("utf-8", "surrogatepass")]
     if leaf_type.opaque:
-        skeleton, kept = leaf_type.unpack(value)[1]
-        found += [skeleton, *(value_text(held).encode("utf-8", "surrogatepass") for held in kept)]
-    for index in _essential_parts(unpacked):
+        recipe = unpacked.recipe(0)
+        assert isinstance(recipe, PackedRecipe)
+        found.append(value_text(recipe.context).encode("utf-8", "surrogatepass"))
+    for _, index, _ in paired_parts(unpacked, unpacked):
+        assert index is not None
         part = unpacked.parts[index]
         shape = tuple(part.shape)
         sums = None if part.is_meta else piece_sums(part, Box((0,) * len(shape), shape), shape, ALL)
@@ -63,17 +73,6 @@ def value_number(value: Any) -> int:
 
 def _plain_facts(value: Any) -> dict[str, str]:
     return {name: value_text(fact) for name, fact in facts(value).items() if name != "memory"}
-
-
-def _essential_parts(unpacked: Unpacked) -> Iterator[int]:
-    """Yield the parts that hold elements, without those of attributes."""
-    pending: list[Recipe] = [unpacked.recipe(0)]
-    while pending:
-        recipe = pending.pop()
-        if isinstance(recipe, int):
-            yield recipe
-        elif isinstance(recipe, PackedRecipe):
-            pending += reversed(essential(recipe))
 
 
 def value_text(value: Any) -> str:
@@ -96,6 +95,9 @@ def value_text(value: Any) -> str:
         return f"{name} {{{', '.join(sorted(map(value_text, value)))}}}"
     if isinstance(value, dict):
         return f"{name} {{{', '.join(f'{value_text(key)}: {value_text(held)}' for key, held in value.items())}}}"
+    if isinstance(value, Rest):
+        buffers = [_hex(buffer.pieces()) for buffer in value.buffers]
+        return f"{name} {_hex([value.skeleton])} {value_text(value.kept)} {buffers}"
     if isinstance(value, torch.Tensor):
         return f"{name} {value.dtype} {value.detach().cpu().tolist()}"
     text = exactly(value)

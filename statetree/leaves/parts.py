@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -16,7 +17,7 @@ from statetree.spans.geometry_cache import recognise, remember
 from statetree.torch_internals import carry_tangents, is_zero_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from statetree.leaves.registry import LeafType
     from statetree.paths import Path
@@ -50,39 +51,33 @@ class MemberRecipe(NamedTuple):
 Recipe = PackedRecipe | AtomRecipe | MemberRecipe | int
 
 
+@dataclass(slots=True, eq=False)
 class Unpacked:
     """The leaves of a tree, taken apart into plain tensors.
 
     Attributes:
+        verb: On whose behalf, for messages.
         leaves: The leaves, as they were given.
-        parts: The plain tensors inside them, each tensor object once.
+        paths: Gives their paths.
         columns: What torch knows about the parts.
         owners: For each part, the index of the leaf that it was first found in.
         bare: The indices of the leaves that are plain tensors as they stand. They are the first parts, in this order.
         recipes: How the other leaves are packed again, by their indices. Those in neither are atoms, and are kept.
+        parts: The plain tensors inside them, each tensor object once.
     """
 
-    __slots__ = ("_part_of", "_paths", "_verb", "bare", "columns", "leaves", "owners", "parts", "recipes")
+    verb: str
+    leaves: list[Any]
+    paths: Callable[[], Sequence[Path]]
+    columns: Columns
+    owners: Sequence[int]
+    bare: Sequence[int]
+    recipes: Mapping[int, Recipe]
+    parts: Sequence[torch.Tensor] = field(init=False)
+    _part_of: dict[int, int] | None = field(init=False, default=None)
 
-    def __init__(
-        self,
-        verb: str,
-        leaves: list[Any],
-        paths: Callable[[], Sequence[Path]],
-        columns: Columns,
-        owners: Sequence[int],
-        bare: Sequence[int],
-        recipes: Mapping[int, Recipe],
-    ) -> None:
-        self._verb = verb
-        self._paths = paths
-        self.leaves = leaves
-        self.columns = columns
-        self.parts = columns.tensors
-        self.owners = owners
-        self.bare = bare
-        self.recipes = recipes
-        self._part_of: dict[int, int] | None = None
+    def __post_init__(self) -> None:
+        self.parts = self.columns.tensors
 
     def recipe(self, leaf: int) -> Recipe:
         """Return how a leaf is packed again."""
@@ -110,18 +105,13 @@ class Unpacked:
 
         Putting a leaf together may depend on what they contain.
         """
-        recipes = (recipe.whole if isinstance(recipe, MemberRecipe) else recipe for recipe in self.recipes.values())
-        pending = list({recipe.identity: recipe for recipe in recipes if isinstance(recipe, PackedRecipe)}.values())
-        found = []
-        while pending:
-            recipe = pending.pop()
-            elements = recipe.leaf_type.elements_only(recipe.context)
-            for part in recipe.inner:
-                if isinstance(part, PackedRecipe):
-                    pending.append(part)
-                elif isinstance(part, int) and not elements:
-                    found.append(part)
-        return found
+        return [
+            part
+            for recipe in _packed(self.recipes.values())
+            if not recipe.leaf_type.elements_only(recipe.context)
+            for part in recipe.inner
+            if isinstance(part, int)
+        ]
 
     def contexts(self, leaf: int) -> list[Any]:
         """Return the contexts of a leaf's registered leaf types, from the outside in: what its parts do not say."""
@@ -142,7 +132,12 @@ class Unpacked:
 
     def holds_distributed(self) -> bool:
         """Whether a distributed tensor lies inside a leaf that is taken apart."""
-        return _hold_distributed(self.recipes.values())
+        return any(recipe.leaf_type.distributed for recipe in _packed(self.recipes.values()))
+
+    def detach(self) -> None:
+        """Let no writing to opaque leaves change any more what they are packed of, which is done once."""
+        for recipe in _packed(self.recipes.values()):
+            recipe.leaf_type.detach(recipe.context)
 
     def pack(self, parts: Sequence[torch.Tensor]) -> list[Any]:
         """Return the leaves with other plain tensors in place of the parts.
@@ -160,7 +155,7 @@ class Unpacked:
             try:
                 result[index] = packer.pack(recipe)
             except Exception as error:
-                raise located(self._verb, "put together", error, self._paths, self.leaves, index) from error
+                raise located(self.verb, "put together", error, self.paths, self.leaves, index) from error
         return result
 
 
@@ -246,18 +241,20 @@ def hides_distributed(leaf: Any) -> bool:
     Raises:
         UnsupportedLeaf: If it cannot be taken apart. ``%PATH%`` in the message stands for its path.
     """
-    return _hold_distributed([_Unpacker([]).unpack(leaf)])
+    return any(recipe.leaf_type.distributed for recipe in _packed([_Unpacker([]).unpack(leaf)]))
 
 
-def _hold_distributed(recipes: Iterable[Recipe]) -> bool:
-    pending = [recipe.whole if isinstance(recipe, MemberRecipe) else recipe for recipe in recipes]
+def _packed(recipes: Iterable[Recipe]) -> Iterator[PackedRecipe]:
+    """Yield the recipes of leaves that are taken apart, and of tensors inside them, each once."""
+    pending = list(recipes)
+    seen: set[int] = set()
     while pending:
         recipe = pending.pop()
-        if isinstance(recipe, PackedRecipe):
-            if recipe.leaf_type.distributed:
-                return True
-            pending += recipe.inner
-    return False
+        whole = recipe.whole if isinstance(recipe, MemberRecipe) else recipe
+        if isinstance(whole, PackedRecipe) and whole.identity not in seen:
+            seen.add(whole.identity)
+            pending += whole.inner
+            yield whole
 
 
 _attributes_of: Final = attrgetter("__dict__")

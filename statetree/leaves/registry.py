@@ -109,6 +109,9 @@ class LeafType:
         """Whether two values whose facts agree agree in everything but the tensors inside. By default they do."""
         return True
 
+    def detach(self, context: Any) -> None:
+        """Let no writing to a value change its context any more, which is then packed once. By default none does."""
+
     def unpack_together(self, values: Sequence[Any]) -> tuple[Sequence[Any], Any, Sequence[int]]:
         """Take several opaque values apart as one, so that what they have in common stays so.
 

@@ -10,7 +10,7 @@ from statetree.chunks.boxes import Box
 from statetree.leaves.builtin import holds_tensor, leaf_type_of, settled, taken_over
 from statetree.leaves.leaf_numbers import text_number, value_number
 from statetree.leaves.location import located
-from statetree.leaves.parts import unpack
+from statetree.leaves.parts import Unpacked, unpack
 from statetree.leaves.types.special import special_layout
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, holds_memory
@@ -153,8 +153,7 @@ class TreeEntries:
         return self.spec.paths()
 
     def _check_memory(self) -> None:
-        owners = [index for index, entry in self.tensors.items() for _ in entry.pieces]
-        pieces = [piece for entry in self.tensors.values() for piece in entry.pieces]
+        owners, pieces = self._pieces()
         if all(map(holds_memory, pieces)):
             return
         check_memory(self.verb, Columns(pieces), lambda place: self.paths()[owners[place]])
@@ -180,17 +179,13 @@ class TreeEntries:
         inside opaque objects. Not so where one is another value (sparse, quantized), which is written, too, or where
         several storages stand for one memory (NumPy's, or of a file that is mapped twice).
         """
-        owners = [index for index, entry in self.tensors.items() for _ in entry.pieces]
-        pieces = [piece for entry in self.tensors.values() for piece in entry.pieces]
+        owners, pieces = self._pieces()
         values = [
             index for index in range(len(self.leaves)) if index not in self.tensors and self._holds_tensors(index)
         ]
         if not values and not foreign(Columns(pieces)):
             return []
-        named = self.paths
-        found = unpack(
-            self.verb, [self.leaves[index] for index in values], lambda: [named()[i] for i in values], memory=False
-        )
+        found = self._unpacked(values)
         owners += [values[owner] for owner in found.owners]
         pieces += found.parts
         there = [place for place, piece in enumerate(pieces) if not piece.is_meta and piece.numel()]
@@ -220,11 +215,17 @@ class TreeEntries:
 
     def parts_inside(self, indices: Sequence[int]) -> list[list[torch.Tensor]]:
         """Return the plain tensors inside each of some values."""
-        named = self.paths
-        found = unpack(
-            self.verb, [self.leaves[index] for index in indices], lambda: [named()[i] for i in indices], memory=False
-        )
+        found = self._unpacked(indices)
         return [[found.parts[part] for part in found.parts_of(place)] for place in range(len(indices))]
+
+    def _unpacked(self, indices: Sequence[int]) -> Unpacked:
+        chosen = [self.leaves[index] for index in indices]
+        return unpack(self.verb, chosen, lambda: [self.paths()[index] for index in indices], memory=False)
+
+    def _pieces(self) -> tuple[list[int], list[torch.Tensor]]:
+        """Return the pieces of all tensors, and before that the leaf of each."""
+        pairs = [(index, piece) for index, entry in self.tensors.items() for piece in entry.pieces]
+        return [index for index, _ in pairs], [piece for _, piece in pairs]
 
     def _holds_tensors(self, index: int) -> bool:
         leaf_type = leaf_type_of(type(self.leaves[index]))

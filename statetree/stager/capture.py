@@ -76,7 +76,8 @@ def capture(verb: str, tree: Any, *, aside: bool = False) -> CapturedTree:
     Args:
         verb: On whose behalf, for messages.
         tree: Any tree, also one with cycles and shared containers.
-        aside: Whether to hold the memory of its tensors whatever becomes of these: they may be given other memory.
+        aside: Whether to hold the memory of its tensors whatever becomes of these, which may be given other memory, and
+            copies of arrays in opaque objects.
 
     Raises:
         UnsupportedLeaf: If a leaf cannot be taken apart, or the storage of a tensor is freed or too small for it.
@@ -85,6 +86,7 @@ def capture(verb: str, tree: Any, *, aside: bool = False) -> CapturedTree:
     unpacked = unpack(verb, leaves, spec.paths, together=True)
     columns = unpacked.columns
     if aside:
+        unpacked.detach()
         columns.tensors = list(map(_alias, columns.tensors))
     meta: list[int] = []
     owners = unpacked.owners

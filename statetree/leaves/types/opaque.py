@@ -1,30 +1,83 @@
 """Opaque objects: whatever has no leaf type of its own, taken apart by pickle's ``persistent_id``.
 
 Tensors anywhere inside come out as parts, what is passed by identity (functions, classes, modules, enum members) is
-set aside, and the rest becomes a byte skeleton. The skeleton never leaves the process and is never read from a file.
+set aside, buffers stay where they are until they are copied, and the rest becomes a byte skeleton. That is never read
+from a file.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+from dataclasses import dataclass
+from operator import eq
 from types import BuiltinFunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
 from statetree.errors import StateTreeError, UnsupportedLeaf
 from statetree.leaves.registry import LeafType
+from statetree.leaves.types.arrays import is_array, reduced_array
 from statetree.torch_internals import torch_function_enabled
 from statetree.tree.atoms import same_value
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     LookUp = Callable[[type], LeafType | None]
 
-#: What pickle makes of a value beside the tensors inside: a skeleton, and what is passed by identity.
-Rest = tuple[bytes, tuple[Any, ...]]
+#: How many bytes of buffers are compared at a time.
+_PIECE: Final = 1 << 20
+
+
+class Borrowed(NamedTuple):
+    """A buffer in the memory of an object that was taken apart, to be copied whenever that is put together."""
+
+    memory: pickle.PickleBuffer | bytes | bytearray  # the latter on other ranks
+
+    def copied(self) -> bytes | bytearray:
+        """Return a copy that can be written exactly if the buffer can."""
+        return bytes(self.memory) if memoryview(self.memory).readonly else bytearray(self.memory)
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yield the bytes, some at a time."""
+        view = memoryview(self.memory)
+        return (bytes(view[start : start + _PIECE]) for start in range(0, len(view), _PIECE))
+
+
+@dataclass(eq=False, repr=False)
+class Rest:
+    """What pickle makes of a value beside the tensors inside. Two are equal if it makes the same of two values.
+
+    Attributes:
+        skeleton: The bytes of the pickle.
+        kept: What is passed by identity.
+        buffers: What the pickle holds out of band: ``Borrowed``, or copies, which are given away.
+    """
+
+    skeleton: bytes
+    kept: tuple[Any, ...]
+    buffers: list[Any]
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Rest)
+            and self.skeleton == other.skeleton
+            and same_value(self.kept, other.kept)
+            and all(map(_same_bytes, self.buffers, other.buffers))
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.skeleton)
+
+    def __repr__(self) -> str:
+        return f"{len(self.skeleton)} bytes of pickle"
+
+
+def _same_bytes(a: Borrowed, b: Borrowed) -> bool:
+    return len(memoryview(a.memory)) == len(memoryview(b.memory)) and all(map(eq, a.pieces(), b.pieces()))
+
 
 # Interned by value, so that the skeletons of equal objects are equal whichever string objects they hold.
 _BY_VALUE = (str, bytes)
@@ -36,21 +89,27 @@ class TakeApart(pickle.Pickler):
     """Sets tensors aside, and what is passed by identity."""
 
     def __init__(self, file: io.BytesIO, leaf_type_of: LookUp) -> None:
-        super().__init__(file, protocol=5)
+        super().__init__(file, protocol=5, buffer_callback=self._set_aside)
         self.file = file
         self._leaf_type_of = leaf_type_of
         self.tensors: list[Any] = []
         self.kept: list[Any] = []
+        self.buffers: list[Any] = []
         self._tensor_index: dict[int, int] = {}
         self._kept_index: dict[Any, int] = {}
+        self._copies_bytes = False
 
-    def persistent_id(self, obj: Any) -> int | None:
-        """Return a non-negative number for a tensor, a negative one for what is kept, ``None`` for the rest."""
+    def persistent_id(self, obj: Any) -> int | tuple[int] | None:
+        """Return a non-negative number for a tensor, a negative one for what is kept, ``None`` for the rest.
+
+        In a tuple it is that of ``bytes`` of which a copy is to be made.
+        """
         cls = type(obj)
         if cls in _SMALL:
             return None
         if cls in _BY_VALUE:
-            return self._keep((cls, obj), obj)
+            index = self._keep((cls, obj), obj)
+            return (index,) if self._copies_bytes and cls is bytes else index
         leaf_type = self._leaf_type_of(cls)
         if leaf_type is None:
             return self._keep(id(obj), obj)
@@ -64,10 +123,21 @@ class TakeApart(pickle.Pickler):
         return index
 
     def reducer_override(self, obj: Any) -> Any:
-        """Take apart generators of random numbers in a way of our own."""
+        """Take apart generators of random numbers, and arrays, in a way of our own."""
         if type(obj) is torch.Generator:
             return _generator, (obj.device, obj.get_state())
-        return NotImplemented
+        if not is_array(obj):
+            return NotImplemented
+        result = reduced_array(obj)
+        self._copies_bytes |= result is NotImplemented  # NumPy's own arrays lie in the bytes that they are made of
+        return result
+
+    def _set_aside(self, buffer: pickle.PickleBuffer) -> None:
+        self.buffers.append(Borrowed(pickle.PickleBuffer(buffer.raw())))
+
+    def rest(self) -> Rest:
+        """Return what was made of the value beside the tensors."""
+        return Rest(self.file.getvalue(), tuple(self.kept), self.buffers)
 
     def _keep(self, key: Any, obj: Any) -> int:
         index = self._kept_index.setdefault(key, len(self.kept))
@@ -92,7 +162,7 @@ class _TakeAllApart(TakeApart):
         self._current = -1
         self.owners: list[int] = []
 
-    def persistent_id(self, obj: Any) -> int | None:
+    def persistent_id(self, obj: Any) -> int | tuple[int] | None:
         following = self._current + 1
         if following < len(self._values) and obj is self._values[following]:
             self._current = following
@@ -102,12 +172,15 @@ class _TakeAllApart(TakeApart):
 
 
 class _PutTogether(pickle.Unpickler):
-    def __init__(self, skeleton: bytes, tensors: Sequence[Any], kept: Sequence[Any]) -> None:
-        super().__init__(io.BytesIO(skeleton))
+    def __init__(self, rest: Rest, tensors: Sequence[Any]) -> None:
+        buffers = (buffer.copied() if isinstance(buffer, Borrowed) else buffer for buffer in rest.buffers)
+        super().__init__(io.BytesIO(rest.skeleton), buffers=buffers)
         self._tensors = tensors
-        self._kept = kept
+        self._kept = rest.kept
 
-    def persistent_load(self, pid: int) -> Any:
+    def persistent_load(self, pid: int | tuple[int]) -> Any:
+        if isinstance(pid, tuple):
+            return bytes(memoryview(self._kept[-1 - pid[0]]))
         return self._tensors[pid] if pid >= 0 else self._kept[-1 - pid]
 
 
@@ -147,29 +220,25 @@ class OpaqueType(LeafType):
                 "holds no tensors, or as a container (register_container)."
             )
             raise UnsupportedLeaf(msg) from error
-        return pickler.tensors, (pickler.file.getvalue(), tuple(pickler.kept))
+        return pickler.tensors, pickler.rest()
 
     def unpack_together(self, values: Sequence[Any]) -> tuple[Sequence[Any], Any, Sequence[int]]:
         """Take several objects apart as one: also return, for each part, which of them it lies in."""
-        file = io.BytesIO()
-        pickler = _TakeAllApart(file, self._leaf_type_of, values)
+        pickler = _TakeAllApart(io.BytesIO(), self._leaf_type_of, values)
         with torch_function_enabled():
             pickler.dump(list(values))
-        return pickler.tensors, (file.getvalue(), tuple(pickler.kept)), pickler.owners
+        return pickler.tensors, pickler.rest(), pickler.owners
 
     def pack(self, context: Any, parts: Sequence[Any]) -> Any:
-        skeleton, kept = context
         with torch_function_enabled():
-            return _PutTogether(skeleton, parts, kept).load()
+            return _PutTogether(context, parts).load()
 
     def describe(self, value: Any) -> Mapping[str, Any]:
         return {"class": type(value)}
 
     def same_context(self, a: Any, b: Any) -> bool:
         """Whether two objects agree in everything but the tensors inside them."""
-        return same_rest(a, b)
+        return bool(a == b)
 
-
-def same_rest(a: Rest, b: Rest) -> bool:
-    """Whether pickle makes the same of two values, but for the tensors inside."""
-    return a[0] == b[0] and same_value(a[1], b[1])
+    def detach(self, context: Any) -> None:
+        context.buffers[:] = [buffer.copied() for buffer in context.buffers]

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from statetree.errors import UnsupportedLeaf
-from statetree.leaves.registry import LeafType
-from statetree.leaves.types.opaque import OpaqueType, TakeApart, same_rest
+from statetree.leaves.types.opaque import OpaqueType, TakeApart
 from statetree.leaves.types.tensor import attributes_of, set_attributes
 from statetree.tree.flatten import flatten, unflatten
 
@@ -30,11 +29,11 @@ class _TakeTensorApart(TakeApart):
         super().__init__(io.BytesIO(), leaf_type_of)
         self._root = root
 
-    def persistent_id(self, obj: Any) -> int | None:
+    def persistent_id(self, obj: Any) -> int | tuple[int] | None:
         return None if obj is self._root else super().persistent_id(obj)
 
 
-class ReducedType(LeafType):
+class ReducedType(OpaqueType):
     """Tensors that are taken apart by ``__reduce_ex__``, as opaque objects are, and written to as tensors are.
 
     That is exact only if ``__reduce_ex__`` gives out the very tensors inside, and what it makes of them is what it was
@@ -44,9 +43,7 @@ class ReducedType(LeafType):
         leaf_type_of: Looks up the leaf type of a class.
     """
 
-    def __init__(self, leaf_type_of: LookUp) -> None:
-        self._leaf_type_of = leaf_type_of
-        self._opaque = OpaqueType(leaf_type_of)
+    opaque = False
 
     def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
         tensors, rest = self._reduced(value)
@@ -55,7 +52,7 @@ class ReducedType(LeafType):
         again = self.pack((rest, len(tensors), value.requires_grad, nothing), tensors)
         same = isinstance(again, torch.Tensor) and _facts(again) == _facts(value)
         others, other = self._reduced(again) if same else ([], rest)
-        same = same and same_rest(rest, twin) and same_rest(rest, other)
+        same = same and rest == twin == other
         if not same or not _are_same(tensors, twins) or not _are_same(tensors, others):
             cls = type(value).__qualname__
             msg = (
@@ -71,7 +68,7 @@ class ReducedType(LeafType):
 
     def pack(self, context: Any, parts: Sequence[Any]) -> Any:
         rest, count, requires_grad, attributes = context
-        fresh = self._opaque.pack(rest, parts[:count])
+        fresh = super().pack(rest, parts[:count])
         if isinstance(fresh, torch.Tensor):
             if fresh.requires_grad != requires_grad:
                 fresh = fresh.detach().requires_grad_(requires_grad)
@@ -84,30 +81,17 @@ class ReducedType(LeafType):
 
     def same_context(self, a: Any, b: Any) -> bool:
         """Whether two values agree in everything but the tensors inside them."""
-        return same_rest(a[0], b[0])
+        return super().same_context(a[0], b[0])
+
+    def detach(self, context: Any) -> None:
+        super().detach(context[0])
 
     def describe(self, value: Any) -> Mapping[str, Any]:
         _, (rest, *_) = self.unpack(value)
-        return {"class": type(value), "dtype": value.dtype, "shape": value.shape, "metadata": _Metadata(rest)}
+        return {"class": type(value), "dtype": value.dtype, "shape": value.shape, "metadata": rest}
 
     def _reduced(self, value: torch.Tensor) -> tuple[list[Any], Rest]:
-        return self._opaque.taken_apart(value, _TakeTensorApart(value, self._leaf_type_of))
-
-
-class _Metadata:
-    """What pickle makes of a tensor beside those inside, to be compared and shown."""
-
-    def __init__(self, rest: Rest) -> None:
-        self._rest = rest
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Metadata) and same_rest(self._rest, other._rest)
-
-    def __hash__(self) -> int:
-        return hash(self._rest[0])
-
-    def __repr__(self) -> str:
-        return f"{len(self._rest[0])} bytes of pickle"
+        return self.taken_apart(value, _TakeTensorApart(value, self._leaf_type_of))
 
 
 def _facts(value: torch.Tensor) -> tuple[Any, ...]:

@@ -1,4 +1,7 @@
-"""Layouts of torch's own tensors that are not one view on a storage: sparse, nested and quantized ones."""
+"""Layouts of torch's own tensors that are not one view on a storage: sparse, nested and quantized ones.
+
+Each is a leaf type: how the inner tensors are reached and put back.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from statetree.errors import UnsupportedLeaf
+from statetree.leaves.registry import LeafType
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,20 +25,16 @@ def memory_state(value: Any) -> str:
     return "meta" if value.device.type == "meta" else "present"
 
 
-class SpecialLayout:
-    """One way of laying out a tensor that is not strided: how its inner tensors are reached and put back."""
-
-    def unpack(self, value: torch.Tensor) -> tuple[list[Any], Any]:
-        raise NotImplementedError
-
-    def pack(self, context: Any, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        raise NotImplementedError
-
-    def describe(self, value: torch.Tensor) -> Mapping[str, Any]:
-        raise NotImplementedError
+def _sparse_facts(value: torch.Tensor) -> dict[str, Any]:
+    return {
+        "layout": value.layout,
+        "shape": value.shape,
+        "number of specified elements": value._nnz(),
+        "memory": memory_state(value),
+    }
 
 
-class _SparseCoo(SpecialLayout):
+class _SparseCoo(LeafType):
     def unpack(self, value: torch.Tensor) -> tuple[list[Any], Any]:
         bare = value.detach()
         return [bare._indices(), bare._values()], (value.shape, value.is_coalesced())
@@ -45,16 +45,10 @@ class _SparseCoo(SpecialLayout):
         return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=coalesced, check_invariants=False)
 
     def describe(self, value: torch.Tensor) -> Mapping[str, Any]:
-        return {
-            "layout": value.layout,
-            "shape": value.shape,
-            "number of specified elements": value._nnz(),
-            "coalesced": value.is_coalesced(),
-            "memory": memory_state(value),
-        }
+        return {**_sparse_facts(value), "coalesced": value.is_coalesced()}
 
 
-class _SparseCompressed(SpecialLayout):
+class _SparseCompressed(LeafType):
     def unpack(self, value: torch.Tensor) -> tuple[list[Any], Any]:
         bare = value.detach()
         by_rows = value.layout in (torch.sparse_csr, torch.sparse_bsr)
@@ -68,16 +62,10 @@ class _SparseCompressed(SpecialLayout):
         return torch.sparse_compressed_tensor(compressed, plain, values, shape, layout=layout, check_invariants=False)
 
     def describe(self, value: torch.Tensor) -> Mapping[str, Any]:
-        return {
-            "layout": value.layout,
-            "shape": value.shape,
-            "number of specified elements": value._nnz(),
-            "block shape": tuple(value.detach().values().shape[1:]),
-            "memory": memory_state(value),
-        }
+        return {**_sparse_facts(value), "block shape": tuple(value.detach().values().shape[1:])}
 
 
-class _StridedNested(SpecialLayout):
+class _StridedNested(LeafType):
     """Nested tensors of the first generation: one buffer, and the sizes, strides and offsets of the pieces in it."""
 
     def unpack(self, value: torch.Tensor) -> tuple[list[Any], Any]:
@@ -107,7 +95,7 @@ class _StridedNested(SpecialLayout):
         }
 
 
-class _Quantized(SpecialLayout):
+class _Quantized(LeafType):
     """Quantized tensors: the integers are a view on the same storage, the scales come beside them."""
 
     def unpack(self, value: torch.Tensor) -> tuple[list[Any], Any]:
@@ -172,18 +160,15 @@ _INTEGERS = {
     for name, integer in (("quint8", torch.uint8), ("qint8", torch.int8), ("qint32", torch.int32))
     if hasattr(torch, name)
 }
-_LAYOUTS: dict[torch.layout, SpecialLayout] = {
+_LAYOUTS: dict[torch.layout, LeafType] = {
     torch.sparse_coo: _SparseCoo(),
-    torch.sparse_csr: _SparseCompressed(),
-    torch.sparse_csc: _SparseCompressed(),
-    torch.sparse_bsr: _SparseCompressed(),
-    torch.sparse_bsc: _SparseCompressed(),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc), _SparseCompressed()),
 }
 _NESTED = _StridedNested()
 _QUANTIZED = _Quantized()
 
 
-def special_layout(value: torch.Tensor) -> SpecialLayout | None:
+def special_layout(value: torch.Tensor) -> LeafType | None:
     """Return how a tensor is laid out if it is not one view on a storage."""
     if value.layout is not torch.strided:
         special = _LAYOUTS.get(value.layout)

@@ -69,15 +69,12 @@ class WrapperType(LeafType):
 
     def describe(self, value: Any) -> Mapping[str, Any]:
         with _caches_dropped(value):
-            return self._describe(value)
-
-    def _describe(self, value: Any) -> Mapping[str, Any]:
-        _, context = value.__tensor_flatten__()
-        facts = {"class": type(value), "dtype": value.dtype, "shape": _shape_of(value), "metadata": context}
-        if value.layout is torch.jagged:
-            facts["metadata"] = context["ragged_idx"]
-            facts["offsets"] = value.offsets().tolist()
-        return facts
+            _, context = value.__tensor_flatten__()
+            facts = {"class": type(value), "dtype": value.dtype, "shape": _shape_of(value), "metadata": context}
+            if value.layout is torch.jagged:
+                facts["metadata"] = context["ragged_idx"]
+                facts["offsets"] = value.offsets().tolist()
+            return facts
 
 
 def _is_changed(held: Any, own: Any) -> bool:

@@ -125,3 +125,12 @@ def test_classes_that_say_nothing_are_refused():
 
     with pytest.raises(st.UnsupportedLeaf, match="expected __tensor_flatten__"):
         st.offload({"w": scaled(cls=Silent)})
+
+
+def test_digests_and_deltas_notice_what_is_no_tensor():
+    base, new = {"w": scaled(kind="e4m3")}, {"w": scaled(kind="e5m2")}
+    assert st.digest(base) != st.digest(new)
+    assert st.digest(base) == st.digest({"w": scaled(kind="e4m3")})
+    delta = st.delta(new, base)
+    assert list(delta.changed) == ["w"]
+    assert st.apply_delta(delta, base)["w"].kind == "e5m2"
