@@ -8,7 +8,7 @@ when it is applied again. What is as it shall be already is not written.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from statetree.chunks.ranks import Ranks
     from statetree.leaves.delta_tree import Delta
     from statetree.leaves.tensor_entries import TensorEntry
-
-_POSITION_BYTES: Final = 8
 
 
 def prepared_apply(
@@ -65,12 +63,11 @@ class _Application:
     def prepared(self, *, everything: bool) -> tuple[Any, list[Callable[[], None]]]:
         if everything:
             self._check_everything()
-        for name in self.delta.tensors:
+        tensors = self.delta.tensors
+        for name in tensors:
             self._check_writable(name, self._entry(name))
-        nbytes = sum(_POSITION_BYTES * change.values.numel() for change in self.delta.tensors.values())
-        for name, compared in zip(
-            self.delta.tensors, in_threads(self._compared, list(self.delta.tensors), nbytes), strict=True
-        ):
+        read = [piece for name, change in tensors.items() for piece in (change.values, *self._entry(name).pieces)]
+        for name, compared in zip(tensors, in_threads(self._compared, list(tensors), read), strict=True):
             self._prepare_tensor(name, *compared)
         leaves = list(self.entries.leaves)
         for name in self.delta.values:

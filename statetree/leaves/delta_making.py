@@ -102,8 +102,8 @@ class _Making:
             a, b = self._pair(index)
             if a is not None and b is not None:
                 pairs[a.place, b.place] = a, b, sums[index]
-        nbytes = sum(b.held * b.dtype.itemsize for _, b, _ in pairs.values())
-        return dict(zip(pairs, in_threads(lambda pair: _change(*pair), list(pairs.values()), nbytes), strict=True))
+        pieces = [piece for a, b, _ in pairs.values() for piece in (*a.pieces, *b.pieces)]
+        return dict(zip(pairs, in_threads(lambda pair: _change(*pair), list(pairs.values()), pieces), strict=True))
 
     def _check_ties(self, tensors: Mapping[int, TensorChange], numbers: Mapping[int, tuple[int, int]]) -> None:
         """Refuse a base in which leaves share memory for which the other tree has different values."""

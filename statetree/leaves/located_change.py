@@ -52,7 +52,7 @@ class LocatedChange:
 
     def __init__(self, verb: str, name: str, change: TensorChange, entry: TensorEntry) -> None:
         self.verb, self.name, self.change, self.entry = verb, name, change, entry
-        fault = change.fault()
+        fault, self.positions = change.checked()
         if not fault and change.values.dtype != entry.dtype:
             fault = f"expected values of {entry.dtype}, got {change.values.dtype}"
         expected = entry.held if change.is_whole else change.values.numel()
@@ -61,9 +61,6 @@ class LocatedChange:
         numel = torch.Size(entry.shape).numel()
         if not fault and change.numel != numel:
             fault = f"expected a tensor of {numel} elements, got one of {change.numel}"
-        self.positions = None if fault or change.is_whole else change.positions()
-        if self.positions is not None and self.positions.numel() and int(self.positions[-1]) >= numel:
-            fault = f"expected positions below {numel}, got {int(self.positions[-1])}"
         if fault:
             raise damaged(verb, name, fault)
         self._parts = list(self._locate())

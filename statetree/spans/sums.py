@@ -136,9 +136,7 @@ def whole_sums(tensors: Sequence[torch.Tensor], count: int = ALL) -> list[torch.
         ``int64`` on the CPU, for each tensor.
     """
     large = [index for index, tensor in enumerate(tensors) if not _is_small(tensor)]
-    alone = in_threads(
-        lambda index: _sums_of_whole(tensors[index], count), large, sum(tensors[index].nbytes for index in large)
-    )
+    alone = in_threads(lambda index: _sums_of_whole(tensors[index], count), large, [tensors[index] for index in large])
     found = dict(zip(large, alone, strict=True))
     small = [index for index in range(len(tensors)) if index not in found]
     for start in range(0, len(small), _TOGETHER):
@@ -245,10 +243,13 @@ def _row_products(words: torch.Tensor, rows: torch.Tensor, count: int) -> torch.
     buffer = torch.empty(step, _ROW_WORDS, dtype=torch.int64, device=words.device)
     multiply = torch.mv if words.is_cpu else _multiply
     rows_of = [product.split(step) for product in products]
+    order = sorted(range(count), key=SHIFTS.__getitem__)  # first what brings the words into the cache as it computes
     for part, *found in zip(words.split(step), *rows_of, strict=True):
-        high = torch.bitwise_right_shift(part, SHIFTS[1], out=buffer[: len(part)])
-        for number, product in enumerate(found):
-            multiply(high if SHIFTS[number] else part, factors[number], out=product)
+        shifted = part
+        for number in order:
+            if SHIFTS[number] and shifted is part:
+                shifted = torch.bitwise_right_shift(part, SHIFTS[number], out=buffer[: len(part)])
+            multiply(shifted, factors[number], out=found[number])
     return products.mul_(_row_factors(rows, count))
 
 
