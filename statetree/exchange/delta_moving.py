@@ -102,13 +102,10 @@ def _outgoing(
 
 
 def _positions(verb: str, name: str, change: TensorChange) -> torch.Tensor:
-    fault = change.fault()
-    positions = None if fault else change.all_positions().to("cpu")
-    if positions is not None and positions.numel() and int(positions.max()) >= change.numel:
-        fault = f"expected positions below {change.numel}, got {int(positions.max())}"
-    if fault or positions is None:
+    fault, positions = change.checked()
+    if fault:
         raise damaged(verb, name, fault)
-    return positions
+    return (change.all_positions() if positions is None else positions).to("cpu")
 
 
 def _exchanged(group: Group, outgoing: Sequence[Sequence[_Elements]]) -> Iterator[_Elements]:

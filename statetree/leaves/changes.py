@@ -94,7 +94,18 @@ class TensorChange:
         start, numel, gaps = int(self.head[_START]), self.numel, self.gaps.clone()
         return TensorChange(gaps, values, _head(start, numel, self.after, self.before))
 
-    def fault(self) -> str:
+    def checked(self) -> tuple[str, torch.Tensor | None]:
+        """Say what is wrong with a change (nothing if it can be one), and return its positions, if it has such."""
+        fault = self._fault_of_form()
+        if fault or self.is_whole:
+            return fault, None
+        positions = self.positions()
+        if positions is None:
+            return "its positions do not ascend", None
+        last = int(positions[-1]) if positions.numel() else -1
+        return (f"expected positions below {self.numel}, got {last}" if last >= self.numel else ""), positions
+
+    def _fault_of_form(self) -> str:
         """Say what is wrong with the tensors of a change; nothing if they fit each other."""
         if self.head.dtype != torch.int64 or tuple(self.head.shape) != (_HEAD,):
             return f"expected a head of {_HEAD} int64, got {self.head.dtype} {tuple(self.head.shape)}"
@@ -103,9 +114,7 @@ class TensorChange:
         if self.is_whole:
             return self._fault_of_boxes()
         count = self.values.numel()
-        if self.gaps.numel() != count:
-            return f"expected {count} gaps, got {self.gaps.numel()}"
-        return "" if self.positions() is not None else "its positions do not ascend"
+        return "" if self.gaps.numel() == count else f"expected {count} gaps, got {self.gaps.numel()}"
 
     def _fault_of_boxes(self) -> str:
         """Say what is wrong with the boxes of a change that replaces everything."""

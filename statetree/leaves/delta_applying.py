@@ -8,20 +8,19 @@ when it is applied again. What is as it shall be already is not written.
 from __future__ import annotations
 
 from functools import cached_property
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from statetree.errors import TreeMismatch
 from statetree.leaves.changes import damaged, mismatch
-from statetree.leaves.copying import copied_leaves, copies_of, prepared_copy
+from statetree.leaves.copying import copied_leaves, prepared_copy
 from statetree.leaves.located_change import LocatedChange, tried
 from statetree.leaves.tensor_entries import TreeEntries
 from statetree.spans.bits import same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.mappings import MemoryMap, foreign, read_only
-from statetree.spans.overlaps import sharing
+from statetree.spans.threads import in_threads
 from statetree.tree.flatten import unflatten
 
 if TYPE_CHECKING:
@@ -59,12 +58,17 @@ class _Application:
         self.index_of = delta.check_leaves(verb, entries)
         self.writes: list[Callable[[], None]] = []
         self.written: set[Any] = set()
+        self.found: dict[str, torch.Tensor] = {}  # the sums of what each change writes over
 
     def prepared(self, *, everything: bool) -> tuple[Any, list[Callable[[], None]]]:
         if everything:
             self._check_everything()
-        for name in self.delta.tensors:
-            self._prepare_tensor(name)
+        tensors = self.delta.tensors
+        for name in tensors:
+            self._check_writable(name, self._entry(name))
+        read = [piece for name, change in tensors.items() for piece in (change.values, *self._entry(name).pieces)]
+        for name, compared in zip(tensors, in_threads(self._compared, list(tensors), read), strict=True):
+            self._prepare_tensor(name, *compared)
         leaves = list(self.entries.leaves)
         for name in self.delta.values:
             index = self.index_of[name]
@@ -86,16 +90,20 @@ class _Application:
             if found not in (before, self.delta.sums_after(name, before)):
                 raise mismatch(self.verb, name, "what the base holds", "something else")
 
-    def _prepare_tensor(self, name: str) -> None:
-        change, entry = self.delta.tensors[name], self.entries.tensors[self.index_of[name]]
-        self._check_writable(name, entry)
-        located = LocatedChange(self.verb, name, change, entry)
-        found, brought = located.both_sums()
+    def _entry(self, name: str) -> TensorEntry:
+        return self.entries.tensors[self.index_of[name]]
+
+    def _compared(self, name: str) -> tuple[LocatedChange, torch.Tensor, torch.Tensor]:
+        """Return a change, and the sums of what it writes over and of what it brings."""
+        located = LocatedChange(self.verb, name, self.delta.tensors[name], self._entry(name))
+        return located, *located.both_sums()
+
+    def _prepare_tensor(self, name: str, located: LocatedChange, found: torch.Tensor, brought: torch.Tensor) -> None:
+        change, entry = located.change, located.entry
         if not brought.equal(change.after):
             raise damaged(self.verb, name, "its values or positions are not those that it was made with")
+        self.found[name] = found
         if found.equal(change.before):
-            if entry.overlaps_itself:
-                self._check_overlap(name, entry)
             if entry.place not in self.written:  # tied tensors are written once
                 self.written.add(entry.place)
                 self.writes.append(located.write())
@@ -109,15 +117,6 @@ class _Application:
         for piece in entry.pieces:
             if piece.is_inference():
                 raise mismatch(self.verb, name, "a tensor that can be written", "an inference tensor")
-
-    def _check_overlap(self, name: str, entry: TensorEntry) -> None:
-        """Refuse a tensor that overlaps itself where the delta would change other elements than it says."""
-        change = self.delta.tensors[name]
-        is_one = len(entry.pieces) == 1
-        if not is_one or not (tried(self.verb, name, change, entry).sums() - entry.sums()).equal(
-            change.after - change.before
-        ):
-            raise mismatch(self.verb, name, "a tensor that can be written", "one that overlaps itself")
 
     def _prepare_value(self, name: str, leaf: Any) -> Any:
         change, number = self.delta.values[name], self.entries.number(self.index_of[name])
@@ -144,34 +143,16 @@ class _Application:
             raise mismatch(self.verb, one, "memory of its own", f"memory that it shares with {other}")
         if not self.writes:
             return
-        held = {index: list(entry.pieces) for index, entry in self.entries.tensors.items()}
-        objects = [index for index in self.entries.objects() if index not in changed]
-        held.update(zip(objects, self.entries.parts_inside(objects), strict=True))
-        owners = [index for index, pieces in held.items() for piece in pieces if _has_memory(piece)]
-        columns = Columns([piece for pieces in held.values() for piece in pieces if _has_memory(piece)])
-        if columns.disjoint:
-            return
-        entangled = {index: self.entries.keys[index] for index in sorted({owners[place] for place in sharing(columns)})}
-        if self.delta.tensors.keys().isdisjoint(entangled.values()):
-            return
-        copies = iter(copies_of(Columns([piece for index in entangled for piece in held[index]])))
-        fresh = {index: list(islice(copies, len(held[index]))) for index in entangled}
-        changes = {}
-        for index, name in entangled.items():
-            if name in self.delta.tensors:
-                entry = self.entries.tensors[index]._replace(pieces=fresh[index])
-                changes[index] = LocatedChange(self.verb, name, self.delta.tensors[name], entry)
-        for change in changes.values():
-            change.write()()
-        for index, name in entangled.items():
-            if index in changes:
-                kept = changes[index].found_sums().equal(changes[index].change.after)
+        changes = {self.index_of[name]: change for name, change in self.delta.tensors.items()}
+        for index, (before, after) in tried(self.verb, self.entries, changes, numbers).items():
+            name, change = self.entries.keys[index], changes.get(index)
+            if change is None or after is None:
+                kept = after is not None and all(map(same_bytes, after, before))
             else:
-                kept = all(map(same_bytes, fresh[index], held[index]))
+                entry = self.entries.tensors[index]
+                expected = entry.sums() - self.found[name] + change.after
+                kept = entry._replace(pieces=after).sums().equal(expected)
             if not kept:
-                got = "memory that it shares with another tensor that changes"
-                raise mismatch(self.verb, name, "memory of its own", got)
-
-
-def _has_memory(piece: torch.Tensor) -> bool:
-    return not piece.is_meta and bool(piece.numel())
+                is_one = change is not None and self.entries.tensors[index].overlaps_itself
+                got = "one that overlaps itself" if is_one else "memory that it shares with another tensor that changes"
+                raise mismatch(self.verb, name, "a tensor that can be written" if is_one else "memory of its own", got)

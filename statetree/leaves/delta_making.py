@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -16,22 +15,18 @@ from statetree.leaves.located_change import tried
 from statetree.leaves.pairing import fact_differences
 from statetree.leaves.tensor_entries import TensorEntry, TreeEntries
 from statetree.spans.bits import as_bits, differing, from_bits, is_unreadable, same_bytes
-from statetree.spans.columns import Columns
-from statetree.spans.overlaps import conflicts
 from statetree.spans.positions import places_of, take, within
 from statetree.spans.sums import sums_at
+from statetree.spans.threads import in_threads
 from statetree.torch_internals import copy_each
 from statetree.tree.matching import matched
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from collections.abc import Set as AbstractSet
+    from collections.abc import Mapping, Sequence
 
     from statetree.chunks.ranks import Ranks
 
-#: A leaf, and a tensor of it: the new one, and the one in the base.
-_Row = tuple[int, torch.Tensor, torch.Tensor]
-
+_SHARED: Final = "memory that it shares with another leaf, which changes"
 #: From here on, not even gaps of one byte make positions and values fewer bytes than all values.
 _GAP_BYTES = 1
 
@@ -73,12 +68,11 @@ class _Making:
         return found or [Difference(path, "layout", self.new.text(self.partner[index]), self.base.text(index))]
 
     def delta(self) -> Delta:
-        self._check_ties()
-        same: dict[Any, TensorChange | None] = {}
-        tensors: dict[str, TensorChange] = {}
+        all_sums = self.base.sums()
+        changes = self._changes(all_sums)
+        tensors: dict[int, TensorChange] = {}
         numbers: dict[int, tuple[int, int]] = {}
         rows: list[list[int]] = []
-        all_sums = self.base.sums()
         for index in self.base.order:
             a, b = self._pair(index)
             if a is None or b is None:
@@ -87,16 +81,11 @@ class _Making:
                 if before != after:
                     numbers[index] = before, after
                 continue
-            sums = all_sums[index]
-            rows.append(self.base.row(index, sums))
-            # Ties: what lies in one memory on both sides is compared once.
-            key = a.place, b.place
-            change = same[key] if key in same else _change(a, b, sums)
-            same[key] = change
+            rows.append(self.base.row(index, all_sums[index]))
+            change = changes[a.place, b.place]
             if change is not None:
-                tensors[self.base.keys[index]] = change
-                self._check_overlap(index, change)
-        self._check_entangled({*numbers, *(i for i in self.base.tensors if self.base.keys[i] in tensors)}, numbers)
+                tensors[index] = change
+        self._check_ties(tensors, numbers)
         chosen = [self.partner[index] for index in numbers]
         copies = copied_leaves(self.verb, [self.new.leaves[index] for index in chosen], self.new.paths)
         values = {
@@ -104,74 +93,33 @@ class _Making:
             for index, copy in zip(numbers, copies, strict=True)
         }
         table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(rows), 4)
-        return Delta(tensors, values, table)
+        return Delta({self.base.keys[index]: change for index, change in tensors.items()}, values, table)
 
-    def _check_overlap(self, index: int, change: TensorChange) -> None:
-        """Refuse a tensor of the base that overlaps itself, if not every element of it receives one value."""
-        a, b = self._pair(index)
-        if a is None or b is None or not b.overlaps_itself:
-            return
-        if len(b.pieces) == 1:
-            written = tried(self.verb, self.base.keys[index], change, b)
-            if all(map(same_bytes, written.pieces, a.pieces)):
-                return
-        found = Difference(self.base.paths()[index], "overlap", "values of its own", "a tensor that overlaps itself")
-        raise TreeMismatch.between(self.verb, [found], "Copy the base, so that each element has a place of its own.")
+    def _changes(self, sums: Mapping[int, torch.Tensor]) -> dict[Any, TensorChange | None]:
+        """Return what has to be written over each tensor. Ties: what lies in one memory on both sides is one."""
+        pairs: dict[Any, tuple[TensorEntry, TensorEntry, torch.Tensor]] = {}
+        for index in self.base.order:
+            a, b = self._pair(index)
+            if a is not None and b is not None:
+                pairs[a.place, b.place] = a, b, sums[index]
+        pieces = [piece for a, b, _ in pairs.values() for piece in (*a.pieces, *b.pieces)]
+        return dict(zip(pairs, in_threads(lambda pair: _change(*pair), list(pairs.values()), pieces), strict=True))
 
-    def _check_entangled(self, changed: AbstractSet[int], numbers: Mapping[int, tuple[int, int]]) -> None:
-        """Refuse a base in which a leaf that changes shares memory with another one, unless they are one leaf."""
+    def _check_ties(self, tensors: Mapping[int, TensorChange], numbers: Mapping[int, tuple[int, int]]) -> None:
+        """Refuse a base in which leaves share memory for which the other tree has different values."""
         paths = self.base.paths()
         found = [
             Difference(paths[a], "ties", "values of its own", f"memory that it shares with {paths[b]}")
-            for a, b in self.base.cut(changed, numbers)
+            for a, b in self.base.cut(tensors.keys() | numbers.keys(), numbers)
         ]
-        found += self._over_objects(changed - numbers.keys(), numbers)
+        for index, (before, after) in tried(self.verb, self.base, tensors, numbers).items():
+            wanted = self.new.tensors[self.partner[index]].pieces if index in self.base.tensors else before
+            if after is None or not all(map(same_bytes, after, wanted)):
+                is_one = index in tensors and self.base.tensors[index].overlaps_itself
+                kind, got = ("overlap", "a tensor that overlaps itself") if is_one else ("ties", _SHARED)
+                found.append(Difference(paths[index], kind, "values of its own", got))
         if found:
-            raise TreeMismatch.between(self.verb, found, "Take them apart, or copy one of them.")
-
-    def _over_objects(self, written: AbstractSet[int], replaced: Mapping[int, object]) -> list[Difference]:
-        """Return where writing tensors would change something else inside opaque objects that stay."""
-        objects = [index for index in self.base.objects() if index not in replaced]
-        if not objects or not written:
-            return []
-        rows = self._rows(written)
-        inside = self.new.parts_inside([self.partner[index] for index in objects]), self.base.parts_inside(objects)
-        for index, others, held in zip(objects, *inside, strict=True):
-            is_alike = [part.shape for part in others] == [part.shape for part in held]
-            rows += [(index, x, y) for x, y in zip(others if is_alike else held, held, strict=True)]
-        paths = self.base.paths()
-        found = []
-        for pair in map(set, _conflicts(rows)):
-            for tensor, stays in product(pair & written, pair - written):
-                shared = f"memory that it shares with {paths[stays]}"
-                found.append(Difference(paths[tensor], "ties", "values of its own", shared))
-        return found
-
-    def _check_ties(self) -> None:
-        """Refuse a base whose tensors share memory for which the other tree has different values."""
-        paths = self.base.paths()
-        found = [
-            Difference(paths[a], "ties", "values of its own", f"a tensor that overlaps {paths[b]}")
-            for a, b in _conflicts(self._rows(self.base.tensors))
-        ]
-        if found:
-            raise TreeMismatch.between(self.verb, found, "Tie the new state as the base is tied.")
-
-    def _rows(self, indices: Iterable[int]) -> list[_Row]:
-        return [
-            (index, new, old)
-            for index in indices
-            for new, old in zip(
-                self.new.tensors[self.partner[index]].pieces, self.base.tensors[index].pieces, strict=True
-            )
-        ]
-
-
-def _conflicts(rows: Sequence[_Row]) -> list[tuple[int, int]]:
-    """Return pairs of leaves to which one place in memory belongs, for which they have different values."""
-    there = [row for row in rows if not row[2].is_meta and row[2].numel()]
-    found = conflicts(Columns([old for *_, old in there]), Columns([new for _, new, _ in there]))
-    return [(there[first][0], there[second][0]) for first, second in found]
+            raise TreeMismatch.between(self.verb, found, "Take them apart in the base, or tie the new state alike.")
 
 
 def _change(a: TensorEntry, b: TensorEntry, sums: torch.Tensor) -> TensorChange | None:

@@ -25,8 +25,9 @@ from statetree.tree.atoms import same_value
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: How much of each tensor is looked at at a time: what fits into a processor's cache, and what occupies a device.
-_PIECE_BYTES: Final = 1 << 20
+#: How much of each tensor is looked at at a time: what stays in a processor's cache, and of which torch divides no
+#: operation on words among threads, which would wait for each other at each; and what occupies a device.
+_PIECE_BYTES: Final = 256 << 10
 _DEVICE_PIECE_BYTES: Final = 64 << 20
 _WORD_BYTES: Final = 8
 #: Where more words than one in this many differ, elements are compared at once, and not the words first.
@@ -180,6 +181,13 @@ def _distinct(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 def _pieces(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """Cut tensors in row-major order. Yield where each piece begins, and both tensors' bits there as flat integers."""
+    if _is_memory(a) and _is_memory(b):  # the usual case: looked at as integers once
+        flats = [_flat(as_bits(tensor.detach())) for tensor in (a, b)]
+        step = _PIECE_BYTES // flats[0].itemsize
+        per = a.dtype.itemsize // flats[0].itemsize
+        pieces = zip(*(flat.split(step) for flat in flats), strict=True)
+        yield from ((index * step // per, x, y) for index, (x, y) in enumerate(pieces) if x.numel())
+        return
     one_device = a.device == b.device
     nbytes = _PIECE_BYTES if a.is_cpu or not one_device else _DEVICE_PIECE_BYTES
     start = 0
@@ -227,11 +235,11 @@ def _positions(x: torch.Tensor, y: torch.Tensor, itemsize: int) -> torch.Tensor:
     # Eight bytes are compared as quickly as one, and where little differs, a few of these words hold it.
     whole = x.numel() // per * per
     x, y = (piece if _is_aligned(piece) else piece.clone() for piece in (x, y))
-    a, b = x[:whole].view(torch.int64), y[:whole].view(torch.int64)
-    words = a.ne(b).nonzero().view(-1)
+    unlike = x[:whole].view(torch.int64).bitwise_xor(y[:whole].view(torch.int64))
+    words = unlike.nonzero().view(-1)
     if words.numel() * per * _FEW > whole:
         return x.ne(y).nonzero().view(-1)
-    unequal = a.index_select(0, words).bitwise_xor_(b.index_select(0, words)).view(x.dtype).nonzero().view(-1)
+    unequal = unlike.index_select(0, words).view(x.dtype).nonzero().view(-1)
     shift = per.bit_length() - 1  # a power of two: shifts take a fraction of the time of a division
     found = words.index_select(0, unequal >> shift).bitwise_left_shift_(shift).add_(unequal & (per - 1))
     return found if whole == x.numel() else torch.cat([found, x[whole:].ne(y[whole:]).nonzero().view(-1).add_(whole)])

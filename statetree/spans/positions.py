@@ -16,27 +16,39 @@ if TYPE_CHECKING:
 
 #: What gaps are stored as: the first dtype that holds the largest one. (Those that safetensors and NumPy know.)
 _GAP_DTYPES: Final = (torch.uint8, torch.uint16, torch.int32, torch.int64)
+#: What is worked out at a time on a processor: torch starts no threads for it.
+_BLOCK: Final = 1 << 15
 _LIMITS: Final = {torch.uint8: 1 << 8, torch.uint16: 1 << 16, torch.int32: 1 << 31, torch.int64: 1 << 63}
 
 
 def as_gaps(positions: torch.Tensor) -> torch.Tensor:
     """Return by how much each of some ascending positions is above the one before; a zero for the first."""
-    if not positions.numel():
-        return positions.to(torch.uint8)
-    gaps = positions.diff(prepend=positions[:1])
-    largest = int(gaps.max())
-    return gaps.to(next(dtype for dtype in _GAP_DTYPES if largest < _LIMITS[dtype]))
+    if positions.numel() < 2:
+        return torch.zeros_like(positions, dtype=torch.uint8)
+    step = _BLOCK if positions.is_cpu else positions.numel()
+    pairs = zip(positions[1:].split(step), positions[:-1].split(step), strict=True)
+    blocks = [positions.new_zeros(1), *(after - before for after, before in pairs)]
+    largest = max(int(block.max()) for block in blocks)
+    dtype = next(dtype for dtype in _GAP_DTYPES if largest < _LIMITS[dtype])
+    return torch.cat([block.to(dtype) for block in blocks])
 
 
 def from_gaps(start: int, gaps: torch.Tensor) -> torch.Tensor | None:
     """Return the positions that gaps stand for; ``None`` if these do not ascend."""
-    wide = gaps.to(torch.int64)
-    if wide.numel() and (int(wide[0]) or (wide.numel() > 1 and int(wide[1:].min()) <= 0)):
-        return None
-    wide = wide.clone() if wide is gaps else wide
-    positions = wide.cumsum_(0).add_(start)
-    # Where the sum of the gaps is too large for an integer, it is negative now, or smaller than before.
-    return None if positions.numel() and (start < 0 or int(positions.min()) < start) else positions
+    if not gaps.numel() or start < 0 or int(gaps[0]):
+        return None if gaps.numel() else gaps.to(torch.int64)
+    blocks: list[torch.Tensor] = []
+    last = start
+    for part in gaps.split(_BLOCK if gaps.is_cpu else gaps.numel()):
+        wide = part.to(torch.int64)
+        if int((wide <= 0).sum()) != (not blocks):  # the first of all is zero, and no other one
+            return None
+        blocks.append(wide.cumsum(0).add_(last))
+        # Where the sum of the gaps is too large for an integer, it is negative now, or smaller than before.
+        if int(blocks[-1].min()) < last:
+            return None
+        last = int(blocks[-1][-1])
+    return torch.cat(blocks)
 
 
 def places_of(positions: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ import torch
 
 from statetree.chunks.boxes import Box
 from statetree.spans.bits import bits_in_pieces
+from statetree.spans.threads import in_threads
 from statetree.torch_internals import copy_all, is_zero_tensor
 
 if TYPE_CHECKING:
@@ -52,6 +53,9 @@ _SMALL_BYTES: Final = 16 << 10
 _TOGETHER: Final = 1024
 #: How many elements are given coefficients one by one at a time.
 _SINGLE: Final = 1 << 15
+
+#: What integers are read as, by their size, so that wider ones have zeros in front. (Eight bytes stay as they are.)
+_UNSIGNED: Final = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.int64}
 
 _MASK: Final = (1 << 64) - 1
 _FACTORS: Final = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -131,16 +135,19 @@ def whole_sums(tensors: Sequence[torch.Tensor], count: int = ALL) -> list[torch.
     Returns:
         ``int64`` on the CPU, for each tensor.
     """
-    found: dict[int, torch.Tensor] = {}
-    for index, tensor in enumerate(tensors):
-        if not _is_small(tensor):
-            shape = tuple(tensor.shape)
-            found[index] = piece_sums(tensor, Box((0,) * len(shape), shape), shape, count).cpu()
+    large = [index for index, tensor in enumerate(tensors) if not _is_small(tensor)]
+    alone = in_threads(lambda index: _sums_of_whole(tensors[index], count), large, [tensors[index] for index in large])
+    found = dict(zip(large, alone, strict=True))
     small = [index for index in range(len(tensors)) if index not in found]
     for start in range(0, len(small), _TOGETHER):
         chosen = small[start : start + _TOGETHER]
         found.update(zip(chosen, _sums_together([tensors[index] for index in chosen], count), strict=True))
     return [found[index] for index in range(len(tensors))]
+
+
+def _sums_of_whole(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    shape = tuple(tensor.shape)
+    return piece_sums(tensor, Box((0,) * len(shape), shape), shape, count).cpu()
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
@@ -230,20 +237,29 @@ def _row_sums(words: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tens
 
 def _row_products(words: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
     """Return what each of some rows of words adds to the sums: ``[count, len(rows)]``."""
-    factors = _place_factors(words.device)
+    factors = _place_factors(words.device).unbind()
     products = torch.empty(count, len(words), dtype=torch.int64, device=words.device)
     step = min(len(words), _CACHED_ROWS) if words.is_cpu else len(words)
     buffer = torch.empty(step, _ROW_WORDS, dtype=torch.int64, device=words.device)
-    for start in range(0, len(words), step):
-        part, found = words[start : start + step], products[:, start : start + step]
-        high = torch.bitwise_right_shift(part, SHIFTS[1], out=buffer[: len(part)]) if count > 1 else part
-        for number in range(count):
-            shifted = high if SHIFTS[number] else part
-            if part.is_cpu:
-                torch.mv(shifted, factors[number], out=found[number])
-            else:  # (where torch multiplies no matrices of integers)
-                found[number] = (shifted * factors[number]).sum(1)
+    multiply = torch.mv if words.is_cpu else _multiply
+    rows_of = [product.split(step) for product in products]
+    order = sorted(range(count), key=SHIFTS.__getitem__)  # first what brings the words into the cache as it computes
+    for part, *found in zip(words.split(step), *rows_of, strict=True):
+        shifted = part
+        for number in order:
+            if SHIFTS[number] and shifted is part:
+                shifted = torch.bitwise_right_shift(part, SHIFTS[number], out=buffer[: len(part)])
+            multiply(shifted, factors[number], out=found[number])
     return products.mul_(_row_factors(rows, count))
+
+
+def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (a * b).sum()
+
+
+def _multiply(rows: torch.Tensor, factors: torch.Tensor, *, out: torch.Tensor) -> None:
+    """Do as ``torch.mv``, where torch multiplies no matrices of integers."""
+    torch.sum(rows * factors, 1, out=out)
 
 
 def _strided_sums(part: torch.Tensor, offsets: torch.Tensor, itemsize: int, count: int) -> torch.Tensor:
@@ -293,6 +309,7 @@ def _integer_sums(flats: Sequence[torch.Tensor], positions: torch.Tensor, count:
     shift = per.bit_length() - 1  # a power of two
     factors = _place_factors(first.device)
     totals = [torch.zeros(count, dtype=torch.int64, device=first.device) for _ in flats]
+    dot = torch.dot if first.is_cpu else _dot
     step = _SINGLE if first.is_cpu else max(first.numel(), 1)
     for start in range(0, first.numel(), step):
         position = positions[start : start + step]
@@ -302,12 +319,11 @@ def _integer_sums(flats: Sequence[torch.Tensor], positions: torch.Tensor, count:
         products = [factors[number].index_select(0, column).mul_(by_row[number]) for number in range(count)]
         within_word = (position & (per - 1)).mul_(bits)
         for total, flat in zip(totals, flats, strict=True):
-            word = flat[start : start + step].to(torch.int64)
+            word = flat[start : start + step].view(_UNSIGNED[first.itemsize]).to(torch.int64)
             if per > 1:
-                word = word.bitwise_and((1 << bits) - 1).bitwise_left_shift_(within_word)
+                word = word.bitwise_left_shift_(within_word)
             high = word >> SHIFTS[1]
-            for number in range(count):
-                total[number] += products[number].mul(high if SHIFTS[number] else word).sum()
+            total += torch.stack([dot(high if SHIFTS[number] else word, products[number]) for number in range(count)])
     return totals
 
 

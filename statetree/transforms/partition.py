@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from itertools import compress
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from statetree.tree.atoms import HOLE
 from statetree.tree.flatten import flatten_for, unflatten
@@ -45,6 +46,7 @@ def partition(tree: T, where: Where, *, missing_ok: bool = False) -> tuple[T, T]
     """
     leaves, spec = flatten_for("partition", tree)
     mask = selected(where, spec, leaves, verb="partition", missing_ok=missing_ok)
-    left = [leaf if chosen else HOLE for leaf, chosen in zip(leaves, mask, strict=True)]
-    right = [HOLE if chosen else leaf for leaf, chosen in zip(leaves, mask, strict=True)]
-    return unflatten(spec, left), unflatten(spec, right)
+    left: list[Any] = [HOLE] * len(leaves)
+    for index in compress(range(len(leaves)), mask):
+        left[index], leaves[index] = leaves[index], HOLE
+    return unflatten(spec, left), unflatten(spec, leaves)

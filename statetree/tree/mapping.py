@@ -136,6 +136,8 @@ def from_flat(flat: Mapping[str, Any], spec: TreeSpec) -> Any:
         TreeMismatch: If keys are missing or unexpected; it names all of them.
     """
     keys = spec.flat_keys()
+    if list(flat) == keys:  # in the order in which to_flat gave them
+        return unflatten(spec, flat.values())
     expected = set(keys)
     if expected != flat.keys():
         differences = [Difference(Path((key,)), "missing", "absent", "a leaf") for key in keys if key not in flat]

@@ -33,7 +33,8 @@ class _Dict(Container):
         return list(container.values()), tuple(container), None
 
     def unflatten(self, aux: Any, keys: tuple[Any, ...], children: Sequence[Any]) -> Any:
-        return dict(zip(keys, children, strict=True))
+        # As many children as keys: every caller counts them. To ask zip for it doubles the time of a small dict.
+        return dict(zip(keys, children))  # noqa: B905
 
 
 class _DefaultDict(_Dict):

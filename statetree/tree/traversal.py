@@ -165,7 +165,7 @@ def traverse(
     leaves: list[Any] = []
     nodes: list[Node] = []
     emitted = 0  # how many leaves there were when the last node was finished
-    kind_of = CONTAINERS.get
+    kind_of, are_leaf_classes = CONTAINERS.get, LEAF_CLASSES.issuperset
     frame = _Frame(None, _UNSEEN, (), (tree,), None)
     frames: list[_Frame] = []
     active: set[int] = set()
@@ -205,7 +205,11 @@ def traverse(
             frame.kids.append(index)
             # The parents of leaves are most of the containers of a state: they need no frame. All that their children
             # are is found in one look at a set of classes, which costs less than a look-up for each child.
-            if not plain and _are_leaves(children):
+            try:
+                only_leaves = not plain and are_leaf_classes(map(type, children))
+            except Exception:  # noqa: BLE001 - a metaclass whose instances cannot be hashed: found again, and named
+                only_leaves = False
+            if only_leaves:
                 leaves += children
                 nodes.append((kind, keys, aux, (), len(leaves) - emitted))
                 emitted = len(leaves)
@@ -230,13 +234,6 @@ def traverse(
             if met is not None:
                 met[id(frame.container)] = _Met(frame.container, len(nodes) - 1)
             frame = frames.pop()
-
-
-def _are_leaves(children: Iterable[Any]) -> bool:
-    try:
-        return LEAF_CLASSES.issuperset(map(type, children))
-    except Exception:  # noqa: BLE001 - a metaclass whose instances cannot be hashed: found again, and named
-        return False
 
 
 def _path_of(frames: Sequence[_Frame], index: int) -> Path:
@@ -297,7 +294,8 @@ def rebuild(nodes: Iterable[Node], values: list[Any], repeated: Mapping[int, int
             del stack[-arity:]
         else:  # all children are leaves: they are the last of those taken
             split = position + take - arity
-            stack += values[position:split]
+            if split > position:
+                stack += values[position:split]
             children = values[split : split + arity]
         position += take
         try:

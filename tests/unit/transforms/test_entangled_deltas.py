@@ -84,3 +84,46 @@ def test_one_leaf_in_two_places_changes_in_both():
     new["b"] = new["a"]
     result = st.apply_delta(st.delta(new, base), target)
     assert result["a"].to_dense().tolist() == result["b"].to_dense().tolist() == [5.0, 0.0, 6.0]
+
+
+@pytest.mark.parametrize("verify", ["written", "all"])
+def test_an_element_that_another_change_writes_over_is_not_taken_for_its_own(verify):
+    base = {"a": torch.zeros(4), "b": torch.zeros(4)}
+    new = {"a": torch.tensor([1.0, 0, 0, 0]), "b": torch.tensor([1.0, 0, 0, 0])}
+    change = st.delta(new, base)
+    memory = torch.zeros(6)
+    target = {"a": memory[:4], "b": memory[2:]}
+    with pytest.raises(st.TreeMismatch, match="at a: expected memory of its own, got memory that it shares with"):
+        st.apply_delta(change, target, verify=verify)
+    assert not memory.any()
+    with pytest.raises(st.TreeMismatch, match=r"ties at a: .* memory that it shares with another leaf"):
+        st.delta(new, target)
+
+
+def test_values_that_agree_may_be_written_to_one_memory():
+    memory = torch.zeros(6)
+    base = {"a": memory[:4], "b": memory[2:]}
+    new = {"a": torch.tensor([1.0, 2, 3, 4]), "b": torch.tensor([3.0, 4, 5, 6])}
+    change = st.delta(new, base)
+    for _ in range(2):
+        st.apply_delta(change, base)
+        assert memory.tolist() == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    "make", [torch.Tensor.clone, lambda tensor: tensor[:, None].expand(6, 2)], ids=["plain", "expanded"]
+)
+def test_different_changes_of_one_memory_are_seen_behind_equal_ones(make):
+    first, second = torch.zeros(6), torch.zeros(6)
+    first[1] = second[2] = 1
+    new = {"a": make(first), "b": make(first), "c": make(second)}
+    tied = {key: make(torch.zeros(6)) for key in "a"}
+    tied |= {"b": tied["a"], "c": tied["a"]}
+    with pytest.raises(st.TreeMismatch, match="at a"):
+        st.delta(new, tied)
+    change = st.delta(new, {key: make(torch.zeros(6)) for key in "abc"})
+    with pytest.raises(st.TreeMismatch, match="at a: expected"):
+        st.apply_delta(change, tied)
+    assert not tied["a"].any()
+    change = st.delta({**new, "c": make(first)}, {key: make(torch.zeros(6)) for key in "abc"})
+    assert st.apply_delta(change, tied)["c"].equal(make(first))
