@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import sys
 import traceback
+import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from statetree.paths import is_tensor, nearest
@@ -98,6 +100,14 @@ def describe_leaf(leaf: Any) -> str:
 def note_leaf(error: BaseException, path: Path, leaf: Any) -> None:
     """Add to an exception which leaf it concerns."""
     error.add_note(f"statetree: at {str(path) or '<root>'}, {describe_leaf(leaf)}")
+
+
+def warn(message: str) -> None:
+    """Warn, at the line outside of this package that the calls come from: Python shows it once for each such line."""
+    level, frame = 2, sys._getframe(1)  # noqa: SLF001 - Python 3.12 has skip_file_prefixes for it
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith("statetree."):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
 
 
 class StateTreeError(Exception):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -18,7 +17,7 @@ from statetree.dcp.loading import read
 from statetree.dcp.restoring import Restoration
 from statetree.dcp.saving import warn_of_values, write
 from statetree.dcp.series import Series, UnfinishedStep
-from statetree.errors import CheckpointError, StagerBusy, StateTreeError
+from statetree.errors import CheckpointError, StagerBusy, StateTreeError, warn
 from statetree.stager.stager import Stager
 
 if TYPE_CHECKING:
@@ -296,7 +295,7 @@ class Checkpointer:
                 "expected a higher one. restore() takes the highest: after going back to an earlier step, save "
                 "elsewhere, or remove the later checkpoints."
             )
-            warnings.warn(msg, stacklevel=3)
+            warn(msg)
 
     def _settle(self, verb: str) -> None:
         """Wait for the save in the background, and raise what it raised on any rank, unless its future has."""

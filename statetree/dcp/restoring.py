@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -10,7 +9,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from statetree.dcp.agreement import by_first
 from statetree.dcp.data_files import check_files
 from statetree.dcp.failures import checkpoint_errors
-from statetree.errors import CheckpointError
+from statetree.errors import CheckpointError, warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,7 +57,7 @@ class Restoration:
                     msg = (
                         f"restore: took the checkpoint of step {found.step}, since a later one is damaged: {damaged[0]}"
                     )
-                    warnings.warn(msg, stacklevel=3)
+                    warn(msg)
                 return loaded
 
     def _by_first(self, action: Callable[[], Any]) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import warnings
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -19,7 +18,7 @@ from statetree.dcp.plain_values import why_not_restorable
 from statetree.dcp.planners import Pickled, SavePlanner, ToSave
 from statetree.dcp.saved_structure import SavedEntry, written
 from statetree.dcp.tensors import PARTS_ENTRY, VALUE_ENTRY, Content, compact, content_of, to_save
-from statetree.errors import StateTreeError, UnsupportedLeaf, shown
+from statetree.errors import StateTreeError, UnsupportedLeaf, shown, warn
 from statetree.files.checkpoint import is_entry
 from statetree.leaves.builtin import leaf_type_of
 from statetree.paths import Path
@@ -82,13 +81,12 @@ def save(
     write(lambda: state, checkpoint_id, group_for("save", process_group), storage_writer)
 
 
-def warn_of_values(verb: str, state: Any, stacklevel: int = 3) -> None:
+def warn_of_values(verb: str, state: Any) -> None:
     """Warn of plain values that do not come back by default, each with its path.
 
     Args:
         verb: On whose behalf.
         state: What is to be saved.
-        stacklevel: Whose line the warning is about, as for ``warnings.warn``.
     """
     try:
         leaves, spec = flatten_for(verb, state, is_leaf=is_entry)
@@ -99,10 +97,11 @@ def warn_of_values(verb: str, state: Any, stacklevel: int = 3) -> None:
     lines = [f"{path or '<root>'} ({cls.__qualname__}): {why}" for path, cls, why in found if why]
     if lines:
         msg = (
-            f"{verb}: plain values that restore refuses by default, at:\n  {shown(lines)}\nName their classes with "
-            "torch.serialization.add_safe_globals, save what they hold, or restore with weights_only=False."
+            f"{verb}: plain values that restore refuses by default, at:\n  {shown(lines)}\nSave what they hold (of a "
+            "module or an optimizer, the state_dict()), name their classes with "
+            "torch.serialization.add_safe_globals, or restore with weights_only=False."
         )
-        warnings.warn(msg, stacklevel=stacklevel)
+        warn(msg)
 
 
 #: Classes of values that always come back. Asking that of every number in a state would take as long as saving it.
