@@ -150,7 +150,7 @@ class UnsupportedLeaf(StateTreeError, TypeError):
 
 
 class CyclicTree(StateTreeError, ValueError):
-    """A container holds itself. ``path`` leads to the place where it comes round again."""
+    """A container holds itself. ``path`` is where it appears inside itself."""
 
     def __init__(self, message: str, path: Path | None = None) -> None:
         super().__init__(message)

@@ -41,8 +41,8 @@ class _Begun(NamedTuple):
 class Checkpointer:
     """Saves the states of a run, step by step, and restores the latest.
 
-    A checkpoint shows, as ``step-…`` in the directory, when all of it is on the disk: whenever the process dies, the
-    last complete one can be restored. What a crash left behind is removed by the next save. One save runs at a time.
+    A checkpoint appears as ``step-…`` in the directory once it is completely on disk, so after a crash the last
+    complete one can be restored. The next save removes what a crash left behind. One save runs at a time.
 
     Threads of a process may share one: their calls run one after the other. Where there are several ranks, the order of
     the calls must be the same on each, so that one thread should make them. Other processes may restore from the
@@ -51,13 +51,13 @@ class Checkpointer:
     Args:
         directory: Where the checkpoints go, the same one on every rank. It is made by the first save.
         stager: Stages the states of ``async_save``; by default one of its own, which ``close`` closes.
-        keep: How many checkpoints stay: those with the highest steps, and always the one saved last. ``None`` keeps
+        keep: How many checkpoints to keep: those with the highest steps, and always the one saved last. ``None`` keeps
             all.
-        keep_every: Beside these, the checkpoints stay whose step is a multiple of this.
+        keep_every: Also keep the checkpoints whose step is a multiple of this.
         incremental: Whether files in which nothing changed since the latest checkpoint become hard links to that one's.
             Each checkpoint is complete, whatever is removed beside it. What changed is found by digests (SHA-256) of
             the contents; files are cut so that few are written again. A file is read and compared with its checksums
-            before it is linked, so that damage does not go on. Where the file system has no links, all is written.
+            before it is linked, so that damage does not spread. Where the file system has no links, all is written.
         process_group: The ranks that save and restore; by default all.
 
     Collective:

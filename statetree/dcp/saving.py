@@ -47,7 +47,7 @@ def save(
     are not. Sparse, nested and quantized tensors and wrapper subclasses are saved in parts. Objects of unknown classes
     are pickled; of the tensors in them, only the bytes that these cover.
 
-    A checkpoint that is there already is overwritten, and is lost if this breaks off (a ``Checkpointer`` keeps it).
+    An existing checkpoint is overwritten, and is lost if the save fails (a ``Checkpointer`` keeps it).
 
     Args:
         state: Any tree. ``DTensor`` and ``ShardedTensor`` are written by the ranks that hold them, once each piece.

@@ -52,20 +52,20 @@ class Stager:
     were. (What containers and opaque objects have in common becomes separate.)
 
     Threads may share a stager: they take turns. A process made by ``fork`` inherits it empty, with memory of its own
-    (and should not read trees that the parent staged into shared memory: the parent cannot know of it).
+    (and must not read trees that the parent staged into shared memory: the parent may overwrite them).
 
     Args:
         pin_memory: Take page-locked memory. Without an accelerator this warns once and is ignored.
         share_memory: Take memory that other processes can map: a staged tree that is sent to one (through
             ``torch.multiprocessing``) arrives as the same memory. It takes about a hundred file descriptors at most.
         max_snapshots: How many staged trees may be alive at a time.
-        frozen: Which leaves nobody will write to, as ``select`` takes it; a predicate is asked about tensors only.
-            Their storages, if no other leaf lies on them, are copied once. To free the memory of one and take it again
-            (``resize_``, as some wrappers of models do) is to write to it, which is not noticed: call ``thaw`` then.
-        check: Compare frozen storages with their copies at every stage, to find a promise that is not kept.
+        frozen: Which leaves will not be written, as for ``select``; a predicate is asked about tensors only. Their
+            storages, if no other leaf lies on them, are copied once. Freeing such memory and allocating it again
+            (``resize_``, as some wrappers of models do) is a write that is not noticed: call ``thaw`` after it.
+        check: Compare frozen storages with their copies at every stage, and raise if one was written.
 
     Aliasing:
-        Staged trees share the copies of frozen storages with each other: nobody may write to those.
+        Staged trees share the copies of frozen storages with each other: do not write to these.
 
     Raises:
         TypeError, ValueError: If ``max_snapshots`` is not an integer, or less than one.
