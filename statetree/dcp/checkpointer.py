@@ -116,8 +116,8 @@ class Checkpointer:
         """Save a state, and return when the checkpoint is complete and old ones are removed.
 
         Args:
-            step: The number of the checkpoint. If there is one, it is replaced, and is there until the new one is. A
-                warning says so if it is not above the latest one.
+            step: The number of the checkpoint. An existing one is replaced, once the new one is complete. There is a
+                warning if the step is not above the latest one.
             state: Any tree.
 
         Raises:
@@ -145,8 +145,8 @@ class Checkpointer:
             wait: Whether to wait for a save that is still running, or to refuse.
 
         Returns:
-            A future that is done when the checkpoint is complete. What goes wrong is raised by its ``result``, or, if
-            nobody asked for that, by the next call.
+            A future that is done when the checkpoint is complete. Its ``result`` raises the error of a failed save; if
+            it is not called, the next call raises it.
 
         Raises:
             StagerBusy: With ``wait=False``, if a save is still running, on this rank or another. All ranks raise.
@@ -195,8 +195,8 @@ class Checkpointer:
                 as it was saved.
             step: Which one; by default the latest complete one.
             where: Which leaves are loaded, by default all: as for ``statetree.dcp.load``.
-            fallback: Whether the newest older checkpoint that can be read is taken where this one is damaged. A warning
-                says so. Without it, the error names the newest older one that looks whole.
+            fallback: Whether to load the newest older checkpoint that can be read if this one is damaged, with a
+                warning. Without it, the error names the newest older one that looks complete.
             weights_only: As for ``statetree.dcp.load``.
             verify: As for ``statetree.dcp.load``.
             cast: As for ``statetree.dcp.load``.
@@ -207,8 +207,8 @@ class Checkpointer:
 
         Raises:
             CheckpointError: If there is none, or it cannot be read, or an earlier save in the background failed. Or if
-                another process removed the given step meanwhile. (Without one, the latest is looked for again.)
-            TypeError: If the state is a number, which is taken to be meant as a step.
+                another process removed the given step meanwhile. (Without a step, the latest one is searched again.)
+            TypeError: If the state is a number: a step is passed as ``step=``.
             ValueError: If the step is not an integer, or negative.
             RankMismatch: If the ranks pass different steps. All ranks raise. Or if this process is not in the group.
             TreeMismatch, UnsupportedLeaf: As ``statetree.dcp.load``.

@@ -41,11 +41,11 @@ def save(
 ) -> None:
     """Save a whole state with ``torch.distributed.checkpoint``.
 
-    ``load`` gives it back: into a template, or, where all containers are those of Python and of
-    ``collections``, without one. DCP's own ``load`` reads it, too: the keys are those of DCP's flattening wherever that
-    goes down to the leaf. Tensors are saved by value: ties, strides, ``requires_grad``, classes and Python attributes
-    are not. Sparse, nested and quantized tensors and wrapper subclasses are saved in parts. Objects of unknown classes
-    are pickled; of the tensors in them, only the bytes that these cover.
+    ``load`` restores it into a template, or without one if all containers are those of Python and of ``collections``.
+    DCP's own ``load`` reads it as well: the keys are those of DCP's flattening wherever that goes down to the leaf.
+    Tensors are saved by value: ties, strides, ``requires_grad``, classes and Python attributes are not. Sparse, nested
+    and quantized tensors and wrapper subclasses are saved in parts. Objects of unknown classes are pickled; of the
+    tensors in them, only the bytes that these cover.
 
     An existing checkpoint is overwritten, and is lost if the save fails (a ``Checkpointer`` keeps it).
 
@@ -56,9 +56,9 @@ def save(
         storage_writer: Writes elsewhere than to a directory.
 
     Collective:
-        Every rank of the group calls it. Of what several ranks hold, the first one's plain values and structure are
-        kept; a tensor that is not distributed is taken to be the same on all of them, and written by any. What only
-        some ranks hold is kept, too (under keys with their ranks, say): it is loaded by a template that names it.
+        Every rank of the group calls it. Plain values and structure are the first rank's. A tensor that is not
+        distributed is assumed to be the same on all ranks, and one of them writes it. Entries that only some ranks hold
+        are saved as well (give them keys with the rank); a template that names them loads them.
 
     Raises:
         CheckpointError: If it cannot be written, with every rank's error. All ranks raise.

@@ -198,7 +198,7 @@ class Stager:
             raise
 
     def synchronize(self) -> None:
-        """Wait until no stage under way reads its tree any more. Errors stay in their futures.
+        """Wait until no stage in progress reads its tree. Errors stay in their futures.
 
         Raises:
             StagerBusy: In a nested call: from inside an object that this thread is staging.
@@ -237,7 +237,7 @@ class Stager:
         return result
 
     def thaw(self) -> None:
-        """Have frozen leaves copied once more by the next stage. Trees that were staged keep what they have."""
+        """Copy frozen leaves again in the next stage. Trees that were staged before do not change."""
         self._frozen.thaw()
 
     def prewarm(self, tree: Any) -> None:
@@ -285,7 +285,7 @@ class Stager:
     def close(self) -> None:
         """Release all memory. Staged trees stay valid. Closing again does nothing.
 
-        A stage under way in the background is completed; those not yet begun fail with ``StagerClosed``.
+        A stage in progress in the background is completed; those not yet begun fail with ``StagerClosed``.
         """
         self._closed = True
         self._worker.close()
