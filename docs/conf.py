@@ -19,6 +19,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "benchmark_results",
     "command_help",
+    "outside_names",
     "prose_returns",
 ]
 exclude_patterns = ["_ext", "pictures/*.py"]
@@ -40,5 +41,5 @@ html_copy_source = False
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_js_files = ["copy.js"]
-pygments_style = "friendly"
-pygments_dark_style = "monokai"
+pygments_style = "a11y-high-contrast-light"  # of furo's accessible-pygments
+pygments_dark_style = "a11y-high-contrast-dark"

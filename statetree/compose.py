@@ -141,8 +141,8 @@ def stream(tree: Any, step: Step) -> Iterator[tuple[Path, Any]]:
 
     Collective:
         If the step is. Then every rank of the group takes all results, and has the same buckets: they hold whole
-        tensors, however these are distributed. A rank that stops before the end makes the others raise, once its
-        iterator is closed: at the end of a ``for`` loop, or when it is let go.
+        tensors, however these are distributed. If a rank stops early, the others raise once its iterator is closed: at
+        the end of a ``for`` loop, or when it is deleted.
 
     Raises:
         TreeMismatch: If the step returns other keys than it was given.
@@ -164,21 +164,21 @@ def stream(tree: Any, step: Step) -> Iterator[tuple[Path, Any]]:
 def prepare(verb: Callable[..., Any], /, *args: Any, delta: bool = False, **options: Any) -> Prepared:
     """Plan a transfer and agree on it once, to move elements many times.
 
-    ``sync = prepare(reshard, tree, like, in_place=True)`` checks, plans, agrees and takes memory for these very
-    tensors, and moves nothing yet. Each ``sync()`` moves what they hold then, at a small part of the cost of
-    ``reshard``: the ranks tell each other, in one small message, that their tensors still lie where they lay.
+    ``sync = prepare(reshard, tree, like, in_place=True)`` checks, plans, agrees and allocates for these tensors, and
+    moves nothing yet. Each ``sync()`` moves their elements, at a small part of the cost of ``reshard``: one small
+    message confirms that the tensors of all ranks are still at the same addresses.
 
     Only elements move again. Structure, plain values and opaque objects stay what they were when the transfer was
-    prepared (``gather`` passes leaves that are not distributed through: those are the source's own). So do results of
-    looking at elements: whether meshes that differ from rank to rank hold copies is found out once.
+    prepared (``gather`` passes leaves that are not distributed through: those are the source's own). Replicas over
+    meshes that differ from rank to rank are also compared only once.
 
     Args:
         verb: ``gather``, ``distribute``, ``broadcast`` or ``reshard``, or a transform of your own that moves elements
             with one of them, or one ``exchange``.
         args: What it is called with.
         delta: With ``reshard`` into the tensors of ``like``: keep a copy of what was sent last, and send the elements
-            that changed since, wherever that is fewer bytes. Nobody else may write to ``like`` then: that is found out
-            where something is written over, and raises ``TreeMismatch``; the next call sends the whole.
+            that changed since, wherever that is fewer bytes. Nothing else may write to ``like`` then: if elements that
+            are sent were overwritten, ``TreeMismatch`` is raised, and the next call sends everything.
         options: Its options. With ``delta`` those are ``like``, ``in_place``, ``group``, ``timeout``, ``bucket_bytes``.
 
     Returns:

@@ -24,7 +24,7 @@ def collective(transform: F) -> F:
     """Declare that every rank of a group has to call a transform (a decorator).
 
     It takes ``group`` and ``timeout`` by keyword. If it is leafwise, it has to be called with the same buckets, too.
-    Inside it torch's operations mean what they say: no autograd, no modes of the user, no default device.
+    Inside it, autograd, modes of the user and a default device are off.
     """
     return collective_unless(_never)(transform)
 

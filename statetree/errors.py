@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import sys
 import traceback
+import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from statetree.paths import is_tensor, nearest
@@ -100,6 +102,14 @@ def note_leaf(error: BaseException, path: Path, leaf: Any) -> None:
     error.add_note(f"statetree: at {str(path) or '<root>'}, {describe_leaf(leaf)}")
 
 
+def warn(message: str) -> None:
+    """Warn, at the line outside of this package that the calls come from: Python shows it once for each such line."""
+    level, frame = 2, sys._getframe(1)  # noqa: SLF001 - Python 3.12 has skip_file_prefixes for it
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith("statetree."):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
+
+
 class StateTreeError(Exception):
     """Base of every error that statetree raises by itself."""
 
@@ -140,7 +150,7 @@ class UnsupportedLeaf(StateTreeError, TypeError):
 
 
 class CyclicTree(StateTreeError, ValueError):
-    """A container holds itself. ``path`` leads to the place where it comes round again."""
+    """A container holds itself. ``path`` is where it appears inside itself."""
 
     def __init__(self, message: str, path: Path | None = None) -> None:
         super().__init__(message)

@@ -211,7 +211,7 @@ def _elements(what: Unequal | None) -> str:
 
 
 def _summary(found: Comparison, options: DiffOptions) -> str:
-    scope = "structure, dtypes, shapes" + (" and values" if options.values else "")
+    scope = "structure, dtypes, shapes and values" if options.values else "structure, dtypes and shapes; not values"
     noun = "entry" if found.num_compared == 1 else "entries"
     compared = f"{found.num_compared:,} {noun} compared ({scope})"
     if found.is_undecided:

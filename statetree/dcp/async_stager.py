@@ -14,10 +14,10 @@ class AsyncStager(Stager):
     process executor pass ``share_memory=True``, or every save moves its tensors into shared memory first. Each save in
     flight holds a snapshot: with two at a time (the default of ``max_snapshots``) a third raises ``StagerBusy``.
 
-    What is DCP's own business stays so; ``statetree.dcp.async_save`` takes care of it. Of several ranks, the saving
-    threads communicate in the background: pass ``async_save`` a ``process_group`` that nothing else uses, another one
-    for each save in flight. Where staging fails on one rank only, the others wait until that group's timeout. DCP's
-    process takes one save at a time: wait for its future before the next.
+    DCP's own rules remain (``statetree.dcp.async_save`` handles them). With several ranks, the saving threads
+    communicate in the background: pass ``async_save`` a ``process_group`` that nothing else uses, another one for each
+    save in flight. Where staging fails on one rank only, the others wait until that group's timeout. DCP's process
+    takes one save at a time: wait for its future before the next.
 
     Args:
         asynchronous: Whether ``stage`` returns a future, so that staging runs in the background, too. Then DCP's
@@ -65,5 +65,5 @@ class AsyncStager(Stager):
         return future
 
     def synchronize_staging(self) -> None:
-        """Wait until no staging under way reads its tree any more."""
+        """Wait until no staging in progress reads its tree."""
         self.synchronize()

@@ -43,8 +43,8 @@ def async_save(
     Args:
         state: Any tree.
         checkpoint_id: The directory, another one for every save.
-        stager: A ``Stager``, whose memory is used again for every save; it has to hold one snapshot for each save that
-            is in flight. Without it, memory is taken for this save alone.
+        stager: A ``Stager``, whose memory is reused for every save; it must hold one snapshot for each save in flight.
+            Without it, memory is allocated for this save only.
         process_group: The ranks that save; by default all.
 
     Returns:

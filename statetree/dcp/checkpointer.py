@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -18,7 +17,7 @@ from statetree.dcp.loading import read
 from statetree.dcp.restoring import Restoration
 from statetree.dcp.saving import warn_of_values, write
 from statetree.dcp.series import Kept, Series, UnfinishedStep
-from statetree.errors import CheckpointError, StagerBusy, StateTreeError
+from statetree.errors import CheckpointError, StagerBusy, StateTreeError, warn
 from statetree.stager.stager import Stager
 
 if TYPE_CHECKING:
@@ -35,8 +34,8 @@ if TYPE_CHECKING:
 class Checkpointer:
     """Saves the states of a run, step by step, and restores the latest.
 
-    A checkpoint shows, as ``step-…`` in the directory, when all of it is on the disk: whenever the process dies, the
-    last complete one can be restored. What a crash left behind is removed by the next save. One save runs at a time.
+    A checkpoint appears as ``step-…`` in the directory once it is completely on disk, so after a crash the last
+    complete one can be restored. The next save removes what a crash left behind. One save runs at a time.
 
     Threads of a process may share one: their calls run one after the other. Where there are several ranks, the order of
     the calls must be the same on each, so that one thread should make them. Other processes may restore from the
@@ -45,15 +44,15 @@ class Checkpointer:
     Args:
         directory: Where the checkpoints go, the same one on every rank. It is made by the first save.
         stager: Stages the states of ``async_save``; by default one of its own, which ``close`` closes.
-        keep: How many checkpoints stay: those with the highest steps, and always the one saved last. ``None`` keeps
+        keep: How many checkpoints to keep: those with the highest steps, and always the one saved last. ``None`` keeps
             all.
-        keep_every: Beside these, the checkpoints stay whose step is a multiple of this.
-        keep_best: Beside these, so many checkpoints stay of those saved with the lowest ``metric``, of equal ones the
-            latest. With ``keep=1`` that is the latest and the best.
+        keep_every: Also keep the checkpoints whose step is a multiple of this.
+        keep_best: Also keep so many of the checkpoints that were saved with the lowest ``metric``, of equal ones the
+            latest. With ``keep=1``, the latest and the best are kept.
         incremental: Whether files in which nothing changed since the latest checkpoint become hard links to that one's.
-            Each checkpoint is complete, whatever is removed beside it. Files are cut so that few are written again, and
-            each is read and compared with the state before it is linked, so that damage does not go on. Where the file
-            system has no links, all is written.
+            Each checkpoint is complete, whatever is removed beside it. Files are cut so that few are written again. A
+            file is read and compared with the state before it is linked, so that damage does not spread. Where the
+            file system has no links, all is written.
         process_group: The ranks that save and restore; by default all.
 
     Collective:
@@ -113,8 +112,8 @@ class Checkpointer:
         """Save a state, and return when the checkpoint is complete and old ones are removed.
 
         Args:
-            step: The number of the checkpoint. If there is one, it is replaced, and is there until the new one is. A
-                warning says so if it is not above the latest one.
+            step: The number of the checkpoint. An existing one is replaced, once the new one is complete. There is a
+                warning if the step is not above the latest one.
             state: Any tree.
             metric: How good the state is, lower being better (a validation loss; of an accuracy, the negative): see
                 ``keep_best``. The first rank's counts.
@@ -147,8 +146,8 @@ class Checkpointer:
             wait: Whether to wait for a save that is still running, or to refuse.
 
         Returns:
-            A future that is done when the checkpoint is complete. What goes wrong is raised by its ``result``, or, if
-            nobody asked for that, by the next call.
+            A future that is done when the checkpoint is complete. Its ``result`` raises the error of a failed save; if
+            it is not called, the next call raises it.
 
         Raises:
             StagerBusy: With ``wait=False``, if a save is still running, on this rank or another. All ranks raise.
@@ -199,8 +198,8 @@ class Checkpointer:
                 as it was saved.
             step: Which one; by default the latest complete one.
             where: Which leaves are loaded, by default all: as for ``statetree.dcp.load``.
-            fallback: Whether the newest older checkpoint that can be read is taken where this one is damaged. A warning
-                says so. Without it, the error names the newest older one that looks whole.
+            fallback: Whether to load the newest older checkpoint that can be read if this one is damaged, with a
+                warning. Without it, the error names the newest older one that looks complete.
             weights_only: As for ``statetree.dcp.load``.
             verify: As for ``statetree.dcp.load``.
             cast: As for ``statetree.dcp.load``.
@@ -211,8 +210,8 @@ class Checkpointer:
 
         Raises:
             CheckpointError: If there is none, or it cannot be read, or an earlier save in the background failed. Or if
-                another process removed the given step meanwhile. (Without one, the latest is looked for again.)
-            TypeError: If the state is a number, which is taken to be meant as a step.
+                another process removed the given step meanwhile. (Without a step, the latest one is searched again.)
+            TypeError: If the state is a number: a step is passed as ``step=``.
             ValueError: If the step is not an integer, or negative.
             RankMismatch: If the ranks pass different steps. All ranks raise. Or if this process is not in the group.
             TreeMismatch, UnsupportedLeaf: As ``statetree.dcp.load``.
@@ -297,7 +296,7 @@ class Checkpointer:
                 "expected a higher one. restore() takes the highest: after going back to an earlier step, save "
                 "elsewhere, or remove the later checkpoints."
             )
-            warnings.warn(msg, stacklevel=3)
+            warn(msg)
 
     def _settle(self, verb: str) -> None:
         """Wait for the save in the background, and raise what it raised on any rank, unless its future has."""

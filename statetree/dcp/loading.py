@@ -71,19 +71,19 @@ def load(
             comes back as it was saved, provided that all containers are those of Python and of ``collections``.
         checkpoint_id: The directory.
         process_group: The ranks that load; by default all.
-        storage_reader: Reads from elsewhere than a directory, or a checkpoint that DCP transformed. What follows about
-            untrusted files does not hold for it.
+        storage_reader: Reads from elsewhere than a directory, or a checkpoint that DCP transformed. The checks of
+            untrusted files do not apply to it.
         weights_only: Whether plain values are read by the rules of ``torch.load(weights_only=True)``. With ``False``,
             what the checkpoint holds may run any code.
         verify: Whether what is loaded is compared with its checksums first: those of the manifest that ``save`` writes,
             or those that DCP wrote into each entry (CRC-32). Entries that are not loaded are not verified. It has no
             effect on a ``storage_reader``.
         where: Which leaves are loaded, as for ``select``; by default all. A list or tuple of plain values is one leaf.
-            With a template, its other leaves are not looked at, and are the result's. Without one, the result has the
+            With a template, its other leaves are not checked, and stay in the result. Without one, the result has the
             chosen leaves only, and a predicate is given ``meta`` tensors, and ``None`` for plain values.
-        cast: Whether tensors of the template may be of another dtype than the saved ones, as ``copy_into`` has it.
-        strict: Whether the checkpoint must hold all that the template does. Without it, what is missing keeps what it
-            holds in the template.
+        cast: Whether tensors of the template may have another dtype than the saved ones, as for ``copy_into``.
+        strict: Whether the checkpoint must have every leaf of the template. Without it, missing leaves keep the
+            template's values.
 
     Returns:
         With a template: its containers, fresh, with its own tensors, and the checkpoint's plain values, in the types in
@@ -102,7 +102,7 @@ def load(
         UnsupportedLeaf: If a leaf of the template has no elements (a meta tensor), or one of the checkpoint takes a
             template.
         CheckpointError: If the directory is missing, incomplete, damaged or hostile, or a plain value's class is not
-            admitted. Where data turns out to be damaged only while it is read, tensors may be filled in part.
+            admitted. If damage is found only while data is read, tensors may be filled in part.
         RankMismatch: If this process is not in the group. Only this one raises.
 
     Note:

@@ -188,6 +188,9 @@ def _raise_unreadable(directory: Path, error: OSError) -> NoReturn:
         what = "it is not a directory"
     elif isinstance(error, FileNotFoundError):
         what = f"it has no {METADATA} file: it is no checkpoint of torch.distributed.checkpoint, or an incomplete one"
+        inside_it = sorted(path.parent.name for path in directory.glob(f"*/{METADATA}"))
+        if inside_it:
+            what = f"{what}. {len(inside_it)} checkpoints lie in it, the last of them {printable(inside_it[-1])}"
     else:
         what = f"{METADATA} cannot be opened: {error}"
     msg = f"load: cannot read the checkpoint {directory}: {what}. Pass the directory of a complete checkpoint."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from statetree.dcp.agreement import by_first
 from statetree.dcp.data_files import check_files
 from statetree.dcp.failures import checkpoint_errors
-from statetree.errors import CheckpointError
+from statetree.errors import CheckpointError, warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,7 +55,7 @@ class Restoration:
             else:
                 if damaged:
                     what = f"took the checkpoint of step {found.step}, since a later one is damaged: {damaged[0]}"
-                    warnings.warn(f"restore: {what}", stacklevel=3)
+                    warn(f"restore: {what}")
                 return loaded
 
     def _by_first(self, action: Callable[[], Any]) -> Any:

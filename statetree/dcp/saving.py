@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import warnings
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -19,7 +18,7 @@ from statetree.dcp.plain_values import why_not_restorable
 from statetree.dcp.planners import SavePlanner, ToSave
 from statetree.dcp.saved_structure import SavedEntry, written
 from statetree.dcp.tensors import PARTS_ENTRY, VALUE_ENTRY, compact, content_of, to_save
-from statetree.errors import StateTreeError, UnsupportedLeaf, shown
+from statetree.errors import StateTreeError, UnsupportedLeaf, shown, warn
 from statetree.files.checkpoint import is_entry
 from statetree.leaves.builtin import leaf_type_of
 from statetree.paths import Path
@@ -42,13 +41,13 @@ def save(
 ) -> None:
     """Save a whole state with ``torch.distributed.checkpoint``.
 
-    ``load`` gives it back: into a template, or, where all containers are those of Python and of
-    ``collections``, without one. DCP's own ``load`` reads it, too: the keys are those of DCP's flattening wherever that
-    goes down to the leaf. Tensors are saved by value: ties, strides, ``requires_grad``, classes and Python attributes
-    are not. Sparse, nested and quantized tensors and wrapper subclasses are saved in parts. Objects of unknown classes
-    are pickled; of the tensors in them, only the bytes that these cover.
+    ``load`` restores it into a template, or without one if all containers are those of Python and of ``collections``.
+    DCP's own ``load`` reads it as well: the keys are those of DCP's flattening wherever that goes down to the leaf.
+    Tensors are saved by value: ties, strides, ``requires_grad``, classes and Python attributes are not. Sparse, nested
+    and quantized tensors and wrapper subclasses are saved in parts. Objects of unknown classes are pickled; of the
+    tensors in them, only the bytes that these cover.
 
-    A checkpoint that is there already is overwritten, and is lost if this breaks off (a ``Checkpointer`` keeps it).
+    An existing checkpoint is overwritten, and is lost if the save fails (a ``Checkpointer`` keeps it).
 
     Args:
         state: Any tree. ``DTensor`` and ``ShardedTensor`` are written by the ranks that hold them, once each piece.
@@ -57,9 +56,9 @@ def save(
         storage_writer: Writes elsewhere than to a directory.
 
     Collective:
-        Every rank of the group calls it. Of what several ranks hold, the first one's plain values and structure are
-        kept; a tensor that is not distributed is taken to be the same on all of them, and written by any. What only
-        some ranks hold is kept, too (under keys with their ranks, say): it is loaded by a template that names it.
+        Every rank of the group calls it. Plain values and structure are the first rank's. A tensor that is not
+        distributed is assumed to be the same on all ranks, and one of them writes it. Entries that only some ranks hold
+        are saved as well (give them keys with the rank); a template that names them loads them.
 
     Raises:
         CheckpointError: If it cannot be written, with every rank's error. All ranks raise.
@@ -83,7 +82,12 @@ def save(
 
 
 def warn_of_values(verb: str, state: Any) -> None:
-    """Warn the caller of a verb of plain values in a state that do not come back by default, each with its path."""
+    """Warn of plain values that do not come back by default, each with its path.
+
+    Args:
+        verb: On whose behalf.
+        state: What is to be saved.
+    """
     try:
         leaves, spec = flatten_for(verb, state, is_leaf=is_entry)
         chosen = [index for index, leaf in enumerate(leaves) if not _comes_back(leaf)]
@@ -93,10 +97,11 @@ def warn_of_values(verb: str, state: Any) -> None:
     lines = [f"{path or '<root>'} ({cls.__qualname__}): {why}" for path, cls, why in found if why]
     if lines:
         msg = (
-            f"{verb}: plain values that restore refuses by default, at:\n  {shown(lines)}\nName their classes with "
-            "torch.serialization.add_safe_globals, save what they hold, or restore with weights_only=False."
+            f"{verb}: plain values that restore refuses by default, at:\n  {shown(lines)}\nSave what they hold (of a "
+            "module or an optimizer, the state_dict()), name their classes with "
+            "torch.serialization.add_safe_globals, or restore with weights_only=False."
         )
-        warnings.warn(msg, stacklevel=3)
+        warn(msg)
 
 
 #: Classes of values that always come back. Asking that of every number in a state would take as long as saving it.

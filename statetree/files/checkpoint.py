@@ -72,7 +72,7 @@ class CheckpointFormat:
     is_directory: bool = False
 
     def recognises(self, path: Path, beginning: bytes) -> bool:
-        """Whether what lies at a path is of this format, by its first bytes (none, of a directory)."""
+        """Return whether a path is of this format, by its first bytes (none for a directory)."""
         raise NotImplementedError
 
     def open(self, path: Path, files: OpenFiles, *, skip_foreign: bool) -> OpenedCheckpoint:
@@ -87,7 +87,7 @@ class CheckpointFormat:
         raise NotImplementedError
 
     def write(self, tree: Any, folder: Path, name: str, options: SaveOptions) -> list[str]:
-        """Write files into a folder that is empty, and return their names: the one that speaks of others comes last.
+        """Write files into an empty folder, and return their names: an index of others comes last.
 
         Of a directory, ``folder`` is the directory itself.
         """

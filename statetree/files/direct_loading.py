@@ -58,8 +58,8 @@ def load(
     """Load a checkpoint in the layout of another tree.
 
     Leaves are matched by their flat keys (``model.layers.0.weight``), as ``to_flat`` gives them. Each rank reads the
-    bytes of its own boxes and, where these lie close together, at most as many between them. What is in memory beside
-    the result is one bucket of 16 MiB.
+    bytes of its own boxes and, where these lie close together, at most as many between them. Beside the result, one
+    bucket of 16 MiB is in memory.
 
     Args:
         path: Any checkpoint that ``statetree.files.open`` opens.
@@ -70,8 +70,8 @@ def load(
             has are left alone.
         cast: Convert dtypes, as ``copy_into`` does.
         group: The ranks that hold ``like``; by default all.
-        read_once: Have each rank read a part of the checkpoint, and the ranks exchange it: every byte is read once
-            in the group. By default each rank reads what it needs, and communicates with nobody.
+        read_once: Have each rank read a part of the checkpoint, and the ranks exchange it: every byte is read once in
+            the group. By default each rank reads what it needs, without communication.
 
     Returns:
         A tree of the structure of ``like``, with fresh tensors, and the plain values of the checkpoint.

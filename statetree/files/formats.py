@@ -156,20 +156,20 @@ def save(
     metadata: Mapping[str, str] | None = None,
     protected: Collection[Path] = (),
 ) -> None:
-    """Write a tree to a checkpoint, in the format that the end of its name stands for.
+    """Write a tree to a checkpoint, in the format that the suffix of its name says.
 
-    It is written beside its place first, and appears there whole or not at all, with the permissions that the user's
-    umask gives. Tensors that share memory go on doing so in torch files; other formats hold each of them.
+    It is written to a temporary name first, and appears complete or not at all, with the permissions that the user's
+    umask gives. Torch files keep ties; other formats write each tensor.
 
     Args:
         tree: Any tree of whole tensors, ``StoredTensor`` included.
         path: ``.pt``, ``.pth``, ``.ckpt`` or ``.bin`` for a torch file, ``.safetensors`` or
             ``.safetensors.index.json`` for safetensors, no suffix for a DCP directory.
-        overwrite: Whether a checkpoint that is there is replaced.
-        shard_bytes: From how many bytes on a new safetensors file begins.
+        overwrite: Whether an existing checkpoint is replaced.
+        shard_bytes: The number of bytes after which a new safetensors file begins.
         metadata: Texts for the header of safetensors.
-        protected: Files and directories of which none is replaced: those that ``tree`` is read from, say, if it is only
-            a part of what they hold.
+        protected: Files and directories that are never replaced: for example those that ``tree`` is read from, if it is
+            only a part of them.
 
     Raises:
         CheckpointError: If the format cannot hold a leaf, the place cannot be written, or a protected file is there.

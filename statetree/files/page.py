@@ -44,16 +44,15 @@ class LeafNote(NamedTuple):
 
 
 def to_html(tree: Any, path: str | os.PathLike[str], *, other: Any = None) -> None:
-    """Write a tree as one page to look at: its structure, which folds, its leaves, and how their bytes are distributed.
+    """Write a tree as one HTML page: its structure, which folds, its leaves, and how their bytes are distributed.
 
     A click on a leaf copies its path. Leaves that share memory are underlined in one colour, and linked. For
-    distributed tensors, figures show which ranks hold which part. The page is one file, which asks for nothing from
-    any network.
+    distributed tensors, figures show which ranks hold which part. The page is one file, and needs no network.
 
     Args:
         tree: Any tree. Elements are not read.
         path: The file.
-        other: Another tree: where ``tree`` differs from it, that is said in red, and what ``other`` has in green.
+        other: Another tree to compare with: differences show ``tree`` in red and ``other`` in green.
 
     Raises:
         CheckpointError: If the file cannot be written.

@@ -70,7 +70,7 @@ class Delta:
 
     @quietly
     def then(self, other: Delta) -> Delta:
-        """Return the delta that does what this one does, and then another one.
+        """Return the delta with the effect of this one followed by another one.
 
         Args:
             other: A delta whose base is what this one makes.

@@ -29,9 +29,9 @@ Chunks = tuple["Sequence[int]", "torch.dtype", "Sequence[tuple[Sequence[int], to
 class LeafType:
     """How values of one class are taken apart into tensors, and put together again.
 
-    Derive from it, and register the class with ``register_leaf_type``. ``unpack`` and ``pack`` are what every leaf
-    type has; all other methods and attributes have defaults. Whatever the transforms do differently for different
-    leaves, they do by asking these.
+    Derive from it, and register the class with ``register_leaf_type``. ``unpack`` and ``pack`` are what every leaf type
+    has; all other methods and attributes have defaults. Transforms do not check for classes: whatever depends on the
+    leaf is one of these.
 
     Attributes:
         name: What values are called in comparisons and messages; by default their class's name.

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import errno
 import os
-import warnings
 import weakref
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
+from statetree.errors import warn
 from statetree.spans.huge_pages import mapped, prefer_huge_pages
 from statetree.torch_internals import quietly, shared_storage
 
@@ -215,11 +215,7 @@ def memory_of(
 def _can_pin() -> bool:
     if torch.cuda.is_available():
         return True
-    warnings.warn(
-        "pin_memory=True needs an accelerator and there is none: ordinary memory is used instead.",
-        UserWarning,
-        stacklevel=6,
-    )
+    warn("pin_memory=True needs an accelerator and there is none: ordinary memory is used instead.")
     return False
 
 

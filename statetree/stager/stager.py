@@ -52,20 +52,20 @@ class Stager:
     were. (What containers and opaque objects have in common becomes separate.)
 
     Threads may share a stager: they take turns. A process made by ``fork`` inherits it empty, with memory of its own
-    (and should not read trees that the parent staged into shared memory: the parent cannot know of it).
+    (and must not read trees that the parent staged into shared memory: the parent may overwrite them).
 
     Args:
         pin_memory: Take page-locked memory. Without an accelerator this warns once and is ignored.
         share_memory: Take memory that other processes can map: a staged tree that is sent to one (through
             ``torch.multiprocessing``) arrives as the same memory. It takes about a hundred file descriptors at most.
         max_snapshots: How many staged trees may be alive at a time.
-        frozen: Which leaves nobody will write to, as ``select`` takes it; a predicate is asked about tensors only.
-            Their storages, if no other leaf lies on them, are copied once. To free the memory of one and take it again
-            (``resize_``, as some wrappers of models do) is to write to it, which is not noticed: call ``thaw`` then.
-        check: Compare frozen storages with their copies at every stage, to find a promise that is not kept.
+        frozen: Which leaves will not be written, as for ``select``; a predicate is asked about tensors only. Their
+            storages, if no other leaf lies on them, are copied once. Freeing such memory and allocating it again
+            (``resize_``, as some wrappers of models do) is a write that is not noticed: call ``thaw`` after it.
+        check: Compare frozen storages with their copies at every stage, and raise if one was written.
 
     Aliasing:
-        Staged trees share the copies of frozen storages with each other: nobody may write to those.
+        Staged trees share the copies of frozen storages with each other: do not write to these.
 
     Raises:
         TypeError, ValueError: If ``max_snapshots`` is not an integer, or less than one.
@@ -198,7 +198,7 @@ class Stager:
             raise
 
     def synchronize(self) -> None:
-        """Wait until no stage under way reads its tree any more. Errors stay in their futures.
+        """Wait until no stage in progress reads its tree. Errors stay in their futures.
 
         Raises:
             StagerBusy: In a nested call: from inside an object that this thread is staging.
@@ -237,7 +237,7 @@ class Stager:
         return result
 
     def thaw(self) -> None:
-        """Have frozen leaves copied once more by the next stage. Trees that were staged keep what they have."""
+        """Copy frozen leaves again in the next stage. Trees that were staged before do not change."""
         self._frozen.thaw()
 
     def prewarm(self, tree: Any) -> None:
@@ -285,7 +285,7 @@ class Stager:
     def close(self) -> None:
         """Release all memory. Staged trees stay valid. Closing again does nothing.
 
-        A stage under way in the background is completed; those not yet begun fail with ``StagerClosed``.
+        A stage in progress in the background is completed; those not yet begun fail with ``StagerClosed``.
         """
         self._closed = True
         self._worker.close()

@@ -98,10 +98,10 @@ def conformance(
     unsupported: Mapping[str, str] | None = None,
     world_size: int = 2,
 ) -> Conformance:
-    """Look whether implementations have the silent faults that we know of.
+    """Check implementations for the silent faults that we know.
 
     A fault is silent if a wrong result is returned and nothing is raised. Each check uses torch alone;
-    ``verdict.fault.source`` is its code, to reproduce what is found without statetree.
+    ``verdict.fault.source`` is its code, which reproduces the fault without statetree.
 
     Args:
         stager: A function that makes a stager: an object with ``stage(state)``; with ``wait(staged)``, unless ``stage``
@@ -109,7 +109,7 @@ def conformance(
         gather: A function of a state that holds DTensors, which every rank calls, and which returns it with whole
             tensors. It must be picklable.
         copy: A function of a state that returns a copy.
-        unsupported: What the documentation of an implementation says that it does not do, by the names of faults.
+        unsupported: The names of faults that the implementation documents as unsupported, and the reasons.
         world_size: How many ranks call ``gather``.
 
     Returns:
@@ -118,7 +118,7 @@ def conformance(
         if an error is raised; or ``unsupported``, if it does one of these last two and its documentation says so.
 
     Raises:
-        TypeError: If nothing is given to look at, or what is given cannot be called.
+        TypeError: If no implementation is given, or one cannot be called.
 
     Example:
         >>> import copy

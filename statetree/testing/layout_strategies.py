@@ -40,7 +40,7 @@ def layouts(
 ) -> st.SearchStrategy[Layout]:
     """Descriptions of DTensors: a mesh, placements, and a global shape of any size, even or not.
 
-    They can be pickled; ``layout.build()`` makes the DTensor on each rank, and ``layout.full()`` what it stands for.
+    They can be pickled; ``layout.build()`` makes the DTensor on each rank, and ``layout.full()`` the whole tensor.
 
     Args:
         world_size: How many ranks there are.

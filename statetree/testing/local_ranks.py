@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def local_ranks(world_size: int) -> Iterator[Any]:
-    """Let this process be all ranks of a group, as long as the context lasts.
+    """Let this process act as all ranks of a group, within a context.
 
-    DTensors then hold the local tensors of all ranks, and torch's operations on them do what they would do on each.
-    There are no processes and no collectives, so that there may be hundreds of ranks. It is for what DTensors do by
-    themselves, such as ``distribute_tensor``, ``redistribute`` and ``full_tensor``: statetree's collectives need ranks
-    of their own (``run_ranks``).
+    DTensors then hold the local tensors of all ranks, and torch's operations on them act for each rank. There are no
+    processes and no collectives, so that there may be hundreds of ranks. It is for what DTensors do by themselves, such
+    as ``distribute_tensor``, ``redistribute`` and ``full_tensor``: statetree's collectives need ranks of their own
+    (``run_ranks``).
 
     Args:
         world_size: How many ranks there are.

@@ -61,13 +61,13 @@ def run_ranks(
         fresh: Whether to use new processes, and to end them afterwards.
 
     Returns:
-        The results, pickled and unpickled, in the order of the ranks. Of tensors come elements and ties; no autograd
-        history, and no shared memory.
+        The results, pickled and unpickled, in the order of the ranks. Tensors keep elements and ties, but no autograd
+        history and no shared memory.
 
     Raises:
         AssertionError: If ``fn`` raised on any rank, did not end in time (the report then says where it hung), its
-            process died, the ranks did not make the same collectives, or what it returned cannot be unpickled. It holds
-            what is to be said of every rank that failed, and its cause is the first exception that a rank raised.
+            process died, the ranks did not make the same collectives, or what it returned cannot be unpickled. It
+            describes every rank that failed, and its cause is the first exception that a rank raised.
         ValueError: If there would be no rank, or a timeout is negative.
         TypeError: If ``world_size`` is no whole number, a timeout no number, or ``fn`` cannot be called.
 

@@ -65,8 +65,8 @@ def state_trees(
         leaves: Leaves; by default tensors and plain values. Of strategies of this module, and of ``one_of`` them and
             others, elements are unique over the tree. (What another strategy draws is put into the tree as it is: a
             tensor's elements may be those of others, and a test that changes it changes what hypothesis shows.)
-        dtypes: Dtypes of the default leaves, or ``"training"``: those of ordinary training states, of which torch can
-            do arithmetic in all.
+        dtypes: Dtypes of the default leaves, or ``"training"``: those of ordinary training states, for all of which
+            torch implements arithmetic.
         max_leaves: How many leaves a tree has at most, about. Its depth grows with the logarithm.
         opaque: Whether there are objects of unknown classes.
     """

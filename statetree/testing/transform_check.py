@@ -45,21 +45,21 @@ def check_transform(
 ) -> Report:
     """Find out which laws hold of a transform of states, or make sure that some do.
 
-    A law is looked at with ordinary training states, with states that are known to be hard, and with trees that
-    hypothesis draws: the same ones in every run. The first one for which it does not hold is made as small as can be,
-    and shown as a test that can be pasted. What the transform raises is no failure of a law but of ``accepts``: other
-    laws are judged by what it takes.
+    A law is checked with ordinary training states, with states that are known to be hard, and with trees that
+    hypothesis draws: the same ones in every run. The first state that breaks the law is reduced, and shown as a test
+    that can be pasted. An exception of the transform breaks only the law ``accepts``: the other laws are checked on
+    accepted states.
 
     Args:
         fn: A function of one tree.
-        laws: Those that must hold: laws, or names of ``statetree.testing.laws``. By default all of these are looked
-            at, and none has to hold.
-        inverse: A function that makes of each result the state again: that it does so then is one more law.
+        laws: Those that must hold: laws, or names of ``statetree.testing.laws``. By default all of these are checked,
+            and none must hold.
+        inverse: A function from each result back to the state. Then the round trip is one more law.
         ranks: World sizes. The function is called as a collective on real ranks, with states that hold DTensors. It
             must be picklable.
         examples: How many states there are.
-        where: A predicate ``(path, leaf) -> bool``: only leaves of which it holds are in the states.
-        seed: Other examples for another number.
+        where: A predicate ``(path, leaf) -> bool``: the states have only leaves for which it is true.
+        seed: Another number gives other examples.
 
     Returns:
         A report, which is true if all laws hold, and prints as a table with a test for each law that does not.

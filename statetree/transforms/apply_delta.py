@@ -18,18 +18,18 @@ T = TypeVar("T")
 def apply_delta(delta: Delta, tree: T, *, verify: Literal["written", "all"] = "written") -> T:
     """Write a delta into a tree's tensors, all of it or nothing.
 
-    Everything is validated before the first byte is written. Applying a delta to its own result does nothing. So does,
-    for what was written, applying it again after it was interrupted: it is *idempotent*, and the second call completes
-    the first. (A process that is killed within the one call of torch that writes a tensor, in memory that outlives it,
-    may leave this tensor neither as it was nor as it should be: it is refused then.)
+    Everything is validated before the first byte is written. A delta is *idempotent*: applying it to its own result
+    does nothing, and applying it again after an interrupted call completes that call. (A process that is killed within
+    the one call of torch that writes a tensor, in memory that outlives it, may leave this tensor with neither its old
+    nor its new elements: it is then refused.)
 
     Args:
         delta: From ``delta``, of two trees with the same structure, dtypes, shapes and layouts as ``tree``. It may have
             been offloaded, staged, saved or sent meanwhile.
         tree: The tree, with the elements that the base had. Strides and devices may differ.
         verify: With ``"written"``, it must hold what the base held wherever something is written; with ``"all"``
-            everywhere. That is told by sums that tell accidents apart (with a chance of at most 2⁻³³ to miss one), and
-            do not protect against forgers.
+            everywhere. Checksums decide this: they miss an accidental difference with a chance of at most 2⁻³³, and do
+            not protect against forgers.
 
     Returns:
         A tree with ``tree``'s tensors and the delta's plain values, in fresh containers.

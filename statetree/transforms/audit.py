@@ -58,8 +58,8 @@ def _against(found: Copy) -> str:
 def audit(tree: Any, *, group: ProcessGroup | None = None, timeout: Timeout = None) -> Audit:
     """Find replicas that are not the same: chunks that several ranks hold, and leaves that are not distributed.
 
-    Every rank reads what it holds once, and the ranks compare numbers of 64 bits: what differs is missed with a chance
-    of 2⁻⁶⁴. It tells accidents, and is no defence against forgers.
+    Every rank reads what it holds once, and the ranks compare digests of 64 bits, which miss a difference with a chance
+    of 2⁻⁶⁴. It detects accidental differences, and is no defence against forgers.
 
     Args:
         tree: Any tree, of one structure on every rank. Leaves that are not distributed (the parameters of a model under

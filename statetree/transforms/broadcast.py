@@ -39,10 +39,10 @@ def broadcast(
     Structure, plain values, opaque objects, ties and geometry come out as they are on the source, bit for bit.
 
     Args:
-        tree: The source's tree. Other ranks may pass ``None``. What they pass otherwise must have the same structure,
-            shapes and dtypes, and is not looked at beyond that. Trees with distributed tensors must be passed on every
-            rank: those keep their layout, with the source's elements wherever it has a replica. Whether a tensor that
-            is not distributed lies in the memory of one that is, is not kept: they take elements of different ranks.
+        tree: The source's tree. Other ranks may pass ``None``. If they pass a tree, it must have the same structure,
+            shapes and dtypes; its elements are not used. Trees with distributed tensors must be passed on every rank:
+            those keep their layout, with the source's elements wherever it has a replica. A tie between a distributed
+            tensor and one that is not distributed is lost: their elements come from different ranks.
         src: The source, a rank of the group.
         group: The ranks that take part; by default all.
         bucket_bytes: How many bytes a rank sends and receives at a time, by default 64 MiB. Two such buckets are the

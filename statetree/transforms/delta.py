@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 def delta(new: Any, base: Any) -> Delta:
     """Find what has to be written into a tree to make it another one, bit for bit.
 
-    Of each tensor that is nothing, the positions and values of the elements that differ, or all of it, whichever takes
-    the fewest bytes. NaNs are compared by their bits, and ``0.0`` differs from ``-0.0``. Of everything else (plain
-    values, sparse and quantized tensors, opaque objects) it is the whole leaf, where it differs. Neither tree changes.
+    For each tensor this is nothing, the positions and values of the elements that differ, or the whole tensor:
+    whichever takes the fewest bytes. NaNs are compared by their bits, and ``0.0`` differs from ``-0.0``. For everything
+    else (plain values, sparse and quantized tensors, opaque objects) it is the whole leaf, if it differs. Neither tree
+    changes.
 
     Args:
         new: Any tree.

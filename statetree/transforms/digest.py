@@ -58,11 +58,12 @@ def digest(tree: Any, *, group: ProcessGroup | None = None, timeout: Timeout = N
     strides, devices or processes: ``digest(gather(tree))`` is ``digest(tree)``. Types and order of mappings, attributes
     of tensors and ``requires_grad`` do not matter, nor whether a tensor is a parameter.
 
-    It tells accidents, and is no defence against forgers: whoever wants to can make another tree with the same number.
+    It detects accidental differences, and is no defence against forgers, who can make another tree with the same
+    number.
 
     Args:
-        tree: Any tree. Each tensor is read once, in blocks, on its own device. Of replicas, one is read: whether they
-            are the same is what ``audit`` tells.
+        tree: Any tree. Each tensor is read once, in blocks, on its own device. Of replicas only one is read; ``audit``
+            compares them.
         group: The ranks that together hold the distributed tensors of the tree; by default all.
         timeout: How long each collective may take, in seconds or as a ``timedelta``; by default what the group allows.
 
@@ -70,7 +71,7 @@ def digest(tree: Any, *, group: ProcessGroup | None = None, timeout: Timeout = N
         A ``Digest``. Leaves that are not distributed count as this rank has them.
 
     Collective:
-        If the tree holds distributed tensors, every rank of the group calls it. Otherwise it communicates with nobody.
+        If the tree holds distributed tensors, every rank of the group calls it. Otherwise there is no communication.
 
     Raises:
         RankMismatch: If the ranks hold different trees, or one of them failed or did not answer in time.

@@ -48,7 +48,7 @@ def distribute(
             tensors may be ``meta`` ones.
         src: With ``None`` every rank holds ``full`` and takes its own part of it, without communication. Otherwise the
             rank of the group that holds it: each rank receives its own chunks alone, and ``full`` of the others, which
-            may be ``None``, is not looked at. Tensors that are not distributed are the source's on every rank.
+            may be ``None``, is not used. Tensors that are not distributed are the source's on every rank.
         group: The ranks that take part; by default all.
         in_place: Write into the tensors of ``like`` instead of fresh ones.
         where: Which leaves of ``like`` are meant, as for ``select``; its others are left alone, and what differs there
@@ -75,7 +75,7 @@ def distribute(
 
     Collective:
         With ``src``, every rank of the group calls it, with the same options. Structure and plain values are sent by
-        pickle. Without ``src`` there is nothing to wait for: a rank that gives one waits for those that do not.
+        pickle. Without ``src`` there is no communication; if only some ranks pass ``src``, they wait for the others.
 
     Raises:
         TreeMismatch: If structure, global shapes or dtypes differ, a glob matches nothing in either tree, a tensor of
@@ -86,7 +86,7 @@ def distribute(
             of them failed or did not answer in time, or if ``src`` is not a rank of the group.
         UnsupportedLeaf: If a leaf of ``full`` is distributed or cannot be sent.
         MemoryError: As for ``gather``. A rank without memory for the description of the source's tree leaves the others
-            waiting: that is received when they are agreed.
+            waiting, because it is received after the agreement.
 
     Example:
         >>> import statetree as st, torch

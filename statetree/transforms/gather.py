@@ -37,8 +37,8 @@ def gather(
     """Turn distributed tensors into whole ones.
 
     ``DTensor``, ``ShardedTensor`` and other distributed leaves become plain tensors of their global shape, whatever
-    their placements: uneven and strided shards, several mesh dims, and summands (``Partial``), which are reduced.
-    Leaves on the same memory are moved once, and lie on the same memory again.
+    their placements: uneven and strided shards, several mesh dims, and ``Partial`` sums, which are reduced. Leaves that
+    share memory are moved once, and share memory again.
 
     Args:
         tree: Any tree, the same on every rank up to elements and plain values.
@@ -46,13 +46,13 @@ def gather(
         group: The ranks that take part; by default all. Together they must hold every distributed tensor completely.
         device: Where the tensors are put, by default where the shards lie: devices of one type on every rank. With
             ``"meta"`` nothing is moved.
-        union: Whether ranks may hold different keys (pipeline stages, experts). They tell each other theirs, and the
-            result has all of them on every rank: plain values and tensors that only some ranks hold as well.
+        union: Whether ranks may hold different keys (pipeline stages, experts). The ranks exchange their keys, and the
+            result has all of them on every rank, including plain values and tensors that only some ranks hold.
             Otherwise that is refused.
         replicas: What to do with a path at which the ranks hold tensors over meshes that differ from rank to rank (two
-            copies of a model, or two pipeline stages with one name for their layers). With ``"check"`` they are copies
-            only if their bytes are the same, which are hashed for that. With ``"first"``, what the first rank's mesh
-            holds is taken without a look at the others. Copies within a mesh are not compared.
+            copies of a model, or two pipeline stages with one name for their layers). With ``"check"`` their bytes are
+            hashed, and they are copies only if the hashes agree. With ``"first"``, the elements of the first rank's
+            mesh are taken, and nothing is compared. Copies within a mesh are not compared.
         bucket_bytes: How many bytes a rank sends and receives at a time, by default 64 MiB. Two such buckets are the
             memory that it takes beside the result.
         timeout: How long each collective may take, in seconds or as a ``timedelta``; by default what the group allows.
@@ -72,7 +72,7 @@ def gather(
         RankMismatch: If the ranks hold different trees or pass different options, if one of them failed or did not
             answer in time, if ``dst`` is not a rank of the group, or if meshes that differ from rank to rank do not
             hold the same (see ``replicas``). On every rank, before anything moves.
-        UnsupportedLeaf: If the chunks of a leaf cannot be told, or the group does not hold all of them.
+        UnsupportedLeaf: If the chunks of a leaf are unknown, or the group does not hold all of them.
         MemoryError: If there is no memory for the result or the buckets (``RuntimeError`` where torch says so). It is
             taken before anything moves (buckets for the first 1,000 rounds), and the other ranks raise
             ``RankMismatch``.

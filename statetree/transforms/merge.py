@@ -18,14 +18,14 @@ T = TypeVar("T")
 
 
 def merge(first: T, *rest: T) -> T:
-    """Make one tree of several that ``partition`` divided: for each place the leaf that is no ``HOLE``.
+    """Merge trees that ``partition`` divided: take each leaf that is no ``HOLE``.
 
     Args:
         first: A tree. It gives the structure and the order.
         rest: Trees of the same structure. Mappings are matched by their keys.
 
     Returns:
-        A tree with fresh containers. Where all trees have ``HOLE``, it has it too.
+        A tree with fresh containers. Where all trees have ``HOLE``, so does the result.
 
     Aliasing:
         The leaves are those of the trees.

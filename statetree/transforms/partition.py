@@ -18,8 +18,8 @@ T = TypeVar("T")
 def partition(tree: T, where: Where, *, missing_ok: bool = False) -> tuple[T, T]:
     """Divide a tree into two of its structure: one with the leaves that match, one with the others.
 
-    Each has ``HOLE`` where the other has a leaf; ``merge`` makes one tree of them again. A tie that goes from one part
-    to the other is in both: each keeps its leaf, on the memory that they share.
+    Each has ``HOLE`` where the other has a leaf; ``merge`` combines them again. Leaves of the two parts that are tied
+    still share memory.
 
     Args:
         tree: Any tree.

@@ -58,7 +58,7 @@ def partition_replicas(tree: T, *, group: ProcessGroup | None = None, timeout: T
     Raises:
         RankMismatch: If the ranks hold different trees, if one of them failed or did not answer in time, or if meshes
             that differ from rank to rank do not hold the same bytes. On every rank.
-        UnsupportedLeaf: If the chunks of a leaf cannot be told.
+        UnsupportedLeaf: If the chunks of a leaf are unknown.
         CyclicTree: If a container holds itself.
 
     Example:

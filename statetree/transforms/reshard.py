@@ -63,13 +63,13 @@ def reshard(
             ``like`` is left alone. Lists, tuples and other containers must match all the same.
         on_missing: Called with the ``Difference`` for each path that only one of the trees has, if ``strict`` is
             ``False``; on every rank, before anything moves.
-        union: Whether ranks may hold different keys (pipeline stages, experts). They tell each other theirs, and the
+        union: Whether ranks may hold different keys (pipeline stages, experts). The ranks exchange their keys, and the
             result has all of them on every rank. Where a rank has no key of ``like``, it gets a ``meta`` tensor of the
             global shape. Otherwise that is refused.
         replicas: What to do with a path at which the ranks hold tensors over meshes that differ from rank to rank (two
-            copies of a model, or two pipeline stages with one name for their layers). With ``"check"`` they are copies
-            only if their bytes are the same, which are hashed for that. With ``"first"``, what the first rank's mesh
-            holds is taken without a look at the others. Copies within a mesh are not compared, nor is ``like``.
+            copies of a model, or two pipeline stages with one name for their layers). With ``"check"`` their bytes are
+            hashed, and they are copies only if the hashes agree. With ``"first"``, the elements of the first rank's
+            mesh are taken, and nothing is compared. Copies within a mesh are not compared, nor is ``like``.
         bucket_bytes: How many bytes a rank sends and receives at a time, by default 64 MiB. Two such buckets are the
             memory that it takes beside the result.
         timeout: How long each collective may take, in seconds or as a ``timedelta``; by default what the group allows.
@@ -93,7 +93,7 @@ def reshard(
         RankMismatch: If the ranks hold different trees or pass different options, if they mean different leaves, if one
             of them failed or did not answer in time, if tensors of ``like`` are tied on some ranks only, or if meshes
             that differ from rank to rank do not hold the same (see ``replicas``). On every rank, before anything moves.
-        UnsupportedLeaf: If the chunks of a leaf cannot be told, or the group does not hold all of them.
+        UnsupportedLeaf: If the chunks of a leaf are unknown, or the group does not hold all of them.
         MemoryError: As for ``gather``.
 
     Example:

@@ -61,11 +61,11 @@ def similarity(a: Any, b: Any, *, where: Where | None = None, values: bool = Fal
 
     Mappings are compared by their keys, whatever their type and order; lists, tuples and other containers must be of
     the same kind. Devices, strides, instance attributes and ``requires_grad`` are not compared. Any two values can be
-    compared, and what raises when it is looked at is like nothing, not even itself; neither is changed.
+    compared. A value that raises when it is read differs from everything, itself included. Neither tree is changed.
 
-    If the trees are similar, ``copy_into`` succeeds in either direction (on tensors that can be written at all). So
-    they are not if tensors that overlap in one correspond to tensors of the other that do not; a view that appears
-    twice may correspond to two tensors with equal values.
+    If the trees are similar, ``copy_into`` succeeds in either direction (on tensors that can be written). So trees
+    differ if tensors overlap in only one of them; but a view that appears twice may correspond to two tensors with
+    equal values.
 
     Args:
         a: Any tree.

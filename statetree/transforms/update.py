@@ -23,8 +23,8 @@ def update(tree: T, where: Where, value_or_fn: Any, *, missing_ok: bool = False)
     Args:
         tree: Any tree. It does not change.
         where: Which leaves, as for ``select``. A ``HOLE`` stays one.
-        value_or_fn: What is put in each place; if it can be called, it is called with the leaf and returns that. It is
-            called once for a tensor that is in several places, so that the tie stays.
+        value_or_fn: The new leaf, or a function from the old leaf to the new one. It is called once for a tensor that
+            is in several places, so that the tie is kept.
         missing_ok: Whether a glob or path may match nothing.
 
     Returns:
@@ -36,7 +36,7 @@ def update(tree: T, where: Where, value_or_fn: Any, *, missing_ok: bool = False)
     Raises:
         TreeMismatch: If a glob or path matches nothing.
         CyclicTree: If a container holds itself.
-        Exception: What the function raises comes out as it is, with a note of the leaf's path.
+        Exception: What the function raises, with a note of the leaf's path.
 
     Example:
         >>> import statetree as st

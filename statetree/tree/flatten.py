@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from statetree.errors import CyclicTree
+from statetree.errors import CyclicTree, warn
 from statetree.tree.spec import TreeSpec
 from statetree.tree.traversal import Repeated, rebuild, traverse
 
@@ -85,13 +84,13 @@ def flatten_for_copy(
 
 
 def _warn_of_whole(verb: str, tree: torch.nn.Module | torch.optim.Optimizer) -> None:
-    # Once for each place that calls: Python's own filter sees to that. Inside a container it is meant.
+    # Inside a container it is meant.
     name = type(tree).__qualname__
     msg = (
         f"{verb}: the tree is a whole object, a {name}, which is handled as one opaque leaf: expected a state. "
         "Pass its state_dict()."
     )
-    warnings.warn(msg, stacklevel=4)
+    warn(msg)
 
 
 def unflatten(spec: TreeSpec, leaves: Iterable[Any]) -> Any:

@@ -48,7 +48,7 @@ def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = 
 
     Raises:
         TreeMismatch: If the structures do not match, before ``fn`` is called.
-        Exception: What ``fn`` raises comes out as it is, with a note of the leaf's path, dtype, shape and device.
+        Exception: What ``fn`` raises, with a note of the leaf's path, dtype, shape and device.
 
     Example:
         An exponential moving average of parameters:
@@ -94,8 +94,8 @@ def to_flat(tree: Any, *, is_leaf: IsLeaf = None) -> tuple[dict[str, Any], TreeS
     """Turn a tree into one flat dict, with a key for every leaf.
 
     A key reads like ``model.layers.0.weight``. The keys of ordinary state dicts are those of
-    ``torch.distributed.checkpoint``; below lists without tensors, where DCP stops, ours go on. Where two leaves
-    would get the same key (``{0: …, "0": …}``), both are written out exactly (``[0]``, ``['0']``).
+    ``torch.distributed.checkpoint``; lists without tensors, which DCP does not flatten, are flattened as well. Where
+    two leaves would get the same key (``{0: …, "0": …}``), both are written out exactly (``[0]``, ``['0']``).
 
     Args:
         tree: Any tree.

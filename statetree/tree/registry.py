@@ -215,8 +215,8 @@ def register_container(
 ) -> None:
     """Make instances of exactly this class containers.
 
-    The functions have the form that ``optree.register_pytree_node`` takes, and are kept in optree's registry under
-    the namespace ``"statetree"``; classes registered with optree's global namespace need no second registration.
+    The functions have the form that ``optree.register_pytree_node`` takes, and are kept in optree's registry under the
+    namespace ``"statetree"``; classes that are registered in optree's global namespace need not be registered again.
 
     Args:
         cls: The class. Its subclasses are not affected.

@@ -29,6 +29,8 @@ def test_one_state_is_the_same_in_every_format(left, right, tmp_path, statetree)
     ran = statetree("diff", "--values", one, other)
     assert ran.status == 0, ran.out + ran.err
     assert ran.out.startswith("same: 19 entries compared")
+    told = statetree("diff", one, other).out
+    assert "compared (structure, dtypes and shapes; not values)" in told
 
 
 def test_nested_states_are_the_same_as_torch_files_and_directories(tmp_path, statetree):

@@ -85,6 +85,16 @@ def test_what_another_publishes_while_old_ones_are_pruned_stays(tmp_path, monkey
     assert saved.steps() == [1, 9]
 
 
+def test_the_directory_of_all_steps_is_no_checkpoint(tmp_path):
+    with Checkpointer(tmp_path) as saved:
+        saved.save(3, state_of(3))
+        saved.save(4, state_of(4))
+    with pytest.raises(
+        statetree.CheckpointError, match=r"2 checkpoints lie in it, the last of them step-00000004\. Pass"
+    ):
+        statetree.dcp.load(checkpoint_id=tmp_path)
+
+
 def test_what_is_foreign_is_ignored_and_left_alone(tmp_path):
     for name in ("step-1", "step-00000009", "step-00000008.0", "notes", ".step-00000001.partial-x"):
         (tmp_path / name).mkdir()

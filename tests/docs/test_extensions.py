@@ -78,3 +78,19 @@ def test_every_page_is_in_a_table_of_contents():
             elif inside and line and not line.startswith(":"):
                 listed.add(str((page.parent / line).relative_to(DOCS)))
     assert {str(page.relative_to(DOCS).with_suffix("")) for page in DOCS.rglob("*.md")} == listed
+
+
+@pytest.mark.parametrize(
+    ("name", "address"),
+    [
+        ("bool", "https://docs.python.org/3/library/functions.html#bool"),
+        ("ValueError", "https://docs.python.org/3/library/exceptions.html#ValueError"),
+        ("typing.Any", "https://docs.python.org/3/library/typing.html#typing.Any"),
+        ("Sequence", "https://docs.python.org/3/library/collections.abc.html#collections.abc.Sequence"),
+        ("torch.Tensor", "https://docs.pytorch.org/docs/stable/tensors.html#torch.Tensor"),
+        ("torch.dtype", "https://docs.pytorch.org/docs/stable/tensor_attributes.html#torch-dtype"),
+        ("statetree.stager.stager.T", None),
+    ],
+)
+def test_names_of_python_and_torch_are_links(name, address):
+    assert loaded("_ext/outside_names.py").address_of(name) == address

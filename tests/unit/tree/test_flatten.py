@@ -705,8 +705,11 @@ def test_a_cycle_is_refused_in_the_name_of_the_verb(verb):
     "whole", [torch.nn.Linear(2, 2), torch.optim.SGD([torch.ones(1)])], ids=["module", "optimizer"]
 )
 def test_a_whole_object_as_a_tree_is_warned_of(verb, whole):
-    with pytest.warns(UserWarning, match=rf"the tree is a whole object, a {type(whole).__name__}.*Pass its state_dict"):
+    with pytest.warns(
+        UserWarning, match=rf"the tree is a whole object, a {type(whole).__name__}.*Pass its state_dict"
+    ) as caught:
         verb(whole)
+    assert caught[0].filename == __file__
 
 
 def test_an_object_inside_a_container_is_meant():
