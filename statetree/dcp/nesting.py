@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from statetree.files.safe_pickle import BadPickle, Foreign, Reader, Record, Recorded
+from statetree.files.safe_pickle import BadPickle, Reader, Record, Recorded, StoredObject
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,7 +18,7 @@ def read_paths(data: bytes) -> dict[str, tuple[str | int, ...]]:
     """
 
     def refer(_module: str, name: str) -> Any:
-        return Recorded(name) if name == "Metadata" else Foreign(name)
+        return Recorded(name) if name == "Metadata" else StoredObject(name)
 
     def refuse(name: str, _args: tuple[Any, ...]) -> Any:
         raise BadPickle(f"it calls {name}")

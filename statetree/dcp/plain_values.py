@@ -18,7 +18,7 @@ import torch
 from statetree.dcp import numpy_values, reconstructors
 from statetree.dcp.numpy_values import PendingSeed
 from statetree.errors import CheckpointError
-from statetree.files.safe_pickle import MADE_BY_READER, BadPickle, Foreign, Named, Reader
+from statetree.files.safe_pickle import MADE_BY_READER, BadPickle, Named, Reader, StoredObject
 from statetree.files.torch_pickles import PLAIN_CALLS, StorageClass, size_of, storage_dtypes, storage_id
 from statetree.files.zip_archive import is_zip, read_members
 
@@ -28,7 +28,7 @@ _NAMED: Final = {name: value for name, value in vars(torch).items() if isinstanc
 _TENSOR: Final = "torch._utils._rebuild_tensor_v2"
 _MAPPINGS: Final = (dict, OrderedDict, Counter, defaultdict)
 _COLLECTIONS: Final = (list, tuple, set, frozenset, deque)
-_STAND_INS: Final = (Named, Foreign, StorageClass, PendingSeed)
+_STAND_INS: Final = (Named, StoredObject, StorageClass, PendingSeed)
 
 
 def read_value(data: bytes) -> Any:
@@ -146,7 +146,7 @@ class _ValueReading:
             self._enums[full] = found
             return Named(full)
         self.unknown.add(full)
-        return Foreign(full)
+        return StoredObject(full)
 
     def _call(self, name: str, args: tuple[Any, ...]) -> Any:
         if name == _TENSOR:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint, SaveOptions
     from statetree.files.direct_loading import load
     from statetree.files.formats import open, opened, register_format, save  # noqa: A004 - `statetree.files.open`
-    from statetree.files.stored import StoredObject, StoredTensor
+    from statetree.files.safe_pickle import StoredObject
+    from statetree.files.stored import StoredTensor
 
 __all__ = [
     "CheckpointFormat",
@@ -38,7 +39,8 @@ __all__ = [
 _PLACES: Final = {
     **dict.fromkeys(("CheckpointFormat", "OpenedCheckpoint", "SaveOptions"), "checkpoint"),
     **dict.fromkeys(("open", "opened", "register_format", "save"), "formats"),
-    **dict.fromkeys(("StoredObject", "StoredTensor"), "stored"),
+    "StoredObject": "safe_pickle",
+    "StoredTensor": "stored",
     "load": "direct_loading",
 }
 
