@@ -59,16 +59,16 @@ def write_lines(lines: Iterable[OutputLine]) -> None:
         cells = [cell + " " * (width - cell_len(cell)) for cell, width in zip(left, widths, strict=False)]
         cells += [" " * (width - len(cell)) + cell for cell, width in zip(row[3:5], widths[3:], strict=True)]
         name, *others = (cell for cell, width in zip(cells, widths, strict=True) if width)
-        rest, notes, between = "  ".join(others).rstrip(), [row.notes] if row.notes else [], "  "
+        rest, notes, between = "  ".join(others), [row.notes] if row.notes else [], "  "
         rest = set_cell_size(rest, min(cell_len(rest), max(0, columns - cell_len(name) - 2)))
         if cell_len(name) + cell_len(rest) + cell_len(row.notes) + 4 > columns:
-            notes, between = wrap(row.notes, max(8, columns - 6)), "\n      "
+            rest, notes, between = rest.rstrip(), wrap(row.notes, max(8, columns - 6)), "\n      "
         if in_colour:
             name = click.style(name, bold=True) if row.is_group else name
             is_whole = row.share and rest.endswith(row.share)
             rest = rest.removesuffix(row.share) + click.style(row.share, dim=True) if is_whole else rest
             notes = [click.style(note, dim=True) for note in notes]
-        sys.stdout.write(between.join([f"{name}  {rest}".rstrip(), *notes]) + "\n")
+        sys.stdout.write(between.join([f"{name}  {rest}", *notes]).rstrip() + "\n")
 
 
 def _cut(name: str, width: int) -> str:

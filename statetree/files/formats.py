@@ -97,7 +97,7 @@ def open(  # noqa: A001 - `statetree.files.open` opens files
 ) -> Any:
     """Open a checkpoint as a tree, whose tensors are read when something asks for their elements.
 
-    Safetensors (a file, the index of several, or a folder of Hugging Face), zip files of ``torch.save``, and
+    Safetensors and zip files of ``torch.save`` (a file, the index of several, or a folder of Hugging Face), and
     directories of ``torch.distributed.checkpoint``: which it is, is told by its content. Only headers are read. Files
     are not trusted: nothing in them is executed, and sizes are compared with the file before memory is taken.
     Directories that ``statetree.dcp`` wrote are compared with their manifest: all files must be there, whole and of one

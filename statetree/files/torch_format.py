@@ -14,6 +14,7 @@ import torch
 from statetree.chunks.boxes import Box
 from statetree.errors import CheckpointError
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint
+from statetree.files.hugging_face import INDEX, SAFETENSORS_NAMES, TORCH_NAMES, file_in, read_index
 from statetree.files.ranges import OpenFiles
 from statetree.files.safe_pickle import BadPickle, Named
 from statetree.files.stored import StoredPiece, StoredTensor, span_bytes, whole_tensors
@@ -159,24 +160,37 @@ class TorchFormat(CheckpointFormat):
     title = "torch file"
     suffixes = (".pt", ".pth", ".ckpt", ".bin")
 
-    def recognises(self, path: Path, beginning: bytes) -> bool:  # noqa: ARG002 - as the base class has it
-        """Whether a file is a zip archive, or what older versions of torch wrote."""
-        return beginning[:4] in (b"PK\x03\x04", b"PK\x05\x06") or beginning.startswith(_LEGACY)
+    def recognises(self, path: Path, beginning: bytes) -> bool:
+        """Whether a file is a zip archive, what older versions of torch wrote, or the index of several."""
+        if path.is_dir():
+            return file_in(path, TORCH_NAMES) is not None and file_in(path, SAFETENSORS_NAMES) is None
+        is_index = path.name.lower().endswith(f".bin{INDEX}") and beginning.lstrip()[:1] == b"{"
+        return is_index or beginning[:4] in (b"PK\x03\x04", b"PK\x05\x06") or beginning.startswith(_LEGACY)
 
     def open(self, path: Path, files: OpenFiles, *, skip_foreign: bool) -> OpenedCheckpoint:
-        """Open a file."""
-        place = files.open(path)
-        if not is_zip(place):
-            remedy = "If you trust it, load it with torch.load, and save it again with torch.save."
-            refuse(path, "torch before 1.6 wrote it: expected a zip archive of torch.save", remedy)
-        archive = TorchArchive(place)
-        tree = archive.read()
-        if archive.foreign and not skip_foreign:
-            what = f"it holds objects that torch.load(weights_only=True) refuses ({', '.join(archive.foreign[:5])})"
+        """Open a file, or the index of several."""
+        place = files.open((file_in(path, TORCH_NAMES) or path) if path.is_dir() else path)
+        archives: list[TorchArchive] = []
+
+        def read(shard: FileRange) -> Any:
+            if not is_zip(shard):
+                remedy = "If you trust it, load it with torch.load, and save it again with torch.save."
+                refuse(shard.path, "torch before 1.6 wrote it: expected a zip archive of torch.save", remedy)
+            archives.append(TorchArchive(shard))
+            return map_leaves(archives[-1].stored, archives[-1].read())
+
+        def read_mapping(shard: FileRange) -> dict[str, Any]:
+            tree = read(shard)
+            return dict(tree) if isinstance(tree, dict) else archives[-1].refuse("it holds no mapping")
+
+        tree = read_index(place, read_mapping) if place.path.name.lower().endswith(INDEX) else read(place)
+        foreign = list(dict.fromkeys(name for archive in archives for name in archive.foreign))
+        if foreign and not skip_foreign:
+            what = f"it holds objects that torch.load(weights_only=True) refuses ({', '.join(foreign[:5])})"
             remedy = "If you trust it, load it with torch.load(weights_only=False), and save what you need."
             refuse(path, what, remedy)
         return OpenedCheckpoint(
-            map_leaves(archive.stored, tree), self.title, files, archive.foreign, verify=archive.verify
+            tree, self.title, files, foreign, verify=lambda: sum(archive.verify() for archive in archives)
         )
 
     def write(self, tree: Any, folder: Path, name: str, options: SaveOptions) -> list[str]:  # noqa: ARG002
