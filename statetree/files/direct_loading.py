@@ -132,14 +132,13 @@ class _Loading:
         result = list(self._leaves)
         if read_once:
             self._exchange(direct, group, process_group, result)
-        fresh = allocated("load", [leaf if i in self._stored else None for i, leaf in enumerate(result)], self._spec)
-        for index in direct:
-            if not read_once:
-                result[index] = fresh[index]
+        left = self._stored.keys() - (direct if read_once else ())
+        fresh = allocated("load", [leaf if i in left else None for i, leaf in enumerate(self._leaves)], self._spec)
         if not read_once:
             self._fill(direct, group, fresh)
-        rest = [index for index in self._stored if index not in direct]
-        keys = self._spec.flat_keys()
+            for index in direct:
+                result[index] = fresh[index]
+        keys, rest = self._spec.flat_keys(), [index for index in self._stored if not self._is_direct[index]]
         sides = ({keys[i]: self._stored[i] for i in rest}, {keys[i]: self._own(i, fresh) for i in rest})
         copied, write = prepared_copy("load", *sides, cast=self._cast)
         write()

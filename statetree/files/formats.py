@@ -17,7 +17,7 @@ from statetree.files.torch_format import TorchFormat
 from statetree.files.untrusted import refuse
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
 #: The path of a URL has one slash less.
 _URL: Final = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
@@ -50,12 +50,13 @@ def register_format(checkpoint_format: CheckpointFormat) -> None:
     _FORMATS.insert(0, checkpoint_format)
 
 
-def _formats() -> list[CheckpointFormat]:
-    """Return all formats, that of directories included."""
+def _formats() -> Iterator[CheckpointFormat]:
+    """Yield all formats, that of directories last: it is loaded when it is asked for."""
+    yield from _FORMATS
     if not any(known.is_directory for known in _FORMATS):
         module, name = _DIRECTORIES
         _FORMATS.append(getattr(import_module(module), name))
-    return _FORMATS
+        yield _FORMATS[-1]
 
 
 def opened(path: str | os.PathLike[str], *, skip_foreign: bool = False, follow_links: bool = False) -> OpenedCheckpoint:
@@ -64,9 +65,7 @@ def opened(path: str | os.PathLike[str], *, skip_foreign: bool = False, follow_l
     files = OpenFiles(follow_links=follow_links)
     try:
         beginning = _beginning(place, files)
-        found = next((known for known in _FORMATS if known.recognises(place, beginning)), None)
-        if found is None:
-            found = next((known for known in _formats() if known.recognises(place, beginning)), None)
+        found = next((known for known in _formats() if known.recognises(place, beginning)), None)
         if found is None:
             expected = ", ".join(f"a {known.title}" for known in _formats())
             refuse(place, f"it is of no known format: expected {expected}", "Pass a checkpoint.")

@@ -58,13 +58,13 @@ class StorageClass:
         self.dtype = dtype
 
 
-def storage_id(pid: Any, length: int = 5) -> tuple[StorageClass, str, int]:
+def storage_id(pid: Any) -> tuple[StorageClass, str, int]:
     """Return the class, key and number of elements of a storage, out of its persistent id.
 
     Raises:
         BadPickle: If it is none.
     """
-    if type(pid) is not tuple or len(pid) < length or pid[0] != "storage":
+    if type(pid) is not tuple or len(pid) < 5 or pid[0] != "storage":
         raise BadPickle("it refers to something else than a storage")
     kind, key, _, numel = pid[1:5]
     if not isinstance(kind, StorageClass) or type(key) is not str:
@@ -88,7 +88,7 @@ def read_pickle(data: bytes, memory: Callable[[str, int], torch.UntypedStorage])
     def storage(pid: Any) -> torch.TypedStorage:
         kind, key, count = storage_id(pid)
         dtype = kind.dtype or torch.uint8
-        return _typed(memory(key, count * dtype.itemsize), dtype)
+        return typed_storage(memory(key, count * dtype.itemsize), dtype)
 
     return Reader(data, _called, partial(_named, foreign), storage).load(), list(foreign)
 
@@ -115,7 +115,8 @@ def _named(foreign: dict[str, None], module: str, name: str) -> Any:
     return StoredObject(full)
 
 
-def _typed(memory: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+def typed_storage(memory: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    """Return a storage with a dtype, as calls have it."""
     return torch.TypedStorage(wrap_storage=memory, dtype=dtype, _internal=True)
 
 
@@ -143,7 +144,12 @@ def _view(storage: Any, offset: Any, size: Any, stride: Any) -> tuple[torch.Unty
     return memory, start, shape, steps
 
 
-def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> torch.Tensor:
+def rebuilt_tensor(storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> torch.Tensor:
+    """Return a tensor, as ``torch._utils._rebuild_tensor_v2`` makes it.
+
+    Raises:
+        BadPickle: If it does not lie in its storage.
+    """
     requires_grad, _hooks, told = (*more, False, None, None)[:3]  # the last is what torch calls metadata
     view = _view(storage, offset, size, stride)
     made = torch.empty(0, dtype=storage.dtype, device=view[0].device).set_(*view)
@@ -156,7 +162,8 @@ def _tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, *more: Any) ->
     requires_grad, hooks, dtype, *told = more
     if not isinstance(dtype, torch.dtype):
         raise BadPickle("it has a tensor without a dtype")
-    return _tensor(_typed(storage._untyped_storage, dtype), offset, size, stride, requires_grad, hooks, *told)  # noqa: SLF001
+    typed = typed_storage(storage._untyped_storage, dtype)  # noqa: SLF001
+    return rebuilt_tensor(typed, offset, size, stride, requires_grad, hooks, *told)
 
 
 def _quantized(storage: Any, offset: Any, size: Any, stride: Any, scheme: Any, *more: Any) -> Any:
@@ -244,8 +251,8 @@ PLAIN_CALLS: Final[dict[str, Callable[..., Any]]] = {
     "torch.serialization._get_layout": lambda name: _LAYOUTS[name],
 }
 _CALLS: Final[dict[str, Callable[..., Any]]] = {
-    f"{_UTILS}_rebuild_tensor": _tensor,
-    f"{_UTILS}_rebuild_tensor_v2": _tensor,
+    f"{_UTILS}_rebuild_tensor": rebuilt_tensor,
+    f"{_UTILS}_rebuild_tensor_v2": rebuilt_tensor,
     f"{_UTILS}_rebuild_tensor_v3": _tensor_v3,
     f"{_UTILS}_rebuild_sparse_tensor": _sparse,
     f"{_UTILS}_rebuild_nested_tensor": _nested,
