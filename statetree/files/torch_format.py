@@ -17,7 +17,8 @@ from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint
 from statetree.files.hugging_face import INDEX, SAFETENSORS_NAMES, TORCH_NAMES, file_in, read_index
 from statetree.files.ranges import OpenFiles
 from statetree.files.safe_pickle import BadPickle, Named
-from statetree.files.stored import StoredPiece, StoredTensor, span_bytes, whole_tensors
+from statetree.files.shared_bytes import extent
+from statetree.files.stored import StoredPiece, StoredTensor, whole_tensors
 from statetree.files.torch_pickles import foreign_names, read_pickle
 from statetree.files.untrusted import refuse
 from statetree.files.zip_archive import REWRITE, is_zip, read_members
@@ -216,12 +217,9 @@ def _is_loose(tree: Any) -> bool:
     """Whether storages are much larger than what the tree's tensors view of them."""
     held: dict[int, tuple[int, int, int]] = {}
     for tensor in flatten(tree)[0]:
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
-            if tensor.is_nested or tensor.is_quantized or tensor.is_meta or not tensor.numel():
-                continue
-            storage = tensor.untyped_storage()
-            begin = tensor.storage_offset() * tensor.dtype.itemsize
-            low, high, _ = held.get(storage.data_ptr(), (begin, begin, 0))
-            stop = begin + span_bytes(tensor)
-            held[storage.data_ptr()] = (min(low, begin), max(high, stop), storage.nbytes())
+        found = extent(tensor)
+        if found is not None:
+            key, begin, stop = found
+            low, high, _ = held.get(key, (begin, stop, 0))
+            held[key] = (min(low, begin), max(high, stop), tensor.untyped_storage().nbytes())
     return any(size - (high - low) > max(4096, size // 4) for low, high, size in held.values())
