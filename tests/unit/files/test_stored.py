@@ -14,6 +14,7 @@ from statetree.files import open as open_file
 from statetree.files.formats import _FORMATS
 from statetree.testing import assert_trees_equal
 from tests.cli.states import bits, flat_state, nested_state, tied_state, write
+from tests.trees import quiet
 
 NAMES = ["a.pt", "a.safetensors", "a"]
 
@@ -52,6 +53,25 @@ def test_every_verb_reads_what_torch_loads(state, tmp_path):
     assert dict(st.stream(stored, st.offload)).keys() == dict.fromkeys(st.paths(expected)).keys()
     with st.Stager() as stager:
         assert st.similarity(stager.stage(stored), expected, values=True)
+
+
+def test_values_of_torch_and_quantized_tensors_are_what_torch_loads(tmp_path):
+    scales = torch.tensor([0.5, 0.1]), torch.tensor([0, 1])
+    with quiet():
+        state = {
+            "values": [torch.Tensor, torch.nn.Parameter, torch.float32, torch.Size([2]), torch.device("cuda:1"), 1j],
+            "schemes": [torch.strided, torch.per_tensor_affine, torch.float8_e4m3fn, b"ab", bytearray(b"x"), {1, 2}],
+            "tensor": torch.quantize_per_tensor(bits(4).float(), 0.5, 1, torch.qint8),
+            "channels": torch.quantize_per_channel(torch.arange(4.0).view(2, 2), *scales, 0, torch.qint8),
+            "meta": torch.empty(3, device="meta"),
+        }
+        state["parameter"], state["grad"] = torch.nn.Parameter(bits(2)), bits(3)
+        state["parameter"].mine, state["grad"].tag = "x", [1]
+        path = write(state, tmp_path / "a.pt")
+        read = st.offload(open_file(path))
+        assert st.similarity(read, torch.load(path, weights_only=True), values=True)
+    assert (read["parameter"].mine, read["grad"].tag) == ("x", [1])
+    assert read["values"] == state["values"]
 
 
 @pytest.mark.parametrize("name", NAMES)
