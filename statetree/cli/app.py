@@ -79,8 +79,8 @@ _follow_links = click.option(
 def cli() -> None:
     """Look into checkpoints, compare and convert them.
 
-    A checkpoint is a file of torch.save, safetensors (a file, the index of several, or a folder of Hugging Face), or
-    a directory of torch.distributed.checkpoint: which it is, is told by its content. Files are not trusted: nothing
+    A checkpoint is a torch file or safetensors (one file, the index of several, or a folder of Hugging Face), or a
+    directory of torch.distributed.checkpoint: which it is, is told by its content. Files are not trusted: nothing
     in them is executed.
 
     The exit status is 0, or 2 after an error (diff: 1 if they differ); 130, 143 or 129 if it was interrupted,

@@ -9,8 +9,9 @@ import torch
 from statetree.cli.entries import CheckpointEntry, Choice, entries_of
 from statetree.errors import CheckpointError
 from statetree.files.formats import format_for, save
+from statetree.files.safe_pickle import StoredObject
 from statetree.files.shared_bytes import shared_bytes
-from statetree.files.stored import StoredObject, StoredTensor, whole_tensors
+from statetree.files.stored import StoredTensor
 from statetree.files.untrusted import printable
 from statetree.leaves.casting import castable
 from statetree.paths import Path
@@ -48,18 +49,18 @@ def convert(
     """
     (chosen,) = options.choice.of(checkpoint.tree)
     target = format_for(destination)
-    if options.shard_bytes is not None and ".safetensors" not in target.suffixes:
+    holds_values = ".safetensors" not in target.suffixes
+    if options.shard_bytes is not None and holds_values:
         msg = f"convert: --shard-bytes is for safetensors: got {destination.name}. Leave it out."
         raise CheckpointError(msg)
-    holds_values = ".safetensors" not in target.suffixes
-    dropped = [entry.key for entry in chosen if _is_dropped(entry.leaf, holds_values=holds_values)]
+    unheld = StoredObject if holds_values else object
+    dropped = {e.key: e for e in chosen if isinstance(e.leaf, unheld) and not isinstance(e.leaf, StoredTensor)}
     if dropped and not options.drop_values:
         kind = "objects that are not loaded" if holds_values else "plain values, where safetensors hold tensors only,"
         remedy = "Pass --drop-values to leave them out, or choose with --match."
-        msg = f"convert: {len(dropped)} {kind} of {printable(str(source))} at\n  {_listed(dropped)}\n{remedy}"
+        msg = f"convert: {len(dropped)} {kind} of {printable(str(source))} at\n  {_listed(list(dropped))}\n{remedy}"
         raise CheckpointError(msg)
-    gone = set(dropped)
-    kept = [entry for entry in chosen if entry.key not in gone]
+    kept = [entry for entry in chosen if entry.key not in dropped]
     tree = checkpoint.tree
     if kept and len(kept) < len(entries_of(tree)):
         paths = {entry.path for entry in kept}
@@ -80,34 +81,22 @@ def convert(
         protected=(source, *checkpoint.files.paths),
     )
     if dropped:
-        yield f"{_listed(dropped, ', ')}: dropped"
+        yield f"{_listed(list(dropped), ', ')}: dropped"
     yield from _notes(checkpoint, kept, target.title)
 
 
 def _converted(tree: Any, dtype: torch.dtype, *, keeps_ties: bool) -> Any:
-    """Return a tree whose floating-point tensors have another dtype.
+    """Return a tree whose floating-point tensors have another dtype: as they are written, unless they share bytes."""
 
-    Args:
-        tree: Any tree of stored tensors.
-        dtype: What they become.
-        keeps_ties: Whether tensors that share bytes go on doing so. All are read for that; otherwise each is converted
-            as it is written.
-    """
-    if keeps_ties:  # negative bits are no property of every dtype
-        tree = map_leaves(lambda leaf: leaf.to(dtype) if _is_floating(leaf) and leaf.outline.is_neg() else leaf, tree)
-        return cast(whole_tensors(tree, keeps_strides=True), dtype, where=lambda _, leaf: _is_floating(leaf))
-    return map_leaves(lambda leaf: leaf.to(dtype) if _is_floating(leaf) else leaf, tree)
+    def later(leaf: Any) -> Any:  # negative bits are no property of every dtype
+        return leaf.to(dtype) if _is_floating(leaf) and (leaf.outline.is_neg() or not keeps_ties) else leaf
+
+    return cast(map_leaves(later, tree), dtype, where=lambda _, leaf: _is_floating(leaf))
 
 
 def _is_floating(leaf: Any) -> bool:
-    if isinstance(leaf, StoredTensor):
-        return leaf.is_strided and castable(leaf.dtype, torch.float64) and leaf.dtype.is_floating_point
-    is_plain = type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.layout is torch.strided and not leaf.is_nested
-    return is_plain and leaf.dtype.is_floating_point and castable(leaf.dtype, torch.float64)
-
-
-def _is_dropped(leaf: Any, *, holds_values: bool) -> bool:
-    return not isinstance(leaf, StoredTensor) and (not holds_values or isinstance(leaf, StoredObject))
+    is_strided = isinstance(leaf, StoredTensor) and leaf.is_strided
+    return is_strided and leaf.dtype.is_floating_point and castable(leaf.dtype, torch.float64)
 
 
 def _notes(checkpoint: OpenedCheckpoint, kept: Sequence[CheckpointEntry], title: str) -> Iterator[str]:

@@ -11,10 +11,10 @@ import click
 
 from statetree.cli.element_differences import Tolerance, Unequal, compare_elements
 from statetree.cli.rows import plural
-from statetree.cli.table import is_coloured
+from statetree.cli.table import is_coloured, wrapped
 from statetree.files.leaf_text import dtype_text, kind_of, leaf_text, type_text, value_text
+from statetree.files.safe_pickle import StoredObject
 from statetree.files.shared_bytes import shared_bytes
-from statetree.files.stored import StoredObject
 from statetree.files.untrusted import brief, printable, shape_text
 from statetree.transforms.similarity import similarity
 from statetree.tree.atoms import same_value
@@ -70,7 +70,7 @@ def diff(paths: Sequence[Path], left: OpenedCheckpoint, right: OpenedCheckpoint,
         json.dump(_as_json(paths, found), sys.stdout, indent=2)
         sys.stdout.write("\n")
     elif not options.quiet:
-        sys.stdout.writelines(f"{line}\n" for line in _lines(paths, found, options))
+        sys.stdout.writelines(f"{wrapped(line)}\n" for line in _lines(paths, found, options))
     return None if found.is_undecided else bool(found.differences)
 
 
@@ -181,7 +181,7 @@ def _ties(left: Sequence[CheckpointEntry], right: Sequence[CheckpointEntry], key
 
 
 def _lines(paths: Sequence[Path], found: Comparison, options: DiffOptions) -> Iterator[str]:
-    in_colour = is_coloured(sys.stdout)
+    in_colour = is_coloured()
 
     def paint(text: str, colour: str) -> str:
         return click.style(printable(text), fg=colour) if in_colour else printable(text)
@@ -242,10 +242,5 @@ def _difference_json(found: Found) -> dict[str, Any]:
     what = plain.pop("elements")
     if what is None:
         return plain
-    numbers = {"max_abs": _number(what.max_abs), "max_rel": _number(what.max_rel)}
-    return {**plain, "first_index": list(what.first), "num_different": what.how_many, **numbers}
-
-
-def _number(value: float | None) -> float | str | None:
-    """Return a number as JSON has it: infinity is a text."""
-    return str(value) if value is not None and math.isinf(value) else value
+    numbers = {name: str(size) if size == math.inf else size for name, size in what._asdict().items() if "max" in name}
+    return {**plain, "first_index": list(what.first), "num_different": what.how_many, **numbers}  # JSON has no infinity

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from statetree.cli.rows import Listing, Row, labels_of
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 
     from statetree.files.checkpoint import OpenedCheckpoint
     from statetree.paths import Path
-    from statetree.tree.spec import TreeSpec
 
 
 class CheckpointEntry(NamedTuple):
@@ -50,22 +48,21 @@ class Choice(NamedTuple):
         Raises:
             CheckpointError: If there are none, though the trees have some.
         """
-        flat = [flatten_for("read", tree, is_leaf=is_entry) for tree in trees]
-        masks = [self._mask(leaves, spec) for leaves, spec in flat]
         found = [entries_of(tree) for tree in trees]
-        chosen = [list(compress(entries, mask)) for entries, mask in zip(found, masks, strict=True)]
+        chosen = [self._chosen(entries, tree) for entries, tree in zip(found, trees, strict=True)]
         count = len({entry.key for entries in found for entry in entries})
         if not any(chosen) and (count or self.patterns):
             msg = f"{self.verb}: none of the {count} keys matches: expected one or more. Check --match and --exclude."
             raise CheckpointError(msg)
         return chosen
 
-    def _mask(self, leaves: list[Any], spec: TreeSpec) -> list[bool]:
+    def _chosen(self, entries: list[CheckpointEntry], tree: Any) -> list[CheckpointEntry]:
+        leaves, spec = flatten_for("read", tree, is_leaf=is_entry)
         taken, left_out = (
             selected(list(globs), spec, leaves, verb=self.verb, missing_ok=True) if globs else [default] * len(leaves)
             for globs, default in ((self.patterns, True), (self.excluded, False))
         )
-        return [take and not leave for take, leave in zip(taken, left_out, strict=True)]
+        return [entry for entry, take, leave in zip(entries, taken, left_out, strict=True) if take and not leave]
 
 
 def listing_of(checkpoint: OpenedCheckpoint, choice: Choice) -> Listing:

@@ -24,8 +24,8 @@ def listed(path: Path) -> Listing | None:
     if place is None or place.length < 9 or not is_header(place.read(0, 9, "its beginning")):
         return None
     entries, metadata, _ = read_header(place)
-    rows = []
-    for key, dtype, shape, begin, stop in entries:
-        size = stop - begin
-        rows.append(Row(key, labels_of([key]), "tensor", dtype, shape, size, math.prod(shape), own_bytes=size))
+    rows = [
+        Row(key, labels_of([key]), "tensor", dtype, shape, stop - begin, math.prod(shape), own_bytes=stop - begin)
+        for key, dtype, shape, begin, stop in entries
+    ]
     return Listing("safetensors file", place.length, rows, metadata)

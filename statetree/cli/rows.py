@@ -56,8 +56,8 @@ class Row:
     @property
     def notes(self) -> list[str]:
         """What else there is to say."""
-        tied = [f"= {printable(self.tied_to)}"] * bool(self.tied_to)
-        return [*tied, *[f"tied: {self.num_tied} entries"] * bool(self.num_tied), *[self.layout] * bool(self.layout)]
+        tied = f"= {printable(self.tied_to)}" if self.tied_to else f"tied: {self.num_tied} entries"
+        return [*[tied] * bool(self.tied_to or self.num_tied), *[self.layout] * bool(self.layout)]
 
 
 class Listing(NamedTuple):
@@ -146,8 +146,8 @@ def grouped(rows: Sequence[Row], depth: int | None) -> RowGroup:
 
 def sorting(by: str) -> Callable[[list[Any]], list[Any]]:
     """Return a function that sorts rows and groups: ``file`` (as they come), ``name`` or ``size``."""
-    if by == "name":
-        return lambda items: sorted(items, key=lambda item: item.label if isinstance(item, RowGroup) else item.key)
-    if by == "size":
-        return lambda items: sorted(items, key=lambda item: -item.own_bytes)
-    return list
+    keys: dict[str, Callable[[Any], Any]] = {
+        "name": lambda item: item.label if isinstance(item, RowGroup) else item.key,
+        "size": lambda item: -item.own_bytes,
+    }
+    return list if by == "file" else lambda items: sorted(items, key=keys[by])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,13 +38,12 @@ def show(path: Path, listing: Listing, options: ShowOptions) -> None:
     numbers = f"{human(listing.element_bytes)} of elements, {plural(listing.num_parameters, 'parameter')}"
     sys.stdout.write(f"{words}, {numbers}\n")
     lines = _tree_lines if sys.stdout.isatty() else _flat_lines
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    write_lines(lines(grouped(listing.rows, options.depth), options), sys.stdout, width)
+    write_lines(lines(grouped(listing.rows, options.depth), options))
 
 
 def _line(item: Row | RowGroup, name: str, total: int, *, stats: bool) -> OutputLine:
+    share = f"{item.own_bytes / total:.1%}" if total else ""
     if isinstance(item, RowGroup):
-        share = _share(item.own_bytes, total)
         return OutputLine(name, *item.cells, human(item.own_bytes), share, ", ".join(item.notes), is_group=True)
     if item.kind == "value":
         return OutputLine(name, *item.cells, "", "", "")
@@ -54,12 +52,8 @@ def _line(item: Row | RowGroup, name: str, total: int, *, stats: bool) -> Output
         from statetree.cli.statistics import statistics_of, stats_text
 
         notes.append(stats_text(statistics_of(item.leaf)))
-    share = "" if item.tied_to and not item.own_bytes else _share(item.own_bytes, total)
-    return OutputLine(name, *item.cells, human(item.nbytes), share, ", ".join(notes))
-
-
-def _share(nbytes: int, total: int) -> str:
-    return f"{nbytes / total:.1%}" if total else ""
+    share = "" if item.tied_to and not item.own_bytes else share
+    return OutputLine(name, *item.cells, human(item.nbytes), share, ", ".join(filter(None, notes)))
 
 
 def _tree_lines(root: RowGroup, options: ShowOptions) -> Iterator[OutputLine]:

@@ -57,11 +57,8 @@ def pieces_of(stored: StoredTensor) -> Iterator[torch.Tensor]:
         yield from (stored.read(index).flatten() for index in stored.boxes())
         return
     tensor = stored.tensor()
-    yield (
-        torch.zeros(0)
-        if stored.is_repetitive or tensor.is_meta or tensor.is_nested or tensor.is_quantized
-        else tensor.to_dense().flatten()
-    )
+    has_none = stored.is_repetitive or tensor.is_meta or tensor.is_nested or tensor.is_quantized
+    yield torch.zeros(0) if has_none else tensor.to_dense().flatten()
 
 
 def stats_text(found: Statistics | None) -> str:

@@ -13,7 +13,6 @@ from statetree.chunks.boxes import Box
 from statetree.dcp.file_manifest import check_file
 from statetree.dcp.metadata import read_described
 from statetree.files.ranges import OpenFiles
-from statetree.files.stored import StoredPiece
 from statetree.files.torch_format import TorchArchive
 from statetree.files.untrusted import refuse
 from statetree.files.zip_archive import read_members
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from statetree.dcp.file_manifest import FileManifest
     from statetree.dcp.metadata import Stored
     from statetree.files.ranges import FileRange
+    from statetree.files.stored import StoredPiece
 
 
 class DataFiles:
@@ -91,11 +91,12 @@ class DataFiles:
             CheckpointError: If it is no tensor of this dtype and of the shape of the box.
         """
         archive = TorchArchive(self.entry(index))
-        outline = archive.strided()
-        if outline is None or outline.dtype != dtype or outline.shape != box.sizes:
-            got = "none" if outline is None else f"{outline.dtype} {outline.shape}"
+        tensor = archive.read("meta")
+        piece = archive.piece(tensor)
+        if piece is None or tensor.dtype != dtype or piece.box.sizes != box.sizes:
+            got = "none" if piece is None else f"{tensor.dtype} {piece.box.sizes}"
             archive.refuse(f"it holds something else: expected a tensor of {dtype} {box.sizes}, got {got}")
-        return StoredPiece(box, archive.storage(outline.storage.key), outline.stride, outline.offset, outline.bits)
+        return piece._replace(box=box)
 
 
 def box_of(chunk: ChunkStorageMetadata) -> Box:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from statetree.dcp.file_manifest import MANIFEST, FileManifest, read_manifest, regular_bytes, save_of
 from statetree.errors import CheckpointError
-from statetree.files.safe_pickle import BadPickle, Foreign, Named, Reader, Record, Recorded, collection_paused
+from statetree.files.safe_pickle import BadPickle, Named, Reader, Record, Recorded, StoredObject, collection_paused
 from statetree.files.untrusted import inside, printable
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def _refer(module: str, name: str) -> Any:
     if name in _RECORDS.get(module, ()):
         return Recorded(name)
     if name in _PASSED_OVER.get(module, ()):
-        return Foreign(name)
+        return StoredObject(name)
     msg = f"it refers to {module}.{name}, which metadata does not consist of"
     raise BadPickle(msg)
 

@@ -18,8 +18,15 @@ import torch
 from statetree.dcp import numpy_values, reconstructors
 from statetree.dcp.numpy_values import PendingSeed
 from statetree.errors import CheckpointError
-from statetree.files.safe_pickle import MADE_BY_READER, BadPickle, Foreign, Named, Reader
-from statetree.files.torch_pickles import PLAIN_CALLS, StorageClass, size_of, storage_dtypes, storage_id
+from statetree.files.safe_pickle import MADE_BY_READER, BadPickle, Named, Reader, StoredObject
+from statetree.files.torch_pickles import (
+    PLAIN_CALLS,
+    StorageClass,
+    rebuilt_tensor,
+    storage_dtypes,
+    storage_id,
+    typed_storage,
+)
 from statetree.files.zip_archive import is_zip, read_members
 
 #: Never left to torch, which admits it: making one starts a process group.
@@ -28,7 +35,7 @@ _NAMED: Final = {name: value for name, value in vars(torch).items() if isinstanc
 _TENSOR: Final = "torch._utils._rebuild_tensor_v2"
 _MAPPINGS: Final = (dict, OrderedDict, Counter, defaultdict)
 _COLLECTIONS: Final = (list, tuple, set, frozenset, deque)
-_STAND_INS: Final = (Named, Foreign, StorageClass, PendingSeed)
+_STAND_INS: Final = (Named, StoredObject, StorageClass, PendingSeed)
 
 
 def read_value(data: bytes) -> Any:
@@ -146,14 +153,11 @@ class _ValueReading:
             self._enums[full] = found
             return Named(full)
         self.unknown.add(full)
-        return Foreign(full)
+        return StoredObject(full)
 
     def _call(self, name: str, args: tuple[Any, ...]) -> Any:
         if name == _TENSOR:
-            made = _tensor(*args)
-            if made is None:
-                self.unknown.add(name)
-            return made
+            return rebuilt_tensor(*args)
         if name in self._enums:
             (value,) = args
             return reconstructors.enum_member(self._enums[name], value)
@@ -163,7 +167,7 @@ class _ValueReading:
         raise BadPickle(f"it calls {name}")
 
     def _storage(self, pid: Any) -> Any:
-        kind, key, numel = storage_id(pid, 5)
+        kind, key, numel = storage_id(pid)
         if key not in self._storages:
             content = bytearray(self._content(f"{self._prefix}data/{key}"))
             empty = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -173,32 +177,7 @@ class _ValueReading:
         dtype = torch.uint8 if kind.dtype is None else kind.dtype
         if numel * dtype.itemsize != storage.nbytes():
             raise BadPickle("it has a storage of another size than it says")
-        return _TypedStorage(storage, dtype)
-
-
-class _TypedStorage:
-    """A storage, and the dtype of its elements."""
-
-    def __init__(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
-        self.storage = storage
-        self.dtype = dtype
-
-
-def _tensor(
-    storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any = None, hooks: Any = None, bits: Any = None
-) -> torch.Tensor | None:
-    """Return a tensor; ``None`` if it is one that torch has to make."""
-    shape, steps = size_of(size), size_of(stride, "strides")
-    (start,) = size_of([offset], "an offset")
-    if type(storage) is not _TypedStorage or len(shape) != len(steps):
-        raise BadPickle("it has a tensor that is none")
-    span = 0 if 0 in shape else 1 + sum((length - 1) * step for length, step in zip(shape, steps, strict=True))
-    if (start + span) * storage.dtype.itemsize > storage.storage.nbytes():
-        raise BadPickle("it has a tensor that does not fit into its storage")
-    if hooks or bits:
-        return None
-    made = torch.empty(0, dtype=storage.dtype, device="cpu").set_(storage.storage, start, shape, steps)
-    return made.requires_grad_() if requires_grad else made
+        return typed_storage(storage, dtype)
 
 
 def _check_complete(root: Any) -> None:

@@ -21,7 +21,8 @@ from statetree.dcp.saved_structure import SavedContainer, Structure, places, rea
 from statetree.dcp.saving import write
 from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint
-from statetree.files.stored import StoredObject, StoredPiece, StoredTensor, whole_tensors
+from statetree.files.safe_pickle import StoredObject
+from statetree.files.stored import StoredPiece, StoredTensor, whole_tensors
 from statetree.files.untrusted import printable, refuse
 from statetree.tree.spec import TreeSpec
 
@@ -141,7 +142,7 @@ class _Directory:
                 refuse(place.label, f"the value cannot be read: {printable(gist(error))}")
             name = printable(gist(error))
             self.foreign[name] = None
-            return type("StoredObject", (StoredObject,), {"name": name})()
+            return StoredObject(name)
 
     def _tensor(self, key: str, entry: TensorStorageMetadata) -> StoredTensor:
         dtype, shape = entry.properties.dtype, tuple(entry.size)
@@ -179,7 +180,7 @@ class _Directory:
         found = re.search(r"'leaf type': '(?!Tensor')([^']*)'|torch\.((?!strided)\w+)", facts)
         name = (found[1] or found[2]) if found else "a tensor of several parts"
         self._skip(f"a tensor saved in parts ({name})", "Load it with statetree.dcp.load and a template.")
-        return type("StoredObject", (StoredObject,), {"name": name})()
+        return StoredObject(name)
 
 
 def _is_of_a_class(error: Exception) -> bool:

@@ -10,6 +10,7 @@ Files are not trusted: nothing in them is executed, sizes are compared with the 
 - ``leaf_text``: leaves in words; ``shared_bytes``: which of them share bytes.
 - ``publishing``: a checkpoint appears whole, or not at all.
 - ``safetensors_format``, ``safetensors_header``; ``torch_format``, ``torch_pickles`` and ``zip_archive``: the formats.
+- ``hugging_face``: folders, and indices of several files.
 - ``safe_pickle``: pickles read without running or importing anything; ``untrusted``: names and texts out of files.
 """
 
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint, SaveOptions
     from statetree.files.direct_loading import load
     from statetree.files.formats import open, opened, register_format, save  # noqa: A004 - `statetree.files.open`
-    from statetree.files.stored import StoredObject, StoredTensor
+    from statetree.files.safe_pickle import StoredObject
+    from statetree.files.stored import StoredTensor
 
 __all__ = [
     "CheckpointFormat",
@@ -38,7 +40,8 @@ __all__ = [
 _PLACES: Final = {
     **dict.fromkeys(("CheckpointFormat", "OpenedCheckpoint", "SaveOptions"), "checkpoint"),
     **dict.fromkeys(("open", "opened", "register_format", "save"), "formats"),
-    **dict.fromkeys(("StoredObject", "StoredTensor"), "stored"),
+    "StoredObject": "safe_pickle",
+    "StoredTensor": "stored",
     "load": "direct_loading",
 }
 

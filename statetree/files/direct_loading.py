@@ -30,7 +30,7 @@ from statetree.tree.selection import selected
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from torch.distributed import ProcessGroup
 
@@ -132,23 +132,19 @@ class _Loading:
         result = list(self._leaves)
         if read_once:
             self._exchange(direct, group, process_group, result)
-        fresh = allocated("load", [leaf if i in self._stored else None for i, leaf in enumerate(result)], self._spec)
-        for index in direct:
-            if not read_once:
-                result[index] = fresh[index]
+        left = self._stored.keys() - (direct if read_once else ())
+        fresh = allocated("load", [leaf if i in left else None for i, leaf in enumerate(self._leaves)], self._spec)
         if not read_once:
             self._fill(direct, group, fresh)
-        rest = [index for index in self._stored if index not in direct]
-        keys = self._spec.flat_keys()
-        sides = ({keys[i]: self._stored[i] for i in rest}, {keys[i]: self._own(i, fresh) for i in rest})
+            for index in direct:
+                result[index] = fresh[index]
+        keys, rest = self._spec.flat_keys(), [index for index in self._stored if not self._is_direct[index]]
+        sides = ({keys[i]: self._stored[i] for i in rest}, {keys[i]: fresh[i] for i in rest})
         copied, write = prepared_copy("load", *sides, cast=self._cast)
         write()
         for index in rest:
             result[index] = copied[keys[index]]
         return self._spec.unflatten(result)
-
-    def _own(self, index: int, fresh: Sequence[Any]) -> Any:
-        return self._leaves[index] if fresh[index] is None else fresh[index]
 
     def _check(self, direct: Sequence[int], chunks: dict[int, LocalChunks | None]) -> None:
         """Raise ``TreeMismatch`` where shapes or dtypes differ."""
@@ -164,24 +160,14 @@ class _Loading:
                 found.append(Difference(self._paths[index], "placements", "elements", "Partial"))
         refuse_all(found)
 
-    def _boxes(
-        self, direct: Sequence[int], group: Group, fresh: Sequence[Any]
-    ) -> Iterator[tuple[int, Box, torch.Tensor]]:
-        """Yield which box of which leaf goes into which tensor on this rank."""
-        for index in direct:
-            held = chunks_of(fresh[index], group)
-            if held is None:
-                leaf = fresh[index]
-                yield index, Box((0,) * leaf.dim(), tuple(leaf.shape)), leaf
-            else:
-                yield from ((index, box, piece) for box, piece in zip(held.boxes, held.pieces, strict=True))
-
     def _fill(self, direct: Sequence[int], group: Group, fresh: Sequence[Any]) -> None:
         """Read the boxes of this rank. Where two leaves share memory, the checkpoint must agree with itself."""
-        boxes = [
-            (i, box, piece.detach().as_subclass(torch.Tensor)) for i, box, piece in self._boxes(direct, group, fresh)
-        ]
-        boxes = [row for row in boxes if row[2].numel()]
+        boxes: list[tuple[int, Box, torch.Tensor]] = []
+        for index in direct:
+            leaf, held = fresh[index], chunks_of(fresh[index], group)
+            whole = [(Box((0,) * leaf.dim(), tuple(leaf.shape)), leaf)] if held is None else []
+            parts = zip(held.boxes, held.pieces, strict=True) if held else whole
+            boxes += [(index, box, piece.detach().as_subclass(torch.Tensor)) for box, piece in parts if piece.numel()]
         once = [_once(piece) for _, _, piece in boxes]
         what = ("writability", "elements to load", "a tensor that overlaps itself")
         refuse_all(

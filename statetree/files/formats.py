@@ -17,7 +17,7 @@ from statetree.files.torch_format import TorchFormat
 from statetree.files.untrusted import refuse
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
 #: The path of a URL has one slash less.
 _URL: Final = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
@@ -50,12 +50,13 @@ def register_format(checkpoint_format: CheckpointFormat) -> None:
     _FORMATS.insert(0, checkpoint_format)
 
 
-def _formats() -> list[CheckpointFormat]:
-    """Return all formats, that of directories included."""
+def _formats() -> Iterator[CheckpointFormat]:
+    """Yield all formats, that of directories last: it is loaded when it is asked for."""
+    yield from _FORMATS
     if not any(known.is_directory for known in _FORMATS):
         module, name = _DIRECTORIES
         _FORMATS.append(getattr(import_module(module), name))
-    return _FORMATS
+        yield _FORMATS[-1]
 
 
 def opened(path: str | os.PathLike[str], *, skip_foreign: bool = False, follow_links: bool = False) -> OpenedCheckpoint:
@@ -64,9 +65,7 @@ def opened(path: str | os.PathLike[str], *, skip_foreign: bool = False, follow_l
     files = OpenFiles(follow_links=follow_links)
     try:
         beginning = _beginning(place, files)
-        found = next((known for known in _FORMATS if known.recognises(place, beginning)), None)
-        if found is None:
-            found = next((known for known in _formats() if known.recognises(place, beginning)), None)
+        found = next((known for known in _formats() if known.recognises(place, beginning)), None)
         if found is None:
             expected = ", ".join(f"a {known.title}" for known in _formats())
             refuse(place, f"it is of no known format: expected {expected}", "Pass a checkpoint.")
@@ -97,7 +96,7 @@ def open(  # noqa: A001 - `statetree.files.open` opens files
 ) -> Any:
     """Open a checkpoint as a tree, whose tensors are read when something asks for their elements.
 
-    Safetensors (a file, the index of several, or a folder of Hugging Face), zip files of ``torch.save``, and
+    Safetensors and zip files of ``torch.save`` (a file, the index of several, or a folder of Hugging Face), and
     directories of ``torch.distributed.checkpoint``: which it is, is told by its content. Only headers are read. Files
     are not trusted: nothing in them is executed, and sizes are compared with the file before memory is taken.
     Directories that ``statetree.dcp`` wrote are compared with their manifest: all files must be there, whole and of one

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -34,13 +33,6 @@ _SCRIPT: Final = (
     "document.addEventListener('click',e=>{const p=e.target.closest('p[title]');"
     "if(p&&!e.target.closest('a')&&navigator.clipboard)navigator.clipboard.writeText(p.title)})"
 )
-
-
-class LeafNote(NamedTuple):
-    """What is said of a leaf."""
-
-    text: str
-    nbytes: int
 
 
 def to_html(tree: Any, path: str | os.PathLike[str], *, other: Any = None) -> None:
@@ -112,9 +104,9 @@ def tree_fragments(tree: Any, marked: frozenset[str] = frozenset()) -> Iterator[
             more += f" <a href=#shards{numbers[index]}>shards {numbers[index]}</a>"
         number = f" id=leaf{index}" if index in tied else ""
         gone = " class=gone" if path in marked else ""
-        return f'<p{number} title="{path}"{gone}>{label} <i>{escaped(said[index].text)}</i>{more}</p>'
+        return f'<p{number} title="{path}"{gone}>{label} <i>{escaped(said[index][0])}</i>{more}</p>'
 
-    total = sum(each.nbytes for each in said)
+    total = sum(nbytes for _, nbytes in said)
     yield f"<h1>{len(leaves):,} leaves, {human(total)}</h1>"
     yield f"<style>{_STYLE}{FIGURE_STYLE}</style>"
     yield from _treemap(keys, said)
@@ -122,14 +114,14 @@ def tree_fragments(tree: Any, marked: frozenset[str] = frozenset()) -> Iterator[
     yield from tree_html(spec, line)
 
 
-def _treemap(keys: Sequence[str], said: Sequence[LeafNote]) -> Iterator[str]:
+def _treemap(keys: Sequence[str], said: Sequence[tuple[str, int]]) -> Iterator[str]:
     """Yield boxes for the largest leaves, in columns by the first part of their paths."""
     columns: dict[str, list[tuple[int, str]]] = {}
-    rows = sorted(zip(said, keys, strict=True), key=lambda row: -row[0].nbytes)
-    least = sum(each.nbytes for each in said) / 1000
-    for each, key in islice(rows, _MAX_BOXES):
-        if each.nbytes > least:
-            columns.setdefault(key.partition(".")[0], []).append((each.nbytes, key))
+    rows = sorted(((nbytes, key) for (_, nbytes), key in zip(said, keys, strict=True)), key=lambda row: -row[0])
+    least = sum(nbytes for _, nbytes in said) / 1000
+    for nbytes, key in rows[:_MAX_BOXES]:
+        if nbytes > least:
+            columns.setdefault(key.partition(".")[0], []).append((nbytes, key))
     yield "<div class=map>"
     for boxes in columns.values():
         yield f'<div style="flex:{sum(nbytes for nbytes, _ in boxes)}">'
@@ -140,13 +132,14 @@ def _treemap(keys: Sequence[str], said: Sequence[LeafNote]) -> Iterator[str]:
     yield "</div>"
 
 
-def _said(leaf: Any) -> LeafNote:
+def _said(leaf: Any) -> tuple[str, int]:
+    """Return a leaf in words, and its bytes."""
     if isinstance(leaf, StoredTensor):
-        return LeafNote(leaf_text(leaf), leaf.nbytes)
+        return (leaf_text(leaf), leaf.nbytes)
     if is_plain(leaf):
-        return LeafNote(f"{type(leaf).__name__} {brief(repr(leaf)[:1000])}", 0)
+        return (f"{type(leaf).__name__} {brief(repr(leaf)[:1000])}", 0)
     if isinstance(leaf, torch.Tensor):
         known = facts(leaf)
         words = (dtype_text(leaf.dtype), shape_text(leaf.shape), str(known.get("placements", "")))
-        return LeafNote(" ".join(filter(None, words)), leaf.numel() * leaf.dtype.itemsize)
-    return LeafNote(type(leaf).__qualname__, 0)
+        return (" ".join(filter(None, words)), leaf.numel() * leaf.dtype.itemsize)
+    return (type(leaf).__qualname__, 0)

@@ -56,7 +56,7 @@ class BadPickle(Exception):
     """A pickle is damaged, or not of the kind that holds tensors."""
 
 
-class Foreign:
+class StoredObject:
     """An object of a class that is not loaded from files: all that is known is its name."""
 
     def __init__(self, name: str) -> None:
@@ -65,7 +65,7 @@ class Foreign:
     def __repr__(self) -> str:
         return f"<{self.name}: not loaded>"
 
-    def __call__(self, *_args: Any) -> Foreign:  # noqa: D102
+    def __call__(self, *_args: Any) -> StoredObject:  # noqa: D102
         return self
 
     def append(self, item: Any) -> None:
@@ -114,7 +114,7 @@ class Reader:
         data: Bytes.
         call: Given the name of a function or class and its arguments, returns what stands for the result.
         names: Given a module and a name in it, returns what stands for it: ``Named`` for what ``call`` knows,
-            ``Recorded`` for a class whose objects are kept as ``Record``, ``Foreign`` for what is of no concern.
+            ``Recorded`` for a class whose objects are kept as ``Record``, ``StoredObject`` for what is of no concern.
         storage: Given a persistent id, returns what stands for the storage. Without it, none is admitted.
         build: Given an object that ``call`` returned and its state (for a mapping: its keys and values in turn), sets
             it, and returns whether it knows how. Without it, only what this module makes has a state.
@@ -215,14 +215,24 @@ class Reader:
         elif cls is set and type(state) is tuple:
             check_keys(state)
             target.update(state)
-        elif cls is OrderedDict and type(state) is dict and set(map(type, state)) <= {str}:
-            if not all(name.isidentifier() and not name.startswith("__") for name in state):
-                raise BadPickle("it sets attributes that are no plain ones")
+        elif cls is OrderedDict and type(state) is dict:
             self._spend(100 * len(state))
-            target.__dict__.update(state)
-        elif cls is not Foreign and not (self._build is not None and self._build(target, state)):
+            set_attributes(target, state)
+        elif cls is not StoredObject and not (self._build is not None and self._build(target, state)):
             raise BadPickle(f"it sets items of a {cls.__name__}, or its state")
         return target
+
+
+def set_attributes(target: Any, state: Any) -> None:
+    """Set the attributes of an object, none of which means anything to Python.
+
+    Raises:
+        BadPickle: If one may.
+    """
+    are_names = type(state) is dict and set(map(type, state)) <= {str}
+    if not are_names or not all(name.isidentifier() and not name.startswith("__") for name in state):
+        raise BadPickle("it sets attributes that are no plain ones")
+    target.__dict__.update(state)
 
 
 @contextmanager
@@ -329,7 +339,7 @@ _BUILTIN: Final[dict[str, Callable[..., Any]]] = {
 #: Functions and classes that are called here, and not by ``call``.
 MADE_BY_READER: Final = frozenset(_BUILTIN)
 _KEYS: Final = frozenset(
-    {str, bytes, int, bool, float, complex, type(None), torch.dtype, torch.device, Foreign, Record}
+    {str, bytes, int, bool, float, complex, type(None), torch.dtype, torch.device, StoredObject, Record}
 )
 
 

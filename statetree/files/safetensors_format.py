@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -10,19 +11,18 @@ import torch
 from statetree.chunks.boxes import Box
 from statetree.errors import CheckpointError
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint
+from statetree.files.hugging_face import INDEX, SAFETENSORS_NAMES, file_in, read_index
 from statetree.files.safetensors_header import (
     DTYPES,
     MAX_HEADER_BYTES,
     METADATA,
     PACKED,
-    bounded,
     is_header,
-    parsed,
     read_header,
 )
 from statetree.files.stored import StoredPiece, StoredTensor
 from statetree.files.strided_reading import memory_of
-from statetree.files.untrusted import is_text, printable, refuse
+from statetree.files.untrusted import is_text, printable
 from statetree.tree.mapping import to_flat
 
 if TYPE_CHECKING:
@@ -34,31 +34,28 @@ if TYPE_CHECKING:
 
 _NAME_OF: Final = {getattr(torch, of): name for name, (of, _) in DTYPES.items()}
 _SUFFIX: Final = ".safetensors"
-_INDEX: Final = ".index.json"
-#: How Hugging Face names the index in a folder.
-_FOLDER_INDICES: Final = ("model.safetensors.index.json", "diffusion_pytorch_model.safetensors.index.json")
-_FOLDER_FILES: Final = ("model.safetensors", "diffusion_pytorch_model.safetensors", "adapter_model.safetensors")
 
 
 class SafetensorsFormat(CheckpointFormat):
     """safetensors: one file, several with an index, or a folder as Hugging Face has it."""
 
     title = "safetensors file"
-    suffixes = (_SUFFIX, f"{_SUFFIX}{_INDEX}")
+    suffixes = (_SUFFIX, f"{_SUFFIX}{INDEX}")
 
     def recognises(self, path: Path, beginning: bytes) -> bool:
         """Whether a file begins with the size of a header and a brace, or is an index of such files."""
         if path.is_dir():
-            return _in_folder(path) is not None
+            return file_in(path, SAFETENSORS_NAMES) is not None
         name = path.name.lower()
-        is_index = name.endswith(_INDEX) and beginning.lstrip()[:1] == b"{"
+        is_index = name.endswith(INDEX) and beginning.lstrip()[:1] == b"{"
         return is_header(beginning) or name.endswith(self.suffixes) or is_index
 
     def open(self, path: Path, files: OpenFiles, *, skip_foreign: bool) -> OpenedCheckpoint:  # noqa: ARG002
         """Open a file, or the index of several."""
-        path = (_in_folder(path) or path) if path.is_dir() else path
-        place = files.open(path)
-        tree, metadata = _read_index(place) if path.name.lower().endswith(_INDEX) else _read(place)
+        place = files.open((file_in(path, SAFETENSORS_NAMES) or path) if path.is_dir() else path)
+        metadata: dict[str, str] = {}
+        read = partial(_read, metadata=metadata)
+        tree = read_index(place, read) if place.path.name.lower().endswith(INDEX) else read(place)
         return OpenedCheckpoint(tree, self.title, files, metadata=metadata, is_nested=False)
 
     def write(self, tree: Any, folder: Path, name: str, options: SaveOptions) -> list[str]:
@@ -70,10 +67,10 @@ class SafetensorsFormat(CheckpointFormat):
                 f"save: metadata of safetensors must be texts: expected names and values of type str, got {metadata!r}."
             )
             raise TypeError(msg)
-        if options.shard_bytes is None and not name.endswith(_INDEX):
+        if options.shard_bytes is None and not name.endswith(INDEX):
             _write(folder / name, tensors, metadata)
             return [name]
-        stem = name.removesuffix(_INDEX).removesuffix(_SUFFIX)
+        stem = name.removesuffix(INDEX).removesuffix(_SUFFIX)
         shards = _shards(tensors, options.shard_bytes)
         names = [f"{stem}-{number:05}-of-{len(shards):05}{_SUFFIX}" for number in range(1, len(shards) + 1)]
         for file, shard in zip(names, shards, strict=True):
@@ -81,49 +78,16 @@ class SafetensorsFormat(CheckpointFormat):
         total = sum(tensor.nbytes for tensor in tensors.values())
         weights = {key: file for file, shard in zip(names, shards, strict=True) for key in shard}
         index = {"metadata": {"total_size": total}, "weight_map": weights}
-        (folder / f"{stem}{_SUFFIX}{_INDEX}").write_text(json.dumps(index, indent=2) + "\n")
-        return [*names, f"{stem}{_SUFFIX}{_INDEX}"]
+        (folder / f"{stem}{_SUFFIX}{INDEX}").write_text(json.dumps(index, indent=2) + "\n")
+        return [*names, f"{stem}{_SUFFIX}{INDEX}"]
 
 
-def _in_folder(path: Path) -> Path | None:
-    """Return the index or the file that a folder of Hugging Face holds."""
-    found = [file for name in (*_FOLDER_INDICES, *_FOLDER_FILES) if (file := path / name).is_file()]
-    stems = [file.name.partition(".")[0] for file in found]
-    if len(set(stems)) < len(stems):
-        refuse(path, f"it holds {' and '.join(file.name for file in found)}, which may differ", "Name one of them.")
-    return found[0] if found else None
-
-
-def _read_index(place: FileRange) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    path = place.path
-    index = parsed(place, place.read(0, bounded(place, place.length, "the index"), "the index"), "the index")
-    weights = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weights, dict) or not all(type(name) is str for name in weights.values()):
-        refuse(path, "it has no weight_map from names of tensors to names of files")
-    if any(name.endswith(".bin") for name in weights.values()):
-        refuse(path, "it lists torch files: expected safetensors files", "Open these one by one.")
-    shards = {name: place.files.listed(path.parent, name, path) for name in dict.fromkeys(weights.values())}
-    found: dict[str, dict[str, StoredTensor]] = {}
-    metadata: dict[str, str] = {}
-    for name, shard in shards.items():
-        found[name], more = _read(shard)
-        metadata.update(more)
-    tree = {}
-    for key, name in weights.items():
-        if key not in found[name]:
-            refuse(path, f"it says that {key!r} is in {name}, which does not hold it", "Get all files of one version.")
-        tree[key] = found[name].pop(key)
-    left = next(((name, key) for name, tensors in found.items() for key in tensors), None)
-    if left is not None:
-        refuse(shards[left[0]].path, f"it holds {left[1]!r}, which the index {path.name} does not list")
-    return tree, metadata
-
-
-def _read(place: FileRange) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Return the tensors and the metadata of one file."""
-    entries, metadata, begin = read_header(place)
+def _read(place: FileRange, metadata: dict[str, str]) -> dict[str, StoredTensor]:
+    """Return the tensors of one file, and add its texts to others."""
+    entries, texts, begin = read_header(place)
+    metadata.update(texts)
     data = place.part(begin, place.length - begin, "the data")
-    return {entry.key: _stored(data, entry) for entry in entries}, metadata
+    return {entry.key: _stored(data, entry) for entry in entries}
 
 
 def _stored(data: FileRange, entry: HeaderEntry) -> StoredTensor:

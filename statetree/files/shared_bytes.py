@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def shared_bytes(leaves: Sequence[Any]) -> list[list[int]]:
     """Return which leaves share bytes: their indices, in order. Of views that interlace, this is said, too."""
-    extents = sorted((*extent, index) for index, leaf in enumerate(leaves) if (extent := _extent(leaf)) is not None)
+    extents = sorted((*found, index) for index, leaf in enumerate(leaves) if (found := extent(leaf)) is not None)
     groups: list[list[int]] = [[index] for *_, index in extents[:1]]
     end = extents[0][2] if extents else 0
     for (storage, *_), (other, begin, stop, index) in pairwise(extents):
@@ -31,13 +31,13 @@ def shared_bytes(leaves: Sequence[Any]) -> list[list[int]]:
 def covered_bytes(leaves: Sequence[Any]) -> int:
     """Return how many bytes leaves that share some cover together."""
     total = end = 0
-    for _, begin, stop in sorted(extent for leaf in leaves if (extent := _extent(leaf)) is not None):
+    for _, begin, stop in sorted(found for leaf in leaves if (found := extent(leaf)) is not None):
         total += max(0, stop - max(begin, end))
         end = max(end, stop)
     return total
 
 
-def _extent(leaf: Any) -> tuple[int, int, int] | None:
+def extent(leaf: Any) -> tuple[int, int, int] | None:
     """Return the storage of a tensor that may share it, and where its bytes begin and stop there."""
     is_stored = isinstance(leaf, StoredTensor)
     tensor = leaf.outline if is_stored else leaf

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import platform
+from collections import Counter
 from operator import add, mul, sub
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -15,6 +15,7 @@ from statetree.files.ranges import BUCKET_BYTES
 from statetree.files.strided_reading import NUMBERS, read_strided
 from statetree.files.untrusted import refuse
 from statetree.leaves.builtin import facts, is_distributed
+from statetree.leaves.casting import castable, out_of_range
 from statetree.leaves.parts import unpack
 from statetree.leaves.registry import LeafType, register_leaf_type
 from statetree.spans.layout import extent_bytes
@@ -59,7 +60,7 @@ class StoredTensor:
 
     Attributes:
         dtype: The dtype.
-        shape: The shape.
+        shape: The shape; of a nested tensor, how many it is made of.
         requires_grad: As the tensor's.
 
     Example:
@@ -84,7 +85,7 @@ class StoredTensor:
     ) -> None:
         self.outline = outline
         self.dtype = outline.dtype
-        self.shape = outline.shape
+        self.shape = torch.Size([outline.size(0)]) if outline.is_nested else outline.shape  # which a nested one lacks
         self.requires_grad = outline.requires_grad
         self._check = check
         self._find = find
@@ -101,7 +102,7 @@ class StoredTensor:
     @property
     def numel(self) -> int:
         """How many elements it has."""
-        return math.prod(self.shape)
+        return self.outline.numel()
 
     @property
     def nbytes(self) -> int:
@@ -114,6 +115,13 @@ class StoredTensor:
     def is_strided(self) -> bool:
         """Whether it is a strided tensor, of which boxes can be read."""
         return self._find is not None
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether there is nothing to it but its elements, one after the other."""
+        tensor = self.outline
+        is_plain = self.is_strided and type(tensor) is torch.Tensor and tensor.is_contiguous() and not vars(tensor)
+        return is_plain and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
 
     def to(self, dtype: torch.dtype) -> StoredTensor:
         """Return a tensor whose elements are converted as they are read. It is not tied to others any more."""
@@ -208,7 +216,12 @@ class StoredTensor:
             if place.dtype == kept.dtype:
                 copy_each([place], [scratch])
             else:
-                _check_range(piece.place, scratch, place.dtype)
+                found = out_of_range(scratch, place.dtype)
+                if found is not None:
+                    remedy = "Convert to a dtype of a larger range."
+                    refuse(
+                        piece.place.label, f"it has elements out of range: expected {found[1]}, got {found[0]}", remedy
+                    )
                 place.copy_(scratch.resolve_conj().resolve_neg())  # torch forgets the bits as it converts
 
     @property
@@ -234,17 +247,6 @@ class StoredTensor:
             return id(self)
         places = [(str(p.place.path), p.place.start, p.offset, p.stride, p.box, p.bits) for p in self._find()]
         return (*places, self.dtype, self._kept.dtype)
-
-
-def _check_range(place: FileRange, elements: torch.Tensor, dtype: torch.dtype) -> None:
-    """Raise ``CheckpointError`` if finite elements lie beyond the range of a dtype that they are converted to."""
-    if dtype.is_floating_point and elements.dtype.is_floating_point:
-        limit = torch.finfo(dtype).max
-        if limit < torch.finfo(elements.dtype).max:
-            wide = elements if elements.dtype is torch.float64 else elements.to(torch.float32)
-            if bool(((wide.abs() > limit) & wide.isfinite()).any()):
-                what = f"it has elements beyond the range of {str(dtype).removeprefix('torch.')}, up to {limit:.3g}"
-                refuse(place.label, what, "Convert to a dtype of a larger range.")
 
 
 def whole_tensors(tree: Any, *, keeps_strides: bool) -> Any:
@@ -282,6 +284,12 @@ def span_bytes(outline: torch.Tensor) -> int:
     return extent_bytes(tuple(outline.shape), tuple(outline.stride()), outline.dtype.itemsize)
 
 
+def _memory_key(stored: StoredTensor) -> int:
+    """Return what is equal for stored tensors that may share memory."""
+    is_mapped = stored.is_strided and not stored.outline.is_meta
+    return stored.outline.untyped_storage().data_ptr() if is_mapped else id(stored)
+
+
 class StoredType(LeafType):
     """``StoredTensor``: the tensor that it stands for, whose elements are read where they are needed."""
 
@@ -299,24 +307,21 @@ class StoredType(LeafType):
         """Return the tensor."""
         return value.tensor()
 
+    def converted_later(self, values: Sequence[Any], dtype: torch.dtype) -> Sequence[Any]:
+        """Return those that are tied to no other one, and would come out no different if they were read first."""
+        keys = [_memory_key(value) for value in values]
+        users = Counter(keys)
+
+        def later(value: StoredTensor) -> StoredTensor | None:
+            if value.dtype == dtype or not value.dtype.is_floating_point:
+                return value
+            return value.to(dtype) if value.is_bare and castable(value.dtype, dtype) else None
+
+        return [later(value) if users[key] == 1 else None for value, key in zip(values, keys, strict=True)]
+
     def describe(self, value: Any) -> Mapping[str, Any]:
         """Return the facts of the tensor, without reading it."""
         return {**facts(value.outline), "memory": "present"} if value.is_strided else facts(value.outline)
-
-
-class StoredObject:
-    """An object of a class that is not loaded from files: all that is known is its name."""
-
-    name = "an object"
-
-    def __init__(self, *_args: Any) -> None:
-        self.items: list[Any] = []
-
-    def __setstate__(self, state: Any) -> None:
-        """Pass over what it holds."""
-
-    def __repr__(self) -> str:
-        return f"<{self.name}: not loaded>"
 
 
 register_leaf_type(StoredTensor, StoredType())

@@ -51,7 +51,7 @@ def read_strided(place: FileRange, target: torch.Tensor, offset: int, stride: Se
     order = [dim for _, dim in reversed(dims)]
     rest = [dim for dim in range(target.dim()) if dim not in order]
     flat = target.permute(rest + order)[(0,) * len(rest)] if rest else target.permute(order)
-    _Strided(place, [stride[dim] for dim in order]).read(flat, offset)
+    _read(place, flat, [stride[dim] for dim in order], offset)
 
 
 def _is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -64,33 +64,25 @@ def _is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
-class _Strided:
-    """Elements at falling strides in a range of a file."""
-
-    def __init__(self, place: FileRange, stride: Sequence[int]) -> None:
-        self._place = place
-        self._stride = stride
-
-    def read(self, target: torch.Tensor, offset: int) -> None:
-        """Fill a tensor whose elements begin at an offset. All are there: the caller has looked."""
-        pending = [(target, offset)]
-        while pending:
-            part, at = pending.pop()
-            if not part.numel():
-                continue
-            size = part.dtype.itemsize
-            stride = self._stride[len(self._stride) - part.dim() :]
-            span = 1 + sum((count - 1) * step for count, step in zip(part.shape, stride, strict=True))
-            if part.is_contiguous() and _is_row_major(part.shape, stride):
-                self._place.fill(memory_of(part), at * size)
-            elif span <= 2 * part.numel() and span * size <= BUCKET_BYTES:
-                scratch = torch.empty(span, dtype=part.dtype, device="cpu")
-                self._place.fill(memory_of(scratch), at * size)
-                part.copy_(scratch.as_strided(part.shape, stride))
-            elif span > 2 * part.numel() and part.dim() > 1:
-                pending += [(row, at + index * stride[0]) for index, row in enumerate(part.unbind(0))][::-1]
-            elif part.shape[0] == 1:
-                pending.append((part[0], at))
-            else:
-                half = part.shape[0] // 2
-                pending += [(part[half:], at + half * stride[0]), (part[:half], at)]
+def _read(place: FileRange, target: torch.Tensor, stride: Sequence[int], offset: int) -> None:
+    """Fill a tensor whose elements lie at falling strides from an offset. All are there: the caller has looked."""
+    pending = [(target, offset)]
+    while pending:
+        part, at = pending.pop()
+        if not part.numel():
+            continue
+        size, steps = part.dtype.itemsize, stride[len(stride) - part.dim() :]
+        span = 1 + sum((count - 1) * step for count, step in zip(part.shape, steps, strict=True))
+        if part.is_contiguous() and _is_row_major(part.shape, steps):
+            place.fill(memory_of(part), at * size)
+        elif span <= 2 * part.numel() and span * size <= BUCKET_BYTES:
+            scratch = torch.empty(span, dtype=part.dtype, device="cpu")
+            place.fill(memory_of(scratch), at * size)
+            part.copy_(scratch.as_strided(part.shape, steps))
+        elif span > 2 * part.numel() and part.dim() > 1:
+            pending += [(row, at + index * steps[0]) for index, row in enumerate(part.unbind(0))][::-1]
+        elif part.shape[0] == 1:
+            pending.append((part[0], at))
+        else:
+            half = part.shape[0] // 2
+            pending += [(part[half:], at + half * steps[0]), (part[:half], at)]

@@ -1,80 +1,32 @@
-"""The pickle of a torch file, looked at before torch reads it: what torch would make of it must fit the file.
+"""The pickle of a torch file, read as data: each tensor that it describes must fit the storage that the file has.
 
-``torch.load(weights_only=True)`` runs no code, but it has no limits of memory, of time or of depth, and takes memory
-for whatever size a pickle states. Here the pickle is read with stand-ins for all that torch would make.
+``torch.load(weights_only=True)`` runs no code either, but it has no limits of memory, of time or of depth.
 """
 
 from __future__ import annotations
 
 import math
 import reprlib
-from functools import cache
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from statetree.files.safe_pickle import MADE_BY_READER, BadPickle, Foreign, Named, Reader
+from statetree.files.safe_pickle import MADE_BY_READER, BadPickle, Named, Reader, StoredObject, set_attributes
 from statetree.spans.layout import extent_bytes
+from statetree.torch_internals import set_bits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from statetree.files.zip_archive import ZipMember
+    from collections.abc import Callable, Sequence
 
 _LARGEST: Final = 2**62
 _MAX_DIMS: Final = 64
 _UTILS: Final = "torch._utils."
 _LAYOUTS: Final = {str(layout): layout for layout in vars(torch).values() if isinstance(layout, torch.layout)}
-#: Calls that make a tensor of another one, which was looked at already.
-_OF_A_TENSOR: Final = frozenset(
-    {
-        f"{_UTILS}_rebuild_parameter",
-        f"{_UTILS}_rebuild_parameter_with_state",
-        f"{_UTILS}_rebuild_device_tensor_from_cpu_tensor",
-    }
-)
-#: What stands as an argument of these.
-_CLASSES: Final = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter"})
-
-
-class StorageReference(NamedTuple):
-    """A storage that a pickle refers to: its key in the archive, its bytes, and the dtype of its elements."""
-
-    key: str
-    nbytes: int
-    dtype: torch.dtype | None
-
-
-class StridedOutline(NamedTuple):
-    """A strided tensor that a pickle describes, as torch has it: offset and strides count elements.
-
-    ``bits`` is whether it is conjugated, and whether it is negated: its memory does not hold then what it reads like.
-    """
-
-    storage: StorageReference
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    bits: tuple[bool, bool] = (False, False)
-
-
-class _OtherTensor:
-    """A tensor of several parts, one on meta, or one with attributes."""
-
-
-class PickledTree(NamedTuple):
-    """What a pickle holds, with stand-ins for what torch would make.
-
-    Attributes:
-        tree: The tree.
-        keys: The keys of the storages that have bytes, in the order in which torch loads them.
-        foreign: The names of classes and functions that ``weights_only`` does not admit.
-    """
-
-    tree: Any
-    keys: list[str]
-    foreign: list[str]
+#: Modules of which ``weights_only`` takes nothing, whatever is admitted.
+_BLOCKED: Final = frozenset({"os", "sys", "posix", "nt"})
+#: The classes that tensors with attributes have.
+_CLASSES: Final = {"torch.Tensor": torch.Tensor, "torch.nn.parameter.Parameter": torch.nn.Parameter}
 
 
 def size_of(value: Any, what: str = "a size") -> tuple[int, ...]:
@@ -106,13 +58,13 @@ class StorageClass:
         self.dtype = dtype
 
 
-def storage_id(pid: Any, length: int) -> tuple[StorageClass, str, int]:
+def storage_id(pid: Any) -> tuple[StorageClass, str, int]:
     """Return the class, key and number of elements of a storage, out of its persistent id.
 
     Raises:
         BadPickle: If it is none.
     """
-    if type(pid) is not tuple or len(pid) < length or pid[0] != "storage":
+    if type(pid) is not tuple or len(pid) < 5 or pid[0] != "storage":
         raise BadPickle("it refers to something else than a storage")
     kind, key, _, numel = pid[1:5]
     if not isinstance(kind, StorageClass) or type(key) is not str:
@@ -121,146 +73,166 @@ def storage_id(pid: Any, length: int) -> tuple[StorageClass, str, int]:
     return kind, key, count
 
 
-def read_pickle(data: bytes, prefix: str, members: Mapping[str, ZipMember]) -> PickledTree:
-    """Look at a pickle.
+def read_pickle(data: bytes, memory: Callable[[str, int], torch.UntypedStorage]) -> tuple[Any, list[str]]:
+    """Return what a pickle holds, and the names of classes and functions in it that ``weights_only`` does not admit.
 
     Args:
         data: The pickle.
-        prefix: What the names of the archive's members begin with.
-        members: The archive's members.
+        memory: Given the key and the bytes of a storage, returns its memory. Raises ``BadPickle`` if it has none.
 
     Raises:
         BadPickle: If it is damaged, or describes what the archive does not hold.
     """
-    found = _TorchPickle(prefix, members)
-    tree = Reader(data, found.call, found.names, found.storage).load()
-    return PickledTree(tree, list(found.keys), list(found.foreign))
+    foreign: dict[str, None] = {}
+
+    def storage(pid: Any) -> torch.TypedStorage:
+        kind, key, count = storage_id(pid)
+        dtype = kind.dtype or torch.uint8
+        return typed_storage(memory(key, count * dtype.itemsize), dtype)
+
+    return Reader(data, _called, partial(_named, foreign), storage).load(), list(foreign)
 
 
-class _TorchPickle:
-    def __init__(self, prefix: str, members: Mapping[str, ZipMember]) -> None:
-        self._prefix = prefix
-        self._members = members
-        self.foreign: dict[str, None] = {}
-        self.keys: dict[str, None] = {}
-        self._calls: dict[str, Callable[..., Any]] = {
-            f"{_UTILS}_rebuild_tensor": self._tensor,
-            f"{_UTILS}_rebuild_tensor_v2": self._tensor,
-            f"{_UTILS}_rebuild_tensor_v3": self._tensor_v3,
-            f"{_UTILS}_rebuild_sparse_tensor": self._sparse,
-            f"{_UTILS}_rebuild_nested_tensor": self._nested,
-            f"{_UTILS}_rebuild_qtensor": self._quantized,
-            f"{_UTILS}_rebuild_meta_tensor_no_storage": self._meta,
-            "torch._tensor._rebuild_from_type_v2": self._with_attributes,
-            **PLAIN_CALLS,
-            **dict.fromkeys(_OF_A_TENSOR, self._of_a_tensor),
-        }
-
-    def names(self, module: str, name: str) -> Any:
-        """Return what stands for a name in a module. Nothing is imported."""
-        full = f"{module}.{name}"
-        known = vars(torch).get(name) if module == "torch" else None
-        if isinstance(known, (torch.dtype, torch.qscheme, torch.layout, torch.memory_format)):
-            return known
-        if full in storage_dtypes():
-            return StorageClass(storage_dtypes()[full])
-        if full in self._calls or full in _CLASSES or full in MADE_BY_READER:
-            return Named(full)
-        self.foreign[full] = None
-        return Foreign(full)
-
-    def call(self, name: str, args: tuple[Any, ...]) -> Any:
-        """Return what stands for the result of a call."""
-        if name not in self._calls:
-            raise BadPickle(f"it makes a {name} in an unknown way")
-        foreign = next((arg for arg in args if isinstance(arg, Foreign)), None)
-        return self._calls[name](*args) if foreign is None else foreign
-
-    def storage(self, pid: Any) -> StorageReference:
-        """Return what stands for a storage."""
-        kind, key, count = storage_id(pid, 5)
-        member = self._members.get(f"{self._prefix}data/{key}")
-        if member is None:
-            raise BadPickle(f"it has a tensor on the storage {key[:40]!r}, which the archive does not hold")
-        need = count * (kind.dtype.itemsize if kind.dtype else 1)
-        if need != member.nbytes:
-            raise BadPickle(f"it says that the storage {member.name!r} has {need} bytes: it has {member.nbytes}")
-        if need:
-            self.keys[key] = None
-        return StorageReference(key, need, kind.dtype)
-
-    def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> StridedOutline:
-        dtype = storage.dtype if isinstance(storage, StorageReference) else None
-        told = more[2] if len(more) > 2 and type(more[2]) is dict else {}  # what torch calls metadata
-        bits = (bool(told.get("conj")), bool(told.get("neg")))
-        return _view(storage, dtype or torch.uint8, offset, size, stride)._replace(bits=bits)
-
-    def _tensor_v3(self, storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> StridedOutline:
-        dtype = more[2] if len(more) > 2 else None
-        if not isinstance(dtype, torch.dtype):
-            raise BadPickle("it has a tensor without a dtype")
-        return _view(storage, dtype, offset, size, stride)
-
-    def _quantized(self, storage: Any, offset: Any, size: Any, stride: Any, scheme: Any, *_more: Any) -> _OtherTensor:
-        if type(scheme) is not tuple:
-            raise BadPickle("it has a quantized tensor of an unknown scheme")
-        below_a_byte = isinstance(storage, StorageReference) and storage.dtype in (torch.quint4x2, torch.quint2x4)
-        if below_a_byte and math.prod(size_of(size)) > 4 * storage.nbytes:
-            raise BadPickle("it has a quantized tensor of more elements than its storage holds")
-        if not below_a_byte:
-            self._tensor(storage, offset, size, stride)
-        return _OtherTensor()
-
-    def _sparse(self, layout: Any, data: Any) -> _OtherTensor:
-        if not isinstance(layout, torch.layout) or type(data) is not tuple or not 3 <= len(data) <= 5:
-            raise BadPickle("it has a sparse tensor of an unknown layout")
-        parts = 2 if layout == torch.sparse_coo else 3
-        if not all(isinstance(part, StridedOutline) for part in data[:parts]):
-            raise BadPickle("it has a tensor whose parts are no tensors")
-        size_of(data[parts])
-        return _OtherTensor()
-
-    def _of_a_tensor(self, inner: Any, *_more: Any) -> Any:
-        if not isinstance(inner, (StridedOutline, _OtherTensor)):
-            raise BadPickle("it makes a parameter, or moves, what is no tensor")
-        return inner
-
-    def _nested(self, *parts: Any) -> _OtherTensor:
-        if not all(isinstance(part, StridedOutline) for part in parts):
-            raise BadPickle("it has a tensor whose parts are no tensors")
-        return _OtherTensor()
-
-    def _meta(self, dtype: Any, size: Any, stride: Any, _requires_grad: Any) -> _OtherTensor:
-        if not isinstance(dtype, torch.dtype):
-            raise BadPickle("it has a tensor without a dtype")
-        if len(size_of(size)) != len(size_of(stride, "strides")):
-            raise BadPickle("it has a tensor with more dims than strides, or fewer")
-        return _OtherTensor()
-
-    def _with_attributes(self, function: Any, cls: Any, args: Any, _state: Any) -> Any:
-        is_known = isinstance(function, Named) and isinstance(cls, Named) and cls.name in _CLASSES
-        if not is_known or type(args) is not tuple:
-            raise BadPickle("it makes a tensor in an unknown way")
-        inner = self.call(function.name, args)
-        if not isinstance(inner, (StridedOutline, _OtherTensor, Foreign)):
-            raise BadPickle("it has attributes of something that is no tensor")
-        return _OtherTensor()
+def foreign_names(data: bytes) -> list[str]:
+    """Return the names in a pickle that ``weights_only`` does not admit. No tensor is made."""
+    foreign: dict[str, None] = {}
+    Reader(data, lambda name, _: StoredObject(name), partial(_named, foreign), storage_id).load()
+    return list(foreign)
 
 
-def _view(storage: Any, dtype: torch.dtype, offset: Any, size: Any, stride: Any) -> StridedOutline:
-    if not isinstance(storage, StorageReference):
+def _named(foreign: dict[str, None], module: str, name: str) -> Any:
+    full = f"{module}.{name}"
+    known = vars(torch).get(name) if module == "torch" else None
+    if isinstance(known, (torch.dtype, torch.qscheme, torch.layout, torch.memory_format)):
+        return known
+    if full in storage_dtypes():
+        return StorageClass(storage_dtypes()[full])
+    if full in _CALLS or full in _CLASSES or full in MADE_BY_READER:
+        return Named(full)
+    if module in _BLOCKED or (full.startswith(_UTILS) and name not in vars(torch._utils)):  # noqa: SLF001
+        raise BadPickle(f"torch cannot load it: it refers to {full[:100]}")
+    foreign[full] = None
+    return StoredObject(full)
+
+
+def typed_storage(memory: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    """Return a storage with a dtype, as calls have it."""
+    return torch.TypedStorage(wrap_storage=memory, dtype=dtype, _internal=True)
+
+
+def _called(name: str, args: tuple[Any, ...]) -> Any:
+    """Return the result of a call: what is made of an object that is not loaded is not loaded, either."""
+    if name not in _CALLS:
+        raise BadPickle(f"it makes a {name} in an unknown way")
+    foreign = [arg for arg in args if isinstance(arg, StoredObject)]
+    return foreign[-1] if foreign else _CALLS[name](*args)
+
+
+def _view(storage: Any, offset: Any, size: Any, stride: Any) -> tuple[torch.UntypedStorage, int, Sequence[int], Any]:
+    """Return the memory, offset, shape and strides of a tensor that lies in its storage."""
+    if not isinstance(storage, torch.TypedStorage):
         raise BadPickle("it has a tensor on something that is no storage")
+    memory, itemsize = storage._untyped_storage, storage.dtype.itemsize  # noqa: SLF001
     shape, steps = size_of(size), size_of(stride, "strides")
     (start,) = size_of([offset], "an offset")
     if len(shape) != len(steps):
         raise BadPickle("it has a tensor with more dims than strides, or fewer")
-    need = start * dtype.itemsize + extent_bytes(shape, steps, dtype.itemsize)
-    if need > storage.nbytes and 0 not in shape:
-        raise BadPickle(
-            f"it has a tensor of shape {reprlib.repr(shape)} on the storage {storage.key}, which would end at byte "
-            f"{need}: expected at most {storage.nbytes}"
-        )
-    return StridedOutline(storage, dtype, shape, steps, start)
+    need = start * itemsize + extent_bytes(shape, steps, itemsize)
+    if need > memory.nbytes() and 0 not in shape:
+        what = f"of shape {reprlib.repr(shape)} on a storage, which would end at byte {need}"
+        raise BadPickle(f"it has a tensor {what}: expected at most {memory.nbytes()}")
+    return memory, start, shape, steps
+
+
+def rebuilt_tensor(storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> torch.Tensor:
+    """Return a tensor, as ``torch._utils._rebuild_tensor_v2`` makes it.
+
+    Raises:
+        BadPickle: If it does not lie in its storage.
+    """
+    requires_grad, _hooks, told = (*more, False, None, None)[:3]  # the last is what torch calls metadata
+    view = _view(storage, offset, size, stride)
+    made = torch.empty(0, dtype=storage.dtype, device=view[0].device).set_(*view)
+    if type(told) is dict and told:
+        set_bits(made, conj=bool(told.get("conj")), neg=bool(told.get("neg")))
+    return made.requires_grad_() if requires_grad else made
+
+
+def _tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> torch.Tensor:
+    requires_grad, hooks, dtype, *told = more
+    if not isinstance(dtype, torch.dtype):
+        raise BadPickle("it has a tensor without a dtype")
+    typed = typed_storage(storage._untyped_storage, dtype)  # noqa: SLF001
+    return rebuilt_tensor(typed, offset, size, stride, requires_grad, hooks, *told)
+
+
+def _quantized(storage: Any, offset: Any, size: Any, stride: Any, scheme: Any, *more: Any) -> Any:
+    if type(scheme) is not tuple:
+        raise BadPickle("it has a quantized tensor of an unknown scheme")
+    below_a_byte = isinstance(storage, torch.TypedStorage) and storage.dtype in (torch.quint4x2, torch.quint2x4)
+    if below_a_byte and math.prod(size_of(size)) > 4 * storage._untyped_storage.nbytes():  # noqa: SLF001
+        raise BadPickle("it has a quantized tensor of more elements than its storage holds")
+    if not below_a_byte:
+        _view(storage, offset, size, stride)
+    return torch._utils._rebuild_qtensor(storage, offset, size, stride, scheme, *more)  # noqa: SLF001
+
+
+def _sparse(layout: Any, data: Any) -> Any:
+    if not isinstance(layout, torch.layout) or type(data) is not tuple or not 3 <= len(data) <= 5:
+        raise BadPickle("it has a sparse tensor of an unknown layout")
+    count = 2 if layout == torch.sparse_coo else 3
+    parts: Any = [*_plain(data[:count]), size_of(data[count])]
+    if count == 2:
+        return torch.sparse_coo_tensor(*parts, is_coalesced=(*data, None)[3], check_invariants=False)
+    return torch.sparse_compressed_tensor(*parts, layout=layout, check_invariants=False)
+
+
+def _nested(*parts: Any) -> Any:
+    return torch._utils._rebuild_nested_tensor(*_plain(parts))  # noqa: SLF001
+
+
+def _plain(parts: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not all(type(part) is torch.Tensor and part.layout is torch.strided and not part.is_nested for part in parts):
+        raise BadPickle("it has a tensor whose parts are no tensors")
+    return parts
+
+
+def _meta(dtype: Any, size: Any, stride: Any, requires_grad: Any) -> torch.Tensor:
+    if not isinstance(dtype, torch.dtype):
+        raise BadPickle("it has a tensor without a dtype")
+    geometry = size_of(size), size_of(stride, "strides")
+    return torch.empty_strided(*geometry, dtype=dtype, device="meta", requires_grad=bool(requires_grad))
+
+
+def _parameter(inner: Any, requires_grad: Any, _hooks: Any, state: Any = None) -> torch.Tensor:
+    if not isinstance(inner, torch.Tensor):
+        raise BadPickle("it makes a parameter of what is no tensor")
+    return _with_state(torch.nn.Parameter(inner, bool(requires_grad)), state)
+
+
+def _on_another_device(*_args: Any) -> Any:
+    raise BadPickle("torch cannot load it: a tensor of a device that has no storages")
+
+
+def _with_attributes(function: Any, cls: Any, args: Any, state: Any) -> Any:
+    is_known = isinstance(function, Named) and isinstance(cls, Named) and cls.name in _CLASSES
+    if not is_known or type(args) is not tuple:
+        raise BadPickle("it makes a tensor in an unknown way")
+    inner = _called(function.name, args)
+    if isinstance(inner, StoredObject):
+        return inner
+    if not isinstance(inner, torch.Tensor):
+        raise BadPickle("it has attributes of something that is no tensor")
+    real: Any = _CLASSES[cls.name]
+    return _with_state(inner if type(inner) is real else inner.as_subclass(real), state)
+
+
+def _with_state(made: torch.Tensor, state: Any) -> torch.Tensor:
+    """Return a tensor with its attributes: a mapping, or one and that of its slots, of which there are none."""
+    attributes = state[0] if type(state) is tuple and len(state) == 2 and not state[1] else state
+    if attributes is not None:
+        set_attributes(made, attributes)
+    return made
 
 
 def _device(kind: Any, index: Any = None) -> torch.device:
@@ -277,4 +249,18 @@ PLAIN_CALLS: Final[dict[str, Callable[..., Any]]] = {
     "torch.Size": lambda sizes: torch.Size(size_of(sizes)),
     "torch.device": _device,
     "torch.serialization._get_layout": lambda name: _LAYOUTS[name],
+}
+_CALLS: Final[dict[str, Callable[..., Any]]] = {
+    f"{_UTILS}_rebuild_tensor": rebuilt_tensor,
+    f"{_UTILS}_rebuild_tensor_v2": rebuilt_tensor,
+    f"{_UTILS}_rebuild_tensor_v3": _tensor_v3,
+    f"{_UTILS}_rebuild_sparse_tensor": _sparse,
+    f"{_UTILS}_rebuild_nested_tensor": _nested,
+    f"{_UTILS}_rebuild_qtensor": _quantized,
+    f"{_UTILS}_rebuild_meta_tensor_no_storage": _meta,
+    f"{_UTILS}_rebuild_parameter": _parameter,
+    f"{_UTILS}_rebuild_parameter_with_state": _parameter,
+    f"{_UTILS}_rebuild_device_tensor_from_cpu_tensor": _on_another_device,
+    "torch._tensor._rebuild_from_type_v2": _with_attributes,
+    **PLAIN_CALLS,
 }

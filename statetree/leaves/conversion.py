@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
-from statetree.leaves.builtin import facts, is_plain, settled, taken_over
+from statetree.leaves.builtin import facts, is_plain, leaf_type_of, settled, taken_over
 from statetree.leaves.casting import castable, out_of_range, saturated
 from statetree.leaves.parts import PackedRecipe, Recipe, Unpacked, unpack
 from statetree.spans.columns import Columns
@@ -19,6 +19,7 @@ from statetree.torch_internals import quietly, set_bits
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from statetree.leaves.registry import LeafType
     from statetree.paths import Path
     from statetree.tree.spec import TreeSpec
 
@@ -42,7 +43,9 @@ def converted(
         UnsupportedLeaf: If a leaf has no elements of one dtype.
     """
     paths = spec.paths()
-    at = [index for index, leaf in enumerate(leaves) if not is_plain(leaf) and not taken_over(settled(leaf))]
+    later = {} if saturate else _converted_later(leaves, mask, dtype)
+    others = [(index, leaf) for index, leaf in enumerate(leaves) if index not in later and not is_plain(leaf)]
+    at = [index for index, leaf in others if not taken_over(settled(leaf))]
     unpacked = unpack(verb, [settled(leaves[index]) for index in at], lambda: [paths[index] for index in at])
     chosen = [place for place, index in enumerate(at) if mask[index] and _changes(unpacked.leaves[place], dtype)]
     refused = [
@@ -52,8 +55,11 @@ def converted(
     ]
     if refused:
         raise TreeMismatch.between(verb, refused, "Leave them out with where, or convert them yourself.")
+    result = list(leaves)
+    for index, leaf in later.items():
+        result[index] = leaf
     if not chosen:
-        return list(leaves)
+        return result
     recipes = dict(unpacked.recipes)
     changing: dict[int, int] = {}  # the parts, and the leaf that each belongs to
     for place in chosen:
@@ -64,10 +70,24 @@ def converted(
     _check_ties(verb, unpacked, chosen, changing, [paths[index] for index in at])
     fresh = _converted(verb, unpacked.parts, changing, dtype, paths, saturate=saturate)
     packed = replace(unpacked, recipes=recipes).pack(fresh)
-    result = list(leaves)
     for place in chosen:
         result[at[place]] = packed[place]
     return result
+
+
+def _converted_later(leaves: Sequence[Any], mask: Sequence[bool], dtype: torch.dtype) -> dict[int, Any]:
+    """Return the leaves that are not read now, those that are meant as leaves that are converted when they are."""
+    of_type: dict[LeafType, list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        leaf_type = None if is_plain(leaf) else leaf_type_of(type(leaf))
+        if leaf_type is not None:
+            of_type.setdefault(leaf_type, []).append(index)
+    return {
+        index: later if mask[index] else leaves[index]
+        for leaf_type, places in of_type.items()
+        for index, later in zip(places, leaf_type.converted_later([leaves[i] for i in places], dtype), strict=True)
+        if later is not None
+    }
 
 
 def _changes(leaf: Any, dtype: torch.dtype) -> bool:

@@ -105,6 +105,18 @@ class LeafType:
         """Return the context of a value whose elements are of another dtype. Asked where ``elements_only`` holds."""
         return context
 
+    def converted_later(self, values: Sequence[Any], dtype: torch.dtype) -> Sequence[Any]:  # noqa: ARG002 - for others
+        """Return values that ``cast`` need not read: those to convert as leaves that are converted when they are read.
+
+        Args:
+            values: All values of a tree.
+            dtype: What they become.
+
+        Returns:
+            For each value what stands for it, or ``None`` if it is to be read now.
+        """
+        return [None] * len(values)
+
     def same_context(self, a: Any, b: Any) -> bool:  # noqa: ARG002 - for others
         """Whether two values whose facts agree agree in everything but the tensors inside. By default they do."""
         return True

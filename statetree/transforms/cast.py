@@ -24,7 +24,8 @@ def cast(
 
     Shapes, strides, ties, classes, layouts and ``requires_grad`` are kept. Integers, complex numbers and plain values
     stay as they are, and so do opaque objects, with tensors inside that are tied to converted ones. Meta tensors stay
-    meta.
+    meta. A stored tensor (of ``statetree.files``) that is contiguous, and tied to none, is converted when it is read,
+    which raises ``CheckpointError`` if a value is too large; others, and all with ``saturate``, are read now.
 
     Args:
         tree: Any tree.

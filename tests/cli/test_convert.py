@@ -71,7 +71,8 @@ def test_awkward_trees_come_out_as_torch_loads_them(tree, tmp_path, statetree):
         if statetree("show", source).status == 2:  # jagged tensors, wrappers of classes that torch was told to trust
             return
         if "not loaded" in statetree("show", source).err:  # torch was told, by imports, to trust more than it does
-            assert "not loaded>" in statetree("convert", source, tmp_path / "b.pt").err
+            assert statetree("convert", source, tmp_path / "b.pt").status == 2
+            assert not (tmp_path / "b.pt").exists()
             return
         converted(statetree, source, tmp_path / "b.pt")
         assert_trees_equal(torch.load(tmp_path / "b.pt", weights_only=True), expected)
@@ -499,7 +500,7 @@ def test_casting_beyond_the_range_is_an_error(tmp_path, statetree):
     source = write({"w": torch.tensor([1.0, 1e6]), "inf": torch.tensor([float("inf")])}, tmp_path / "a.pt")
     ran = statetree("convert", "--cast", "float16", source, tmp_path / "b.safetensors")
     assert ran.status == 2
-    assert "it has elements beyond the range of float16, up to 6.55e+04" in ran.err
+    assert "elements out of range: expected values up to 65504.0 (torch.float16), got 1000000.0" in ran.err
     converted(statetree, "--cast", "bfloat16", source, tmp_path / "b.safetensors")
     assert load(tmp_path / "b.safetensors")["inf"].isinf().all()
 

@@ -102,7 +102,7 @@ GEOMETRY = {
     "of too few arguments": (Raw(torch._utils._rebuild_tensor_v2, 1), "damaged (TypeError"),
     "a parameter of nothing": (
         Raw(torch._utils._rebuild_parameter, 1, True, {}),
-        "makes a parameter, or moves, what is no tensor",
+        "makes a parameter of what is no tensor",
     ),
     "of a layout": (Raw(torch._utils._rebuild_sparse_tensor, torch.float32, (1, 2, 3)), "an unknown layout"),
     "a device": (Raw(torch.device, "x" * 100), "an unknown device"),

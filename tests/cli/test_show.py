@@ -71,6 +71,41 @@ def test_a_tree_on_a_terminal(tmp_path, statetree, monkeypatch):
     assert any(line.startswith("  weight") for line in lines)
 
 
+def test_rows_on_a_narrow_terminal_show_names_shapes_sizes_and_notes(tmp_path, statetree, monkeypatch):
+    state = {
+        "model": {"encoder": {"layers": [{"self_attention": {"in_proj_weight": bits(96, 1024), "k": bits(2)}}] * 2}}
+    }
+    path = write(
+        {**state, "betas_of_the_optimizer": tuple(range(40)), "decoupled_weight_decay_of_all": bits(2)},
+        tmp_path / "a.pt",
+    )
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = statetree("show", "--stats", path).out.splitlines()
+    assert all(len(line) <= 60 for line in lines[1:] if str(tmp_path) not in line)
+    text = "\n".join(lines)
+    for words in (
+        "in_proj_weight",
+        "[96, 1024]",
+        "384.0 KiB",
+        "mean",
+        "= model.encoder",
+        "decay_of_all",
+        "(0, 1, 2",
+    ):
+        assert words in text, (words, text)
+    (tmp_path / "b.pt").write_bytes(b"")
+    other = write({**state, "decoupled_weight_decay_of_all": bits(2, start=1)}, tmp_path / "b.pt")
+    ran = statetree("diff", "--values", path, other)
+    lines = [line for line in ran.out.splitlines() if str(tmp_path) not in line and line not in ("---", "+++")]
+    assert all(len(line) <= 60 for line in lines)
+    assert sum(line.startswith("    ") for line in lines) >= 2
+    monkeypatch.setattr("sys.stdout.isatty", lambda: False, raising=False)
+    piped = statetree("diff", "--values", path, other).out.splitlines()
+    assert " ".join(" ".join(lines).split()) == " ".join(line for line in piped if str(tmp_path) not in line)
+
+
 def test_ties_are_marked_and_counted_once(tmp_path, statetree):
     path = write(tied_state(), tmp_path / "a.pt")
     ran = statetree("show", "--json", path)

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from statetree.files.safe_pickle import BadPickle, Foreign, Named, Reader, Record, Recorded, collection_paused
+from statetree.files.safe_pickle import BadPickle, Named, Reader, Record, Recorded, StoredObject, collection_paused
 from tests.pace import units
 
 PLAIN = [
@@ -32,7 +32,7 @@ class Point:
 def names(module, name):
     if name == "Point":
         return Recorded(name)
-    return Foreign(name) if name == "Unknown" else Named(f"{module}.{name}")
+    return StoredObject(name) if name == "Unknown" else Named(f"{module}.{name}")
 
 
 def read(data, **options):
@@ -102,7 +102,7 @@ def test_a_state_may_not_pass_for_a_storage():
 
 def test_functions_are_asked_for_and_foreign_ones_stand_for_their_results():
     assert read(b"\x80\x02ca\nb\nK\x01\x85R.") == ("a.b", (1,))
-    assert isinstance(read(b"\x80\x02ca\nUnknown\nK\x01\x85R}b."), Foreign)
+    assert isinstance(read(b"\x80\x02ca\nUnknown\nK\x01\x85R}b."), StoredObject)
 
 
 def test_storages_are_admitted_only_where_asked_for():

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 import statetree as st
-from statetree.errors import CheckpointError, UnsupportedLeaf
+from statetree.errors import CheckpointError, TreeMismatch, UnsupportedLeaf
 from statetree.files import CheckpointFormat, OpenedCheckpoint, StoredTensor, opened, register_format
 from statetree.files import open as open_file
 from statetree.files.formats import _FORMATS
 from statetree.testing import assert_trees_equal
 from tests.cli.states import bits, flat_state, nested_state, tied_state, write
+from tests.trees import quiet
 
 NAMES = ["a.pt", "a.safetensors", "a"]
 
@@ -26,6 +27,7 @@ def rich_state():
         "neg": bits(4, dtype=torch.complex64).conj().imag,
         "sparse": torch.eye(3).to_sparse(),
         "csr": torch.eye(4).to_sparse_csr(),
+        "nested": torch.nested.nested_tensor([bits(2), bits(3)]),
         "empty": torch.empty(0, 3),
         "bool": torch.tensor([True, False]),
         "grad": bits(3).requires_grad_(),
@@ -51,6 +53,25 @@ def test_every_verb_reads_what_torch_loads(state, tmp_path):
     assert dict(st.stream(stored, st.offload)).keys() == dict.fromkeys(st.paths(expected)).keys()
     with st.Stager() as stager:
         assert st.similarity(stager.stage(stored), expected, values=True)
+
+
+def test_values_of_torch_and_quantized_tensors_are_what_torch_loads(tmp_path):
+    scales = torch.tensor([0.5, 0.1]), torch.tensor([0, 1])
+    with quiet():
+        state = {
+            "values": [torch.Tensor, torch.nn.Parameter, torch.float32, torch.Size([2]), torch.device("cuda:1"), 1j],
+            "schemes": [torch.strided, torch.per_tensor_affine, torch.float8_e4m3fn, b"ab", bytearray(b"x"), {1, 2}],
+            "tensor": torch.quantize_per_tensor(bits(4).float(), 0.5, 1, torch.qint8),
+            "channels": torch.quantize_per_channel(torch.arange(4.0).view(2, 2), *scales, 0, torch.qint8),
+            "meta": torch.empty(3, device="meta"),
+        }
+        state["parameter"], state["grad"] = torch.nn.Parameter(bits(2)), bits(3)
+        state["parameter"].mine, state["grad"].tag = "x", [1]
+        path = write(state, tmp_path / "a.pt")
+        read = st.offload(open_file(path))
+        assert st.similarity(read, torch.load(path, weights_only=True), values=True)
+    assert (read["parameter"].mine, read["grad"].tag) == ("x", [1])
+    assert read["values"] == state["values"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -135,6 +156,41 @@ def test_elements_are_converted_as_they_are_read(tmp_path):
     assert torch.equal(half.tensor(), torch.arange(50.0).bfloat16())
     assert torch.equal(half.read((slice(3, 9),)), torch.arange(3.0, 9.0).bfloat16())
     assert stored.to(torch.float32) is stored
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cast_reads_no_element_of_what_is_tied_to_nothing(name, tmp_path):
+    state = {"w": torch.arange(1000.0), "n": torch.arange(1000), "b": torch.arange(999.0).bfloat16()}
+    found = opened(write(state, tmp_path / name))
+    before = found.files.nbytes_read
+    half = st.cast(found.tree, torch.bfloat16)
+    assert {type(leaf) for leaf in half.values()} == {StoredTensor}
+    assert (half["n"], half["b"]) == (found.tree["n"], found.tree["b"])
+    assert found.files.nbytes_read - before < 1500  # of DCP, where elements lie
+    assert_trees_equal(st.offload({key: half[key] for key in state}), st.cast(state, torch.bfloat16))
+    with pytest.raises(
+        TreeMismatch, match=r"cast: the trees differ in 2 places:(?s:.*)dtype differs at w: expected torch.int8"
+    ):
+        st.cast(found.tree, torch.int8)
+    with pytest.raises(CheckpointError, match=r"out of range: expected values up to 448.0"):
+        st.offload(st.cast(found.tree, torch.float8_e4m3fn))
+    assert st.cast(found.tree, torch.float8_e4m3fn, saturate=True)["w"].float().amax() == 448
+
+
+def test_cast_keeps_ties_strides_and_classes_of_stored_tensors(tmp_path):
+    state = {**tied_state(), **rich_state(), "columns": bits(3, 4).t(), "twice": bits(5)}
+    path = write(state, tmp_path / "a.pt")
+    stored, floating = (
+        open_file(path),
+        lambda _, leaf: leaf.dtype is torch.float32 and not (leaf.layout is not torch.strided or leaf.is_nested),
+    )
+    expected = st.cast(torch.load(path, weights_only=True), torch.float64, where=floating)
+    where = [str(path) for path, leaf in st.to_flat(expected)[0].items() if leaf.dtype is torch.float64]
+    assert len(where) > 4
+    assert_trees_equal(st.offload(st.cast(stored, torch.float64, where=where)), expected)
+    one = open_file(write({"w": bits(3)}, tmp_path / "a.safetensors"))["w"]
+    read = st.cast({"a": one, "b": one}, torch.float64)
+    assert_trees_equal(read, {"a": bits(3).double(), "b": bits(3).double()}, ties=False)
 
 
 def test_distributed_and_foreign_leaves_are_refused(tmp_path):
