@@ -213,11 +213,7 @@ class _Reading:
             self._check_stored(key, entry, stored)
         self._check_apart(stored)
         told = state.get("planner_data")
-        paths = (
-            {key: path for key, path in told.items() if type(key) is str and _is_path(path)}
-            if type(told) is dict
-            else {}
-        )
+        paths = {key: path for key, path in told.items() if _is_path(path)} if type(told) is dict else {}
         return Metadata(entries, paths, stored, StorageMeta(save_id=self._save_id(state)))
 
     def _save_id(self, state: Any) -> str | None:

@@ -244,7 +244,7 @@ def test_every_nth_stays(tmp_path):
         assert saved.steps() == [3, 6, 7, 8]
 
 
-METRICS = {1: 0.5, 2: 0.1, 3: None, 4: 0.1, 5: float("nan"), 6: -float("inf"), 7: 0.7}
+METRICS = {1: float("nan"), 2: 0.1, 3: None, 4: 0.1, 5: float("nan"), 6: -float("inf"), 7: 0.7}
 
 
 def test_the_best_stay(tmp_path):
@@ -253,6 +253,7 @@ def test_the_best_stay(tmp_path):
         for step, metric in METRICS.items():
             saved.save(step, state_of(step), metric=metric)
             assert saved.latest_step() == step
+            assert saved.best_step() == (None if step == 1 else 2 if step < 4 else 4 if step < 6 else 6)
         assert saved.steps() == [2, 4, 6, 7]
         assert saved.best_step() == 6
     with Checkpointer(tmp_path, keep=1, keep_best=2, keep_every=4) as later:  # another process, after a crash

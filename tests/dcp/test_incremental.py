@@ -225,6 +225,29 @@ def test_a_damaged_file_is_written_again(tmp_path):
         assert_trees_equal(saved.restore(), state_of(1))
 
 
+def test_a_file_that_says_it_is_of_another_save_is_written_again(tmp_path):
+    with dcp.Checkpointer(tmp_path, incremental=True) as saved:
+        saved.save(0, state_of(0))
+        for path in (tmp_path / "step-00000000").glob("*.distcp"):
+            data = path.read_bytes()
+            path.write_bytes(data[:-32] + b"0" * 32)
+        saved.save(1, state_of(0))
+        assert not set(files(tmp_path, 0)) & set(files(tmp_path, 1))
+        assert_trees_equal(saved.restore(), state_of(0))
+
+
+def test_symbolic_links_are_not_linked_to(tmp_path):
+    """What they lead to may go away."""
+    with dcp.Checkpointer(tmp_path, incremental=True) as saved:
+        saved.save(0, state_of(0))
+        for path in list((tmp_path / "step-00000000").glob("*.distcp")):
+            path.rename(tmp_path / path.name)
+            path.symlink_to(tmp_path / path.name)
+        saved.save(1, state_of(0))
+        assert not any(path.is_symlink() for path in (tmp_path / "step-00000001").iterdir())
+        assert_trees_equal(saved.restore(), state_of(0))
+
+
 def save_on_two(directory):
     """The second rank's file holds nothing that one rank would save later."""
     mesh = init_device_mesh("cpu", (2,))
