@@ -20,7 +20,6 @@ from statetree.leaves.tensor_entries import TreeEntries
 from statetree.spans.bits import same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.mappings import MemoryMap, foreign, read_only
-from statetree.spans.threads import in_threads
 from statetree.tree.flatten import unflatten
 
 if TYPE_CHECKING:
@@ -63,12 +62,8 @@ class _Application:
     def prepared(self, *, everything: bool) -> tuple[Any, list[Callable[[], None]]]:
         if everything:
             self._check_everything()
-        tensors = self.delta.tensors
-        for name in tensors:
-            self._check_writable(name, self._entry(name))
-        read = [piece for name, change in tensors.items() for piece in (change.values, *self._entry(name).pieces)]
-        for name, compared in zip(tensors, in_threads(self._compared, list(tensors), read), strict=True):
-            self._prepare_tensor(name, *compared)
+        for name in self.delta.tensors:
+            self._prepare_tensor(name)
         leaves = list(self.entries.leaves)
         for name in self.delta.values:
             index = self.index_of[name]
@@ -90,16 +85,11 @@ class _Application:
             if found not in (before, self.delta.sums_after(name, before)):
                 raise mismatch(self.verb, name, "what the base holds", "something else")
 
-    def _entry(self, name: str) -> TensorEntry:
-        return self.entries.tensors[self.index_of[name]]
-
-    def _compared(self, name: str) -> tuple[LocatedChange, torch.Tensor, torch.Tensor]:
-        """Return a change, and the sums of what it writes over and of what it brings."""
-        located = LocatedChange(self.verb, name, self.delta.tensors[name], self._entry(name))
-        return located, *located.both_sums()
-
-    def _prepare_tensor(self, name: str, located: LocatedChange, found: torch.Tensor, brought: torch.Tensor) -> None:
-        change, entry = located.change, located.entry
+    def _prepare_tensor(self, name: str) -> None:
+        change, entry = self.delta.tensors[name], self.entries.tensors[self.index_of[name]]
+        self._check_writable(name, entry)
+        located = LocatedChange(self.verb, name, change, entry)
+        found, brought = located.both_sums()
         if not brought.equal(change.after):
             raise damaged(self.verb, name, "its values or positions are not those that it was made with")
         self.found[name] = found

@@ -17,7 +17,6 @@ from statetree.leaves.tensor_entries import TensorEntry, TreeEntries
 from statetree.spans.bits import as_bits, differing, from_bits, is_unreadable, same_bytes
 from statetree.spans.positions import places_of, take, within
 from statetree.spans.sums import sums_at
-from statetree.spans.threads import in_threads
 from statetree.torch_internals import copy_each
 from statetree.tree.matching import matched
 
@@ -69,7 +68,7 @@ class _Making:
 
     def delta(self) -> Delta:
         all_sums = self.base.sums()
-        changes = self._changes(all_sums)
+        changes: dict[Any, TensorChange | None] = {}
         tensors: dict[int, TensorChange] = {}
         numbers: dict[int, tuple[int, int]] = {}
         rows: list[list[int]] = []
@@ -82,7 +81,10 @@ class _Making:
                     numbers[index] = before, after
                 continue
             rows.append(self.base.row(index, all_sums[index]))
-            change = changes[a.place, b.place]
+            place = a.place, b.place  # ties: what lies in one memory on both sides is compared once
+            if place not in changes:
+                changes[place] = _change(a, b, all_sums[index])
+            change = changes[place]
             if change is not None:
                 tensors[index] = change
         self._check_ties(tensors, numbers)
@@ -94,16 +96,6 @@ class _Making:
         }
         table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(rows), 4)
         return Delta({self.base.keys[index]: change for index, change in tensors.items()}, values, table)
-
-    def _changes(self, sums: Mapping[int, torch.Tensor]) -> dict[Any, TensorChange | None]:
-        """Return what has to be written over each tensor. Ties: what lies in one memory on both sides is one."""
-        pairs: dict[Any, tuple[TensorEntry, TensorEntry, torch.Tensor]] = {}
-        for index in self.base.order:
-            a, b = self._pair(index)
-            if a is not None and b is not None:
-                pairs[a.place, b.place] = a, b, sums[index]
-        pieces = [piece for a, b, _ in pairs.values() for piece in (*a.pieces, *b.pieces)]
-        return dict(zip(pairs, in_threads(lambda pair: _change(*pair), list(pairs.values()), pieces), strict=True))
 
     def _check_ties(self, tensors: Mapping[int, TensorChange], numbers: Mapping[int, tuple[int, int]]) -> None:
         """Refuse a base in which leaves share memory for which the other tree has different values."""

@@ -14,7 +14,6 @@ about thousands of tensors at once, over *columns*. From the top to the bottom:
 - ``positions``: elements taken from tensors, and put into them, by their positions.
 - ``sums``: what only the same bits at the same positions add up to, however they are cut and laid out.
 - ``bits``: tensors compared bit by bit.
-- ``threads``: work on large tensors in several threads.
 """
 
 from statetree.spans.columns import Columns

@@ -24,7 +24,6 @@ import torch
 
 from statetree.chunks.boxes import Box
 from statetree.spans.bits import bits_in_pieces
-from statetree.spans.threads import in_threads
 from statetree.torch_internals import copy_all, is_zero_tensor
 
 if TYPE_CHECKING:
@@ -135,19 +134,16 @@ def whole_sums(tensors: Sequence[torch.Tensor], count: int = ALL) -> list[torch.
     Returns:
         ``int64`` on the CPU, for each tensor.
     """
-    large = [index for index, tensor in enumerate(tensors) if not _is_small(tensor)]
-    alone = in_threads(lambda index: _sums_of_whole(tensors[index], count), large, [tensors[index] for index in large])
-    found = dict(zip(large, alone, strict=True))
+    found: dict[int, torch.Tensor] = {}
+    for index, tensor in enumerate(tensors):
+        if not _is_small(tensor):
+            shape = tuple(tensor.shape)
+            found[index] = piece_sums(tensor, Box((0,) * len(shape), shape), shape, count).cpu()
     small = [index for index in range(len(tensors)) if index not in found]
     for start in range(0, len(small), _TOGETHER):
         chosen = small[start : start + _TOGETHER]
         found.update(zip(chosen, _sums_together([tensors[index] for index in chosen], count), strict=True))
     return [found[index] for index in range(len(tensors))]
-
-
-def _sums_of_whole(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    shape = tuple(tensor.shape)
-    return piece_sums(tensor, Box((0,) * len(shape), shape), shape, count).cpu()
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
