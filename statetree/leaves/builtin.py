@@ -123,9 +123,7 @@ def may_be_under_way(cls: type) -> bool:
 
 def settled(leaf: Any) -> Any:
     """Return the tensor that a collective under way will have become; other leaves as they are."""
-    while may_be_under_way(type(leaf)):
-        leaf_type = leaf_type_of(type(leaf))
-        assert leaf_type is not None
+    while (leaf_type := leaf_type_of(type(leaf))) is not None and leaf_type.settles:
         leaf = leaf_type.settle(leaf)
     return leaf
 

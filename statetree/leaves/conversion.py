@@ -110,7 +110,7 @@ def _recast(verb: str, recipe: Recipe, dtype: torch.dtype, path: Path) -> tuple[
     inner = [_recast(verb, part, dtype, path) for part in recipe.inner[:count]]
     parts = [part for _, found in inner for part in found]
     fresh = (*(part for part, _ in inner), *recipe.inner[count:])
-    return recipe._replace(context=recipe.leaf_type.with_dtype(recipe.context, dtype), inner=fresh), parts
+    return replace(recipe, context=recipe.leaf_type.with_dtype(recipe.context, dtype), inner=fresh), parts
 
 
 def _check_ties(

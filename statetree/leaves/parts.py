@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from statetree.paths import Path
 
 
-class PackedRecipe(NamedTuple):
+@dataclass(slots=True, eq=False)
+class PackedRecipe:
     """The recipe of a leaf that is more than one plain tensor.
 
     ``inner`` holds a recipe for each of its parts.
@@ -115,20 +116,15 @@ class Unpacked:
 
     def contexts(self, leaf: int) -> list[Any]:
         """Return the contexts of a leaf's registered leaf types, from the outside in: what its parts do not say."""
-        found: list[Any] = []
-
-        def take(context: Any) -> Any:
-            found.append(context)
-            return context
-
-        _with_contexts(self.recipe(leaf), take)
-        return found
+        return [recipe.context for recipe in self._registered(leaf)]
 
     def replace_contexts(self, leaf: int, contexts: Sequence[Any]) -> None:
         """Let a leaf be packed with other contexts: as many as ``contexts`` returned."""
-        following = iter(contexts)
-        recipe = _with_contexts(self.recipe(leaf), lambda _: next(following))
-        self.recipes = {**self.recipes, leaf: recipe}
+        for recipe, context in zip(self._registered(leaf), contexts, strict=True):
+            recipe.context = context
+
+    def _registered(self, leaf: int) -> Iterator[PackedRecipe]:
+        return (recipe for recipe in _packed([self.recipe(leaf)]) if recipe.leaf_type.registered)
 
     def holds_distributed(self) -> bool:
         """Whether a distributed tensor lies inside a leaf that is taken apart."""
@@ -228,13 +224,6 @@ def _unpack_together(
     return attempt, {index: MemberRecipe(whole, position) for position, index in enumerate(chosen)}, owners
 
 
-def _with_contexts(recipe: Recipe, change: Callable[[Any], Any]) -> Recipe:
-    if not isinstance(recipe, PackedRecipe):
-        return recipe
-    context = change(recipe.context) if recipe.leaf_type.registered else recipe.context
-    return recipe._replace(context=context, inner=tuple(_with_contexts(part, change) for part in recipe.inner))
-
-
 def hides_distributed(leaf: Any) -> bool:
     """Whether there is a distributed tensor inside a leaf.
 
@@ -245,15 +234,15 @@ def hides_distributed(leaf: Any) -> bool:
 
 
 def _packed(recipes: Iterable[Recipe]) -> Iterator[PackedRecipe]:
-    """Yield the recipes of leaves that are taken apart, and of tensors inside them, each once."""
-    pending = list(recipes)
+    """Yield the recipes of leaves that are taken apart, and of tensors inside them, each once, from the outside in."""
+    pending = list(recipes)[::-1]
     seen: set[int] = set()
     while pending:
         recipe = pending.pop()
         whole = recipe.whole if isinstance(recipe, MemberRecipe) else recipe
         if isinstance(whole, PackedRecipe) and whole.identity not in seen:
             seen.add(whole.identity)
-            pending += whole.inner
+            pending += reversed(whole.inner)
             yield whole
 
 

@@ -25,11 +25,12 @@ def memory_state(value: Any) -> str:
     return "meta" if value.device.type == "meta" else "present"
 
 
-def _sparse_facts(value: torch.Tensor) -> dict[str, Any]:
-    return {
+def _sparse_facts(value: torch.Tensor, own: Mapping[str, Any]) -> dict[str, Any]:
+    return {  # in this order, which checkpoints keep
         "layout": value.layout,
         "shape": value.shape,
         "number of specified elements": value._nnz(),
+        **own,
         "memory": memory_state(value),
     }
 
@@ -45,7 +46,7 @@ class _SparseCoo(LeafType):
         return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=coalesced, check_invariants=False)
 
     def describe(self, value: torch.Tensor) -> Mapping[str, Any]:
-        return {**_sparse_facts(value), "coalesced": value.is_coalesced()}
+        return _sparse_facts(value, {"coalesced": value.is_coalesced()})
 
 
 class _SparseCompressed(LeafType):
@@ -62,7 +63,7 @@ class _SparseCompressed(LeafType):
         return torch.sparse_compressed_tensor(compressed, plain, values, shape, layout=layout, check_invariants=False)
 
     def describe(self, value: torch.Tensor) -> Mapping[str, Any]:
-        return {**_sparse_facts(value), "block shape": tuple(value.detach().values().shape[1:])}
+        return _sparse_facts(value, {"block shape": tuple(value.detach().values().shape[1:])})
 
 
 class _StridedNested(LeafType):
