@@ -56,6 +56,9 @@ class LeafType:
         ...
         ...     def pack(self, context, parts):
         ...         return Scaled(parts[0], context)
+        ...
+        ...     def describe(self, value):
+        ...         return {"scale": value.scale}
         >>> st.register_leaf_type(Scaled, ScaledType())
         >>> st.offload({"x": Scaled(torch.ones(2), 0.5)})["x"].values
         tensor([1., 1.])
@@ -89,7 +92,8 @@ class LeafType:
     def describe(self, value: Any) -> Mapping[str, Any]:  # noqa: ARG002 - for others
         """Return the facts, by name, that must agree for one value's bytes to be copied into another's.
 
-        ``dtype`` and ``shape`` are the usual ones; what is left out is not compared. By default none.
+        ``dtype`` and ``shape`` are the usual ones. What is left out is not compared: ``similarity``, ``digest``,
+        ``delta`` and the ranks of a collective do not notice that it differs. By default nothing is compared.
         """
         return {}
 

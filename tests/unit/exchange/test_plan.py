@@ -151,8 +151,8 @@ def test_rounds_are_bounded(given, bucket_bytes):
     ranks = WiredRanks(given, RANKS, bucket_bytes).run()
     finest = RANKS * max((move.dtype.itemsize for move in given), default=0)
     for group in ranks.groups:
-        for sent, received in zip(group.sent, group.received, strict=True):
-            assert sent + received <= max(bucket_bytes, 2 * finest)  # an element from each and for each, in the end
+        for packed, received in zip(group.packed, group.received, strict=True):
+            assert packed + received <= max(bucket_bytes, 2 * finest)  # an element from each and for each, in the end
 
 
 def numbers(plan):

@@ -21,14 +21,15 @@ class Wires:
 
 
 class WiredGroup:
-    """One rank's end of the wires, with what it sent at a time."""
+    """One rank's end of the wires, with what it sent at a time, and how much of that lay in memory (once for all peers)."""
 
     def __init__(self, rank, wires):
         self.rank, self.size, self._wires = rank, wires.size, wires
-        self.sent, self.received, self.used = [], [], set()
+        self.sent, self.received, self.packed, self.used = [], [], [], set()
 
     def exchange(self, sent, received):
         self.used.add("messages")
+        self.packed.append(sum({data.data_ptr(): data.numel() for _, data in sent}.values()))
         self.sent.append(sum(data.numel() for _, data in sent))
         self.received.append(sum(data.numel() for _, data in received))
         for peer, data in sent:
