@@ -21,7 +21,7 @@ class Wires:
 
 
 class WiredGroup:
-    """One rank's end of the wires, with what it sent at a time, and how much of that lay in memory (once for all peers)."""
+    """One rank's end of the wires, with what it sent at a time, and what of that was packed, once for all peers."""
 
     def __init__(self, rank, wires):
         self.rank, self.size, self._wires = rank, wires.size, wires
