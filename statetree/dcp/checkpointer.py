@@ -48,7 +48,8 @@ class Checkpointer:
             all.
         keep_every: Also keep the checkpoints whose step is a multiple of this.
         keep_best: Also keep so many of the checkpoints that were saved with the lowest ``metric``, of equal ones the
-            latest. With ``keep=1``, the latest and the best are kept.
+            latest. With ``keep=1``, the latest and the best are kept. A checkpoint whose manifest cannot be read may be
+            the best, and is kept.
         incremental: Whether files in which nothing changed since the latest checkpoint become hard links to that one's.
             Each checkpoint is complete, whatever is removed beside it. Files are cut so that few are written again. A
             file is read and compared with the state before it is linked, so that damage does not spread. Where the

@@ -110,16 +110,20 @@ class Series:
 
     def best(self, count: int = 1) -> list[StepDirectory]:
         """Return the checkpoints of the lowest metric, the lowest first, of equal ones the latest first."""
-        return self._best(self.complete(), count)
+        return self._best(self.complete(), count)[0]
 
-    def _best(self, complete: Iterable[StepDirectory], count: int) -> list[StepDirectory]:
-        found = []
+    def _best(self, complete: Iterable[StepDirectory], count: int) -> tuple[list[StepDirectory], list[StepDirectory]]:
+        """Return the best checkpoints, and those whose manifest cannot be read, which may be as good."""
+        found, unknown = [], []
         for checkpoint in complete:
-            with suppress(CheckpointError):  # a damaged manifest
+            try:
                 manifest = read_manifest(self.path(checkpoint))
-                if manifest is not None and manifest.metric is not None and not isnan(manifest.metric):
-                    found.append((manifest.metric, -checkpoint.step, checkpoint))
-        return [checkpoint for _, _, checkpoint in sorted(found)[:count]]
+            except CheckpointError:
+                unknown.append(checkpoint)
+                continue
+            if manifest is not None and manifest.metric is not None and not isnan(manifest.metric):
+                found.append((manifest.metric, -checkpoint.step, checkpoint))
+        return [checkpoint for _, _, checkpoint in sorted(found)[:count]], unknown
 
     def prune(self, keep: Kept, latest: StepDirectory) -> None:
         """Remove superseded revisions, and all steps that are not kept; never the one just saved."""
@@ -130,7 +134,7 @@ class Series:
             if keep.every is not None:
                 kept.update(checkpoint for checkpoint in complete if checkpoint.step % keep.every == 0)
             if keep.best is not None:
-                kept.update(self._best(complete, keep.best))
+                kept.update(*self._best(complete, keep.best))
             removed = [self._without_name(self.path(checkpoint)) for checkpoint in found if checkpoint not in kept]
         for path in removed:
             shutil.rmtree(path, ignore_errors=True)

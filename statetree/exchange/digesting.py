@@ -66,10 +66,11 @@ def global_numbers(run: Exchange, manifest: Manifest) -> dict[int, int]:
     for number, index in enumerate(distributed):
         chunks = manifest.chunks[index]
         _check_disjoint(manifest, index, layouts[index])
+        held = _holders(layouts[index], run.group.rank)
         for box, piece in zip(chunks.boxes, chunks.pieces, strict=True):
-            holders = _holders(layouts[index], box, run.group.rank)
+            holders = held.get(box)  # none of a box on another mesh than the first
             # They take turns, leaf after leaf.
-            if holders[number % len(holders)] == run.group.rank and not piece.is_meta:
+            if holders and holders[number % len(holders)] == run.group.rank and not piece.is_meta:
                 sums[number] += piece_sums(piece, box, chunks.shape, ALL).cpu()
     run.ready()
     total = run.group.all_reduce(sums)
@@ -131,8 +132,10 @@ def differing_copies(run: Exchange, manifest: Manifest) -> tuple[list[Copy], int
             box: text_number("chunk", str([] if piece.is_meta else piece_sums(piece, box, chunks.shape, ALL).tolist()))
             for box, piece in zip(chunks.boxes, chunks.pieces, strict=True)
         }
+    holders: dict[int, dict[Box | None, list[int]]] = defaultdict(lambda: {None: list(range(size))})
+    holders.update((index, _holders(layouts[index], rank)) for index in manifest.chunks)
     weighted = [
-        sum(number * _weight(layouts.get(index), box, rank, size) for box, number in found[index].items())
+        sum(number * _weight(holders[index][box], rank) for box, number in found[index].items())
         for index in manifest.order
     ]
     own = torch.tensor([_wrapped(number) for number in weighted], dtype=torch.int64, device="cpu")
@@ -149,17 +152,14 @@ def _wrapped(number: int) -> int:
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def _weight(layout: ChunkLayout | None, box: Box | None, rank: int, size: int) -> int:
+def _weight(holders: Sequence[int], rank: int) -> int:
     """Return by what a rank multiplies its number of a box: minus one, and on the first holder what makes up for it."""
-    if layout is None or box is None:
-        return size - 1 if rank == 0 else -1
-    holders = _holders(layout, box, rank)
     return len(holders) - 1 if holders[0] == rank else -1
 
 
-def _holders(layout: ChunkLayout, box: Box, rank: int) -> list[int]:
-    """Return the ranks that hold a box which this rank holds."""
-    return layout.sharing(rank)[layout.boxes_of(rank).index(box)]
+def _holders(layout: ChunkLayout, rank: int) -> dict[Box | None, list[int]]:
+    """Return, for each box that a rank holds, the ranks that hold it."""
+    return dict(zip(layout.boxes_of(rank), layout.sharing(rank), strict=True))
 
 
 def _copies(manifest: Manifest, place: int, told: int, heard: Sequence[tuple[Any, Sequence[int]]]) -> list[Copy]:

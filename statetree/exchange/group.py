@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections import defaultdict
+from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property, partial
 from hashlib import blake2b
@@ -66,6 +67,8 @@ class Group(Ranks):
         self._verb = verb
         self.timeout: timedelta | None = None
         self._given_timeout = timeout
+        with suppress(ValueError, TypeError):  # see check_usable
+            self.timeout = _timeout(verb, timeout)
         self._devices: dict[str, torch.device] = {}
 
     @property
@@ -85,7 +88,7 @@ class Group(Ranks):
 
     def check_usable(self) -> None:
         """Raise ``ValueError`` or ``TypeError`` if the timeout cannot be, once the other ranks can hear of it."""
-        self.timeout = _timeout(self._verb, self._given_timeout)
+        _timeout(self._verb, self._given_timeout)
 
     @cached_property
     def devices(self) -> list[str]:

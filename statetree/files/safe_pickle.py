@@ -188,6 +188,8 @@ class Reader:
         """Return what stands for the result of a call."""
         make = _BUILTIN.get(name)
         if make is None:
+            parts = [part for arg in args for part in (arg if type(arg) is tuple else (arg,))]
+            self._spend(100 * sum(len(part) for part in parts if type(part) in (dict, list)))  # may be given many times
             return self._call(name, args)
         if make is complex:
             return complex(*args)
@@ -230,7 +232,10 @@ def set_attributes(target: Any, state: Any) -> None:
         BadPickle: If one may.
     """
     are_names = type(state) is dict and set(map(type, state)) <= {str}
-    if not are_names or not all(name.isidentifier() and not name.startswith("__") for name in state):
+    cls = type(target)
+    if not are_names or not all(
+        name.isidentifier() and not name.startswith("__") and not callable(getattr(cls, name, None)) for name in state
+    ):
         raise BadPickle("it sets attributes that are no plain ones")
     target.__dict__.update(state)
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from statetree.paths import Path
 
 
-#: Processors that read numbers wherever they begin (in DCP's files, that is anywhere).
+#: Processors that read numbers wherever they begin (in DCP's files, that is anywhere), but none of 16 bytes at once.
 _UNALIGNED: Final = ("x86_64", "AMD64", "aarch64", "arm64")
 #: Up to here, elements may be repeated as often as they like.
 _FREE_BYTES: Final = 64 << 20
@@ -123,6 +123,11 @@ class StoredTensor:
         is_plain = self.is_strided and type(tensor) is torch.Tensor and tensor.is_contiguous() and not vars(tensor)
         return is_plain and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
 
+    @property
+    def is_as_stored(self) -> bool:
+        """Whether it has the dtype that the file has: its elements are not converted when they are read."""
+        return self._kept.dtype == self.dtype
+
     def to(self, dtype: torch.dtype) -> StoredTensor:
         """Return a tensor whose elements are converted as they are read. It is not tied to others any more."""
         if dtype == self.dtype:
@@ -148,11 +153,12 @@ class StoredTensor:
         if not self.outline.is_meta or self._find is None:
             return self.outline
         pieces = self._find()
-        if self._kept.dtype == self.dtype and len(pieces) == 1 and pieces[0].box.sizes == tuple(self.shape):
+        if self.is_as_stored and len(pieces) == 1 and pieces[0].box.sizes == tuple(self.shape):
             piece = pieces[0]
             mapped = piece.place.mapped()
             found = torch.empty(0, dtype=self.dtype, device="cpu")
-            is_aligned = piece.place.start % self.dtype.itemsize == 0 or platform.machine() in _UNALIGNED
+            itemsize = self.dtype.itemsize
+            is_aligned = piece.place.start % itemsize == 0 or (itemsize < 16 and platform.machine() in _UNALIGNED)
             if is_aligned and not any(piece.bits):
                 return found.set_(mapped, piece.offset, self.shape, piece.stride)
         return self.read()
@@ -315,7 +321,7 @@ class StoredType(LeafType):
         def later(value: StoredTensor) -> StoredTensor | None:
             if value.dtype == dtype or not value.dtype.is_floating_point:
                 return value
-            return value.to(dtype) if value.is_bare and castable(value.dtype, dtype) else None
+            return value.to(dtype) if value.is_bare and value.is_as_stored and castable(value.dtype, dtype) else None
 
         return [later(value) if users[key] == 1 else None for value, key in zip(values, keys, strict=True)]
 

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from statetree.files.ranges import FileRange
 
 _MAX_PICKLE_BYTES: Final = 1 << 30
+#: Where members begin that processors can read any numbers from. (Those that torch writes begin at multiples of 64.)
+_ALIGNMENT: Final = 16
 #: What files of torch before 1.6 begin with.
 _LEGACY: Final = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 #: What torch raises for what it cannot save.
@@ -107,7 +109,8 @@ class TorchArchive:
             raise BadPickle(f"it says that the storage {member.name!r} has {nbytes} bytes: it has {member.nbytes}")
         if key not in self._storages:
             place = self.place.part(member.start, member.nbytes, member.name)
-            self._storages[key] = place.mapped() if device == "cpu" else torch.UntypedStorage(nbytes, device=device)
+            mapped = place.mapped() if device == "cpu" else torch.UntypedStorage(nbytes, device=device)
+            self._storages[key] = mapped if member.start % _ALIGNMENT == 0 else mapped.clone()
             self._places[storage_key(self._storages[key])] = place
         return self._storages[key]
 
@@ -127,6 +130,11 @@ class TorchArchive:
         """Return what stands for a leaf of the tree, one object for each."""
         if isinstance(leaf, Named):
             return resolve_name(leaf.name)
+        if isinstance(leaf, (torch.UntypedStorage, torch.storage.TypedStorage)):
+            storage: Any = leaf
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that typed storages are old
+                return storage.clone()  # the file may change
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if id(leaf) not in self._stored:
@@ -205,7 +213,11 @@ class TorchFormat(CheckpointFormat):
             )
             raise CheckpointError(msg) from error
         archive = TorchArchive(OpenFiles().open(folder / name))
-        foreign = foreign_names(archive.content("data.pkl"))
+        try:
+            foreign = foreign_names(archive.content("data.pkl"))
+        except BadPickle as bad:
+            msg = f"save: the tree holds what torch.load(weights_only=True) refuses: {bad}. Leave it out (select)."
+            raise CheckpointError(msg) from bad
         if foreign:
             what = f"the tree holds what torch.load(weights_only=True) refuses: {', '.join(foreign[:5])}"
             msg = f"save: {what}. Leave it out (select), or convert it to plain values."

@@ -3,7 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 import statetree
 from statetree.testing import Layout, run_ranks
@@ -28,6 +29,14 @@ def digests_do_not_depend_on_the_layout():
                 tree = {"w": statetree.distribute({"w": full}, {"w": layout.build().to(dtype)})["w"], "step": 3}
                 found += [whole, statetree.digest(tree), statetree.digest(statetree.gather(tree))]
             assert len(set(found)) == 1, (shape, dtype, found)
+    check_in_step()
+
+
+def digests_read_one_of_the_copies_on_meshes_of_each_rank():
+    own = DeviceMesh("cpu", [dist.get_rank()])
+    leaf = DTensor.from_local(torch.arange(4.0), own, [Replicate()], run_check=False)
+    whole = torch.arange(4.0)
+    assert statetree.digest({"a": leaf, "b": whole}) == statetree.digest({"a": whole, "b": whole})
     check_in_step()
 
 
@@ -95,6 +104,7 @@ def trees_that_differ_are_refused():
     "check",
     [
         digests_do_not_depend_on_the_layout,
+        digests_read_one_of_the_copies_on_meshes_of_each_rank,
         digests_tell_the_ranks_that_one_of_them_failed,
         partial_tensors_are_refused,
         audits_find_the_rank_that_drifted,

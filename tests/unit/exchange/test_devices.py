@@ -1,5 +1,7 @@
 """The device over which ranks communicate: one type for all of them, and where their tensors lie."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -92,6 +94,14 @@ def test_a_group_communicates_from_where_tensors_lie(monkeypatch):
     assert group.device("cpu") == torch.device("cpu")
     assert group.number_of(["cpu", "meta", ""]) == 0
     assert group.number_of(["cpu", "cuda"]) == 1
+
+
+def test_a_group_waits_no_longer_than_it_is_told_before_it_is_checked():
+    assert group_of("gather", None, 5).timeout == timedelta(seconds=5)
+    wrong = group_of("gather", None, -1)  # the others are told of it before this rank raises
+    assert wrong.timeout is None
+    with pytest.raises(ValueError, match="the timeout must be positive"):
+        wrong.check_usable()
 
 
 def devices_of_gloo():

@@ -1,11 +1,15 @@
 """What a reader found: views that overlap, metadata that are no texts, folders with two checkpoints."""
 
+import os
+import zipfile
+
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 
 import statetree as st
 from statetree import dcp, files
+from statetree.errors import CheckpointError
 
 
 @pytest.mark.parametrize(
@@ -46,3 +50,62 @@ def test_pieces_that_read_otherwise_than_their_memory(tmp_path):
     for loaded in (st.load(tmp_path, template), dcp.load(template, checkpoint_id=tmp_path)):
         assert loaded["c"].tolist() == values.conj().tolist()
     assert st.offload(st.files.open(tmp_path))["c"].tolist() == values.conj().tolist()
+
+
+def test_numbers_of_16_bytes_that_begin_anywhere_are_read(tmp_path):
+    for text in ("a" * count for count in range(16)):
+        dcp.save({"s": text, "c": torch.ones(1, dtype=torch.complex128)}, checkpoint_id=tmp_path / text)
+        stored = files.open(tmp_path / text)["c"]
+        assert stored.tensor().data_ptr() % 16 == 0
+        assert torch.equal(st.offload(stored), torch.ones(1, dtype=torch.complex128))
+
+
+def test_members_that_begin_anywhere_are_copied(tmp_path):
+    torch.save({"c": torch.ones(1, dtype=torch.complex128)}, tmp_path / "t.pt")
+    with zipfile.ZipFile(tmp_path / "t.pt") as whole:
+        members = {name: whole.read(name) for name in whole.namelist()}
+    found = set()
+    for count in range(1, 17):
+        path = tmp_path / f"{count}.pt"
+        with zipfile.ZipFile(path, "w") as moved:
+            for name, data in members.items():
+                moved.writestr(f"{'a' * count}/{name.partition('/')[2]}", data)
+        stored = files.open(path)["c"]
+        found.add(stored.tensor().data_ptr() % 16)
+        assert torch.equal(st.offload(stored), torch.ones(1, dtype=torch.complex128))
+    assert found == {0}
+
+
+def test_a_storage_is_read_when_its_file_is_opened(tmp_path):
+    tensor = torch.zeros(400_000, dtype=torch.uint8)
+    torch.save((tensor, tensor.untyped_storage()), tmp_path / "t.pt")
+    _, storage = files.open(tmp_path / "t.pt")
+    os.truncate(tmp_path / "t.pt", 100)  # reading what is mapped from here on would end the process
+    assert bytes(storage.untyped()) == bytes(tensor.untyped_storage())
+
+
+def test_save_names_the_remedy_where_torch_writes_what_it_does_not_read(tmp_path):
+    with pytest.raises(
+        CheckpointError, match=r"save: the tree holds what torch.load\(weights_only=True\) refuses: .*select"
+    ):
+        st.save({"x": 10**700}, tmp_path / "t.pt")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_attributes_that_hide_methods_are_refused(tmp_path):
+    tensor = torch.nn.Parameter(torch.ones(2))
+    tensor.stride = 1
+    torch.save({"x": tensor}, tmp_path / "t.pt")
+    with pytest.raises(CheckpointError, match="attributes that are no plain ones"):
+        files.open(tmp_path / "t.pt")
+
+
+def test_one_mapping_as_the_attributes_of_many_is_refused(tmp_path):
+    shared = torch.nn.Parameter(torch.ones(1))
+    vars(shared).update({f"a{number}": 0 for number in range(3000)})
+    copies = [torch.nn.Parameter(torch.ones(1)) for _ in range(3000)]
+    for copy in copies:
+        copy.__dict__ = vars(shared)
+    torch.save(copies, tmp_path / "t.pt")
+    with pytest.raises(CheckpointError, match="more objects than its length accounts for"):
+        files.open(tmp_path / "t.pt")

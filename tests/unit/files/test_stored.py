@@ -177,6 +177,16 @@ def test_cast_reads_no_element_of_what_is_tied_to_nothing(name, tmp_path):
     assert st.cast(found.tree, torch.float8_e4m3fn, saturate=True)["w"].float().amax() == 448
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_cast_twice_is_converted_twice(name, tmp_path):
+    state = {"w": torch.tensor([1.2345678, 3.0]), "large": torch.tensor([1e10])}
+    stored = open_file(write(state, tmp_path / name))
+    once = st.cast({"w": stored["w"]}, torch.bfloat16)
+    assert torch.equal(st.offload(st.cast(once, torch.float32))["w"], state["w"].bfloat16().float())
+    with pytest.raises(CheckpointError, match="out of range"):
+        st.offload(st.cast(st.cast({"large": stored["large"]}, torch.float16), torch.float32))
+
+
 def test_cast_keeps_ties_strides_and_classes_of_stored_tensors(tmp_path):
     state = {**tied_state(), **rich_state(), "columns": bits(3, 4).t(), "twice": bits(5)}
     path = write(state, tmp_path / "a.pt")
