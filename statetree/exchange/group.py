@@ -266,7 +266,7 @@ def group_of(verb: str, process_group: ProcessGroup | None, timeout: Timeout) ->
         process_group: What its caller gave; ``None`` for all ranks.
         timeout: How long each of its collectives may take.
 
-    It holds once ``check_usable`` was called, which refuses one that cannot be: the other ranks must hear of it.
+    A timeout that cannot be is refused by the group's ``check_usable``: the other ranks must hear of it.
 
     Raises:
         RankMismatch: If this process is not in the group.

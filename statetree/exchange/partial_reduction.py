@@ -78,7 +78,7 @@ def prepare_reduction(
     return found
 
 
-@lru_cache(maxsize=256)  # or each tensor is a plan of its own
+@lru_cache(maxsize=1024)  # or each tensor is a plan of its own
 def _shared_out(layout: ChunkLayout) -> ChunkLayout:
     """Cut every box into slabs, one for each of the ranks that hold it."""
     holders: defaultdict[Box, list[int]] = defaultdict(list)

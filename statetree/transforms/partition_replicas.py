@@ -125,7 +125,7 @@ def _kept(
     return kept
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def _by_share(held: tuple[ChunkLayout, ...]) -> ChunkLayout:
     """Return a layout with one box for each set of boxes that a rank holds: they are kept or left together."""
     first = held[0]
