@@ -47,7 +47,7 @@ class Path(tuple[Any, ...]):
         return NotImplemented if equal is NotImplemented else not equal
 
     def __hash__(self) -> int:
-        return hash(tuple(map(_hashable, self)))  # as of a plain tuple of these keys, which the path equals
+        return hash((*map(_hashable, self),))  # as of a plain tuple of these keys, which the path equals
 
     def __str__(self) -> str:
         return ".".join(map(render_key, self))
@@ -64,7 +64,7 @@ class Path(tuple[Any, ...]):
 
     def sort_key(self) -> tuple[Any, ...]:
         """Return a key for sorting paths in one total order that does not depend on the order of any dict."""
-        return tuple(map(_key_order, self))
+        return (*map(_key_order, self),)
 
 
 def is_tensor(value: Any) -> bool:
@@ -83,7 +83,7 @@ def key_identity(key: Any) -> Hashable:
     if isinstance(key, float):
         return (cls, key.hex())  # tells 0.0 from -0.0, and lets one NaN match another
     if isinstance(key, tuple):
-        return (cls, tuple(map(key_identity, key)))
+        return (cls, (*map(key_identity, key),))
     if isinstance(key, frozenset):
         return (cls, frozenset(map(key_identity, key)))
     if is_tensor(key):
@@ -169,7 +169,7 @@ def _render_exactly(path: tuple[Any, ...]) -> str:
 def _hashable(key: Any) -> Hashable:
     if isinstance(key, float) and key != key:
         return "nan"
-    return tuple(map(_hashable, key)) if type(key) is tuple else key
+    return (*map(_hashable, key),) if type(key) is tuple else key
 
 
 def _key_order(key: Any) -> tuple[int, Any, Any]:
@@ -180,7 +180,7 @@ def _key_order(key: Any) -> tuple[int, Any, Any]:
         return (1, key, "")
     name = f"{cls.__module__}.{cls.__qualname__}"
     if cls is tuple:
-        return (2, name, tuple(map(_key_order, key)))
+        return (2, name, (*map(_key_order, key),))
     if cls is frozenset:
         return (2, name, tuple(sorted(map(_key_order, key))))
     return (2, name, exactly(key))

@@ -25,7 +25,7 @@ class Box(NamedTuple):
     @property
     def sizes(self) -> tuple[int, ...]:
         """Its shape."""
-        return tuple(map(sub, self.stop, self.start))
+        return (*map(sub, self.stop, self.start),)
 
     @property
     def volume(self) -> int:
@@ -76,7 +76,7 @@ def in_slabs(box: Box, count: int) -> list[Box]:
         [(start + size * place // parts, start + size * (place + 1) // parts) for place in range(parts)]
         for start, size, parts in zip(box.start, box.sizes, slab_grids(sizes, count)[0].tolist(), strict=True)
     ]
-    return [Box(tuple(low for low, _ in bounds), tuple(high for _, high in bounds)) for bounds in product(*parts)]
+    return [Box(tuple([low for low, _ in bounds]), tuple([high for _, high in bounds])) for bounds in product(*parts)]
 
 
 def is_covered(whole: Box, boxes: list[Box]) -> bool:

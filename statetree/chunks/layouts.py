@@ -268,7 +268,7 @@ def _along(
     mine = [split for split in splits if split.dim == dim]
     if not mine:
         return torch.tensor([0, size]).expand(len(coordinates), 1, 2)
-    counts = tuple((mesh_shape[split.mesh_dim], split.factor) for split in mine)
+    counts = tuple([(mesh_shape[split.mesh_dim], split.factor) for split in mine])
     table = _cut(size, counts)
     row = torch.zeros(len(coordinates), dtype=torch.int64)
     for split in mine:

@@ -141,7 +141,7 @@ def listed_chunks(value: Any, local: Any = None) -> LocalChunks:
 
 def _box(chunk: Any) -> Box:
     start = tuple(chunk.offsets)
-    return Box(start, tuple(first + size for first, size in zip(start, chunk.sizes, strict=True)))
+    return Box(start, tuple([first + size for first, size in zip(start, chunk.sizes, strict=True)]))
 
 
 def checked_chunks(
@@ -158,7 +158,7 @@ def checked_chunks(
     if len(set(boxes)) < len(boxes):
         msg = "the leaf at %PATH% lists a chunk twice on one rank: expected each once. Correct the leaf type."
         raise UnsupportedLeaf(msg)
-    tie = tuple(map(location_of, pieces))
+    tie = (*map(location_of, pieces),)
     return LocalChunks(
         f"a {type(value).__qualname__} {dtype} {shape}",
         "",

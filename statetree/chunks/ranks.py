@@ -61,7 +61,7 @@ class Ranks:
         if known is None:
             grid = mesh.mesh
             ranks = tuple(grid.flatten().tolist())
-            members = tuple(self.index.get(rank, -1) for rank in ranks)
+            members = tuple([self.index.get(rank, -1) for rank in ranks])
             known = self._positions[id(mesh)] = Positions(tuple(grid.shape), _digest(grid), ranks, members, mesh)
         return known
 

@@ -101,7 +101,7 @@ class DataFiles:
 
 def box_of(chunk: ChunkStorageMetadata) -> Box:
     """Return where a piece lies in its tensor."""
-    return Box(tuple(chunk.offsets), tuple(map(add, chunk.offsets, chunk.sizes)))
+    return Box(tuple(chunk.offsets), (*map(add, chunk.offsets, chunk.sizes),))
 
 
 def check_entry(place: FileRange) -> None:

@@ -108,5 +108,5 @@ class DirectoryReader(FileSystemReader):
         stored = StoredTensor(torch.empty(box.sizes, dtype=dtype, device="meta"), lambda: None, lambda: [piece])
         for item in items:
             target = planner.resolve_tensor(item).detach()
-            stored.read_into(tuple(map(add, box.start, item.storage_offsets)), target)
+            stored.read_into((*map(add, box.start, item.storage_offsets),), target)
             planner.commit_tensor(item, target)

@@ -183,7 +183,7 @@ class _RankWriter:
         path.unlink(missing_ok=True)
         values_first = sorted(indices, key=lambda index: self.items[index].type != WriteItemType.BYTE_IO)  # as DCP
         with path.open("xb") as file:
-            pieces = tuple(self._source(index).write(file, *index) for index in values_first)
+            pieces = tuple([self._source(index).write(file, *index) for index in values_first])
             file.write(trailer(self._share.save))
             file.flush()
             os.fsync(file.fileno())

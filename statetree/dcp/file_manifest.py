@@ -151,7 +151,7 @@ def _parsed(table: Any) -> FileManifest:
     for name, (save, size, rows) in table["files"].items():
         if not _ID.fullmatch(save) or not _NAME.fullmatch(name):
             raise ValueError
-        files[name] = ManifestFile(save, _number(size), tuple(_piece(*row) for row in rows))
+        files[name] = ManifestFile(save, _number(size), tuple([_piece(*row) for row in rows]))
     metric = table.get("metric")
     return FileManifest(table["save"], (nbytes, checksum), files, None if metric is None else float(metric))
 
@@ -159,7 +159,7 @@ def _parsed(table: Any) -> FileManifest:
 def _piece(key: Any, chunk: Any, offset: Any, length: Any, checksum: Any, source: Any) -> ManifestPiece:
     if type(key) is not str or type(source) is not str:
         raise TypeError
-    at = None if chunk is None else tuple(map(_number, chunk))
+    at = None if chunk is None else (*map(_number, chunk),)
     return ManifestPiece(key, at, _number(offset), _number(length), _number(checksum), source)
 
 

@@ -152,7 +152,7 @@ class LoadPlanner(DefaultLoadPlanner):
         covered: defaultdict[tuple[str, int | None], list[Box]] = defaultdict(list)
         for item in plan.items:
             if item.type == LoadItemType.TENSOR:
-                box = Box(tuple(item.dest_offsets), tuple(map(sum, zip(item.dest_offsets, item.lengths, strict=True))))
+                box = Box(tuple(item.dest_offsets), (*map(sum, zip(item.dest_offsets, item.lengths, strict=True)),))
                 covered[item.dest_index.fqn, item.dest_index.index].append(box)
         for key, target in self.state_dict.items():
             for index, piece in enumerate(pieces_of(target) if isinstance(target, (torch.Tensor, LocalPieces)) else ()):

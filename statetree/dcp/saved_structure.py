@@ -75,7 +75,7 @@ class Structure(NamedTuple):
 
     def rebuild(self, values: Sequence[Any]) -> Any:
         """Return a tree of builtin containers with a value for each entry. None of ``why_not_rebuilt`` may apply."""
-        return TreeSpec(tuple(map(_builtin_node, self.spec.nodes)), self.spec.num_leaves).unflatten(values)
+        return TreeSpec((*map(_builtin_node, self.spec.nodes),), self.spec.num_leaves).unflatten(values)
 
 
 def saved_form(spec: TreeSpec) -> TreeSpec:
@@ -86,7 +86,7 @@ def saved_form(spec: TreeSpec) -> TreeSpec:
         family = kind.family if isinstance(kind.family, str) else _full_name(kind.family)
         attributes = _written_aux(cls, aux)
         container = SavedContainer(_NAMES.get(cls) or _full_name(cls), family)
-        nodes.append((container, tuple(map(key_text, keys)), attributes, kids, take))
+        nodes.append((container, (*map(key_text, keys),), attributes, kids, take))
     return TreeSpec(tuple(nodes), spec.num_leaves)
 
 
@@ -128,7 +128,7 @@ def _builtin_node(node: Node) -> Node:
     assert isinstance(container, SavedContainer)
     kind = container_of(BUILTIN[container.name])
     assert kind is not None
-    return kind, tuple(map(key_of, keys)), _read_aux(container.name, attributes), kids, take
+    return kind, (*map(key_of, keys),), _read_aux(container.name, attributes), kids, take
 
 
 def written(spec: TreeSpec, entries: Sequence[SavedEntry]) -> str:
@@ -155,7 +155,7 @@ def read(text: Any) -> Structure:
                 "the version of statetree that saved it, or with torch.distributed.checkpoint."
             )
             raise CheckpointError(msg)
-        entries = tuple(_read_entry(*row) for row in table["entries"])
+        entries = tuple([_read_entry(*row) for row in table["entries"]])
         spec = _read_spec([_checked_row(*row) for row in table["nodes"]], len(entries))
     except (TypeError, ValueError, KeyError, IndexError, RecursionError, AttributeError) as error:
         msg = f"load: the checkpoint's structure is damaged: {type(error).__name__}: {error}. Load another checkpoint."
@@ -210,7 +210,7 @@ def _read_spec(rows: Sequence[_Row], num_entries: int) -> TreeSpec:
             position += 1
         elif is_done:
             row = rows[~ref]
-            inner = tuple(index for index, child in enumerate(row.links) if child < 0)
+            inner = tuple([index for index, child in enumerate(row.links) if child < 0])
             nodes.append((row.container, row.keys, row.attributes, inner, position - emitted))
             emitted = position
             if ~ref != len(nodes) - 1:
@@ -269,7 +269,7 @@ def _read_attributes(rows: Any) -> Attributes | None:
     if rows is None:
         return None
     names = _texts([name for name, _ in rows])
-    frozen = tuple(None if value is None else freeze(_read_value(value)) for _, value in rows)
+    frozen = tuple([None if value is None else freeze(_read_value(value)) for _, value in rows])
     return Attributes(names, frozen, are_items=False)
 
 

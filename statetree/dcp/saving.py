@@ -160,7 +160,7 @@ def _prepared(state: Any, group: ProcessGroup | None, *, with_structure: bool) -
         content = content_of("save", entry.value, entry.path, ranks)
         keys: tuple[str, ...] = (entry.key,)
         if content.sort == PARTS_ENTRY:
-            keys = tuple(free_key(f"{entry.key}.<part {number}>", taken) for number in range(len(content.tensors)))
+            keys = tuple([free_key(f"{entry.key}.<part {number}>", taken) for number in range(len(content.tensors))])
             prepared.inseparable.update(keys)
         if content.sort == VALUE_ENTRY:
             prepared.flat[entry.key] = _pickled(entry.value, entry.path)

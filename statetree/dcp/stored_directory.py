@@ -194,7 +194,7 @@ def _sparse(parts: Sequence[StoredTensor], facts: str) -> StoredTensor | None:
     shape = re.search(r"'shape': torch\.Size\(\[([\d, ]*)\]\)", facts)
     if layout is None or shape is None or len(parts) != (2 if layout[1] == "sparse_coo" else 3):
         return None
-    size = tuple(int(length) for length in shape[1].split(",") if length.strip())
+    size = tuple([int(length) for length in shape[1].split(",") if length.strip()])
     values, *indices = (part.read() for part in parts)
     options: dict[str, Any] = {"device": "cpu", "check_invariants": True}
     try:

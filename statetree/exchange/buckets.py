@@ -98,7 +98,7 @@ def take_buckets(sizes: Sequence[tuple[int, int]], device: torch.device) -> Buck
         device: Where it is taken.
     """
     first, second = (max((pair[number] for pair in sizes), default=0) for number in range(2))
-    return tuple(torch.empty(size, dtype=torch.uint8, device=device) for size in (first, second))  # type: ignore[return-value]  # two
+    return tuple([torch.empty(size, dtype=torch.uint8, device=device) for size in (first, second)])  # type: ignore[return-value]  # two
 
 
 class BucketedPlan:

@@ -136,7 +136,7 @@ def compare(verb: str, group: Group, fingerprint: Fingerprint, message: Sequence
         raise _other_options(verb, group, fingerprint.options)
     if stated[entries] != inverse[entries] and _NOTHING not in stated[entries]:
         raise _first_difference(verb, group, fingerprint.entries, fingerprint.remedy)
-    key = tuple(_DIGEST.pack(*stated[part]) for part in (options, entries, details))
+    key = tuple([_DIGEST.pack(*stated[part]) for part in (options, entries, details)])
     assert len(key) == 3
     return Consensus(key, stated[details] == inverse[details], nbytes, bool(absent), group.devices[device])
 

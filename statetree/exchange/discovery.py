@@ -109,7 +109,7 @@ def _refine_ties(manifest: Manifest, told: _Statements) -> None:
             rows[rank][number] = told.ties[rank].get(number, number)
     first: dict[tuple[int | None, ...], int] = {}
     for number in numbers:
-        seen = tuple(row.get(number) for row in rows)
+        seen = tuple([row.get(number) for row in rows])
         index = indices[number]
         manifest.canonical[index] = first.setdefault(seen, index) if any(tie is not None for tie in seen) else index
     if not manifest.written:
@@ -209,8 +209,8 @@ def _way(detail: str, mesh: Any, boxes: Any, is_known: bool) -> Way:  # noqa: FB
     """Return a way as it was before it was told."""
     if mesh is not None:
         shape, ranks, splits = mesh
-        mesh = MeshSplits(tuple(shape), tuple(ranks), tuple(Split(*split) for split in splits))
-    return Way(detail, mesh, tuple(Box(tuple(start), tuple(stop)) for start, stop in boxes), is_known)
+        mesh = MeshSplits(tuple(shape), tuple(ranks), tuple([Split(*split) for split in splits]))
+    return Way(detail, mesh, tuple([Box(tuple(start), tuple(stop)) for start, stop in boxes]), is_known)
 
 
 class Held:
@@ -287,7 +287,7 @@ class Held:
                 ranks.append(holders.repeat_interleave(len(boxes)))
                 corners.append(own.repeat(len(holders), 1, 1))
             else:
-                members = tuple(self._index.get(rank, -1) for rank in mesh.ranks)
+                members = tuple([self._index.get(rank, -1) for rank in mesh.ranks])
                 layout = mesh_layout(self._shape, mesh.shape, members, mesh.splits)
                 rows = here[layout.ranks]
                 ranks.append(layout.ranks[rows])

@@ -201,7 +201,7 @@ class Exchange(Call):
         if not planned or not consensus.details_agree:
             planned.clear()  # before memory is taken again
             found = [discover_layouts(self, manifest, details_agree=consensus.details_agree) for manifest in manifests]
-            told = tuple(digest for _, digest in found)
+            told = tuple([digest for _, digest in found])
             self.expect()
             held = [layouts for layouts, _ in found]
             planned.append(self._planned(source, target, held, (consensus.key, told), consensus.device))
@@ -263,10 +263,10 @@ class Exchange(Call):
         self.expect()
         description = opened(self.verb, text)
         parts, places = description.metadata.allocate(self.verb)
-        sizes = tuple(place.numel() for place in places)
+        sizes = tuple([place.numel() for place in places])
         # By their keys: only the source knows which leaves it has, and with which dtypes if they are converted.
         keys = description.spec.flat_keys()
-        exchanged = tuple((keys[index], facts) for index, facts in description.exchanged.items())
+        exchanged = tuple([(keys[index], facts) for index, facts in description.exchanged.items()])
         key = (consensus.key, told, exchanged)
         transfers = span_transfers(src, self.group, message.spans, places)
         kind = self.group.devices[self.group.number_of(description.metadata.device_types)]  # on every rank alike

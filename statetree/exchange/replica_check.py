@@ -126,7 +126,7 @@ class Copies:
 
 def _met(one: Box, other: Box) -> Box:
     """Return the elements that two boxes have in common."""
-    return Box(tuple(map(max, one.start, other.start)), tuple(map(min, one.stop, other.stop)))
+    return Box((*map(max, one.start, other.start),), (*map(min, one.stop, other.stop),))
 
 
 def first_copy(shape: Sequence[int], boxes: Mapping[int, Sequence[Box]]) -> dict[int, list[Box]]:

@@ -152,7 +152,7 @@ def cuts_of(cuts: Cuts, pieces: Bounds) -> list[Cut]:
     starts, stops = (bounds[cuts.piece] for bounds in pieces)
     rows = zip((cuts.low - starts).tolist(), cuts.sizes.tolist(), (stops - starts).tolist(), strict=True)
     return [
-        tuple((dim, first, size) for dim, (first, size, full) in enumerate(zip(*row, strict=True)) if size != full)
+        tuple([(dim, first, size) for dim, (first, size, full) in enumerate(zip(*row, strict=True)) if size != full])
         for row in rows
     ]
 

@@ -236,7 +236,7 @@ class ShareType(LeafType):
         whole = Box((0,) * len(stored.shape), tuple(stored.shape))
         slabs = in_slabs(whole, group.size) if stored.nbytes > _SLAB_BYTES else [whole]
         mine = [box for place, box in enumerate(slabs) if (place + number) % group.size == group.rank]
-        listed = [(box.start, stored.part(tuple(map(slice, box.start, box.stop)))) for box in mine]
+        listed = [(box.start, stored.part((*map(slice, box.start, box.stop),))) for box in mine]
         return tuple(stored.shape), stored.dtype, listed
 
 

@@ -202,7 +202,7 @@ class Reader:
         if make not in _DICTS:
             return make(*args)
         pairs = items.items() if type(items) is dict else items
-        return self.changed(make(), tuple(part for pair in pairs for part in pair))
+        return self.changed(make(), tuple([part for pair in pairs for part in pair]))
 
     def changed(self, target: Any, state: Any) -> Any:
         """Return an object with items put in, or with its state set."""

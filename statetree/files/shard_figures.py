@@ -78,4 +78,4 @@ def _cut(shape: Sequence[int], held: dict[int, list[Box]]) -> Cut:
                 start, stop = (0, 1) if at is None else (box.start[at], box.stop[at])
                 spans.append((round(1000 * start / size), round(1000 * (stop - start) / size)))
             ranks.setdefault((spans[0][0], spans[1][0], spans[0][1], spans[1][1]), set()).add(rank)
-    return tuple((*place, tuple(sorted(of))) for place, of in sorted(ranks.items()))
+    return tuple([(*place, tuple(sorted(of))) for place, of in sorted(ranks.items())])

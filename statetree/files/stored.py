@@ -195,12 +195,12 @@ class StoredTensor:
         assert self._find is not None, "no strided tensor"
         self._check()
         begin = tuple(start)
-        wanted = Box(begin, tuple(map(add, begin, target.shape)))
+        wanted = Box(begin, (*map(add, begin, target.shape),))
         for piece in self._find():
-            low = tuple(map(max, wanted.start, piece.box.start))
-            high = tuple(map(min, wanted.stop, piece.box.stop))
+            low = (*map(max, wanted.start, piece.box.start),)
+            high = (*map(min, wanted.stop, piece.box.stop),)
             if all(a < b for a, b in zip(low, high, strict=True)):
-                part = target[tuple(map(slice, map(sub, low, begin), map(sub, high, begin)))]
+                part = target[(*map(slice, map(sub, low, begin), map(sub, high, begin)),)]
                 self._fill(part, piece, piece.offset + sum(map(mul, map(sub, low, piece.box.start), piece.stride)))
 
     def _fill(self, target: torch.Tensor, piece: StoredPiece, offset: int) -> None:
@@ -218,7 +218,7 @@ class StoredTensor:
             )
             if has_bits:
                 set_bits(scratch, conj=piece.bits[0], neg=piece.bits[1])
-            place = target[tuple(map(slice, box.start, box.stop))]
+            place = target[(*map(slice, box.start, box.stop),)]
             if place.dtype == kept.dtype:
                 copy_each([place], [scratch])
             else:
@@ -242,10 +242,10 @@ class StoredTensor:
         """
         shape = tuple(self.shape)
         if self.is_repetitive:
-            shape = tuple(min(size, 1) if not step else size for size, step in zip(shape, self.stride(), strict=True))
+            shape = tuple([min(size, 1) if not step else size for size, step in zip(shape, self.stride(), strict=True)])
         whole = Box((0,) * len(shape), shape)
         for box in in_slabs(whole, max(1, -(-whole.volume * self.dtype.itemsize // BUCKET_BYTES))):
-            yield tuple(map(slice, box.start, box.stop))
+            yield (*map(slice, box.start, box.stop),)
 
     def location(self) -> Any:
         """Return what is equal for stored tensors that are the same view on the same bytes."""

@@ -164,7 +164,7 @@ class LeafType:
         if not self.distributed:
             return listed_chunks(value)
         shape, dtype, listed = self.chunks(value)
-        boxes = [Box(tuple(o), tuple(a + b for a, b in zip(o, t.shape, strict=True))) for o, t in listed]
+        boxes = [Box(tuple(o), tuple([a + b for a, b in zip(o, t.shape, strict=True)])) for o, t in listed]
         return checked_chunks(value, tuple(shape), dtype, boxes, [tensor.detach() for _, tensor in listed])
 
     def global_shape(self, value: Any) -> tuple[Sequence[int], torch.dtype]:

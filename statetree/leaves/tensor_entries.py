@@ -74,7 +74,7 @@ class TensorEntry(NamedTuple):
     @property
     def text(self) -> str:
         """What must agree between two trees for the elements of one to be written over those of the other."""
-        boxes = [] if self.is_whole else [tuple(map(tuple, box)) for box in self.boxes]
+        boxes = [] if self.is_whole else [(*map(tuple, box),) for box in self.boxes]
         return f"a tensor {self.dtype} {self.shape} {boxes}{' on meta' if self.on_meta else ''}"
 
     @property

@@ -253,7 +253,7 @@ def first_difference(a: torch.Tensor, b: torch.Tensor) -> tuple[str, str]:
     """Return how two tensors read at the first index at which they differ, and how often they do."""
     without = _without_elements(a), _without_elements(b)
     if any(without):
-        return tuple({"meta": "no bytes", "freed": "freed", "": "bytes"}[state] for state in without)  # type: ignore[return-value]  # two of them
+        return tuple([{"meta": "no bytes", "freed": "freed", "": "bytes"}[state] for state in without])  # type: ignore[return-value]  # two of them
     if is_unreadable(a, b):
         return (f"negative bit {a.is_neg()}", f"negative bit {b.is_neg()}")
     distinct = _distinct(a, b)
@@ -262,7 +262,7 @@ def first_difference(a: torch.Tensor, b: torch.Tensor) -> tuple[str, str]:
         first = int(positions[0]) if first < 0 else first
         count += positions.numel()
     # The first index of all is one of a distinct element: it is 0 along the dims in which these are repeated.
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(first, device="cpu"), distinct[0].shape))
+    index = tuple([int(i) for i in torch.unravel_index(torch.tensor(first, device="cpu"), distinct[0].shape)])
     count *= a.numel() // distinct[0].numel()
     more = f" ({count} of {a.numel()} elements differ)"
     return (f"{_element(a, index)} at index {index}{more}", f"{_element(b, index)} at index {index}")

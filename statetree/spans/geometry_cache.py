@@ -126,7 +126,7 @@ def _cut(tensors: Sequence[torch.Tensor]) -> tuple[list[_Piece], int]:
     pieces: list[_Piece] = []
     for where in _slices(len(tensors)):
         columns = Columns(tensors[where])
-        candidates = found.setdefault(tuple(tuple(getattr(columns, name)) for name in _TELLING), [])
+        candidates = found.setdefault(tuple([tuple(getattr(columns, name)) for name in _TELLING]), [])
         piece = next((piece for piece in candidates if piece.is_of(columns.tensors)), None)
         if piece is None:
             piece = _Piece(columns, values)
@@ -178,7 +178,7 @@ def remember(columns: Columns) -> None:
     _glimpsed.pop(count, None)  # another thread may have been quicker
     latest = (KnownGeometry(columns), *_remembered[: _REMEMBERED - 1])
     totals = accumulate(geometry.nbytes for geometry in latest)
-    _remembered = tuple(geometry for geometry, total in zip(latest, totals, strict=True) if total <= _MOST_BYTES)
+    _remembered = tuple([geometry for geometry, total in zip(latest, totals, strict=True) if total <= _MOST_BYTES])
 
 
 def forget() -> None:

@@ -118,7 +118,7 @@ def _view(columns: Columns, index: int) -> _View:
 def _steps(columns: Columns, index: int) -> tuple[int, ...]:
     """Return the strides, without those that lead nowhere."""
     return tuple(
-        0 if size == 1 else step for size, step in zip(columns.shapes[index], columns.strides[index], strict=True)
+        [0 if size == 1 else step for size, step in zip(columns.shapes[index], columns.strides[index], strict=True)]
     )
 
 

@@ -127,7 +127,7 @@ class _Instance(Container):
             return aux
         rows = zip(attributes.names, attributes.frozen, strict=True)
         kept = [(name, frozen) for name, frozen in rows if name not in gone]
-        names, values = tuple(name for name, _ in kept), tuple(frozen for _, frozen in kept)
+        names, values = tuple([name for name, _ in kept]), tuple([frozen for _, frozen in kept])
         return extra, Attributes(names, values, attributes.are_items)
 
     def _builtin_part(self, extra: Any, keys: tuple[Any, ...], items: Sequence[Any]) -> Any:
@@ -239,9 +239,9 @@ def instance_container(cls: type) -> Container | None:
             return _Instance(cls, family, base=base) if _is_python_above(cls, base) else None
     fields: tuple[str, ...] | None = None
     if dataclasses.is_dataclass(cls):
-        fields = tuple(field.name for field in dataclasses.fields(cls))
+        fields = tuple([field.name for field in dataclasses.fields(cls)])
     elif hasattr(cls, "__attrs_attrs__"):
-        fields = tuple(attribute.name for attribute in cls.__attrs_attrs__)
+        fields = tuple([attribute.name for attribute in cls.__attrs_attrs__])
     if fields is None or not _is_python_above(cls, object):
         return None
     return _Instance(cls, cls, base=object, fields=fields)

@@ -136,7 +136,7 @@ def _sorted_out(
 
 
 def _identity(path: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(map(key_identity, path))
+    return (*map(key_identity, path),)
 
 
 #: Keys of these types are the same if the types are and ``==`` says so.

@@ -56,7 +56,7 @@ _INSTANCE_OF_DEFAULTDICT = cast("Container", instance_container(defaultdict))
 
 
 #: The keys of short lists and tuples, which most are.
-_INDICES: Final = tuple(tuple(range(count)) for count in range(64))
+_INDICES: Final = tuple([tuple(range(count)) for count in range(64)])
 
 
 def _indices(count: int) -> tuple[int, ...]:

@@ -104,7 +104,7 @@ def _asked(predicate: Callable[[Path, Any], bool], spec: TreeSpec, leaves: Seque
 def _matches(glob: str, spec: TreeSpec) -> Sequence[bool]:
     """Return for every leaf whether a glob matches its path."""
     # By the keys alone: what else belongs to a structure may be anything, and is not to be kept alive.
-    places = tuple(map(_PLACE, spec.nodes))
+    places = (*map(_PLACE, spec.nodes),)
     is_plain = _PLAIN_KEYS.issuperset(map(type, chain.from_iterable(map(itemgetter(0), places))))
     if is_plain and spec.num_leaves <= _CACHED_LEAVES:
         return _cached_matches(glob, places, spec.num_leaves)
@@ -113,12 +113,12 @@ def _matches(glob: str, spec: TreeSpec) -> Sequence[bool]:
 
 def _below(starts: Sequence[Path], spec: TreeSpec) -> tuple[list[bool], set[Path]]:
     """Return for every leaf whether its path begins with one of some paths, and which of these there are."""
-    start_of = {tuple(map(key_identity, start)): start for start in starts}
+    start_of = {(*map(key_identity, start),): start for start in starts}
     lengths = sorted(set(map(len, start_of)))
     met: set[Path] = set()
     mask = []
     for path in spec.paths():
-        keys = tuple(map(key_identity, path))
+        keys = (*map(key_identity, path),)
         found = [start_of[keys[:length]] for length in lengths if length <= len(keys) and keys[:length] in start_of]
         met.update(found)
         mask.append(bool(found))
@@ -132,7 +132,7 @@ def _find_matches(glob: str, texts: Sequence[str]) -> Sequence[bool]:
 
 @lru_cache(maxsize=16)
 def _cached_matches(glob: str, places: tuple[tuple[Any, ...], ...], num_leaves: int) -> Sequence[bool]:
-    nodes: Any = tuple((None, keys, None, kids, take) for keys, kids, take in places)
+    nodes: Any = tuple([(None, keys, None, kids, take) for keys, kids, take in places])
     return _find_matches(glob, TreeSpec(nodes, num_leaves).rendered_paths())
 
 

@@ -77,7 +77,7 @@ def united(specs: Sequence[TreeSpec]) -> United:
             merged.sort(key=lambda child: Path((child[0],)).sort_key())
         number, ref = next(iter(refs.items()))
         kind, _, aux, *_ = specs[number].nodes[~ref]
-        pending.append(_Open(kind, tuple(key for key, _ in merged), aux))
+        pending.append(_Open(kind, tuple([key for key, _ in merged]), aux))
         pending += [((*path, key), found) for key, found in reversed(merged)]
     if differences:
         return United(specs[0], [], differences)

@@ -14,6 +14,7 @@ PACKAGES = ["chunks", "cli", "dcp", "exchange", "files", "leaves", "spans", "sta
 MODULES = ["__init__.py", "__main__.py", "compose.py", "declare.py", "errors.py", "paths.py", "torch_internals.py"]
 #: A layer and its registry, or its public face, have one name each by design.
 SHARED_FILE_NAMES = {"__init__.py", "registry.py"}
+ITERATORS = {"accumulate", "chain", "filter", "from_iterable", "islice", "map", "zip"}
 
 
 def name_of(path):
@@ -55,3 +56,32 @@ def test_a_file_is_one_idea():
     lengths = {name_of(path): len(path.read_text().splitlines()) for path in FILES}
     assert {name: length for name, length in lengths.items() if length > 400} == {}
     assert sorted(lengths.values())[len(lengths) // 2] <= 150
+
+
+def growing_tuples(text):
+    """Return the lines that build a tuple from an iterator without a length, which CPython resizes in place.
+
+    Resizing raises ``SystemError`` if another thread lists all objects (``gc.get_objects()``) at that moment.
+    A list does not mind.
+    """
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "tuple" and node.args
+        if isinstance(node.args[0], ast.GeneratorExp)
+        or (isinstance(node.args[0], ast.Call) and ast.unparse(node.args[0].func).split(".")[-1] in ITERATORS)
+    ]
+
+
+def test_growing_tuples_are_found():
+    text = (
+        "tuple(x for x in y)\ntuple(map(f, y))\ntuple(chain.from_iterable(y))\ntuple([x for x in y])\n(*map(f, y),)\n"
+    )
+    assert growing_tuples(text) == [1, 2, 3]
+
+
+def test_a_monitor_may_list_all_objects_at_any_time():
+    found = {
+        name_of(path): growing_tuples(path.read_text()) for path in FILES if path.parts[-2] not in ("cli", "testing")
+    }
+    assert {name: lines for name, lines in found.items() if lines} == {}

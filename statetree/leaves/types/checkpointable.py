@@ -47,7 +47,7 @@ def shards_of(value: Any) -> LocalChunks:
         if not _lies_in(first, sizes, tuple(value.shape)):
             raise _misfit(f"shards inside of the tensor's shape {tuple(value.shape)}, got sizes {sizes} at {first}")
         if all(sizes):
-            boxes.append(Box(start, tuple(a + b for a, b in zip(start, sizes, strict=True))))
+            boxes.append(Box(start, tuple([a + b for a, b in zip(start, sizes, strict=True)])))
             piece = value.detach()
             for dim, (offset, size) in enumerate(zip(first, sizes, strict=True)):
                 piece = piece.narrow(dim, offset, size)
@@ -56,7 +56,7 @@ def shards_of(value: Any) -> LocalChunks:
 
 
 def _tuples(column: Sequence[Any]) -> list[tuple[int, ...]]:
-    return [tuple(map(int, entry)) for entry in column]
+    return [(*map(int, entry),) for entry in column]
 
 
 def _lies_in(start: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:

@@ -114,7 +114,7 @@ class DTensorType(WrapperType):
         outside = not known.boxes and not shape
         pieces = [local] if local.shape == known.only else [] if outside else local_pieces(local, known.boxes)
         if pieces is None:
-            held = tuple(box.sizes for box in known.boxes)
+            held = tuple([box.sizes for box in known.boxes])
             msg = (
                 f"the local tensor of the leaf at %PATH% does not fit its placements {value.placements}: expected the "
                 f"shape of {held}, got {tuple(local.shape)}. Make it with distribute_tensor or from_local(shape=...)."

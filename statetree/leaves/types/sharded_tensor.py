@@ -101,7 +101,7 @@ class ShardedTensorType(LeafType):
             layout,
             [_box(shard.metadata) for shard in local],
             pieces,
-            tuple(map(location_of, pieces)) if pieces else id(value),
+            (*map(location_of, pieces),) if pieces else id(value),
             device,
         )
 
@@ -109,7 +109,7 @@ class ShardedTensorType(LeafType):
 def _layout(metadata: Any, shape: tuple[int, ...], ranks: Ranks) -> tuple[str, ChunkLayout]:
     """Return a digest of where all shards are, and the layout: one for all tensors whose shards lie alike."""
     shards = metadata.shards_metadata
-    key = (shape, tuple((*shard.shard_offsets, *shard.shard_sizes, str(shard.placement)) for shard in shards))
+    key = (shape, tuple([(*shard.shard_offsets, *shard.shard_sizes, str(shard.placement)) for shard in shards]))
     if key not in ranks.memo:
         held: dict[int, list[Box]] = {}
         for shard in shards:
@@ -142,7 +142,7 @@ def _moved(tensor: torch.Tensor, metadata: Sequence[Any], whole: Any) -> tuple[l
 
 def _box(shard: Any) -> Box:
     start = tuple(shard.shard_offsets)
-    return Box(start, tuple(first + size for first, size in zip(start, shard.shard_sizes, strict=True)))
+    return Box(start, tuple([first + size for first, size in zip(start, shard.shard_sizes, strict=True)]))
 
 
 SHARDED = ShardedTensorType()

@@ -103,7 +103,7 @@ class _Context(NamedTuple):
         if self.frozen is not None:
             return [], self
         leaves, spec = flatten(self.metadata)
-        places = tuple(index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+        places = tuple([index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)])
         if not places:
             return [], self
         tensors = [leaves[index] for index in places]
@@ -137,7 +137,7 @@ def _caches_dropped(value: Any) -> Iterator[None]:
 
 def _shape_of(value: torch.Tensor) -> tuple[Any, ...]:
     """Return a shape that can be compared: the ragged size of a jagged tensor is a symbol, equal to nothing else."""
-    return tuple(size if type(size) is int else "ragged" for size in value.shape)
+    return tuple([size if type(size) is int else "ragged" for size in value.shape])
 
 
 class UntraceableType(LeafType):
