@@ -49,7 +49,7 @@ class DataFiles:
         self._checksums = {
             (name, piece.offset): piece.checksum for name, file in (self._listed or {}).items() for piece in file.pieces
         }
-        self._compared: set[str] = set()
+        self._opened: dict[str, FileRange] = {}
 
     def open(self, name: str) -> FileRange:
         """Return a data file.
@@ -57,24 +57,25 @@ class DataFiles:
         Raises:
             CheckpointError: If it is not of the size, or not of the save, that the manifest says.
         """
-        place = self.files.open(self._directory / name)
-        if self._listed is not None and name not in self._compared:
-            check_file(place, self._listed[name])
-            self._compared.add(name)
-        return place
+        if name not in self._opened:
+            place = self.files.open(self._directory / name)
+            if self._listed is not None:
+                check_file(place, self._listed[name])
+            self._opened[name] = place
+        return self._opened[name]
 
     def entry(self, index: MetadataIndex) -> FileRange:
         """Return the bytes of a piece of a tensor, or of a plain value."""
         stored = self._stored[index]
         return self.open(stored.name).part(stored.offset, stored.length, f"the entry {index.fqn!r}")
 
-    def verify(self, index: MetadataIndex) -> None:
-        """Compare an entry with its checksum: that of the manifest, or, without one, those that it has in itself.
+    def verify(self, index: MetadataIndex, place: FileRange) -> None:
+        """Compare an entry's bytes with its checksum: that of the manifest, or, without one, those in itself.
 
         Raises:
             CheckpointError: If a byte of it is not what was written, or if it has no checksums.
         """
-        place, stored = self.entry(index), self._stored[index]
+        stored = self._stored[index]
         if self._listed is None:
             check_entry(place)
             return
@@ -84,13 +85,14 @@ class DataFiles:
             told = "none" if expected is None else f"{expected:08x}"
             refuse(place.label, f"it is damaged: expected the checksum {told}, got {found:08x}")
 
-    def piece(self, index: MetadataIndex, dtype: torch.dtype, box: Box) -> StoredPiece:
-        """Return where the elements of a piece lie.
+    @staticmethod
+    def piece(place: FileRange, dtype: torch.dtype, box: Box) -> StoredPiece:
+        """Return where the elements of a piece of a tensor lie in its entry.
 
         Raises:
             CheckpointError: If it is no tensor of this dtype and of the shape of the box.
         """
-        archive = TorchArchive(self.entry(index))
+        archive = TorchArchive(place)
         tensor = archive.read("meta")
         piece = archive.piece(tensor)
         if piece is None or tensor.dtype != dtype or piece.box.sizes != box.sizes:

@@ -7,7 +7,7 @@ import os
 from itertools import groupby
 from operator import add
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from statetree.chunks.boxes import Box
     from statetree.dcp.file_manifest import FileManifest
     from statetree.dcp.metadata import Stored
+    from statetree.files.ranges import FileRange
+
+#: Entries of at most so many bytes are read at once: an archive is some thirty reads.
+_SMALL_BYTES: Final = 1 << 20
 
 
 def local_directory(verb: str, checkpoint_id: str | os.PathLike[str]) -> Path:
@@ -86,14 +90,16 @@ class DirectoryReader(FileSystemReader):
         for _, group in groupby(by_place, key=self._place):
             items = list(group)
             index = items[0].storage_index
+            place = self._data.entry(index)
+            if place.length <= _SMALL_BYTES:
+                place = place.in_memory()
             if self._verify:
-                self._data.verify(index)
+                self._data.verify(index, place)
             if items[0].type == LoadItemType.BYTE_IO:
-                place = self._data.entry(index)
                 value = place.read(0, place.length, "its bytes")
                 planner.load_bytes(items[0], io.BytesIO(value))
             else:
-                self._read_piece(index, items, planner)
+                self._read_piece(index, place, items, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -102,9 +108,11 @@ class DirectoryReader(FileSystemReader):
         found: Stored = self.storage_data[item.storage_index]
         return found
 
-    def _read_piece(self, index: MetadataIndex, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+    def _read_piece(
+        self, index: MetadataIndex, place: FileRange, items: Sequence[ReadItem], planner: LoadPlanner
+    ) -> None:
         dtype, box = self._dtypes[index.fqn], self._boxes[index]
-        piece = self._data.piece(index, dtype, box)
+        piece = self._data.piece(place, dtype, box)
         stored = StoredTensor(torch.empty(box.sizes, dtype=dtype, device="meta"), lambda: None, lambda: [piece])
         for item in items:
             target = planner.resolve_tensor(item).detach()

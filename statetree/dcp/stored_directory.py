@@ -85,7 +85,7 @@ class _Directory:
 
     def _verify(self) -> int:
         for index in self.metadata.storage_data:
-            self._data.verify(index)
+            self._data.verify(index, self._data.entry(index))
         return len(self.metadata.storage_data)
 
     def _tree(self) -> Any:
@@ -133,8 +133,8 @@ class _Directory:
 
     def _plain(self, key: str) -> Any:
         index = MetadataIndex(key)
-        self._data.verify(index)
         place = self._data.entry(index)
+        self._data.verify(index, place)
         try:
             return read_value(place.read(0, place.length, "its bytes"))
         except Exception as error:  # noqa: BLE001 - whatever it is, the value cannot be made
@@ -153,7 +153,9 @@ class _Directory:
 
         @cache  # where the elements of each piece lie is read when they are asked for
         def find() -> Sequence[StoredPiece]:
-            return [self._data.piece(index, dtype, box) for index, box in zip(indices, boxes, strict=True)]
+            return [
+                self._data.piece(self._data.entry(index), dtype, box) for index, box in zip(indices, boxes, strict=True)
+            ]
 
         def check() -> None:
             for path in paths:

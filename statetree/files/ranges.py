@@ -149,14 +149,27 @@ class OpenFiles:
 class FileRange:
     """Some bytes of a file that follow each other, or all of it."""
 
-    __slots__ = ("files", "label", "length", "path", "start")
+    __slots__ = ("_entry", "_held", "files", "length", "path", "start")
 
-    def __init__(self, files: OpenFiles, path: Path, start: int, length: int, label: str = "") -> None:
+    def __init__(
+        self, files: OpenFiles, path: Path, start: int, length: int, entry: str = "", held: memoryview | None = None
+    ) -> None:
         self.files = files
         self.path = path
         self.start = start
         self.length = length
-        self.label = label or str(path)
+        self._entry = entry
+        self._held = held
+
+    @property
+    def label(self) -> str:
+        """What these bytes are called in messages."""
+        return f"{self.path}: {self._entry}" if self._entry else str(self.path)
+
+    def in_memory(self) -> FileRange:
+        """Return the same bytes, read once, for many small reads."""
+        held = memoryview(self.read(0, self.length, "its bytes"))
+        return FileRange(self.files, self.path, self.start, self.length, self._entry, held)
 
     def part(self, start: int, length: int, entry: str) -> FileRange:
         """Return a part of these bytes, under a name for messages.
@@ -167,7 +180,8 @@ class FileRange:
         if start < 0 or length < 0 or start + length > self.length:
             what = f"{entry} lies at {start} to {start + length} of {self.length} bytes: expected inside"
             refuse(self.label, what)
-        return FileRange(self.files, self.path, self.start + start, length, f"{self.path}: {entry}")
+        held = None if self._held is None else self._held[start : start + length]
+        return FileRange(self.files, self.path, self.start + start, length, entry, held)
 
     def read(self, start: int, length: int, entry: str) -> bytes:
         """Return bytes. Little enough of them: memory is taken for all."""
@@ -178,6 +192,9 @@ class FileRange:
 
     def fill(self, view: memoryview, start: int) -> None:
         """Fill memory with the bytes from ``start`` on, which must lie inside."""
+        if self._held is not None:
+            view[:] = self._held[start : start + len(view)]
+            return
         done = 0
         while done < len(view):
             try:

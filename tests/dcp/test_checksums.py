@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import statetree
 from statetree import dcp
+from statetree.dcp import directories
 from statetree.dcp.data_files import check_entry
 from statetree.files.ranges import OpenFiles
 from statetree.testing import assert_trees_equal, run_ranks
@@ -38,6 +39,11 @@ def empty_state():
     )
 
 
+@pytest.fixture(params=[1 << 20, 0], ids=["read at once", "read in parts"])
+def size_of_small_entries(request, monkeypatch):
+    monkeypatch.setattr(directories, "_SMALL_BYTES", request.param)
+
+
 @pytest.fixture
 def checkpoint(tmp_path):
     with dcp.Checkpointer(tmp_path) as checkpointer:
@@ -60,6 +66,7 @@ def bits_of(data, count):
     return spread + [8 * head + chosen.randrange(8 * 20) for head in heads for _ in range(2)]
 
 
+@pytest.mark.usefixtures("size_of_small_entries")
 @pytest.mark.parametrize("how", ["load without a template", "load", "restore"])
 def test_a_flipped_bit_is_an_error_or_changes_nothing(how, checkpoint):
     path = checkpoint / DATA
@@ -171,6 +178,7 @@ def test_a_checkpoint_without_checksums(tmp_path):
     assert_trees_equal(dcp.load(checkpoint_id=tmp_path, verify=False), make_state(), storages=False)
 
 
+@pytest.mark.usefixtures("size_of_small_entries")
 @pytest.mark.parametrize("cut", [0, 1, 21, 22, 100])
 def test_an_entry_that_is_cut_off(cut, tmp_path):
     data = entry(torch.arange(5.0))
