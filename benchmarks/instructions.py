@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import json
 import mmap
 import os
@@ -124,7 +125,10 @@ def _count_here() -> None:
         for _ in range(3):  # caches are filled, and Python has specialised its bytecode
             run()
         request(_START)
-        run()  # once more, since valgrind translates anew what it is to count
+        # When garbage is collected, and how much is looked at, must not depend on what was imported before.
+        gc.collect()
+        gc.freeze()
+        run()  # once more, since valgrind translates anew what it is to count, and collecting empties free lists
         request(_ZERO)
         run()
         request(_DUMP, ctypes.addressof(label))

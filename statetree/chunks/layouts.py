@@ -243,7 +243,7 @@ def mesh_layout(
     ranks, coordinates = _grid(mesh_shape, mesh_ranks)
     columns = [_along(size, dim, mesh_shape, splits, coordinates) for dim, size in enumerate(shape)]
     starts, stops, owners = [], [], []
-    for numbers in product(*(range(bounds.shape[1]) for bounds in columns)):
+    for numbers in product(*[range(bounds.shape[1]) for bounds in columns]):
         chosen = [bounds[:, number] for bounds, number in zip(columns, numbers, strict=True)]
         bounds = torch.stack(chosen, 1) if chosen else torch.zeros(len(ranks), 0, 2, dtype=torch.int64)
         starts.append(bounds[:, :, 0])
@@ -256,7 +256,7 @@ def mesh_layout(
 def _grid(mesh_shape: tuple[int, ...], mesh_ranks: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the ranks of a mesh that are in the group, and their coordinates."""
     ranks = torch.tensor(mesh_ranks, dtype=torch.int64)
-    coordinates = torch.cartesian_prod(*(torch.arange(size) for size in mesh_shape)).view(-1, len(mesh_shape))
+    coordinates = torch.cartesian_prod(*[torch.arange(size) for size in mesh_shape]).view(-1, len(mesh_shape))
     inside = ranks >= 0
     return ranks[inside], coordinates[inside]
 

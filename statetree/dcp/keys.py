@@ -67,7 +67,7 @@ def key_of(text: str) -> Any:
     if sort == "f":
         return _number(rest)
     if sort == "c":
-        return complex(*map(_number, rest.split(" ")))
+        return complex(*[_number(part) for part in rest.split(" ")])
     if sort == "y":
         return bytes.fromhex(rest)
     if sort in {"t", "z"}:

@@ -59,15 +59,19 @@ class Series:
         return _latest(self._all())
 
     def _all(self) -> list[StepDirectory]:
-        found = []
-        with suppress(FileNotFoundError, NotADirectoryError):
-            for entry in os.scandir(self.directory):
-                match = _NAME.fullmatch(entry.name)
-                if match and entry.is_dir() and os.path.isfile(os.path.join(entry.path, METADATA)):
-                    checkpoint = StepDirectory(int(match[1]), int(match[2] or 0))
-                    if checkpoint.name == entry.name:
-                        found.append(checkpoint)
-        return found
+        while True:
+            found, is_gone = [], False
+            with suppress(FileNotFoundError, NotADirectoryError):
+                for entry in os.scandir(self.directory):
+                    match = _NAME.fullmatch(entry.name)
+                    if match and entry.is_dir():
+                        checkpoint = StepDirectory(int(match[1]), int(match[2] or 0))
+                        if not os.path.isfile(os.path.join(entry.path, METADATA)):
+                            is_gone = is_gone or not os.path.lexists(entry.path)
+                        elif checkpoint.name == entry.name:
+                            found.append(checkpoint)
+            if not is_gone:  # else what took its place may have come after the names were read
+                return found
 
     def path(self, checkpoint: StepDirectory) -> Path:
         """Return the directory of a checkpoint."""

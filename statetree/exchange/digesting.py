@@ -166,7 +166,7 @@ def _copies(manifest: Manifest, place: int, told: int, heard: Sequence[tuple[Any
     holders: dict[Box | None, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for row, ranks in heard:
         for box, number in row[told]:
-            holders[None if box is None else Box(*map(tuple, box))][number] += ranks
+            holders[None if box is None else Box(*[tuple(corner) for corner in box])][number] += ranks
     path = manifest.path(manifest.order[place])
     return [
         Copy(path, box, tuple(sorted(map(tuple, map(sorted, groups.values())), key=lambda ranks: (-len(ranks), ranks))))

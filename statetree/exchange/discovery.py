@@ -171,7 +171,7 @@ class _Statements:
         seen, numbered, listed = heard
         self.ties = _of_ranks([dict(json.loads(text)) for text, _ in seen], seen)
         #: For each distributed leaf its number in each list of numbers: equal for most leaves.
-        self._columns = list(zip(*(json.loads(text) for text, _ in numbered), strict=True))
+        self._columns = list(zip(*[json.loads(text) for text, _ in numbered], strict=True))
         known: dict[Way, int] = {}
         lists = [[known.setdefault(_way(*told), len(known)) for told in json.loads(text)] for text, _ in listed]
         self._ways = list(known)

@@ -40,7 +40,7 @@ class Cuts(NamedTuple):
 
     def at(self, chosen: torch.Tensor) -> Cuts:
         """Return some of them."""
-        return Cuts(*(column[chosen] for column in self))
+        return Cuts(*[column[chosen] for column in self])
 
     @property
     def sizes(self) -> torch.Tensor:

@@ -185,7 +185,7 @@ def _pieces(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[int, torch.Tenso
         flats = [_flat(as_bits(tensor.detach())) for tensor in (a, b)]
         step = _PIECE_BYTES // flats[0].itemsize
         per = a.dtype.itemsize // flats[0].itemsize
-        pieces = zip(*(flat.split(step) for flat in flats), strict=True)
+        pieces = zip(*[flat.split(step) for flat in flats], strict=True)
         yield from ((index * step // per, x, y) for index, (x, y) in enumerate(pieces) if x.numel())
         return
     one_device = a.device == b.device

@@ -285,7 +285,7 @@ def sums_at(positions: torch.Tensor, *columns: torch.Tensor, count: int = FEW) -
     """
     totals = [torch.zeros(count, dtype=torch.int64, device=values.device) for values in columns]
     words = columns[0].dtype.itemsize // _WORD_BYTES
-    for pieces in zip(*(bits_in_pieces(values, _PIECE_BYTES) for values in columns), strict=True):
+    for pieces in zip(*[bits_in_pieces(values, _PIECE_BYTES) for values in columns], strict=True):
         start, first = pieces[0]
         if words > 1:
             found = positions[start : start + first.numel() // words].unsqueeze(1) * words

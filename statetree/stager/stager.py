@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from time import monotonic, sleep
+from time import sleep
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 from weakref import WeakSet
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from statetree.spans.columns import Columns
     from statetree.tree.selection import Where
 
-_PATIENCE_S: Final = 0.01  # how long a stage waits for memory that is leased before it takes more
+_PAUSES_S: Final = 20 * [0.0005]  # how long a stage waits for memory that is leased before it takes more
 T = TypeVar("T")
 
 
@@ -330,21 +330,20 @@ class Stager:
 
     def _idle_snapshot(self, verb: str, columns: Columns) -> Snapshot:
         """Return a snapshot that fits and that nothing refers to, making one if there may be another."""
-        geometry: Geometry | None = None
         for attempt in ("first", "after collecting garbage"):
             idle = self._idle()
             fitting = [snapshot for snapshot in self._snapshots if snapshot.geometry.fits(columns)]
-            if attempt == "first" and fitting and not any(snapshot in idle for snapshot in fitting):
-                idle = self._idle_soon(fitting)
+            if attempt == "first" and not any(snapshot in idle for snapshot in fitting):
+                leased = [snapshot for snapshot in self._snapshots if snapshot not in idle]
+                idle = self._idle_soon(fitting if len(leased) < self.max_snapshots else leased)
             for snapshot in fitting:
                 if snapshot in idle:
                     return snapshot
             if len(self._snapshots) - len(idle) < self.max_snapshots:
-                geometry = geometry or Geometry(columns)
                 for snapshot in idle:  # what they hold may serve the new one
                     self._snapshots.remove(snapshot)
                     self._pool.give(snapshot.dissolve())
-                snapshot = Snapshot(geometry, columns, self._pool)
+                snapshot = Snapshot(Geometry(columns), columns, self._pool)
                 self._snapshots.append(snapshot)
                 return snapshot
             if attempt == "first":
@@ -371,9 +370,9 @@ class Stager:
 
     def _idle_soon(self, wanted: Sequence[Snapshot]) -> list[Snapshot]:
         """Wait a moment for one of some snapshots: a thread that saves drops its tree just after it says it is done."""
-        deadline = monotonic() + _PATIENCE_S
-        while monotonic() < deadline and all(map(Snapshot.is_leased, wanted)):
-            sleep(_PATIENCE_S / 20)
+        for pause_s in _PAUSES_S:  # not until a time: a system that is busy wakes this thread late, but that one, too
+            if wanted and all(map(Snapshot.is_leased, wanted)):
+                sleep(pause_s)
         return self._idle()
 
     def _trim(self, latest: Snapshot) -> None:

@@ -102,13 +102,13 @@ class RankConnection:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGUSR1)
         until = time.monotonic() + STACK_S
-        while time.monotonic() < until and not (self.has_begun() and self._stack.stat().st_size):
+        lines: list[str] = []
+        own = 0
+        while own == len(lines) and time.monotonic() < until:  # it writes piece by piece, the worker's frames last
             time.sleep(0.01)
-        lines = self._stack.read_text().splitlines() if self.has_begun() else []
-        if not lines:
-            return "It does not say where: it may be stopped, or not have begun."
-        own = next((index for index, line in enumerate(lines) if WORKER_FILE in line), len(lines))
-        return "\n".join(lines[:own])
+            lines = self._stack.read_text().splitlines() if self.has_begun() else []
+            own = next((index for index, line in enumerate(lines) if WORKER_FILE in line), len(lines))
+        return "\n".join(lines[:own]) or "It does not say where: it may be stopped, or not have begun."
 
 
 def wait_for_any(connections: Iterable[RankConnection], timeout_s: float) -> None:

@@ -59,7 +59,7 @@ def selected_in(
     globs = [pattern for pattern in patterns if not isinstance(pattern, Path)]
     found = [[_matches(glob, spec) for spec, _ in trees] for glob in globs]
     below = [_below(starts, spec) for spec, _ in trees] if starts else []
-    met = set[Path]().union(*(starts for _, starts in below))
+    met = set[Path]().union(*[starts for _, starts in below])
     unmatched: list[str | Path] = [glob for glob, masks in zip(globs, found, strict=True) if not any(map(any, masks))]
     unmatched += [start for start in starts if start not in met]
     if unmatched and not missing_ok:

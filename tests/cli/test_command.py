@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -220,22 +219,19 @@ def test_json_is_json_whatever_the_names_and_values(tmp_path, statetree):
     assert shown == ["nan", "inf", "-inf", 2**70]
 
 
-SLOW = """
-import os, sys, time
+#: What was written is synchronized, and if the command is stopped there, removed.
+STOPPED = """
+import os, shutil, signal, sys, time
 import statetree.files.publishing as publishing
 from statetree.cli.app import main
-sync = publishing.sync
-def slow(path):
-    os.write(3, b"reading")
-    time.sleep(0.05)
+sync, remove = publishing.sync, shutil.rmtree
+def synchronized(path):
+    {synchronizing}
     return sync(path)
-publishing.sync = slow
-import shutil
-remove = shutil.rmtree
-def slowly(*args, **options):
-    time.sleep(0.3)
+def removed(*args, **options):
+    {removing}
     remove(*args, **options)
-shutil.rmtree = slowly
+publishing.sync, shutil.rmtree = synchronized, removed
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -260,17 +256,18 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
 def test_signals_leave_nothing_behind(name, numbers, status, tmp_path):
     source = write({f"w{number}": bits(100, start=number) for number in range(200)}, tmp_path / "a.pt")
     read, write_end = os.pipe()
-    command = [sys.executable, "-c", LISTENING + SLOW, "convert", source, tmp_path / name]
+    code = LISTENING + STOPPED.format(
+        synchronizing="os.write(3, b'reached'); time.sleep(600)",
+        removing=f"for number in {list(map(int, numbers[1:]))}: os.kill(os.getpid(), number)",
+    )
+    command = [sys.executable, "-c", code, "convert", source, tmp_path / name]
     with subprocess.Popen(
         ["bash", "-c", 'exec "$@" 3>&$0', str(write_end), *command],
         pass_fds=[write_end], stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
-        assert os.read(read, 7) == b"reading"
-        os.read(read, 7)
+        assert os.read(read, 7) == b"reached"
         assert any(".partial-" in path.name for path in tmp_path.iterdir())
-        for number in numbers:
-            process.send_signal(number)
-            time.sleep(0.1)
+        process.send_signal(numbers[0])
         _, err = process.communicate(timeout=units(60))
     os.close(read)
     os.close(write_end)
@@ -282,8 +279,8 @@ def test_signals_leave_nothing_behind(name, numbers, status, tmp_path):
 @pytest.mark.slow
 def test_signals_that_are_ignored_stay_ignored(files, tmp_path):
     """As under ``nohup``."""
-    code = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n{SLOW}"
-    code = code.replace("os.write(3,", "os.kill(os.getpid(), signal.SIGHUP), (")
+    stopped = STOPPED.format(synchronizing="os.kill(os.getpid(), signal.SIGHUP)", removing="pass")
+    code = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n{stopped}"
     ran = subprocess.run(
         [sys.executable, "-c", code, "convert", files[0], tmp_path / "c.pt"], timeout=units(60), check=False
     )

@@ -83,7 +83,7 @@ def test_a_failure_in_saving_is_the_futures_and_holds_no_memory(tmp_path):
     (tmp_path / "file").touch()
     with statetree.Stager(max_snapshots=1) as stager:
         future = dcp.async_save({"a": torch.ones(4)}, checkpoint_id=tmp_path / "file", stager=stager)
-        error = future.exception(20)
+        error = future.exception(units(10))
         assert isinstance(error, statetree.CheckpointError)
         assert "file" in str(error)
         gc.disable()

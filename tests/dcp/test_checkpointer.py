@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 
@@ -176,7 +177,7 @@ def test_errors_of_the_background_surface_at_the_next_call(call, tmp_path, monke
     with monkeypatch.context() as patch:
         patch.setattr(saving, "run_save", fail)
         future = saved.async_save(2, state_of(2))
-        assert "planted" in str(future.exception(20))
+        assert "planted" in str(future.exception(units(10)))
     arguments = (3, state_of(3)) if call.endswith("save") else ()
     with pytest.raises(statetree.CheckpointError, match=r"planted"):
         getattr(saved, call)(*arguments)
@@ -341,6 +342,25 @@ def test_the_latest_is_looked_for_again_if_it_is_removed_while_it_is_read(tmp_pa
     saved.save(1, state_of(1))
     save_elsewhere_while_reading(monkeypatch, tmp_path, 2, 2)
     assert_trees_equal(saved.restore(state_of(0)), state_of(2))
+
+
+@pytest.mark.filterwarnings("ignore:save. step")  # a step is replaced
+@pytest.mark.parametrize("step", [1, 2], ids=["replaced", "another"])
+def test_a_checkpoint_is_found_although_another_takes_its_place_after_the_names_were_read(step, tmp_path, monkeypatch):
+    saved, pending, scandir = Checkpointer(tmp_path), [2], os.scandir
+    saved.save(1, state_of(1))
+
+    def scan_before_a_save(directory):
+        if not pending or directory != tmp_path:
+            return scandir(directory)
+        entries, value = list(scandir(directory)), pending.pop()
+        Checkpointer(tmp_path, keep=1).save(step, state_of(value))
+        return entries
+
+    monkeypatch.setattr(os, "scandir", scan_before_a_save)
+    assert saved.steps() == [step]
+    pending.append(3)
+    assert_trees_equal(saved.restore(step=step), state_of(3))
 
 
 def test_a_given_step_that_is_replaced_while_it_is_read_is_read_anew(tmp_path, monkeypatch):

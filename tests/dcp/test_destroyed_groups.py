@@ -94,7 +94,7 @@ def destroy_while_saving(directory: Path) -> str:
     if dist.get_rank():
         dist.destroy_process_group()
     may_go.set()
-    error = future.exception(25)
+    error = future.exception(units(12))
     if dist.is_initialized():
         dist.destroy_process_group()
     assert isinstance(error, statetree.CheckpointError)

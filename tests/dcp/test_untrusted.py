@@ -169,8 +169,9 @@ def test_metadata_cannot_crash_or_fill_the_process(names, checkpoint, tmp_path):
     paths = [shutil.copytree(checkpoint, tmp_path / "damaged" / name) for name in names]
     for path in paths:
         (path / ".metadata").write_bytes(BOMBS[path.name][0]())
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}  # an arena reserves 64 MiB for a thread
     done = subprocess.run(
-        [sys.executable, "-c", APART, *paths], capture_output=True, text=True, timeout=units(60), check=False
+        [sys.executable, "-c", APART, *paths], env=env, capture_output=True, text=True, timeout=units(60), check=False
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -329,7 +330,7 @@ def test_coverage_by_many_boxes_takes_little():
     assert is_covered(Box((0, 0), (size, size)), boxes)
     assert not is_covered(Box((0, 0), (size, size)), boxes[1:])
     assert not is_covered(Box((0,) * 6, (1000,) * 6), anywhere)
-    assert time.process_time() - begin < 10
+    assert time.process_time() - begin < units(5)
 
 
 def test_code_in_values_does_not_run(checkpoint, tmp_path):

@@ -354,17 +354,17 @@ class TestMemory:
 
     @needs_linux
     def test_the_peak_is_that_of_the_work_alone(self):
-        torch.ones(200 << 20, dtype=torch.uint8)  # an earlier peak
-        nbytes = peak(ours(lambda: torch.ones(50 << 20, dtype=torch.uint8), right))
+        torch.ones(400 << 20, dtype=torch.uint8)  # an earlier peak
+        nbytes = peak(ours(lambda: torch.ones(200 << 20, dtype=torch.uint8), right))
         assert nbytes is not None
-        assert 49 << 20 <= nbytes < 70 << 20  # the system counts in batches of pages
+        assert 180 << 20 <= nbytes < 220 << 20  # the system counts in batches of pages, and may take back idle ones
 
     @needs_linux
     def test_what_is_let_go_of_counts_as_well(self):
         def work():
-            torch.ones(50 << 20, dtype=torch.uint8)
+            torch.ones(200 << 20, dtype=torch.uint8)
 
-        assert memory.peak_of(work) >= 49 << 20
+        assert memory.peak_of(work) >= 180 << 20
 
     def test_is_unknown_where_the_system_does_not_tell(self, monkeypatch, tmp_path):
         monkeypatch.setattr(memory, "_RESET", tmp_path / "missing" / "file")

@@ -267,10 +267,10 @@ def test_unique_keys_leave_plain_ones_alone():
 
 def test_many_leaves_of_one_key_take_no_quadratic_time():
     count = 5_000
-    started = time.perf_counter()
+    started = time.process_time()
     keys = unique_keys(["same"] * count, [("same",)] * count)
     assert len(set(keys)) == count
-    assert time.perf_counter() - started < units(0.5)
+    assert time.process_time() - started < units(0.5)
 
 
 # Order

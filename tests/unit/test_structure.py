@@ -14,7 +14,8 @@ PACKAGES = ["chunks", "cli", "dcp", "exchange", "files", "leaves", "spans", "sta
 MODULES = ["__init__.py", "__main__.py", "compose.py", "declare.py", "errors.py", "paths.py", "torch_internals.py"]
 #: A layer and its registry, or its public face, have one name each by design.
 SHARED_FILE_NAMES = {"__init__.py", "registry.py"}
-ITERATORS = {"accumulate", "chain", "filter", "from_iterable", "islice", "map", "zip"}
+ITERATORS = {"accumulate", "chain", "combinations", "enumerate", "filter", "from_iterable", "islice", "iter", "map"}
+ITERATORS |= {"pairwise", "permutations", "product", "starmap", "zip"}
 
 
 def name_of(path):
@@ -62,22 +63,30 @@ def growing_tuples(text):
     """Return the lines that build a tuple from an iterator without a length, which CPython resizes in place.
 
     Resizing raises ``SystemError`` if another thread lists all objects (``gc.get_objects()``) at that moment.
-    A list does not mind.
+    A list does not mind. The arguments of a call are a tuple, too, and are built so if an iterator is all of them.
     """
-    return [
+    return sorted(
         node.lineno
         for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "tuple" and node.args
-        if isinstance(node.args[0], ast.GeneratorExp)
-        or (isinstance(node.args[0], ast.Call) and ast.unparse(node.args[0].func).split(".")[-1] in ITERATORS)
-    ]
+        if isinstance(node, ast.Call) and any(map(is_iterator, what_becomes_a_tuple(node)))
+    )
+
+
+def what_becomes_a_tuple(call):
+    if isinstance(call.func, ast.Name) and call.func.id == "tuple":
+        return call.args
+    return [call.args[0].value] if len(call.args) == 1 and isinstance(call.args[0], ast.Starred) else []
+
+
+def is_iterator(node):
+    named = isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ITERATORS
+    return named or isinstance(node, ast.GeneratorExp)
 
 
 def test_growing_tuples_are_found():
-    text = (
-        "tuple(x for x in y)\ntuple(map(f, y))\ntuple(chain.from_iterable(y))\ntuple([x for x in y])\n(*map(f, y),)\n"
-    )
-    assert growing_tuples(text) == [1, 2, 3]
+    growing = ["tuple(x for x in y)", "tuple(map(f, y))", "tuple(chain.from_iterable(y))", "g(*map(f, y), z=1)"]
+    others = ["tuple([x for x in y])", "(*map(f, y),)", "g(1, *map(f, y))", "g(*[x for x in y])"]
+    assert growing_tuples("\n".join(growing + others)) == [1, 2, 3, 4]
 
 
 def test_a_monitor_may_list_all_objects_at_any_time():

@@ -39,7 +39,7 @@ def shards_of(value: Any) -> LocalChunks:
     if len({len(column) for column in columns}) > 1:
         raise _misfit(f"as many global_offsets, local_offsets and local_sizes, got {list(map(len, columns))}")
     boxes, pieces = [], []
-    for start, first, sizes in zip(*map(_tuples, columns), strict=True):
+    for start, first, sizes in zip(*[_tuples(column) for column in columns], strict=True):
         if not len(start) == len(sizes) == len(shape) or not len(first) == len(sizes) == value.dim():
             raise _misfit(f"{len(shape)} dims of every shard, got offsets {start} and {first} and sizes {sizes}")
         if not _lies_in(start, sizes, shape):

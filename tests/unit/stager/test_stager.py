@@ -11,6 +11,7 @@ import time
 import weakref
 from collections import OrderedDict, namedtuple
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -681,7 +682,7 @@ def test_a_thread_takes_all_objects_again_and_again(options, young):
 
     def monitor():
         while not done.is_set():
-            seen.append(sum(isinstance(found, torch.Tensor) for found in gc.get_objects()))
+            seen.append(sum(type(found) is torch.Tensor for found in gc.get_objects()))
 
     thread = threading.Thread(target=monitor)
     interval = sys.getswitchinterval()
@@ -958,8 +959,7 @@ def test_close_from_inside_a_stage_releases_everything(stager):
 
 
 @pytest.mark.slow
-def test_eight_threads_are_right_or_busy(options):
-    outcomes: list[str] = []
+def test_eight_threads_take_turns_or_are_refused_as_busy(options):
     with st.Stager(max_snapshots=3, **options) as stager:
         start = threading.Barrier(8)
 
@@ -975,21 +975,18 @@ def test_eight_threads_are_right_or_busy(options):
             start.wait(units(15))
             for turn in range(12):
                 mine["w"].add_(1)
-                try:
-                    staged = stager.stage(mine)
-                except st.StagerBusy:
-                    outcomes.append("busy")
-                    continue
+                staged = None
+                while staged is None:
+                    with suppress(st.StagerBusy):
+                        staged = stager.stage(mine)
                 if turn % 3 == 0:
                     time.sleep(0)
                 assert_trees_equal(staged, mine, storages=False)
-                outcomes.append("right")
                 del staged
 
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(work, range(8)))
-        assert len(outcomes) == 96
-        assert outcomes.count("right") > 20
+        assert stager.stats.stages == 96
         stager.stage({"w": ramp(3)})
     assert stager.nbytes == 0
 
@@ -1093,6 +1090,7 @@ def test_a_hundred_dropped_stagers_leave_no_memory_behind(options, verb):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/fd")
 def test_shared_memory_takes_few_descriptors_and_gives_them_back():
     state = {f"w{number}": ramp(5, start=number) for number in range(5000)}
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     with st.Stager(share_memory=True) as stager:
         staged = stager.stage(state)
@@ -1135,11 +1133,11 @@ def test_prewarm_reads_nothing_writes_nothing_and_holds_no_lease(options):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/statm")
 def test_prewarm_faults_the_pages_in(options):
-    state = {"l": torch.empty(1 << 26, dtype=torch.uint8)}
+    state = {"l": torch.empty(200 << 20, dtype=torch.uint8)}
     with st.Stager(**options) as stager:
         before = resident()
         stager.prewarm(state)
-        assert resident() - before > 50 << 20
+        assert resident() - before > 180 << 20  # the system may take back idle pages meanwhile
 
 
 def test_prewarm_does_not_disturb_what_is_staged(options):
@@ -1361,6 +1359,7 @@ def test_a_stage_waits_a_moment_for_a_tree_that_is_being_dropped(options, monkey
     held = []
 
     def pause(seconds):
+        time.sleep(20 * seconds)  # as a busy system does
         waited.append(seconds)
         if len(waited) == 3:
             held.clear()
@@ -1376,9 +1375,24 @@ def test_a_stage_waits_a_moment_for_a_tree_that_is_being_dropped(options, monkey
         assert (stager.stats.allocations, stager.nbytes) == (blocks, nbytes)
 
 
+def test_a_stage_waits_a_moment_for_any_tree_if_there_may_be_no_more(options, monkeypatch):
+    held, waited = [], []
+
+    def pause(seconds):
+        waited.append(seconds)
+        if len(waited) == 3:
+            held.clear()
+
+    with st.Stager(max_snapshots=1, **options) as stager:
+        monkeypatch.setattr(module, "sleep", pause)
+        held.append(stager.stage({"w": ramp(SMALL)}))
+        other = {"w": ramp(SMALL + 1)}
+        assert_trees_equal(stager.stage(other), other)
+        assert len(waited) == 3
+
+
 def test_a_stage_waits_no_longer_than_a_moment_and_only_where_it_may_help(options, monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(module, "monotonic", lambda: clock[0])
     monkeypatch.setattr(module, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
     state, other = {"w": ramp(SMALL)}, {"w": ramp(SMALL + 1)}
     with st.Stager(max_snapshots=3, **options) as stager:

@@ -324,10 +324,10 @@ def test_a_cycle_in_a_dense_graph_is_found_at_once(cls):
     for node in graph:
         for index, other in enumerate(graph):
             dict.__setitem__(node, index, other)
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(st.CyclicTree, match="got a cycle"):
         st.flatten(graph)
-    assert time.perf_counter() - started < units(3)
+    assert time.process_time() - started < units(3)
 
 
 def test_a_cycle_through_many_attributes_is_found_at_once():
@@ -335,10 +335,10 @@ def test_a_cycle_through_many_attributes_is_found_at_once():
     for node in graph:
         for index, other in enumerate(graph):
             setattr(node, f"to{index}", other)
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(st.CyclicTree, match="got a cycle"):
         st.flatten(graph)
-    assert time.perf_counter() - started < units(3)
+    assert time.process_time() - started < units(3)
 
 
 def test_a_container_that_appears_twice_is_no_cycle():
