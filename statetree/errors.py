@@ -8,7 +8,7 @@ import traceback
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from statetree.paths import is_tensor, nearest
+from statetree.paths import is_tensor, nearest, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ class Difference(NamedTuple):
     right: Any
 
     def __str__(self) -> str:
-        return f"{self.kind} differs at {self.path or '<root>'}: {self.left} against {self.right}"
+        return printable(f"{self.kind} differs at {self.path or '<root>'}: {self.left} against {self.right}")
 
 
 def _told(found: Difference) -> str:
@@ -46,6 +46,11 @@ def _told(found: Difference) -> str:
     if found.kind in {"overlap", "ties", "writability"}:  # it is the right side that does not allow it
         return f"{found.kind} at {where}: {found.left} cannot go into {found.right}."
     return f"{found.kind} differs at {where}: expected {found.right}, got {found.left}."
+
+
+def harmless(text: str) -> str:
+    """Return a text of several lines with what is not printable in each of them written as escapes."""
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def shown(lines: Sequence[str], total: int | None = None) -> str:
@@ -99,7 +104,7 @@ def describe_leaf(leaf: Any) -> str:
 
 def note_leaf(error: BaseException, path: Path, leaf: Any) -> None:
     """Add to an exception which leaf it concerns."""
-    error.add_note(f"statetree: at {str(path) or '<root>'}, {describe_leaf(leaf)}")
+    error.add_note(printable(f"statetree: at {str(path) or '<root>'}, {describe_leaf(leaf)}"))
 
 
 def warn(message: str) -> None:
@@ -111,7 +116,13 @@ def warn(message: str) -> None:
 
 
 class StateTreeError(Exception):
-    """Base of every error that statetree raises by itself."""
+    """Base of every error that statetree raises by itself.
+
+    Control characters of names in its message, which a terminal would obey, are written as escapes.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*[harmless(arg) if isinstance(arg, str) else arg for arg in args])
 
 
 class TreeMismatch(StateTreeError, ValueError):
@@ -127,7 +138,7 @@ class TreeMismatch(StateTreeError, ValueError):
     @classmethod
     def between(cls, verb: str, differences: Sequence[Difference], remedy: str) -> TreeMismatch:
         """Return the error for a left tree (what was given) that does not fit a right one (what was expected)."""
-        lines = list(map(_told, differences))
+        lines = [printable(_told(found)) for found in differences]
         absent = [str(found.path) for found in differences if found.kind == "missing" and found.left == "absent"]
         for index, found in enumerate(differences[:SHOWN_DIFFERENCES] if absent else ()):
             if found.kind == "missing" and found.left != "absent":

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import click
 from click.shell_completion import shell_complete
 
-from statetree.errors import StateTreeError
-from statetree.files.untrusted import printable
+from statetree.errors import StateTreeError, harmless
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -112,10 +111,9 @@ def _run(command: click.Command, args: list[str]) -> int:
 
 def _complaint(error: Exception) -> str:
     if not isinstance(error, (StateTreeError, OSError, MemoryError)):
-        lines = "\n".join(map(printable, traceback.format_exc().split("\n")))
-        return f"error: statetree has a fault. Please report this:\n{lines}"
+        return f"error: statetree has a fault. Please report this:\n{harmless(traceback.format_exc())}"
     text = str(error) if isinstance(error, StateTreeError) else f"{type(error).__name__}: {error}"
-    return "error: " + "\n".join(map(printable, text.split("\n")))
+    return f"error: {harmless(text)}"
 
 
 def _invoke(command: click.Command, args: list[str]) -> int:

@@ -142,7 +142,7 @@ class _ValueReading:
         if module == "torch" and name in _NAMED:
             return _NAMED[name]
         if full in storage_dtypes():
-            return StorageClass(storage_dtypes()[full])
+            return StorageClass(full)
         known = (reconstructors.CALLS, reconstructors.CLASSES, numpy_values.CALLS, numpy_values.CLASSES)
         if full in MADE_BY_READER or full in PLAIN_CALLS or full == _TENSOR or any(full in names for names in known):
             return Named(full)

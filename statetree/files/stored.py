@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
+from itertools import chain
 from operator import add, mul, sub
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -19,7 +20,7 @@ from statetree.leaves.casting import castable, out_of_range
 from statetree.leaves.parts import unpack
 from statetree.leaves.registry import LeafType, register_leaf_type
 from statetree.spans.layout import extent_bytes
-from statetree.torch_internals import copy_each, quietly, set_bits
+from statetree.torch_internals import copy_each, quietly, set_bits, storage_key
 from statetree.tree.mapping import map_with_path
 
 if TYPE_CHECKING:
@@ -290,10 +291,12 @@ def span_bytes(outline: torch.Tensor) -> int:
     return extent_bytes(tuple(outline.shape), tuple(outline.stride()), outline.dtype.itemsize)
 
 
-def _memory_key(stored: StoredTensor) -> int:
-    """Return what is equal for stored tensors that may share memory."""
-    is_mapped = stored.is_strided and not stored.outline.is_meta
-    return stored.outline.untyped_storage().data_ptr() if is_mapped else id(stored)
+def _memory_keys(stored: StoredTensor) -> set[int]:
+    """Return what stored tensors have in common that may share memory."""
+    if stored.outline.is_meta:
+        return {id(stored)}
+    tensors = [stored.outline] if stored.is_strided else unpack("cast", [stored.outline], list).parts
+    return {storage_key(tensor.untyped_storage()) for tensor in tensors}
 
 
 class StoredType(LeafType):
@@ -315,15 +318,16 @@ class StoredType(LeafType):
 
     def converted_later(self, values: Sequence[Any], dtype: torch.dtype) -> Sequence[Any]:
         """Return those that are tied to no other one, and would come out no different if they were read first."""
-        keys = [_memory_key(value) for value in values]
-        users = Counter(keys)
+        keys = [_memory_keys(value) for value in values]
+        users = Counter(chain.from_iterable(keys))
 
         def later(value: StoredTensor) -> StoredTensor | None:
             if value.dtype == dtype or not value.dtype.is_floating_point:
                 return value
             return value.to(dtype) if value.is_bare and value.is_as_stored and castable(value.dtype, dtype) else None
 
-        return [later(value) if users[key] == 1 else None for value, key in zip(values, keys, strict=True)]
+        tied = [any(users[key] > 1 for key in own) for own in keys]
+        return [None if is_tied else later(value) for value, is_tied in zip(values, tied, strict=True)]
 
     def describe(self, value: Any) -> Mapping[str, Any]:
         """Return the facts of the tensor, without reading it."""

@@ -19,7 +19,7 @@ from statetree.files.ranges import OpenFiles
 from statetree.files.safe_pickle import BadPickle, Named
 from statetree.files.shared_bytes import extent
 from statetree.files.stored import StoredPiece, StoredTensor, whole_tensors
-from statetree.files.torch_pickles import foreign_names, read_pickle
+from statetree.files.torch_pickles import StorageClass, foreign_names, read_pickle
 from statetree.files.untrusted import refuse
 from statetree.files.zip_archive import REWRITE, is_zip, read_members
 from statetree.torch_internals import check_sparse_indices, storage_key
@@ -128,7 +128,7 @@ class TorchArchive:
 
     def stored(self, leaf: Any) -> Any:
         """Return what stands for a leaf of the tree, one object for each."""
-        if isinstance(leaf, Named):
+        if isinstance(leaf, (Named, StorageClass)):
             return resolve_name(leaf.name)
         if isinstance(leaf, (torch.UntypedStorage, torch.storage.TypedStorage)):
             storage: Any = leaf

@@ -52,10 +52,10 @@ def storage_dtypes() -> dict[str, torch.dtype | None]:
 
 
 class StorageClass:
-    """A class of storages that a pickle names: the dtype of their elements, or ``None``."""
+    """A class of storages that a pickle names, and the dtype of their elements, or ``None``."""
 
-    def __init__(self, dtype: torch.dtype | None) -> None:
-        self.dtype = dtype
+    def __init__(self, name: str) -> None:
+        self.name, self.dtype = name, storage_dtypes()[name]
 
 
 def storage_id(pid: Any) -> tuple[StorageClass, str, int]:
@@ -106,7 +106,7 @@ def _named(foreign: dict[str, None], module: str, name: str) -> Any:
     if isinstance(known, (torch.dtype, torch.qscheme, torch.layout, torch.memory_format)):
         return known
     if full in storage_dtypes():
-        return StorageClass(storage_dtypes()[full])
+        return StorageClass(full)
     if full in _CALLS or full in _CLASSES or full in MADE_BY_READER:
         return Named(full)
     if module in _BLOCKED or (full.startswith(_UTILS) and name not in vars(torch._utils)):  # noqa: SLF001

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def layouts(
-    world_size: int,
+    world_size: int = 2,
     *,
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.int64, torch.bfloat16, torch.complex64),
     max_dims: int = 3,

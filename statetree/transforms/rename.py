@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 from statetree.errors import TreeMismatch, shown
-from statetree.paths import nearest
 from statetree.tree.flatten import flatten_for
 from statetree.tree.rename_rules import Match, Renaming
 from statetree.tree.renaming import located, renamed
+from statetree.tree.selection import suggestion
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -21,7 +21,7 @@ def rename(tree: T, rules: Renaming | Mapping[str, str] | Iterable[tuple[str, st
 
     It works on flat state dicts and on nested trees alike: a name is cut into keys as the old one was. What lies in a
     mapping with dots in its keys gets one key, and what lies in nested mappings gets nested ones; where nothing tells,
-    in a tree that is one mapping, it is one key. Containers keep their classes and attributes (also
+    in a tree that is one mapping with texts as keys, it is one key. Containers keep their classes and attributes (also
     ``OrderedDict._metadata``, as it is), and go with their leaves; new ones are dicts. A capture that is a whole
     component keeps its key (``0``, not ``"0"``). Where no list goes with the items of one, they lie in a dict under
     their indices.
@@ -68,11 +68,12 @@ def rename(tree: T, rules: Renaming | Mapping[str, str] | Iterable[tuple[str, st
                 rule = rules.pairs[found.rule]
                 msg = f"rename: the path {item.text} would be lost: expected a name, got none. Change {rule}."
                 raise TreeMismatch(msg)
-    unused = [source for index, (source, _) in enumerate(rules.pairs) if index not in used]
+    unused = [pair for index, pair in enumerate(rules.pairs) if index not in used]
     if unused and not missing_ok:
         lines = []
-        for source in unused:
-            meant = nearest(source, texts)
-            lines.append(f"no path matches the rule {source!r}{f': did you mean {meant}?' if meant else '.'}")
+        for source, target in unused:
+            is_late = any(map(Renaming([(source, target)]).match, texts))
+            why = " that no rule before it matches." if is_late else suggestion(source, texts)
+            lines.append(f"no path matches the rule {source!r}{why}")
         raise TreeMismatch(f"rename: {shown(lines)} Change it, or pass missing_ok=True.")
     return renamed("rename", spec, leaves, names)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Iterable, Mapping
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from statetree.tree.selection import glob_parts
 
@@ -130,6 +131,7 @@ class Renaming:
         rules: Pairs of patterns, or a mapping from one to the other.
 
     Raises:
+        TypeError: If they are no pairs of texts.
         ValueError: If the second pattern of a rule asks for what the first does not capture.
 
     Example:
@@ -142,7 +144,11 @@ class Renaming:
     """
 
     def __init__(self, rules: Mapping[str, str] | Iterable[tuple[str, str]]) -> None:
-        pairs = rules.items() if isinstance(rules, Mapping) else rules
+        pairs: list[Any] = list(rules.items() if isinstance(rules, Mapping) else rules)
+        for pair in pairs:
+            if type(pair) not in (tuple, list) or list(map(type, pair)) != [str, str]:
+                msg = f"rename: the rules are no pairs of patterns: expected two texts, got {reprlib.repr(pair)}."
+                raise TypeError(msg)
         self._rules = [_Rule(source, target) for source, target in pairs]
 
     @property

@@ -104,11 +104,11 @@ def renamed(verb: str, spec: TreeSpec, leaves: Sequence[Any], names: Mapping[int
         # Without a new name there may be two: of a key with a dot, or of 0 and "0".
         if other is not item and not names.keys().isdisjoint((item.ref, other.ref)):
             _refuse_twice(verb, item, other, names)
+        if not item.keys:  # the root itself is empty
+            continue
         steps = [*zip(item.keys, (*item.nodes[1:], -1), strict=True)]
         if match is not None and match.name != item.text:
             steps = _steps(spec, item, match, flat)
-        if not steps:  # the root itself is empty
-            continue
         place = root
         for key, node in steps[:-1]:
             child = place.child(key, _Place(node))
@@ -129,8 +129,8 @@ def _flatness(spec: TreeSpec) -> list[bool]:
     """Return for every container whether dots in a new name of what lies in it belong to one key."""
     dotted = [any("." in render_key(key) for key in node[1]) for node in spec.nodes]
     nested = [any(ref < 0 for ref in refs) for refs in spec.links()]
-    # A container that says nothing by its own keys goes with the tree.
-    usual = any(dotted) or len(spec.nodes) == 1
+    # A container that says nothing by its own keys goes with the tree. A key that is no text cannot be part of another.
+    usual = any(dotted) or (len(spec.nodes) == 1 and all(type(key) is str for key in spec.nodes[0][1]))
     return [own or (usual and not deep) for own, deep in zip(dotted, nested, strict=True)]
 
 

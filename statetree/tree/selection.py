@@ -22,11 +22,14 @@ Where = str | Path | Sequence[str | Path] | Callable[[Path, Any], bool]
 _PLACE: Final = itemgetter(1, 3, 4)
 #: Keys that read the same if they are equal (``True`` and ``1`` are, and do not).
 _PLAIN_KEYS: Final = frozenset({str, int})
+_REMEDY: Final = "Give a glob over whole paths, or pass missing_ok=True."
 #: Structures with more leaves are matched anew each time: what the cache holds stays small.
 _CACHED_LEAVES: Final = 100_000
 
 
-def selected(where: Where, spec: TreeSpec, leaves: Sequence[Any], *, verb: str, missing_ok: bool = False) -> list[bool]:
+def selected(
+    where: Where, spec: TreeSpec, leaves: Sequence[Any], *, verb: str, missing_ok: bool | None = None
+) -> list[bool]:
     """Return, for every leaf of a tree, whether it is meant.
 
     A glob is matched against the whole path of a leaf, rendered plainly: ``*`` stands for any characters but dots,
@@ -39,7 +42,7 @@ def selected(where: Where, spec: TreeSpec, leaves: Sequence[Any], *, verb: str, 
         spec: The tree's structure.
         leaves: Its leaves. A predicate is not asked about ``HOLE``, which it does not select.
         verb: On whose behalf, for messages.
-        missing_ok: Whether a glob or path may match nothing.
+        missing_ok: Whether a glob or path may match nothing; ``None`` where the user cannot say so.
 
     Raises:
         TreeMismatch: If a glob or path matches nothing.
@@ -49,7 +52,7 @@ def selected(where: Where, spec: TreeSpec, leaves: Sequence[Any], *, verb: str, 
 
 
 def selected_in(
-    where: Where, trees: Sequence[tuple[TreeSpec, Sequence[Any]]], *, verb: str, missing_ok: bool = False
+    where: Where, trees: Sequence[tuple[TreeSpec, Sequence[Any]]], *, verb: str, missing_ok: bool | None = None
 ) -> list[list[bool]]:
     """Do as ``selected`` for several trees: what a glob or path matches may be in any one of them."""
     patterns = _patterns(verb, where)
@@ -64,8 +67,9 @@ def selected_in(
     unmatched += [start for start in starts if start not in met]
     if unmatched and not missing_ok:
         texts = [text for spec, _ in trees for text in spec.rendered_paths()]
-        lines = [f"no path matches {str(pattern)!r}{_suggestion(pattern, texts)}" for pattern in unmatched]
-        raise TreeMismatch(f"{verb}: {shown(lines)} Give a glob over whole paths, or pass missing_ok=True.")
+        lines = [f"no path matches {str(pattern)!r}{suggestion(pattern, texts)}" for pattern in unmatched]
+        remedy = "Give a glob over whole paths." if missing_ok is None else _REMEDY
+        raise TreeMismatch(f"{verb}: {shown(lines)} {remedy}")
     if below:
         found.append([mask for mask, _ in below])
     if len(found) == 1:
@@ -183,7 +187,8 @@ def escaped(text: str) -> str:
     return re.sub(r"([\\*{}])", r"\\\1", text)
 
 
-def _suggestion(pattern: str | Path, texts: Sequence[str]) -> str:
+def suggestion(pattern: str | Path, texts: Sequence[str]) -> str:
+    """Return the end of a sentence that says that a pattern matches no path: what may have been meant."""
     if isinstance(pattern, str) and any(map(compiled_glob(f"{pattern}.**").fullmatch, texts)):
         return f", which is a container: did you mean {f'{pattern}.**'!r}?"
     if isinstance(pattern, Path):

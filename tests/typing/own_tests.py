@@ -36,7 +36,8 @@ def strategies() -> None:
     assert_type(testing.tensors(max_dims=2), SearchStrategy[torch.Tensor])
     assert_type(testing.state_trees(dtypes="training", max_leaves=3, opaque=False), SearchStrategy[Any])
     assert_type(testing.tied_trees(max_leaves=3), SearchStrategy[Any])
-    assert_type(testing.layouts(2, partial=True), SearchStrategy[testing.Layout])
+    assert_type(testing.layouts(partial=True), SearchStrategy[testing.Layout])
+    assert_type(testing.layouts(2), SearchStrategy[testing.Layout])
 
 
 def layout(layout: testing.Layout) -> None:

@@ -76,6 +76,21 @@ def test_the_root_has_a_name():
     assert "at <root>" in str(st.TreeMismatch.between("verb", [difference], "."))
 
 
+def test_control_characters_of_names_do_not_reach_the_terminal():
+    difference = Difference(Path(("\x1b[31m\n\x07",)), "value", "\x9b1m", "\u202e")
+    assert str(difference) == r"value differs at \x1b[31m\n\x07: \x9b1m against \u202e"
+    error = st.TreeMismatch.between("verb", [difference] * 2, "\x1b[0m")
+    assert str(error).splitlines()[1:] == [
+        r"  value differs at \x1b[31m\n\x07: expected \u202e, got \x9b1m.",
+        r"  value differs at \x1b[31m\n\x07: expected \u202e, got \x9b1m. \x1b[0m",
+    ]
+    path = Path(("\x1b]0;x\x07",))
+    assert str(st.UnsupportedLeaf(f"verb: at {path}", path)) == r"verb: at \x1b]0;x\x07"
+    with pytest.raises(ZeroDivisionError) as caught:
+        st.select({path[0]: 1}, lambda _path, leaf: leaf / 0)
+    assert caught.value.__notes__ == [r"statetree: at \x1b]0;x\x07, int"]
+
+
 def test_an_empty_key_is_not_the_root():
     assert "<root>" not in str(Difference(Path(("",)), "type", "int", "str"))
 

@@ -71,6 +71,7 @@ def test_values_of_torch_and_quantized_tensors_are_what_torch_loads(tmp_path):
         read = st.offload(open_file(path))
         assert st.similarity(read, torch.load(path, weights_only=True), values=True)
     assert (read["parameter"].mine, read["grad"].tag) == ("x", [1])
+    assert open_file(write(classes := [torch.FloatStorage, torch.UntypedStorage], tmp_path / "a.pt")) == classes
     assert read["values"] == state["values"]
 
 
@@ -201,6 +202,15 @@ def test_cast_keeps_ties_strides_and_classes_of_stored_tensors(tmp_path):
     one = open_file(write({"w": bits(3)}, tmp_path / "a.safetensors"))["w"]
     read = st.cast({"a": one, "b": one}, torch.float64)
     assert_trees_equal(read, {"a": bits(3).double(), "b": bits(3).double()}, ties=False)
+
+
+def test_a_tie_to_the_values_of_a_sparse_tensor_is_not_cut(tmp_path):
+    values = torch.arange(1.0, 4)
+    state = {"s": torch.sparse_coo_tensor([[0, 1, 2]], values, (3,), check_invariants=True), "w": values}
+    stored = open_file(write(state, tmp_path / "a.pt"))
+    with pytest.raises(TreeMismatch, match="cast: ties at w: another dtype cannot go into one tied to s"):
+        st.cast(stored, torch.float64, where="w")
+    assert st.cast({"w": stored["w"]}, torch.float64)["w"].tensor().tolist() == [1.0, 2.0, 3.0]
 
 
 def test_distributed_and_foreign_leaves_are_refused(tmp_path):

@@ -95,6 +95,8 @@ def test_the_first_rule_that_matches_counts():
         ),
         ({"model.w": 1}, {"modl.{x}": "{x}"}, "no path matches the rule 'modl.{x}': did you mean model.w"),
         ({"a": 1, "b": 2}, [("a", "c"), ("d", "e")], "no path matches the rule 'd'"),
+        ({"a": 1}, [("*", "b.*"), ("a", "c")], "no path matches the rule 'a' that no rule before it matches"),
+        ({"a": {"b": 1}}, {"a": "c"}, r"no path matches the rule 'a', which is a container: did you mean 'a.\*\*'"),
         ({"a.b": 1}, {"a.b.**": "**"}, "the path a.b would be lost"),
         ({"x": {0: 1}, "y": 2}, {"y": "x.0"}, "two leaves would get one path: .* got 'x.0' for x.0 and y"),
         ({"y": 2, "x": {0: 1}}, {"y": "x.0"}, "two leaves would get one path: .* got 'x.0' for y and x.0"),
@@ -132,6 +134,17 @@ def test_what_is_not_captured_cannot_be_asked_for():
 def test_what_loses_something_has_no_inverse(source, target):
     with pytest.raises(ValueError, match="has no inverse"):
         _ = st.Renaming({source: target}).inverse
+
+
+@pytest.mark.parametrize("rules", ["ab", [("a", "b", "c")], {0: "a"}, [None]], ids=str)
+def test_rules_that_are_no_pairs_of_texts_are_refused(rules):
+    with pytest.raises(TypeError, match="rename: the rules are no pairs of patterns: expected two texts, got "):
+        st.rename({"a": 1}, rules)
+
+
+@pytest.mark.parametrize("tree", [{}, [], OrderedDict()], ids=str)
+def test_an_empty_tree_stays_as_it_is(tree):
+    assert there_and_back(tree, {}) == tree
 
 
 def test_rules_can_be_looked_at():
