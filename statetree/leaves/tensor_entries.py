@@ -10,7 +10,7 @@ from statetree.chunks.boxes import Box
 from statetree.leaves.builtin import holds_tensor, leaf_type_of, settled, taken_over
 from statetree.leaves.leaf_numbers import text_number, value_number
 from statetree.leaves.location import located
-from statetree.leaves.parts import Unpacked, unpack
+from statetree.leaves.parts import unpack
 from statetree.leaves.types.special import special_layout
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, holds_memory
@@ -185,16 +185,14 @@ class TreeEntries:
         ]
         if not values and not foreign(Columns(pieces)):
             return []
-        found = self._unpacked(values)
-        owners += [values[owner] for owner in found.owners]
-        pieces += found.parts
+        for index, parts in zip(values, self.parts_inside(values), strict=True):  # a part may lie in several
+            owners += [index] * len(parts)
+            pieces += parts
         there = [place for place, piece in enumerate(pieces) if not piece.is_meta and piece.numel()]
         columns = Columns([pieces[place] for place in there])
         keys = columns.storage_keys
         places = placed(columns, MemoryMap(), private=False) if foreign(columns) else columns
-        first_of: dict[int, int] = {}
-        same = [(first_of.setdefault(id(self.leaves[index]), index), index) for index in values]
-        pairs = [pair for pair in same if pair[0] != pair[1] and not taken_over(self.leaves[pair[0]])]
+        pairs = []
         for first, second in shared_elements(places):
             a, b = owners[there[first]], owners[there[second]]
             together = keys[first] == keys[second] and self._can_be_tried(a) and self._can_be_tried(b)
@@ -215,12 +213,9 @@ class TreeEntries:
 
     def parts_inside(self, indices: Sequence[int]) -> list[list[torch.Tensor]]:
         """Return the plain tensors inside each of some values."""
-        found = self._unpacked(indices)
-        return [[found.parts[part] for part in found.parts_of(place)] for place in range(len(indices))]
-
-    def _unpacked(self, indices: Sequence[int]) -> Unpacked:
         chosen = [self.leaves[index] for index in indices]
-        return unpack(self.verb, chosen, lambda: [self.paths()[index] for index in indices], memory=False)
+        found = unpack(self.verb, chosen, lambda: [self.paths()[index] for index in indices], memory=False)
+        return [[found.parts[part] for part in found.parts_of(place)] for place in range(len(indices))]
 
     def _pieces(self) -> tuple[list[int], list[torch.Tensor]]:
         """Return the pieces of all tensors, and before that the leaf of each."""

@@ -21,8 +21,7 @@ def apply_delta(delta: Delta, tree: T, *, verify: Literal["written", "all"] = "w
     Everything is validated before the first byte is written. A delta is *idempotent*: applying it to its own result
     does nothing, and applying it again after an interrupted call completes that call. (A process that is killed within
     the one call of torch that writes a tensor, in memory that outlives it, may leave this tensor with neither its old
-    nor its new elements: it is then refused. So is a result in which a storage that is a leaf, and was replaced, shares
-    memory with other leaves.)
+    nor its new elements: it is then refused.)
 
     Args:
         delta: From ``delta``, of two trees with the same structure, dtypes, shapes and layouts as ``tree``. It may have

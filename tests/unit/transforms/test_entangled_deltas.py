@@ -42,12 +42,17 @@ def of_one_array():
     return {"a": torch.from_numpy(array), "b": torch.from_numpy(array)}
 
 
-TIED = [one_sparse, values_of_a_sparse, inside_an_object, of_one_array]
+def storage_behind_an_object_that_holds_it():
+    tensor = torch.tensor([1.0, 2.0])
+    return {"a": tensor, "b": held(tensor.untyped_storage()), "c": tensor.untyped_storage()}
+
+
+TIED = [one_sparse, values_of_a_sparse, inside_an_object, of_one_array, storage_behind_an_object_that_holds_it]
 
 
 def changed(tree):
     """Return a copy of a tree, without ties, in which the first leaf is another one."""
-    other = {"a": st.offload({"x": tree["a"]})["x"], "b": st.offload({"x": tree["b"]})["x"]}
+    other = untied(tree)
     (other["a"].values() if other["a"].is_sparse else other["a"]).add_(5)
     return other
 
@@ -74,9 +79,16 @@ def test_a_tree_with_such_memory_is_refused_and_not_written(make, verify):
 
 @pytest.mark.parametrize("make", TIED)
 def test_what_does_not_change_may_lie_there(make):
-    base, new, target = ({**make(), "c": torch.tensor([number])} for number in (0, 1, 0))
+    base, new, target = ({**make(), "d": torch.tensor([number])} for number in (0, 1, 0))
     st.apply_delta(st.delta(new, base), target)
-    assert target["c"].tolist() == [1]
+    assert target["d"].tolist() == [1]
+
+
+def test_what_changes_alike_is_refused_too_where_it_cannot_be_tried():
+    base, new = storage_behind_an_object_that_holds_it(), storage_behind_an_object_that_holds_it()
+    new["a"].add_(5)
+    with pytest.raises(st.TreeMismatch, match="ties at"):
+        st.delta(new, base)
 
 
 def test_one_leaf_in_two_places_changes_in_both():
