@@ -14,7 +14,7 @@ from statetree.leaves.delta_tree import Delta
 from statetree.leaves.located_change import tried
 from statetree.leaves.pairing import fact_differences
 from statetree.leaves.tensor_entries import TensorEntry, TreeEntries
-from statetree.spans.bits import as_bits, differing, from_bits, is_unreadable, same_bytes
+from statetree.spans.bits import as_bits, differ_in_more, differing, from_bits, is_unreadable, same_bytes
 from statetree.spans.positions import places_of, take, within
 from statetree.spans.sums import sums_at
 from statetree.torch_internals import copy_each
@@ -120,12 +120,13 @@ def _change(a: TensorEntry, b: TensorEntry, sums: torch.Tensor) -> TensorChange 
         return None
     numel, count = torch.Size(b.shape).numel(), b.held
     itemsize = b.dtype.itemsize
-    if any(is_unreadable(x, y) for x, y in zip(a.pieces, b.pieces, strict=True)):
-        return _all(a, b, sums)
     most = count * itemsize // (itemsize + _GAP_BYTES)  # of positions
+    pairs = list(zip(a.pieces, b.pieces, strict=True))
+    if any(is_unreadable(x, y) or differ_in_more(x, y, most) for x, y in pairs):
+        return _all(a, b, sums)
     found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     number = 0
-    for box, x, y in zip(b.boxes, a.pieces, b.pieces, strict=True):
+    for box, (x, y) in zip(b.boxes, pairs, strict=True):
         if _same_view(x, y):
             continue
         parts = []

@@ -9,7 +9,7 @@ from hypothesis import strategies as hyp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from statetree.spans import bits
-from statetree.spans.bits import bits_of, differing, first_difference, same_bytes
+from statetree.spans.bits import bits_of, differ_in_more, differing, first_difference, same_bytes
 from statetree.torch_internals import compare_memory, negated_view
 
 DTYPES = [torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.float32, torch.int64, torch.complex64]
@@ -104,6 +104,18 @@ def test_positions_are_not_empty_and_int64():
     found = list(differing(a, b))
     assert [positions.tolist() for positions in found] == [[5], [1_000_000]]
     assert {positions.dtype for positions in found} == {torch.int64}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_elements_that_differ_are_counted_exactly_where_they_are_many(dtype, transposed, monkeypatch):
+    monkeypatch.setattr(bits, "_PIECE_BYTES", 800)
+    ones = torch.ones(60, 50, dtype=torch.uint8).repeat_interleave(dtype.itemsize, 1)
+    other = ones.clone()
+    other.view(60, 50, dtype.itemsize)[:, :40] ^= 1  # 2,400 elements
+    a, b = (memory.view(dtype).T if transposed else memory.view(dtype) for memory in (ones, other))
+    assert [differ_in_more(a, b, most) for most in (0, 2_399, 2_400)] == [True, True, False]
+    assert not differ_in_more(a, a, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float32, torch.complex128], ids=str)
