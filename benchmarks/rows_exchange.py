@@ -1,4 +1,4 @@
-"""The collectives: ``gather`` and ``distribute``, between processes in a gloo group."""
+"""The collectives: ``gather``, ``distribute`` and ``broadcast``, between processes in a gloo group."""
 
 from __future__ import annotations
 
@@ -125,6 +125,45 @@ def distribute(state: Sharded) -> list[Contender]:
     ]
 
 
+def of_4_mb(scale: float) -> State:
+    """Return the same plain float32 matrices on every rank."""
+    number = max(round(8 * scale), 2)
+    tree = {f"layers.{index}.weight": _whole(index, (1024, 1024)) for index in range(number)}
+    return State(f"{number} x {size(4 * MB)} tensors", tree)
+
+
+def broadcast(state: State) -> list[Contender]:
+    """Give every rank the tensors of rank 0. The peer makes one new tensor on every rank; the floor writes in place."""
+    is_source = dist.get_rank() == 0
+    tree = state.tree if is_source else None
+
+    def together() -> torch.Tensor:
+        return torch.cat([tensor.view(-1) for tensor in state.tensors])
+
+    def sent() -> torch.Tensor:
+        return together() if is_source else torch.zeros(state.nbytes // 4)
+
+    def in_place(tensor: torch.Tensor) -> torch.Tensor:
+        dist.broadcast(tensor, src=0)
+        return tensor
+
+    def anew(tensor: torch.Tensor) -> torch.Tensor:
+        return in_place(tensor.clone() if is_source else torch.empty_like(tensor))
+
+    def arrived(result: Any) -> bool:
+        return list(result) == list(state.tree) and all(map(torch.equal, result.values(), state.tensors))
+
+    def arrived_together(result: torch.Tensor) -> bool:
+        return torch.equal(result, together())
+
+    return [
+        ours(lambda: st.broadcast(tree), arrived),
+        variant("statetree, prepared", st.prepare(st.broadcast, tree), arrived),
+        peer("dist.broadcast of a new tensor", anew, arrived_together, fresh=sent),
+        floor("dist.broadcast", in_place, arrived_together, fresh=sent),
+    ]
+
+
 def all_to_all(sends: Sequence[int], receives: Sequence[int]) -> Contender:
     """Return the floor: one collective that moves as many bytes between the ranks, in memory that is there already."""
     rank = dist.get_rank()
@@ -241,4 +280,10 @@ ROWS = (
              within(3, "all_to_all_single", "statetree, prepared, in_place"))),
     RankRow("distribute", "distribute from one", small, distribute, (sends_one_model(),), ranks=4, rounds=7),
     RankRow("distribute", "distribute from one", large, distribute, (sends_one_model(),)),
+    *(
+        RankRow("broadcast", "broadcast", of_4_mb, broadcast,
+                (within(1.2, "dist.broadcast"), within(1.2, "dist.broadcast", "statetree, prepared"),
+                 sends_one_model()), ranks=ranks)
+        for ranks in (2, 8)
+    ),
 )  # fmt: skip

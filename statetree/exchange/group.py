@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 import zlib
 from collections import defaultdict
 from contextlib import suppress
@@ -174,8 +175,9 @@ class Group(Ranks):
     ) -> list[tuple[bytes, list[int]]]:
         """Return what the ranks say: each text once, with the ranks that say so, in the order of the first of these.
 
-        Each sends a digest. Then the first rank of each text puts that into its place among all of them: what a rank
-        receives grows with the ranks and with the different texts, not with their product.
+        If all say the same, they find that out by a digest. Otherwise each sends one to all. Then the first rank of
+        each text puts that into its place among all of them: what a rank receives grows with the ranks and with the
+        different texts, not with their product.
 
         Args:
             said: What this rank says; ``None`` for nothing.
@@ -185,6 +187,8 @@ class Group(Ranks):
         packed = zlib.compress(said or b"", 1)
         digest = blake2b((said if alike is None else alike) or b"", digest_size=_DIGEST_BYTES).digest()
         mark = bytes(_MARK_BYTES) if said is None else digest + len(packed).to_bytes(8, "little")
+        if alike is None and self._is_same(mark):
+            return [] if said is None else [(said, [*range(self.size)])]
         rows = [bytes(row) for row in self.all_gather(torch.frombuffer(bytearray(mark), dtype=torch.uint8)).tolist()]
         ranks: defaultdict[bytes, list[int]] = defaultdict(list)
         for rank, row in enumerate(rows):
@@ -201,6 +205,12 @@ class Group(Ranks):
         data = ctypes.string_at(found.data_ptr(), found.numel())
         texts = [zlib.decompress(data[stop - size : stop]) for stop, size in zip(stops, sizes, strict=True)]
         return list(zip(texts, ranks.values(), strict=False))
+
+    def _is_same(self, mark: bytes) -> bool:
+        """Whether all ranks have the same mark: the greatest, and the greatest with all bits inverted, are it."""
+        words = struct.unpack("<3q", mark)
+        most = self.all_reduce_max([*words, *(~word for word in words)])
+        return most[:3] == [~word for word in most[3:]]
 
     def broadcast_bytes(self, sent: bytes, nbytes: int, source: int) -> bytes:
         """Return what one rank sends, of a length that all know."""

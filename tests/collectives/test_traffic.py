@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import statetree
-from statetree.exchange.group import Group
+from statetree.exchange.group import Group, group_of
 from statetree.testing import Layout, run_ranks
 from tests.collectives.checks import attempt
 
@@ -76,6 +76,8 @@ def send_what_is_needed():
         "reshard": lambda: statetree.reshard(sharded, tree_of("S1")),
         "reshard to copies": lambda: statetree.reshard(sharded, hybrid),
         "partition_replicas": lambda: statetree.partition_replicas(hybrid),
+        "digest": lambda: statetree.digest(hybrid),
+        "audit": lambda: statetree.audit(hybrid),
     }
     sent = {}
     for name, call in calls.items():
@@ -96,6 +98,8 @@ def test_no_more_is_sent_than_is_lacking():
         "reshard": 3 / 4,
         "reshard to copies": 1 / 4 * (1 + 1 + 2 + 2),
         "partition_replicas": 0,
+        "digest": 0,
+        "audit": 0,
     }
     rows = run_ranks(4, send_what_is_needed)
     for name, models in ideal.items():
@@ -122,3 +126,24 @@ def test_what_ranks_tell_each_other_hardly_grows_with_the_leaves():
     few, many = run_ranks(4, hear_of, 20)[0], run_ranks(4, hear_of, 200)[0]
     assert many[0] <= few[0] + 200
     assert many[1] <= few[1] + 4 * 64  # as bisection takes a few steps more
+
+
+def tell():
+    """Return how many bytes this rank hears where all say the same, and where one says something else."""
+    rank = dist.get_rank()
+    group = group_of("tell", None, None)
+    with Counting() as alike:
+        assert group.told_once(b"same" * 50) == [(b"same" * 50, [0, 1, 2, 3])]
+    assert group.told_once(None) == []
+    assert group.told_once(b"") == [(b"", [0, 1, 2, 3])]
+    assert group.told_once(str(rank).encode(), alike=b"the same") == [(b"0", [0, 1, 2, 3])]
+    assert group.told_once(None if rank == 0 else b"same") == [(b"same", [1, 2, 3])]
+    with Counting() as different:
+        assert group.told_once(b"odd" if rank == 2 else b"same") == [(b"same", [0, 1, 3]), (b"odd", [2])]
+    return alike.heard, different.heard
+
+
+def test_what_all_say_is_not_told():
+    marks = 4 * 24
+    for alike, different in run_ranks(4, tell):
+        assert alike < marks < different
