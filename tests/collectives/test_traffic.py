@@ -76,6 +76,8 @@ def send_what_is_needed():
         "reshard": lambda: statetree.reshard(sharded, tree_of("S1")),
         "reshard to copies": lambda: statetree.reshard(sharded, hybrid),
         "partition_replicas": lambda: statetree.partition_replicas(hybrid),
+        "digest": lambda: statetree.digest(hybrid),
+        "audit": lambda: statetree.audit(hybrid),
     }
     sent = {}
     for name, call in calls.items():
@@ -96,6 +98,8 @@ def test_no_more_is_sent_than_is_lacking():
         "reshard": 3 / 4,
         "reshard to copies": 1 / 4 * (1 + 1 + 2 + 2),
         "partition_replicas": 0,
+        "digest": 0,
+        "audit": 0,
     }
     rows = run_ranks(4, send_what_is_needed)
     for name, models in ideal.items():
