@@ -153,9 +153,9 @@ def show(
 @cli.command()
 @click.argument("left", type=_CHECKPOINT)
 @click.argument("right", type=_CHECKPOINT)
-@click.option("--values", is_flag=True, help="Compare the elements of tensors and plain values, too.")
-@click.option("--rtol", type=click.FloatRange(0), default=0.0, help="With --values: tolerance relative to RIGHT.")
-@click.option("--atol", type=click.FloatRange(0), default=0.0, help="With --values: absolute tolerance.")
+@click.option("--values/--no-values", default=True, help="Compare the elements of tensors and plain values, too.")
+@click.option("--rtol", type=click.FloatRange(0), default=0.0, help="Tolerance relative to RIGHT.")
+@click.option("--atol", type=click.FloatRange(0), default=0.0, help="Absolute tolerance.")
 @_match
 @_exclude
 @_json
@@ -174,17 +174,17 @@ def diff(
     atol: float,
     **options: Any,
 ) -> int:
-    """Show where LEFT and RIGHT differ: structure, dtypes, shapes, ties and, with --values, elements.
+    """Show where LEFT and RIGHT differ: structure, dtypes, shapes, ties, elements and plain values.
 
-    They may be of different formats. Elements that differ most, relative to their size, come first. The exit status is
-    0 if they are the same, 1 if they differ, and 2 if a checkpoint cannot be read, if nothing matches, or if one holds
-    objects of classes that are not loaded and may differ in their --values.
+    They may be of different formats. Elements that differ most, relative to their size, come first. With --no-values
+    only headers are read. The exit status is 0 if they are the same, 1 if they differ, and 2 if a checkpoint cannot be
+    read, if nothing matches, or if one holds objects of classes that are not loaded and may differ in their values.
 
     \b
     Examples:
       statetree diff before.pt after.pt
-      statetree diff --values --rtol 1e-5 model.pt model.safetensors
-      statetree diff --values --stat --exclude 'optimizer.**' a.ckpt b.ckpt
+      statetree diff --rtol 1e-5 model.pt model.safetensors
+      statetree diff --no-values --stat --exclude 'optimizer.**' a.ckpt b.ckpt
     """
     from statetree.cli.diff import DiffOptions
     from statetree.cli.diff import diff as compare
@@ -192,7 +192,6 @@ def diff(
     from statetree.cli.entries import Choice
     from statetree.files.page import to_html
 
-    options["values"] = options["values"] or bool(rtol or atol)
     one, other = _opened(left, right, follow_links=follow_links)
     choice, tolerance = Choice("diff", patterns, excluded), Tolerance(rtol, atol)
     differ = compare((left, right), one, other, DiffOptions(choice, tolerance, **options))
