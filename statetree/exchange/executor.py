@@ -122,7 +122,7 @@ def is_flat(tensor: torch.Tensor) -> bool:
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of such a tensor."""
-    return tensor.view(-1).view(torch.uint8)
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # a view of one element may keep its stride
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:

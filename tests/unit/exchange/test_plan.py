@@ -11,6 +11,7 @@ from statetree.chunks.boxes import Box, in_slabs
 from statetree.chunks.layouts import Split, layout_of, mesh_layout, whole_on
 from statetree.exchange import plan as plans
 from statetree.exchange import stacks
+from statetree.exchange.executor import flat_bytes, is_flat
 from statetree.exchange.plan import ExchangePlan, Move, Transport
 from tests.unit.exchange.wired_ranks import WiredRanks, cut
 
@@ -99,6 +100,13 @@ def _usual_limits():
     usual = plans.LARGE_BYTES, plans.MANY_RANKS
     yield
     limit(usual)
+
+
+def test_one_element_travels_whatever_its_stride():
+    element = torch.arange(2)[::2]
+    assert is_flat(element)
+    assert element.stride() == (2,)
+    assert flat_bytes(element).tolist() == [0] * 8
 
 
 @given(given=many_moves(), bucket_bytes=BUCKETS, travels=TRAVELS, arrange=st.sampled_from([torch.clone, columns_first]))
