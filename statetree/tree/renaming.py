@@ -104,11 +104,11 @@ def renamed(verb: str, spec: TreeSpec, leaves: Sequence[Any], names: Mapping[int
         # Without a new name there may be two: of a key with a dot, or of 0 and "0".
         if other is not item and not names.keys().isdisjoint((item.ref, other.ref)):
             _refuse_twice(verb, item, other, names)
+        if not item.keys:  # the root itself is empty
+            continue
         steps = [*zip(item.keys, (*item.nodes[1:], -1), strict=True)]
         if match is not None and match.name != item.text:
             steps = _steps(spec, item, match, flat)
-        if not steps:  # the root itself is empty
-            continue
         place = root
         for key, node in steps[:-1]:
             child = place.child(key, _Place(node))
