@@ -96,11 +96,11 @@ class FrozenStorages:
         if callable(where):  # which may ask for what only tensors have
             leaves = [HOLE if taken_over(leaf) else leaf for leaf in leaves]
         mask = selected(where, captured.spec, leaves, verb=verb, missing_ok=True)
-        if not any(mask):
-            return []
         frozen = [mask[owner] for owner in captured.owners]
         keys = captured.columns.storage_keys
         written = {key for key, flag in zip(keys, frozen, strict=True) if not flag}
+        # Nobody promised anything of these: if they are frozen later, they hold something else by then.
+        self._known = {place: copy for place, copy in self._known.items() if copy.source.cdata not in written}
         return [index for index, flag in enumerate(frozen) if flag and keys[index] not in written]
 
     def copies(self, verb: str, captured: CapturedTree, chosen: Sequence[int]) -> list[torch.Tensor]:

@@ -116,6 +116,21 @@ def test_what_another_leaf_lies_on_too_is_not_frozen():
     assert staged["frozen"].data_ptr() == staged["trained"].data_ptr()
 
 
+def test_what_was_staged_while_it_was_not_frozen_is_copied_anew():
+    w, b = (torch.nn.Parameter(torch.arange(5.0), requires_grad=False) for _ in range(2))
+    tree = {"w": w, "b": b}
+    with st.Stager(frozen=lambda path, leaf: not leaf.requires_grad) as stager:
+        before = stager.stage(tree)
+        w.requires_grad_(True)
+        stager.stage(tree)
+        w.data.add_(1)
+        w.requires_grad_(False)
+        after = stager.stage(tree)
+        assert after["w"].tolist() == [1, 2, 3, 4, 5]
+        assert before["w"].tolist() == [0, 1, 2, 3, 4]
+        assert after["b"].data_ptr() == before["b"].data_ptr()
+
+
 def test_ties_between_frozen_leaves_are_kept():
     w = torch.arange(4.0).view(2, 2)
     with st.Stager(frozen="**") as stager:

@@ -75,6 +75,15 @@ def test_a_whole_state_dict_moves_with_its_class():
     assert type(there_and_back(tree, {"model.**": "ema.**"})["ema"]) is OrderedDict
 
 
+@pytest.mark.parametrize("rules", [[], {"**": "**"}, {"**": "a.**"}], ids=["none", "same", "another"])
+def test_what_is_empty_stays_empty(rules):
+    for tree in ({}, [], OrderedDict()):
+        renamed = st.rename(tree, rules)
+        assert renamed == tree
+        assert type(renamed) is type(tree)
+        assert renamed is not tree
+
+
 def test_the_first_rule_that_matches_counts():
     assert st.rename({"a.w": 1, "b.w": 2}, [("a.w", "x"), ("{m}.w", "{m}.v")]) == {"x": 1, "b.v": 2}
 
