@@ -143,7 +143,10 @@ def test_what_is_cut_at_60_columns_says_so(tmp_path, statetree, monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "60")
-    assert statetree("show", path).out.endswith(f" parameters{ROWS_AT_60_COLUMNS}")
+    monkeypatch.chdir(tmp_path)
+    shown = statetree("show", path.name).out
+    assert shown.endswith(f" parameters{ROWS_AT_60_COLUMNS}")
+    assert all(len(line) <= 60 for line in shown.splitlines())
 
 
 def test_ties_are_marked_and_counted_once(tmp_path, statetree):
