@@ -133,7 +133,7 @@ def show(
     from statetree.cli.show import show as show_listing
 
     needs_more = bool(patterns or excluded or page or is_verified or options["stats"])
-    listing = None if needs_more else listed(file)
+    listing = None if needs_more else listed(file, follow_links=follow_links)
     verdict = ""
     if listing is None:
         from statetree.cli.entries import Choice, listing_of

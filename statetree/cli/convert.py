@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from statetree.cli.entries import CheckpointEntry, Choice, entries_of
+from statetree.cli.rows import plural
 from statetree.errors import CheckpointError
 from statetree.files.formats import format_for, save
 from statetree.files.safe_pickle import StoredObject
@@ -56,9 +57,10 @@ def convert(
     unheld = StoredObject if holds_values else object
     dropped = {e.key: e for e in chosen if isinstance(e.leaf, unheld) and not isinstance(e.leaf, StoredTensor)}
     if dropped and not options.drop_values:
-        kind = "objects that are not loaded" if holds_values else "plain values, where safetensors hold tensors only,"
+        why = "objects that are not loaded cannot be written" if holds_values else "safetensors hold tensors only"
+        what = plural(len(dropped), "object" if holds_values else "plain value")
         remedy = "Pass --drop-values to leave them out, or choose with --match."
-        msg = f"convert: {len(dropped)} {kind} of {printable(str(source))} at\n  {_listed(list(dropped))}\n{remedy}"
+        msg = f"convert: {why}, and {printable(str(source))} has {what} at\n  {_listed(list(dropped))}\n{remedy}"
         raise CheckpointError(msg)
     kept = [entry for entry in chosen if entry.key not in dropped]
     tree = checkpoint.tree

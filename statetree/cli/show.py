@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from statetree.cli.rows import Listing, Row, RowGroup, counted, grouped, plural, sorting
-from statetree.cli.table import OutputLine, write_lines
+from statetree.cli.table import OutputLine, wrapped, write_lines
 from statetree.errors import CheckpointError
 from statetree.files.untrusted import human, printable
 
@@ -36,7 +36,7 @@ def show(path: Path, listing: Listing, options: ShowOptions) -> None:
         return
     words = f"{printable(str(path))}: {listing.title}, {human(listing.nbytes)}: {counted(listing.rows)}"
     numbers = f"{human(listing.element_bytes)} of elements, {plural(listing.num_parameters, 'parameter')}"
-    sys.stdout.write(f"{words}, {numbers}\n")
+    sys.stdout.write(wrapped(f"{words}, {numbers}") + "\n")
     lines = _tree_lines if sys.stdout.isatty() else _flat_lines
     write_lines(lines(grouped(listing.rows, options.depth), options))
 

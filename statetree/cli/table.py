@@ -55,12 +55,14 @@ def write_lines(lines: Iterable[OutputLine]) -> None:
         widths[1:] = min(widths[1], _NARROW[1]), min(widths[2], _NARROW[2]), widths[3], 0
         widths[0] = min(widths[0], max(_NARROW[0], columns - sum(widths[1:]) - 6))
     for row in rows:
-        left = (_cut(row.name, widths[0]), row.dtype[: widths[1]], row.shape) if is_narrow else row[:3]
+        shape = _clipped(row.shape, widths[2]) if row.size else row.shape
+        left = (_cut(row.name, widths[0]), _clipped(row.dtype, widths[1]), shape) if is_narrow else row[:3]
         cells = [cell + " " * (width - cell_len(cell)) for cell, width in zip(left, widths, strict=False)]
         cells += [" " * (width - len(cell)) + cell for cell, width in zip(row[3:5], widths[3:], strict=True)]
         name, *others = (cell for cell, width in zip(cells, widths, strict=True) if width)
         rest, notes, between = "  ".join(others), [row.notes] if row.notes else [], "  "
-        rest = set_cell_size(rest, min(cell_len(rest), max(0, columns - cell_len(name) - 2)))
+        room = max(1, columns - cell_len(name) - 2)
+        rest = rest if cell_len(rest) <= room else _clipped(rest.rstrip(), room)
         if cell_len(name) + cell_len(rest) + cell_len(row.notes) + 4 > columns:
             rest, notes, between = rest.rstrip(), wrap(row.notes, max(8, columns - 6)), "\n      "
         if in_colour:
@@ -75,6 +77,11 @@ def _cut(name: str, width: int) -> str:
     """Return a name with half its indentation and, if that is still too long, its end."""
     name = " " * ((len(name) - len(name.lstrip(" "))) // 2) + name.lstrip(" ")
     return name if cell_len(name) <= width else f"…{set_cell_size(name[::-1], width - 1)[::-1].lstrip(' ')}"
+
+
+def _clipped(text: str, width: int) -> str:
+    """Return a text, with its beginning alone if it is too long."""
+    return text if cell_len(text) <= width else set_cell_size(text, width - 1) + "…"
 
 
 def wrapped(line: str) -> str:

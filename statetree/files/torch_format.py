@@ -184,7 +184,8 @@ class TorchFormat(CheckpointFormat):
         def read(shard: FileRange) -> Any:
             if not is_zip(shard):
                 remedy = "If you trust it, load it with torch.load, and save it again with torch.save."
-                refuse(shard.path, "torch before 1.6 wrote it: expected a zip archive of torch.save", remedy)
+                what = "it is in the format of torch before 1.6: expected a zip archive of torch.save"
+                refuse(shard.path, what, remedy)
             archives.append(TorchArchive(shard))
             return map_leaves(archives[-1].stored, archives[-1].read())
 

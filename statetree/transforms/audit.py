@@ -38,7 +38,7 @@ class Audit:
         if not self.count:
             return "all replicas are the same"
         lines = [f"{found.path or '<root>'}{_place(found)}: {_against(found)}" for found in self.differences]
-        return f"replicas differ in {self.count} leaves:\n  {shown(lines)}"
+        return f"replicas differ in {self.count:,} {'leaf' if self.count == 1 else 'leaves'}:\n  {shown(lines)}"
 
     @property
     def ranks(self) -> list[int]:

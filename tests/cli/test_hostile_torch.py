@@ -387,7 +387,7 @@ def old(tmp_path):
 
 
 def test_old_files_are_named(old, statetree):
-    refused(statetree("show", old), "torch before 1.6 wrote it", "save it again with torch.save")
+    refused(statetree("show", old), "it is in the format of torch before 1.6", "save it again with torch.save")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from statetree.files import save
 from tests.cli.states import bits, flat_state, nested_state, tied_state, write
 
 FORMATS = ["a.pt", "a.safetensors", "a"]
@@ -76,14 +77,18 @@ def test_rows_on_a_narrow_terminal_show_names_shapes_sizes_and_notes(tmp_path, s
         "model": {"encoder": {"layers": [{"self_attention": {"in_proj_weight": bits(96, 1024), "k": bits(2)}}] * 2}}
     }
     path = write(
-        {**state, "betas_of_the_optimizer": tuple(range(40)), "decoupled_weight_decay_of_all": bits(2)},
+        {
+            **state,
+            "betas_of_the_optimizer": tuple(range(40)),
+            "decoupled_weight_decay_of_parameters_and_of_all": bits(2),
+        },
         tmp_path / "a.pt",
     )
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "60")
     lines = statetree("show", "--stats", path).out.splitlines()
-    assert all(len(line) <= 60 for line in lines[1:] if str(tmp_path) not in line)
+    assert all(len(line) <= 60 for line in lines if str(tmp_path) not in line)
     text = "\n".join(lines)
     for words in (
         "in_proj_weight",
@@ -91,12 +96,14 @@ def test_rows_on_a_narrow_terminal_show_names_shapes_sizes_and_notes(tmp_path, s
         "384.0 KiB",
         "mean",
         "= model.encoder",
-        "decay_of_all",
+        "…",
+        "of_all",
         "(0, 1, 2",
     ):
         assert words in text, (words, text)
+    assert "%" not in text
     (tmp_path / "b.pt").write_bytes(b"")
-    other = write({**state, "decoupled_weight_decay_of_all": bits(2, start=1)}, tmp_path / "b.pt")
+    other = write({**state, "decoupled_weight_decay_of_parameters_and_of_all": bits(2, start=1)}, tmp_path / "b.pt")
     ran = statetree("diff", "--values", path, other)
     lines = [line for line in ran.out.splitlines() if str(tmp_path) not in line and line not in ("---", "+++")]
     assert all(len(line) <= 60 for line in lines)
@@ -104,6 +111,42 @@ def test_rows_on_a_narrow_terminal_show_names_shapes_sizes_and_notes(tmp_path, s
     monkeypatch.setattr("sys.stdout.isatty", lambda: False, raising=False)
     piped = statetree("diff", "--values", path, other).out.splitlines()
     assert " ".join(" ".join(lines).split()) == " ".join(line for line in piped if str(tmp_path) not in line)
+
+
+ROWS_AT_60_COLUMNS = """
+encoder.layers         bfloat16, fl…  6 tensors         30 B
+ 0                     bfloat16, fl…  3 tensors         30 B
+…that_looks_at_itself  float32        [2, 3]            24 B
+      tied: 2 entries
+  k                    float16        [2]                4 B
+      tied: 2 entries
+  scale                bfloat16       [1]                2 B
+      tied: 2 entries
+ 1                     bfloat16, fl…  3 tensors          0 B
+…that_looks_at_itself  float32        [2, 3]            24 B
+      = encoder.layers.0.in_projection_of_the_attention_that
+      _looks_at_itself
+  k                    float16        [2]                4 B
+      = encoder.layers.0.k
+  scale                bfloat16       [1]                2 B
+      = encoder.layers.0.scale
+betas                  tuple          (0, 1, 2, 3, 4, 5, ..…
+wide                   float32        [1, 2, 1, 2, 1,…  64 B
+"""
+
+
+def test_what_is_cut_at_60_columns_says_so(tmp_path, statetree, monkeypatch):
+    names = ("in_projection_of_the_attention_that_looks_at_itself", "k", "scale")
+    layer = dict(zip(names, (bits(2, 3), bits(2).half(), bits(1).bfloat16()), strict=True))
+    state = {"encoder": {"layers": [layer, layer]}, "betas": tuple(range(40)), "wide": bits(1, 2, 1, 2, 1, 2, 1, 2)}
+    path = write(state, tmp_path / "a.pt")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.chdir(tmp_path)
+    shown = statetree("show", path.name).out
+    assert shown.endswith(f" parameters{ROWS_AT_60_COLUMNS}")
+    assert all(len(line) <= 60 for line in shown.splitlines())
 
 
 def test_ties_are_marked_and_counted_once(tmp_path, statetree):
@@ -266,6 +309,13 @@ def test_folders_of_hugging_face_are_shown(tmp_path, statetree):
     assert "1 tensor, 12 B of elements, 3 parameters" in statetree("show", tmp_path).out
 
 
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_one_file_of_a_directory_is_refused(name, tmp_path, statetree):
+    ran = statetree("show", write({"w": bits(3)}, tmp_path / "a") / name)
+    assert ran.status == 2
+    assert f"{name}: it is one file of a DCP directory. Pass the directory." in ran.err
+
+
 def test_nothing_that_matches_is_an_error(tmp_path, statetree):
     path = write({"w": bits(3)}, tmp_path / "a.pt")
     ran = statetree("show", "--match", "nothing", path)
@@ -303,20 +353,36 @@ WITHOUT_TORCH = """if True:
 """
 
 
-@pytest.mark.parametrize("args", [["--help"], ["--version"], ["show"], ["show", "--json"], ["show", "--depth", "1"]])
-def test_torch_is_not_imported_for_help_and_headers(args, tmp_path, statetree):
+@pytest.mark.parametrize("args", [["--help"], ["--version"]], ids=str)
+def test_torch_is_not_imported_for_help(args):
     """It takes seconds."""
-    path = write(flat_state(), tmp_path / "a.safetensors")
-    args += [str(path)] if args[0] == "show" else []
     ran = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *args], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
-    if args[0] == "show":
-        assert ran.stdout == statetree(*args).out
 
 
+#: What `show` is given; what is no single file is saved in several.
+NAMES = {"file": "a.safetensors", "index": "model.safetensors.index.json", "folder": ""}
+
+
+def saved(state, folder, kind):
+    save(state, folder / (NAMES[kind] or "model.safetensors"), shard_bytes=None if kind == "file" else 200)
+    return folder / NAMES[kind]
+
+
+@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("options", [[], ["--json"], ["--depth", "1"]], ids=str)
+def test_torch_is_not_imported_for_headers(options, kind, tmp_path, statetree):
+    args = ["show", *options, str(saved(flat_state(), tmp_path, kind))]
+    ran = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *args], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == statetree(*args).out
+
+
+@pytest.mark.parametrize("kind", NAMES)
 @pytest.mark.parametrize("options", [[], ["--json"], ["--sort", "size", "--depth", 2]], ids=str)
-def test_headers_alone_say_what_the_tree_says(options, tmp_path, statetree):
-    path = write({**flat_state(), "a.b.c.d": bits(3), "a.b": bits(7), "\x1b[2J.w": bits(1)}, tmp_path / "a.safetensors")
+def test_headers_alone_say_what_the_tree_says(options, kind, tmp_path, statetree):
+    state = {**flat_state(), "a.b.c.d": bits(3), "a.b": bits(7), "\x1b[2J.w": bits(1)}
+    path = saved(state, tmp_path, kind)
     shown = statetree("show", *options, path)
     assert shown.status == 0
     assert statetree("show", *options, "--match", "**", path) == shown

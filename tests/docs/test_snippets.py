@@ -29,7 +29,7 @@ def _ranks_end_with_the_module():
 def test_every_snippet_runs(path, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", "110")
     Page(path).run("page_" + re.sub(r"\W", "_", str(path.relative_to(ROOT))), tmp_path)
 
 

@@ -30,11 +30,18 @@ def test_torch_files_with_an_index_are_one_tree(name, tmp_path):
     assert found.verify() > 8
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "diffusion_pytorch_model.bin", "adapter_model.bin"])
-def test_a_folder_with_a_torch_file_is_opened_and_safetensors_go_first(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("pytorch_model.bin", "model.safetensors"),
+        ("diffusion_pytorch_model.bin", "diffusion_pytorch_model.safetensors"),
+        ("adapter_model.bin", "adapter_model.safetensors"),
+    ],
+)
+def test_a_folder_with_a_torch_file_is_opened_and_safetensors_go_first(name, first, tmp_path):
     torch.save(STATE, tmp_path / name)
     assert_trees_equal(st.offload(st.files.open(tmp_path)), STATE)
-    st.save({"other": bits(2)}, tmp_path / "model.safetensors")
+    st.save({"other": bits(2)}, tmp_path / first)
     assert list(st.files.open(tmp_path)) == ["other"]
 
 
