@@ -30,8 +30,7 @@ def _bytes(text: str) -> int:
     if found is None or not int(found[1]) or (found[3] and not found[2]):
         msg = f"{text!r} is no size: expected 500M or 5GiB, for example"
         raise click.BadParameter(msg)
-    exponent = " kmgt".index(found[2].lower() or " ")
-    return int(found[1]) * int((1024 if found[3] else 1000) ** exponent)
+    return int(found[1]) * int((1024 if found[3] else 1000) ** " kmgt".index(found[2].lower() or " "))
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -58,20 +57,16 @@ def _rule(text: str) -> tuple[str, str]:
 
 _CHECKPOINT = click.Path(path_type=Path)
 _match = click.option(
-    "--match",
-    "patterns",
-    multiple=True,
-    metavar="GLOB",
+    "--match", "patterns", multiple=True, metavar="GLOB",
     help="Only entries that match: * is a part of a key between dots, ** any number of parts (several times).",
-)
+)  # fmt: skip
 _exclude = click.option("--exclude", "excluded", multiple=True, metavar="GLOB", help="No entries that match.")
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _html = click.option("--html", "page", type=_CHECKPOINT, metavar="FILE", help="Write a page to look at, too.")
 _follow_links = click.option(
-    "--follow-links",
-    is_flag=True,
+    "--follow-links", is_flag=True,
     help="Let the files that an index lists be links to elsewhere, as in Hugging Face's cache.",
-)
+)  # fmt: skip
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -92,19 +87,14 @@ def cli() -> None:
 @click.argument("file", type=_CHECKPOINT)
 @click.option("--depth", type=click.IntRange(1), metavar="N", help="Sum up what is nested deeper than N levels.")
 @click.option(
-    "--sort",
-    type=click.Choice(["file", "name", "size"]),
-    default="file",
-    show_default=True,
+    "--sort", type=click.Choice(["file", "name", "size"]), default="file", show_default=True,
     help="The order of entries.",
-)
+)  # fmt: skip
 @_match
 @_exclude
 @_json
 @_html
-@click.option(
-    "--stats", is_flag=True, help="Read elements, and give min, max, mean, std, and count NaN, inf and zeros."
-)
+@click.option("--stats", is_flag=True, help="Read elements: min, max, mean, std, and how many are NaN, inf and zero.")
 @click.option("--verify", "is_verified", is_flag=True, help="Compare all bytes with the stored checksums, too.")
 @_follow_links
 def show(
@@ -253,9 +243,7 @@ def convert(
 
 @cli.command()
 @click.argument("target", metavar="PACKAGE.MODULE:FUNCTION")
-@click.option(
-    "--ranks", type=click.IntRange(1), multiple=True, help="Call it on so many ranks (several times: in turn)."
-)
+@click.option("--ranks", type=click.IntRange(1), multiple=True, help="Call it on so many ranks (several: in turn).")
 def ghostwrite(target: str, ranks: Sequence[int]) -> None:
     """Write a test file for a transform of states, to standard output.
 

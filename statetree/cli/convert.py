@@ -74,14 +74,8 @@ def convert(
     if options.dtype is not None:
         tree = _converted(tree, options.dtype, keeps_ties=target.title == "torch file")
     checkpoint.verify()
-    save(
-        tree,
-        destination,
-        overwrite=options.force,
-        shard_bytes=options.shard_bytes,
-        metadata=checkpoint.metadata,
-        protected=(source, *checkpoint.files.paths),
-    )
+    read, size = (source, *checkpoint.files.paths), options.shard_bytes
+    save(tree, destination, overwrite=options.force, shard_bytes=size, metadata=checkpoint.metadata, protected=read)
     if dropped:
         yield f"{_listed(list(dropped), ', ')}: dropped"
     yield from _notes(checkpoint, kept, target.title)

@@ -67,8 +67,7 @@ def diff(paths: Sequence[Path], left: OpenedCheckpoint, right: OpenedCheckpoint,
     """Print how two checkpoints differ. Returns whether they do; ``None`` if that cannot be told."""
     found = compare(left, right, options)
     if options.as_json:
-        json.dump(_as_json(paths, found), sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        sys.stdout.write(f"{json.dumps(_as_json(paths, found), indent=2)}\n")
     elif not options.quiet:
         sys.stdout.writelines(f"{wrapped(line)}\n" for line in _lines(paths, found, options))
     return None if found.is_undecided else bool(found.differences)

@@ -38,9 +38,8 @@ def compare_elements(left: StoredTensor, right: StoredTensor, tolerance: Toleran
     """Compare tensors of one shape. Returns ``None`` if they are equal."""
     if left.location() == right.location():
         return None
-    count, first, shown = 0, -1, ("", "")
+    count, start, first, shown = 0, 0, -1, ("", "")
     distances: list[tuple[float, float] | None] = []
-    start = 0
     if left.is_repetitive != right.is_repetitive or (left.is_repetitive and left.stride() != right.stride()):
         return Unequal(left.numel, (0,) * len(left.shape), "elements that are repeated", "others", None, None)
     wider = left if left.dtype.itemsize >= right.dtype.itemsize else right
@@ -76,12 +75,9 @@ def _places(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> torch.Ten
             return torch.empty(0)
         if tolerance == Tolerance() or as_wide(a[:0]) is None:
             return (left != right).view(len(a), -1).any(1).nonzero().flatten()
-    one, other = as_wide(a), as_wide(b)
-    if one is None or other is None:
+    if (wide := _both_wide(a, b)) is None:
         return torch.arange(len(a))
-    if tolerance == Tolerance():
-        return (~_same(one, other)).nonzero().flatten()
-    return (~torch.isclose(one, other, *tolerance, equal_nan=True)).nonzero().flatten()
+    return (~torch.isclose(wide[0], wide[1], *tolerance, equal_nan=True)).nonzero().flatten()
 
 
 def as_wide(elements: torch.Tensor) -> torch.Tensor | None:
@@ -94,17 +90,20 @@ def as_wide(elements: torch.Tensor) -> torch.Tensor | None:
         return None
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return (a == b) | (a.isnan() & b.isnan())
+def _both_wide(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor] | None:
+    found = [wide for wide in (as_wide(a), as_wide(b)) if wide is not None]
+    dtype = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    return [wide.to(dtype) for wide in found] if len(found) == 2 else None
 
 
 def _distances(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float] | None:
     """Return the largest absolute and relative difference; infinity where one is no number and the other is."""
-    one, other = as_wide(a), as_wide(b)
-    if one is None or other is None:
+    if (wide := _both_wide(a, b)) is None:
         return None
+    one, other = wide
+    same = torch.isclose(one, other, 0, 0, equal_nan=True)
     is_long = a.dtype == b.dtype and a.dtype in (torch.int64, torch.uint64)
-    apart = _distances_of_longs(a, b) if is_long else (one - other).abs().masked_fill(_same(one, other), 0)
+    apart = _distances_of_longs(a, b) if is_long else (one - other).abs().masked_fill(same, 0)
     larger = torch.maximum(one.abs(), other.abs())
     relative = (apart / larger).masked_fill(apart == 0, 0)
     largest = [float(found.nan_to_num(nan=math.inf, posinf=math.inf).max()) for found in (apart, relative)]

@@ -93,10 +93,6 @@ def _row(entry: CheckpointEntry) -> Row:
     layout = "" if kind == "tensor" else printable(kind.removesuffix(" tensor"))
     if leaf.is_strided and leaf.numel and not leaf.outline.is_contiguous():
         layout = "expanded" if span_bytes(leaf.outline) < leaf.nbytes else "strided"
-    sizes = (
-        tuple(leaf.shape),
-        leaf.nbytes,
-        leaf.numel,
-        min(leaf.nbytes, span_bytes(leaf.outline)) if leaf.is_strided else leaf.nbytes,
-    )
+    own = min(leaf.nbytes, span_bytes(leaf.outline)) if leaf.is_strided else leaf.nbytes
+    sizes = tuple(leaf.shape), leaf.nbytes, leaf.numel, own
     return Row(entry.key, labels_of(entry.path), kind, dtype_text(leaf.dtype), *sizes, layout=layout, leaf=leaf)

@@ -31,8 +31,7 @@ class ShowOptions(NamedTuple):
 def show(path: Path, listing: Listing, options: ShowOptions) -> None:
     """Print what a checkpoint holds."""
     if options.as_json:
-        json.dump(_as_json(path, listing, options), sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        sys.stdout.write(f"{json.dumps(_as_json(path, listing, options), indent=2)}\n")
         return
     words = f"{printable(str(path))}: {listing.title}, {human(listing.nbytes)}: {counted(listing.rows)}"
     numbers = f"{human(listing.element_bytes)} of elements, {plural(listing.num_parameters, 'parameter')}"
