@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 from dataclasses import dataclass
+from functools import partial
 from operator import eq
 from types import BuiltinFunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -36,13 +37,21 @@ class Borrowed(NamedTuple):
 
     memory: pickle.PickleBuffer | bytes | bytearray  # the latter on other ranks
 
+    def raw(self) -> memoryview:
+        """Return its bytes as they lie.
+
+        This view is not kept: CPython before 3.13 crashes if a cycle of garbage has a view of which there is a buffer.
+        """
+        return self.memory.raw() if isinstance(self.memory, pickle.PickleBuffer) else memoryview(self.memory)
+
     def copied(self) -> bytes | bytearray:
         """Return a copy that can be written exactly if the buffer can."""
-        return bytes(self.memory) if memoryview(self.memory).readonly else bytearray(self.memory)
+        view = self.raw()
+        return bytes(view) if view.readonly else bytearray(view)
 
     def pieces(self) -> Iterator[bytes]:
         """Yield the bytes, some at a time."""
-        view = memoryview(self.memory)
+        view = self.raw()
         return (bytes(view[start : start + _PIECE]) for start in range(0, len(view), _PIECE))
 
 
@@ -76,7 +85,7 @@ class Rest:
 
 
 def _same_bytes(a: Borrowed, b: Borrowed) -> bool:
-    return len(memoryview(a.memory)) == len(memoryview(b.memory)) and all(map(eq, a.pieces(), b.pieces()))
+    return len(a.raw()) == len(b.raw()) and all(map(eq, a.pieces(), b.pieces()))
 
 
 # Interned by value, so that the skeletons of equal objects are equal whichever string objects they hold.
@@ -89,12 +98,12 @@ class TakeApart(pickle.Pickler):
     """Sets tensors aside, and what is passed by identity."""
 
     def __init__(self, file: io.BytesIO, leaf_type_of: LookUp) -> None:
-        super().__init__(file, protocol=5, buffer_callback=self._set_aside)
+        self.buffers: list[Any] = []
+        super().__init__(file, protocol=5, buffer_callback=partial(_set_aside, self.buffers))  # no cycle with itself
         self.file = file
         self._leaf_type_of = leaf_type_of
         self.tensors: list[Any] = []
         self.kept: list[Any] = []
-        self.buffers: list[Any] = []
         self._tensor_index: dict[int, int] = {}
         self._kept_index: dict[Any, int] = {}
         self._copies_bytes = False
@@ -132,9 +141,6 @@ class TakeApart(pickle.Pickler):
         self._copies_bytes |= result is NotImplemented  # NumPy's own arrays lie in the bytes that they are made of
         return result
 
-    def _set_aside(self, buffer: pickle.PickleBuffer) -> None:
-        self.buffers.append(Borrowed(pickle.PickleBuffer(buffer.raw())))
-
     def rest(self) -> Rest:
         """Return what was made of the value beside the tensors."""
         return Rest(self.file.getvalue(), tuple(self.kept), self.buffers)
@@ -144,6 +150,11 @@ class TakeApart(pickle.Pickler):
         if index == len(self.kept):
             self.kept.append(obj)
         return -1 - index
+
+
+def _set_aside(buffers: list[Any], buffer: pickle.PickleBuffer) -> None:
+    buffer.raw()  # raises if it has gaps
+    buffers.append(Borrowed(buffer))
 
 
 def _generator(device: torch.device, state: torch.Tensor) -> torch.Generator:

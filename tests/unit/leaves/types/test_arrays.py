@@ -1,7 +1,9 @@
 """Arrays of NumPy: opaque objects whose elements are copied once, exactly, into memory of their own."""
 
+import gc
 import pickle
 import tempfile
+import weakref
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import torch
 import statetree as st
 from benchmarks.memory import peak_of
 from statetree.leaves import take_apart
+from statetree.leaves.builtin import OPAQUE
 from statetree.leaves.types.arrays import is_array
 from statetree.testing import assert_independent, run_ranks
 
@@ -315,3 +318,24 @@ def test_looking_at_an_array_takes_no_copy_of_it(verb):
     verb({"a": np.ones(5)}, {"a": np.ones(5)})
     peak = peak_of(lambda: verb(a, b))
     assert peak is None or peak < 0.2 * (MEGABYTES << 20)
+
+
+@pytest.mark.parametrize("verb", ["offload", "stage", "copy_into"])
+def test_an_array_is_not_left_to_the_garbage_collector(verb):
+    array = np.arange(MANY)
+    held = weakref.ref(array)
+    gc.collect()
+    gc.disable()
+    try:
+        VERBS[verb]({"a": array, "t": torch.ones(1)})
+        del array
+        assert held() is None
+    finally:
+        gc.enable()
+
+
+def test_no_buffer_of_a_view_is_held():
+    """CPython before 3.13 crashes if a view and a buffer of it are in one cycle of garbage, as exceptions make them."""
+    _, rest = OPAQUE.unpack(np.arange(MANY))
+    assert len(rest.buffers) == 1
+    assert not isinstance(rest.buffers[0].raw().obj, memoryview)
