@@ -64,6 +64,7 @@ STATES = (
     _dict(z=TensorPlan(), a=TensorPlan()),
     _dict(inner=Node("dict")),
     _dict(inner=Node("list", (TensorPlan(), TensorPlan()))),
+    _dict(inner=Node("list", (TensorPlan(), Value(None)))),
     _dict(inner=Node("tuple", (TensorPlan(), TensorPlan()))),
     _dict(inner=Node("NamedPair", (TensorPlan(), Value(1)))),
     _dict(inner=Node("Pair", (TensorPlan(), Value(1)))),
