@@ -20,7 +20,6 @@ import torch
 from statetree.errors import StateTreeError, UnsupportedLeaf
 from statetree.leaves.registry import LeafType
 from statetree.leaves.types.arrays import is_array, reduced_array
-from statetree.paths import exactly
 from statetree.torch_internals import torch_function_enabled
 from statetree.tree.atoms import same_value
 
@@ -93,7 +92,6 @@ def _same_bytes(a: Borrowed, b: Borrowed) -> bool:
 _BY_VALUE = (str, bytes)
 # Left to pickle, which copies them exactly and in place.
 _SMALL = frozenset({type(None), bool, int, float, complex})
-_SETS = (set, frozenset)
 
 
 class TakeApart(pickle.Pickler):
@@ -108,14 +106,12 @@ class TakeApart(pickle.Pickler):
         self.kept: list[Any] = []
         self._tensor_index: dict[int, int] = {}
         self._kept_index: dict[Any, int] = {}
-        self._sets: dict[int, tuple[int, Any]] = {}
         self._copies_bytes = False
 
-    def persistent_id(self, obj: Any) -> int | tuple[Any, ...] | None:
+    def persistent_id(self, obj: Any) -> int | tuple[int] | None:
         """Return a non-negative number for a tensor, a negative one for what is kept, ``None`` for the rest.
 
-        In a tuple it is that of ``bytes`` of which a copy is to be made. A tuple of three has the number, class and
-        elements of a set; one of two means that set again.
+        In a tuple it is that of ``bytes`` of which a copy is to be made.
         """
         cls = type(obj)
         if cls in _SMALL:
@@ -123,8 +119,6 @@ class TakeApart(pickle.Pickler):
         if cls in _BY_VALUE:
             index = self._keep((cls, obj), obj)
             return (index,) if self._copies_bytes and cls is bytes else index
-        if cls in _SETS and all(map(self._has_order, obj)):
-            return self._set(obj)
         leaf_type = self._leaf_type_of(cls)
         if leaf_type is None:
             return self._keep(id(obj), obj)
@@ -146,20 +140,6 @@ class TakeApart(pickle.Pickler):
         result = reduced_array(obj)
         self._copies_bytes |= result is NotImplemented  # NumPy's own arrays lie in the bytes that they are made of
         return result
-
-    def _has_order(self, element: Any) -> bool:
-        cls = type(element)
-        if cls is tuple or cls is frozenset:
-            return all(map(self._has_order, element))
-        return cls in _SMALL or cls in _BY_VALUE or self._leaf_type_of(cls) is None
-
-    def _set(self, obj: Any) -> tuple[Any, ...]:
-        """Put the elements of a set into an order of their own: its own one depends on the process, and on its past."""
-        known = self._sets.get(id(obj))
-        if known is not None:
-            return known[0], type(obj)
-        number, _ = self._sets[id(obj)] = len(self._sets), obj
-        return number, type(obj), sorted(obj, key=exactly)
 
     def rest(self) -> Rest:
         """Return what was made of the value beside the tensors."""
@@ -193,7 +173,7 @@ class _TakeAllApart(TakeApart):
         self._current = -1
         self.owners: list[int] = []
 
-    def persistent_id(self, obj: Any) -> int | tuple[Any, ...] | None:
+    def persistent_id(self, obj: Any) -> int | tuple[int] | None:
         following = self._current + 1
         if following < len(self._values) and obj is self._values[following]:
             self._current = following
@@ -208,17 +188,10 @@ class _PutTogether(pickle.Unpickler):
         super().__init__(io.BytesIO(rest.skeleton), buffers=buffers)
         self._tensors = tensors
         self._kept = rest.kept
-        self._sets: dict[int, Any] = {}
 
-    def persistent_load(self, pid: int | tuple[Any, ...]) -> Any:
+    def persistent_load(self, pid: int | tuple[int]) -> Any:
         if isinstance(pid, tuple):
-            number, *made = pid
-            if not made:
-                return bytes(memoryview(self._kept[-1 - number]))
-            cls, *elements = made
-            if elements:
-                self._sets[number] = cls(*elements)
-            return self._sets[number]
+            return bytes(memoryview(self._kept[-1 - pid[0]]))
         return self._tensors[pid] if pid >= 0 else self._kept[-1 - pid]
 
 

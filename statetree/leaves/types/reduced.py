@@ -29,7 +29,7 @@ class _TakeTensorApart(TakeApart):
         super().__init__(io.BytesIO(), leaf_type_of)
         self._root = root
 
-    def persistent_id(self, obj: Any) -> int | tuple[Any, ...] | None:
+    def persistent_id(self, obj: Any) -> int | tuple[int] | None:
         return None if obj is self._root else super().persistent_id(obj)
 
 

@@ -381,32 +381,6 @@ def test_contexts_of_equal_objects_agree():
     assert not OPAQUE.same_context(one, different)
 
 
-@pytest.mark.parametrize("cls", [set, frozenset])
-def test_the_order_in_which_a_set_was_made_says_nothing(cls):
-    """That of texts differs from process to process: here numbers stand for them, which take the same place."""
-    one, other = cls([0, 8, ("a", cls is set)]), cls([8, ("a", cls is set), 0])
-    assert list(one) != list(other)
-    for a, b in [(one, other), (holding(x=one, y=[{"z": one}]), holding(x=other, y=[{"z": other}]))]:
-        assert st.digest({"x": a}) == st.digest({"x": b})
-        assert st.similarity({"x": a}, {"x": b}, values=True)
-        assert not st.delta({"x": a}, {"x": b})
-    assert st.digest(one) != st.digest(cls([0, 8, ("b", cls is set)])) != st.digest({*one, 9})
-
-
-def test_sets_stay_sets_and_what_is_shared_stays_shared():
-    inner, shared = frozenset({2, frozenset({"c", 3})}), {"a", 1.5, None, torch.float32, frozenset({"b"})}
-    held = holding(
-        a=shared, b=[shared, inner], c={"d": inner}, e={(inner, inner), inner}, empty=set(), none=frozenset()
-    )
-    copied = alone(held)
-    assert vars(copied) == vars(held)
-    assert copied.a is copied.b[0] is not shared
-    assert copied.b[1] is copied.c["d"]
-    assert copied.empty is not held.empty
-    copied.a.add("z")
-    assert "z" not in shared
-
-
 def test_the_skeleton_cannot_be_loaded_by_pickle_alone():
     skeleton = OPAQUE.unpack(holding(tensor=torch.ones(1)))[1].skeleton
     with pytest.raises(pickle.UnpicklingError, match="persistent"):
