@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as hyp
 
 #: How many examples go to the ranks at once.
@@ -16,8 +16,12 @@ def batches(examples: hyp.SearchStrategy[Any]) -> hyp.SearchStrategy[list[Any]]:
 
 
 def as_many() -> settings:
-    """Return settings that make as many examples in batches as the profile makes one by one."""
-    return settings(max_examples=max(1, settings.default.max_examples // SIZE))
+    """Return settings that make as many examples in batches as the profile makes one by one.
+
+    Layouts of other dims are drawn again, which is a reason to reject a whole batch.
+    """
+    suppressed = [*settings.default.suppress_health_check, HealthCheck.filter_too_much]
+    return settings(max_examples=max(1, settings.default.max_examples // SIZE), suppress_health_check=suppressed)
 
 
 def each(check: Callable[..., None], batch: list[tuple[Any, ...]]) -> None:

@@ -55,10 +55,10 @@ def check_local(found, layout, full):
 
 
 @st.composite
-def pairs(draw, world_size):
-    """Draw a layout, and another one for the same tensor."""
+def pairs(draw, world_size, *, sums=True):
+    """Draw a layout, with partial sums or without, and another one for the same tensor."""
     dtype = draw(st.sampled_from(DTYPES))
-    partial = dtype in (torch.float32, torch.float64, torch.int64, torch.complex64)
+    partial = sums and dtype in (torch.float32, torch.float64, torch.int64, torch.complex64)
     source = draw(layouts(world_size, dtypes=(dtype,), partial=partial))
     candidates = layouts(world_size, dtypes=(source.dtype,), max_dims=len(source.shape)).filter(
         lambda layout: len(layout.shape) == len(source.shape)
