@@ -145,7 +145,6 @@ class Received(NamedTuple):
         layouts: Those of the leaves that this rank held already.
         key: What the ranks agreed on.
         device: The type of device that they communicate from.
-        complete: Whether that was all: plain tensors that have their elements, so that no rank can fail any more.
     """
 
     src: int
@@ -154,7 +153,6 @@ class Received(NamedTuple):
     layouts: dict[int, ChunkLayout]
     key: Any
     device: str
-    complete: bool
 
     def manifest(self, verb: str, own: Manifest | None) -> Manifest:
         """Return the manifest of the tree: one rank alone has the elements of what is exchanged, all of them.

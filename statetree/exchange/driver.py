@@ -278,11 +278,8 @@ class Exchange(Call):
         del planned  # and its buckets
         if isinstance(sent, Sent):
             self.hold(sent.manifest.spec, sent.manifest.leaves, description.described, opaque=True)
-        complete = any(sizes) and not description.exchanged and not description.metadata.recipes
-        if not complete:
-            self.expect()
-        leaves = description.put_together(self.verb, parts)
-        return Received(src, description, leaves, layouts, key, consensus.device, complete)
+        self.expect()
+        return Received(src, description, description.put_together(self.verb, parts), layouts, key, consensus.device)
 
     def move_received(self, received: Received, target: LikeDestination, own: Manifest | None) -> Any:
         """Move elements of leaves that are exchanged, from the rank that described its tree; return the result.

@@ -82,8 +82,7 @@ def broadcast(
             elements = {index: (held.dtype, held.shape) for index, held in own.chunks.items()}
         sent = Sent(own, elements) if own is not None and run.group.rank == src else None
         received = run.receive(sent, own)
-        if not received.complete:
-            run.move_from(received, _distributed(run, received, own))
+        run.move_from(received, _distributed(run, received, own))
         spec, leaves = received.description.spec, received.leaves
         if own is not None:
             run.hold(own.spec, own.leaves, own.chunks)

@@ -106,7 +106,6 @@ def distribute(
         sent = caught(_sent, run, full, wanted, how) if run.group.rank == src else None
         how, chosen = how.as_chosen_in(wanted)
         received = run.receive(sent, wanted, how.selection(wanted, chosen))
-        run.expect()  # whether all can take it
         own = sent.manifest if isinstance(sent, Sent) else None
         target = run.destination_like(received.manifest("distribute", own), wanted, how, fits=True)
         return run.move_received(received, target, own)
