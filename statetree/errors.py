@@ -33,12 +33,16 @@ class Difference(NamedTuple):
     right: Any
 
     def __str__(self) -> str:
-        return printable(f"{self.kind} differs at {self.path or '<root>'}: {self.left} against {self.right}")
+        return harmless(f"{self.kind} differs at {_place(self)}: {self.left} against {self.right}")
+
+
+def _place(found: Difference) -> str:
+    return printable(str(found.path)) if found.path else "<root>"
 
 
 def _told(found: Difference) -> str:
     """Say in a sentence what the left side has that does not fit the right one."""
-    where = found.path or "<root>"
+    where = _place(found)
     if found.kind == "missing":
         if found.left == "absent":
             return f"missing at {where}: expected {found.right}, got nothing."
@@ -138,7 +142,7 @@ class TreeMismatch(StateTreeError, ValueError):
     @classmethod
     def between(cls, verb: str, differences: Sequence[Difference], remedy: str) -> TreeMismatch:
         """Return the error for a left tree (what was given) that does not fit a right one (what was expected)."""
-        lines = [printable(_told(found)) for found in differences]
+        lines = list(map(_told, differences))
         absent = [str(found.path) for found in differences if found.kind == "missing" and found.left == "absent"]
         for index, found in enumerate(differences[:SHOWN_DIFFERENCES] if absent else ()):
             if found.kind == "missing" and found.left != "absent":

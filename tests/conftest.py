@@ -36,6 +36,8 @@ settings.load_profile(PROFILE)
 if settings.default.derandomize:
     # One example in twenty is a number or text from the source of what is imported, and that depends on which tests ran
     # before in this worker (hypothesis 6.170; it has no setting for it).
+    assert hasattr(providers, "_get_local_constants")
+    assert hasattr(providers, "_local_constants")
     providers._get_local_constants = lambda: providers._local_constants
 
 #: After how many units a test is taken to hang.

@@ -302,4 +302,4 @@ def _read_value(data: Any) -> Any:
 
 def path_of(texts: Sequence[str]) -> Path:
     """Return a path, for messages."""
-    return Path(map(shown_key, texts))
+    return Path([*map(shown_key, texts)])

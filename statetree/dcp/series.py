@@ -48,6 +48,20 @@ class Kept(NamedTuple):
     best: int | None = None
 
 
+#: How many times names are read, at most, if one that was listed is gone.
+_LOOKS: Final = 20
+
+
+def _is_gone(path: str) -> bool:
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return True
+    except OSError:  # it may be there, and not for us
+        pass
+    return False
+
+
 class Series:
     """The checkpoints in a directory. Only one rank uses it."""
 
@@ -59,7 +73,8 @@ class Series:
         return _latest(self._all())
 
     def _all(self) -> list[StepDirectory]:
-        while True:
+        found: list[StepDirectory] = []
+        for _ in range(_LOOKS):
             found, is_gone = [], False
             with suppress(FileNotFoundError, NotADirectoryError):
                 for entry in os.scandir(self.directory):
@@ -67,11 +82,12 @@ class Series:
                     if match and entry.is_dir():
                         checkpoint = StepDirectory(int(match[1]), int(match[2] or 0))
                         if not os.path.isfile(os.path.join(entry.path, METADATA)):
-                            is_gone = is_gone or not os.path.lexists(entry.path)
+                            is_gone = is_gone or _is_gone(entry.path)
                         elif checkpoint.name == entry.name:
                             found.append(checkpoint)
             if not is_gone:  # else what took its place may have come after the names were read
-                return found
+                break
+        return found
 
     def path(self, checkpoint: StepDirectory) -> Path:
         """Return the directory of a checkpoint."""

@@ -81,7 +81,7 @@ def _beginning(path: Path, files: OpenFiles) -> bytes:
         return b""
     if not path.suffix and not os.path.lexists(path):
         refuse(path, "there is no such directory or file", "Check the name.")
-    if path.name.endswith((".distcp", ".metadata")) and (path.parent / ".metadata").is_file():
+    if (path.name == ".metadata" or path.suffix == ".distcp") and (path.parent / ".metadata").is_file():
         refuse(path, "it is one file of a DCP directory", "Pass the directory.")
     place = files.open(path)
     if not place.length:

@@ -100,7 +100,9 @@ class FrozenStorages:
         keys = captured.columns.storage_keys
         written = {key for key, flag in zip(keys, frozen, strict=True) if not flag}
         # Nobody promised anything of these: if they are frozen later, they hold something else by then.
-        self._known = {place: copy for place, copy in self._known.items() if copy.source.cdata not in written}
+        known = self._known  # another thread may thaw
+        for place in [place for place, copy in list(known.items()) if copy.source.cdata in written]:
+            known.pop(place, None)
         return [index for index, flag in enumerate(frozen) if flag and keys[index] not in written]
 
     def copies(self, verb: str, captured: CapturedTree, chosen: Sequence[int]) -> list[torch.Tensor]:

@@ -42,6 +42,7 @@ def rename(tree: T, rules: Renaming | Mapping[str, str] | Iterable[tuple[str, st
             ``"0"``), a path would go through a leaf, or a list, a tuple or another container would get a hole or keys
             that it cannot have.
         ValueError: If a rule asks for what it does not capture.
+        TypeError: If the rules are no pairs of texts.
         CyclicTree: If a container holds itself.
 
     Example:

@@ -146,7 +146,7 @@ class Renaming:
     def __init__(self, rules: Mapping[str, str] | Iterable[tuple[str, str]]) -> None:
         pairs: list[Any] = list(rules.items() if isinstance(rules, Mapping) else rules)
         for pair in pairs:
-            if type(pair) not in (tuple, list) or list(map(type, pair)) != [str, str]:
+            if not isinstance(pair, (tuple, list)) or [isinstance(text, str) for text in pair] != [True, True]:
                 msg = f"rename: the rules are no pairs of patterns: expected two texts, got {reprlib.repr(pair)}."
                 raise TypeError(msg)
         self._rules = [_Rule(source, target) for source, target in pairs]

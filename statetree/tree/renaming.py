@@ -130,7 +130,7 @@ def _flatness(spec: TreeSpec) -> list[bool]:
     dotted = [any("." in render_key(key) for key in node[1]) for node in spec.nodes]
     nested = [any(ref < 0 for ref in refs) for refs in spec.links()]
     # A container that says nothing by its own keys goes with the tree. A key that is no text cannot be part of another.
-    usual = any(dotted) or (len(spec.nodes) == 1 and all(type(key) is str for key in spec.nodes[0][1]))
+    usual = any(dotted) or (len(spec.nodes) == 1 and all(isinstance(key, (str, Attr)) for key in spec.nodes[0][1]))
     return [own or (usual and not deep) for own, deep in zip(dotted, nested, strict=True)]
 
 

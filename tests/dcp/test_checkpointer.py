@@ -562,3 +562,15 @@ def test_classes_beyond_plain_data_take_trust(tmp_path):
         with pytest.raises(statetree.CheckpointError, match=r"the plain value at call cannot be read.*weights_only"):
             saved.restore()
         assert saved.restore(weights_only=False) == state
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, PermissionError])
+def test_a_listed_checkpoint_that_cannot_be_looked_at_is_not_waited_for(error, tmp_path, monkeypatch):
+    """As on a file system whose names are ahead of what they stand for, or in a directory that may only be listed."""
+    (tmp_path / "step-00000001").mkdir()
+
+    def refuse(_path):
+        raise error
+
+    monkeypatch.setattr(series.os, "lstat", refuse)
+    assert Checkpointer(tmp_path).steps() == []

@@ -73,7 +73,7 @@ def growing_tuples(text):
 
 
 def what_becomes_a_tuple(call):
-    if isinstance(call.func, ast.Name) and call.func.id == "tuple":
+    if isinstance(call.func, ast.Name) and call.func.id in ("tuple", "Path"):  # a path is a tuple
         return call.args
     return [call.args[0].value] if len(call.args) == 1 and isinstance(call.args[0], ast.Starred) else []
 

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict, deque, namedtuple
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -213,3 +214,24 @@ def test_the_two_forms_of_llama(form):
     assert list(flat) == torchtitan_names(32)
     assert all(flat[name] is leaf for name, leaf in ours.items())
     assert st.similarity(found, form(ours))
+
+
+def test_keys_that_are_texts_of_another_class_or_attributes_are_one_key():
+    class Text(str):
+        __slots__ = ()
+
+    tensor = torch.ones(1)
+    with_attribute = OrderedDict(weight=tensor)
+    with_attribute.extra = torch.zeros(1)
+    for tree in (with_attribute, {Text("weight"): tensor}):
+        assert list(st.rename(tree, {"weight": "layer.weight"})) == ["layer.weight"]
+
+
+def test_rules_may_be_any_pairs_of_texts():
+    class Pair(NamedTuple):
+        old: str
+        new: str
+
+    assert st.rename({"a": 1}, [Pair("a", "b")]) == {"b": 1}
+    with pytest.raises(TypeError, match="expected two texts"):
+        st.rename({"a": 1}, [("a", 1)])
