@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
 import statetree
+from statetree.exchange.description import Description
 from statetree.testing import Layout, run_ranks
 from statetree.testing.assertions import tree_differences
 from statetree.testing.plan_strategies import tied_plans, tree_plans
@@ -194,3 +195,31 @@ def disagree_with_the_absent():
 @pytest.mark.slow
 def test_trees_other_than_the_sources_are_refused():
     run_ranks(4, disagree_with_the_absent)
+
+
+CALLS = {
+    "broadcast": lambda: statetree.broadcast({"w": torch.arange(4.0)}),
+    "distribute": lambda: statetree.distribute({"w": torch.arange(4.0)}, {"w": torch.zeros(4)}, src=0),
+}
+
+
+def run_out_of_memory_at_last(verb):
+    """Let one rank fail once it has all elements: the others hear of it, and do not wait."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(Description, "put_together", raise_memory_error)
+        found = attempt(CALLS[verb])
+    check_in_step()
+    return found
+
+
+def raise_memory_error(*_args):
+    raise MemoryError("no memory left")
+
+
+@pytest.mark.parametrize("verb", CALLS)
+def test_a_rank_that_fails_at_last_is_told_to_all(verb):
+    (other, message), (own, _) = run_ranks(2, run_out_of_memory_at_last, verb)
+    assert own == "MemoryError"
+    assert other == "RankMismatch"
+    assert "rank 1 failed" in message
