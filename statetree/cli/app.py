@@ -183,8 +183,8 @@ def diff(
     from statetree.files.page import to_html
 
     one, other = _opened(left, right, follow_links=follow_links)
-    choice, tolerance = Choice("diff", patterns, excluded), Tolerance(rtol, atol)
-    differ = compare((left, right), one, other, DiffOptions(choice, tolerance, **options))
+    options |= {"tolerance": Tolerance(rtol, atol), "values": options["values"] or rtol + atol > 0}
+    differ = compare((left, right), one, other, DiffOptions(Choice("diff", patterns, excluded), **options))
     if page is not None:
         to_html(one.tree, page, other=other.tree)
     return FAILED if differ is None else DIFFERENT if differ else SAME

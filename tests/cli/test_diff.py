@@ -306,3 +306,9 @@ def test_repeated_elements_are_not_compared_one_by_one(tmp_path, statetree):
     assert statetree("diff", "--values", one, terabyte("b.pt", 1)).status == 0
     assert statetree("diff", "--values", one, terabyte("c.pt", 2)).status == 1
     assert statetree("show", "--stats", one).status == 0
+
+
+def test_a_tolerance_asks_for_values(tmp_path, statetree):
+    paths = write({"w": torch.ones(1)}, tmp_path / "a.pt"), write({"w": torch.full((1,), 1.5)}, tmp_path / "b.pt")
+    assert statetree("diff", "--no-values", *paths).status == 0
+    assert statetree("diff", "--no-values", "--rtol", "0.1", *paths).status == 1
