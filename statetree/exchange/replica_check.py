@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 #: So many bytes of a box are made contiguous, on the CPU, at a time.
 _SLAB_BYTES: Final = 16 << 20
+#: Of so many leaves, where some differ, the ranks tell each other which: 64 KiB.
+_LEAVES_AT_ONCE: Final = 4096
 
 
 class SharedPart(NamedTuple):
@@ -168,15 +170,16 @@ def check_replicas(call: Call, manifest: Manifest, copies: Mapping[int, Copies])
             digest = _digest(piece)
             found[number].append((place.part, digest))
             sums[number] += _weighed(place, digest)
-    mixed = (sums * torch.arange(1, 2 * len(sums), 2)[:, None]).sum(0)  # by odd numbers: no leaf's sum is lost
+    weights = torch.arange(1, 2 * len(sums), 2)[:, None]  # odd numbers: no leaf's sum is lost
+    mixed = torch.stack([part.sum(0) for part in (sums * weights).split(_LEAVES_AT_ONCE)])
     call.ready()
-    if not bool(call.group.all_reduce(mixed).any()):
-        return
-    unlike = call.group.all_reduce(sums).any(1).nonzero()[:, 0].tolist()
-    for number in unlike:
-        ranks = _unlike_ranks(call, found[number])
-        if ranks:  # and not only a rank without elements
-            raise _unlike(manifest, list(compared)[number], ranks, len(unlike))
+    for part in call.group.all_reduce(mixed).any(1).nonzero()[:, 0].tolist():
+        first = part * _LEAVES_AT_ONCE
+        unlike = call.group.all_reduce(sums[first : first + _LEAVES_AT_ONCE]).any(1).nonzero()[:, 0].tolist()
+        for number in unlike:
+            ranks = _unlike_ranks(call, found[first + number])
+            if ranks:  # and not only a rank without elements
+                raise _unlike(manifest, list(compared)[first + number], ranks, len(unlike))
 
 
 def _unlike_ranks(call: Call, found: Sequence[tuple[Box, bytes]]) -> list[list[int]]:
@@ -228,7 +231,7 @@ def _digest(tensor: torch.Tensor) -> bytes:
 
 def _unlike(manifest: Manifest, index: int, ranks: Sequence[Sequence[int]], count: int) -> RankMismatch:
     path = manifest.path(index)
-    more = "" if count == 1 else f" (and at {count - 1} more paths)"
+    more = "" if count == 1 else f" (and at {count - 1} more paths at least)"
     msg = (
         f"{manifest.verb}: the ranks hold the leaf at {path or '<root>'} over meshes of their own, and not the same in "
         f"each{more}: expected copies with the same bytes, got different ones on "

@@ -70,6 +70,27 @@ def test_two_stages_with_one_key_are_refused(kind):
     run_ranks(4, lose_a_stage, kind)
 
 
+def differ_among_many():
+    """Two of five leaves differ, in what are the second and the third part of them, where two are compared at once."""
+    first, second = stages()
+    tree = {str(number): over_meshes(first, second) for number in range(5)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replicas, "_LEAVES_AT_ONCE", 2)
+        statetree.gather(tree)
+        for number in ("3", "4"):
+            if dist.get_rank() >= 2:
+                tree[number]._local_tensor.add_(100)
+        raised, message = attempt(lambda: statetree.gather(tree))
+    check_in_step()
+    assert raised == "RankMismatch"
+    return message
+
+
+def test_of_many_leaves_the_first_that_differs_is_named():
+    for message in run_ranks(4, differ_among_many):
+        assert message.startswith("gather: the ranks hold the leaf at 3 over meshes of their own"), message
+
+
 def take_the_first(kind):
     layouts = stages(kind)
     one = over_meshes(*layouts)
