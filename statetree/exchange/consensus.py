@@ -52,6 +52,7 @@ class Fingerprint:
         details: What only need agree for there to be a short cut: where it does not, ``compare`` returns so.
         nbytes: How many bytes it will send next.
         device: The number of the type of device, among those of the group, that it would communicate from.
+        reads: Whether it looks at elements that it receives before it can tell whether it is ready.
         remedy: What to do where the entries differ.
     """
 
@@ -60,6 +61,7 @@ class Fingerprint:
     details: Sequence[str] = ()
     nbytes: int = 0
     device: int = 0
+    reads: bool = False
     remedy: str = "Pass trees of the same structure, shapes and dtypes on every rank."
 
     @cached_property
@@ -78,7 +80,7 @@ class Fingerprint:
         absent = self.entries is None
         stated = [*options, *(_NOTHING if absent else word for words in held for word in words)]
         inverse = [*(~word for word in options), *(_NOTHING if absent else ~word for words in held for word in words)]
-        return [0, int(absent), self.nbytes, self.device, *stated, *inverse]
+        return [0, int(absent), self.nbytes, self.device, int(self.reads), *stated, *inverse]
 
 
 class Consensus(NamedTuple):
@@ -90,6 +92,7 @@ class Consensus(NamedTuple):
         nbytes: The most that a rank announced.
         absent: Whether some rank holds nothing, and leaves it to others.
         device: The type of device that all ranks communicate from.
+        reads: Whether some rank looks at elements before it can tell whether it is ready.
     """
 
     key: tuple[bytes, bytes, bytes]
@@ -97,6 +100,7 @@ class Consensus(NamedTuple):
     nbytes: int
     absent: bool
     device: str
+    reads: bool
 
 
 def digest(texts: Sequence[str]) -> bytes:
@@ -127,7 +131,7 @@ def compare(verb: str, group: Group, fingerprint: Fingerprint, message: Sequence
     Raises:
         RankMismatch: If another rank failed, or the ranks do not mean the same. On every rank.
     """
-    failed, absent, nbytes, device, *words = group.all_reduce_max(message)
+    failed, absent, nbytes, device, reads, *words = group.all_reduce_max(message)
     if failed:
         raise _failed(verb, group, None)
     stated, inverse = words[: len(words) // 2], [~word for word in words[len(words) // 2 :]]
@@ -138,7 +142,7 @@ def compare(verb: str, group: Group, fingerprint: Fingerprint, message: Sequence
         raise _first_difference(verb, group, fingerprint.entries, fingerprint.remedy)
     key = tuple([_DIGEST.pack(*stated[part]) for part in (options, entries, details)])
     assert len(key) == 3
-    return Consensus(key, stated[details] == inverse[details], nbytes, bool(absent), group.devices[device])
+    return Consensus(key, stated[details] == inverse[details], nbytes, bool(absent), group.devices[device], bool(reads))
 
 
 def tell_failure(group: Group, error: BaseException) -> None:

@@ -52,7 +52,7 @@ class Description(NamedTuple):
         return _paths(self.spec, self.described)
 
     def put_together(self, verb: str, parts: list[torch.Tensor]) -> list[Any]:
-        """Return the leaves of the tree, made from parts that hold their elements; ``None`` for exchanged ones."""
+        """Return the leaves of the tree, made from the parts that hold their elements; ``None`` for exchanged ones."""
         leaves: list[Any] = [None] * self.spec.num_leaves
         for index, leaf in zip(self.described, self.metadata.pack(verb, parts, self.paths), strict=True):
             leaves[index] = leaf
@@ -141,18 +141,22 @@ class Received(NamedTuple):
     Attributes:
         src: That rank.
         description: What it said.
-        leaves: The leaves that it described, with their elements; ``None`` for those that are exchanged.
+        leaves: The leaves that it described; ``None`` for those that are exchanged.
+        pending: What moves their elements, unless it was needed to put them together.
         layouts: Those of the leaves that this rank held already.
         key: What the ranks agreed on.
-        device: The type of device that they communicate from.
+        device: The type of device that elements still move from.
+        reads: Whether some rank looks at elements before it writes them.
     """
 
     src: int
     description: Description
     leaves: list[Any]
+    pending: Sequence[Transfer]
     layouts: dict[int, ChunkLayout]
     key: Any
     device: str
+    reads: bool
 
     def manifest(self, verb: str, own: Manifest | None) -> Manifest:
         """Return the manifest of the tree: one rank alone has the elements of what is exchanged, all of them.

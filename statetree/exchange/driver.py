@@ -166,7 +166,7 @@ class Exchange(Call):
         return [discover_layouts(self, manifest, details_agree=consensus.details_agree)[0] for manifest in manifests]
 
     def _fingerprint(
-        self, manifests: Sequence[Manifest], beside: Sequence[Entry] = (), *, nbytes: int = 0
+        self, manifests: Sequence[Manifest], beside: Sequence[Entry] = (), *, nbytes: int = 0, reads: bool = False
     ) -> Fingerprint:
         entries: list[Entry] = []
         details: list[str] = []
@@ -179,7 +179,7 @@ class Exchange(Call):
         kinds = {chunks.device for manifest in manifests for chunks in manifest.chunks.values()}
         device = self.group.number_of(kinds)
         details.append(self.group.devices[device])
-        found = Fingerprint(self.described(), [*entries, *beside], details, nbytes, device)
+        found = Fingerprint(self.described(), [*entries, *beside], details, nbytes, device, reads)
         if self.options.get("union", True):
             return found
         return replace(found, remedy=f"{found.remedy} Where ranks hold different keys, pass union=True.")
@@ -236,24 +236,29 @@ class Exchange(Call):
             self._preparation.held.append(HeldMemory(spec, leaves, list(indices), opaque=opaque))
 
     def receive(
-        self, sent: Sent | StateTreeError | None, like: Manifest | None, selection: Sequence[Entry] = ()
+        self,
+        sent: Sent | StateTreeError | None,
+        like: Manifest | None,
+        selection: Sequence[Entry] = (),
+        *,
+        reads: bool = False,
     ) -> Received:
-        """Agree with the other ranks on a tree that one of them, the option ``src``, describes, and receive it.
+        """Agree with the other ranks on a tree that one of them, the option ``src``, describes.
 
-        Elements of the leaves that it describes are received as well; those that are exchanged are left to
-        ``move_from``.
+        Its elements are left to ``move_from``, unless somebody looks at them before: then the ranks agree once more.
 
         Args:
             sent: The tree, or what is wrong with it, on the source; ``None`` on other ranks.
             like: What this rank holds already; ``None`` if nothing.
             selection: Which leaves of that are meant, if not all.
+            reads: Whether this rank looks at elements of leaves that are described before it moves the others.
         """
         src = self.options["src"]
         message = Message() if sent is None else described(sent)
         if like is None:
             fingerprint = Fingerprint(self.described(), None, (), len(message.text))
         else:
-            fingerprint = self._fingerprint([like], selection, nbytes=len(message.text))
+            fingerprint = self._fingerprint([like], selection, nbytes=len(message.text), reads=reads)
         consensus = self.agree(fingerprint)
         layouts: dict[int, ChunkLayout] = {}
         told = b""
@@ -263,26 +268,25 @@ class Exchange(Call):
         self.expect()
         description = opened(self.verb, text)
         parts, places = description.metadata.allocate(self.verb)
-        sizes = tuple([place.numel() for place in places])
         # By their keys: only the source knows which leaves it has, and with which dtypes if they are converted.
         keys = description.spec.flat_keys()
         exchanged = tuple([(keys[index], facts) for index, facts in description.exchanged.items()])
-        key = (consensus.key, told, exchanged)
-        transfers = span_transfers(src, self.group, message.spans, places)
+        key = (consensus.key, told, exchanged, tuple([place.numel() for place in places]))
+        pending = span_transfers(src, self.group, message.spans, places)
         kind = self.group.devices[self.group.number_of(description.metadata.device_types)]  # on every rank alike
-        planned = self._planned_from((*key, sizes), transfers, kind)
-        if any(sizes):  # or a failure until here is told in the next agreement
-            self.ready()
-            planned.run(self.executor)
-            self.executor.catch_up()  # what leaves are put together by may be among the elements
-        del planned  # and its buckets
+        device = consensus.device if exchanged else kind
+        if pending and (consensus.reads or device != kind or description.metadata.depends_on_elements()):
+            self._move(key, pending, kind)
+            self.executor.catch_up()
+            self.expect()
+            pending = []
         if isinstance(sent, Sent):
             self.hold(sent.manifest.spec, sent.manifest.leaves, description.described, opaque=True)
-        self.expect()
-        return Received(src, description, description.put_together(self.verb, parts), layouts, key, consensus.device)
+        leaves = description.put_together(self.verb, parts)
+        return Received(src, description, leaves, pending, layouts, key, device, consensus.reads)
 
     def move_received(self, received: Received, target: LikeDestination, own: Manifest | None) -> Any:
-        """Move elements of leaves that are exchanged, from the rank that described its tree; return the result.
+        """Move the elements of a tree, from the rank that described it; return the result.
 
         Args:
             received: The tree.
@@ -291,22 +295,33 @@ class Exchange(Call):
         """
         moving = target.sources()
         sources, _ = sources_of(target.source, target.source.known_layouts() or {}, moving, self.group.rank)
+        if received.reads and self._preparation is not None:  # whenever they have moved again
+            self.executor.call(partial(self._agree_on_values, target))
         self.move_from(received, target.transfers(sources, received.layouts))
         return self.finish(target, own)
 
+    def _agree_on_values(self, target: LikeDestination) -> None:
+        """Agree that what has arrived may be written on every rank."""
+        self.expect()
+        target.check_values(target.source)
+        self.ready()
+
     def move_from(self, received: Received, transfers: Sequence[Transfer]) -> None:
-        """Move elements of leaves that are exchanged.
+        """Move the elements of a tree, from the rank that described it.
 
         Args:
-            received: The tree that they belong to.
-            transfers: What moves from where to where.
+            received: The tree.
+            transfers: How those of leaves that are exchanged move.
         """
-        planned = self._planned_from((*received.key, "layouts"), transfers, received.device)
+        key = (*received.key, len(received.pending))
+        self._move(key, [*received.pending, *transfers], received.device)
+
+    def _move(self, key: Any, transfers: Sequence[Transfer], kind: str) -> None:
+        """Plan, agree that all are ready, and move, from the option ``src``."""
+        options = self._options(key, kind)._replace(source=self.options["src"])
+        planned = plan_transfers(options, transfers)
         self.ready()
         planned.run(self.executor)
-
-    def _planned_from(self, key: Any, transfers: Sequence[Transfer], kind: str) -> PlannedTransfers:
-        return plan_transfers(self._options(key, kind)._replace(source=self.options["src"]), transfers)
 
     def _planned(
         self, source: Manifest, target: Destination, layouts: Sequence[dict[int, ChunkLayout]], key: Any, kind: str

@@ -213,10 +213,10 @@ def _same_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
     return same_bytes(a, b)
 
 
-def parts_of(leaves: list[Any]) -> tuple[list[torch.Tensor], list[int]]:
-    """Return the plain tensors with memory that leaves consist of, and the index of the leaf of each."""
+def parts_of(leaves: list[Any], *, meta: bool = False) -> tuple[list[torch.Tensor], list[int]]:
+    """Return the plain tensors that leaves consist of, and the index of the leaf of each; meta ones only if asked."""
     unpacked = unpack("", leaves, lambda: [Path()] * len(leaves), memory=False)
-    real = [index for index, part in enumerate(unpacked.parts) if not part.is_meta]
+    real = [index for index, part in enumerate(unpacked.parts) if meta or not part.is_meta]
     return [unpacked.parts[index] for index in real], [unpacked.owners[index] for index in real]
 
 

@@ -17,7 +17,7 @@ import torch
 
 from statetree.errors import UnsupportedLeaf, describe_leaf
 from statetree.leaves.builtin import is_plain
-from statetree.leaves.parts import Recipe, Unpacked, unpack
+from statetree.leaves.parts import Recipe, Unpacked, packed, unpack
 from statetree.spans.columns import Columns
 from statetree.spans.layout import as_bytes, check_memory, extents, lay_out, make_views
 from statetree.spans.memory import Memory
@@ -52,6 +52,10 @@ class LeafMetadata(NamedTuple):
         """The types of the devices that tensors lie on."""
         return {torch.device(name).type for name in self.tensors}
 
+    def depends_on_elements(self) -> bool:
+        """Whether leaves can only be put together once their elements are there."""
+        return any(not recipe.leaf_type.elements_only(recipe.context) for recipe in packed(self.recipes.values()))
+
     def allocate(self, verb: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the plain tensors that the leaves are packed from, and the spans on which their elements lie.
 
@@ -83,7 +87,7 @@ class LeafMetadata(NamedTuple):
 
         Args:
             verb: The collective, for messages.
-            parts: What ``allocate`` returned, with elements: how a leaf is packed may depend on them.
+            parts: What ``allocate`` returned. They have their elements if ``depends_on_elements``.
             paths: Gives the paths of the leaves.
         """
         return Unpacked(verb, self.kept, paths, Columns(parts), (), self.bare, self.recipes).pack(parts)

@@ -28,7 +28,7 @@ from statetree.exchange.transfers import as_sendable, converted, pieces_of
 from statetree.leaves.builtin import is_plain
 from statetree.leaves.copying import prepared_copy
 from statetree.spans.columns import Columns
-from statetree.spans.overlaps import are_disjoint, shared_elements
+from statetree.spans.overlaps import overlaps_itself, shared_elements
 from statetree.torch_internals import storage_key
 from statetree.tree.flatten import unflatten
 
@@ -163,11 +163,8 @@ class LikeDestination(Destination):
 
     @cached_property
     def _depends_on_values(self) -> bool:
-        """Whether leaves that are copied here may be converted, or lie over each other: not all values fit then."""
-        leaves = [self.leaves[index] for index in self._local if not is_plain(self.leaves[index])]
-        if self._options.cast or len(set(map(id, leaves))) < len(leaves):
-            return bool(leaves)
-        return not are_disjoint(Columns(parts_of(leaves)[0]))
+        """Whether not all values fit into the leaves that are copied here."""
+        return depends_on_values([self.leaves[index] for index in self._local], cast=self._options.cast)
 
     def touched(self) -> Iterable[int]:
         """Return the leaves whose elements are read in the source, and written in the result."""
@@ -310,6 +307,20 @@ class LikeDestination(Destination):
             refuse(verb, [found._replace(path=path_of[found.path[0]]) for found in error.differences])
             raise
         return {index: result[keys[index]] for index in self._local}, write
+
+
+def depends_on_values(leaves: Iterable[Any], *, cast: bool) -> bool:
+    """Whether leaves may be converted, or lie over each other: not all values fit into them then."""
+    written = [leaf for leaf in leaves if not is_plain(leaf)]
+    if cast or len(set(map(id, written))) < len(written):
+        return bool(written)
+    parts = parts_of(written, meta=True)[0]
+    without_memory = Columns([part for part in parts if part.is_meta]).storage_keys
+    if len(set(without_memory)) < len(without_memory):
+        return True
+    if any(not part.is_contiguous() and overlaps_itself(part.shape, part.stride()) for part in parts):
+        return True
+    return bool(shared_elements(Columns([part for part in parts if not part.is_meta])))
 
 
 @lru_cache(maxsize=4096)

@@ -108,7 +108,7 @@ class Unpacked:
         """
         return [
             part
-            for recipe in _packed(self.recipes.values())
+            for recipe in packed(self.recipes.values())
             if not recipe.leaf_type.elements_only(recipe.context)
             for part in recipe.inner
             if isinstance(part, int)
@@ -124,15 +124,15 @@ class Unpacked:
             recipe.context = context
 
     def _registered(self, leaf: int) -> Iterator[PackedRecipe]:
-        return (recipe for recipe in _packed([self.recipe(leaf)]) if recipe.leaf_type.registered)
+        return (recipe for recipe in packed([self.recipe(leaf)]) if recipe.leaf_type.registered)
 
     def holds_distributed(self) -> bool:
         """Whether a distributed tensor lies inside a leaf that is taken apart."""
-        return any(recipe.leaf_type.distributed for recipe in _packed(self.recipes.values()))
+        return any(recipe.leaf_type.distributed for recipe in packed(self.recipes.values()))
 
     def detach(self) -> None:
         """Let no writing to opaque leaves change any more what they are packed of, which is done once."""
-        for recipe in _packed(self.recipes.values()):
+        for recipe in packed(self.recipes.values()):
             recipe.leaf_type.detach(recipe.context)
 
     def pack(self, parts: Sequence[torch.Tensor]) -> list[Any]:
@@ -230,10 +230,10 @@ def hides_distributed(leaf: Any) -> bool:
     Raises:
         UnsupportedLeaf: If it cannot be taken apart. ``%PATH%`` in the message stands for its path.
     """
-    return any(recipe.leaf_type.distributed for recipe in _packed([_Unpacker([]).unpack(leaf)]))
+    return any(recipe.leaf_type.distributed for recipe in packed([_Unpacker([]).unpack(leaf)]))
 
 
-def _packed(recipes: Iterable[Recipe]) -> Iterator[PackedRecipe]:
+def packed(recipes: Iterable[Recipe]) -> Iterator[PackedRecipe]:
     """Yield the recipes of leaves that are taken apart, and of tensors inside them, each once, from the outside in."""
     pending = list(recipes)[::-1]
     seen: set[int] = set()

@@ -82,12 +82,14 @@ def broadcast(
             elements = {index: (held.dtype, held.shape) for index, held in own.chunks.items()}
         sent = Sent(own, elements) if own is not None and run.group.rank == src else None
         received = run.receive(sent, own)
-        run.move_from(received, _distributed(run, received, own))
+        transfers = _distributed(run, received, own)
         spec, leaves = received.description.spec, received.leaves
+        result = unflatten(spec, leaves)
+        run.move_from(received, transfers)
         if own is not None:
             run.hold(own.spec, own.leaves, own.chunks)
         run.hold(spec, leaves, range(len(leaves)))
-        return unflatten(spec, leaves)
+        return result
 
 
 def _distributed(run: Exchange, received: Received, own: Manifest | None) -> list[Transfer]:

@@ -344,6 +344,39 @@ def test_values_for_one_memory_are_compared_wherever_they_lie(world_size, in_pla
     run_ranks(world_size, tie_what_others_hold, in_place, differs)
 
 
+def receive_for_one_memory(tied_ranks, device, in_place, prepared):
+    """Have leaves arrive from another rank that share memory on some ranks: equal ones, and then others."""
+    rank = dist.get_rank()
+    first = torch.zeros(3, device=device)
+    like = {"a": first, "b": first if rank in tied_ranks else torch.zeros(3, device=device), "c": shards(shape=(4,))}
+    full = {"a": torch.ones(3), "b": torch.ones(3), "c": torch.ones(4)}
+    make = functools.partial(statetree.prepare if prepared else functools.partial, statetree.distribute)
+    call = make(full if rank == 0 else None, like, src=0, in_place=in_place)
+    arrived = call()
+    assert statetree.similarity(statetree.gather(arrived), full, values=True)
+    before = statetree.offload(full)
+    full["b"].fill_(2.0)
+    full["c"].fill_(3.0)
+    refused = attempt(call)
+    check_in_step()
+    if in_place:
+        assert statetree.similarity(statetree.gather(arrived), before, values=True)
+    return refused
+
+
+@RANKS
+@pytest.mark.parametrize("tied_ranks", [(1,), (0, 1)])
+@pytest.mark.parametrize(
+    ("device", "in_place", "prepared"), [(None, True, False), ("meta", False, False), (None, True, True)]
+)
+def test_values_that_arrive_for_one_memory_are_compared(world_size, tied_ranks, device, in_place, prepared):
+    for rank, (kind, message) in enumerate(
+        run_ranks(world_size, receive_for_one_memory, tied_ranks, device, in_place, prepared)
+    ):
+        assert kind == "RankMismatch" or (kind == "TreeMismatch" and rank in tied_ranks)
+        assert "overlap" in message
+
+
 def empty_ties():
     """Tensors without elements lie in one place on some ranks and not on others, which does not matter."""
     nothing = torch.empty(0, 3)
