@@ -9,7 +9,7 @@ import torch
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange.executor import flat_bytes
 from statetree.exchange.manifest import Manifest
-from statetree.leaves.changes import TensorChange, change_at, damaged, mismatch
+from statetree.leaves.changes import OTHER_CONTENT, TensorChange, change_at, damaged, mismatch
 from statetree.leaves.delta_tree import Delta
 from statetree.leaves.located_change import LocatedChange
 from statetree.leaves.tensor_entries import EVERYBODYS, OTHERS, OWN, TreeEntries
@@ -67,6 +67,7 @@ def moved_delta(run: Exchange, delta: Delta, like: Any) -> Delta:
 
 
 def _check_rows(verb: str, delta: Delta, entries: TreeEntries) -> None:
+    delta.check_table(verb)
     names = set(entries.keys)
     unknown = next((name for name in (*delta.tensors, *delta.values) if name not in names), None)
     if unknown is not None or len(delta.table) != len(entries.order):
@@ -92,6 +93,8 @@ def _outgoing(
             raise damaged(run.verb, name, "like has another dtype or shape there")
         positions = _positions(run.verb, name, change)
         bits = as_bits(change.values.reshape(-1)).to("cpu")
+        if not sums_at(positions, bits)[0].equal(change.after):
+            raise damaged(run.verb, name, OTHER_CONTENT)
         for rank in [run.group.rank] if holder == EVERYBODYS else range(run.group.size):
             for box in boxes[index][rank]:
                 inside, _ = in_box(positions, box.start, box.sizes, entry.shape)

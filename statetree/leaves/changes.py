@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from statetree.errors import TreeMismatch
+from statetree.leaves.builtin import leaf_type_of
+from statetree.leaves.leaf_numbers import value_number
 from statetree.spans.bits import as_bits, from_bits
 from statetree.spans.positions import as_gaps, from_gaps, within
 from statetree.spans.sums import FEW, sums_at
@@ -24,6 +26,8 @@ _NUMEL: Final = 1
 _BEFORE: Final = slice(2, 2 + FEW)
 _AFTER: Final = slice(2 + FEW, 2 + 2 * FEW)
 _HEAD: Final = 2 + 2 * FEW
+#: What is wrong where sums or numbers do not fit.
+OTHER_CONTENT: Final = "its values or positions are not those that it was made with"
 #: The start of a change that replaces everything.
 _WHOLE: Final = -1
 
@@ -107,6 +111,8 @@ class TensorChange:
 
     def _fault_of_form(self) -> str:
         """Say what is wrong with the tensors of a change; nothing if they fit each other."""
+        if not all(map(has_elements, (self.head, self.gaps, self.values))):
+            return "expected tensors with elements as its head, gaps and values"
         if self.head.dtype != torch.int64 or tuple(self.head.shape) != (_HEAD,):
             return f"expected a head of {_HEAD} int64, got {self.head.dtype} {tuple(self.head.shape)}"
         if self.gaps.dim() != 1 or self.gaps.dtype.is_floating_point or self.gaps.dtype.is_complex:
@@ -215,6 +221,18 @@ class ValueChange:
         """Return the change to a value, with the numbers of what was there and of itself."""
         return cls(value, torch.tensor([before, after], dtype=torch.int64, device="cpu"))
 
+    def fault(self) -> str:
+        """Say what is wrong with a change; nothing if it can be one.
+
+        Opaque objects are not looked into: copies of sets inside them may have other numbers.
+        """
+        if not has_elements(self.numbers) or self.numbers.dtype != torch.int64 or self.numbers.shape != (2,):
+            return "expected two int64 as its numbers"
+        leaf_type = leaf_type_of(type(self.value))
+        if leaf_type is not None and leaf_type.opaque:
+            return ""
+        return "" if value_number(self.value) == self.after else OTHER_CONTENT
+
     @property
     def before(self) -> int:
         """The number of the leaf that is replaced."""
@@ -228,6 +246,11 @@ class ValueChange:
     def undone(self, value: Any) -> ValueChange:
         """Return the change back, to the value that was there."""
         return replace(self, value=value, numbers=self.numbers.flip(0))
+
+
+def has_elements(tensor: Any) -> bool:
+    """Whether something is a tensor, and not on meta."""
+    return isinstance(tensor, torch.Tensor) and not tensor.is_meta
 
 
 def mismatch(

@@ -10,10 +10,8 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from statetree.errors import TreeMismatch
-from statetree.leaves.changes import damaged, mismatch
+from statetree.leaves.changes import OTHER_CONTENT, damaged, mismatch
 from statetree.leaves.copying import copied_leaves, prepared_copy
 from statetree.leaves.located_change import LocatedChange, tried
 from statetree.leaves.tensor_entries import TreeEntries
@@ -24,6 +22,8 @@ from statetree.tree.flatten import unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch
 
     from statetree.chunks.ranks import Ranks
     from statetree.leaves.delta_tree import Delta
@@ -52,8 +52,6 @@ def prepared_apply(
 class _Application:
     def __init__(self, verb: str, delta: Delta, entries: TreeEntries) -> None:
         self.verb, self.delta, self.entries = verb, delta, entries
-        if delta.table.dtype != torch.int64 or delta.table.dim() != 2 or delta.table.shape[1:] != (4,):
-            raise damaged(verb, "", f"expected a table of four int64 a leaf, got {tuple(delta.table.shape)}")
         self.index_of = delta.check_leaves(verb, entries)
         self.writes: list[Callable[[], None]] = []
         self.written: set[Any] = set()
@@ -91,7 +89,7 @@ class _Application:
         located = LocatedChange(self.verb, name, change, entry)
         found, brought = located.both_sums()
         if not brought.equal(change.after):
-            raise damaged(self.verb, name, "its values or positions are not those that it was made with")
+            raise damaged(self.verb, name, OTHER_CONTENT)
         self.found[name] = found
         if found.equal(change.before):
             if entry.place not in self.written:  # tied tensors are written once
@@ -110,6 +108,9 @@ class _Application:
 
     def _prepare_value(self, name: str, leaf: Any) -> Any:
         change, number = self.delta.values[name], self.entries.number(self.index_of[name])
+        fault = change.fault()
+        if fault:
+            raise damaged(self.verb, name, fault)
         if number not in (change.before, change.after):
             raise mismatch(self.verb, name, "the value of the base", "another one")
         if number == change.after and change.before != change.after:

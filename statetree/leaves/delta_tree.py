@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from statetree.chunks.ranks import own_ranks
-from statetree.leaves.changes import TensorChange, ValueChange, merged, mismatch
+from statetree.leaves.changes import TensorChange, ValueChange, damaged, has_elements, merged, mismatch
 from statetree.leaves.copying import copied_leaves
 from statetree.leaves.located_change import LocatedChange
 from statetree.leaves.parts import unpack
-from statetree.leaves.tensor_entries import TreeEntries
+from statetree.leaves.tensor_entries import HOLDERS, TreeEntries
 from statetree.torch_internals import quietly, storage_key
 from statetree.tree.html_fragments import cell, escaped, table
 
@@ -34,7 +34,7 @@ class Delta:
         tensors: For each tensor that changed, by its name in ``to_flat`` of the base, what is written over it.
         values: For each other leaf that changed, what takes its place.
         table: For every leaf of the base, in the order of the paths, three ``int64`` by which it is recognised, and one
-            for who holds what this rank holds: 0 for each rank by itself, 1 for this rank first, 2 for others first.
+            that says who holds what this rank holds: each rank its own, this rank before others, or others before it.
     """
 
     tensors: dict[str, TensorChange]
@@ -135,6 +135,7 @@ class Delta:
         Raises:
             TreeMismatch: If they are others than the base's: of other names, dtypes, shapes or layouts.
         """
+        self.check_table(verb)
         index_of = {name: index for index, name in enumerate(entries.keys)}
         unknown = next((name for name in (*self.tensors, *self.values) if name not in index_of), None)
         found = [entries.fingerprint(index) for index in entries.order]
@@ -152,6 +153,15 @@ class Delta:
                 if (index_of[name] in entries.tensors) is not are_tensors:
                     raise mismatch(verb, name, "a leaf of another kind", "this one")
         return index_of
+
+    def check_table(self, verb: str) -> None:
+        """Raise ``TreeMismatch`` unless the table can be one."""
+        table = self.table
+        if not has_elements(table) or table.dtype != torch.int64 or table.dim() != 2 or table.shape[1] != 4:
+            raise damaged(verb, "table", "expected four int64 for each leaf")
+        holders = torch.tensor(HOLDERS, dtype=torch.int64, device=table.device)
+        if not torch.isin(table[:, 3], holders).all():
+            raise damaged(verb, "table", "expected to be told who holds each leaf, got something else")
 
     def sums_before(self, row: int) -> list[int]:
         """Return the sums (or the number, and a zero) of a leaf of the base, by its row in the table."""

@@ -53,13 +53,15 @@ class LocatedChange:
     def __init__(self, verb: str, name: str, change: TensorChange, entry: TensorEntry) -> None:
         self.verb, self.name, self.change, self.entry = verb, name, change, entry
         fault, self.positions = change.checked()
-        if not fault and change.values.dtype != entry.dtype:
-            fault = f"expected values of {entry.dtype}, got {change.values.dtype}"
+        if fault:
+            raise damaged(verb, name, fault)
         expected = entry.held if change.is_whole else change.values.numel()
-        if not fault and change.values.numel() != expected:
-            fault = f"expected {expected} values, got {change.values.numel()}"
         numel = torch.Size(entry.shape).numel()
-        if not fault and change.numel != numel:
+        if change.values.dtype != entry.dtype:
+            fault = f"expected values of {entry.dtype}, got {change.values.dtype}"
+        elif change.values.numel() != expected:
+            fault = f"expected {expected} values, got {change.values.numel()}"
+        elif change.numel != numel:
             fault = f"expected a tensor of {numel} elements, got one of {change.numel}"
         if fault:
             raise damaged(verb, name, fault)

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 #: Who holds what this rank holds of a leaf: every rank by itself, this rank before others, or others before this one.
-EVERYBODYS: Final = 0
-OWN: Final = 1
-OTHERS: Final = 2
+#: No few flipped bits make one of another one.
+HOLDERS: Final = (0x3A5C_96E1_0F27_D84B, 0x6C93_5A0E_E1D8_27B4, 0x563F_A5D2_B48E_7109)
+EVERYBODYS, OWN, OTHERS = HOLDERS
 
 
 class TensorEntry(NamedTuple):

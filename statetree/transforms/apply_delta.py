@@ -41,7 +41,8 @@ def apply_delta(delta: Delta, tree: T, *, verify: Literal["written", "all"] = "w
     Raises:
         TreeMismatch: If ``tree`` is not the base, as far as that is verified; if a tensor cannot be written, or shares
             memory with another one, which it did not in the base; or if the delta is damaged (its positions do not
-            ascend, lie outside of the tensor, or its sizes or sums do not fit). It names the path. Nothing is written.
+            ascend, lie outside of the tensor, or its sizes, sums or values do not fit; opaque objects that it brings
+            are not looked into). It names the path. Nothing is written.
         UnsupportedLeaf: If a leaf cannot be taken apart.
         CyclicTree: If a container holds itself.
         ValueError: If ``verify`` is something else.

@@ -1,5 +1,7 @@
 """Deltas on ranks: of distributed tensors, sent to replicas, and brought to other layouts."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -87,6 +89,28 @@ def another_base_is_refused_on_every_rank():
     assert (name, "expected a leaf of the base" in message) == ("TreeMismatch", True), message
 
 
+def damaged_deltas_are_not_moved():
+    source, target = Layout((12, 5), (0, 1), ("S0",)), Layout((12, 5), (0, 1), ("S1",))
+    full = torch.zeros(12, 5)  # in which a position that was damaged is not seen by what lies there
+    other = full.clone()
+    other[1, :2] = other[7, 2:4] = 1
+    change = statetree.delta(state(other, source), state(full, source))
+    first = change.tensors["w"]
+    row = next(i for i, path in enumerate(statetree.paths(state(full, source))) if str(path) == "w")
+    for bit in range(64):
+        table = change.table.clone()
+        table[row, 3] ^= 1 << bit if bit < 63 else -(1 << 63)
+        broken = replace(change, table=table)
+        name, message = attempt(lambda: statetree.reshard(broken, state(full, target)))  # noqa: B023 - called at once
+        assert (name, "damaged at table" in message) == ("TreeMismatch", True), message
+    head = first.head + torch.tensor([1, 0, 0, 0, 0, 0])
+    for damaged in (replace(first, values=first.values + 1), replace(first, head=head)):
+        broken = replace(change, tensors={**change.tensors, "w": damaged})
+        name, message = attempt(lambda: statetree.reshard(broken, state(full, target)))  # noqa: B023 - called at once
+        assert (name, "damaged at w" in message) == ("TreeMismatch", True), message
+    check_in_step()
+
+
 def deltas_are_broadcast():
     base = {"w": torch.arange(100.0), "step": 1}
     new = {"w": base["w"].clone().index_fill_(0, torch.tensor([3, 70]), -1), "step": 2}
@@ -103,6 +127,7 @@ def deltas_are_broadcast():
         pytest.param(deltas_go_to_other_layouts, 4, marks=pytest.mark.slow),
         (two_in_a_row, 2),
         (another_base_is_refused_on_every_rank, 2),
+        (damaged_deltas_are_not_moved, 2),
         (deltas_are_broadcast, 2),
     ],
 )

@@ -175,6 +175,8 @@ DAMAGES = {
     "other gaps": lambda change: replace(change, gaps=change.gaps + (change.gaps > 0).to(torch.uint8)),
     "a short head": lambda change: replace(change, head=change.head[:3]),
     "gaps that are no integers": lambda change: replace(change, gaps=change.gaps.float()),
+    "no head": lambda change: replace(change, head=change.head[:0]),
+    "gaps on meta": lambda change: replace(change, gaps=change.gaps.to("meta")),
     "another size": lambda change: replace(change, head=change.head + torch.tensor([0, 1, 0, 0, 0, 0])),
 }
 
@@ -189,6 +191,41 @@ def test_a_damaged_delta_is_refused(damage):
     with pytest.raises(st.TreeMismatch, match="the delta is damaged at b"):
         st.apply_delta(broken, base)
     watch.check()
+
+
+VALUES = {
+    "an int": (1, 2, 3),
+    "a text": ("a", "b", "c"),
+    "a tensor for a number": (1, 2, torch.tensor(2)),
+    "a sparse tensor": [torch.tensor([1.0, 0.0, each]).to_sparse() for each in (2.0, 3.0, 4.0)],
+    "a sparse tensor with elements elsewhere": [torch.eye(3)[each].to_sparse() for each in range(3)],
+    "a quantized tensor": [
+        torch.quantize_per_tensor(torch.tensor([1.0, each]), 0.5, 0, torch.qint8) for each in (2.0, 3.0, 4.0)
+    ],
+}
+
+
+@pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
+def test_a_value_that_was_damaged_is_refused(values):
+    before, after, damaged = values
+    base = {"a": torch.arange(9.0), "b": before}
+    change = st.delta({"a": torch.arange(9.0) + 1, "b": after}, base)
+    old = change.values["b"]
+    numbers = [old.numbers[:1], old.numbers.flip(0), old.numbers.float(), None]
+    for broken in [replace(old, value=damaged), *(replace(old, numbers=each) for each in numbers)]:
+        watch = Watch(base)
+        with pytest.raises(st.TreeMismatch, match="the delta is damaged at b"):
+            st.apply_delta(replace(change, values={"b": broken}), base)
+        watch.check()
+    st.apply_delta(change, base)
+
+
+@pytest.mark.parametrize("table", [None, torch.zeros(1, 4), torch.zeros(1, 4, dtype=torch.int64)], ids=repr)
+def test_a_table_that_was_damaged_is_refused(table):
+    base = {"a": torch.arange(9.0)}
+    change = replace(st.delta({"a": torch.arange(9.0) + 1}, base), table=table)
+    with pytest.raises(st.TreeMismatch, match="the delta is damaged at table"):
+        st.apply_delta(change, base)
 
 
 class Interrupt(BaseException):
