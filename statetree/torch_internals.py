@@ -143,8 +143,8 @@ _WARNED_OF: Final = _UNCONJUGATED | {torch.complex32}
 #: 0 or 1, but a view of other numbers as bools may look at any bytes.
 COPIED_AS_INTEGERS: Final = WITHOUT_KERNELS | _UNCONJUGATED | {torch.bool}
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-#: What CUDA's ``_foreach_copy_`` copies as it is. It takes narrow floats through float32, which changes NaNs, and has no
-#: kernels for unsigned integers.
+#: What CUDA's ``_foreach_copy_`` copies as it is. It takes narrow floats through float32, which changes NaNs, and it has
+#: no kernels for unsigned integers.
 _WIDE: Final = {torch.float32, torch.float64, torch.complex64, torch.complex128}
 _EXACT_TOGETHER: Final = frozenset(_WIDE.union(_INTEGERS.values(), (torch.int8,)))
 
