@@ -1,6 +1,6 @@
 """The private parts of torch that everything else stands on, each behind one function.
 
-Tried with torch 2.11.0, 2.13.0 and 2.15.0. (``leaf_types`` touch what is private to their kinds of tensors themselves.)
+Tried with torch 2.11.0, 2.13.0 and 2.15.0. (``leaves.types`` touch what is private to their kinds of tensors themselves.)
 """
 
 from __future__ import annotations

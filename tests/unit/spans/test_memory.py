@@ -273,7 +273,7 @@ def test_accelerators_that_register_no_memory_allocate_what_is_pinned(monkeypatc
     buffers._can_pin.cache_clear()
     try:
         carved = Memory(pin_memory=True).carve([5, 100, 0, LARGE_BYTES])
-        assert asked == [(192, True), (LARGE_BYTES, True)]
+        assert sorted(asked) == [(192, True), (LARGE_BYTES, True)]
         assert carved[1].storage.nbytes() == 100
         shared = Memory(pin_memory=True, share_memory=True)
         assert not shared.pin_memory
