@@ -1,11 +1,10 @@
 """The private parts of torch that everything else stands on, each behind one function.
 
-Tried with torch 2.11.0, 2.13.0 and 2.15.0. (``leaf_types`` touch what is private to their kinds of tensors themselves.)
+Tried with torch 2.11.0, 2.13.0 and 2.15.0. (``leaves.types`` touch what is private to their kinds of tensors themselves.)
 """
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from functools import cache, wraps
 from itertools import chain, repeat
@@ -104,24 +103,6 @@ def storages_sent() -> set[int]:
     return {reference.cdata for reference in references if not reference.expired()}
 
 
-@cache
-def _memcmp() -> Any:
-    """Return the C library's ``memcmp``, which is twice as quick as ``torch.equal``; ``None`` where it is not found."""
-    try:
-        function = ctypes.CDLL(None).memcmp
-    except (OSError, TypeError, AttributeError):  # not on Windows
-        return None
-    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-    function.restype = ctypes.c_int
-    return function
-
-
-def compare_memory(a: int, b: int, nbytes: int) -> bool | None:
-    """Whether host memory at two addresses is equal; ``None`` if that cannot be asked here."""
-    function = _memcmp()
-    return None if function is None else not function(a, b, nbytes)
-
-
 #: Whether a tensor is one of autograd's, which are all zeros and have no memory whatever their storage says.
 is_zero_tensor: Final[Any] = TENSOR_BASE._is_zerotensor
 
@@ -161,7 +142,11 @@ _WARNED_OF: Final = _UNCONJUGATED | {torch.complex32}
 #: Dtypes whose bytes a copy does not keep, or which cannot be copied: they are copied as integers. A copy of a bool is
 #: 0 or 1, but a view of other numbers as bools may look at any bytes.
 COPIED_AS_INTEGERS: Final = WITHOUT_KERNELS | _UNCONJUGATED | {torch.bool}
-_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: What CUDA's ``_foreach_copy_`` copies as it is. It takes narrow floats through float32, which changes NaNs, and it has
+#: no kernels for unsigned integers.
+_WIDE: Final = {torch.float32, torch.float64, torch.complex64, torch.complex128}
+_EXACT_TOGETHER: Final = frozenset(_WIDE.union(_INTEGERS.values(), (torch.int8,)))
 
 
 def copied_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -262,8 +247,23 @@ def can_negate(dtype: torch.dtype) -> bool:
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, non_blocking: bool = False) -> None:
     """Copy tensors into others of the same shapes, in one call, which no signal handler interrupts half-way."""
-    if targets:
-        torch._foreach_copy_(list(targets), list(sources), non_blocking=non_blocking)
+    if not targets:
+        return
+    if not targets[0].is_cpu:  # otherwise not all are on one accelerator: torch then copies one by one, exactly
+        pairs = list(map(as_integers, targets, sources))
+        targets, sources = [to for to, _ in pairs], [of for _, of in pairs]
+    torch._foreach_copy_(list(targets), list(sources), non_blocking=non_blocking)
+
+
+def as_integers(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tensors on the same memory that an accelerator copies without changing a byte."""
+    if target.dtype in _EXACT_TOGETHER or target.dtype != source.dtype:
+        return target, source
+    target, source = without_common_bits(target, source)
+    if target.is_neg() or target.is_conj():  # then torch copies through a tensor in between
+        return target, source
+    integers = _INTEGERS[target.dtype.itemsize]
+    return target.view(integers), resolved(source).view(integers)
 
 
 def clone_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

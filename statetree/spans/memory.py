@@ -68,7 +68,7 @@ class Memory:
         if self.device.type != "cpu" and (pin_memory or share_memory):
             msg = f"pin_memory and share_memory are kinds of host memory: expected the device 'cpu', got '{device}'."
             raise ValueError(msg)
-        self.pin_memory = pin_memory and _can_pin()
+        self.pin_memory = pin_memory and _can_pin() and (_registers() or not share_memory)
         self.share_memory = share_memory
 
     @property
@@ -136,10 +136,18 @@ class Memory:
         return storage
 
     def _allocate(self, size: int) -> torch.UntypedStorage:
-        storage = _share(size) if self.share_memory else torch.UntypedStorage(size, device=self.device)
+        pins = self.pin_memory and bool(size)
+        if pins and not _registers():
+            return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True).untyped_storage()
+        if self.share_memory:
+            storage = _share(size)
+        elif pins:  # on pages of its own: those that it shared with other memory could be registered already
+            storage = mapped(size)
+        else:
+            storage = torch.UntypedStorage(size, device=self.device)
         if self.device.type == "cpu":
             prefer_huge_pages(storage)
-        if self.pin_memory and size:
+        if pins:
             _pin(storage)
         return storage
 
@@ -213,10 +221,16 @@ def memory_of(
 
 @cache
 def _can_pin() -> bool:
-    if torch.cuda.is_available():
+    if torch.accelerator.is_available():
         return True
     warn("pin_memory=True needs an accelerator and there is none: ordinary memory is used instead.")
     return False
+
+
+def _registers() -> bool:
+    """Whether memory is pinned where it lies, shared memory too. Other accelerators than CUDA's only allocate it."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is None or accelerator.type == "cuda"
 
 
 def _pin(storage: torch.UntypedStorage) -> None:

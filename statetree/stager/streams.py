@@ -12,8 +12,10 @@ if TYPE_CHECKING:
 
 
 def devices_of(devices: Iterable[torch.device]) -> list[torch.device]:
-    """Return the accelerators among devices, each once."""
-    return [device for device in dict.fromkeys(devices) if device.type not in ("cpu", "meta")]
+    """Return the accelerators with streams among devices, each once. Copies from other devices are not asynchronous."""
+    accelerator = torch.accelerator.current_accelerator()
+    kind = None if accelerator is None or accelerator.type == "mps" else accelerator.type  # mps has one stream alone
+    return [device for device in dict.fromkeys(devices) if device.type == kind]
 
 
 class Moment:

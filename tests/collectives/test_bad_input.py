@@ -171,7 +171,7 @@ def give_bad_options():
             assert name == "ValueError"
             assert "the timeout must be positive" in message
             check_in_step()
-        call(20)
+        call(units(10))
         call(datetime.timedelta(seconds=units(10)))
     for call in (
         lambda: statetree.gather(tree, group=object()),

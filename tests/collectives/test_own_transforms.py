@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import statetree as st
 from statetree.exchange import exchange, layout_of
-from statetree.testing import Layout, run_ranks
+from statetree.testing import Layout, check_transform, run_ranks
 from tests.collectives.checks import attempt, check_in_step
 
 
@@ -60,3 +60,8 @@ def test_a_block_that_ends_early_makes_all_raise():
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_each_rank_gets_the_shard_of_the_next(world_size):
     run_ranks(world_size, rotate)
+
+
+def test_the_laws_of_what_it_does_not_change_hold_on_ranks():
+    laws = ["accepts", "pure", "stable", "structure", "streams"]
+    check_transform(shards_of_next_rank, laws=laws, ranks=(2,), examples=20)

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 import statetree
+from statetree.exchange import plan
 from statetree.exchange.group import Group, group_of
 from statetree.testing import Layout, run_ranks
 from tests.collectives.checks import attempt
@@ -62,6 +63,21 @@ def full():
 HYBRID = ((0, 1), (2, 3))
 
 
+def stages():
+    """Return leaves that only some ranks have, half of them each, over two ranks."""
+    trees = tree_of("S0", mesh=(0, 1), leaves=LEAVES // 2), tree_of("S0", mesh=(2, 3), leaves=LEAVES // 2)
+    stage = dist.get_rank() // 2
+    return {f"stage{stage}": trees[stage]}
+
+
+def changed(tree):
+    """Return a delta of a quarter of the elements, on each rank a quarter of its own."""
+    new = statetree.offload(tree)
+    for leaf in new.values():
+        leaf._local_tensor[::4] += 1
+    return statetree.delta(new, tree)
+
+
 def send_what_is_needed():
     """Return how many bytes this rank sent in each call."""
     rank = dist.get_rank()
@@ -78,12 +94,31 @@ def send_what_is_needed():
         "partition_replicas": lambda: statetree.partition_replicas(hybrid),
         "digest": lambda: statetree.digest(hybrid),
         "audit": lambda: statetree.audit(hybrid),
+        "gather a union": lambda: statetree.gather(stages(), union=True, dst=0),
+        "reshard a union": lambda: statetree.reshard(
+            stages(), {f"stage{stage}": tree_of("S0", leaves=LEAVES // 2) for stage in range(2)}, union=True
+        ),
+        "reshard a delta": lambda: statetree.reshard(changed(sharded), tree_of("S1")),
     }
+    like = tree_of("S1"), tree_of("S0")
     sent = {}
     for name, call in calls.items():
         with Counting() as counted:
             call()
         sent[name] = counted.elements
+    whole = full() if rank == 0 else None
+    with Counting() as counted:  # what is recorded goes on being counted
+        prepared = {
+            "prepared gather": statetree.prepare(statetree.gather, sharded),
+            "prepared distribute": statetree.prepare(statetree.distribute, whole, like[1], src=0, in_place=True),
+            "prepared broadcast": statetree.prepare(statetree.broadcast, full()),
+            "prepared reshard": statetree.prepare(statetree.reshard, sharded, like=like[0], in_place=True),
+        }
+    for name, again in prepared.items():
+        before = counted.elements
+        again()
+        sent[name] = counted.elements - before
+        again.close()
     return sent
 
 
@@ -100,11 +135,50 @@ def test_no_more_is_sent_than_is_lacking():
         "partition_replicas": 0,
         "digest": 0,
         "audit": 0,
+        "gather a union": 3 / 4,
+        "reshard a union": 3 / 4,
+        # A position with each of the values, and for each leaf and pair of ranks what there is.
+        "reshard a delta": 1 / 4 * 3 / 4 * (8 + 4) / 4 + 12 * (24 * LEAVES + 16) / NBYTES,
+        "prepared gather": 3,
+        "prepared distribute": 3 / 4,
+        "prepared broadcast": 1,
+        "prepared reshard": 3 / 4,
     }
     rows = run_ranks(4, send_what_is_needed)
     for name, models in ideal.items():
         total = sum(row[name] for row in rows)
         assert models * NBYTES <= total <= 1.02 * models * NBYTES, (name, total / NBYTES)
+
+
+def gather_by_one_collective():
+    """Gather to all as very many ranks do: by all-gathers of the buckets."""
+    size, found = dist.get_world_size(), []
+    all_gather_into = Group.all_gather_into
+
+    def counted(group, received, sent):
+        found.append((received.numel(), sent.numel()))
+        return all_gather_into(group, received, sent)
+
+    layouts = {kind: Layout((6 * size, 4 * size), tuple(range(size)), (kind,)) for kind in ("S0", "S1")}
+    tree = {kind: layout.build() for kind, layout in layouts.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "MANY_RANKS", 2)
+        patch.setattr(Group, "all_gather_into", counted)
+        with statetree.prepare(statetree.gather, tree) as again:
+            for call in (lambda: statetree.gather(tree), again, again):
+                found.clear()
+                whole = call()
+                assert all(torch.equal(whole[kind], layout.full()) for kind, layout in layouts.items())
+                assert found
+                assert sum(sent for _, sent in found) == sum(leaf.to_local().nbytes for leaf in tree.values())
+                assert all(received == size * sent for received, sent in found)
+                for leaf in whole.values():
+                    leaf.zero_()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_many_ranks_gather_to_all_by_one_collective(world_size):
+    run_ranks(world_size, gather_by_one_collective, fresh=True)
 
 
 def hear_of(leaves):

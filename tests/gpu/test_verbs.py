@@ -47,6 +47,22 @@ def test_copy_into_writes_across_devices(source, target):
     assert st.similarity(st.offload(written), state("cpu"), values=True)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["float16", "bfloat16", "float8_e5m2", "float8_e4m3fn", "float8_e8m0fnu", "uint16", "uint32", "uint64", "bool"],
+)
+def test_every_bit_is_copied_on_the_device(name):
+    """NaNs of narrow floats keep their payloads, and integers that CUDA has few kernels for are copied."""
+    dtype = getattr(torch, name)
+    patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.uint8).to(DEVICE)
+    source = {"whole": patterns.clone().view(dtype), "turned": patterns.clone().view(dtype).view(16, -1).t()}
+    there = st.offload(source, device=DEVICE)
+    written = st.copy_into(source, st.allocate_like(source, device=DEVICE))
+    for found in (there, written):
+        assert torch.equal(found["whole"].view(torch.uint8), patterns)
+        assert torch.equal(found["turned"].t().contiguous().view(-1).view(torch.uint8), patterns)
+
+
 def test_memory_is_allocated_on_the_device():
     like = st.allocate_like(state("cpu"), device=DEVICE)
     assert st.similarity(like, state())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import statetree as st
-from statetree.torch_internals import count_references, own_references, storage_key
+from statetree.torch_internals import as_integers, copy_all, count_references, own_references, storage_key
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
@@ -77,3 +77,41 @@ def test_a_reference_that_changes_its_kind_while_references_are_counted_is_seen(
     for at in range(1, steps + 1):
         assert count(at)[0] != own
     assert count_references(storages, keys) == own
+
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn_x2", "bool"])
+@pytest.mark.parametrize("more", [[], ["uint16", "uint32", "uint64", "complex32"], ["float32", "complex64", "int16"]])
+def test_what_an_accelerator_would_change_or_refuse_is_copied_as_integers(monkeypatch, name, more):
+    """CUDA takes narrow floats through float32, so that NaNs lose their payload. Meta stands for an accelerator."""
+    copied = []
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda to, of, **_: copied.append([t.dtype for t in [*to, *of]]))
+    dtypes = [getattr(torch, each) for each in (name, *more)]
+    kept = {torch.float32, torch.complex64, torch.int16}
+    for device in ("meta", "cpu"):
+        pairs = [
+            [torch.empty(12, dtype=torch.uint8, device=device).repeat(dtype.itemsize).view(dtype) for dtype in dtypes]
+            for _ in range(2)
+        ]
+        copy_all(*pairs)
+    integers = [dtype if dtype in kept else INTEGERS[dtype.itemsize] for dtype in dtypes]
+    assert copied == [integers * 2, dtypes * 2]
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_tensors_copied_as_integers_read_like_their_sources():
+    numbers = torch.arange(1.0, 7).view(2, 3)
+    halves, complexes = numbers.half(), torch.complex(numbers, numbers + 9).to(torch.complex32)
+    for source, target in (
+        (halves.t(), torch.zeros(3, 2, dtype=torch.float16)),
+        (torch._neg_view(halves), torch.zeros(2, 3, dtype=torch.float16)),
+        (torch._neg_view(halves), torch._neg_view(torch.zeros(2, 3, dtype=torch.float16))),
+        (halves, torch._neg_view(torch.zeros(2, 3, dtype=torch.float16))),
+        (complexes.conj(), torch.zeros(2, 3, dtype=torch.complex32)),
+        (complexes.conj(), torch.zeros(2, 3, dtype=torch.complex32).conj()),
+    ):
+        to, of = as_integers(target, source)
+        to.copy_(of)
+        assert torch.equal(target.to(torch.complex64), source.to(torch.complex64))

@@ -8,8 +8,9 @@ import torch
 
 from statetree.exchange.buckets import BucketedPlan, Pieces, take_buckets
 from statetree.exchange.executor import Executor
+from tests.pace import units
 
-TIMEOUT_S = 60
+TIMEOUT_S = units(30)
 
 
 class Wires:

@@ -9,8 +9,8 @@ from hypothesis import strategies as hyp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from statetree.spans import bits
-from statetree.spans.bits import bits_of, differ_in_more, differing, first_difference, same_bytes
-from statetree.torch_internals import compare_memory, negated_view
+from statetree.spans.bits import bits_of, compare_memory, differ_in_more, differing, first_difference, same_bytes
+from statetree.torch_internals import negated_view
 
 DTYPES = [torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.float32, torch.int64, torch.complex64]
 DTYPES += [torch.complex128, torch.float8_e4m3fn]

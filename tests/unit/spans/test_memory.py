@@ -1,5 +1,6 @@
 """``buffers``: kinds of host memory, and how small buffers share allocations."""
 
+import mmap
 import multiprocessing
 import subprocess
 import sys
@@ -244,3 +245,38 @@ def test_pinned_memory_is_asked_for_in_slabs_and_given_back(monkeypatch):
     assert list(pinned.values()) == [256]  # for as long as a piece of it is in use
     del small
     assert pinned == {}
+
+
+def test_no_two_pinned_blocks_lie_on_one_page(monkeypatch):
+    """CUDA does not register a page twice."""
+    from torch.cuda import _pin_memory_utils
+
+    log = []
+    monkeypatch.setattr(buffers, "_can_pin", lambda: True)
+    monkeypatch.setattr(_pin_memory_utils, "pin_memory", lambda *call: log.append(call))
+    monkeypatch.setattr(_pin_memory_utils, "unpin_memory", lambda pointer: None)
+    held = [Memory(pin_memory=True, share_memory=shared).carve([100]) for shared in (False, True) for _ in range(8)]
+    pages = {start // mmap.PAGESIZE for start, _ in log}
+    assert [start % mmap.PAGESIZE for start, _ in log] == [0] * 16
+    assert len(pages) == len(held) == 16
+
+
+def test_accelerators_that_register_no_memory_allocate_what_is_pinned(monkeypatch):
+    asked = []
+    empty = torch.empty
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(
+        torch, "empty", lambda *a, pin_memory=False, **o: asked.append((*a, pin_memory)) or empty(*a, **o)
+    )
+    monkeypatch.setattr(buffers, "_pin", None)
+    buffers._can_pin.cache_clear()
+    try:
+        carved = Memory(pin_memory=True).carve([5, 100, 0, LARGE_BYTES])
+        assert sorted(asked) == [(192, True), (LARGE_BYTES, True)]
+        assert carved[1].storage.nbytes() == 100
+        shared = Memory(pin_memory=True, share_memory=True)
+        assert not shared.pin_memory
+        assert shared.carve([5])[0].storage.is_shared()
+    finally:
+        buffers._can_pin.cache_clear()
