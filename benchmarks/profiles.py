@@ -46,7 +46,7 @@ FORMAT: Final = 1
 #: are run less often.
 RUNS: Final = 15
 RUNS_OF_SLOW: Final = 2
-SECONDS: Final = 1.0
+SECONDS: Final = 0.6
 
 #: What each phase consists of: the functions in which it begins. What they call belongs to it, too, unless it begins
 #: another phase.
