@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 Role = Literal["ours", "variant", "peer", "floor"]
 
+#: What the tables call statetree, done as usual.
+OURS: Final = "statetree"
 #: How many rounds a row that takes far too long must have at least.
 ENOUGH_OF_SLOW: Final = 3
 
@@ -107,7 +109,7 @@ class Alone:
 
 def ours(run: Callable[..., Any], check: Callable[[Any], bool], *, fresh: Any = None) -> Contender:
     """Return statetree as a contender."""
-    return Contender("statetree", "ours", run, check, fresh)
+    return Contender(OURS, "ours", run, check, fresh)
 
 
 def peer(name: str, run: Callable[..., Any], check: Callable[[Any], bool], *, fresh: Any = None) -> Contender:

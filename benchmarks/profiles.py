@@ -1,4 +1,4 @@
-"""Where the time goes: the work of the rows that have figures to reach, by its phases.
+"""Where the time goes: the work of the rows that have times to reach, by its phases.
 
 ``python -m benchmarks.profiles`` prints a table and writes ``results/profiles.json``. A profiler would time every call
 of every function; here a clock is read only where the engines' functions begin and end, some dozens of times a run.
@@ -10,22 +10,24 @@ import argparse
 import json
 import statistics
 import sys
+import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import wraps
 from importlib import import_module
+from itertools import groupby
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
-from benchmarks import rows_copy, rows_exchange, rows_similarity, rows_stage, rows_tree
+from benchmarks import catalogue
 from benchmarks.machine import load, machine, versions
-from benchmarks.measure import Alone, WrongResult
+from benchmarks.measure import OURS, Alone, WrongResult
 from benchmarks.ranks import TIMEOUT_S, InStep, RankRow
-from benchmarks.states import few_large, many_small
+from benchmarks.rows import variant_of
 from statetree.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -40,9 +42,11 @@ T = TypeVar("T")
 #: The results that are kept beside the code.
 PROFILES: Final = Path(__file__).parent / "results" / "profiles.json"
 FORMAT: Final = 1
-#: How often each row is run, at least, and for how many seconds.
+#: How often each row is run, at least, and for how many seconds: half of them without the clock. Rows that take long
+#: are run less often.
 RUNS: Final = 15
-SECONDS: Final = 3.0
+RUNS_OF_SLOW: Final = 2
+SECONDS: Final = 0.6
 
 #: What each phase consists of: the functions in which it begins. What they call belongs to it, too, unless it begins
 #: another phase.
@@ -55,7 +59,6 @@ PHASES: Final = {
         "statetree.tree.matching.matched",
         "statetree.spans.layout.check_memory",
         "statetree.leaves.copying._CopyJob.differences",
-        "statetree.transforms.similarity._byte_differences",
         "statetree.stager.snapshot.Geometry.fits",
         "statetree.stager.snapshot.Snapshot.is_leased",
         "statetree.stager.snapshot.Snapshot.was_sent",
@@ -63,15 +66,34 @@ PHASES: Final = {
         "statetree.exchange.manifest.Manifest.check_readable",
         "statetree.exchange.manifest.Manifest.entries",
         "statetree.exchange.fitting.unfit",
+        "statetree.exchange.call.Call.agree",
         "statetree.exchange.like.LikeDestination._check_sources",
         "statetree.exchange.like.LikeDestination._check_writable",
         "statetree.exchange.like.LikeDestination._check_disjoint",
+        "statetree.leaves.held_memory.HeldMemory.moved",
+        "statetree.leaves.tensor_entries.TreeEntries.__init__",
+        "statetree.leaves.delta_making._Making._check_ties",
+        "statetree.leaves.delta_applying._Application._check_ties",
+        "statetree.leaves.changes.TensorChange.checked",
     ),
     "plan": (
         "statetree.spans.layout.lay_out",
         "statetree.stager.snapshot.Geometry.__init__",
         "statetree.tree.spec.TreeSpec.flat_keys",
         "statetree.exchange.transfers.plan_transfers",
+        "statetree.exchange.description.described",
+        "statetree.exchange.description.opened",
+        "statetree.tree.selection.selected",
+        "statetree.spans.positions.as_gaps",
+        "statetree.spans.positions.from_gaps",
+        "statetree.spans.positions.places_of",
+        "statetree.stager.frozen.FrozenStorages.parted",
+        "statetree.dcp.planners.SavePlanner.set_up_planner",
+        "statetree.dcp.planners.SavePlanner.create_local_plan",
+        "statetree.dcp.planners.SavePlanner.create_global_plan",
+        "statetree.dcp.planners.LoadPlanner.create_local_plan",
+        "statetree.dcp.directory_writer.DirectoryWriter.finish",
+        "statetree.dcp.directories.DirectoryReader.read_metadata",
     ),
     "allocation": (
         "statetree.spans.replicate.replicate_columns",
@@ -85,6 +107,27 @@ PHASES: Final = {
         "statetree.torch_internals.clone_all",
         "statetree.stager.batches.Batch.fill",
         "statetree.exchange.buckets.BucketedPlan.run",
+        "statetree.exchange.executor.Recorder.replay",
+        "statetree.spans.positions.take",
+        "statetree.spans.positions.put",
+    ),
+    "compare": (
+        "statetree.spans.bits.same_bytes",
+        "statetree.spans.bits.differ_in_more",
+        "statetree.spans.bits._equal",
+        "statetree.spans.bits._positions",
+    ),
+    "sums": (
+        "statetree.spans.sums.piece_sums",
+        "statetree.spans.sums.whole_sums",
+        "statetree.spans.sums.sums_at",
+        "zlib.crc32",
+    ),
+    "archives": (
+        "torch.save",
+        "statetree.files.torch_format.TorchArchive.__init__",
+        "statetree.files.torch_format.TorchArchive.read",
+        "statetree.files.torch_format.TorchArchive.piece",
     ),
     "rebuild": (
         "statetree.tree.mapping.to_flat",
@@ -92,54 +135,82 @@ PHASES: Final = {
         "statetree.tree.traversal.rebuild",
         "statetree.leaves.parts.Unpacked.pack",
         "statetree.stager.snapshot.Snapshot.fill",
+        "statetree.stager.frozen.FrozenStorages.copies",
+        "statetree.tree.pruning.pruned",
         "statetree.leaves.copying._CopyJob.result",
     ),
-    "waiting": ("statetree.exchange.group.Group._wait",),
+    "waiting": (
+        "statetree.exchange.group.Group._wait",
+        "statetree.dcp.piece_sources._Noting.write",
+        "statetree.files.ranges.FileRange.fill",
+        "os.fsync",
+    ),
 }
-#: What is in none of them.
+#: What is in none of them: of the whole run, and of what other threads do meanwhile.
 REST: Final = "rest"
+IN_THREADS: Final = (
+    "torch.distributed.checkpoint.state_dict_saver._save_state_dict",
+    "statetree.dcp.directory_writer._RankWriter._unchanged_in",
+)
+#: Not counted at all: another thread works, whose time is.
+ELSEWHERE: Final = "elsewhere"
+FOR_THREADS: Final = ("concurrent.futures.Future.result", "concurrent.futures.ThreadPoolExecutor.shutdown")
 NAMES: Final = (*PHASES, REST)
 
-#: The rows that are taken to pieces: those that have figures to reach, and one state is enough for each.
-ROWS: Final = tuple(
-    row
-    for rows, group, states in (
-        (rows_stage.ROWS, "stage", (many_small, few_large)),
-        (rows_stage.ROWS, "first", (few_large,)),
-        (rows_copy.ROWS, "copy_into", (many_small,)),
-        (rows_copy.ROWS, "allocate_like", (many_small,)),
-        (rows_similarity.ROWS, "similarity", (many_small,)),
-        (rows_tree.ROWS, "flat", (many_small,)),
-        (rows_exchange.ROWS, "gather", (rows_exchange.small,)),
-        (rows_exchange.ROWS, "distribute", (rows_exchange.small,)),
-    )
-    for row in rows
-    if row.group == group and row.state in states and getattr(row, "ranks", 1) <= 2
+#: Groups of rows whose figures are about growth, or that have a process of their own, or need a GPU.
+LEFT_OUT: Final = frozenset({"leaves", "scale", "import", "gpu"})
+
+
+class Profiled(NamedTuple):
+    """A row that is taken to pieces, and by its name the contender whose work it is: statetree, in one way or another.
+
+    There is one for each contender whose time the row has an aim for.
+    """
+
+    row: Row
+    contender: str
+
+
+PROFILED: Final = tuple(
+    [
+        Profiled(row, contender)
+        for row in catalogue.ROWS
+        if row.group not in LEFT_OUT
+        for contender in dict.fromkeys(aim.timed for aim in row.aims if aim.timed)
+    ]
 )
+
+
+class _Open(threading.local):
+    """The phases that a thread is in, and since when it is in the innermost one."""
+
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+        self.since = 0.0
 
 
 @dataclass
 class PhaseClock:
-    """Adds up how much time is spent in each phase.
+    """Adds up how much time is spent in each phase, by all threads.
 
     Attributes:
         spent: Seconds by phase.
     """
 
     spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(NAMES, 0.0))
-    _open: list[str] = field(default_factory=list)
-    _since: float = 0.0
+    _open: _Open = field(default_factory=_Open)
+    _lock: Any = field(default_factory=threading.Lock)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the time in this block for a phase, and not for the one around it."""
         self._turn()
-        self._open.append(name)
+        self._open.phases.append(name)
         try:
             yield
         finally:
             self._turn()
-            self._open.pop()
+            self._open.phases.pop()
 
     def take(self) -> dict[str, float]:
         """Return the time spent so far, and begin anew."""
@@ -148,16 +219,17 @@ class PhaseClock:
 
     def _turn(self) -> None:
         now = time.perf_counter()
-        if self._open:
-            self.spent[self._open[-1]] += now - self._since
-        self._since = now
+        if self._open.phases and self._open.phases[-1] != ELSEWHERE:
+            with self._lock:
+                self.spent[self._open.phases[-1]] += now - self._open.since
+        self._open.since = now
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Have the engines' functions turn this clock."""
         restored: list[tuple[Any, str, Any]] = []
         try:
-            for name, functions in PHASES.items():
+            for name, functions in {**PHASES, REST: IN_THREADS, ELSEWHERE: FOR_THREADS}.items():
                 for function in functions:
                     for holder, attribute, original in _places_of(function):
                         restored.append((holder, attribute, original))
@@ -177,7 +249,7 @@ class PhaseClock:
 
 
 def _places_of(function: str) -> list[tuple[Any, str, Any]]:
-    """Return where a function can be found: the module or class it is defined in, and the modules that import it."""
+    """Return where a function can be found: the module or class it is defined in, and ours that import it."""
     owner, attribute = function.rsplit(".", 1)
     try:
         holder: Any = import_module(owner)
@@ -186,8 +258,9 @@ def _places_of(function: str) -> list[tuple[Any, str, Any]]:
         holder = getattr(import_module(module), cls)
         return [(holder, attribute, getattr(holder, attribute))]
     original = getattr(holder, attribute)
-    modules = [module for name, module in sys.modules.items() if name.split(".")[0] == "statetree"]
-    return [(module, attribute, original) for module in modules if vars(module).get(attribute) is original]
+    ours = [module for name, module in sys.modules.items() if name.split(".")[0] == "statetree"]
+    found = [module for module in ours if vars(module).get(attribute) is original]
+    return [(module, attribute, original) for module in dict.fromkeys([holder, *found])]
 
 
 @dataclass(frozen=True)
@@ -211,7 +284,7 @@ class Profile:
     phases_s: dict[str, float]
 
 
-def profile(row: Row, scale: float = 1.0, seconds: float = SECONDS) -> Profile:
+def profile(profiled: Profiled, scale: float = 1.0, seconds: float = SECONDS) -> Profile:
     """Run statetree's part of a row again and again, first without the clock and then with it.
 
     Of several ranks, the first one's profile is returned.
@@ -219,14 +292,18 @@ def profile(row: Row, scale: float = 1.0, seconds: float = SECONDS) -> Profile:
     Raises:
         WrongResult: If what it returns is wrong.
     """
-    parts = (row.state, row.contenders, scale, seconds)
+    row, contender = profiled
+    parts = (contender, row.state, row.contenders, scale, seconds)
+    work = row.work if contender == OURS else f"{row.work}, {variant_of(contender)}"
     if not isinstance(row, RankRow):
-        return profile_here(row.work, *parts, Alone())
-    return run_ranks(row.ranks, profile_here, row.work, *parts, InStep(), timeout=TIMEOUT_S)[0]
+        return profile_here(work, *parts, Alone())
+    found = run_ranks(row.ranks, profile_here, work, *parts, InStep(), timeout=TIMEOUT_S)[0]
+    return replace(found, title=f"{found.title}, {row.ranks} ranks")
 
 
 def profile_here(
     work: str,
+    name: str,
     make_state: Callable[[float], State],
     make_contenders: Callable[[State], Sequence[Contender]],
     scale: float,
@@ -235,7 +312,7 @@ def profile_here(
 ) -> Profile:
     """Do so in this process, in step with the company."""
     state = make_state(scale)
-    own = next(contender for contender in make_contenders(state) if contender.role == "ours")
+    own = next(contender for contender in make_contenders(state) if contender.name == name)
 
     checked: list[bool] = []
 
@@ -252,20 +329,24 @@ def profile_here(
         checked.append(True)
         return elapsed
 
-    def again(once: Callable[[], T]) -> list[T]:
+    def again(once: Callable[[], T], seconds: float) -> list[T]:
         found: list[T] = []
         began = time.perf_counter()
-        while not company.decide(done=len(found) >= RUNS and time.perf_counter() - began >= seconds / 2):
+
+        def enough() -> bool:
+            took = time.perf_counter() - began
+            return took >= seconds if len(found) >= RUNS else took >= 2 * seconds and len(found) >= RUNS_OF_SLOW
+
+        while not company.decide(done=enough()):
             found.append(once())
         return found
 
-    for _ in range(3):  # caches fill
-        run(PhaseClock())
+    again(lambda: run(PhaseClock()), 0)  # caches fill
     # First without the clock: Python runs code slowly for a while after functions that it calls were replaced.
-    unwatched = again(lambda: run(PhaseClock()))
+    unwatched = again(lambda: run(PhaseClock()), seconds / 2)
     clock = PhaseClock()
     with clock.watching():
-        samples = again(lambda: (run(clock), clock.take())[1])
+        samples = again(lambda: (run(clock), clock.take())[1], seconds / 2)
     phases = {name: statistics.median(sample[name] for sample in samples) for name in NAMES}
     title = f"{work}, {state.title}"
     return Profile(title, state.num_leaves, state.nbytes, len(samples), statistics.median(unwatched), phases)
@@ -307,21 +388,23 @@ def document(profiles: Sequence[Profile], scale: float, load_before: float) -> d
 
 
 def _profile(number: int, scale: float, seconds: float) -> Profile:
-    return profile(ROWS[number], scale, seconds)
+    return profile(PROFILED[number], scale, seconds)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Take the rows to pieces, each in a process of its own, with a fresh heap."""
+    """Take the rows to pieces, each group in a process of its own, with a fresh heap."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.profiles", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="PATH", help="where the JSON goes, instead of beside the code")
     parser.add_argument("--scale", type=float, default=1.0, help="make the states so many times as large")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="how long each row is run")
     options = parser.parse_args(arguments)
     before = load()
-    profiles = []
-    for number in range(len(ROWS)):
+    profiles: list[Profile] = []
+    for _, numbers in groupby(range(len(PROFILED)), key=lambda number: PROFILED[number].row.group):
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
-            profiles.append(process.submit(_profile, number, options.scale, options.seconds).result())
+            profiles += [
+                process.submit(_profile, number, options.scale, options.seconds).result() for number in numbers
+            ]
     print(table(profiles))
     path = options.json or (PROFILES if options.scale == 1 else None)
     if path is not None:

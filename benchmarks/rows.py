@@ -7,7 +7,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.machine import Bystanders
-from benchmarks.measure import Budget, Contender, Timing, measure, peak
+from benchmarks.measure import OURS, Budget, Contender, Timing, measure, peak
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -57,36 +57,43 @@ class Aim:
         text: What it says in the table.
         value: What was measured for it, or ``None`` where the system does not tell.
         holds: Whether a measured value reaches it.
+        timed: The contender whose time it is about; empty if it is about memory, or about what is sent.
     """
 
     text: str
     value: Callable[[Result], float | None]
     holds: Callable[[float], bool]
+    timed: str = ""
 
 
 def faster(than: str, times: float) -> Aim:
     """Aim at being so many times faster than a peer."""
     return Aim(
-        f"≥ {times:g} times faster than {than}", lambda result: result.times_ours(than), lambda value: value >= times
+        f"≥ {times:g} times faster than {than}",
+        lambda result: result.times_ours(than),
+        lambda value: value >= times,
+        OURS,
     )
 
 
 def share(fraction: float, of: str) -> Aim:
     """Aim at this part of the floor's speed."""
-    return Aim(f"≥ {fraction:g} of {of}", lambda result: result.times_ours(of), lambda value: value >= fraction)
+    return Aim(f"≥ {fraction:g} of {of}", lambda result: result.times_ours(of), lambda value: value >= fraction, OURS)
 
 
-def within(times: float, of: str, variant: str = "") -> Aim:
+def within(times: float, of: str, timed: str = OURS) -> Aim:
     """Aim at taking at most so many times what the floor takes, in a variant if one is named."""
 
     def value(result: Result) -> float:
-        ours = result.of(variant).median if variant else result.ours
-        return ours / result.of(of).median
+        return result.of(timed).median / result.of(of).median
 
-    text = f"≤ {times:g} times {of}"
-    return Aim(
-        f"{text} ({variant.removeprefix('statetree, ')})" if variant else text, value, lambda value: value <= times
-    )
+    variant = "" if timed == OURS else f" ({variant_of(timed)})"
+    return Aim(f"≤ {times:g} times {of}{variant}", value, lambda value: value <= times, timed)
+
+
+def variant_of(contender: str) -> str:
+    """Return in which way statetree does the work, by the contender's name."""
+    return contender.removeprefix(f"{OURS}, ")
 
 
 def at_most(microseconds: float) -> Aim:
@@ -95,6 +102,7 @@ def at_most(microseconds: float) -> Aim:
         f"≤ {microseconds:g} µs a leaf",
         lambda result: result.ours / result.num_leaves * 1e6,
         lambda value: value <= microseconds,
+        OURS,
     )
 
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from statetree.stager.capture import CapturedTree
     from statetree.tree.selection import Where
 
+#: The columns that say which bytes tensors look at, and how. (Storages of one key are one while it is known.)
+_LOOKS: Final = ("dtypes", "shapes", "strides", "offsets", "conj", "neg", "storage_keys", "storage_pointers")
 #: A tensor of its own on the same memory, with a version counter of its own.
 _fresh: Final = attrgetter("data")
 
@@ -60,6 +62,20 @@ class _KnownStorage(NamedTuple):
         return as_bytes(self.copy.storage, self.copy.start, self.copy.start + count)
 
 
+class _Views(NamedTuple):
+    """Tensors on copies.
+
+    Attributes:
+        known: The copies: these, and no others.
+        looks: What they were made for, by ``_LOOKS``.
+        templates: The tensors.
+    """
+
+    known: dict[int, _KnownStorage]
+    looks: list[Any]
+    templates: list[torch.Tensor]
+
+
 class FrozenStorages:
     """The storages of frozen leaves, and their copies.
 
@@ -71,7 +87,7 @@ class FrozenStorages:
 
     def __init__(self, where: Where | None, memory: Memory, *, check: bool) -> None:
         self._where, self._memory, self._check = where, memory, check
-        self._known: dict[int, _KnownStorage] = {}
+        self.thaw()
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +96,8 @@ class FrozenStorages:
 
     def thaw(self) -> None:
         """Forget all copies. Trees that were staged keep them."""
-        self._known = {}
+        self._known: dict[int, _KnownStorage] = {}
+        self._views: _Views | None = None
 
     def parted(self, verb: str, captured: CapturedTree) -> tuple[list[int], Columns]:
         """Return which tensors are frozen, and the columns of the others."""
@@ -102,6 +119,7 @@ class FrozenStorages:
         # Nobody promised anything of these: if they are frozen later, they hold something else by then.
         known = self._known  # another thread may thaw
         for place in [place for place, copy in list(known.items()) if copy.source.cdata in written]:
+            self._views = None
             known.pop(place, None)
         return [index for index, flag in enumerate(frozen) if flag and keys[index] not in written]
 
@@ -112,6 +130,11 @@ class FrozenStorages:
             TreeMismatch: With ``check``, if a storage does not hold any more what was copied.
         """
         columns = Columns([captured.columns.tensors[index] for index in chosen])
+        looks = [getattr(columns, name) for name in _LOOKS]
+        views = self._views
+        # Usually all is as it was, and there is nothing to plan. What was thawed meanwhile is in another dict.
+        if views is not None and views.known is self._known and views.looks == looks and not self._check:
+            return list(map(_fresh, views.templates))
         layout = lay_out(columns, extents(columns))
         wanted = [(columns.storages[span.source], span) for span in layout.spans]
         known = [self._serving(storage, span) for storage, span in wanted]
@@ -131,12 +154,15 @@ class FrozenStorages:
             [as_bytes(storage, copy.start, copy.stop) for copy, storage in filled],
         )
         waiting = iter(made)
-        buffers = [(next(waiting) if found is None else found).copy for found in known]
-        templates = make_views(columns, layout, buffers, torch.device("cpu"))
+        serving = [next(waiting) if found is None else found for found in known]
+        templates = make_views(columns, layout, [copy.copy for copy in serving], torch.device("cpu"))
         # Storages that are gone are let go of; what was copied just now is noted last, so that an interrupt loses it.
         kept = {place: copy for place, copy in self._known.items() if not copy.source.expired()}
         kept.update((copy.pointer + copy.start, copy) for copy in made)
         self._known = kept
+        # While others are kept, all are looked at every time: whether their storages are gone.
+        if len(kept) == len(serving) and all(kept.get(copy.pointer + copy.start) is copy for copy in serving):
+            self._views = _Views(kept, looks, templates)
         return list(map(_fresh, templates))
 
     def _serving(self, storage: torch.UntypedStorage, span: Span) -> _KnownStorage | None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import statetree as st
+from statetree.stager import frozen
 
 
 def state():
@@ -69,6 +70,21 @@ def test_thaw_has_all_copied_once_more():
         assert first["base"]["w"].tolist() == list(range(100))
 
 
+def test_thaw_by_another_thread_counts_at_the_end_of_a_stage_too(monkeypatch):
+    tree, views = state(), frozen._Views
+
+    def thawed_before(*fields):
+        stager.thaw()
+        return views(*fields)
+
+    with st.Stager(frozen="base.**") as stager:
+        with monkeypatch.context() as patch:
+            patch.setattr(frozen, "_Views", thawed_before)
+            stager.stage(tree)
+        tree["base"]["w"].neg_()
+        assert st.similarity(stager.stage(tree), tree, values=True)
+
+
 def test_another_storage_at_the_same_address_is_another():
     with st.Stager(frozen="w") as stager:
         for number in range(20):
@@ -129,6 +145,69 @@ def test_what_was_staged_while_it_was_not_frozen_is_copied_anew():
         assert after["w"].tolist() == [1, 2, 3, 4, 5]
         assert before["w"].tolist() == [0, 1, 2, 3, 4]
         assert after["b"].data_ptr() == before["b"].data_ptr()
+
+
+def test_what_was_the_only_frozen_leaf_and_then_written_is_copied_anew():
+    w = torch.nn.Parameter(torch.arange(5.0), requires_grad=False)
+    with st.Stager(frozen=lambda path, leaf: not leaf.requires_grad) as stager:
+        for _ in range(2):
+            stager.stage({"w": w})
+        w.requires_grad_(True)
+        stager.stage({"w": w})
+        w.data.add_(1)
+        w.requires_grad_(False)
+        assert stager.stage({"w": w})["w"].tolist() == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda w: w[2:6],
+        lambda w: w[:6],
+        lambda w: w[:4].view(2, 2),
+        lambda w: w[:7:2],
+        lambda w: w[:4].view(torch.int32),
+        lambda w: w[:4].clone().add_(1),
+        lambda w: torch._neg_view(w[:4]),
+    ],
+    ids=["elsewhere", "longer", "shape", "strides", "dtype", "storage", "negative"],
+)
+def test_frozen_leaves_that_look_otherwise_than_last_time_are_those_of_now(change):
+    w = torch.arange(8.0)
+    tree = {"w": w[:4], "v": torch.arange(3)}
+    with st.Stager(frozen="**", max_snapshots=4) as stager:
+        before = [stager.stage(tree) for _ in range(2)]
+        other = {**tree, "w": change(w)}
+        for _ in range(2):
+            assert st.similarity(stager.stage(other), other, values=True)
+            assert st.similarity(stager.stage(tree), tree, values=True)
+    assert before[0]["w"] is not before[1]["w"]
+    assert before[0]["w"].data_ptr() == before[1]["w"].data_ptr()
+    assert st.similarity(before[1], tree, values=True)
+
+
+def test_frozen_leaves_that_come_to_share_a_storage_share_one():
+    w = torch.arange(4.0)
+    alone, tied = {"a": w, "b": w.clone()}, {"a": w, "b": w.view(4)}
+    with st.Stager(frozen="**") as stager:
+        for tree, shared in ((alone, False), (alone, False), (tied, True), (alone, False)):
+            staged = stager.stage(tree)
+            assert st.similarity(staged, tree, values=True)
+            assert (staged["a"].data_ptr() == staged["b"].data_ptr()) == shared
+
+
+def test_copies_of_storages_that_are_gone_are_let_go_of_while_the_others_stay_as_they_are():
+    tree = {"w": torch.arange(1000.0)}
+    more = {**tree, "v": torch.arange(1000.0)}
+    with st.Stager(frozen="**") as stager:
+        stager.stage(more)
+        for _ in range(2):
+            stager.stage(tree)
+        assert stager.nbytes >= 8000
+        del more
+        gc.collect()
+        stager.stage(tree)
+        assert stager.nbytes < 8000
 
 
 def test_ties_between_frozen_leaves_are_kept():
