@@ -1,6 +1,6 @@
 """The private parts of torch that everything else stands on, each behind one function.
 
-Tried with torch 2.11.0, 2.13.0 and 2.15.0. (``leaves.types`` touch what is private to their kinds of tensors themselves.)
+Tried with torch 2.11.0, 2.13.0 and 2.15.0. (``leaves.types`` touch what is private to their kinds of tensors.)
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ _WARNED_OF: Final = _UNCONJUGATED | {torch.complex32}
 #: 0 or 1, but a view of other numbers as bools may look at any bytes.
 COPIED_AS_INTEGERS: Final = WITHOUT_KERNELS | _UNCONJUGATED | {torch.bool}
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-#: What CUDA's ``_foreach_copy_`` copies as it is. It takes narrow floats through float32, which changes NaNs, and it has
+#: What CUDA's ``_foreach_copy_`` copies as it is. It takes narrow floats through float32, which changes NaNs, and has
 #: no kernels for unsigned integers.
 _WIDE: Final = {torch.float32, torch.float64, torch.complex64, torch.complex128}
 _EXACT_TOGETHER: Final = frozenset(_WIDE.union(_INTEGERS.values(), (torch.int8,)))

@@ -8,6 +8,7 @@ allocators hand the addresses of freed storages out again.
 from __future__ import annotations
 
 from operator import attrgetter
+from threading import RLock
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -87,6 +88,7 @@ class FrozenStorages:
 
     def __init__(self, where: Where | None, memory: Memory, *, check: bool) -> None:
         self._where, self._memory, self._check = where, memory, check
+        self._lock = RLock()  # a signal handler may thaw, too
         self.thaw()
 
     @property
@@ -96,8 +98,9 @@ class FrozenStorages:
 
     def thaw(self) -> None:
         """Forget all copies. Trees that were staged keep them."""
-        self._known: dict[int, _KnownStorage] = {}
-        self._views: _Views | None = None
+        with self._lock:
+            self._known: dict[int, _KnownStorage] = {}
+            self._views: _Views | None = None
 
     def parted(self, verb: str, captured: CapturedTree) -> tuple[list[int], Columns]:
         """Return which tensors are frozen, and the columns of the others."""
@@ -135,9 +138,10 @@ class FrozenStorages:
         # Usually all is as it was, and there is nothing to plan. What was thawed meanwhile is in another dict.
         if views is not None and views.known is self._known and views.looks == looks and not self._check:
             return list(map(_fresh, views.templates))
+        before = self._known
         layout = lay_out(columns, extents(columns))
         wanted = [(columns.storages[span.source], span) for span in layout.spans]
-        known = [self._serving(storage, span) for storage, span in wanted]
+        known = [_serving(before, storage, span) for storage, span in wanted]
         if self._check:
             for found, (storage, span) in zip(known, wanted, strict=True):
                 if found is not None:
@@ -157,18 +161,15 @@ class FrozenStorages:
         serving = [next(waiting) if found is None else found for found in known]
         templates = make_views(columns, layout, [copy.copy for copy in serving], torch.device("cpu"))
         # Storages that are gone are let go of; what was copied just now is noted last, so that an interrupt loses it.
-        kept = {place: copy for place, copy in self._known.items() if not copy.source.expired()}
+        kept = {place: copy for place, copy in before.items() if not copy.source.expired()}
         kept.update((copy.pointer + copy.start, copy) for copy in made)
-        self._known = kept
         # While others are kept, all are looked at every time: whether their storages are gone.
-        if len(kept) == len(serving) and all(kept.get(copy.pointer + copy.start) is copy for copy in serving):
-            self._views = _Views(kept, looks, templates)
+        alone = len(kept) == len(serving) and all(kept.get(copy.pointer + copy.start) is copy for copy in serving)
+        views = _Views(kept, looks, templates) if alone else None
+        with self._lock:
+            if self._known is before:  # otherwise another thread has thawed
+                self._known, self._views = kept, views
         return list(map(_fresh, templates))
-
-    def _serving(self, storage: torch.UntypedStorage, span: Span) -> _KnownStorage | None:
-        """Return what a stretch of a storage was copied to before."""
-        found = self._known.get(storage.data_ptr() + span.start)
-        return found if found is not None and found.serves(storage, span) else None
 
     def _compare(
         self, verb: str, captured: CapturedTree, index: int, found: _KnownStorage, source: torch.Tensor
@@ -181,6 +182,12 @@ class FrozenStorages:
             "got others. Call thaw() after writing to frozen leaves, or leave them out of frozen."
         )
         raise TreeMismatch(msg)
+
+
+def _serving(known: dict[int, _KnownStorage], storage: torch.UntypedStorage, span: Span) -> _KnownStorage | None:
+    """Return what a stretch of a storage was copied to before."""
+    found = known.get(storage.data_ptr() + span.start)
+    return found if found is not None and found.serves(storage, span) else None
 
 
 def with_frozen(count: int, chosen: Sequence[int], copies: Sequence[Any], others: Sequence[Any]) -> list[Any]:
