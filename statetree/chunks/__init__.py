@@ -5,7 +5,7 @@ All of it follows from metadata, offsets and sizes, and nothing communicates. Fr
 - ``local``: what a rank knows of one leaf: its own chunks, the tensors that they lie in, and where the others are.
 - ``layouts``: which boxes the ranks of a group hold, from a mesh and placements or from a list.
 - ``ranks``: who takes part in a collective, and where these ranks are in a mesh.
-- ``reductions``: how the summands of partial tensors are put together.
+- ``reductions``: how partial values of elements (`Partial`) are put together.
 - ``boxes``: boxes cut into slabs, and whether some cover a whole.
 """
 

@@ -43,7 +43,7 @@ class LocalChunks(NamedTuple):
         pieces: The plain tensors of these boxes.
         tie: Equal for leaves of this rank that lie in the same memory.
         device: The type of the device that the elements lie on.
-        summands: Where ranks hold summands of the elements: how they are reduced, and the layout of each summand.
+        partials: Where ranks hold partial values of the elements: how they are reduced, and the layout of each of them.
         mesh: The mesh that the layout follows from, and how it cuts the tensor; ``None`` if it is none.
     """
 
@@ -56,7 +56,7 @@ class LocalChunks(NamedTuple):
     pieces: Sequence[torch.Tensor]
     tie: Hashable
     device: str
-    summands: tuple[str, tuple[ChunkLayout, ...]] | None = None
+    partials: tuple[str, tuple[ChunkLayout, ...]] | None = None
     mesh: MeshSplits | None = None
 
 

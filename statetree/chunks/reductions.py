@@ -1,4 +1,4 @@
-"""How the summands of partial tensors are put together."""
+"""How partial values of elements (``Partial``) are put together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COMBINE: Final[dict[str, Callable[..., torch.Tensor]]] = {
 
 @cache
 def reduces(reduction: str, dtype: torch.dtype) -> bool:
-    """Whether torch can put summands of a dtype together, and has that dtype again."""
+    """Whether torch can put partials of a dtype together, and has that dtype again."""
     try:
         reduce_in_place(torch.ones(2, 1, dtype=dtype), reduction)
     except (RuntimeError, NotImplementedError):
@@ -30,9 +30,9 @@ def reduces(reduction: str, dtype: torch.dtype) -> bool:
 
 
 def reduce_in_place(stack: torch.Tensor, reduction: str) -> None:
-    """Put summands together in the place of the first."""
+    """Put partials together in the place of the first."""
     result = stack[0]
-    for summand in stack[1:]:
-        _COMBINE[reduction](result, summand, out=result)
+    for partial in stack[1:]:
+        _COMBINE[reduction](result, partial, out=result)
     if reduction == "avg":
         result.div_(len(stack))

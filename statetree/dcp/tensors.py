@@ -177,7 +177,7 @@ def _held(verb: str, leaf: Any, path: Path, ranks: Group) -> LocalChunks:
 
 def _check_placements(verb: str, leaf: DTensor, path: Path) -> None:
     if any(placement.is_partial() for placement in leaf.placements):
-        # DCP would take each rank's summand for the sum.
+        # DCP would take each rank's partial for the sum.
         _refuse(verb, path, f"a DTensor with the placements {leaf.placements}", "Redistribute or reduce it")
     if not is_cut_left_to_right(leaf):
         # DCP would take each chunk for another one.

@@ -59,7 +59,7 @@ class Description(NamedTuple):
         return leaves
 
 
-class Sent(NamedTuple):
+class SourceTree(NamedTuple):
     """A tree that one rank sends to all.
 
     Attributes:
@@ -86,13 +86,13 @@ def caught(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | S
         return error
 
 
-def described(sent: Sent | StateTreeError) -> Message:
+def described(sent: SourceTree | StateTreeError) -> Message:
     """Describe a tree, or what is wrong with it."""
-    found = caught(_described, sent) if isinstance(sent, Sent) else sent
+    found = caught(_described, sent) if isinstance(sent, SourceTree) else sent
     return found if isinstance(found, Message) else Message(pickle.dumps(found))
 
 
-def _described(sent: Sent) -> Message:
+def _described(sent: SourceTree) -> Message:
     manifest, exchanged = sent
     spec, leaves = manifest.spec, manifest.leaves
     indices = [index for index in range(len(leaves)) if index not in exchanged]

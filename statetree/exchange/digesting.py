@@ -82,11 +82,11 @@ def global_numbers(run: Exchange, manifest: Manifest) -> dict[int, int]:
 
 
 def refuse_partial(manifest: Manifest) -> None:
-    """Raise ``UnsupportedLeaf`` for a tensor of which the ranks hold summands."""
+    """Raise ``UnsupportedLeaf`` for a tensor of which the ranks hold partials."""
     for index, chunks in manifest.chunks.items():
-        if chunks.summands is not None:
+        if chunks.partials is not None:
             msg = (
-                "the leaf at %PATH% is Partial: expected elements, got summands of them on each rank. Redistribute it, "
+                "the leaf at %PATH% is Partial: expected elements, got partial values on each rank. Redistribute it, "
                 "or gather the tree first."
             )
             raise manifest.unsupported(index, msg)

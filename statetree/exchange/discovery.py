@@ -69,7 +69,7 @@ def _told(call: Call, manifest: Manifest) -> tuple[dict[int, ChunkLayout], bytes
     copies: dict[int, Copies] = {}
     for number, (index, chunks) in enumerate(manifest.chunks.items()):
         held = told.held(number)
-        if held.differs and chunks.summands is not None:
+        if held.differs and chunks.partials is not None:
             msg = (
                 "cannot reduce the leaf at %PATH%: expected Partial over one mesh, got other meshes on other ranks. "
                 "Pass the group of one mesh, or redistribute it first."

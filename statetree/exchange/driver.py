@@ -10,7 +10,7 @@ from statetree.errors import RankMismatch
 from statetree.exchange.buckets import BUCKET_BYTES
 from statetree.exchange.call import Call, is_rank
 from statetree.exchange.consensus import Entry, Fingerprint
-from statetree.exchange.description import Message, Received, Sent, described, opened, span_transfers
+from statetree.exchange.description import Message, Received, SourceTree, described, opened, span_transfers
 from statetree.exchange.destination import FreshDestination
 from statetree.exchange.discovery import discover_layouts
 from statetree.exchange.executor import Executor
@@ -237,7 +237,7 @@ class Exchange(Call):
 
     def receive(
         self,
-        sent: Sent | StateTreeError | None,
+        sent: SourceTree | StateTreeError | None,
         like: Manifest | None,
         selection: Sequence[Entry] = (),
         *,
@@ -280,7 +280,7 @@ class Exchange(Call):
             self.executor.catch_up()
             self.expect()
             pending = []
-        if isinstance(sent, Sent):
+        if isinstance(sent, SourceTree):
             self.hold(sent.manifest.spec, sent.manifest.leaves, description.described, opaque=True)
         leaves = description.put_together(self.verb, parts)
         return Received(src, description, leaves, pending, layouts, key, device, consensus.reads)

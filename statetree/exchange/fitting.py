@@ -137,7 +137,7 @@ def _unfit(source: Manifest, index: int, like: Manifest, partner: int, *, cast: 
         if ours[1] != theirs[1]:
             found.append(("shape", ours[1], theirs[1]))
     target = like.chunks.get(partner)
-    if target is not None and target.summands is not None:
+    if target is not None and target.partials is not None:
         found.append(("placements", "elements", f"{target.text}, which cannot be a target"))
     is_whole = chunks is None and not isinstance(ours, str)
     if chunks.device == "meta" if chunks else is_whole and (leaf.is_meta or not holds_memory(leaf)):
@@ -168,7 +168,7 @@ def beyond_range(source: Manifest, moving: Sequence[int], dtype_of: Callable[[in
     found: list[Difference] = []
     for index in moving:
         leaf, chunks, after = source.leaves[index], source.chunks.get(index), dtype_of(index)
-        if (leaf.dtype if chunks is None else chunks.dtype) == after or (chunks and chunks.summands is not None):
+        if (leaf.dtype if chunks is None else chunks.dtype) == after or (chunks and chunks.partials is not None):
             continue
         for piece in [leaf.detach()] if chunks is None else chunks.pieces:
             beyond = None if piece.is_meta else out_of_range(piece, after)

@@ -41,7 +41,7 @@ class _Told(NamedTuple):
         absent: What those know of a tensor who hold nothing of it, if it can be cut into boxes.
         parameter: Whether it is a parameter.
         requires_grad: Whether it records gradients.
-        summed: Whether ranks hold summands of it.
+        summed: Whether ranks hold partials of it.
     """
 
     text: str
@@ -92,7 +92,7 @@ def _told(manifest: Manifest, index: int, text: str) -> _Told:
         return _Told(text, leaf if is_plain(leaf) else None)
     absent = LocalChunks(text, ABSENT, chunks.shape, chunks.dtype, None, [], [], ABSENT, chunks.device)
     kind = isinstance(leaf, torch.nn.Parameter), bool(getattr(leaf, "requires_grad", False))
-    return _Told(text, None, absent, *kind, summed=chunks.summands is not None)
+    return _Told(text, None, absent, *kind, summed=chunks.partials is not None)
 
 
 def _merge(manifest: Manifest, outlines: Sequence[_HeldKeys], ranks: Sequence[Sequence[int]], rank: int) -> None:
@@ -144,7 +144,7 @@ def _check(verb: str, path: Path, told: Mapping[int, _Told], ranks: Sequence[Seq
         raise RankMismatch(msg)
     first = next(iter(told.values()))
     if len(told) < len(ranks) and (first.summed or (first.absent is None and first.text != PLAIN)):
-        what = f"{first.text} in summands" if first.summed else first.text
+        what = f"{first.text} in partial values" if first.summed else first.text
         holders = ranks_named(sorted(rank for number in told for rank in ranks[number]))
         msg = (
             f"{verb}: the leaf at {path or '<root>'} is on {holders} alone: expected a tensor or a plain value, got "

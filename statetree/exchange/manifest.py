@@ -162,8 +162,8 @@ class Manifest:
         """Return the first leaf of which the ranks hold only a part."""
         complete: set[int] = set()  # by their ids: of most leaves the layouts are the same
         for index, layout in layouts.items():
-            summands = self.chunks[index].summands
-            for held in (layout, *(summands[1] if summands else ())):
+            partials = self.chunks[index].partials
+            for held in (layout, *(partials[1] if partials else ())):
                 if id(held) not in complete:
                     if not held.is_complete:
                         return index

@@ -1,6 +1,6 @@
-"""Summands: tensors of which each rank holds an addend (``Partial``), put together before they are moved on.
+"""Partials: tensors of which each rank holds partial values (``Partial``), put together before they are moved on.
 
-The ranks that hold summands of a box share the work: each receives one slab of all summands, and reduces it. What
+The ranks that hold partials of a box share the work: each receives one slab of all partials, and reduces it. What
 comes of it is a tensor that is sharded by slabs.
 """
 
@@ -31,13 +31,13 @@ class Chunked(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """Summands on their way to the ranks that put them together.
+    """Partials on their way to the ranks that put them together.
 
     Attributes:
-        moves: Where each summand goes.
+        moves: Where each partial goes.
         pieces: This rank's tensors for each of them.
         reduced: The tensors that come of it, in other layouts. They hold their elements after ``finish``.
-        stacks: This rank's slabs of all summands of a tensor, one behind the other, and how they are put together.
+        stacks: This rank's slabs of all partials of a tensor, one behind the other, and how they are put together.
     """
 
     moves: list[Move]
@@ -46,7 +46,7 @@ class Reduction(NamedTuple):
     stacks: list[tuple[torch.Tensor, str]]
 
     def finish(self) -> None:
-        """Put the summands together, once they have arrived."""
+        """Put the partials together, once they have arrived."""
         for stack, reduction in self.stacks:
             reduce_in_place(stack, reduction)
 
@@ -54,24 +54,24 @@ class Reduction(NamedTuple):
 def prepare_reduction(
     sources: Sequence[Chunked],
     dtypes: Sequence[torch.dtype],
-    summands: Sequence[tuple[str, tuple[ChunkLayout, ...]]],
+    partials: Sequence[tuple[str, tuple[ChunkLayout, ...]]],
     rank: int,
 ) -> Reduction:
-    """Take the memory for reducing tensors of which the ranks hold summands.
+    """Take the memory for reducing tensors of which the ranks hold partials.
 
     Args:
-        sources: The tensors. Each rank of a layout holds one summand of its boxes.
+        sources: The tensors. Each rank of a layout holds one partial of its boxes.
         dtypes: Their dtypes.
-        summands: For each, how summands are put together, and the layout of every one of them.
+        partials: For each, how partials are put together, and the layout of every one of them.
         rank: This rank.
     """
     found = Reduction([], [], [], [])
-    for (layout, own), dtype, (reduction, layouts) in zip(sources, dtypes, summands, strict=True):
+    for (layout, own), dtype, (reduction, layouts) in zip(sources, dtypes, partials, strict=True):
         target = _shared_out(layout)
         stacks = [own[0].new_empty((len(layouts), *box.sizes)) for box in target.boxes_of(rank)]
-        for number, summand in enumerate(layouts):
-            found.moves.append(Move(summand, target, copied_dtype(dtype)))
-            mine = own if summand.boxes_of(rank) else []
+        for number, partial in enumerate(layouts):
+            found.moves.append(Move(partial, target, copied_dtype(dtype)))
+            mine = own if partial.boxes_of(rank) else []
             found.pieces.append(Pieces(mine, [stack[number] for stack in stacks]))
         found.reduced.append(Chunked(target, [stack[0] for stack in stacks]))
         found.stacks.extend((stack.view(dtype), reduction) for stack in stacks)

@@ -127,7 +127,7 @@ def plan_transfers(
     """
     legs = []
     if reduction is not None:
-        summed = _planned(options, "summands", lambda: reduction.moves, reduction.pieces)
+        summed = _planned(options, "partials", lambda: reduction.moves, reduction.pieces)
         legs.append(_Leg(summed, reduction.pieces, reduction.finish))
     pieces = [Pieces(source.pieces, target.pieces) for source, target, _ in transfers]
     legs.append(_Leg(_planned(options, "elements", lambda: moves_of(transfers), pieces), pieces))
@@ -174,16 +174,16 @@ def _digest(options: TransferOptions, moves: Sequence[Move], pieces: Sequence[Pi
 def sources_of(
     manifest: Manifest, layouts: dict[int, ChunkLayout], moving: Sequence[int], rank: int
 ) -> tuple[dict[int, Chunked], Reduction | None]:
-    """Return where the elements of distributed leaves come from, and the summands that are put together before."""
+    """Return where the elements of distributed leaves come from, and the partials that are put together before."""
     chunks = manifest.chunks
     found = {index: Chunked(layouts[index], pieces_of(chunks[index], layouts[index], rank)) for index in moving}
-    summed = [index for index in moving if chunks[index].summands is not None]
+    summed = [index for index in moving if chunks[index].partials is not None]
     if not summed:
         return found, None
     reduction = prepare_reduction(
         [found[index] for index in summed],
         [chunks[index].dtype for index in summed],
-        [summands for index in summed if (summands := chunks[index].summands) is not None],
+        [partials for index in summed if (partials := chunks[index].partials) is not None],
         rank,
     )
     found.update(zip(summed, reduction.reduced, strict=True))

@@ -156,7 +156,7 @@ class _Loading:
                 found.append(Difference(self._paths[index], "shape", tuple(stored.shape), shape))
             if stored.dtype != dtype and not (self._cast and castable(stored.dtype, dtype)):
                 found.append(Difference(self._paths[index], "dtype", stored.dtype, dtype))
-            if held is not None and held.summands is not None:
+            if held is not None and held.partials is not None:
                 found.append(Difference(self._paths[index], "placements", "elements", "Partial"))
         refuse_all(found)
 

@@ -17,7 +17,7 @@ def sharded(whole: torch.Tensor, dim: int = 0) -> torch.Tensor:
 
 
 def made_of(part: torch.Tensor, *, summed: bool = False) -> torch.Tensor:
-    """Return the tensor of which every rank holds a part: rows of it, or a summand."""
+    """Return the tensor of which every rank holds a part: rows of it, or a partial."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Shard
 

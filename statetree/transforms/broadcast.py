@@ -8,7 +8,7 @@ from statetree.declare import collective
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange.allocation import allocated
 from statetree.exchange.buckets import BUCKET_BYTES
-from statetree.exchange.description import Sent
+from statetree.exchange.description import SourceTree
 from statetree.exchange.driver import Exchange, exchange
 from statetree.exchange.manifest import path_order
 from statetree.exchange.partial_reduction import Chunked
@@ -80,7 +80,7 @@ def broadcast(
         if own is not None:
             own.check_readable()
             elements = {index: (held.dtype, held.shape) for index, held in own.chunks.items()}
-        sent = Sent(own, elements) if own is not None and run.group.rank == src else None
+        sent = SourceTree(own, elements) if own is not None and run.group.rank == src else None
         received = run.receive(sent, own)
         transfers = _distributed(run, received, own)
         spec, leaves = received.description.spec, received.leaves
@@ -114,8 +114,8 @@ def _distributed(run: Exchange, received: Received, own: Manifest | None) -> lis
     for index in own.moving():
         layout, held = layouts[index], own.chunks[index]
         sources, targets = (pieces_of(chunks, layout, rank) for chunks in (held, made.chunks[index]))
-        if held.summands is None:
+        if held.partials is None:
             transfers.append(Transfer(Chunked(layout, sources), Chunked(layout, targets), held.dtype))
-        else:  # every rank has a summand of its own
+        else:  # every rank has a partial of its own
             run.executor.copy(targets, sources)
     return transfers

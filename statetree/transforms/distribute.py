@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from statetree.declare import collective_unless
 from statetree.exchange.buckets import BUCKET_BYTES
-from statetree.exchange.description import Sent, caught
+from statetree.exchange.description import SourceTree, caught
 from statetree.exchange.driver import Exchange, exchange
 from statetree.exchange.fitting import LikeOptions, partners_of, refuse, unfit
 from statetree.exchange.like import depends_on_values
@@ -109,12 +109,12 @@ def distribute(
         whole = [leaf for index, leaf in enumerate(wanted.leaves) if index not in wanted.chunks]
         reads = depends_on_values(whole, cast=cast)
         received = run.receive(sent, wanted, how.selection(wanted, chosen), reads=reads)
-        own = sent.manifest if isinstance(sent, Sent) else None
+        own = sent.manifest if isinstance(sent, SourceTree) else None
         target = run.destination_like(received.manifest("distribute", own), wanted, how, fits=True)
         return run.move_received(received, target, own)
 
 
-def _sent(run: Exchange, full: Any, like: Manifest, how: LikeOptions) -> Sent:
+def _sent(run: Exchange, full: Any, like: Manifest, how: LikeOptions) -> SourceTree:
     """Return the source's tree, and which of its leaves go into distributed ones, or are converted."""
     source = _whole(run.manifest(full))
     partners, _ = partners_of(source.spec, source.leaves, like, how)
@@ -128,7 +128,9 @@ def _sent(run: Exchange, full: Any, like: Manifest, how: LikeOptions) -> Sent:
         or (how.cast and _is_converted(source.leaves[index], like.leaves[partners[index]]))
     ]
     refuse("distribute", unfit(source, like, partners, moving, cast=how.cast))
-    return Sent(source, {index: (source.leaves[index].dtype, tuple(source.leaves[index].shape)) for index in moving})
+    return SourceTree(
+        source, {index: (source.leaves[index].dtype, tuple(source.leaves[index].shape)) for index in moving}
+    )
 
 
 def _is_converted(leaf: Any, like: Any) -> bool:

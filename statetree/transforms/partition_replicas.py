@@ -114,7 +114,7 @@ def _kept(
         followers[canonical].append(index)
     for canonical, copies in followers.items():
         chunks = manifest.chunks[canonical]
-        held = (layouts[canonical],) if chunks.summands is None else chunks.summands[1]
+        held = (layouts[canonical],) if chunks.partials is None else chunks.partials[1]
         members.append(copies)
         shares.append((_by_share(held), chunks.dtype.itemsize))
     owned = choose_owners(shares, group.size)

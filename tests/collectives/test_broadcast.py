@@ -120,7 +120,7 @@ def send_distributed():
         "shards": Layout((5, 3), ranks, ("S0",)),
         "copies": Layout((3,), ranks, ("R",)),
         "both": Layout((7, 2), ((0, 1), (2, 3)), ("R", "S0")),
-        "summands": Layout((3,), ranks, ("P",)),
+        "partials": Layout((3,), ranks, ("P",)),
         "inside": Layout((6,), (1, 2), ("S0",), geometry="inside"),
     }
     rank = dist.get_rank()
@@ -136,7 +136,7 @@ def send_distributed():
     assert torch.equal(found["copies"]._local_tensor, layouts["copies"].local(3) + 300)
     origin = {0: 0, 1: 3, 2: 2, 3: 3}[rank]  # rank 3 has nothing of what 0 and 2 have
     assert torch.equal(found["both"]._local_tensor, layouts["both"].local(rank) + 100 * origin)
-    for name in ("shards", "summands", "inside"):
+    for name in ("shards", "partials", "inside"):
         expected = layouts[name].local(rank)
         if expected is not None:
             assert torch.equal(found[name]._local_tensor, expected), name

@@ -58,19 +58,19 @@ def everyone():
 
 
 def make_tree(kind="S0"):
-    """Return leaves that are packed, leaves too large for that, which lie in strips, and summands."""
-    summands = kind == "S0"
+    """Return leaves that are packed, leaves too large for that, which lie in strips, and partials."""
+    partials = kind == "S0"
     return {
-        "large": Layout((600, 1200), everyone(), ("S1" if summands else "S0",)).build(),
+        "large": Layout((600, 1200), everyone(), ("S1" if partials else "S0",)).build(),
         "small": Layout((5, 3), everyone(), (kind,)).build(),
         "copies": Layout((7,), everyone(), ("R",)).build(),
-        "summands": Layout((9,), everyone(), ("P" if summands else "R",)).build(),
+        "partials": Layout((9,), everyone(), ("P" if partials else "R",)).build(),
         "plain": torch.arange(5.0),
     }
 
 
 def whole_tree():
-    shapes = {"large": (600, 1200), "small": (5, 3), "copies": (7,), "summands": (9,), "plain": (5,)}
+    shapes = {"large": (600, 1200), "small": (5, 3), "copies": (7,), "partials": (9,), "plain": (5,)}
     return {name: torch.zeros(shape) for name, shape in shapes.items()}
 
 

@@ -69,7 +69,7 @@ LAYOUTS = {
     "inside": Layout((6,), (1, 2), ("R",)),
     "strided": Layout((9, 2), ((0, 1), (2, 3)), ("S0/2", "S0")),
     "transposed": Layout((5, 4), ((0, 2), (1, 3)), ("S1", "R"), geometry="transposed"),
-    "summands": Layout((4,), ((0, 1), (2, 3)), ("R", "P")),
+    "partials": Layout((4,), ((0, 1), (2, 3)), ("R", "P")),
 }
 
 
@@ -90,7 +90,7 @@ def test_each_chunk_is_kept_once():
             layout.indices(rank).flatten() for rank in range(4) if rows[rank][key] and layout.local(rank) is not None
         ]
         elements = torch.cat(kept)
-        if "P" in layout.placements:  # both summands of every element, each once
+        if "P" in layout.placements:  # both partials of every element, each once
             assert elements.sort().values.tolist() == sorted([*range(4), *range(4)])
         else:
             assert elements.sort().values.tolist() == list(range(layout.full().numel())), key

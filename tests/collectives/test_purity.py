@@ -25,7 +25,7 @@ def make_tree():
         "tied": [parameter, base, base.view(3, 4).t()],
         "transposed": Layout((4, 6), ranks, ("S1",), geometry="transposed").build(),
         "inside": Layout((6,), ranks, ("S0",), geometry="inside").build(),
-        "summands": Layout((4,), ranks, ("P",)).build(),
+        "partials": Layout((4,), ranks, ("P",)).build(),
         "complex": complex_local,
         "grad": torch.ones(3, requires_grad=True),
         "buffer": torch.nn.Buffer(torch.arange(3.0)),
@@ -61,7 +61,7 @@ def verbs():
 
 
 def without_summands(tree):
-    return {key: leaf for key, leaf in tree.items() if key != "summands"}
+    return {key: leaf for key, leaf in tree.items() if key != "partials"}
 
 
 def change_nothing():

@@ -25,7 +25,7 @@ STRIDE = 25
 #: Trees of everything that a collective treats in a way of its own, and what is called on them.
 VERBS = {
     "gather": lambda tree, like, whole: functools.partial(st.gather, tree),
-    "gather summands": lambda tree, like, whole: functools.partial(st.gather, {**tree, "summands": summands()}),
+    "gather partials": lambda tree, like, whole: functools.partial(st.gather, {**tree, "partials": partials()}),
     "distribute": lambda tree, like, whole: functools.partial(st.distribute, whole, like, src=0),
     "broadcast": lambda tree, like, whole: functools.partial(st.broadcast, tree, src=0),
     "reshard": lambda tree, like, whole: functools.partial(st.reshard, tree, like),
@@ -41,7 +41,7 @@ def everyone():
     return tuple(range(dist.get_world_size()))
 
 
-def summands():
+def partials():
     return Layout((4,), everyone(), ("P",)).build()
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from statetree.chunks.ranks import Ranks
     from statetree.tree.spec import TreeSpec
 
-#: How summands are put together, by the names that ``Partial`` has for it.
+#: How partials are put together, by the names that ``Partial`` has for it.
 REDUCTIONS: Final = frozenset({"sum", "avg", "product", "max", "min"})
 
 
@@ -120,9 +120,9 @@ class DTensorType(WrapperType):
                 f"shape of {held}, got {tuple(local.shape)}. Make it with distribute_tensor or from_local(shape=...)."
             )
             raise UnsupportedLeaf(msg)
-        text, detail, layout, boxes, summands, _, mesh, _ = known
+        text, detail, layout, boxes, partials, _, mesh, _ = known
         return LocalChunks(
-            text, detail, shape, dtype, layout, boxes, pieces, location_of(local), local.device.type, summands, mesh
+            text, detail, shape, dtype, layout, boxes, pieces, location_of(local), local.device.type, partials, mesh
         )
 
 
@@ -133,7 +133,7 @@ class _Described(NamedTuple):
     detail: str
     layout: ChunkLayout
     boxes: Sequence[Box]
-    summands: tuple[str, tuple[ChunkLayout, ...]] | None
+    partials: tuple[str, tuple[ChunkLayout, ...]] | None
     only: torch.Size | None  # the shape of the local tensor, if it is the only piece
     mesh: MeshSplits
     kept: Any  # the mesh: so that its id is not handed out again
@@ -147,14 +147,14 @@ def _described(spec: Any, shape: tuple[int, ...], dtype: torch.dtype, ranks: Ran
     boxes = layout.boxes_of(ranks.rank)
     kind = "DTensor on meta" if on_meta else "DTensor"
     text = f"a {kind} {dtype} {shape} {spec.placements} over a mesh {mesh_shape} of {mesh.device_type}"
-    summands = _summands(spec, shape, dtype, mesh_shape, members, splits, summed) if summed else None
+    partials = _partials(spec, shape, dtype, mesh_shape, members, splits, summed) if summed else None
     only = torch.Size(boxes[0].sizes) if len(boxes) == 1 else None
     splitting = MeshSplits(mesh_shape, listed, splits)
-    return _Described(text, f"{digest}{spec.shard_order}", layout, boxes, summands, only, splitting, mesh)
+    return _Described(text, f"{digest}{spec.shard_order}", layout, boxes, partials, only, splitting, mesh)
 
 
 def _splits(spec: Any) -> tuple[tuple[Split, ...], list[int]]:
-    """Return how a mesh cuts a tensor, in the order in which it does, and which of its dims hold summands."""
+    """Return how a mesh cuts a tensor, in the order in which it does, and which of its dims hold partials."""
     splits = []
     summed = []
     for mesh_dim, placement in enumerate(spec.placements):
@@ -169,7 +169,7 @@ def _splits(spec: Any) -> tuple[tuple[Split, ...], list[int]]:
     return tuple(splits), summed
 
 
-def _summands(
+def _partials(
     spec: Any,
     shape: tuple[int, ...],
     dtype: torch.dtype,
@@ -178,7 +178,7 @@ def _summands(
     splits: tuple[Split, ...],
     summed: list[int],
 ) -> tuple[str, tuple[ChunkLayout, ...]]:
-    """Return how summands are reduced, and the layout of each."""
+    """Return how partials are reduced, and the layout of each."""
     kinds = {(type(spec.placements[dim]).__name__, spec.placements[dim].reduce_op) for dim in summed}
     name, reduction = next(iter(kinds))
     if len(kinds) > 1 or name != "Partial" or reduction not in REDUCTIONS or not reduces(reduction, dtype):
@@ -188,7 +188,7 @@ def _summands(
         )
         raise UnsupportedLeaf(msg)
     places = torch.arange(len(members)).view(mesh_shape)
-    # One row for each summand: the places in the mesh that hold it.
+    # One row for each partial: the places in the mesh that hold it.
     rows = places.movedim(summed, list(range(len(summed)))).reshape(prod(mesh_shape[dim] for dim in summed), -1)
     layouts = []
     for row in rows.tolist():

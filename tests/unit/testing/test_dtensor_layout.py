@@ -93,15 +93,15 @@ DTYPES_TO_SUM = [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch
 @settings(max_examples=10)
 def test_partial_sums_are_exact_in_every_order(dtype, mesh, random):
     layout = Layout((40,), mesh, ("P",) * torch.tensor(mesh).ndim, dtype)
-    summands = [layout.local(rank) for rank in range(torch.tensor(mesh).numel())]
-    random.shuffle(summands)
-    found = summands[0].clone()
-    for summand in summands[1:]:
+    partials = [layout.local(rank) for rank in range(torch.tensor(mesh).numel())]
+    random.shuffle(partials)
+    found = partials[0].clone()
+    for summand in partials[1:]:
         found += summand
     assert found.dtype is layout.full().dtype is dtype
     assert torch.equal(found, layout.full())
     wide = torch.complex128 if dtype.is_complex else torch.float64
-    assert torch.equal(found.to(wide), sum(summand.to(wide) for summand in summands))
+    assert torch.equal(found.to(wide), sum(summand.to(wide) for summand in partials))
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float8_e4m3fn, torch.uint16], ids=str)
@@ -137,7 +137,7 @@ def kinds_of(layout, world_size):
     if None in held:
         yield "outside"
     if "P" in layout.placements:
-        yield "summands"
+        yield "partials"
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
@@ -150,7 +150,7 @@ def test_what_is_special_about_layouts_comes_often(world_size):
         found.update(kinds_of(layout, world_size))
 
     look()
-    wanted = ["1 dims", "2 dims", "3 dims", "uneven", "outside", "summands"]
+    wanted = ["1 dims", "2 dims", "3 dims", "uneven", "outside", "partials"]
     wanted += ["empty"] if world_size > 2 else []
     wanted += ["strided", "uneven and strided"] if world_size >= 4 else []
     assert {kind: found[kind] for kind in wanted if found[kind] < 15} == {}  # five in 100
