@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from statetree.errors import UnsupportedLeaf
@@ -17,7 +18,7 @@ from statetree.testing.snippets import snippet
 from statetree.testing.transform_report import Report, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
     from types import ModuleType
 
     from statetree.testing.laws import Law, Transform
@@ -84,6 +85,10 @@ def check_transform(
     check_at_least("check_transform: examples", examples, 1)
     if not (where is None or callable(where)):
         refuse("check_transform: where", "a predicate of a path and a leaf", where, TypeError)
+    if ranks is not None and (not isinstance(ranks, Sequence) or not ranks):
+        refuse("check_transform: ranks", "world sizes, such as (1, 2)", ranks, TypeError)
+    for world_size in ranks or ():
+        check_at_least("check_transform: ranks", world_size, 1)
     every = known.ALL if ranks is None else known.COLLECTIVE
     chosen = list(every) if laws is None else [_known(law) for law in laws]
     if inverse is not None:
