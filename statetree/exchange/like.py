@@ -22,7 +22,7 @@ from statetree.exchange.fitting import (
     why_unwritable,
 )
 from statetree.exchange.key_union import partly_held
-from statetree.exchange.manifest import chunks_of
+from statetree.exchange.manifest import chunks_of, is_cuttable
 from statetree.exchange.partial_reduction import Chunked
 from statetree.exchange.transfers import as_sendable, converted, pieces_of
 from statetree.leaves.builtin import is_plain
@@ -164,7 +164,7 @@ class LikeDestination(Destination):
     @cached_property
     def _depends_on_values(self) -> bool:
         """Whether not all values fit into the leaves that are copied here."""
-        return depends_on_values([self.leaves[index] for index in self._local], cast=self._options.cast)
+        return _depends_on_values([self.leaves[index] for index in self._local], cast=self._options.cast)
 
     def touched(self) -> Iterable[int]:
         """Return the leaves whose elements are read in the source, and written in the result."""
@@ -309,7 +309,14 @@ class LikeDestination(Destination):
         return {index: result[keys[index]] for index in self._local}, write
 
 
-def depends_on_values(leaves: Iterable[Any], *, cast: bool) -> bool:
+def reads_values(like: Manifest, *, cast: bool) -> bool:
+    """Whether values are looked at before they are written into those leaves that are not distributed."""
+    whole = [leaf for index, leaf in enumerate(like.leaves) if index not in like.chunks]
+    copied = [leaf for leaf in whole if not is_cuttable(leaf)]  # the others are converted on their way
+    return _depends_on_values(whole, cast=False) or _depends_on_values(copied, cast=cast)
+
+
+def _depends_on_values(leaves: Iterable[Any], *, cast: bool) -> bool:
     """Whether leaves may be converted, or lie over each other: not all values fit into them then."""
     written = [leaf for leaf in leaves if not is_plain(leaf)]
     if cast or len(set(map(id, written))) < len(written):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
+import io
+import pickle
 import struct
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -13,12 +15,17 @@ from statetree.chunks.boxes import Box
 from statetree.leaves.builtin import facts, leaf_type_of
 from statetree.leaves.pairing import paired_parts
 from statetree.leaves.parts import PackedRecipe, unpack
-from statetree.leaves.types.opaque import Rest
+from statetree.leaves.types.opaque import OpaqueType, Rest, TakeApart
 from statetree.paths import exactly
 from statetree.spans.sums import ALL, piece_sums
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+
+_SETS: Final = frozenset({set, frozenset})
+_HOLDERS: Final = _SETS | {tuple}
+_VALUES: Final = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
 def text_number(*texts: str) -> int:
@@ -57,10 +64,13 @@ def value_number(value: Any) -> int:
         return text_number("value", str(_plain_facts(value)))
     unpacked = unpack("digest", [value], list)
     found: list[bytes] = [str(_plain_facts(value)).encode("utf-8", "surrogatepass")]
-    if leaf_type.opaque:
+    if isinstance(leaf_type, OpaqueType) and leaf_type.opaque:
         recipe = unpacked.recipe(0)
         assert isinstance(recipe, PackedRecipe)
-        found.append(value_text(recipe.context).encode("utf-8", "surrogatepass"))
+        rest: Rest = recipe.context
+        if pickle.EMPTY_SET in rest.skeleton or pickle.FROZENSET in rest.skeleton:
+            _, rest = leaf_type.taken_apart(value, _SetsByValue(io.BytesIO(), leaf_type_of))
+        found.append(value_text(rest).encode("utf-8", "surrogatepass"))
     for _, index, _ in paired_parts(unpacked, unpacked):
         assert index is not None
         part = unpacked.parts[index]
@@ -69,6 +79,19 @@ def value_number(value: Any) -> int:
         found.append(struct.pack("<q", tensor_number(part.dtype, shape, sums)))
     lengths = str(list(map(len, found))).encode()
     return _number(b"\0".join([*found, lengths]))
+
+
+class _SetsByValue(TakeApart):
+    """Knows sets of plain values by these, in whatever order Python keeps them. It cannot be put together again."""
+
+    def persistent_id(self, obj: Any) -> int | tuple[int] | None:
+        if type(obj) in _SETS and _is_known_by_value(obj):
+            return self._keep((_SetsByValue, value_text(obj)), obj)
+        return super().persistent_id(obj)
+
+
+def _is_known_by_value(value: Any) -> bool:
+    return type(value) in _VALUES or (type(value) in _HOLDERS and all(map(_is_known_by_value, value)))
 
 
 def _plain_facts(value: Any) -> dict[str, str]:

@@ -9,7 +9,7 @@ from statetree.exchange.buckets import BUCKET_BYTES
 from statetree.exchange.description import SourceTree, caught
 from statetree.exchange.driver import Exchange, exchange
 from statetree.exchange.fitting import LikeOptions, partners_of, refuse, unfit
-from statetree.exchange.like import depends_on_values
+from statetree.exchange.like import reads_values
 from statetree.exchange.manifest import is_cuttable
 
 if TYPE_CHECKING:
@@ -106,8 +106,7 @@ def distribute(
             wanted.add_ties([index for index in wanted.order if is_cuttable(wanted.leaves[index])])
         sent = caught(_sent, run, full, wanted, how) if run.group.rank == src else None
         how, chosen = how.as_chosen_in(wanted)
-        whole = [leaf for index, leaf in enumerate(wanted.leaves) if index not in wanted.chunks]
-        reads = depends_on_values(whole, cast=cast)
+        reads = reads_values(wanted, cast=cast)
         received = run.receive(sent, wanted, how.selection(wanted, chosen), reads=reads)
         own = sent.manifest if isinstance(sent, SourceTree) else None
         target = run.destination_like(received.manifest("distribute", own), wanted, how, fits=True)

@@ -209,6 +209,9 @@ def count_agreements():
         "distribute in place": lambda: statetree.distribute(
             full, {"rows": torch.zeros(4, 6), "step": 0}, in_place=True, src=0
         ),
+        "distribute with cast": lambda: statetree.distribute(
+            full, {"rows": torch.zeros(4, 6).half(), "step": 0}, cast=True, src=0
+        ),
         "broadcast of whole tensors": lambda: statetree.broadcast(full),
         "broadcast of both": lambda: statetree.broadcast({**tree, "whole": torch.zeros(3)}),
     }
