@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from statetree.errors import UnsupportedLeaf
 from statetree.testing import laws as known
-from statetree.testing.arguments import check_at_least, needing_hypothesis, refuse
+from statetree.testing.arguments import check_at_least, check_world_sizes, needing_hypothesis, refuse
 from statetree.testing.known_states import STATES, states_on_ranks
 from statetree.testing.pace import units
 from statetree.testing.plans import Node, build, size
@@ -18,7 +17,7 @@ from statetree.testing.snippets import snippet
 from statetree.testing.transform_report import Report, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import ModuleType
 
     from statetree.testing.laws import Law, Transform
@@ -85,10 +84,8 @@ def check_transform(
     check_at_least("check_transform: examples", examples, 1)
     if not (where is None or callable(where)):
         refuse("check_transform: where", "a predicate of a path and a leaf", where, TypeError)
-    if ranks is not None and (not isinstance(ranks, Sequence) or not ranks):
-        refuse("check_transform: ranks", "world sizes, such as (1, 2)", ranks, TypeError)
-    for world_size in ranks or ():
-        check_at_least("check_transform: ranks", world_size, 1)
+    if ranks is not None:
+        check_world_sizes("check_transform: ranks", ranks)
     every = known.ALL if ranks is None else known.COLLECTIVE
     chosen = list(every) if laws is None else [_known(law) for law in laws]
     if inverse is not None:

@@ -57,10 +57,30 @@ def test_the_environment_variable_is_the_switch(setting):
     script = f"""if True:
         from statetree.spans import huge_pages
         huge_pages._madvise = lambda: lambda *_: 0
+        huge_pages.is_reported = lambda _: False
         huge_pages._fill_s = lambda huge: 1.0 if huge else 2.0
         assert huge_pages.are_used() is {setting != "never"}
     """
     subprocess.run([sys.executable, "-c", script], check=True, env={SWITCH: setting})
+
+
+@pytest.mark.parametrize(
+    ("text", "reported"), [("9\n", True), ("10", True), ("4294967295\n", False), ("", False), (None, False)]
+)
+def test_the_system_says_whether_free_memory_goes_to_a_host(text, reported, tmp_path):
+    file = tmp_path / "order"
+    if text is not None:
+        file.write_text(text)
+    assert huge_pages.is_reported(file) is reported
+
+
+@pytest.mark.parametrize("setting", ["always", "never", ""])
+def test_they_are_not_used_where_free_memory_goes_to_a_host(setting, monkeypatch):
+    monkeypatch.setenv(SWITCH, setting)
+    monkeypatch.setattr(huge_pages, "_madvise", lambda: lambda *_: 0)
+    monkeypatch.setattr(huge_pages, "is_reported", lambda _: True)
+    monkeypatch.setattr(huge_pages, "_fill_s", lambda huge: 1.0 if huge else 2.0)
+    assert huge_pages.are_used.__wrapped__() is (setting == "always")
 
 
 @pytest.fixture
