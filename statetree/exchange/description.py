@@ -40,12 +40,14 @@ class Description(NamedTuple):
         described: The indices of the leaves that each rank makes anew.
         metadata: These leaves, without their elements.
         exchanged: For every other leaf, which each rank has in its own layout, dtype and global shape.
+        depends_on_elements: Whether the tree can only be put together once its elements are there.
     """
 
     spec: TreeSpec
     described: list[int]
     metadata: LeafMetadata
     exchanged: Mapping[int, Elements]
+    depends_on_elements: bool
 
     def paths(self) -> Sequence[Path]:
         """Return the paths of the described leaves."""
@@ -99,7 +101,10 @@ def _described(sent: SourceTree) -> Message:
     paths = partial(_paths, spec, indices)
     chosen = [leaves[index] for index in indices]
     metadata, spans = metadata_of(manifest.verb, chosen, paths)
-    return Message(pickled(manifest.verb, Description(spec, indices, metadata, exchanged), chosen, paths), spans)
+    by_users = any(node[0].compares_aux for node in spec.nodes)  # whose functions may look at elements
+    depends = by_users or metadata.depends_on_elements()
+    description = Description(spec, indices, metadata, exchanged, depends)
+    return Message(pickled(manifest.verb, description, chosen, paths), spans)
 
 
 def _paths(spec: TreeSpec, indices: Sequence[int]) -> Sequence[Path]:

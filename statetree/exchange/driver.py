@@ -275,7 +275,7 @@ class Exchange(Call):
         pending = span_transfers(src, self.group, message.spans, places)
         kind = self.group.devices[self.group.number_of(description.metadata.device_types)]  # on every rank alike
         device = consensus.device if exchanged else kind
-        if pending and (consensus.reads or device != kind or description.metadata.depends_on_elements()):
+        if pending and (consensus.reads or device != kind or description.depends_on_elements):
             self._move(key, pending, kind)
             self.executor.catch_up()
             self.expect()

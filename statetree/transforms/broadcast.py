@@ -84,12 +84,11 @@ def broadcast(
         received = run.receive(sent, own)
         transfers = _distributed(run, received, own)
         spec, leaves = received.description.spec, received.leaves
-        result = unflatten(spec, leaves)
         run.move_from(received, transfers)
         if own is not None:
             run.hold(own.spec, own.leaves, own.chunks)
         run.hold(spec, leaves, range(len(leaves)))
-        return result
+        return unflatten(spec, leaves)
 
 
 def _distributed(run: Exchange, received: Received, own: Manifest | None) -> list[Transfer]:
@@ -109,7 +108,7 @@ def _distributed(run: Exchange, received: Received, own: Manifest | None) -> lis
     for there, here in zip(path_order(description.spec), own.order, strict=True):
         if here in own.chunks:
             received.leaves[there] = fresh[here]
-    made = run.manifest(unflatten(own.spec, fresh))
+    made = run.manifest(fresh)
     transfers: list[Transfer] = []
     for index in own.moving():
         layout, held = layouts[index], own.chunks[index]

@@ -15,7 +15,8 @@ from statetree.testing import Layout, run_ranks
 from statetree.testing.assertions import tree_differences
 from statetree.testing.plan_strategies import tied_plans, tree_plans
 from statetree.testing.plans import build
-from tests.collectives.checks import attempt, check_equal, check_in_step
+from statetree.tree.registry import CONTAINERS
+from tests.collectives.checks import attempt, check_equal, check_in_step, locals_of
 from tests.trees import TREES
 from tests.trees.optimizers import optimizer_plans
 
@@ -223,3 +224,27 @@ def test_a_rank_that_fails_at_last_is_told_to_all(verb):
     assert own == "MemoryError"
     assert other == "RankMismatch"
     assert "rank 1 failed" in message
+
+
+class Summed:
+    """A container whose unflatten function looks at elements."""
+
+    def __init__(self, values):
+        self.values = values
+        self.total = locals_of(values)[0].sum().item()
+
+
+def broadcast_sums():
+    if Summed not in CONTAINERS:
+        statetree.register_container(Summed, lambda summed: ((summed.values,), None), lambda _, values: Summed(*values))
+    number = dist.get_rank() + 1.0
+    replicas = Layout((10,), (0, 1), ("R",)).build()
+    locals_of(replicas)[0].fill_(number)
+    given = {"plain": Summed(torch.full((1000,), number)), "replicas": Summed(replicas)}
+    found = statetree.broadcast(given)
+    check_in_step()
+    return {name: summed.total for name, summed in found.items()}
+
+
+def test_unflatten_functions_of_users_are_given_elements():
+    assert run_ranks(2, broadcast_sums) == [{"plain": 1000.0, "replicas": 10.0}] * 2
