@@ -54,7 +54,12 @@ class LeafMetadata(NamedTuple):
 
     def depends_on_elements(self) -> bool:
         """Whether leaves can only be put together once their elements are there."""
-        return any(not recipe.leaf_type.elements_only(recipe.context) for recipe in packed(self.recipes.values()))
+        for recipe in packed(self.recipes.values()):
+            leaf_type, context, inner = recipe.leaf_type, recipe.context, recipe.inner
+            # Attributes may lie in containers of users, whose functions look at them.
+            if not leaf_type.elements_only(context) or len(leaf_type.essential(context, inner)) < len(inner):
+                return True
+        return False
 
     def allocate(self, verb: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the plain tensors that the leaves are packed from, and the spans on which their elements lie.

@@ -242,9 +242,12 @@ def broadcast_sums():
     locals_of(replicas)[0].fill_(number)
     given = {"plain": Summed(torch.full((1000,), number)), "replicas": Summed(replicas)}
     found = statetree.broadcast(given)
+    weight = torch.nn.Parameter(torch.zeros(3))
+    weight.scales = Summed(torch.full((1000,), number))
+    inside = statetree.broadcast({"weight": weight})["weight"].scales
     check_in_step()
-    return {name: summed.total for name, summed in found.items()}
+    return {**{name: summed.total for name, summed in found.items()}, "attribute": inside.total}
 
 
 def test_unflatten_functions_of_users_are_given_elements():
-    assert run_ranks(2, broadcast_sums) == [{"plain": 1000.0, "replicas": 10.0}] * 2
+    assert run_ranks(2, broadcast_sums) == [{"plain": 1000.0, "replicas": 10.0, "attribute": 1000.0}] * 2
