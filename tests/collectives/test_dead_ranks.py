@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import functools
 import os
+import re
 import signal
 import time
 
@@ -23,6 +24,8 @@ from tests.pace import units
 TIMEOUT_S = float(round(units(1)))
 #: How late an error may be on a busy machine.
 SLACK_S = units(10)
+#: What is said of rank 1. On a busy machine another rank may be late, too.
+SILENT = rf"ranks? (0, )?1(, 2)? of the group did not answer within {TIMEOUT_S:g} s"
 
 
 def outlive(number):
@@ -64,7 +67,7 @@ def test_survivors_raise_in_time(number):
         assert len(outcome.value) == len(VERBS) + 1
         for verb, (name, message, elapsed_s) in outcome.value.items():
             assert name == "RankMismatch", (verb, name, message)
-            assert f"rank 1 of the group did not answer within {TIMEOUT_S:g} s" in message, (verb, message)
+            assert re.search(SILENT, message), (verb, message)
             assert elapsed_s < TIMEOUT_S + SLACK_S, (verb, elapsed_s)
 
 
