@@ -68,13 +68,14 @@ def bits_of(data, count):
 
 
 @pytest.mark.usefixtures("size_of_small_entries")
+@pytest.mark.parametrize("count", [40, pytest.param(350, marks=pytest.mark.slow)], ids="{} bits".format)
 @pytest.mark.parametrize("how", ["load without a template", "load", "restore"])
-def test_a_flipped_bit_is_an_error_or_changes_nothing(how, checkpoint):
+def test_a_flipped_bit_is_an_error_or_changes_nothing(how, count, checkpoint):
     path = checkpoint / DATA
     intact = path.read_bytes()
     expected, template, refused = make_state(), empty_state(), 0
     checkpointer = dcp.Checkpointer(checkpoint.parent)
-    bits = bits_of(intact, 350 if how == "load without a template" else 40)
+    bits = bits_of(intact, count)
     for bit in bits:
         path.write_bytes(flip(intact, bit))
         try:
@@ -103,17 +104,18 @@ def check(data, folder):
 
 
 @pytest.mark.parametrize(
-    "value",
+    ("value", "step"),
     [
-        pytest.param([torch.arange(5.0)], id="one storage"),
-        pytest.param([torch.arange(3), torch.arange(3) + 7, "x"], id="two storages", marks=pytest.mark.slow),
+        pytest.param([torch.arange(5.0)], 7, id="one storage, a bit of each byte"),  # another one each time
+        pytest.param([torch.arange(5.0)], 1, id="one storage", marks=pytest.mark.slow),
+        pytest.param([torch.arange(3), torch.arange(3) + 7, "x"], 1, id="two storages", marks=pytest.mark.slow),
     ],
 )
-def test_every_bit_of_an_entry(value, tmp_path):
+def test_every_bit_of_an_entry(value, step, tmp_path):
     intact = entry(value)
     check(intact, tmp_path)
     passed = 0
-    for bit in range(8 * len(intact)):
+    for bit in range(0, 8 * len(intact), step):
         damaged = flip(intact, bit)
         try:
             check(damaged, tmp_path)

@@ -94,10 +94,10 @@ print(len(os.listdir("/proc/self/fd")))
     [
         pytest.param(1024, 5000, 10, marks=pytest.mark.slow),
         pytest.param(256, 5000, 10, marks=pytest.mark.slow),
-        (256, 300, 290_000),
+        (128, 150, 290_000),
         pytest.param(256, 40, 1_000_000, marks=pytest.mark.slow),
     ],
-    ids=["5,000 small ones", "5,000 small ones and few descriptors", "300 of 1.1 MiB", "40 of 4 MB"],
+    ids=["5,000 small ones", "5,000 small ones and few descriptors", "150 of 1.1 MiB", "40 of 4 MB"],
 )
 def test_three_snapshots_alive_under_a_limit_of_descriptors(limit, count, size):
     done = run(LIMITED, str(limit), str(count), str(size))
