@@ -2,8 +2,8 @@
 
 python -m tests.mutation [--count 200] [--seed 1] [--module tree/spec.py …] [--line 120] [--jobs 2] [--trust] [--list]
 
-Each mutant is a copy of the package with one change in it. What tests a module is in ``TESTS``, the quickest first; a
-mutant is killed by the first test that fails, or by not coming to an end. Those that survive are printed as what they
+Each mutant is a copy of the package with one change in it. What tests a module is in ``TESTS``, the quickest first, and
+then the other unit tests of its package; a mutant is killed by the first test that fails, or by not coming to an end. Those that survive are printed as what they
 changed: each is equivalent to the original (``EQUIVALENT`` says why), or a test is missing.
 """
 
@@ -91,6 +91,7 @@ TESTS = {
         "unit/chunks/test_layouts.py",
         "collectives/test_layouts.py",
         "collectives/test_custom_chunks.py",
+        "collectives/test_shard_attributes.py",
     ),
     "chunks/boxes.py": (
         "unit/chunks/test_boxes.py",
@@ -135,6 +136,10 @@ TESTS = {
         "unit/transforms/test_copy_into.py",
         "laws/test_all_or_nothing.py",
     ),
+    "leaves/casting.py": (
+        "unit/transforms/test_copy_into.py",
+        "unit/transforms/test_cast.py",
+    ),
     "transforms/copy_into.py": (
         "unit/transforms/test_copy_into.py",
         "laws/test_all_or_nothing.py",
@@ -152,6 +157,7 @@ NOT_RUN = 70
 UNCHANGED = "as it is"
 #: Mutants that no test can notice, by module, the line as it is written, and what they change there; and why.
 EQUIVALENT: dict[tuple[str, str, str], str] = {
+    ("chunks/boxes.py", "effort = 10_000 + _MAX_VISITS * len(boxes)", "10000  ->  10001"): "how hard is_covered tries",
     ("chunks/boxes.py", "_MAX_VISITS: Final = 100", "100  ->  101"): "how hard is_covered tries before it gives up",
     (
         "chunks/boxes.py",
@@ -160,9 +166,20 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "any edge will do: those in the middle cost least",
     (
         "spans/columns.py",
-        'if "storage_keys" not in self.__dict__ and not any(self.offsets):',
+        'if "storage_keys" not in self.__dict__ and not any(self.offsets) and self.pointers_distinct:',
         "'storage_keys' not in self.__dict__  ->  'storage_keys' in self.__dict__",
     ): "the short cut is taken at other times, and comes to the same answer",
+    (
+        "chunks/layouts.py",
+        "table = torch.arange(int(self.ranks.max()) + 1 if len(self.ranks) else 0)",
+        "1  ->  2",
+    ): "no rank looks at the last entry",
+    (
+        "tree/instances.py",
+        "if cls is dict or (cls is OrderedDict and not vars(value)):",
+        "cls is dict or (cls is OrderedDict and (not vars(value)))  ->  "
+        "cls is dict and (cls is OrderedDict and (not vars(value)))",
+    ): "it is taken apart as a tree, which takes longer, and comes out the same",
     (
         "exchange/plan.py",
         "LARGE_BYTES: Final = 1 << 20",
@@ -184,29 +201,24 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "1  ->  2",
     ): "attributes that lie deeper are children instead of metadata, and come out the same",
     (
-        "tree/instances.py",
-        "if depth > 2 * MAX_ATTRIBUTE_DEPTH:",
-        "depth > 2 * MAX_ATTRIBUTE_DEPTH  ->  depth >= 2 * MAX_ATTRIBUTE_DEPTH",
-    ): "what lies deeper is taken apart as a tree, and comes out the same",
-    (
-        "tree/instances.py",
-        "return cls(zip(value, [copy_plain(item, depth + 1) for item in items], strict=True))",
-        "1  ->  2",
-    ): "what lies deeper is taken apart as a tree, and comes out the same",
-    (
         "tree/registry.py",
         "if is_atom_type(cls) or issubclass(cls, torch.Tensor):",
         "is_atom_type(cls) or issubclass(cls, torch.Tensor)  ->  is_atom_type(cls) and issubclass(cls, torch.Tensor)",
     ): "it is not remembered what the class is, and found out every time",
     (
+        "tree/registry.py",
+        "def flatten(self, container: Any, freeze: Freeze, plain: int = 0) -> Flattened:",
+        "0  ->  1",
+    ): "it is about attributes, which these containers do not have",
+    (
         "spans/overlaps.py",
-        "return ours.apart_from(theirs, lambda: _all_apart(targets, sources))",
-        "_all_apart(targets, sources)  ->  _all_apart(sources, targets)",
+        "return ours.disjoint_from(theirs, lambda: _all_disjoint(targets, sources))",
+        "_all_disjoint(targets, sources)  ->  _all_disjoint(sources, targets)",
     ): "it does not matter which is which",
     (
         "spans/overlaps.py",
-        "return _all_apart(targets, sources)",
-        "_all_apart(targets, sources)  ->  _all_apart(sources, targets)",
+        "return _all_disjoint(targets, sources)",
+        "_all_disjoint(targets, sources)  ->  _all_disjoint(sources, targets)",
     ): "it does not matter which is which",
     ("spans/overlaps.py", "last_key, last_stop = 0, -1", "-1  ->  1"): "no memory begins at an address that low",
     ("spans/overlaps.py", "last_key, last_stop = 0, -1", "0  ->  1"): "the first memory is a new one",
@@ -221,14 +233,9 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "synchronize(accelerators)",
         "synchronize(accelerators)  ->  pass",
     ): "without an accelerator there is nothing to wait for",
-    (
-        "spans/layout.py",
-        "view = empty(0, dtype=dtype, device=device).set_(storage, start // dtype.itemsize + offset, shape, stride)",
-        "0  ->  1",
-    ): "what it has is replaced",
     ("tree/traversal.py", "continue", "continue  ->  break"): "the loop around it goes on with the same iterator",
     (
-        "leaves/copying.py",
+        "leaves/casting.py",
         "whole = 2 / torch.finfo(target).eps  # every integer up to here is a value of the target",
         "2  ->  3",
     ): "no integer type ends between twice and three times a float's whole numbers",
@@ -274,7 +281,12 @@ class Mutant(NamedTuple):
     text: str
 
     def __str__(self) -> str:
-        return f"{self.module}:{self.line}: {self.before}  ->  {self.after}"
+        return f"{self.module}:{self.line}: {self.change}"
+
+    @property
+    def change(self) -> str:
+        """What is changed, as in ``EQUIVALENT``."""
+        return f"{self.before}  ->  {self.after}"
 
 
 # Which changes there are
@@ -416,6 +428,13 @@ def unchanged(module: str) -> Mutant:
     return Mutant(module, 0, UNCHANGED, UNCHANGED, (ROOT / PACKAGE / module).read_text())
 
 
+def tests_of(module: str) -> list[str]:
+    """Return the files of tests that a mutant of a module has to pass, in their order."""
+    folder = ROOT / "tests" / "unit" / Path(module).parts[0]
+    others = [f"unit/{folder.name}/{file.name}" for file in sorted(folder.glob("test_*.py"))]
+    return list(dict.fromkeys([*TESTS[module], *others]))
+
+
 # Whether tests notice
 
 
@@ -431,7 +450,7 @@ def survives(mutant: Mutant) -> tuple[bool, str]:
         limit, test_limit = _limits()
         child = os.fork()
         if not child:
-            _run_tests(place, report, TESTS[mutant.module], test_limit)
+            _run_tests(place, report, tests_of(mutant.module), test_limit)
         status = _ended(child, time.monotonic() + limit)
         if status is None:
             return False, "not coming to an end"
@@ -455,7 +474,7 @@ def _limits() -> tuple[float, float]:
     return limit, test_limit
 
 
-def _run_tests(place: Path, report: Path, tests: tuple[str, ...], limit: float) -> None:
+def _run_tests(place: Path, report: Path, tests: list[str], limit: float) -> None:
     """Run tests in the copy, in this process, which has imported what takes long and nothing of the package."""
     status = NOT_RUN
     try:
@@ -479,7 +498,7 @@ def _run_tests(place: Path, report: Path, tests: tuple[str, ...], limit: float) 
             "--hypothesis-seed=1",
             f"--timeout={limit}",
         ]
-        given = [str(place / "tests" / name) for name in tests if (place / "tests" / name).exists()]
+        given = [str(place / "tests" / name) for name in tests]
         found = int(pytest.main([*options, *given]))
         module = sys.modules.get(PACKAGE)
         if module is None or Path(str(module.__file__)).is_relative_to(place):
@@ -549,7 +568,7 @@ def report(chosen: list[Mutant], jobs: int) -> int:
                 if not alive:
                     raise RuntimeError(f"{mutant}: {how}")
                 continue
-            reason = EQUIVALENT.get((mutant.module, _written(mutant), f"{mutant.before}  ->  {mutant.after}"))
+            reason = EQUIVALENT.get((mutant.module, _written(mutant), mutant.change))
             outcome = f"killed by {how}" if not alive else "SURVIVED" if reason is None else f"equivalent: {reason}"
             print(f"{mutant}\n    {outcome}", flush=True)
             if not alive:

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from tests import mutation
+
 ROOT = Path(__file__).parents[2]
 KILLED = "[(self.root(), '')] if self.nodes else []"
 TRY = """
 from tests import mutation
 {before}
-mutation.TESTS = dict.fromkeys(mutation.TESTS, ("unit/tree/test_spec.py",))
+mutation.tests_of = lambda module: ["unit/tree/test_spec.py"]
 mutants = [mutation.unchanged("tree/spec.py"), *mutation.mutants("tree/spec.py")]
 chosen = next(mutant for mutant in mutants if mutant.before == {chosen!r})
 print(mutation.survives(chosen)[0])
@@ -36,3 +38,17 @@ def test_tests_that_run_on_the_original_say_nothing_about_a_mutant():
     found, error = attempted(KILLED, before="import statetree")
     assert not found
     assert "RuntimeError: the tests did not run" in error
+
+
+def test_tests_that_are_to_notice_mutants_are_there():
+    for module in mutation.TESTS:
+        assert [name for name in mutation.tests_of(module) if not (ROOT / "tests" / name).exists()] == []
+
+
+def test_mutants_that_nothing_can_notice_are_still_there():
+    stale = []
+    for module in {module for module, _, _ in mutation.EQUIVALENT}:
+        lines = (ROOT / mutation.PACKAGE / module).read_text().splitlines()
+        made = {(lines[found.line - 1].strip(), found.change) for found in mutation.mutants(module)}
+        stale += [key for key in mutation.EQUIVALENT if key[0] == module and key[1:] not in made]
+    assert stale == []

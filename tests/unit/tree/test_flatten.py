@@ -132,6 +132,23 @@ def test_attributes_without_tensors_are_structure_and_others_are_leaves():
     assert list(map(str, st.paths(tree))) == ["weight", "scale.a", "scale.t"]
 
 
+def test_attributes_are_structure_however_their_plain_values_are_held():
+    for value in ([1, (2, None)], {1: [2]}, Point(1, {"a": 2})):
+        tree = DictWithAttributes({"a": 5})
+        tree.note = value
+        leaves, spec = st.flatten(tree)
+        assert leaves == [5]
+        assert st.unflatten(spec, [6]).note == value
+
+
+@pytest.mark.parametrize("count", [0, 1, 63, 64, 65])
+def test_lists_of_any_length(count):
+    tree = list(range(count))
+    leaves, spec = st.flatten(tree)
+    assert st.unflatten(spec, leaves) == tree
+    assert [path[0] for path in spec.paths()] == tree
+
+
 def test_an_attribute_is_rebuilt_afresh_every_time():
     tree = OrderedDict()
     tree._metadata = {"version": [1]}
