@@ -283,6 +283,17 @@ def test_differences_are_capped_and_counted():
     assert len(str(report).splitlines()) < 30
 
 
+def test_one_difference_is_said_to_be_one():
+    assert str(st.similarity({"a": 1, "b": 2}, {"a": 1.0, "b": 2})).startswith("1 difference:\n")
+    assert str(st.similarity({"a": 1, "b": 2}, {"a": 1.0, "b": 2.0})).startswith("2 differences:\n")
+
+
+def test_long_values_are_cut():
+    whole, long = "x" * 58, "x" * 59  # and two quotes
+    (found,) = st.similarity([whole], [long], values=True).differences
+    assert (found.left, found.right) == (repr(whole), repr(long)[:57] + "...")
+
+
 def test_similar_says_so():
     assert str(st.similarity([1], [2])) == "similar"
 
