@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from statetree.testing.arguments import check_at_least, refuse
+from statetree.testing.pace import units
 from statetree.testing.rank_pool import Outcome, RankPool
 from statetree.testing.rank_worker import pickled_call
 
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
-#: How long the other ranks may go on once one has failed.
-GRACE_S = 5.0
+#: How many units the other ranks may go on once one has failed.
+GRACE_UNITS = 2.5
 #: How long a collective waits for the other ranks before it raises.
 COLLECTIVE_TIMEOUT_S = 30.0
 #: What is no limit: three years, and what all clocks can count.
@@ -80,7 +81,7 @@ def run_ranks(
     timeout = _seconds("timeout", timeout)
     call = _pickled(fn, args, timeout)
     with _pool(world_size, collective_timeout, fresh=fresh) as pool:
-        outcomes = pool.call(call, deadline=time.monotonic() + timeout, grace_s=GRACE_S)
+        outcomes = pool.call(call, deadline=time.monotonic() + timeout, grace_s=units(GRACE_UNITS))
     failures = [outcome for outcome in outcomes if outcome.status != "returned"]
     if failures:
         name = getattr(fn, "__qualname__", None) or repr(fn)
