@@ -116,9 +116,14 @@ class Findings:
 
     def judge_attributes(self, path: str, a: Any, b: Any, *, skip: frozenset[str] = frozenset()) -> None:
         """Compare instance attributes, and their order."""
-        mine, others = attributes_of(a, skip), attributes_of(b, skip)
+        aspect = GEOMETRY if isinstance(a, torch.Tensor) else STRUCTURE
+        self.compare_attributes(path, attributes_of(a, skip), attributes_of(b, skip), aspect)
+
+    def compare_attributes(
+        self, path: str, mine: dict[str, Any], others: dict[str, Any], aspect: str = STRUCTURE
+    ) -> None:
+        """Compare attributes by their names, and the order of these."""
         if list(mine) != list(others):
-            aspect = GEOMETRY if isinstance(a, torch.Tensor) else STRUCTURE
             self.differ(path, "attributes differ", list(mine), list(others), aspect=aspect)
         for name in mine:
             if name in others:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from statetree.testing.findings import Strictness
+    from statetree.testing.objects import Contents
 
 
 class Judge(TensorJudge):
@@ -140,8 +141,13 @@ class Judge(TensorJudge):
     # Containers
 
     def _judge_container(self, path: str, a: Any, b: Any) -> None:
-        one, other = contents_of(a), contents_of(b)
-        if isinstance(a, dict):
+        self.judge_contents(path, contents_of(a), contents_of(b))
+        if hasattr(type(a), "n_sequence_fields") and type(a) is type(b):  # may have fields beyond the sequence
+            self.later(f"{path}.__reduce__()", a.__reduce__()[1], b.__reduce__()[1])
+
+    def judge_contents(self, path: str, one: Contents, other: Contents) -> None:
+        """Compare what two containers hold."""
+        if issubclass(one.cls, dict):
             for left, right in self.match(path, "key", one.keys, other.keys, self._same_value, ordered=True):
                 self.later(f"{path}<key {left}>", one.keys[left], other.keys[right])
                 self.later(path + one.items[left][0], one.items[left][1], other.items[right][1])
@@ -152,9 +158,7 @@ class Judge(TensorJudge):
                 self.later(path + step, part, its)
         for (step, part), (_, its) in zip(one.settings, other.settings, strict=False):
             self.later(path + step, part, its)
-        if hasattr(type(a), "n_sequence_fields") and type(a) is type(b):  # may have fields beyond the sequence
-            self.later(f"{path}.__reduce__()", a.__reduce__()[1], b.__reduce__()[1])
-        self.judge_attributes(path, a, b)
+        self.compare_attributes(path, one.attributes, other.attributes)
 
     def _judge_set(self, path: str, a: Any, b: Any) -> None:
         left, right = list(a), list(b)
