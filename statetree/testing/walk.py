@@ -24,7 +24,10 @@ _PARTS: dict[torch.layout, tuple[str, ...]] = {
     torch.sparse_csc: _COMPRESSED_COLUMNS,
     torch.sparse_bsc: _COMPRESSED_COLUMNS,
 }
+_SCALES = ("q_per_channel_scales", "q_per_channel_zero_points")
 _NESTED = ("_nested_tensor_size", "_nested_tensor_strides", "_nested_tensor_storage_offsets", "values")
+#: What all tensors of a kind have in common, by name: what hangs on it is not part of a tree.
+_IN_COMMON = frozenset({"torch.distributed.device_mesh.DeviceMesh", "torch._subclasses.fake_tensor.FakeTensorMode"})
 
 
 def walk(tree: Any) -> Iterator[Any]:
@@ -48,7 +51,9 @@ def walk_with_paths(tree: Any, *, gradients: bool = False) -> Iterator[tuple[str
 
 def has_no_parts(value: Any) -> bool:
     """Whether a value is plain, or what hangs on it is not part of a tree."""
-    return type(value) in PLAIN or isinstance(value, (*IDENTITIES, weakref.ref))
+    cls = type(value)
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    return cls in PLAIN or isinstance(value, (*IDENTITIES, weakref.ref)) or name in _IN_COMMON
 
 
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -63,7 +68,8 @@ def _children(value: Any) -> list[tuple[str, Any]]:
         return []
     parts = contents_of(value).parts()
     if isinstance(value, torch.Tensor):
-        return [(f".{name}", inner) for name, inner in inner_tensors(value)] + parts
+        inner = [*inner_tensors(value), *scales_of(value)]
+        return [(f".{name}", part) for name, part in inner] + parts
     if not (is_collection(value) or holds_attributes_only(type(value))):
         held = reduced(value)
         parts += [(".__reduce__", part) for part in held[1:]] if isinstance(held, list) else []
@@ -84,3 +90,11 @@ def layout_parts(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     names = _NESTED if tensor.is_nested else _PARTS.get(tensor.layout, ())
     bare = tensor.detach() if names else tensor
     return [(f"{name}()", getattr(bare, name)()) for name in names]
+
+
+def scales_of(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors of scales beside the elements of a quantized tensor, by name; of others, none."""
+    if is_sharded(tensor) or not tensor.is_quantized:
+        return []
+    names = () if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric) else _SCALES
+    return [(f"{name}()", getattr(tensor, name)()) for name in names]
