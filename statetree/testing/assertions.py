@@ -35,8 +35,8 @@ def assert_trees_equal(
     be of the same type and bits (``nan`` is ``nan``, ``0.0`` is not ``-0.0``). Tensors must be of the same class,
     dtype, shape, layout and strides, with the same conjugate and negative bits, ``requires_grad``, attributes and
     bits of elements. Objects of unknown classes are compared by what pickle would make of them. Not compared are the
-    gradients and hooks of tensors, whether these are leaves of autograd or were made in inference mode, and which
-    arrays of NumPy share memory.
+    gradients and hooks of tensors, whether these are leaves of autograd or were made in inference mode, which arrays of
+    NumPy share memory, and the ties of those elements of a set that are equal to each other.
 
     Args:
         a: Any value.

@@ -26,7 +26,6 @@ _ASPECTS = {
     **dict.fromkeys(("length", "order of keys", "attributes"), STRUCTURE),
     **dict.fromkeys(("value", "object", "object cannot be compared and", "referent", "elements"), VALUES),
     **dict.fromkeys(("one storage is freed", "scale", "zero point"), VALUES),
-    "partner": TIES,
 }
 
 
@@ -96,11 +95,12 @@ class Findings:
         what: str,
         left: Sequence[Any],
         right: Sequence[Any],
-        *same: Callable[[Any, Any], bool],
+        same: Callable[[Any, Any], bool],
+        *,
         ordered: bool = False,
     ) -> list[tuple[int, int]]:
         """Pair the elements of two collections as ``pair_up`` does; note those on one side only, and another order."""
-        pairing = pair_up(left, right, *same, ordered=ordered)
+        pairing = pair_up(left, right, same, ordered=ordered)
         for side, elements, alone in (("left", left, pairing.only_left), ("right", right, pairing.only_right)):
             if alone:
                 count = f"{len(alone)} {what}s are" if len(alone) > 1 else f"1 {what} is"
