@@ -109,8 +109,8 @@ def _ranks_start_fast_and_are_waited_for() -> None:
     from statetree.testing import rank_calls, rank_process
 
     rank_process.PRELOADED.extend(NEEDED_ON_RANKS)
-    for function in (rank_calls.run_ranks, rank_calls.rank_outcomes):
-        function.__kwdefaults__ |= {"timeout": units(RANKS_LIMIT), "collective_timeout": units(COLLECTIVE_LIMIT)}
+    limits = {"timeout": units(RANKS_LIMIT), "collective_timeout": units(COLLECTIVE_LIMIT)}
+    rank_calls.run_ranks.__kwdefaults__ |= limits
 
 
 # A plan that is used again is compared with the one that would be made now; ranks take over the environment.

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from statetree.testing import rank_calls, rank_process, rank_worker, run_ranks
-from statetree.testing.rank_calls import close_ranks, rank_outcomes
 from tests.pace import units
+from tests.ranks import close_ranks, rank_outcomes
 
 ROOT = Path(__file__).parents[3]
 CALLS = []
@@ -709,8 +709,7 @@ def test_the_working_directory_may_have_been_removed_since_the_ranks_began(tmp_p
 
 UNIT = """
 import os, time
-from statetree.testing import pace, run_ranks
-from statetree.testing.rank_calls import close_ranks
+from statetree.testing import pace, rank_calls, run_ranks
 
 def nothing():
     return None
@@ -721,7 +720,7 @@ if __name__ == "__main__":
     run_ranks(1, nothing)
     print(pace.units(1) >= pace.LEAST_S)
     first = pace.units(1)
-    close_ranks()
+    rank_calls._close_kept()
     run_ranks(1, nothing)
     print(pace.units(1) == first)
 """
