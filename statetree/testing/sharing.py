@@ -22,7 +22,7 @@ class Holdings:
     """Everything that a tree holds, gradients included, and what pickle leaves out of objects."""
 
     def __init__(self, tree: Any) -> None:
-        found = list(walk_with_paths(tree, gradients=True))
+        found = list(walk_with_paths(tree, gradients=True, common=False))
         self.values = {id(value): value for _, value in found}
         self.paths = {id(value): place(path) for path, value in found}
         regions = [(_region(value), place(path)) for path, value in found]

@@ -26,8 +26,14 @@ _PARTS: dict[torch.layout, tuple[str, ...]] = {
 }
 _SCALES = ("q_per_channel_scales", "q_per_channel_zero_points")
 _NESTED = ("_nested_tensor_size", "_nested_tensor_strides", "_nested_tensor_storage_offsets", "values")
-#: What all tensors of a kind have in common, by name: what hangs on it is not part of a tree.
-_IN_COMMON = frozenset({"torch.distributed.device_mesh.DeviceMesh", "torch._subclasses.fake_tensor.FakeTensorMode"})
+#: What tensors of several trees may have in common, by name.
+_IN_COMMON = frozenset(
+    {
+        "torch.distributed.tensor._dtensor_spec.DTensorSpec",
+        "torch.distributed.device_mesh.DeviceMesh",
+        "torch._subclasses.fake_tensor.FakeTensorMode",
+    }
+)
 
 
 def walk(tree: Any) -> Iterator[Any]:
@@ -35,12 +41,21 @@ def walk(tree: Any) -> Iterator[Any]:
     return (value for _, value in walk_with_paths(tree))
 
 
-def walk_with_paths(tree: Any, *, gradients: bool = False) -> Iterator[tuple[str, Any]]:
-    """Yield what ``walk`` does, with the path that leads there; and, if asked to, the gradients of tensors."""
+def walk_with_paths(tree: Any, *, gradients: bool = False, common: bool = True) -> Iterator[tuple[str, Any]]:
+    """Yield what ``walk`` does, with the path that leads there.
+
+    Args:
+        tree: Any value.
+        gradients: Whether to yield the gradients of tensors, too.
+        common: Whether to yield device meshes and fake modes, which many tensors have in common, with all in them.
+    """
     pending, seen = [("", tree)], {}
     while pending:
         path, value = pending.pop()
+        cls: Any = type(value)
         if has_no_parts(value) or id(value) in seen:
+            continue
+        if not common and f"{cls.__module__}.{cls.__qualname__}" in _IN_COMMON:
             continue
         seen[id(value)] = value
         yield path, value
@@ -51,9 +66,7 @@ def walk_with_paths(tree: Any, *, gradients: bool = False) -> Iterator[tuple[str
 
 def has_no_parts(value: Any) -> bool:
     """Whether a value is plain, or what hangs on it is not part of a tree."""
-    cls = type(value)
-    name = f"{cls.__module__}.{cls.__qualname__}"
-    return cls in PLAIN or isinstance(value, (*IDENTITIES, weakref.ref)) or name in _IN_COMMON
+    return type(value) in PLAIN or isinstance(value, (*IDENTITIES, weakref.ref))
 
 
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
