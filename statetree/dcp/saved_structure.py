@@ -230,10 +230,12 @@ def _written_aux(cls: Any, aux: Any) -> Any:
     if cls in (OrderedDict, Counter):
         return _written_attributes(aux[1])
     if cls is deque:
-        return [aux]
+        return [aux[0]]
     if cls is defaultdict:
-        name = None if aux is None else _full_name(aux) if isinstance(aux, type) else ""
-        return [name] if aux is None or CLASSES.get(name or "") is aux else False
+        factory, attributes = aux
+        name = None if factory is None else _full_name(factory) if isinstance(factory, type) else ""
+        is_known = attributes is None and (factory is None or CLASSES.get(name or "") is factory)
+        return [name] if is_known else False
     return None
 
 
@@ -246,8 +248,8 @@ def _read_aux(name: str, data: Any) -> Any:
     if name == "collections.deque":
         if value is not None and (type(value) is not int or value < 0):
             raise ValueError("expected the length of a deque")
-        return value
-    return None if value is None else CLASSES[value]
+        return value, None
+    return None if value is None else CLASSES[value], None
 
 
 def _written_attributes(attributes: Attributes | None) -> Any:

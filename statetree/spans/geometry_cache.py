@@ -179,10 +179,3 @@ def remember(columns: Columns) -> None:
     latest = (KnownGeometry(columns), *_remembered[: _REMEMBERED - 1])
     totals = accumulate(geometry.nbytes for geometry in latest)
     _remembered = tuple([geometry for geometry, total in zip(latest, totals, strict=True) if total <= _MOST_BYTES])
-
-
-def forget() -> None:
-    """Forget everything, for tests that must see both ways."""
-    global _remembered
-    _remembered = ()
-    _glimpsed.clear()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from statetree.testing.regions import View
 
@@ -20,36 +20,6 @@ class Met(NamedTuple):
     path: str
     left: int
     right: int
-
-
-class Partners:
-    """Which objects of two trees belong together, by where they were met: in the same places, or in the same sets."""
-
-    def __init__(self) -> None:
-        self._of_left: dict[int, int] = {}
-        self._of_right: dict[int, int] = {}
-        self._sets = 0
-        self._sets_of_left: dict[int, list[int]] = defaultdict(list)
-        self._sets_of_right: dict[int, list[int]] = defaultdict(list)
-
-    def add(self, left: int, right: int) -> None:
-        """Note two that were met in one place; what they were met with first counts."""
-        self._of_left.setdefault(left, right)
-        self._of_right.setdefault(right, left)
-
-    def add_sets(self, left: Iterable[Any], right: Iterable[Any]) -> None:
-        """Note two sets, of which nobody knows yet what in them belongs together."""
-        for elements, sets in ((left, self._sets_of_left), (right, self._sets_of_right)):
-            for element in elements:
-                sets[id(element)].append(self._sets)
-        self._sets += 1
-
-    def fit(self, left: int, right: int) -> bool:
-        """Whether nothing that was met speaks against two objects belonging together."""
-        partner, its = self._of_left.get(left), self._of_right.get(right)
-        if partner is its is None:
-            return self._sets_of_left.get(left) == self._sets_of_right.get(right)
-        return partner == right or its == left
 
 
 def changed_ties(views: Sequence[View], *, storages: bool, distances: bool) -> Iterator[str]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from statetree.testing.findings import Strictness
 from statetree.testing.judge import Judge
 from statetree.testing.messages import raise_for
-from statetree.testing.recorded_structure import RecordedStructure, structure_differences
+from statetree.testing.recorded_structure import recorded_structure, structure_differences
 from statetree.testing.sharing import Holdings, shared_graphs, shared_memory, shared_objects
 from statetree.testing.watch import Watch
 
@@ -35,8 +35,8 @@ def assert_trees_equal(
     be of the same type and bits (``nan`` is ``nan``, ``0.0`` is not ``-0.0``). Tensors must be of the same class,
     dtype, shape, layout and strides, with the same conjugate and negative bits, ``requires_grad``, attributes and
     bits of elements. Objects of unknown classes are compared by what pickle would make of them. Not compared are the
-    gradients and hooks of tensors, whether these are leaves of autograd or were made in inference mode, and which
-    arrays of NumPy share memory.
+    gradients and hooks of tensors, whether these are leaves of autograd or were made in inference mode, which arrays of
+    NumPy share memory, and the ties of those elements of a set that are equal to each other.
 
     Args:
         a: Any value.
@@ -111,9 +111,9 @@ def assert_structure_preserved(transform: Callable[[Any], T], tree: Any) -> T:
     Raises:
         AssertionError: It names the places where structures differ.
     """
-    before = RecordedStructure(tree)
+    before = recorded_structure(tree, leaves=False)
     result = transform(tree)
-    found = structure_differences(before, RecordedStructure(result))
+    found = structure_differences(before, recorded_structure(result, leaves=True))
     raise_for("assert_structure_preserved: the structures differ", found)
     return result
 

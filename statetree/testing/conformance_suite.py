@@ -12,11 +12,15 @@ from statetree.testing import copy_faults, gather_faults, stager_faults
 from statetree.testing.arguments import refuse
 from statetree.testing.pace import units
 from statetree.testing.rank_calls import run_ranks
-from statetree.testing.silent_faults import COPY, GATHER, STAGER, SilentFault
+from statetree.testing.silent_faults import COPY, GATHER, STAGER, SilentFault, faults_of
 
 PASSES, FAILS, REFUSES, UNSUPPORTED = "passes", "FAILS", "refuses", "unsupported"
 #: All faults that we know of, in the order of tables.
-FAULTS: tuple[SilentFault, ...] = (*copy_faults.FAULTS, *stager_faults.FAULTS, *gather_faults.FAULTS)
+FAULTS: tuple[SilentFault, ...] = (
+    *faults_of(COPY, copy_faults),
+    *faults_of(STAGER, stager_faults),
+    *faults_of(GATHER, gather_faults),
+)
 Function = Callable[..., Any]
 
 

@@ -6,13 +6,9 @@ from typing import Any
 
 import torch
 
-from statetree.testing.silent_faults import COPY, FaultTable
-
-FAULTS = FaultTable(COPY)
 Pair = namedtuple("Pair", ["first", "second"])
 
 
-@FAULTS.add
 def alias_kept(copied: Any) -> None:
     """A copy has memory of its own."""
     state = {"w": torch.arange(4.0)}
@@ -21,7 +17,6 @@ def alias_kept(copied: Any) -> None:
     assert result["w"].tolist() == [0.0, 1.0, 2.0, 3.0], result
 
 
-@FAULTS.add
 def view_kept(copied: Any) -> None:
     """A view comes out of a copy with memory of its own."""
     base = torch.arange(8.0)
@@ -31,7 +26,6 @@ def view_kept(copied: Any) -> None:
     assert result["t"].tolist() == [[0.0, 4.0], [1.0, 5.0], [2.0, 6.0], [3.0, 7.0]], result
 
 
-@FAULTS.add
 def tied_weights(copied: Any) -> None:
     """One tensor in two places is one tensor in the copy."""
     weight = torch.arange(4.0)
@@ -40,7 +34,6 @@ def tied_weights(copied: Any) -> None:
     assert result["head"].tolist() == [7.0] * 4, result
 
 
-@FAULTS.add
 def overlapping_views(copied: Any) -> None:
     """Views that overlap do so in the copy."""
     flat = torch.arange(6.0)
@@ -49,7 +42,6 @@ def overlapping_views(copied: Any) -> None:
     assert result["part"].tolist() == [7.0, 7.0], result
 
 
-@FAULTS.add
 def separate_tensors_tied(copied: Any) -> None:
     """Different tensors stay different."""
     result = copied({"a": torch.zeros(3), "b": torch.zeros(3)})
@@ -57,7 +49,6 @@ def separate_tensors_tied(copied: Any) -> None:
     assert result["b"].tolist() == [0.0] * 3, result
 
 
-@FAULTS.add
 def parameter_tied_to_its_tensor(copied: Any) -> None:
     """A parameter that is tied to a tensor is so in the copy."""
     parameter = torch.nn.Parameter(torch.arange(4.0))
@@ -67,7 +58,6 @@ def parameter_tied_to_its_tensor(copied: Any) -> None:
     assert result["same"].tolist() == [7.0] * 4, result
 
 
-@FAULTS.add
 def conjugate_view(copied: Any) -> None:
     """A conjugate view has the conjugate values."""
     state = {"z": torch.tensor([1 + 2j, 3 - 4j]).conj()}
@@ -75,7 +65,6 @@ def conjugate_view(copied: Any) -> None:
     assert result["z"].resolve_conj().tolist() == [1 - 2j, 3 + 4j], result
 
 
-@FAULTS.add
 def negated_view(copied: Any) -> None:
     """A negated view has the negated values."""
     state = {"y": torch.tensor([1 + 2j, 3 - 4j]).conj().imag}
@@ -83,7 +72,6 @@ def negated_view(copied: Any) -> None:
     assert result["y"].resolve_neg().tolist() == [-2.0, 4.0], result
 
 
-@FAULTS.add
 def bits_of_every_dtype(copied: Any) -> None:
     """Every dtype keeps its bits."""
     bits = torch.tensor([0x7FC00001, -0x80000000, 1], dtype=torch.int32)
@@ -96,7 +84,6 @@ def bits_of_every_dtype(copied: Any) -> None:
     assert result["e"].view(torch.uint8).tolist() == eight.tolist(), result
 
 
-@FAULTS.add
 def strides(copied: Any) -> None:
     """Strides and memory format are kept."""
     state = {
@@ -109,7 +96,6 @@ def strides(copied: Any) -> None:
         assert torch.equal(result[name], tensor), name
 
 
-@FAULTS.add
 def parameters(copied: Any) -> None:
     """Parameters stay parameters, and need gradients if they did."""
     state = {"p": torch.nn.Parameter(torch.ones(2)), "frozen": torch.nn.Parameter(torch.ones(2), requires_grad=False)}
@@ -119,7 +105,6 @@ def parameters(copied: Any) -> None:
         assert result[name].requires_grad == tensor.requires_grad, name
 
 
-@FAULTS.add
 def history_of_autograd(copied: Any) -> None:
     """No gradient flows from a copy into the state."""
     weight = torch.ones(2, requires_grad=True)
@@ -131,7 +116,6 @@ def history_of_autograd(copied: Any) -> None:
     assert weight.grad is None, weight.grad
 
 
-@FAULTS.add
 def container_types(copied: Any) -> None:
     """Tuples, namedtuples and subclasses keep their types."""
     state = {"t": (torch.ones(1), 1), "p": Pair(torch.ones(1), 2), "size": torch.Size([2, 3]), "o": OrderedDict(a=1)}
@@ -140,7 +124,6 @@ def container_types(copied: Any) -> None:
         assert type(result[name]) is type(value), (name, type(result[name]))
 
 
-@FAULTS.add
 def metadata_of_a_state_dict(copied: Any) -> None:
     """The metadata of a module's state dict is kept."""
     state: Any = torch.nn.BatchNorm1d(2).state_dict()
@@ -148,7 +131,6 @@ def metadata_of_a_state_dict(copied: Any) -> None:
     assert getattr(result, "_metadata", None) == state._metadata, type(result)
 
 
-@FAULTS.add
 def keys(copied: Any) -> None:
     """Keys keep their types and their order."""
     state = {"b": 1, "a": 2, 3: torch.ones(1), 1: torch.ones(1)}
@@ -156,7 +138,6 @@ def keys(copied: Any) -> None:
     assert list(result["state"]) == ["b", "a", 3, 1], list(result["state"])
 
 
-@FAULTS.add
 def plain_values(copied: Any) -> None:
     """None, empty containers and plain values are kept."""
     state: Any = {"none": None, "list": [], "dict": {}, "flag": True, "lr": 0.1, "name": "adam", "dtype": torch.float16}
@@ -167,7 +148,6 @@ def plain_values(copied: Any) -> None:
         assert result[name] == value, (name, result[name])
 
 
-@FAULTS.add
 def containers_shared(copied: Any) -> None:
     """Containers of the copy are its own."""
     state: Any = {"groups": [{"lr": 0.1, "params": [0, 1]}]}
@@ -177,7 +157,6 @@ def containers_shared(copied: Any) -> None:
     assert result["groups"] == [{"lr": 0.1, "params": [0, 1]}], result
 
 
-@FAULTS.add
 def state_changed(copied: Any) -> None:
     """The state itself is not changed."""
     state: Any = {"w": torch.nn.Parameter(torch.arange(3.0)), "n": [1, {"a": torch.arange(2)}]}
@@ -190,7 +169,6 @@ def state_changed(copied: Any) -> None:
     assert list(state) == list(before), state
 
 
-@FAULTS.add
 def tensors_inside_of_objects(copied: Any) -> None:
     """Tensors inside of objects are copied, too."""
     holder = torch.nn.Linear(1, 1, bias=False)
@@ -201,7 +179,6 @@ def tensors_inside_of_objects(copied: Any) -> None:
     assert result["held"].weight.tolist() == expected, result
 
 
-@FAULTS.add
 def sparse_tensor(copied: Any) -> None:
     """Sparse tensors are copied with all their parts."""
     values = torch.arange(1.0, 3.0)

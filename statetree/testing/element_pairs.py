@@ -28,15 +28,14 @@ class Pairing(NamedTuple):
 
 
 def pair_up(
-    left: Sequence[Any], right: Sequence[Any], *same: Callable[[Any, Any], bool], ordered: bool = False
+    left: Sequence[Any], right: Sequence[Any], same: Callable[[Any, Any], bool], *, ordered: bool = False
 ) -> Pairing:
     """Give every element of one collection one of the other that is the same.
 
     Args:
         left: The elements of one.
         right: The elements of the other.
-        same: Asked about elements which their value does not tell apart at once: one by one, so few should be. Of
-            several questions the next is asked about those that found no partner by the one before.
+        same: Asked about elements which their value does not tell apart at once: one by one, so few should be.
         ordered: Whether of those, if there are as many on both sides, the first belongs to the first, and so on.
     """
     names, others = list(map(_name, left)), list(map(_name, right))
@@ -50,15 +49,12 @@ def pair_up(
         among = nameless if name is None else by_name[name]
         if among and (name is not None or in_order):
             partners[position] = among.popleft()
-    for question in same:
-        for position, mine in enumerate(left):
-            if names[position] is None and position not in partners:
-                partner = next(
-                    (place for place in nameless if right[place] is mine or question(mine, right[place])), None
-                )
-                if partner is not None:
-                    nameless.remove(partner)
-                    partners[position] = partner
+    for position, mine in enumerate(left):
+        if names[position] is None and position not in partners:
+            partner = next((place for place in nameless if right[place] is mine or same(mine, right[place])), None)
+            if partner is not None:
+                nameless.remove(partner)
+                partners[position] = partner
     only_left = [position for position in range(len(left)) if position not in partners]
     return Pairing(sorted(partners.items()), only_left, sorted([*nameless, *chain.from_iterable(by_name.values())]))
 

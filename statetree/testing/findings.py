@@ -26,7 +26,6 @@ _ASPECTS = {
     **dict.fromkeys(("length", "order of keys", "attributes"), STRUCTURE),
     **dict.fromkeys(("value", "object", "object cannot be compared and", "referent", "elements"), VALUES),
     **dict.fromkeys(("one storage is freed", "scale", "zero point"), VALUES),
-    "partner": TIES,
 }
 
 
@@ -96,11 +95,12 @@ class Findings:
         what: str,
         left: Sequence[Any],
         right: Sequence[Any],
-        *same: Callable[[Any, Any], bool],
+        same: Callable[[Any, Any], bool],
+        *,
         ordered: bool = False,
     ) -> list[tuple[int, int]]:
         """Pair the elements of two collections as ``pair_up`` does; note those on one side only, and another order."""
-        pairing = pair_up(left, right, *same, ordered=ordered)
+        pairing = pair_up(left, right, same, ordered=ordered)
         for side, elements, alone in (("left", left, pairing.only_left), ("right", right, pairing.only_right)):
             if alone:
                 count = f"{len(alone)} {what}s are" if len(alone) > 1 else f"1 {what} is"
@@ -116,9 +116,14 @@ class Findings:
 
     def judge_attributes(self, path: str, a: Any, b: Any, *, skip: frozenset[str] = frozenset()) -> None:
         """Compare instance attributes, and their order."""
-        mine, others = attributes_of(a, skip), attributes_of(b, skip)
+        aspect = GEOMETRY if isinstance(a, torch.Tensor) else STRUCTURE
+        self.compare_attributes(path, attributes_of(a, skip), attributes_of(b, skip), aspect)
+
+    def compare_attributes(
+        self, path: str, mine: dict[str, Any], others: dict[str, Any], aspect: str = STRUCTURE
+    ) -> None:
+        """Compare attributes by their names, and the order of these."""
         if list(mine) != list(others):
-            aspect = GEOMETRY if isinstance(a, torch.Tensor) else STRUCTURE
             self.differ(path, "attributes differ", list(mine), list(others), aspect=aspect)
         for name in mine:
             if name in others:

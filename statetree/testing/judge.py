@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.testing.aliasing import Met, Partners, changed_identities, changed_ties
+from statetree.testing.aliasing import Met, changed_identities, changed_ties
 from statetree.testing.findings import GEOMETRY, STRUCTURE, TIES, VALUES
 from statetree.testing.messages import place
 from statetree.testing.objects import contents_of, is_collection, is_container, is_record
 from statetree.testing.pickled_state import holds_attributes_only, reduced, refuses_pickle
 from statetree.testing.tensor_judge import TensorJudge
 from statetree.testing.values import IDENTITIES, PLAIN, same_plain
+from statetree.testing.walk import has_no_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from statetree.testing.findings import Strictness
+    from statetree.testing.objects import Contents
 
 
 class Judge(TensorJudge):
@@ -33,25 +33,19 @@ class Judge(TensorJudge):
 
     Args:
         strictness: What is compared.
-        known: What is known of objects that may not be met with others than their partners.
     """
 
-    def __init__(self, strictness: Strictness, known: Sequence[Partners] = ()) -> None:
+    def __init__(self, strictness: Strictness) -> None:
         super().__init__(strictness)
         self._seen: set[tuple[int, int]] = set()
-        self._known = known
-        self._partners = Partners()
-        self._sets: deque[tuple[str, Any, Any]] = deque()
 
     def run(self, left: Any, right: Any, path: str = "") -> Judge:
         """Compare two trees, or what lies at a path; ``found`` says afterwards where they differ."""
         pending = [(path, left, right)]
-        while pending or self._sets:
-            # What is in a set belongs to what it was met with elsewhere, so all else comes first.
-            judge = self._judge if pending else self._judge_set
-            path, a, b = pending.pop() if pending else self._sets.popleft()
+        while pending:
+            path, a, b = pending.pop()
             try:
-                judge(path, a, b)
+                self._judge(path, a, b)
             except Exception as error:
                 error.add_note(f"statetree.testing: while comparing what is at {place(path)}")
                 raise
@@ -104,8 +98,7 @@ class Judge(TensorJudge):
         elif isinstance(a, (dict, list, tuple, deque)):
             self._judge_container(path, a, b)
         elif isinstance(a, (set, frozenset)):
-            self._partners.add_sets(a, b)
-            self._sets.append((path, a, b))
+            self._judge_set(path, list(a), list(b))
             self.judge_attributes(path, a, b)
         elif isinstance(a, weakref.ref):
             if a() is not b():
@@ -132,16 +125,18 @@ class Judge(TensorJudge):
     def _meet(self, path: str, a: Any, b: Any) -> None:
         if type(a) in (tuple, frozenset):  # equal ones may be one object by interning
             return
-        if not all(known.fit(id(a), id(b)) for known in self._known):
-            self.differ(path, "partner differs", a, b)
-        self._partners.add(id(a), id(b))
         (self.tensors if isinstance(a, torch.Tensor) else self.objects).append(Met(place(path), id(a), id(b)))
 
     # Containers
 
     def _judge_container(self, path: str, a: Any, b: Any) -> None:
-        one, other = contents_of(a), contents_of(b)
-        if isinstance(a, dict):
+        self.judge_contents(path, contents_of(a), contents_of(b))
+        if hasattr(type(a), "n_sequence_fields") and type(a) is type(b):  # may have fields beyond the sequence
+            self.later(f"{path}.__reduce__()", a.__reduce__()[1], b.__reduce__()[1])
+
+    def judge_contents(self, path: str, one: Contents, other: Contents) -> None:
+        """Compare what two containers hold."""
+        if issubclass(one.cls, dict):
             for left, right in self.match(path, "key", one.keys, other.keys, self._same_value, ordered=True):
                 self.later(f"{path}<key {left}>", one.keys[left], other.keys[right])
                 self.later(path + one.items[left][0], one.items[left][1], other.items[right][1])
@@ -152,23 +147,18 @@ class Judge(TensorJudge):
                 self.later(path + step, part, its)
         for (step, part), (_, its) in zip(one.settings, other.settings, strict=False):
             self.later(path + step, part, its)
-        if hasattr(type(a), "n_sequence_fields") and type(a) is type(b):  # may have fields beyond the sequence
-            self.later(f"{path}.__reduce__()", a.__reduce__()[1], b.__reduce__()[1])
-        self.judge_attributes(path, a, b)
+        self.compare_attributes(path, one.attributes, other.attributes)
 
-    def _judge_set(self, path: str, a: Any, b: Any) -> None:
-        left, right = list(a), list(b)
-        for index, partner in self.match(path, "element", left, right, self._same_partner, self._same_value):
-            self.later(f"{path}{{{index}}}", left[index], right[partner])
+    def _judge_set(self, path: str, left: list[Any], right: list[Any]) -> None:
+        for index, partner in self.match(path, "element", left, right, self._same_value):
+            mine = left[index]
+            # Which of several equal elements belong together, nobody can say: their ties are not compared.
+            if not has_no_parts(mine) and sum(self._same_value(mine, other) for other in right) == 1:
+                self.later(f"{path}{{{index}}}", mine, right[partner])
 
-    def _same_partner(self, a: Any, b: Any) -> bool:
-        """Whether two elements are the same, and nothing in them was met with anything else."""
-        known = (*self._known, self._partners)
-        return all(one.fit(id(a), id(b)) for one in known) and self._same_value(a, b, known)
-
-    def _same_value(self, a: Any, b: Any, known: Sequence[Partners] = ()) -> bool:
+    def _same_value(self, a: Any, b: Any) -> bool:
         """Whether two elements are the same in themselves."""
-        return not Judge(dataclasses.replace(self.strictness, ties=False, containers=False), known).run(a, b).found
+        return not Judge(dataclasses.replace(self.strictness, ties=False, containers=False)).run(a, b).found
 
     def _judge_object(self, path: str, a: Any, b: Any) -> None:
         one, other = reduced(a), reduced(b)

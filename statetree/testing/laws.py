@@ -72,10 +72,6 @@ class Law:
         self.check(transform, state)
 
 
-class NotApplicable(Exception):
-    """Raised by a law that says nothing of a state."""
-
-
 def _law(check: Callable[[Transform, Make], None]) -> Law:
     """Make a law of a function, under its name."""
     name = check.__name__

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _VARIABLE = "STATETREE_TESTS_UNIT_S"
 #: What a unit is at least: the machine may become busy after it was measured.
@@ -16,10 +21,18 @@ def units(count: float) -> float:
     """Return how many seconds some units are.
 
     A unit is how long a process takes to start and to import torch, as every rank does: about two seconds on an idle
-    machine. It is measured once, at the first call, and processes that are started afterwards know it.
+    machine. It is measured once, at the first call or where the first rank is started, and processes that are started
+    afterwards know it.
     """
     if _VARIABLE not in os.environ:
-        started = time.monotonic()
-        subprocess.run([sys.executable, "-c", "import torch"], check=True)
-        os.environ[_VARIABLE] = str(max(LEAST_S, time.monotonic() - started))
+        with unit_measured():
+            subprocess.run([sys.executable, "-c", "import torch"], check=True)
     return count * float(os.environ[_VARIABLE])
+
+
+@contextlib.contextmanager
+def unit_measured() -> Iterator[None]:
+    """Start a process that imports torch: if no unit is known, it is as long as that takes."""
+    started = time.monotonic()
+    yield
+    os.environ.setdefault(_VARIABLE, str(max(LEAST_S, time.monotonic() - started)))

@@ -11,7 +11,8 @@ import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from statetree.testing.arguments import check_at_least, refuse
-from statetree.testing.rank_pool import Outcome, RankPool
+from statetree.testing.pace import units
+from statetree.testing.rank_pool import RankPool
 from statetree.testing.rank_worker import pickled_call
 
 if TYPE_CHECKING:
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
-#: How long the other ranks may go on once one has failed.
-GRACE_S = 5.0
+#: How many units the other ranks may go on once one has failed.
+GRACE_UNITS = 2.5
 #: How long a collective waits for the other ranks before it raises.
 COLLECTIVE_TIMEOUT_S = 30.0
 #: What is no limit: three years, and what all clocks can count.
@@ -80,7 +81,7 @@ def run_ranks(
     timeout = _seconds("timeout", timeout)
     call = _pickled(fn, args, timeout)
     with _pool(world_size, collective_timeout, fresh=fresh) as pool:
-        outcomes = pool.call(call, deadline=time.monotonic() + timeout, grace_s=GRACE_S)
+        outcomes = pool.call(call, deadline=time.monotonic() + timeout, grace_s=units(GRACE_UNITS))
     failures = [outcome for outcome in outcomes if outcome.status != "returned"]
     if failures:
         name = getattr(fn, "__qualname__", None) or repr(fn)
@@ -89,31 +90,6 @@ def run_ranks(
         cause = next((value for value in raised if isinstance(value, BaseException)), None)
         raise AssertionError("\n".join(lines)) from cause
     return [outcome.value for outcome in outcomes]
-
-
-def rank_outcomes(
-    world_size: int,
-    fn: Callable[..., Any],
-    *args: Any,
-    timeout: float = 60.0,
-    collective_timeout: float = COLLECTIVE_TIMEOUT_S,
-    fresh: bool = True,
-) -> list[Outcome]:
-    """Run ``fn(*args)`` as ``run_ranks`` does, by default on new processes, and return how it ended on each rank.
-
-    For tests in which ranks are meant to fail: to raise, to hang, or to be killed. Unlike there, a rank that failed
-    does not cut the others short.
-    """
-    timeout = _seconds("timeout", timeout)
-    call = _pickled(fn, args, timeout)
-    with _pool(world_size, collective_timeout, fresh=fresh) as pool:
-        return pool.call(call, deadline=time.monotonic() + timeout, grace_s=timeout)
-
-
-def close_ranks() -> None:
-    """End the processes that ``run_ranks`` keeps. The next call starts others."""
-    with _lock:
-        _close_kept()
 
 
 @atexit.register  # without the lock: a thread that is not waited for may hold it

@@ -11,13 +11,14 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from statetree.testing.pace import unit_measured, units
 from statetree.testing.rank_process import RankConnection, wait_for_any
 from statetree.testing.rank_worker import CALL, Answer, is_in_step, pickled_call
 
-#: How long the collective takes at most with which the ranks find out whether they are in step.
-IN_STEP_TIMEOUT_S = 5.0
-#: How long a process may take to end by itself: those that are measured write down what they did.
-ENDING_S = 10.0
+#: How many units the collective takes at most with which the ranks find out whether they are in step.
+IN_STEP_UNITS = 2.5
+#: How many units a process may take to end by itself: those that are measured write down what they did.
+ENDING_UNITS = 5
 #: What is said of a process that has ended before it was one of the ranks: most likely by importing the main module.
 NOT_BEGUN = (
     "It had not begun. Ranks import the main module: in a script, keep what calls run_ranks under "
@@ -66,7 +67,8 @@ class RankPool:
         try:
             for rank in range(world_size):
                 self._ranks.append(RankConnection(rank, world_size, Path(self._folder.name), collective_timeout))
-                self._ranks[-1].start()
+                with unit_measured():
+                    self._ranks[-1].start()
         except BaseException:
             self.is_sound = False
             self.close()
@@ -100,13 +102,15 @@ class RankPool:
         for rank in self._ranks:
             rank.close()
         started = [rank for rank in self._ranks if rank.process.pid is not None]
-        until = time.monotonic() + ENDING_S
+        until = time.monotonic() + units(ENDING_UNITS)
         for rank in started:
             if rank.is_idle:
                 rank.process.join(max(0.0, until - time.monotonic()))
             rank.process.kill()
         for rank in started:
-            rank.process.join(ENDING_S)  # a process that was killed ends, but for one that waits for a broken disk
+            rank.process.join(
+                units(ENDING_UNITS)
+            )  # a process that was killed ends, but for one that waits for a broken disk
         self._folder.cleanup()
 
     def _run(self, call: bytes, deadline: float, grace_s: float) -> list[Outcome]:
@@ -151,7 +155,7 @@ class RankPool:
         """Have the ranks make one more collective; return what is to be said of them if it does not come out right."""
         left = max(0.0, deadline - time.monotonic())
         # At most half of the time, so that those which only wait for another one are not taken for hung themselves.
-        steps = self._run(pickled_call(is_in_step, (min(IN_STEP_TIMEOUT_S, left / 2),), left), deadline, left)
+        steps = self._run(pickled_call(is_in_step, (min(units(IN_STEP_UNITS), left / 2),), left), deadline, left)
         if any(step.status in ("hung", "died") for step in steps):
             return [_lost(step) if step.status in ("hung", "died") else outcomes[step.rank] for step in steps]
         if all(step.value is True for step in steps):

@@ -15,13 +15,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from statetree.testing.pace import units
 from statetree.testing.rank_worker import ANSWER, STACK, Surroundings, serve
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-#: How long a process may take to write down where it hangs.
-STACK_S = 0.5
+#: How many units a process may take to write down where it hangs.
+STACK_UNITS = 0.5
 #: How long is waited at once: the system counts milliseconds in 32 bits.
 MAX_WAIT_S = 3600.0
 #: What the server has imported from which the processes of ranks are forked: they need not import it again.
@@ -101,7 +102,7 @@ class RankConnection:
         assert self.process.pid is not None
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGUSR1)
-        until = time.monotonic() + STACK_S
+        until = time.monotonic() + units(STACK_UNITS)
         lines: list[str] = []
         own = 0
         while own == len(lines) and time.monotonic() < until:  # it writes piece by piece, the worker's frames last

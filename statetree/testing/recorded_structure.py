@@ -3,101 +3,52 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from statetree.testing.findings import Finding, Findings, Strictness
+from statetree.testing.findings import Strictness
 from statetree.testing.judge import Judge
 from statetree.testing.objects import Contents, contents_of, is_container
-from statetree.testing.walk import has_no_parts
+from statetree.testing.walk import walk
 
-#: A place in two trees: its path, what is there, and whether values are part of the structure there.
-_Pair = tuple[str, Any, Any, bool]
-
-
-class RecordedStructure:
-    """The containers of a tree, and what each held when this was made, whatever becomes of the tree."""
-
-    def __init__(self, tree: Any) -> None:
-        self.root = tree
-        self._held: dict[int, tuple[Any, Contents]] = {}  # with the containers, so that no id is handed out twice
-        pending = [tree]
-        while pending:
-            value = pending.pop()
-            if is_container(value) and id(value) not in self._held:
-                contents = contents_of(value)
-                self._held[id(value)] = value, contents
-                pending += [part for _, part in contents.parts()]
-
-    def contents(self, value: Any) -> Contents | None:
-        """Return what a container held; ``None`` of a leaf."""
-        return self._held.get(id(value), (None, None))[1]
-
-    def is_plain_data(self, value: Any) -> bool:
-        """Whether there was nothing in a value but containers and plain values."""
-        pending, seen = [value], set()
-        while pending:
-            value = pending.pop()
-            if has_no_parts(value) or id(value) in seen:
-                continue
-            seen.add(id(value))
-            if (contents := self.contents(value)) is None:
-                return False
-            pending += [part for _, part in contents.parts()]
-        return True
+if TYPE_CHECKING:
+    from statetree.testing.findings import Finding
 
 
-def structure_differences(left: RecordedStructure, right: RecordedStructure) -> list[Finding]:
-    """Return where two structures differ, one line for each place."""
-    report = Findings(Strictness())
-    pending: list[_Pair] = [("", left.root, right.root, False)]
-    seen: set[tuple[int, int, bool]] = set()
+class AnyLeaf(NamedTuple):
+    """Stands for a leaf, which may become any other leaf."""
+
+    cls: type
+
+
+def recorded_structure(tree: Any, *, leaves: bool) -> Any:
+    """Return what a tree holds now, whatever becomes of it: containers as their ``Contents``.
+
+    Args:
+        tree: Any value.
+        leaves: Whether leaves stay what they are. If not, those are ``AnyLeaf`` that are not plain data in an attribute
+            beside the fields.
+    """
+    found: dict[tuple[int, bool], tuple[Any, Contents]] = {}  # with the containers: no id is handed out twice
+    pending: list[tuple[Any, Contents, bool]] = []
+
+    def recorded(value: Any, *, leaves: bool) -> Any:
+        if not is_container(value):
+            return value if leaves else AnyLeaf(type(value))
+        if (id(value), leaves) not in found:
+            found[id(value), leaves] = value, contents_of(value)
+            pending.append((*found[id(value), leaves], leaves))
+        return found[id(value), leaves][1]
+
+    root = recorded(tree, leaves=leaves)
     while pending:
-        path, a, b, exact = pending.pop()
-        if (pair := (id(a), id(b), exact)) not in seen:
-            seen.add(pair)
-            pending += reversed(_compare(report, (path, a, b, exact), left, right))
-    return report.found
-
-
-def _compare(report: Findings, pair: _Pair, left: RecordedStructure, right: RecordedStructure) -> list[_Pair]:
-    """Compare one place without what lies in it; return what lies in it on both sides."""
-    path, a, b, exact = pair
-    one, other = left.contents(a), right.contents(b)
-    if not (exact or one or other):
-        return []
-    classes = one.cls if one else type(a), other.cls if other else type(b)
-    if classes[0] is not classes[1]:
-        report.differ(path, "type differs", *classes)
-        return []
-    if one is None or other is None:
-        _expect_same(report, path, a, b)
-        return []
-    if not report.expect(path, "attributes differ", list(one.attributes), list(other.attributes)):
-        return []
-    for (step, setting), (_, its) in zip(one.settings, other.settings, strict=True):
-        _expect_same(report, path + step, setting, its)
-    if issubclass(one.cls, dict):
-        pairs = report.match(path, "key", one.keys, other.keys, _is_same, ordered=True)
-        for at, its in pairs:
-            _expect_same(report, f"{path}<key {at}>", one.keys[at], other.keys[its])
-    else:
-        report.expect(path, "length differs", len(one.items), len(other.items))
-        pairs = [(index, index) for index in range(min(len(one.items), len(other.items)))]
-    inside = [(path + one.items[at][0], one.items[at][1], other.items[its][1], exact) for at, its in pairs]
-    fields = _fields(a, one)
-    for name, held in one.attributes.items():
-        data = exact or (name.partition(" of ")[0] not in fields and left.is_plain_data(held))  # slots name their class
-        inside.append((f"{path}.{name}", held, other.attributes[name], data))
-    return inside
-
-
-def _expect_same(report: Findings, path: str, a: Any, b: Any) -> None:
-    if not _is_same(a, b):
-        report.differ(path, "value differs", a, b)
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    return not Judge(Strictness(ties=False)).run(a, b).found
+        value, contents, kept = pending.pop()
+        contents.items[:] = [(step, recorded(part, leaves=kept)) for step, part in contents.items]
+        fields = _fields(value, contents)
+        for name, held in contents.attributes.items():
+            is_field = name.partition(" of ")[0] in fields  # slots name their class
+            is_data = not is_field and all(map(is_container, walk(held)))
+            contents.attributes[name] = recorded(held, leaves=kept or is_data)
+    return root
 
 
 def _fields(value: Any, contents: Contents) -> set[str]:
@@ -106,3 +57,23 @@ def _fields(value: Any, contents: Contents) -> set[str]:
         return set(contents.attributes)
     described = dataclasses.fields(value) if dataclasses.is_dataclass(value) else getattr(value, "__attrs_attrs__", ())
     return {field.name for field in described}
+
+
+def structure_differences(left: Any, right: Any) -> list[Finding]:
+    """Return where two structures differ, one line for each place: one without leaves, and one with them."""
+    return _StructureJudge(Strictness(ties=False)).run(left, right).found
+
+
+class _StructureJudge(Judge):
+    """Compares containers that were recorded; the leaves of one side may be any on the other."""
+
+    def _judge(self, path: str, a: Any, b: Any) -> None:
+        if isinstance(a, Contents) and isinstance(b, Contents) and a.cls is b.cls:
+            if (id(a), id(b)) not in self._seen:
+                self._seen.add((id(a), id(b)))
+                self.judge_contents(path, a, b)
+        elif isinstance(a, Contents) or isinstance(b, Contents):
+            classes = [side.cls if isinstance(side, (Contents, AnyLeaf)) else type(side) for side in (a, b)]
+            self.differ(path, "type differs", *classes)
+        elif not isinstance(a, AnyLeaf):
+            super()._judge(path, a, b)

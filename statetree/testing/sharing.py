@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.testing.findings import Strictness
-from statetree.testing.judge import Judge
-from statetree.testing.objects import attributes_of
+from statetree.testing.messages import place
+from statetree.testing.objects import is_sharded
 from statetree.testing.pickled_state import reduced
-from statetree.testing.regions import Region, crossing
-from statetree.testing.walk import gradient_of
+from statetree.testing.regions import Region, crossing, region_of, storage_of
+from statetree.testing.walk import inner_tensors, walk_with_paths
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,23 +22,21 @@ class Holdings:
     """Everything that a tree holds, gradients included, and what pickle leaves out of objects."""
 
     def __init__(self, tree: Any) -> None:
-        judge = Judge(Strictness(ties=False)).run(tree, tree)
-        looked_at: set[int] = set()
-        while left := {met.left: met.path for met in (*judge.tensors, *judge.objects) if met.left not in looked_at}:
-            looked_at.update(left)
-            for identity, path in left.items():
-                value = judge.alive[identity]
-                tensor = isinstance(value, torch.Tensor)  # of which the judge knows what is torch's own
-                held = {"grad": gradient_of(value)} if tensor else attributes_of(value)
-                for name, part in held.items():
-                    judge.run(part, part, f"{path}.{name}")
-        self.paths = {met.left: met.path for met in reversed([*judge.objects, *judge.tensors])}
-        self.values = judge.alive
-        self.regions = [(view.left, view.path) for view in judge.views]
-        for met in judge.objects:
-            region = buffer_region(judge.alive[met.left])
-            if region is not None:
-                self.regions.append((region, met.path))
+        found = list(walk_with_paths(tree, gradients=True, common=False))
+        self.values = {id(value): value for _, value in found}
+        self.paths = {id(value): place(path) for path, value in found}
+        regions = [(_region(value), place(path)) for path, value in found]
+        self.regions = [(region, path) for region, path in regions if region is not None]
+
+
+def _region(value: Any) -> Region | None:
+    """Return the memory of a tensor, a storage, or whatever else lets others write into its memory."""
+    if isinstance(value, torch.Tensor):
+        is_plain_meta = not is_sharded(value) and value.is_meta and not inner_tensors(value)
+        return region_of(value) if is_plain_meta or storage_of(value) is not None else None
+    if isinstance(value, torch.UntypedStorage):
+        return Region(value._cdata, value.data_ptr(), 0, value.nbytes())
+    return buffer_region(value)
 
 
 def shared_memory(one: Holdings, other: Holdings) -> Iterator[str]:

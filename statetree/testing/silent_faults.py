@@ -7,6 +7,7 @@ its source code is a reproduction that anybody can run.
 import dataclasses
 import inspect
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 #: What an implementation is: a copy of a state, a stager, or a gather of a state on all ranks.
@@ -52,24 +53,13 @@ class SilentFault:
     @property
     def source(self) -> str:
         """The check as a program that uses torch alone: whoever runs it adds a call with an implementation."""
-        _, definition, body = inspect.getsource(self.check).partition("def ")  # without the decorator
-        parts = ["\n".join(_IMPORTS), *map(inspect.getsource, self.helpers), definition + body]
+        parts = ["\n".join(_IMPORTS), *map(inspect.getsource, (*self.helpers, self.check))]
         return "\n\n\n".join(map(str.rstrip, parts)) + "\n"
 
 
-class FaultTable(list[SilentFault]):
-    """The faults of one kind, in the order of tables.
-
-    Args:
-        kind: What kind of implementation may have them.
-        helpers: What their checks call.
-    """
-
-    def __init__(self, kind: str, *helpers: Callable[..., Any]) -> None:
-        super().__init__()
-        self._kind, self._helpers = kind, helpers
-
-    def add(self, check: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Add a check (a decorator)."""
-        self.append(SilentFault(self._kind, check, self._helpers))
-        return check
+def faults_of(kind: str, module: ModuleType) -> list[SilentFault]:
+    """Return the faults that a module checks for, in its order; its private functions are helpers of all checks."""
+    held = filter(inspect.isfunction, vars(module).values())
+    functions = [function for function in held if function.__module__ == module.__name__]
+    helpers = tuple([function for function in functions if function.__name__.startswith("_")])
+    return [SilentFault(kind, function, helpers) for function in functions if function not in helpers]

@@ -6,12 +6,7 @@ from typing import Any
 
 import torch
 
-from statetree.testing.silent_faults import STAGER, FaultTable
 
-FAULTS = FaultTable(STAGER)
-
-
-@FAULTS.add
 def torn_snapshot(stager: Any) -> None:
     """What was staged does not change when the next state is staged."""
     state = {"w": torch.zeros(64)}
@@ -21,7 +16,6 @@ def torn_snapshot(stager: Any) -> None:
     assert first["w"].tolist() == [0.0] * 64, "the first snapshot has become the second one"
 
 
-@FAULTS.add
 def source_changed_after_staging(stager: Any) -> None:
     """What was staged does not change when training goes on."""
     state = {"w": torch.zeros(64)}
@@ -30,7 +24,6 @@ def source_changed_after_staging(stager: Any) -> None:
     assert staged["w"].tolist() == [0.0] * 64, "the snapshot has the state's memory"
 
 
-@FAULTS.add
 def view_of_a_snapshot(stager: Any) -> None:
     """A kept view of a snapshot does not change."""
     state = {"w": torch.zeros(64)}
@@ -42,7 +35,6 @@ def view_of_a_snapshot(stager: Any) -> None:
     assert view.tolist() == [0.0, 0.0], view
 
 
-@FAULTS.add
 def address_used_again(stager: Any) -> None:
     """A new tensor at an old address is staged as it is."""
     for size, dtype in ((64, torch.float32), (32, torch.float64), (64, torch.int32), (16, torch.float32)):
@@ -53,7 +45,6 @@ def address_used_again(stager: Any) -> None:
         del tensor, staged
 
 
-@FAULTS.add
 def resized_tensor(stager: Any) -> None:
     """A tensor that is resized is staged as it is now."""
     tensor = torch.arange(8.0)
@@ -63,7 +54,6 @@ def resized_tensor(stager: Any) -> None:
     assert staged["w"].tolist() == [5.0, 6.0, 7.0], staged
 
 
-@FAULTS.add
 def data_swapped(stager: Any) -> None:
     """A tensor whose data was swapped is staged as it is now."""
     tensor = torch.zeros(8)
@@ -73,7 +63,6 @@ def data_swapped(stager: Any) -> None:
     assert staged["w"].tolist() == list(range(8)), staged
 
 
-@FAULTS.add
 def ties_changed_between_stages(stager: Any) -> None:
     """Ties that change between two stages are as they are now."""
     weight = torch.zeros(4)
@@ -83,7 +72,6 @@ def ties_changed_between_stages(stager: Any) -> None:
     assert staged["b"].tolist() == [1.0] * 4, staged
 
 
-@FAULTS.add
 def structure_changed_between_stages(stager: Any) -> None:
     """A state of another structure can be staged next."""
     stager.wait(stager.stage({"a": torch.zeros(4), "n": 1}))
@@ -93,7 +81,6 @@ def structure_changed_between_stages(stager: Any) -> None:
     assert staged["n"] == 2, staged
 
 
-@FAULTS.add
 def snapshot_after_a_failed_stage(stager: Any) -> None:
     """A failed stage changes no earlier snapshot."""
 
@@ -112,7 +99,6 @@ def snapshot_after_a_failed_stage(stager: Any) -> None:
     assert first["w"].tolist() == [0.0] * 64, "the first snapshot has a part of the one that failed"
 
 
-@FAULTS.add
 def snapshot_after_close(stager: Any) -> None:
     """A snapshot outlives its stager."""
     staged = stager.wait(stager.stage({"w": torch.arange(64.0)}))

@@ -11,7 +11,7 @@ from statetree.testing.messages import brief, place
 from statetree.testing.objects import PLURAL, facts_of, is_fake, is_sharded, is_wrapper
 from statetree.testing.pickled_state import reduced
 from statetree.testing.regions import Region, View, bits_of, raw_bytes, region_of, storage_of
-from statetree.testing.walk import layout_parts
+from statetree.testing.walk import layout_parts, scales_of
 
 
 class TensorJudge(Findings):
@@ -97,9 +97,8 @@ class TensorJudge(Findings):
         if a.layout is not torch.strided:
             self._judge_bits(path, a.to_dense(), b.to_dense())
             return
-        if a.is_quantized and a.qscheme() not in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-            self.judge_tensor(f"{path}.scales", a.q_per_channel_scales(), b.q_per_channel_scales())
-            self.judge_tensor(f"{path}.zero_points", a.q_per_channel_zero_points(), b.q_per_channel_zero_points())
+        for (name, one), (_, other) in zip(scales_of(a), scales_of(b), strict=True):
+            self.judge_tensor(f"{path}.{name}", one, other)
         # A wrapper that does not say how it is taken apart may have no memory: all that it holds is in its attributes.
         has_memory = [tensor.is_meta or is_fake(tensor) or storage_of(tensor) is not None for tensor in (a, b)]
         if self.expect(path, "memory differs", *has_memory) and has_memory[0]:

@@ -204,6 +204,6 @@ def outcome(law: Law, transform: Callable[[Any], Any], plan: Any) -> tuple[str, 
         return FAILS, str(error)
     except _Refusal as error:
         return FAILS if law is known.accepts else REFUSED, str(error)
-    except (known.NotApplicable, UnsupportedLeaf):  # the latter of what a law does with a result
+    except UnsupportedLeaf:  # of what the law does with a result
         return SAYS_NOTHING, ""
     return HOLDS, ""

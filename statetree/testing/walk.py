@@ -24,7 +24,16 @@ _PARTS: dict[torch.layout, tuple[str, ...]] = {
     torch.sparse_csc: _COMPRESSED_COLUMNS,
     torch.sparse_bsc: _COMPRESSED_COLUMNS,
 }
+_SCALES = ("q_per_channel_scales", "q_per_channel_zero_points")
 _NESTED = ("_nested_tensor_size", "_nested_tensor_strides", "_nested_tensor_storage_offsets", "values")
+#: What tensors of several trees may have in common, by name.
+_IN_COMMON = frozenset(
+    {
+        "torch.distributed.tensor._dtensor_spec.DTensorSpec",
+        "torch.distributed.device_mesh.DeviceMesh",
+        "torch._subclasses.fake_tensor.FakeTensorMode",
+    }
+)
 
 
 def walk(tree: Any) -> Iterator[Any]:
@@ -32,12 +41,21 @@ def walk(tree: Any) -> Iterator[Any]:
     return (value for _, value in walk_with_paths(tree))
 
 
-def walk_with_paths(tree: Any, *, gradients: bool = False) -> Iterator[tuple[str, Any]]:
-    """Yield what ``walk`` does, with the path that leads there; and, if asked to, the gradients of tensors."""
+def walk_with_paths(tree: Any, *, gradients: bool = False, common: bool = True) -> Iterator[tuple[str, Any]]:
+    """Yield what ``walk`` does, with the path that leads there.
+
+    Args:
+        tree: Any value.
+        gradients: Whether to yield the gradients of tensors, too.
+        common: Whether to yield device meshes and fake modes, which many tensors have in common, with all in them.
+    """
     pending, seen = [("", tree)], {}
     while pending:
         path, value = pending.pop()
+        cls: Any = type(value)
         if has_no_parts(value) or id(value) in seen:
+            continue
+        if not common and f"{cls.__module__}.{cls.__qualname__}" in _IN_COMMON:
             continue
         seen[id(value)] = value
         yield path, value
@@ -63,7 +81,8 @@ def _children(value: Any) -> list[tuple[str, Any]]:
         return []
     parts = contents_of(value).parts()
     if isinstance(value, torch.Tensor):
-        return [(f".{name}", inner) for name, inner in inner_tensors(value)] + parts
+        inner = [*inner_tensors(value), *scales_of(value)]
+        return [(f".{name}", part) for name, part in inner] + parts
     if not (is_collection(value) or holds_attributes_only(type(value))):
         held = reduced(value)
         parts += [(".__reduce__", part) for part in held[1:]] if isinstance(held, list) else []
@@ -84,3 +103,11 @@ def layout_parts(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     names = _NESTED if tensor.is_nested else _PARTS.get(tensor.layout, ())
     bare = tensor.detach() if names else tensor
     return [(f"{name}()", getattr(bare, name)()) for name in names]
+
+
+def scales_of(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors of scales beside the elements of a quantized tensor, by name; of others, none."""
+    if is_sharded(tensor) or not tensor.is_quantized:
+        return []
+    names = () if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric) else _SCALES
+    return [(f"{name}()", getattr(tensor, name)()) for name in names]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import optree
 import torch
 
-from statetree.tree.atoms import is_atom_type, is_constant_type
+from statetree.tree.atoms import is_atom_type
 from statetree.tree.containers import Container
 from statetree.tree.instances import NamedTupleContainer, instance_container
 
@@ -35,24 +35,6 @@ class _Dict(Container):
     def unflatten(self, aux: Any, keys: tuple[Any, ...], children: Sequence[Any]) -> Any:
         # As many children as keys: every caller counts them. To ask zip for it doubles the time of a small dict.
         return dict(zip(keys, children))  # noqa: B905
-
-
-class _DefaultDict(_Dict):
-    __slots__ = ()
-
-    def flatten(self, container: Any, freeze: Freeze, plain: int = 0) -> Flattened:
-        factory = container.default_factory
-        if factory is not None and not is_constant_type(type(factory)):
-            return _INSTANCE_OF_DEFAULTDICT.flatten(container, freeze, plain)
-        return list(container.values()), tuple(container), factory
-
-    def unflatten(self, aux: Any, keys: tuple[Any, ...], children: Sequence[Any]) -> Any:
-        if type(aux) is tuple:
-            return _INSTANCE_OF_DEFAULTDICT.unflatten(aux, keys, children)
-        return defaultdict(aux, zip(keys, children, strict=True))
-
-
-_INSTANCE_OF_DEFAULTDICT = cast("Container", instance_container(defaultdict))
 
 
 #: The keys of short lists and tuples, which most are.
@@ -78,16 +60,6 @@ class _Tuple(_List):
 
     def unflatten(self, aux: Any, keys: tuple[Any, ...], children: Sequence[Any]) -> Any:
         return tuple(children)
-
-
-class _Deque(_List):
-    __slots__ = ()
-
-    def flatten(self, container: Any, freeze: Freeze, plain: int = 0) -> Flattened:
-        return list(container), _indices(len(container)), container.maxlen
-
-    def unflatten(self, aux: Any, keys: tuple[Any, ...], children: Sequence[Any]) -> Any:
-        return deque(children, aux)
 
 
 class _StructSequence(Container):
@@ -140,12 +112,12 @@ NAMESPACE = "statetree"
 
 _BUILTIN: dict[type, Container | None] = {
     dict: _Dict(dict, "mapping", keyed=True),
-    defaultdict: _DefaultDict(defaultdict, "mapping", keyed=True),
+    defaultdict: instance_container(defaultdict),
     OrderedDict: instance_container(OrderedDict),
     Counter: instance_container(Counter),
     list: _List(list, "list", keyed=False),
     tuple: _Tuple(tuple, "tuple", keyed=False),
-    deque: _Deque(deque, "deque", keyed=False),
+    deque: instance_container(deque),
 }
 
 

@@ -16,10 +16,10 @@ import statetree
 from statetree.exchange import silent_ranks
 from statetree.exchange.group import Group
 from statetree.testing import Layout
-from statetree.testing.rank_calls import rank_outcomes
 from tests.collectives.checks import attempt
 from tests.collectives.disagreements import VERBS, usual_call
 from tests.pace import units
+from tests.ranks import rank_outcomes
 
 TIMEOUT_S = float(round(units(1)))
 #: How late an error may be on a busy machine.

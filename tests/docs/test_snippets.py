@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from statetree.testing.rank_calls import close_ranks
 from tests.docs.snippets import Page, Script
+from tests.ranks import close_ranks
 
 ROOT = Path(__file__).parents[2]
 #: The pages whose blocks readers try, at a prompt or as a file: the tutorial and the how-tos' index say how.

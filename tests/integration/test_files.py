@@ -20,8 +20,8 @@ from statetree import dcp
 from statetree.cli.app import main
 from statetree.testing import assert_trees_equal, run_ranks
 from statetree.testing.pace import units
-from statetree.testing.rank_calls import close_ranks
 from tests.integration.subjects import VOCABULARY, gpt2, learn, transformers_gpt2
+from tests.ranks import close_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 

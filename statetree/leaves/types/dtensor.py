@@ -1,4 +1,4 @@
-"""Tensors of ``torch.distributed``: ``DTensor``, what it may hold, and results of collectives still under way."""
+"""``DTensor``: its local tensor, and the chunks that its mesh and placements say."""
 
 from __future__ import annotations
 

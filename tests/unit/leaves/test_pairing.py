@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import statetree as st
-from statetree.spans import geometry_cache
 from statetree.testing import assert_trees_equal
+from tests.geometries import forget_geometries
 
 
 def ramp(count, start=0):
@@ -33,7 +33,7 @@ WITHOUT_MEMORY = {
 @pytest.mark.parametrize("name", WITHOUT_MEMORY)
 def test_tensors_without_memory_are_unlike_tensors_with_it(name, count):
     make, shown = WITHOUT_MEMORY[name]
-    geometry_cache.forget()
+    forget_geometries()
     for _ in range(4):  # the last times, those with memory are recognised
         here = [ramp(2), *(ramp(7, start=number) for number in range(count)), make()]
         there = [torch.zeros(2), *(torch.zeros(7) for _ in range(count)), torch.zeros(7)]

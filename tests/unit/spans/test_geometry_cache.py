@@ -21,6 +21,7 @@ from statetree.spans.columns import Columns
 from statetree.testing import assert_trees_equal
 from statetree.testing.regions import raw_bytes
 from statetree.torch_internals import geometry_guard
+from tests.geometries import forget_geometries
 from tests.memory import shares_memory, storages
 from tests.pace import units
 from tests.products import product
@@ -31,9 +32,9 @@ LONG = 620  # more than one piece
 
 @pytest.fixture(autouse=True)
 def _fresh():
-    geometry_cache.forget()
+    forget_geometries()
     yield
-    geometry_cache.forget()
+    forget_geometries()
 
 
 @pytest.fixture
@@ -120,7 +121,7 @@ COPIES = ("offload", "without copy", "stage", "chain")
 
 def outcome(transform, world, change, *, warm):
     """Return what a transform makes of a changed list, and the list: whether it was seen before or not."""
-    geometry_cache.forget()
+    forget_geometries()
     tree, before = world(), world()
     if warm:
         for _ in range(3):
@@ -292,7 +293,7 @@ def test_a_freed_storage_is_refused(verb, left, warm):
             apply()
         st.copy_into(expected, target)
     else:
-        geometry_cache.forget()
+        forget_geometries()
     tree["model"][70].untyped_storage().resize_(left)
     with pytest.raises(st.StateTreeError, match=r"model.70") as caught:
         apply()
@@ -508,7 +509,7 @@ def test_a_place_is_another_one_if_an_address_differs_in_the_last_bit():
 
 def remembered_bytes(make):
     """Return what it takes to remember a list at four places, but for guards, and how much it is said to take."""
-    geometry_cache.forget()
+    forget_geometries()
     trees = [make() for _ in range(geometry_cache._PLACES)]
     for tree in (*trees, *trees):
         st.offload(tree)
@@ -568,7 +569,7 @@ def test_memory_is_bounded(recognised):
     recognised.clear()
     st.offload(tree)
     assert recognised  # the latest are the ones that are kept
-    geometry_cache.forget()
+    forget_geometries()
     trees = [simple() for _ in range(3 * geometry_cache._PLACES)]
     for tree in [*trees, *trees]:
         st.offload(tree)
@@ -603,7 +604,7 @@ def test_forget_forgets():
     st.offload(simple(COUNT + 2))
     assert geometry_cache._remembered
     assert geometry_cache._glimpsed
-    geometry_cache.forget()
+    forget_geometries()
     assert geometry_cache._remembered == ()
     assert geometry_cache._glimpsed == {}
 
@@ -659,7 +660,7 @@ def test_threads_that_see_each_others_lists():
             if turn % 4 == 0:
                 tree[turn].requires_grad_()
             if turn % 7 == 3:
-                geometry_cache.forget()
+                forget_geometries()
             result = st.offload(tree)
             assert all(torch.equal(*pair) for pair in zip(result, tree, strict=True))
             assert [t.requires_grad for t in result] == [t.requires_grad for t in tree]

@@ -495,13 +495,13 @@ def set_element_type():
 
 @fault
 def set_of_others_than_the_list():
-    tensors = [torch.zeros(2) for _ in range(4)]
+    tensors = [torch.full((2,), at % 2) for at in range(4)]
     return [set(tensors[:2]), tensors[:2]], [set(tensors[:2]), tensors[2:]]
 
 
 @fault
 def set_of_others_than_the_other_set():
-    tensors = [torch.zeros(2) for _ in range(4)]
+    tensors = [torch.full((2,), at % 2) for at in range(4)]
     return [set(tensors[:2]), set(tensors[:2])], [set(tensors[:2]), set(tensors[1:3])]
 
 

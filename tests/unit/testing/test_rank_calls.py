@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from statetree.testing import rank_calls, rank_process, rank_worker, run_ranks
-from statetree.testing.rank_calls import close_ranks, rank_outcomes
 from tests.pace import units
+from tests.ranks import close_ranks, rank_outcomes
 
 ROOT = Path(__file__).parents[3]
 CALLS = []
@@ -417,7 +417,7 @@ def test_the_failure_has_the_first_exception_of_a_rank_as_its_cause():
 
 
 def test_collectives_have_a_timeout_of_their_own(monkeypatch):
-    monkeypatch.setattr(rank_calls, "GRACE_S", units(10))
+    monkeypatch.setattr(rank_calls, "GRACE_UNITS", 10)
     limit_s = round(units(2))  # the ranks must meet within it
     with pytest.raises(AssertionError, match=f"Timed out waiting {limit_s}000ms"):
         run_ranks(2, partial(raise_on, [1], barrier=True), collective_timeout=limit_s)
@@ -705,3 +705,30 @@ def test_the_working_directory_may_have_been_removed_since_the_ranks_began(tmp_p
     monkeypatch.chdir(gone)
     gone.rmdir()
     assert run_ranks(1, dist.get_rank) == [0]
+
+
+UNIT = """
+import os, time
+from statetree.testing import pace, rank_calls, run_ranks
+
+def nothing():
+    return None
+
+if __name__ == "__main__":
+    os.environ.pop("STATETREE_TESTS_UNIT_S", None)
+    pace.subprocess.run = None  # no process is started to measure it
+    run_ranks(1, nothing)
+    print(pace.units(1) >= pace.LEAST_S)
+    first = pace.units(1)
+    rank_calls._close_kept()
+    run_ranks(1, nothing)
+    print(pace.units(1) == first)
+"""
+
+
+def test_limits_of_ranks_are_multiples_of_what_the_first_one_took_to_start(tmp_path):
+    (tmp_path / "script.py").write_text(UNIT)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=units(30), check=True
+    )
+    assert done.stdout == "True\nTrue\n"

@@ -2,6 +2,7 @@
 
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -49,6 +50,15 @@ def test_select_keeps_plain_attributes_and_drops_tensors_in_them():
     assert found._metadata == {"": {"version": 1}}
     assert not hasattr(found, "extra")
     assert torch.equal(st.select(with_attribute(), ["a", "extra"]).extra, torch.arange(2.0))
+
+
+def test_select_drops_a_default_factory_that_holds_a_tensor_and_was_not_selected():
+    factory = partial(torch.mul, torch.arange(2.0))
+    found = st.select(defaultdict(factory, a=1, b=2), "b")
+    assert type(found) is defaultdict
+    assert (found, found.default_factory) == ({"b": 2}, None)
+    kept = st.select(defaultdict(factory, a=1, b=2), ["b", "default_factory"])
+    assert torch.equal(kept.default_factory(torch.ones(2)), torch.arange(2.0))
 
 
 @pytest.mark.parametrize("tree", [Pair(1, 2), Config(1, 2)], ids=["namedtuple", "dataclass"])
