@@ -16,7 +16,7 @@ from statetree.exchange.fitting import (
     beyond_range,
     partners_of,
     parts_of,
-    refuse,
+    raise_differences,
     tied_differently,
     unfit,
     why_unwritable,
@@ -24,7 +24,7 @@ from statetree.exchange.fitting import (
 from statetree.exchange.key_union import partly_held
 from statetree.exchange.manifest import chunks_of, is_cuttable
 from statetree.exchange.partial_reduction import Chunked
-from statetree.exchange.transfers import as_sendable, converted, pieces_of
+from statetree.exchange.transfers import as_sendable, converting_transfer, sendable_pieces
 from statetree.leaves.builtin import is_plain
 from statetree.leaves.copying import prepared_copy
 from statetree.spans.columns import Columns
@@ -57,7 +57,6 @@ class LikeDestination(Destination):
         like: The tree whose layouts they take.
         group: The ranks.
         options: Whether tensors of ``like`` are written, and what may differ.
-        fits: Whether the leaves are known to be able to take those layouts.
 
     Raises:
         TreeMismatch: If the trees do not fit, or a tensor cannot be written.
@@ -70,7 +69,6 @@ class LikeDestination(Destination):
         group: Group,
         *,
         options: LikeOptions,
-        fits: bool = False,
     ) -> None:
         self.like = like
         self.manifests = [like]
@@ -84,10 +82,7 @@ class LikeDestination(Destination):
         like.add_ties([self._partners[index] for index in moving])
         self._canonical = dict(like.canonical)
         self._firsts = self._find_firsts()
-        if fits:
-            self.check_ties(source)
-        else:
-            refuse(like.verb, unfit(source, like, self._partners, moving, cast=options.cast))
+        raise_differences(like.verb, unfit(source, like, self._partners, moving, cast=options.cast))
         leaves = [like.leaves[partner] if partner >= 0 else None for partner in self._partners]
         held = [None if like.is_absent(partner) else leaf for partner, leaf in zip(self._partners, leaves, strict=True)]
         fresh = leaves if options.in_place else allocated(like.verb, held, source.spec)
@@ -147,7 +142,9 @@ class LikeDestination(Destination):
                     leaf = source.leaves[index]
                     sources[canonical] = Chunked(whole_on(leaf.shape, everywhere), whole_pieces(leaf))
                 given = source.chunks[index].dtype if index in source.chunks else source.leaves[index].dtype
-                found.append(converted(sources[canonical], self.target(index, layouts), given, self.dtype(index)))
+                found.append(
+                    converting_transfer(sources[canonical], self.target(index, layouts), given, self.dtype(index))
+                )
         self._check_sources(found)
         return found
 
@@ -189,7 +186,7 @@ class LikeDestination(Destination):
             leaf = self.leaves[index]
             return Chunked(whole_on(leaf.shape, range(self._group.size)), whole_pieces(leaf))
         layout = layouts[self._partners[index]]
-        return Chunked(layout, pieces_of(chunks, layout, self._group.rank))
+        return Chunked(layout, sendable_pieces(chunks, layout, self._group.rank))
 
     def dtype(self, index: int) -> torch.dtype:
         """Return the dtype of a leaf's elements."""
@@ -205,7 +202,7 @@ class LikeDestination(Destination):
 
     def _refuse(self, kind: str, found: Sequence[tuple[int, str, str]]) -> None:
         named = self.source.spec.paths() if found else []
-        refuse(self.like.verb, [Difference(named[index], kind, left, right) for index, left, right in found])
+        raise_differences(self.like.verb, [Difference(named[index], kind, left, right) for index, left, right in found])
 
     def _check_writable(self) -> None:
         """Raise ``TreeMismatch`` if elements cannot be put into some of the leaves."""
@@ -245,11 +242,11 @@ class LikeDestination(Destination):
     def _check_range(self, source: Manifest) -> None:
         """Raise ``TreeMismatch`` where values are too large for the dtype that they are converted to."""
         if self._options.cast:
-            refuse(self.like.verb, beyond_range(source, self._moving, self.dtype))
+            raise_differences(self.like.verb, beyond_range(source, self._moving, self.dtype))
 
     def check_ties(self, source: Manifest) -> None:
         """Raise ``TreeMismatch`` where different values would go to one memory, as far as this rank holds them."""
-        refuse(self.like.verb, tied_differently(source, self.like, self._partners, self._moving))
+        raise_differences(self.like.verb, tied_differently(source, self.like, self._partners, self._moving))
 
     def _written(self) -> set[int]:
         """Return the keys of the storages that elements which move are put into."""
@@ -305,7 +302,7 @@ class LikeDestination(Destination):
             result, write = prepared_copy(verb, left, right, cast=self._options.cast)
         except TreeMismatch as error:
             path_of = dict(zip(keys, spec.paths(), strict=True))
-            refuse(verb, [found._replace(path=path_of[found.path[0]]) for found in error.differences])
+            raise_differences(verb, [found._replace(path=path_of[found.path[0]]) for found in error.differences])
             raise
         return {index: result[keys[index]] for index in self._local}, write
 

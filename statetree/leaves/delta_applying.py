@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from statetree.errors import TreeMismatch
 from statetree.leaves.changes import OTHER_CONTENT, damaged, mismatch
 from statetree.leaves.copying import copied_leaves, prepared_copy
-from statetree.leaves.delta_overlaps import overlaps
+from statetree.leaves.delta_overlaps import overlapping_changes
 from statetree.leaves.located_change import LocatedChange
 from statetree.leaves.tensor_entries import TreeEntries
 from statetree.spans.columns import Columns
@@ -124,5 +124,5 @@ class _Application:
             return
         changes = {self.index_of[name]: change for name, change in self.delta.tensors.items()}
         numbers = {self.index_of[name]: (change.before, change.after) for name, change in self.delta.values.items()}
-        for index, _, memory in overlaps(self.verb, self.entries, changes, numbers):
+        for index, _, memory in overlapping_changes(self.verb, self.entries, changes, numbers):
             raise mismatch(self.verb, self.entries.keys[index], "memory of its own", memory)

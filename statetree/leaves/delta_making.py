@@ -10,12 +10,12 @@ from statetree.errors import Difference, TreeMismatch
 from statetree.leaves.builtin import facts
 from statetree.leaves.changes import TensorChange, ValueChange, change_at, change_of_all
 from statetree.leaves.copying import copied_leaves
-from statetree.leaves.delta_overlaps import overlaps
+from statetree.leaves.delta_overlaps import overlapping_changes
 from statetree.leaves.delta_tree import Delta
 from statetree.leaves.located_change import plain_copies
 from statetree.leaves.pairing import fact_differences
 from statetree.leaves.tensor_entries import TensorEntry, TreeEntries
-from statetree.spans.bits import as_bits, differ_in_more, differing, from_bits, is_unreadable
+from statetree.spans.bits import as_bits, differ_in_more, differing, from_bits, is_unreadable, same_view
 from statetree.spans.positions import places_of, take, within
 from statetree.spans.sums import sums_at
 from statetree.tree.matching import matched
@@ -101,7 +101,7 @@ class _Making:
         paths = self.base.paths()
         found = [
             Difference(paths[index], kind, "values of its own", memory)
-            for index, kind, memory in overlaps(self.verb, self.base, tensors, numbers)
+            for index, kind, memory in overlapping_changes(self.verb, self.base, tensors, numbers)
         ]
         if found:
             raise TreeMismatch.between(self.verb, found, "Take them apart in the base, or tie the new state alike.")
@@ -120,7 +120,7 @@ def _change(a: TensorEntry, b: TensorEntry, sums: torch.Tensor) -> TensorChange 
     found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     number = 0
     for box, (x, y) in zip(b.boxes, pairs, strict=True):
-        if _same_view(x, y):
+        if same_view(x, y):
             continue
         parts = []
         for positions in differing(x, y):
@@ -144,11 +144,6 @@ def _in_order(found: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) 
     positions, values, old = (torch.cat(list(map(as_bits, column))) for column in zip(*found, strict=True))
     order = positions.argsort()
     return positions[order], from_bits(values[order], dtype), from_bits(old[order], dtype)
-
-
-def _same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
-    bits = a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
-    return bits and a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.device == b.device
 
 
 def _all(a: TensorEntry, b: TensorEntry, sums: torch.Tensor) -> TensorChange:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from statetree.leaves.tensor_entries import TreeEntries
 
 
-def overlaps(
+def overlapping_changes(
     verb: str, entries: TreeEntries, changes: Mapping[int, TensorChange], values: Mapping[int, tuple[int, int]]
 ) -> list[tuple[int, str, str]]:
     """Return the leaves of a tree that would not become what they shall, in the order of their indices.

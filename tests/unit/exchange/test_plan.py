@@ -208,7 +208,7 @@ def test_alike_boxes_of_many_ranks_are_one_view():
     [round_] = plan.rounds
     [part] = round_.parts
     bounds = torch.tensor([[0, 0]]), torch.tensor([[64, 3]])
-    side = stacks.lay_out([(part, part.route.incoming(part.slab), bounds)])
+    side = stacks.lay_out_bucket([(part, part.route.incoming(part.slab), bounds)])
     [stack] = side.stacks
     [field] = stack.fields
     assert (len(stack.peers), stack.nbytes, len(field.runs), len(part.moves)) == (63, 9 * 12, 1, 9)
