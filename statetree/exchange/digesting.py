@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from statetree.exchange.manifest import Manifest, is_cuttable
-from statetree.exchange.replica_check import told_apart
-from statetree.leaves.leaf_numbers import tensor_number, text_number, value_number
+from statetree.exchange.replica_check import chunk_number, told_apart
+from statetree.leaves.leaf_numbers import tensor_number, value_number
 from statetree.leaves.location import located
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory
@@ -131,10 +131,7 @@ def differing_copies(run: Exchange, manifest: Manifest) -> tuple[list[Copy], int
     }
     for index, chunks in manifest.chunks.items():
         found[index] = [
-            (
-                box,
-                text_number("chunk", str([] if piece.is_meta else piece_sums(piece, box, chunks.shape, ALL).tolist())),
-            )
+            (box, chunk_number(piece, box, chunks.shape))
             for box, piece in zip(chunks.boxes, chunks.pieces, strict=True)
         ]
     holders: dict[int, dict[Box | None, list[int]]] = defaultdict(lambda: {None: list(range(size))})

@@ -152,7 +152,7 @@ def check_replicas(call: Call, manifest: Manifest, copies: Mapping[int, Copies])
         for (box, part), weight in held.in_common(call.group.rank).items():
             piece = pieces[box]
             if not piece.is_meta and holds_memory(piece):  # otherwise there are no elements, and nothing is read
-                number = _number(_within(piece, box, part), part, chunks.shape)
+                number = chunk_number(_within(piece, box, part), part, chunks.shape)
                 found[place].append((part, number))
                 total += weight * number
         sums[place] = signed(total)
@@ -175,10 +175,11 @@ def _within(piece: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
     return piece
 
 
-def _number(piece: torch.Tensor, part: Box, shape: Sequence[int]) -> int:
-    """Return a number for elements, and for where they lie."""
+def chunk_number(piece: torch.Tensor, box: Box, shape: Sequence[int]) -> int:
+    """Return a number for the elements of a box, and for where they lie in a global shape."""
     unreadable = piece.is_neg() and not can_negate(piece.dtype)  # (private functions set such bits)
-    return text_number("part", str(part), str(unreadable), str(piece_sums(piece, part, shape).tolist()))
+    sums = [] if piece.is_meta else piece_sums(piece, box, shape).tolist()
+    return text_number("chunk", str(box), str(unreadable), str(sums))
 
 
 def told_apart(

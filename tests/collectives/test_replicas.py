@@ -296,13 +296,13 @@ def count_numbers():
     """Count what is read where there is nothing to compare."""
     statetree.register_leaf_type(Blocks, BlocksType())
     counted = []
-    number = replicas._number
+    number = replicas.chunk_number
 
     def counting(piece, *place):
         counted.append(piece.numel())
         return number(piece, *place)
 
-    replicas._number = counting
+    replicas.chunk_number = counting
     try:
         ranks = tuple(range(dist.get_world_size()))
         tree = {
@@ -320,7 +320,7 @@ def count_numbers():
         statetree.gather({"a": over_meshes(*stages("R"))})
         return alone, ignored, counted
     finally:
-        replicas._number = number
+        replicas.chunk_number = number
 
 
 def test_nothing_is_read_where_meshes_agree():
@@ -333,17 +333,17 @@ def test_nothing_is_read_where_meshes_agree():
 def fail_to_compare():
     """Fail on one rank while it makes a number: all hear of it."""
     one = over_meshes(*stages())
-    number = replicas._number
+    number = replicas.chunk_number
 
     def failing(*_):
         raise MemoryError("no memory left")
 
     if dist.get_rank() == 2:
-        replicas._number = failing
+        replicas.chunk_number = failing
     try:
         kind, message = attempt(lambda: statetree.gather({"a": one}))
     finally:
-        replicas._number = number
+        replicas.chunk_number = number
     assert kind == ("MemoryError" if dist.get_rank() == 2 else "RankMismatch")
     assert "no memory left" in message
     check_in_step()
