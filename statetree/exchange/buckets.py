@@ -114,19 +114,8 @@ class BucketedPlan:
     def __init__(self, moves: Sequence[Move], group: Group, bucket_bytes: int, *, source: int | None = None) -> None:
         self._rounds = ExchangePlan(moves, group.rank, group.size, bucket_bytes, source=source).rounds
         self._rank = group.rank
-        self._size = group.size
         self._layouts: dict[Any, _Layout] = {}
         self._num_places = 0
-
-    def bytes_sent(self) -> int:
-        """Return how many bytes of elements this rank sends to others; what is broadcast counts once."""
-        total = 0
-        for step in self._steps():
-            sent, gathered = step.layout.sent, step.round.transport is Transport.ALL_GATHER
-            total += sum(stack.nbytes * (self._size - 1 if gathered else len(stack.peers)) for stack in sent.stacks)
-            for box in sent.large:
-                total += box.numel * step.round.parts[box.part].dtype.itemsize * len(step.moves(box))
-        return total
 
     def bucket_sizes(self, pieces: Sequence[Pieces], device: torch.device) -> tuple[int, int]:
         """Return how many bytes the two buckets take in which rounds are packed in turn.
