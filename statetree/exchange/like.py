@@ -247,12 +247,12 @@ class LikeDestination(Destination):
 
     def _check_sources(self, transfers: dict[int, Transfer]) -> None:
         """Raise ``TreeMismatch`` if what is sent or copied lies in memory that other elements are moved into."""
-        if not self._options.in_place:
+        written = set(Columns([piece for pieces in self._pieces.values() for piece in pieces]).storage_keys)
+        if not (self._options.in_place and written):
             return
         parts, owners = parts_of([self.source.leaves[index] for index in self._local])
         read = [(self._local[owner], part) for owner, part in zip(owners, parts, strict=True)]
         read += [(index, piece) for index, transfer in transfers.items() for piece in transfer.source.pieces]
-        written = set(Columns([piece for pieces in self._pieces.values() for piece in pieces]).storage_keys)
         keys = Columns([piece for _, piece in read]).storage_keys
         found = [at for at, key in zip(read, keys, strict=True) if key in written]
         lost = dict.fromkeys(index for index, piece in found if not _stays(piece, transfers.get(index)))
