@@ -6,7 +6,7 @@ import contextlib
 import time
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.distributed as dist
@@ -14,13 +14,14 @@ import torch.distributed as dist
 from benchmarks.machine import Bystanders
 from benchmarks.measure import Alone, Budget, Contender, Timing, measure, peak
 from benchmarks.rows import Aim, Result, Row, may_try_again
-from statetree.exchange.buckets import BucketedPlan
+from statetree.exchange.group import Group
 from statetree.testing import run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from benchmarks.states import State
+    from statetree.exchange.group import Message
 
 #: When ranks that do not come to an end are killed.
 TIMEOUT_S: Final = 300.0
@@ -116,17 +117,21 @@ def _sent_by(contender: Contender) -> int:
 def _counted() -> Iterator[list[int]]:
     """Have every exchange say how much it sends."""
     counts: list[int] = []
-    run = BucketedPlan.run
+    exchange, broadcast = Group.exchange, Group.broadcast
 
-    def counted(exchange: BucketedPlan, *args: Any) -> None:
-        counts.append(exchange.bytes_sent())
-        run(exchange, *args)
+    def counted_exchange(group: Group, sent: Sequence[Message], received: Sequence[Message]) -> Callable[[], None]:
+        counts.extend(data.numel() for _, data in sent)
+        return exchange(group, sent, received)
 
-    BucketedPlan.run = counted  # type: ignore[assignment, method-assign]
+    def counted_broadcast(group: Group, tensors: Sequence[torch.Tensor], source: int) -> Callable[[], None]:
+        counts.extend(tensor.numel() for tensor in tensors if group.rank == source)
+        return broadcast(group, tensors, source)
+
+    Group.exchange, Group.broadcast = counted_exchange, counted_broadcast  # type: ignore[method-assign]
     try:
         yield counts
     finally:
-        BucketedPlan.run = run  # type: ignore[method-assign]
+        Group.exchange, Group.broadcast = exchange, broadcast  # type: ignore[method-assign]
 
 
 def _together(of_ranks: Sequence[Timing]) -> Timing:

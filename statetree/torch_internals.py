@@ -342,13 +342,6 @@ def bound_device(group: Any) -> torch.device | None:
     return found
 
 
-def store_of(group: Any) -> Any:
-    """Return the store that the ranks of a process group have in common. Tried with torch 2.11 to 2.15."""
-    from torch.distributed import distributed_c10d
-
-    return distributed_c10d._world.pg_map[group][1]
-
-
 def start_all_gather(group: Any, received: torch.Tensor, sent: torch.Tensor, timeout: timedelta | None) -> Any:
     """Start an all-gather, and return the work to wait for. The public function takes no timeout."""
     options = torch._C._distributed_c10d.AllgatherOptions()

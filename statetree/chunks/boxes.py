@@ -12,8 +12,8 @@ import torch
 #: A stretch of one dim of a tensor, from its first index to behind its last one.
 Interval = tuple[int, int]
 
-#: How often each box may be looked at: pieces that cut a tensor into a grid take the logarithm of their number.
-_MAX_VISITS: Final = 100
+#: How many cells of a grid are looked at: pieces that cut a tensor into a grid have as many as there are pieces.
+_MAX_CELLS: Final = 1 << 26
 
 
 class Box(NamedTuple):
@@ -82,37 +82,18 @@ def in_slabs(box: Box, count: int) -> list[Box]:
 def is_covered(whole: Box, boxes: list[Box]) -> bool:
     """Whether boxes in a whole one, which may overlap, cover it between them. If that is too hard to say, they do not.
 
-    The whole is halved, and the boxes with it, until one box covers a part, or there are too few elements for one.
+    The edges of all boxes cut the whole into a grid, in which each box marks its cells.
     """
-    effort = 10_000 + _MAX_VISITS * len(boxes)
-    pending = [(whole, boxes)]
-    while pending:
-        part, inside = pending.pop()
-        if part in inside or not part.volume:
-            continue
-        effort -= len(inside)
-        if sum(box.volume for box in inside) < part.volume or effort < 0:
-            return False
-        pending += _halves(part, inside)
-    return True
-
-
-def _halves(part: Box, boxes: list[Box]) -> list[tuple[Box, list[Box]]]:
-    """Cut a part, and what lies in it, at an edge in the middle, in the dim that has most edges."""
-    edges = [
-        {edge for box in boxes for edge in (box.start[dim], box.stop[dim]) if start < edge < stop}
-        for dim, (start, stop) in enumerate(zip(*part, strict=True))
-    ]
-    dim = max(range(len(edges)), key=lambda dim: len(edges[dim]))
-    cut = sorted(edges[dim])[len(edges[dim]) // 2]
-    below = [box if box.stop[dim] <= cut else _below(box, dim, cut) for box in boxes if box.start[dim] < cut]
-    above = [box if box.start[dim] >= cut else _above(box, dim, cut) for box in boxes if box.stop[dim] > cut]
-    return [(_below(part, dim, cut), below), (_above(part, dim, cut), above)]
-
-
-def _below(box: Box, dim: int, cut: int) -> Box:
-    return Box(box.start, (*box.stop[:dim], cut, *box.stop[dim + 1 :]))
-
-
-def _above(box: Box, dim: int, cut: int) -> Box:
-    return Box((*box.start[:dim], cut, *box.start[dim + 1 :]), box.stop)
+    if whole in boxes:
+        return True
+    dims = list(enumerate(zip(*whole, strict=True)))
+    edges = [sorted({*bounds, *(corner[dim] for box in boxes for corner in box)}) for dim, bounds in dims]
+    places = [{edge: place for place, edge in enumerate(known)} for known in edges]
+    marks = [[slice(place[a], place[b]) for place, a, b in zip(places, *box, strict=True)] for box in boxes]
+    grid = [len(known) - 1 for known in edges]
+    if prod(grid) + sum(prod(mark.stop - mark.start for mark in cells) for cells in marks) > _MAX_CELLS:
+        return False
+    marked = torch.zeros(grid, dtype=torch.bool, device="cpu")
+    for cells in marks:
+        marked[tuple(cells)] = True
+    return bool(marked.all())

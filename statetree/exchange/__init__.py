@@ -14,7 +14,6 @@ move. Moving agrees with the other ranks, plans, and sends in buckets of bounded
 - ``description``, ``leaf_metadata``: one rank's tree told to all
 - ``key_union``: ranks that hold different keys tell each other
 - ``consensus``: fingerprints compared before anything moves; ``group``: the few collectives all this is made of
-- ``silent_ranks``: who did not answer, where one fails
 - ``transfers``: planned once for a fingerprint; ``plan``: what moves in which round; ``buckets``: how it is moved
 - ``routes``: which boxes go where; ``senders``: who sends what several have; ``stacks``: where boxes lie in a bucket
 - ``delta_moving``: what changed, brought from one layout to another; ``prepared_delta``: again and again

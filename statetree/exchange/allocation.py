@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from statetree.paths import Path
 from statetree.spans.memory import Memory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from statetree.tree.spec import TreeSpec
 
@@ -32,16 +33,25 @@ def allocated(verb: str, leaves: Sequence[Any], spec: TreeSpec) -> list[Any]:
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) or is_distributed(leaf):
             by_device.setdefault(_device_of(leaf), []).append(index)
-    keys, paths = spec.flat_keys(), spec.paths()
     for device, indices in by_device.items():
-        try:
-            found = replicated(verb, {keys[index]: leaves[index] for index in indices}, Memory(device), copy=False)
-        except StateTreeError as error:
-            place_in_tree(error, {keys[index]: paths[index] for index in indices})
-            raise
-        for index, leaf in zip(indices, found.values(), strict=True):
+        allocate = partial(replicated, verb, memory=Memory(device), copy=False)
+        fresh = with_leaves(spec, leaves, indices, allocate)
+        for index, leaf in fresh.items():
             result[index] = leaf
     return result
+
+
+def with_leaves(
+    spec: TreeSpec, leaves: Sequence[Any], indices: Sequence[int], transform: Callable[[dict[str, Any]], dict[str, Any]]
+) -> dict[int, Any]:
+    """Return what a transform makes of some leaves of a tree, by their indices: it gets them in a flat dict."""
+    keys, paths = spec.flat_keys(), spec.paths()
+    try:
+        found = transform({keys[index]: leaves[index] for index in indices})
+    except StateTreeError as error:
+        place_in_tree(error, {keys[index]: paths[index] for index in indices})
+        raise
+    return dict(zip(indices, found.values(), strict=True))
 
 
 def _device_of(leaf: Any) -> torch.device:

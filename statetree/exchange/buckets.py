@@ -22,10 +22,10 @@ from statetree.exchange.stacks import (
     LargeBox,
     Side,
     Stack,
-    aligned,
     cut_from,
     cuts_of,
-    lay_out,
+    lay_out_bucket,
+    next_start,
 )
 
 if TYPE_CHECKING:
@@ -114,19 +114,8 @@ class BucketedPlan:
     def __init__(self, moves: Sequence[Move], group: Group, bucket_bytes: int, *, source: int | None = None) -> None:
         self._rounds = ExchangePlan(moves, group.rank, group.size, bucket_bytes, source=source).rounds
         self._rank = group.rank
-        self._size = group.size
         self._layouts: dict[Any, _Layout] = {}
         self._num_places = 0
-
-    def bytes_sent(self) -> int:
-        """Return how many bytes of elements this rank sends to others; what is broadcast counts once."""
-        total = 0
-        for step in self._steps():
-            sent, gathered = step.layout.sent, step.round.transport is Transport.ALL_GATHER
-            total += sum(stack.nbytes * (self._size - 1 if gathered else len(stack.peers)) for stack in sent.stacks)
-            for box in sent.large:
-                total += box.numel * step.round.parts[box.part].dtype.itemsize * len(step.moves(box))
-        return total
 
     def bucket_sizes(self, pieces: Sequence[Pieces], device: torch.device) -> tuple[int, int]:
         """Return how many bytes the two buckets take in which rounds are packed in turn.
@@ -198,7 +187,7 @@ class BucketedPlan:
                 own = cuts_of(cuts._replace(piece=pieces), sources)
                 rows = zip(pieces.tolist(), own, cuts.piece.tolist(), cuts_of(cuts, targets), strict=True)
                 copies += [_Copy(number, *row) for row in rows]
-        return _Layout(lay_out(sent), lay_out(received, in_order=gathered), copies)
+        return _Layout(lay_out_bucket(sent), lay_out_bucket(received, in_order=gathered), copies)
 
 
 def _bounds(layout: ChunkLayout, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -214,7 +203,7 @@ def _bytes_of(step: _Step, pieces: Sequence[Pieces], device: torch.device) -> in
     boxes += [(box, _cut(step, box, pieces, _TARGETS)) for box in received.large]
     typed = [(held, step.dtype(box)) for box, cut in boxes for held in cut]
     beside = sum(
-        aligned(held.numel() * dtype.itemsize) for held, dtype in typed if not _can_travel(held, dtype, device)
+        next_start(held.numel() * dtype.itemsize) for held, dtype in typed if not _can_travel(held, dtype, device)
     )
     return sent.nbytes + received.nbytes + beside
 
@@ -252,7 +241,7 @@ class _Beside:
             return flat_bytes(box)
         stop = self.stop + box.numel() * dtype.itemsize
         place = self._bucket[self.stop : stop]
-        self.stop = aligned(stop)
+        self.stop = next_start(stop)
         self.boxes.append(box)
         self.places.append(place.view(dtype).view(box.shape))
         return place

@@ -112,7 +112,7 @@ def _paths(spec: TreeSpec, indices: Sequence[int]) -> Sequence[Path]:
     return [named[index] for index in indices]
 
 
-def opened(verb: str, text: bytes) -> Description:
+def read_description(verb: str, text: bytes) -> Description:
     """Return the description that was received, or raise what the source found wrong with its tree."""
     try:
         found = pickle.loads(text)

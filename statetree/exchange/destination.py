@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from statetree.chunks.layouts import whole_on
-from statetree.errors import StateTreeError, place_in_tree
+from statetree.exchange.allocation import with_leaves
 from statetree.exchange.partial_reduction import Chunked
 from statetree.exchange.transfers import Transfer, as_sendable
 from statetree.leaves.builtin import taken_over
@@ -148,17 +148,10 @@ class FreshDestination(Destination):
         rest = [index for index in range(len(self.leaves)) if index not in self.source.chunks]
         if device is None or not rest:
             return
-        spec = self.source.spec
-        keys, paths = spec.flat_keys(), spec.paths()
-        tree = {keys[index]: self.leaves[index] for index in rest}
         memory = memory_of(device)
         bring = moved if memory.device.type != "meta" else partial(replicated, copy=False)
-        try:
-            brought = bring(self.source.verb, tree, memory)
-        except StateTreeError as error:
-            place_in_tree(error, {keys[index]: paths[index] for index in rest})
-            raise
-        for index, leaf in zip(rest, brought.values(), strict=True):
+        brought = with_leaves(self.source.spec, self.leaves, rest, lambda tree: bring(self.source.verb, tree, memory))
+        for index, leaf in brought.items():
             self.leaves[index] = leaf
             if memory.device.type != "meta" and leaf is not self.source.leaves[index] and not taken_over(leaf):
                 self._brought.append(index)

@@ -6,23 +6,23 @@ and one small reduction over the ranks does the rest.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from statetree.chunks.boxes import Box
 from statetree.exchange.manifest import Manifest, is_cuttable
-from statetree.leaves.leaf_numbers import tensor_number, text_number, value_number
+from statetree.exchange.replica_check import chunk_number, told_apart
+from statetree.leaves.leaf_numbers import tensor_number, value_number
 from statetree.leaves.location import located
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory
-from statetree.spans.sums import ALL, piece_sums, whole_sums
+from statetree.spans.sums import ALL, piece_sums, signed, whole_sums
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
+    from statetree.chunks.boxes import Box
     from statetree.chunks.layouts import ChunkLayout
     from statetree.exchange.driver import Exchange
     from statetree.paths import Path
@@ -126,30 +126,32 @@ def differing_copies(run: Exchange, manifest: Manifest) -> tuple[list[Copy], int
     run.expect()
     refuse_partial(manifest)
     rank, size = run.group.rank, run.group.size
-    found: dict[int, dict[Box | None, int]] = {index: {None: own} for index, own in own_numbers(manifest).items()}
+    found: dict[int, list[tuple[Box | None, int]]] = {
+        index: [(None, number)] for index, number in own_numbers(manifest).items()
+    }
     for index, chunks in manifest.chunks.items():
-        found[index] = {
-            box: text_number("chunk", str([] if piece.is_meta else piece_sums(piece, box, chunks.shape, ALL).tolist()))
+        found[index] = [
+            (box, chunk_number(piece, box, chunks.shape))
             for box, piece in zip(chunks.boxes, chunks.pieces, strict=True)
-        }
+        ]
     holders: dict[int, dict[Box | None, list[int]]] = defaultdict(lambda: {None: list(range(size))})
     holders.update((index, _holders(layouts[index], rank)) for index in manifest.chunks)
     weighted = [
-        sum(number * _weight(holders[index][box], rank) for box, number in found[index].items())
-        for index in manifest.order
+        sum(number * _weight(holders[index][box], rank) for box, number in found[index]) for index in manifest.order
     ]
-    own = torch.tensor([_wrapped(number) for number in weighted], dtype=torch.int64, device="cpu")
+    own = torch.tensor([signed(number) for number in weighted], dtype=torch.int64, device="cpu")
     run.ready()
     places = run.group.all_reduce(own).nonzero().view(-1).tolist()
     if not places:
         return [], 0
-    told = [[[box, number] for box, number in found[manifest.order[place]].items()] for place in places[:MAX_TOLD]]
-    heard = [(json.loads(text), ranks) for text, ranks in run.group.told_once(json.dumps(told).encode())]
-    return [copy for place in range(len(told)) for copy in _copies(manifest, places[place], place, heard)], len(places)
-
-
-def _wrapped(number: int) -> int:
-    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+    told = [manifest.order[place] for place in places[:MAX_TOLD]]
+    differing = told_apart(run.group, [found[index] for index in told])
+    copies = [
+        Copy(manifest.path(index), box, tuple(ranks))
+        for index, parts in zip(told, differing, strict=True)
+        for box, ranks in parts
+    ]
+    return copies, len(places)
 
 
 def _weight(holders: Sequence[int], rank: int) -> int:
@@ -160,20 +162,3 @@ def _weight(holders: Sequence[int], rank: int) -> int:
 def _holders(layout: ChunkLayout, rank: int) -> dict[Box | None, list[int]]:
     """Return, for each box that a rank holds, the ranks that hold it."""
     return dict(zip(layout.boxes_of(rank), layout.sharing(rank), strict=True))
-
-
-def _copies(manifest: Manifest, place: int, told: int, heard: Sequence[tuple[Any, Sequence[int]]]) -> list[Copy]:
-    holders: dict[Box | None, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for row, ranks in heard:
-        for box, number in row[told]:
-            holders[None if box is None else Box(*[tuple(corner) for corner in box])][number] += ranks
-    path = manifest.path(manifest.order[place])
-    return [
-        Copy(path, box, tuple(sorted(map(tuple, map(sorted, groups.values())), key=lambda ranks: (-len(ranks), ranks))))
-        for box, groups in _in_order(holders)
-        if len(groups) > 1
-    ]
-
-
-def _in_order(holders: Mapping[Box | None, Any]) -> list[tuple[Box | None, Any]]:
-    return sorted(holders.items(), key=lambda item: ((), ()) if item[0] is None else item[0])

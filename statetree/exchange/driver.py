@@ -10,7 +10,7 @@ from statetree.errors import RankMismatch
 from statetree.exchange.buckets import BUCKET_BYTES
 from statetree.exchange.call import Call, is_rank
 from statetree.exchange.consensus import Entry, Fingerprint
-from statetree.exchange.description import Message, Received, SourceTree, described, opened, span_transfers
+from statetree.exchange.description import Message, Received, SourceTree, described, read_description, span_transfers
 from statetree.exchange.destination import FreshDestination
 from statetree.exchange.discovery import discover_layouts
 from statetree.exchange.executor import Executor
@@ -142,18 +142,15 @@ class Exchange(Call):
         """
         return FreshDestination(source, rule, self.group.rank, device=device)
 
-    def destination_like(
-        self, source: Manifest, like: Manifest, options: LikeOptions = _USUAL, *, fits: bool = False
-    ) -> LikeDestination:
+    def destination_like(self, source: Manifest, like: Manifest, options: LikeOptions = _USUAL) -> LikeDestination:
         """Take the layouts of another tree as those that a tree's leaves arrive in.
 
         Args:
             source: The tree.
             like: The other tree, of the same structure.
             options: Whether its tensors are written into, and what may differ.
-            fits: Whether the leaves are known to be able to take those layouts.
         """
-        return LikeDestination(source, like, self.group, options=options, fits=fits)
+        return LikeDestination(source, like, self.group, options=options)
 
     def layouts(self, *manifests: Manifest, beside: Sequence[Entry] = ()) -> list[dict[int, ChunkLayout]]:
         """Agree with the other ranks on manifests, and return which rank holds which chunks of each distributed leaf.
@@ -266,7 +263,7 @@ class Exchange(Call):
             layouts, told = discover_layouts(self, like, details_agree=consensus.details_agree)
         text = self.group.broadcast_bytes(message.text, consensus.nbytes, src)
         self.expect()
-        description = opened(self.verb, text)
+        description = read_description(self.verb, text)
         parts, places = description.metadata.allocate(self.verb)
         # By their keys: only the source knows which leaves it has, and with which dtypes if they are converted.
         keys = description.spec.flat_keys()

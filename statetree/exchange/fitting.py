@@ -11,7 +11,7 @@ from statetree.exchange.transfers import as_sendable
 from statetree.leaves.casting import castable, out_of_range
 from statetree.leaves.parts import unpack
 from statetree.paths import Path
-from statetree.spans.bits import same_bytes
+from statetree.spans.bits import same_bytes, same_view
 from statetree.spans.layout import holds_memory
 from statetree.spans.overlaps import overlaps_itself
 from statetree.tree.matching import matched, matched_where
@@ -34,7 +34,7 @@ _CAST_REMEDY: Final = (
 )
 
 
-def refuse(verb: str, differences: Sequence[Difference]) -> None:
+def raise_differences(verb: str, differences: Sequence[Difference]) -> None:
     """Raise ``TreeMismatch`` if there are differences."""
     if differences:
         only_dtypes = {difference.kind for difference in differences} == {"dtype"}
@@ -100,11 +100,11 @@ def partners_of(
     """
     if not options.keeps_like:
         order, differences = matched(spec, leaves, like.spec, like.leaves)
-        refuse(like.verb, differences)
+        raise_differences(like.verb, differences)
         return list(range(spec.num_leaves)) if order is None else order, []
     trees = (spec, leaves), (like.spec, like.leaves)
     common = matched_where(like.verb, *trees, where=options.where, strict=options.strict)
-    refuse(like.verb, common.differences)
+    raise_differences(like.verb, common.differences)
     return common.order, common.missing
 
 
@@ -199,18 +199,11 @@ def _tied_alike(source: Manifest, index: int, other: int) -> bool:
         return True
     ours, theirs = source.chunks.get(index), source.chunks.get(other)
     if ours is None and theirs is None:
-        return _same_elements(source.leaves[index], source.leaves[other])
+        a, b = as_sendable(source.leaves[index]), as_sendable(source.leaves[other])
+        return same_view(a, b) or same_bytes(a, b)
     if ours is None or theirs is None or (ours.text, ours.detail) != (theirs.text, theirs.detail):
         return False
     return all(map(same_bytes, ours.pieces, theirs.pieces))
-
-
-def _same_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two plain tensors of one dtype and shape are in the same place, or hold the same elements."""
-    a, b = as_sendable(a), as_sendable(b)
-    if a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.is_conj() == b.is_conj():
-        return a.is_neg() == b.is_neg() or same_bytes(a, b)
-    return same_bytes(a, b)
 
 
 def parts_of(leaves: list[Any], *, meta: bool = False) -> tuple[list[torch.Tensor], list[int]]:

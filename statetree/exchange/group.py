@@ -17,9 +17,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from statetree.chunks.ranks import Ranks, ranks_named
+from statetree.chunks.ranks import Ranks
 from statetree.errors import RankMismatch
-from statetree.exchange.silent_ranks import silent_ranks
 from statetree.torch_internals import (
     bound_device,
     device_types,
@@ -255,15 +254,10 @@ class Group(Ranks):
             raise self._not_answered(error) from error
 
     def _not_answered(self, error: RuntimeError) -> RankMismatch:
-        seconds = None if self.timeout is None else self.timeout.total_seconds()
-        limit = "" if seconds is None else f" within {seconds:g} s"
-        assert self._process_group is not None
-        silent = silent_ranks(self._process_group, self.rank, self.size, seconds or float("inf"))
-        # That all noticed it means that the connection broke, and nothing of who is to blame.
-        who = f"{ranks_named(silent)} of the group" if silent else "a rank of the group"
+        limit = "" if self.timeout is None else f" within {self.timeout.total_seconds():g} s"
         msg = (
-            f"{self._verb}: {who} did not answer{limit}: expected all {self.size} ranks to call {self._verb}, got: "
-            f"{str(error).splitlines()[0]}. The group cannot be used any more."
+            f"{self._verb}: a rank of the group did not answer{limit}: expected all {self.size} ranks to call "
+            f"{self._verb}, got: {str(error).splitlines()[0]}. The group cannot be used any more."
         )
         return RankMismatch(msg)
 

@@ -16,7 +16,7 @@ from statetree.exchange.fitting import (
     beyond_range,
     partners_of,
     parts_of,
-    refuse,
+    raise_differences,
     tied_differently,
     unfit,
     why_unwritable,
@@ -24,13 +24,12 @@ from statetree.exchange.fitting import (
 from statetree.exchange.key_union import partly_held
 from statetree.exchange.manifest import chunks_of, is_cuttable
 from statetree.exchange.partial_reduction import Chunked
-from statetree.exchange.transfers import as_sendable, converted, pieces_of
+from statetree.exchange.transfers import as_sendable, converting_transfer, sendable_pieces
 from statetree.leaves.builtin import is_plain
 from statetree.leaves.copying import prepared_copy
 from statetree.spans.columns import Columns
 from statetree.spans.mappings import MemoryMap, placed
 from statetree.spans.overlaps import overlaps_itself, shared_elements
-from statetree.torch_internals import storage_key
 from statetree.tree.flatten import unflatten
 
 if TYPE_CHECKING:
@@ -57,7 +56,6 @@ class LikeDestination(Destination):
         like: The tree whose layouts they take.
         group: The ranks.
         options: Whether tensors of ``like`` are written, and what may differ.
-        fits: Whether the leaves are known to be able to take those layouts.
 
     Raises:
         TreeMismatch: If the trees do not fit, or a tensor cannot be written.
@@ -70,7 +68,6 @@ class LikeDestination(Destination):
         group: Group,
         *,
         options: LikeOptions,
-        fits: bool = False,
     ) -> None:
         self.like = like
         self.manifests = [like]
@@ -84,10 +81,7 @@ class LikeDestination(Destination):
         like.add_ties([self._partners[index] for index in moving])
         self._canonical = dict(like.canonical)
         self._firsts = self._find_firsts()
-        if fits:
-            self.check_ties(source)
-        else:
-            refuse(like.verb, unfit(source, like, self._partners, moving, cast=options.cast))
+        raise_differences(like.verb, unfit(source, like, self._partners, moving, cast=options.cast))
         leaves = [like.leaves[partner] if partner >= 0 else None for partner in self._partners]
         held = [None if like.is_absent(partner) else leaf for partner, leaf in zip(self._partners, leaves, strict=True)]
         fresh = leaves if options.in_place else allocated(like.verb, held, source.spec)
@@ -103,7 +97,6 @@ class LikeDestination(Destination):
         self._check_disjoint()
         moved = set(moving)
         self._local = sorted(index for index in matched if index not in moved)
-        self._check_unwritten()
         copied, self._write = self._prepared_copy(source)
         for index, leaf in copied.items():
             self.leaves[index] = leaf
@@ -139,7 +132,7 @@ class LikeDestination(Destination):
     ) -> list[Transfer]:
         self._check_range(self.source)
         source = self.source
-        found: list[Transfer] = []
+        found: dict[int, Transfer] = {}
         for index in self._moving:
             if self._first(index) == index:
                 canonical = source.canonical.get(index, index)
@@ -147,9 +140,10 @@ class LikeDestination(Destination):
                     leaf = source.leaves[index]
                     sources[canonical] = Chunked(whole_on(leaf.shape, everywhere), whole_pieces(leaf))
                 given = source.chunks[index].dtype if index in source.chunks else source.leaves[index].dtype
-                found.append(converted(sources[canonical], self.target(index, layouts), given, self.dtype(index)))
+                target = self.target(index, layouts)
+                found[index] = converting_transfer(sources[canonical], target, given, self.dtype(index))
         self._check_sources(found)
-        return found
+        return list(found.values())
 
     def write(self) -> None:
         """Copy what this rank has itself."""
@@ -189,7 +183,7 @@ class LikeDestination(Destination):
             leaf = self.leaves[index]
             return Chunked(whole_on(leaf.shape, range(self._group.size)), whole_pieces(leaf))
         layout = layouts[self._partners[index]]
-        return Chunked(layout, pieces_of(chunks, layout, self._group.rank))
+        return Chunked(layout, sendable_pieces(chunks, layout, self._group.rank))
 
     def dtype(self, index: int) -> torch.dtype:
         """Return the dtype of a leaf's elements."""
@@ -205,7 +199,7 @@ class LikeDestination(Destination):
 
     def _refuse(self, kind: str, found: Sequence[tuple[int, str, str]]) -> None:
         named = self.source.spec.paths() if found else []
-        refuse(self.like.verb, [Difference(named[index], kind, left, right) for index, left, right in found])
+        raise_differences(self.like.verb, [Difference(named[index], kind, left, right) for index, left, right in found])
 
     def _check_writable(self) -> None:
         """Raise ``TreeMismatch`` if elements cannot be put into some of the leaves."""
@@ -245,47 +239,24 @@ class LikeDestination(Destination):
     def _check_range(self, source: Manifest) -> None:
         """Raise ``TreeMismatch`` where values are too large for the dtype that they are converted to."""
         if self._options.cast:
-            refuse(self.like.verb, beyond_range(source, self._moving, self.dtype))
+            raise_differences(self.like.verb, beyond_range(source, self._moving, self.dtype))
 
     def check_ties(self, source: Manifest) -> None:
         """Raise ``TreeMismatch`` where different values would go to one memory, as far as this rank holds them."""
-        refuse(self.like.verb, tied_differently(source, self.like, self._partners, self._moving))
+        raise_differences(self.like.verb, tied_differently(source, self.like, self._partners, self._moving))
 
-    def _written(self) -> set[int]:
-        """Return the keys of the storages that elements which move are put into."""
-        return set(Columns([piece for pieces in self._pieces.values() for piece in pieces]).storage_keys)
-
-    def _check_unwritten(self) -> None:
-        """Raise ``TreeMismatch`` if a leaf that is copied lies in memory that others are moved into."""
-        if not (self._local and self._options.in_place):
+    def _check_sources(self, transfers: dict[int, Transfer]) -> None:
+        """Raise ``TreeMismatch`` if what is sent or copied lies in memory that other elements are moved into."""
+        written = set(Columns([piece for pieces in self._pieces.values() for piece in pieces]).storage_keys)
+        if not (self._options.in_place and written):
             return
-        written = self._written()
         parts, owners = parts_of([self.source.leaves[index] for index in self._local])
-        keys = Columns(parts).storage_keys
-        found = {self._local[owner] for key, owner in zip(keys, owners, strict=True) if key in written}
-        self._refuse("overlap", [(index, "a tensor in memory that is written", "one elsewhere") for index in found])
-
-    def _check_sources(self, transfers: Sequence[Transfer]) -> None:
-        """Raise ``TreeMismatch`` if what is sent lies in memory that others are moved into.
-
-        A piece that stays where it is may do so: it is copied onto itself.
-        """
-        if not self._options.in_place:
-            return
-        sent = Columns([piece for transfer in transfers for piece in transfer.source.pieces])
-        if self._written().isdisjoint(sent.storage_keys):
-            return
-        places = {_storage(piece): location_of(piece) for _, target, _ in transfers for piece in target.pieces}
-        for source, target, _ in transfers:
-            stays = source.layout.digest == target.layout.digest and _dtypes(source) == _dtypes(target)
-            there = set(map(location_of, target.pieces)) if stays else set()
-            for piece in source.pieces:
-                if _storage(piece) in places and location_of(piece) not in there:
-                    msg = (
-                        f"{self.like.verb}: a tensor to move lies in the memory that is written: expected memory of "
-                        "its own, got that of like. Nothing was written. Copy it first, or do without in_place."
-                    )
-                    raise TreeMismatch(msg)
+        read = [(self._local[owner], part) for owner, part in zip(owners, parts, strict=True)]
+        read += [(index, piece) for index, transfer in transfers.items() for piece in transfer.source.pieces]
+        keys = Columns([piece for _, piece in read]).storage_keys
+        found = [at for at, key in zip(read, keys, strict=True) if key in written]
+        lost = dict.fromkeys(index for index, piece in found if not _stays(piece, transfers.get(index)))
+        self._refuse("overlap", [(index, "a tensor in the memory that is written", "one elsewhere") for index in lost])
 
     def finish(self) -> Any:
         """Return the resulting tree: of the source's structure, or of that of ``like`` if some of its leaves stay."""
@@ -305,7 +276,7 @@ class LikeDestination(Destination):
             result, write = prepared_copy(verb, left, right, cast=self._options.cast)
         except TreeMismatch as error:
             path_of = dict(zip(keys, spec.paths(), strict=True))
-            refuse(verb, [found._replace(path=path_of[found.path[0]]) for found in error.differences])
+            raise_differences(verb, [found._replace(path=path_of[found.path[0]]) for found in error.differences])
             raise
         return {index: result[keys[index]] for index in self._local}, write
 
@@ -338,14 +309,14 @@ def _own_part(rank: int, shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Chun
     return layout_of(shape, {rank: boxes})
 
 
-def _dtypes(chunked: Chunked) -> set[torch.dtype]:
-    return {piece.dtype for piece in chunked.pieces}
+def _stays(piece: torch.Tensor, transfer: Transfer | None) -> bool:
+    """Whether what is sent of a leaf stays where it is: it is copied onto itself."""
+    if transfer is None or transfer.source.layout.digest != transfer.target.layout.digest:
+        return False
+    place = piece.dtype, location_of(piece)
+    return any((target.dtype, location_of(target)) == place for target in transfer.target.pieces)
 
 
 def whole_pieces(leaf: torch.Tensor) -> list[torch.Tensor]:
     """Return the pieces of a tensor that is not distributed: itself, unless it is empty."""
     return [as_sendable(leaf)] if leaf.numel() else []
-
-
-def _storage(piece: torch.Tensor) -> int:
-    return storage_key(piece.untyped_storage())

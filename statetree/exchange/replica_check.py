@@ -2,55 +2,37 @@
 
 Ranks whose meshes differ may hold copies of one tensor. They may also hold two tensors that happen to have one key, as
 the first layers of two pipeline stages do: taken for copies, one of them would be lost. So wherever boxes of two meshes
-have elements in common, both ranks hash the bytes of these, and all compare. The elements of a box are hashed in
-row-major order, however they lie in memory and whatever the mesh cuts beside.
+have elements in common, both ranks make a number of these, and all compare. It follows from the elements and from where
+they lie in the global shape, however they lie in memory and whatever the mesh cuts beside.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
-import struct
 from collections import defaultdict
 from functools import cached_property
-from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from statetree.chunks.boxes import Box, in_slabs
+from statetree.chunks.boxes import Box
 from statetree.chunks.layouts import layout_of
 from statetree.chunks.ranks import ranks_named
 from statetree.errors import RankMismatch
-from statetree.spans.bits import bits_of
+from statetree.leaves.leaf_numbers import text_number
 from statetree.spans.layout import holds_memory
-from statetree.torch_internals import can_negate, negated_view
+from statetree.spans.sums import piece_sums, signed
+from statetree.torch_internals import can_negate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from statetree.chunks.local import LocalChunks
     from statetree.exchange.call import Call
+    from statetree.exchange.group import Group
     from statetree.exchange.manifest import Manifest
 
-#: So many bytes of a box are made contiguous, on the CPU, at a time.
-_SLAB_BYTES: Final = 16 << 20
-#: Of so many leaves, where some differ, the ranks tell each other which: 64 KiB.
+#: Of so many leaves, where some differ, the ranks tell each other which: 32 KiB.
 _LEAVES_AT_ONCE: Final = 4096
-
-
-class SharedPart(NamedTuple):
-    """Elements that a rank compares with other meshes.
-
-    Attributes:
-        box: The rank's box that they are in.
-        part: Where they are.
-        weight: How often this rank's digest counts: those of all ranks that compare these elements add up to nothing.
-    """
-
-    box: Box
-    part: Box
-    weight: int
 
 
 class Copies:
@@ -64,7 +46,7 @@ class Copies:
     def __init__(self, meshes: Sequence[int], boxes: Sequence[Sequence[Box]]) -> None:
         self.meshes = meshes
         self.boxes = boxes
-        self._parts: dict[int, list[SharedPart]] = {}
+        self._parts: dict[int, dict[tuple[Box, Box], int]] = {}
         self._are_single: bool | None = None
 
     @cached_property
@@ -85,50 +67,48 @@ class Copies:
             self._are_single = alone and layout_of(shape, {0: held}).is_complete
         return self._are_single
 
-    def in_common(self, rank: int) -> list[SharedPart]:
-        """Return what a rank compares with other meshes: those of its elements that these hold, too."""
+    def in_common(self, rank: int) -> dict[tuple[Box, Box], int]:
+        """Return what a rank compares with other meshes: those of its elements that these hold, too.
+
+        Returns:
+            For each of the rank's boxes and each part of it the weight of that part's number. Those of all ranks add up
+            to nothing, whatever the number is that they have in common.
+        """
         if rank not in self._parts:
             mine = self.meshes[rank]
-            own = [box for (mesh, box), holder in self.holders.items() if mesh == mine and holder == rank]
-            found: dict[SharedPart, None] = {}
-            for box in own:
-                for part in dict.fromkeys(part for mesh, _, part in self._meeting(box) if mesh != mine):
-                    comparing = sorted(self._comparing(part))
-                    found[SharedPart(box, part, len(comparing) - 1 if comparing[0] == (rank, box) else -1)] = None
-            self._parts[rank] = list(found)
+            found: defaultdict[tuple[Box, Box], int] = defaultdict(int)
+            for (mesh, box), holder in self.holders.items():
+                if mesh == mine and holder == rank:
+                    for other, part in self._meeting(box):
+                        if other[0] != mine:
+                            found[box, part] += _weight((mesh, box), other)
+            self._parts[rank] = dict(found)
         return self._parts[rank]
 
-    def _comparing(self, part: Box) -> set[tuple[int, Box]]:
-        """Return the ranks that compare these very elements, with the boxes that they are in."""
-        around = [(mesh, box) for mesh, box, met in self._meeting(part) if met == part]
-        return {
-            (self.holders[mesh, box], box)
-            for mesh, box in around
-            if any(other != mesh and _met(box, beside) == part for other, beside in around)
-        }
-
-    def _meeting(self, box: Box) -> Iterator[tuple[int, Box, Box]]:
+    def _meeting(self, box: Box) -> Iterator[tuple[tuple[int, Box], Box]]:
         """Yield the boxes of all meshes that have elements in common with one, with the place of these elements."""
-        bounds = self._bounds
+        listed, bounds = self._listed
         low = torch.maximum(bounds[:, 0], torch.tensor(box.start, dtype=torch.int64))
         high = torch.minimum(bounds[:, 1], torch.tensor(box.stop, dtype=torch.int64))
         rows = (high > low).all(1).nonzero()[:, 0]
-        listed = self._listed
         for row, start, stop in zip(rows.tolist(), low[rows].tolist(), high[rows].tolist(), strict=True):
-            yield *listed[row], Box(tuple(start), tuple(stop))
+            yield listed[row], Box(tuple(start), tuple(stop))
 
     @cached_property
-    def _listed(self) -> list[tuple[int, Box]]:
-        return list(self.holders)
-
-    @cached_property
-    def _bounds(self) -> torch.Tensor:
-        return torch.tensor([box for _, box in self._listed], dtype=torch.int64).view(len(self._listed), 2, -1)
+    def _listed(self) -> tuple[list[tuple[int, Box]], torch.Tensor]:
+        """All boxes of all meshes, and where they begin and end."""
+        listed = list(self.holders)
+        return listed, torch.tensor([box for _, box in listed], dtype=torch.int64).view(len(listed), 2, -1)
 
 
-def _met(one: Box, other: Box) -> Box:
-    """Return the elements that two boxes have in common."""
-    return Box((*map(max, one.start, other.start),), (*map(min, one.stop, other.stop),))
+def _weight(own: tuple[int, Box], other: tuple[int, Box]) -> int:
+    """Return the weight of a number that two boxes have in common, for the one; for the other it is the negative.
+
+    Each pair has another one, and an odd one: of a pair no difference is lost, of several it is but for chance.
+    """
+    first, second = sorted((own, other))
+    weight = text_number("pair", str(first), str(second)) | 1
+    return weight if own == first else -weight
 
 
 def first_copy(shape: Sequence[int], boxes: Mapping[int, Sequence[Box]]) -> dict[int, list[Box]]:
@@ -162,50 +142,30 @@ def check_replicas(call: Call, manifest: Manifest, copies: Mapping[int, Copies])
         return
 
     call.expect()
-    # For each leaf a sum over all ranks, which is nothing exactly if (but for chance) what is compared is the same.
-    sums = torch.zeros(len(compared), 2, dtype=torch.int64)
-    found: list[list[tuple[Box, bytes]]] = [[] for _ in compared]
-    for number, (index, held) in enumerate(compared.items()):
-        for place, piece in _pieces(held, manifest.chunks[index], call.group.rank):
-            digest = _digest(piece)
-            found[number].append((place.part, digest))
-            sums[number] += _weighed(place, digest)
-    weights = torch.arange(1, 2 * len(sums), 2)[:, None]  # odd numbers: no leaf's sum is lost
-    mixed = torch.stack([part.sum(0) for part in (sums * weights).split(_LEAVES_AT_ONCE)])
+    # For each leaf a sum over all ranks, which is zero exactly if (but for chance) what is compared is the same.
+    sums = torch.zeros(len(compared), dtype=torch.int64, device="cpu")
+    found: list[list[tuple[Box | None, int]]] = [[] for _ in compared]
+    for place, (index, held) in enumerate(compared.items()):
+        chunks = manifest.chunks[index]
+        pieces = dict(zip(chunks.boxes, chunks.pieces, strict=True))
+        total = 0
+        for (box, part), weight in held.in_common(call.group.rank).items():
+            piece = pieces[box]
+            if not piece.is_meta and holds_memory(piece):  # otherwise there are no elements, and nothing is read
+                number = chunk_number(_within(piece, box, part), part, chunks.shape)
+                found[place].append((part, number))
+                total += weight * number
+        sums[place] = signed(total)
+    weights = torch.arange(1, 2 * len(sums), 2, device="cpu")  # odd numbers: no leaf's sum is lost
+    mixed = torch.stack([part.sum() for part in (sums * weights).split(_LEAVES_AT_ONCE)])
     call.ready()
-    for part in call.group.all_reduce(mixed).any(1).nonzero()[:, 0].tolist():
+    for part in call.group.all_reduce(mixed).nonzero()[:, 0].tolist():
         first = part * _LEAVES_AT_ONCE
-        unlike = call.group.all_reduce(sums[first : first + _LEAVES_AT_ONCE]).any(1).nonzero()[:, 0].tolist()
-        for number in unlike:
-            ranks = _unlike_ranks(call, found[first + number])
-            if ranks:  # and not only a rank without elements
-                raise _unlike(manifest, list(compared)[first + number], ranks, len(unlike))
-
-
-def _unlike_ranks(call: Call, found: Sequence[tuple[Box, bytes]]) -> list[list[int]]:
-    """Have the ranks tell each other their digests of a leaf, and return those that do not agree at some place."""
-    told = call.group.told_once(json.dumps([(*part, digest.hex()) for part, digest in found]).encode())
-    ranks_by_digest: defaultdict[Any, defaultdict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for text, ranks in told:
-        for start, stop, digest in json.loads(text):
-            ranks_by_digest[tuple(start), tuple(stop)][digest] += ranks
-    unlike = [sorted(map(sorted, listed.values())) for _, listed in sorted(ranks_by_digest.items()) if len(listed) > 1]
-    return unlike[0] if unlike else []
-
-
-def _weighed(place: SharedPart, digest: bytes) -> torch.Tensor:
-    """Return what a rank adds to the sum of a leaf: two numbers of 64 bits that stand for elements and their place."""
-    words = struct.unpack("<qq", blake2b(repr(place.part).encode() + digest, digest_size=16).digest())
-    return torch.tensor(words, dtype=torch.int64) * place.weight
-
-
-def _pieces(held: Copies, chunks: LocalChunks, rank: int) -> Iterator[tuple[SharedPart, torch.Tensor]]:
-    """Yield the parts that this rank compares, with their tensors; none without elements, of which nothing is read."""
-    by_box = dict(zip(chunks.boxes, chunks.pieces, strict=True))
-    for place in held.in_common(rank):
-        piece = by_box[place.box]
-        if not piece.is_meta and holds_memory(piece):
-            yield place, _within(piece, place.box, place.part)
+        unlike = call.group.all_reduce(sums[first : first + _LEAVES_AT_ONCE]).nonzero()[:, 0].tolist()
+        for place in unlike:
+            (differing,) = told_apart(call.group, found[first + place : first + place + 1])
+            if differing:  # and not only a rank without elements
+                raise _unlike(manifest, list(compared)[first + place], differing[0][1], len(unlike))
 
 
 def _within(piece: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
@@ -215,18 +175,39 @@ def _within(piece: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
     return piece
 
 
-def _digest(tensor: torch.Tensor) -> bytes:
-    """Return a digest of a tensor's elements, in row-major order."""
-    found = blake2b(digest_size=16)
-    tensor = tensor.detach()
-    if tensor.is_neg() and not can_negate(tensor.dtype):  # (private functions set such bits)
-        tensor = negated_view(tensor)
-        found.update(b"negative")
-    whole = Box((0,) * tensor.dim(), tuple(tensor.shape))
-    for slab in in_slabs(whole, -(-tensor.nbytes // _SLAB_BYTES)):
-        bits = bits_of(_within(tensor, whole, slab))
-        found.update((ctypes.c_char * bits.nbytes).from_address(bits.data_ptr()))
-    return found.digest()
+def chunk_number(piece: torch.Tensor, box: Box, shape: Sequence[int]) -> int:
+    """Return a number for the elements of a box, and for where they lie in a global shape."""
+    unreadable = piece.is_neg() and not can_negate(piece.dtype)  # (private functions set such bits)
+    sums = [] if piece.is_meta else piece_sums(piece, box, shape).tolist()
+    return text_number("chunk", str(box), str(unreadable), str(sums))
+
+
+def told_apart(
+    group: Group, found: Sequence[Sequence[tuple[Box | None, int]]]
+) -> list[list[tuple[Box | None, list[tuple[int, ...]]]]]:
+    """Have the ranks tell each other numbers of parts of leaves, and return where they differ.
+
+    Args:
+        group: The ranks.
+        found: For each of some leaves, the same on every rank, the parts that this rank holds, and their numbers.
+
+    Returns:
+        For each leaf the parts of which some ranks have another number than others, with the ranks of each number; most
+        ranks first.
+    """
+    said = [(json.loads(text), ranks) for text, ranks in group.told_once(json.dumps(found).encode())]
+    result = []
+    for place in range(len(found)):
+        holders: defaultdict[Any, defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for leaves, ranks in said:
+            for box, number in leaves[place]:
+                holders[box and Box(*[tuple(corner) for corner in box])][number] += ranks
+        rows = sorted(holders.items(), key=lambda item: item[0] or ((), ()))
+        alike = [(box, [tuple(sorted(ranks)) for ranks in numbers.values()]) for box, numbers in rows]
+        result.append(
+            [(box, sorted(ranks, key=lambda held: (-len(held), held))) for box, ranks in alike if len(ranks) > 1]
+        )
+    return result
 
 
 def _unlike(manifest: Manifest, index: int, ranks: Sequence[Sequence[int]], count: int) -> RankMismatch:

@@ -157,7 +157,7 @@ def cuts_of(cuts: Cuts, pieces: Bounds) -> list[Cut]:
     ]
 
 
-def lay_out(found: Sequence[tuple[Part, Cuts, Bounds]], *, in_order: bool = False) -> Side:
+def lay_out_bucket(found: Sequence[tuple[Part, Cuts, Bounds]], *, in_order: bool = False) -> Side:
     """Give every box its place in a bucket.
 
     Args:
@@ -187,7 +187,7 @@ def lay_out(found: Sequence[tuple[Part, Cuts, Bounds]], *, in_order: bool = Fals
     for peers, alike in _grouped(packed):
         stack = _stack(peers, alike, position, in_order=in_order)
         stacks.append(stack)
-        position += aligned(stack.nbytes) if stack.stride == 0 else stack.stride * len(stack.peers)
+        position += next_start(stack.nbytes) if stack.stride == 0 else stack.stride * len(stack.peers)
     return Side(stacks, large, position)
 
 
@@ -227,7 +227,7 @@ def _stack(peers: torch.Tensor, columns: Sequence[_Column], start: int, *, in_or
         sizes = tuple(cuts.sizes[0].tolist())
         fields.append(Field(column.number, offset, sizes, _runs(column, cuts)))
         offset += prod(sizes) * column.part.dtype.itemsize * len(column.part.moves)
-    return Stack(peers.tolist(), start, 0 if shared else aligned(offset), offset, fields)
+    return Stack(peers.tolist(), start, 0 if shared else next_start(offset), offset, fields)
 
 
 def _runs(column: _Column, cuts: Cuts) -> list[Run]:
@@ -264,6 +264,6 @@ def cut_from(pieces: Sequence[torch.Tensor], cut: Sequence[tuple[int, int, int]]
     return pieces
 
 
-def aligned(position: int) -> int:
+def next_start(position: int) -> int:
     """Return the next place at which a stretch may begin."""
     return -(-position // ALIGNMENT) * ALIGNMENT

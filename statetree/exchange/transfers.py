@@ -36,7 +36,7 @@ class Transfer(NamedTuple):
     dtype: torch.dtype
 
 
-def pieces_of(chunks: LocalChunks, layout: ChunkLayout, rank: int) -> list[torch.Tensor]:
+def sendable_pieces(chunks: LocalChunks, layout: ChunkLayout, rank: int) -> list[torch.Tensor]:
     """Return this rank's pieces in the order of a layout's rows, as tensors that can be sent."""
     if len(chunks.boxes) == 1:
         return [as_sendable(chunks.pieces[0])]
@@ -51,7 +51,7 @@ def as_sendable(tensor: torch.Tensor) -> torch.Tensor:
     return as_copied(tensor.detach() if tensor.requires_grad else tensor)
 
 
-def converted(source: Chunked, target: Chunked, before: torch.dtype, after: torch.dtype) -> Transfer:
+def converting_transfer(source: Chunked, target: Chunked, before: torch.dtype, after: torch.dtype) -> Transfer:
     """Return how elements are brought to another dtype on their way: as the smaller of both they travel."""
     if before != after:
         source = source._replace(pieces=[piece.view(before) for piece in source.pieces])  # they may be sent as integers
@@ -176,7 +176,7 @@ def sources_of(
 ) -> tuple[dict[int, Chunked], Reduction | None]:
     """Return where the elements of distributed leaves come from, and the partials that are put together before."""
     chunks = manifest.chunks
-    found = {index: Chunked(layouts[index], pieces_of(chunks[index], layouts[index], rank)) for index in moving}
+    found = {index: Chunked(layouts[index], sendable_pieces(chunks[index], layouts[index], rank)) for index in moving}
     summed = [index for index in moving if chunks[index].partials is not None]
     if not summed:
         return found, None

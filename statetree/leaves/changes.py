@@ -163,7 +163,7 @@ def change_of_all(
     return TensorChange(gaps, values, _head(_WHOLE, prod(shape), before, after))
 
 
-def merged(name: str, first: TensorChange, second: TensorChange) -> TensorChange:
+def merged_changes(name: str, first: TensorChange, second: TensorChange) -> TensorChange:
     """Return two changes of a tensor in a row as one.
 
     Sums are added: what was there before both is what was there before each, without what the first wrote for the

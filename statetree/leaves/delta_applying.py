@@ -13,17 +13,15 @@ from typing import TYPE_CHECKING, Any
 from statetree.errors import TreeMismatch
 from statetree.leaves.changes import OTHER_CONTENT, damaged, mismatch
 from statetree.leaves.copying import copied_leaves, prepared_copy
-from statetree.leaves.located_change import LocatedChange, tried
+from statetree.leaves.delta_overlaps import overlapping_changes
+from statetree.leaves.located_change import LocatedChange
 from statetree.leaves.tensor_entries import TreeEntries
-from statetree.spans.bits import same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.mappings import MemoryMap, foreign, read_only
 from statetree.tree.flatten import unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
     from statetree.chunks.ranks import Ranks
     from statetree.leaves.delta_tree import Delta
@@ -55,7 +53,6 @@ class _Application:
         self.index_of = delta.check_leaves(verb, entries)
         self.writes: list[Callable[[], None]] = []
         self.written: set[Any] = set()
-        self.found: dict[str, torch.Tensor] = {}  # the sums of what each change writes over
 
     def prepared(self, *, everything: bool) -> tuple[Any, list[Callable[[], None]]]:
         if everything:
@@ -90,7 +87,6 @@ class _Application:
         found, brought = located.both_sums()
         if not brought.equal(change.after):
             raise damaged(self.verb, name, OTHER_CONTENT)
-        self.found[name] = found
         if found.equal(change.before):
             if entry.place not in self.written:  # tied tensors are written once
                 self.written.add(entry.place)
@@ -123,27 +119,10 @@ class _Application:
         return result[name]
 
     def _check_ties(self) -> None:
-        """Refuse a tree in which writing over one tensor would change another one, which it did not in the base.
-
-        Where tensors overlap, the delta is written to copies of them that do so, too, to see what comes of it.
-        """
-        changed = {self.index_of[name] for name in (*self.delta.tensors, *self.delta.values)}
-        numbers = {self.index_of[name]: (change.before, change.after) for name, change in self.delta.values.items()}
-        for a, b in self.entries.cut(changed, numbers):
-            one, other = self.entries.keys[a], self.entries.keys[b]
-            raise mismatch(self.verb, one, "memory of its own", f"memory that it shares with {other}")
+        """Refuse a tree in which writing over one tensor would change another one, which it did not in the base."""
         if not self.writes:
             return
         changes = {self.index_of[name]: change for name, change in self.delta.tensors.items()}
-        for index, (before, after) in tried(self.verb, self.entries, changes, numbers).items():
-            name, change = self.entries.keys[index], changes.get(index)
-            if change is None or after is None:
-                kept = after is not None and all(map(same_bytes, after, before))
-            else:
-                entry = self.entries.tensors[index]
-                expected = entry.sums() - self.found[name] + change.after
-                kept = entry._replace(pieces=after).sums().equal(expected)
-            if not kept:
-                is_one = change is not None and self.entries.tensors[index].overlaps_itself
-                got = "one that overlaps itself" if is_one else "memory that it shares with another tensor that changes"
-                raise mismatch(self.verb, name, "a tensor that can be written" if is_one else "memory of its own", got)
+        numbers = {self.index_of[name]: (change.before, change.after) for name, change in self.delta.values.items()}
+        for index, _, memory in overlapping_changes(self.verb, self.entries, changes, numbers):
+            raise mismatch(self.verb, self.entries.keys[index], "memory of its own", memory)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -10,14 +10,14 @@ from statetree.errors import Difference, TreeMismatch
 from statetree.leaves.builtin import facts
 from statetree.leaves.changes import TensorChange, ValueChange, change_at, change_of_all
 from statetree.leaves.copying import copied_leaves
+from statetree.leaves.delta_overlaps import overlapping_changes
 from statetree.leaves.delta_tree import Delta
-from statetree.leaves.located_change import tried
+from statetree.leaves.located_change import plain_copies
 from statetree.leaves.pairing import fact_differences
 from statetree.leaves.tensor_entries import TensorEntry, TreeEntries
-from statetree.spans.bits import as_bits, differ_in_more, differing, from_bits, is_unreadable, same_bytes
+from statetree.spans.bits import as_bits, differ_in_more, differing, from_bits, is_unreadable, same_view
 from statetree.spans.positions import places_of, take, within
 from statetree.spans.sums import sums_at
-from statetree.torch_internals import copy_each
 from statetree.tree.matching import matched
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from statetree.chunks.ranks import Ranks
 
-_SHARED: Final = "memory that it shares with another leaf, which changes"
 #: From here on, not even gaps of one byte make positions and values fewer bytes than all values.
 _GAP_BYTES = 1
 
@@ -101,15 +100,9 @@ class _Making:
         """Refuse a base in which leaves share memory for which the other tree has different values."""
         paths = self.base.paths()
         found = [
-            Difference(paths[a], "ties", "values of its own", f"memory that it shares with {paths[b]}")
-            for a, b in self.base.cut(tensors.keys() | numbers.keys(), numbers)
+            Difference(paths[index], kind, "values of its own", memory)
+            for index, kind, memory in overlapping_changes(self.verb, self.base, tensors, numbers)
         ]
-        for index, (before, after) in tried(self.verb, self.base, tensors, numbers).items():
-            wanted = self.new.tensors[self.partner[index]].pieces if index in self.base.tensors else before
-            if after is None or not all(map(same_bytes, after, wanted)):
-                is_one = index in tensors and self.base.tensors[index].overlaps_itself
-                kind, got = ("overlap", "a tensor that overlaps itself") if is_one else ("ties", _SHARED)
-                found.append(Difference(paths[index], kind, "values of its own", got))
         if found:
             raise TreeMismatch.between(self.verb, found, "Take them apart in the base, or tie the new state alike.")
 
@@ -127,7 +120,7 @@ def _change(a: TensorEntry, b: TensorEntry, sums: torch.Tensor) -> TensorChange 
     found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     number = 0
     for box, (x, y) in zip(b.boxes, pairs, strict=True):
-        if _same_view(x, y):
+        if same_view(x, y):
             continue
         parts = []
         for positions in differing(x, y):
@@ -153,15 +146,9 @@ def _in_order(found: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) 
     return positions[order], from_bits(values[order], dtype), from_bits(old[order], dtype)
 
 
-def _same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
-    bits = a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
-    return bits and a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.device == b.device
-
-
 def _all(a: TensorEntry, b: TensorEntry, sums: torch.Tensor) -> TensorChange:
     """Return the change of everything that this rank holds."""
-    copies = [torch.empty(piece.shape, dtype=piece.dtype, device=piece.device) for piece in a.pieces]
-    copy_each(copies, a.pieces)
+    copies = plain_copies(a.pieces)
     values = copies[0] if len(copies) == 1 else _joined(copies, b.dtype)
     return change_of_all(values, b.shape, b.boxes, sums, a.sums())
 

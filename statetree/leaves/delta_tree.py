@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from statetree.chunks.ranks import own_ranks
-from statetree.leaves.changes import TensorChange, ValueChange, damaged, has_elements, merged, mismatch
+from statetree.leaves.changes import TensorChange, ValueChange, damaged, has_elements, merged_changes, mismatch
 from statetree.leaves.copying import copied_leaves
 from statetree.leaves.located_change import LocatedChange
 from statetree.leaves.parts import unpack
@@ -88,7 +88,7 @@ class Delta:
         tensors = dict(self.tensors)
         for name, second in other.tensors.items():
             first = tensors.get(name)
-            tensors[name] = second if first is None else merged(name, first, second)
+            tensors[name] = second if first is None else merged_changes(name, first, second)
         values = dict(self.values)
         for name, later in other.values.items():
             earlier = values.get(name, later)

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from statetree.leaves.changes import TensorChange, damaged, mismatch
-from statetree.leaves.copying import copies_of
-from statetree.spans.bits import as_bits, from_bits, safely_equal
-from statetree.spans.columns import Columns
-from statetree.spans.overlaps import sharing
+from statetree.spans.bits import as_bits, from_bits
 from statetree.spans.positions import in_box, places_of, put, stored, take
 from statetree.spans.sums import FEW, piece_sums, sums_at
 from statetree.torch_internals import copy_all, copy_each, plain_pair
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from statetree.leaves.tensor_entries import TensorEntry, TreeEntries
+    from statetree.leaves.tensor_entries import TensorEntry
 
 
 class _Part(NamedTuple):
@@ -101,9 +97,7 @@ class LocatedChange:
     def _read(self, part: _Part) -> torch.Tensor:
         if part.places is not None:
             return take(part.piece, part.places)
-        fresh = torch.empty(part.piece.shape, dtype=part.piece.dtype, device=part.piece.device)
-        copy_each([fresh], [part.piece])
-        return fresh.view(-1)
+        return plain_copies([part.piece])[0].view(-1)
 
     def found_sums(self) -> torch.Tensor:
         """Return the sums of the elements that the change writes over, as they are now."""
@@ -150,61 +144,11 @@ class LocatedChange:
         return partial(copy_all, [target for target, _ in pairs], [source for _, source in pairs])
 
 
-class Tried(NamedTuple):
-    """A leaf that lies in one memory with others, or over itself.
-
-    Attributes:
-        before: Its plain tensors.
-        after: What becomes of them; ``None`` if torch cannot write to them.
-    """
-
-    before: Sequence[torch.Tensor]
-    after: Sequence[torch.Tensor] | None
-
-
-def tried(
-    verb: str, entries: TreeEntries, changes: Mapping[int, TensorChange], replaced: Container[int]
-) -> dict[int, Tried]:
-    """Write changes to copies, where tensors lie over each other or themselves, or inside objects: to see what comes.
-
-    Args:
-        verb: On whose behalf, for messages.
-        entries: The tree that is to be written to.
-        changes: The changes of its tensors, by their indices.
-        replaced: The leaves that are replaced. (Tensors inside of other objects stay.)
-
-    Returns:
-        Every leaf that shares memory, where any of them changes. The copies lie in one memory as the leaves do.
-    """
-    if not changes:
-        return {}
-    held: dict[int, Sequence[torch.Tensor]] = {}
-    first_at: dict[Any, int] = {}
-    for index, entry in entries.tensors.items():
-        first = first_at.setdefault(entry.place, index)
-        if first == index or not _same_change(changes.get(first), changes.get(index)):  # tied tensors are written once
-            held[index] = entry.pieces
-    objects = [index for index in entries.objects() if index not in replaced]
-    held.update(zip(objects, entries.parts_inside(objects), strict=True))
-    rows = [(index, piece) for index, pieces in held.items() for piece in pieces if not piece.is_meta and piece.numel()]
-    columns = Columns([piece for _, piece in rows])
-    over_itself = {index for index in changes if index in held and entries.tensors[index].overlaps_itself}
-    shared = over_itself | {rows[place][0] for place in sharing(columns)}
-    if shared.isdisjoint(changes):
-        return {}
-    copies = iter(copies_of(Columns([piece for index in shared for piece in held[index]])))
-    fresh = {index: list(islice(copies, len(held[index]))) for index in shared}
-    unwritable = {index for index in over_itself if len(held[index]) > 1}
-    for index in (shared & changes.keys()) - unwritable:
-        copy = entries.tensors[index]._replace(pieces=fresh[index])
-        LocatedChange(verb, entries.keys[index], changes[index], copy).write()()
-    return {index: Tried(held[index], None if index in unwritable else fresh[index]) for index in sorted(shared)}
-
-
-def _same_change(a: TensorChange | None, b: TensorChange | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return a is b or all(map(safely_equal, (a.head, a.gaps, a.values), (b.head, b.gaps, b.values)))
+def plain_copies(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return contiguous copies of tensors."""
+    copies = [torch.empty(piece.shape, dtype=piece.dtype, device=piece.device) for piece in pieces]
+    copy_each(copies, pieces)
+    return copies
 
 
 def _of(bits: torch.Tensor, chosen: torch.Tensor | slice) -> torch.Tensor:

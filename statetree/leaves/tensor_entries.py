@@ -7,20 +7,19 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from statetree.chunks.boxes import Box
-from statetree.leaves.builtin import holds_tensor, leaf_type_of, settled, taken_over
+from statetree.leaves.builtin import holds_tensor, leaf_type_of, settled
 from statetree.leaves.leaf_numbers import text_number, value_number
 from statetree.leaves.location import located
 from statetree.leaves.parts import unpack
 from statetree.leaves.types.special import special_layout
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, holds_memory
-from statetree.spans.mappings import MemoryMap, foreign, placed
-from statetree.spans.overlaps import overlaps_itself, shared_elements
+from statetree.spans.overlaps import overlaps_itself
 from statetree.spans.sums import FEW, piece_sums, whole_sums
 from statetree.tree.flatten import flatten_for_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence, Set
+    from collections.abc import Sequence
 
     from statetree.chunks.local import LocalChunks
     from statetree.chunks.ranks import Ranks
@@ -158,59 +157,6 @@ class TreeEntries:
             return
         check_memory(self.verb, Columns(pieces), lambda place: self.paths()[owners[place]])
 
-    def cut(self, changed: Set[int], numbers: Mapping[int, tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return pairs of leaves that have bytes in common and are not changed as one.
-
-        Args:
-            changed: The leaves that change.
-            numbers: The numbers of values that change, before and after.
-        """
-        return [
-            (a, b)
-            for a, b in self._entangled()
-            if not changed.isdisjoint((a, b))
-            and (self.leaves[a] is not self.leaves[b] or numbers.get(a) != numbers.get(b))
-        ]
-
-    def _entangled(self) -> list[tuple[int, int]]:
-        """Return pairs of leaves of which none can be written without a change of the other, nor this be tried.
-
-        Of two that lie on one storage, what is written over one can be tried on copies; that includes the tensors
-        inside opaque objects. Not so where one is another value (sparse, quantized), which is written, too, or where
-        several storages stand for one memory (NumPy's, or of a file that is mapped twice).
-        """
-        owners, pieces = self._pieces()
-        values = [
-            index for index in range(len(self.leaves)) if index not in self.tensors and self._holds_tensors(index)
-        ]
-        if not values and not foreign(Columns(pieces)):
-            return []
-        for index, parts in zip(values, self.parts_inside(values), strict=True):  # a part may lie in several
-            owners += [index] * len(parts)
-            pieces += parts
-        there = [place for place, piece in enumerate(pieces) if not piece.is_meta and piece.numel()]
-        columns = Columns([pieces[place] for place in there])
-        keys = columns.storage_keys
-        places = placed(columns, MemoryMap(), private=False) if foreign(columns) else columns
-        pairs = []
-        for first, second in shared_elements(places):
-            a, b = owners[there[first]], owners[there[second]]
-            together = keys[first] == keys[second] and self._can_be_tried(a) and self._can_be_tried(b)
-            if a != b and not together:
-                pairs.append((a, b))
-        return pairs
-
-    def _can_be_tried(self, index: int) -> bool:
-        return index in self.tensors or taken_over(self.leaves[index])
-
-    def objects(self) -> list[int]:
-        """Return the opaque objects with tensors inside: what replaces one is a new object, and nothing is written."""
-        return [
-            index
-            for index, leaf in enumerate(self.leaves)
-            if index not in self.tensors and taken_over(leaf) and self._holds_tensors(index)
-        ]
-
     def parts_inside(self, indices: Sequence[int]) -> list[list[torch.Tensor]]:
         """Return the plain tensors inside each of some values."""
         chosen = [self.leaves[index] for index in indices]
@@ -222,7 +168,8 @@ class TreeEntries:
         pairs = [(index, piece) for index, entry in self.tensors.items() for piece in entry.pieces]
         return [index for index, _ in pairs], [piece for _, piece in pairs]
 
-    def _holds_tensors(self, index: int) -> bool:
+    def holds_tensors(self, index: int) -> bool:
+        """Whether there are tensors in a leaf."""
         leaf_type = leaf_type_of(type(self.leaves[index]))
         return leaf_type is not None and leaf_type.has_elements
 

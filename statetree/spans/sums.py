@@ -60,7 +60,7 @@ _MASK: Final = (1 << 64) - 1
 _FACTORS: Final = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
-def _signed(number: int) -> int:
+def signed(number: int) -> int:
     """Return a number modulo 2⁶⁴, as torch's ``int64`` has it."""
     number &= _MASK
     return number - (1 << 64) if number >> 63 else number
@@ -77,21 +77,21 @@ def _mixed(number: int) -> int:
 @lru_cache(maxsize=16)
 def _place_factors(device: torch.device) -> torch.Tensor:
     """Return the coefficients of the places in a row, for each of the sums."""
-    numbers = [[_signed(_mixed((sum_ << 32) + place + 1)) for place in range(_ROW_WORDS)] for sum_ in range(ALL)]
+    numbers = [[signed(_mixed((sum_ << 32) + place + 1)) for place in range(_ROW_WORDS)] for sum_ in range(ALL)]
     return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device)
 
 
 @lru_cache(maxsize=16)
 def _row_seeds(device: torch.device) -> torch.Tensor:
-    seeds = [_signed(_mixed((sum_ + 1) << 48)) for sum_ in range(ALL)]
+    seeds = [signed(_mixed((sum_ + 1) << 48)) for sum_ in range(ALL)]
     return torch.tensor(seeds, dtype=torch.int64, device="cpu").to(device).unsqueeze(1)
 
 
 def _row_factors(rows: torch.Tensor, count: int) -> torch.Tensor:
     """Return the coefficients of rows, for each of some sums: ``[count, len(rows)]``."""
-    mixed = rows.unsqueeze(0) * _signed(_FACTORS[0]) + _row_seeds(rows.device)[:count]
-    mixed.bitwise_xor_(mixed >> 30).mul_(_signed(_FACTORS[1]))
-    mixed.bitwise_xor_(mixed >> 27).mul_(_signed(_FACTORS[2]))
+    mixed = rows.unsqueeze(0) * signed(_FACTORS[0]) + _row_seeds(rows.device)[:count]
+    mixed.bitwise_xor_(mixed >> 30).mul_(signed(_FACTORS[1]))
+    mixed.bitwise_xor_(mixed >> 27).mul_(signed(_FACTORS[2]))
     return mixed.bitwise_xor_(mixed >> 31)
 
 

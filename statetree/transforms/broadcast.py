@@ -12,7 +12,7 @@ from statetree.exchange.description import SourceTree
 from statetree.exchange.driver import Exchange, exchange
 from statetree.exchange.manifest import path_order
 from statetree.exchange.partial_reduction import Chunked
-from statetree.exchange.transfers import Transfer, pieces_of
+from statetree.exchange.transfers import Transfer, sendable_pieces
 from statetree.tree.flatten import unflatten
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def _distributed(run: Exchange, received: Received, own: Manifest | None) -> lis
     transfers: list[Transfer] = []
     for index in own.moving():
         layout, held = layouts[index], own.chunks[index]
-        sources, targets = (pieces_of(chunks, layout, rank) for chunks in (held, made.chunks[index]))
+        sources, targets = (sendable_pieces(chunks, layout, rank) for chunks in (held, made.chunks[index]))
         if held.partials is None:
             transfers.append(Transfer(Chunked(layout, sources), Chunked(layout, targets), held.dtype))
         else:  # every rank has a partial of its own

@@ -8,7 +8,7 @@ from statetree.declare import collective_unless
 from statetree.exchange.buckets import BUCKET_BYTES
 from statetree.exchange.description import SourceTree, caught
 from statetree.exchange.driver import Exchange, exchange
-from statetree.exchange.fitting import LikeOptions, partners_of, refuse, unfit
+from statetree.exchange.fitting import LikeOptions, partners_of, raise_differences, unfit
 from statetree.exchange.like import reads_values
 from statetree.exchange.manifest import is_cuttable
 
@@ -109,7 +109,7 @@ def distribute(
         reads = reads_values(wanted, cast=cast)
         received = run.receive(sent, wanted, how.selection(wanted, chosen), reads=reads)
         own = sent.manifest if isinstance(sent, SourceTree) else None
-        target = run.destination_like(received.manifest("distribute", own), wanted, how, fits=True)
+        target = run.destination_like(received.manifest("distribute", own), wanted, how)
         return run.move_received(received, target, own)
 
 
@@ -126,7 +126,7 @@ def _sent(run: Exchange, full: Any, like: Manifest, how: LikeOptions) -> SourceT
         if partners[index] in like.chunks
         or (how.cast and _is_converted(source.leaves[index], like.leaves[partners[index]]))
     ]
-    refuse("distribute", unfit(source, like, partners, moving, cast=how.cast))
+    raise_differences("distribute", unfit(source, like, partners, moving, cast=how.cast))
     return SourceTree(
         source, {index: (source.leaves[index].dtype, tuple(source.leaves[index].shape)) for index in moving}
     )

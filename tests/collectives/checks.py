@@ -6,12 +6,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 import statetree
+from statetree.exchange.group import Group
 from statetree.testing.assertions import tree_differences
 
 
@@ -22,6 +24,24 @@ def attempt(call: Callable[[], Any]) -> tuple[str, str]:
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""
+
+
+def sent_by(call: Callable[[], Any]) -> tuple[Any, int]:
+    """Make a call; return its result, and how many bytes of elements this rank sends: of what is broadcast, once."""
+    exchange, broadcast, sent = Group.exchange, Group.broadcast, []
+
+    def counted_exchange(group: Group, outgoing: Any, incoming: Any) -> Any:
+        sent.extend(data.numel() for _, data in outgoing)
+        return exchange(group, outgoing, incoming)
+
+    def counted_broadcast(group: Group, tensors: Any, source: int) -> Any:
+        sent.extend(tensor.numel() for tensor in tensors if group.rank == source)
+        return broadcast(group, tensors, source)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Group, "exchange", counted_exchange)
+        patch.setattr(Group, "broadcast", counted_broadcast)
+        return call(), sum(sent)
 
 
 def check_in_step(group: Any = None) -> None:

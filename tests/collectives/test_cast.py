@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 
 import statetree
-from statetree.exchange.buckets import BucketedPlan
 from statetree.testing import Layout, run_ranks
-from tests.collectives.checks import attempt, blank, check_in_step, check_same
+from tests.collectives.checks import attempt, blank, check_in_step, check_same, sent_by
 
 PAIRS = [
     (torch.float32, torch.bfloat16),
@@ -88,16 +87,8 @@ def count_bytes(before, after):
     """Return how many bytes this rank sends, and how many elements."""
     tree, like, _ = trees(before, after, (64, 64))
     chosen = {key: (tree[key], like[key]) for key in ("rows", "whole")}
-    sent, run = [], BucketedPlan.run
-
-    def counted(plan, *args):
-        sent.append(plan.bytes_sent())
-        run(plan, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BucketedPlan, "run", counted)
-        statetree.reshard(*({key: pair[side] for key, pair in chosen.items()} for side in range(2)), cast=True)
-    return sent[0]
+    sides = ({key: pair[side] for key, pair in chosen.items()} for side in range(2))
+    return sent_by(lambda: statetree.reshard(*sides, cast=True))[1]
 
 
 @pytest.mark.parametrize(("before", "after"), [PAIRS[0], PAIRS[1]], ids=["narrower", "wider"])

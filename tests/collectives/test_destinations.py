@@ -7,31 +7,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import statetree
-from statetree.exchange.buckets import BucketedPlan
 from statetree.testing import Layout, run_ranks
-from tests.collectives.checks import attempt, check_in_step
-
-
-def bytes_of(call):
-    """Return what a call returns, and how many bytes of elements this rank sends for it."""
-    sent, run = [], BucketedPlan.run
-
-    def counted(plan, *args):
-        sent.append(plan.bytes_sent())
-        run(plan, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BucketedPlan, "run", counted)
-        return call(), sum(sent)
+from tests.collectives.checks import attempt, check_in_step, sent_by
 
 
 def gather_to_devices():
     layout = Layout((6, 3), tuple(range(dist.get_world_size())), ("S0",))
     tree = {"w": layout.build(), "plain": torch.arange(3.0)}
-    found, sent = bytes_of(lambda: statetree.gather(tree))
+    found, sent = sent_by(lambda: statetree.gather(tree))
     assert torch.equal(found["w"], layout.full())
     assert sent
-    found, sent = bytes_of(lambda: statetree.gather(tree, device="meta"))
+    found, sent = sent_by(lambda: statetree.gather(tree, device="meta"))
     assert (found["w"].is_meta, found["plain"].is_meta, found["w"].shape) == (True, True, (6, 3))
     assert not sent  # nobody wants the elements
     name, message = attempt(lambda: statetree.gather(tree, device="meta" if dist.get_rank() else "cpu"))

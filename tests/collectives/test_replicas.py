@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as hyp
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardMetadata
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 import statetree
 from statetree.exchange import replica_check as replicas
@@ -132,6 +133,25 @@ def test_copies_are_known_by_their_bytes(dtype, geometry):
     run_ranks(4, take_copies, dtype, geometry)
 
 
+def drift_on_one_of_many_meshes():
+    """Give each rank a mesh of its own, and one of them another element: it is found, whichever rank that is."""
+    mine = [DeviceMesh("cpu", [rank]) for rank in range(3)][dist.get_rank()]
+    for drifted in range(3):
+        local = torch.arange(6)
+        one = DTensor.from_local(local, mine, [Replicate()], run_check=False)
+        assert torch.equal(statetree.gather({"a": one})["a"], torch.arange(6))
+        local[4] += dist.get_rank() == drifted
+        kind, message = attempt(lambda one=one: statetree.gather({"a": one}))
+        others = ", ".join(str(rank) for rank in range(3) if rank != drifted)
+        assert kind == "RankMismatch"
+        assert f"on ranks {others} and on rank {drifted}. " in message
+        check_in_step()
+
+
+def test_one_that_differs_among_many_meshes_is_found():
+    run_ranks(3, drift_on_one_of_many_meshes)
+
+
 def take_views():
     """Compare tensors that read as the conjugate or negative of what lies in memory."""
     rank = dist.get_rank()
@@ -155,22 +175,6 @@ def take_views():
 
 def test_conjugate_and_negative_bits_are_resolved():
     run_ranks(4, take_views)
-
-
-def take_large():
-    """Compare boxes that are hashed in several slabs."""
-    layouts = stages(shape=(64, 5))
-    replicas._SLAB_BYTES = 64
-    one = over_meshes(*layouts)
-    assert torch.equal(statetree.gather({"a": one})["a"], layouts[0].full())
-    if dist.get_rank() == 2:
-        one._local_tensor[30, 1] = -1
-    assert attempt(lambda: statetree.gather({"a": one}))[0] == "RankMismatch"
-    check_in_step()
-
-
-def test_large_boxes_are_compared_in_slabs():
-    run_ranks(4, take_large)
 
 
 def go_through_meshes(first, place, dst):
@@ -288,17 +292,17 @@ def test_chunks_that_ranks_list_are_compared():
     run_ranks(4, compare_blocks)
 
 
-def count_digests():
-    """Count what is hashed where there is nothing to compare."""
+def count_numbers():
+    """Count what is read where there is nothing to compare."""
     statetree.register_leaf_type(Blocks, BlocksType())
     counted = []
-    digest = replicas._digest
+    number = replicas.chunk_number
 
-    def counting(tensor):
-        counted.append(tensor.numel())
-        return digest(tensor)
+    def counting(piece, *place):
+        counted.append(piece.numel())
+        return number(piece, *place)
 
-    replicas._digest = counting
+    replicas.chunk_number = counting
     try:
         ranks = tuple(range(dist.get_world_size()))
         tree = {
@@ -316,37 +320,37 @@ def count_digests():
         statetree.gather({"a": over_meshes(*stages("R"))})
         return alone, ignored, counted
     finally:
-        replicas._digest = digest
+        replicas.chunk_number = number
 
 
-def test_nothing_is_hashed_where_meshes_agree():
-    rows = run_ranks(4, count_digests)
+def test_nothing_is_read_where_meshes_agree():
+    rows = run_ranks(4, count_numbers)
     assert [row[:2] for row in rows] == [(0, 0)] * 4
-    # Each element once a mesh: of copies within one, the first is hashed.
+    # Each element once a mesh: of copies within one, the first is read.
     assert [row[2] for row in rows] == [[18], [], [18], []]
 
 
-def fail_to_hash():
-    """Fail on one rank while hashing: all hear of it."""
+def fail_to_compare():
+    """Fail on one rank while it makes a number: all hear of it."""
     one = over_meshes(*stages())
-    digest = replicas._digest
+    number = replicas.chunk_number
 
-    def failing(tensor):
+    def failing(*_):
         raise MemoryError("no memory left")
 
     if dist.get_rank() == 2:
-        replicas._digest = failing
+        replicas.chunk_number = failing
     try:
         kind, message = attempt(lambda: statetree.gather({"a": one}))
     finally:
-        replicas._digest = digest
+        replicas.chunk_number = number
     assert kind == ("MemoryError" if dist.get_rank() == 2 else "RankMismatch")
     assert "no memory left" in message
     check_in_step()
 
 
-def test_a_rank_that_cannot_hash_is_heard_of():
-    run_ranks(4, fail_to_hash)
+def test_a_rank_that_cannot_compare_is_heard_of():
+    run_ranks(4, fail_to_compare)
 
 
 def pass_other_options():

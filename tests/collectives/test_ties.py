@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 
 import statetree
-from statetree.exchange import buckets
 from statetree.testing import Layout, run_ranks
-from tests.collectives.checks import attempt, blank, check_equal, check_in_step, locals_of
+from tests.collectives.checks import attempt, blank, check_equal, check_in_step, locals_of, sent_by
 
 RANKS = pytest.mark.parametrize("world_size", [2, 4])
 
@@ -28,23 +27,6 @@ def alias(leaf):
     from torch.distributed.tensor import DTensor
 
     return DTensor(leaf._local_tensor, leaf._spec, requires_grad=False)
-
-
-def sent_by(call):
-    """Make a call, and return how many bytes this rank sent in it."""
-    sent = []
-    run = buckets.BucketedPlan.run
-
-    def counted(self, *args, **kwargs):
-        sent.append(self.bytes_sent())
-        return run(self, *args, **kwargs)
-
-    buckets.BucketedPlan.run = counted
-    try:
-        result = call()
-    finally:
-        buckets.BucketedPlan.run = run
-    return result, sum(sent)
 
 
 def gather_shards():

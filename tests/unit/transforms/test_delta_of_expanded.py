@@ -50,7 +50,7 @@ def test_different_values_for_one_place_are_refused_at_once(make, count):
     with pytest.raises(st.TreeMismatch, match=r"overlap at e"):
         st.delta(apart, base)
     target = make([0.0, 1.0, 2.0, 3.0])
-    with pytest.raises(st.TreeMismatch, match="one that overlaps itself"):
+    with pytest.raises(st.TreeMismatch, match="memory in which it overlaps itself"):
         st.apply_delta(st.delta(apart, {"e": base["e"].contiguous()}), target)
     assert st.similarity(target, base, values=True)
 
