@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from statetree.dcp.directories import local_directory
+from statetree.dcp.data_files import local_directory
 from statetree.dcp.directory_writer import DirectoryWriter
 from statetree.dcp.failures import checkpoint_errors
 from statetree.dcp.flat_state import STRUCTURE_KEY, flat_state, free_key
@@ -15,7 +15,7 @@ from statetree.dcp.groups import check_alive, group_for, ranks_of
 from statetree.dcp.internals import run_save
 from statetree.dcp.numpy_values import is_array_of_numbers
 from statetree.dcp.plain_values import why_not_restorable
-from statetree.dcp.planners import SavePlanner, ToSave
+from statetree.dcp.save_planner import SavePlanner, ToSave
 from statetree.dcp.saved_structure import SavedEntry, written
 from statetree.dcp.tensors import PARTS_ENTRY, VALUE_ENTRY, compact, content_of, to_save
 from statetree.errors import StateTreeError, UnsupportedLeaf, shown, warn

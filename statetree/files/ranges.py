@@ -166,6 +166,11 @@ class FileRange:
         """What these bytes are called in messages."""
         return f"{self.path}: {self._entry}" if self._entry else str(self.path)
 
+    @property
+    def is_held(self) -> bool:
+        """Whether they were read, and are in memory."""
+        return self._held is not None
+
     def in_memory(self) -> FileRange:
         """Return the same bytes, read once, for many small reads."""
         held = memoryview(self.read(0, self.length, "its bytes"))

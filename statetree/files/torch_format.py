@@ -140,7 +140,7 @@ class TorchArchive:
         if id(leaf) not in self._stored:
             piece = self.piece(leaf)
             check = partial(self._check, leaf if piece is None else None)
-            self._stored[id(leaf)] = StoredTensor(leaf, check, None if piece is None else lambda: [piece])
+            self._stored[id(leaf)] = StoredTensor(leaf, check, None if piece is None else lambda _: [piece])
         return self._stored[id(leaf)]
 
     def _check(self, tensor: torch.Tensor | None) -> None:

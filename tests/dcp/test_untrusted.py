@@ -261,7 +261,7 @@ EDITS = {
         lambda m: setattr(m.state_dict_metadata["w"].chunks[0], "sizes", torch.Size([1001])),
         r"a piece of w lies at \(0,\) with the size \(1001,\)",
     ),
-    "hole": (lambda m: m.state_dict_metadata["w"].chunks.clear(), "holds 0 of the 1000 elements of w"),
+    "hole": (lambda m: m.state_dict_metadata["w"].chunks.clear(), "holds 0 of the 1000 elements of 'w'"),
     "overlap and hole": (lambda m: pieces(m, (0, 600), (200, 400)), r"the pieces of 'w' overlap in __0_0\.distcp"),
     "missing": (lambda m: m.storage_data.clear(), "does not say where"),
     "swapped": (lambda m: m.state_dict_metadata.__setitem__("w", BytesStorageMetadata()), "does not"),
