@@ -7,13 +7,13 @@ import stat
 import zlib
 from collections import OrderedDict
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.files.untrusted import inside, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
     import torch
 
@@ -127,8 +127,6 @@ class OpenFiles:
         import torch  # headers are read without it
 
         self.check(path)
-        if not nbytes:
-            return torch.UntypedStorage(0)
         if path not in self._mapped:
             with_name = self.by_descriptor(path)
             self._mapped[path] = torch.UntypedStorage.from_file(
@@ -165,6 +163,11 @@ class FileRange:
     def label(self) -> str:
         """What these bytes are called in messages."""
         return f"{self.path}: {self._entry}" if self._entry else str(self.path)
+
+    @classmethod
+    def of(cls, data: bytes, label: str) -> FileRange:
+        """Return bytes that are in memory."""
+        return cls(OpenFiles(), Path(label), 0, len(data), held=memoryview(data))
 
     @property
     def is_held(self) -> bool:
@@ -229,5 +232,11 @@ class FileRange:
         return before
 
     def mapped(self) -> torch.UntypedStorage:
-        """Return these bytes as a storage, without reading them."""
-        return self.files.mapped(self.path, self.start, self.length)
+        """Return these bytes as a storage, without reading them. What is in memory is copied."""
+        import torch  # headers are read without it
+
+        if not self.length:
+            return torch.UntypedStorage(0)
+        if self._held is None:
+            return self.files.mapped(self.path, self.start, self.length)
+        return torch.frombuffer(bytearray(self._held), dtype=torch.uint8).untyped_storage()
