@@ -144,6 +144,9 @@ class OpenFiles:
         return str(path)
 
 
+_NO_FILES: Final = OpenFiles()
+
+
 class FileRange:
     """Some bytes of a file that follow each other, or all of it."""
 
@@ -167,7 +170,7 @@ class FileRange:
     @classmethod
     def of(cls, data: bytes, label: str) -> FileRange:
         """Return bytes that are in memory."""
-        return cls(OpenFiles(), Path(label), 0, len(data), held=memoryview(data))
+        return cls(_NO_FILES, Path(label), 0, len(data), held=memoryview(data))
 
     @property
     def is_held(self) -> bool:
@@ -193,6 +196,8 @@ class FileRange:
 
     def read(self, start: int, length: int, entry: str) -> bytes:
         """Return bytes. Little enough of them: memory is taken for all."""
+        if self._held is not None and 0 <= start <= start + length <= self.length:
+            return bytes(self._held[start : start + length])
         place = self.part(start, length, entry)
         found = bytearray(length)
         place.fill(memoryview(found), 0)
