@@ -211,6 +211,7 @@ def change(directory, edit):
     path = directory / ".metadata"
     metadata = pickle.loads(path.read_bytes())
     metadata.storage_meta.save_id = "another"
+    (directory / MANIFEST).unlink(missing_ok=True)
     edit(metadata)
     path.write_bytes(pickle.dumps(metadata))
 
