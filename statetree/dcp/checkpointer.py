@@ -13,7 +13,7 @@ from statetree.dcp.data_files import data_files
 from statetree.dcp.directory_writer import DirectoryWriter
 from statetree.dcp.failures import checkpoint_errors
 from statetree.dcp.groups import check_alive, from_all, is_first
-from statetree.dcp.loading import read
+from statetree.dcp.loading import load_from
 from statetree.dcp.restoring import Restoration
 from statetree.dcp.saving import warn_of_values, write
 from statetree.dcp.series import Kept, Series, UnfinishedStep
@@ -231,7 +231,7 @@ class Checkpointer:
 
             def load(path: Path) -> Any:
                 options = {"weights_only": weights_only, "verify": verify, "cast": cast, "strict": strict}
-                return read(state, lambda: data_files(path, verify=verify), group, where=where, **options)
+                return load_from(state, lambda: data_files(path, verify=verify), group, where=where, **options)
 
             return Restoration(self._series, group, step).run(load, fallback=fallback)
 

@@ -19,8 +19,7 @@ from statetree.dcp.foreign_storage import ForeignStorage
 from statetree.dcp.groups import group_for, is_first, ranks_of
 from statetree.dcp.part_checks import check_indices, has_indices
 from statetree.dcp.plain_values import gist, read_value
-from statetree.dcp.saved_structure import Structure, path_of, places, why_not_rebuilt
-from statetree.dcp.saved_structure import read as read_structure
+from statetree.dcp.saved_structure import Structure, path_of, places, read_structure, why_not_rebuilt
 from statetree.dcp.templates import TemplateMatching
 from statetree.dcp.tensors import PARTS_ENTRY, PLAIN, TENSOR_ENTRY, VALUE_ENTRY, boxes_of, content_of
 from statetree.errors import CheckpointError, Difference, TreeMismatch, UnsupportedLeaf
@@ -124,13 +123,13 @@ def load(
     directory = Path() if storage_reader is not None else local_directory("load", checkpoint_id)
     options = {"weights_only": weights_only, "verify": verify, "cast": cast, "strict": strict}
     with checkpoint_errors("load", checkpoint_id):
-        return read(template, opened, group, where=where, **options)
+        return load_from(template, opened, group, where=where, **options)
 
 
 Storage = DataFiles | ForeignStorage
 
 
-def read(
+def load_from(
     template: Any,
     opened: Callable[[], Storage],
     group: ProcessGroup | None,
@@ -144,16 +143,16 @@ def read(
     """Load as ``load`` does, but raise a ``CheckpointException``, the same one on every rank."""
     target = _Free(where) if template is None else _Template(template, group, where, cast=cast, strict=strict)
 
-    def plan() -> Reading:
-        reading = Reading(opened(), weights_only=weights_only, verify=verify)
-        target.choose(reading)
-        return reading
+    def plan() -> CheckpointSource:
+        source = CheckpointSource(opened(), weights_only=weights_only, verify=verify)
+        target.choose(source)
+        return source
 
-    reading = on_all("plan", group, plan)
-    return on_all("read", group, lambda: target.filled(reading))
+    source = on_all("plan", group, plan)
+    return on_all("read", group, lambda: target.filled(source))
 
 
-class Reading:
+class CheckpointSource:
     """A checkpoint that is being loaded.
 
     Attributes:
@@ -203,7 +202,7 @@ class _Template:
         self._cast = cast
         self._strict = strict
 
-    def choose(self, reading: Reading) -> None:
+    def choose(self, source: CheckpointSource) -> None:
         """Match the template with the checkpoint."""
         self._state = flat_state(self._tree, verb="load")
         ranks = ranks_of("load", self._group)
@@ -216,38 +215,38 @@ class _Template:
             for index, entry in enumerate(self._state.entries)
         ]
         options = {"cast": self._cast, "strict": self._strict}
-        matching = TemplateMatching(self._state, contents, chosen, reading.structure, reading.metadata, **options)
+        matching = TemplateMatching(self._state, contents, chosen, source.structure, source.metadata, **options)
         self._found = [
             (index, match, contents[index]) for index, match in enumerate(matching.run()) if match is not None
         ]
         self._targets: list[Target] = []
         for index, match, content in self._found:
             for key, tensor in zip(match.keys, content.tensors, strict=False):
-                stored = reading.tensor(key)
+                stored = source.tensor(key)
                 for box, piece in boxes_of(tensor):
-                    check_covered(reading.metadata, key, box)
+                    check_covered(source.metadata, key, box)
                     if piece.numel():
                         self._targets.append(Target(self._state.entries[index].path, stored, box, piece))
 
-    def filled(self, reading: Reading) -> Any:
+    def filled(self, source: CheckpointSource) -> Any:
         """Read into the template's tensors, and return a tree with them."""
         leaves = [entry.value for entry in self._state.entries]
-        self._check_indices(reading)
+        self._check_indices(source)
         fill("load", self._targets)
         for index, match, content in self._found:
             if match.sort == VALUE_ENTRY:
-                leaves[index] = reading.value(match.keys[0])
+                leaves[index] = source.value(match.keys[0])
             elif match.context:
-                leaves[index] = _packed(self._place(index), content, reading.value(match.context))
+                leaves[index] = _packed(self._place(index), content, source.value(match.context))
         return self._state.spec.unflatten(leaves)
 
     @quietly
-    def _check_indices(self, reading: Reading) -> None:
+    def _check_indices(self, source: CheckpointSource) -> None:
         """Raise if parts of tensors would lead outside of these."""
         for index, match, content in self._found:
             leaf = self._state.entries[index].value
             if match.sort == PARTS_ENTRY and has_indices(leaf):
-                made = content.packed([reading.tensor(key).read() for key in match.keys])
+                made = content.packed([source.tensor(key).read() for key in match.keys])
                 check_indices(made, leaf, self._place(index))
 
     def _place(self, index: int) -> str:
@@ -271,9 +270,9 @@ class _Free:
     def __init__(self, where: Where | None) -> None:
         self._where = where
 
-    def choose(self, reading: Reading) -> None:
+    def choose(self, source: CheckpointSource) -> None:
         """Choose what is loaded."""
-        saved = reading.structure
+        saved = source.structure
         if saved is None:
             msg = (
                 "load: the checkpoint does not say how its entries were nested: expected one that statetree.dcp saved. "
@@ -286,7 +285,7 @@ class _Free:
         self._tree = saved.rebuild(marks)
         chosen = [True] * len(marks)
         if self._where is not None:
-            outlines = [_outline(entry, reading.metadata) for entry in saved.entries]
+            outlines = [_outline(entry, source.metadata) for entry in saved.entries]
             chosen = selected(self._where, flatten(self._tree)[1], outlines, verb="load")
             kept = set(map(id, compress(marks, chosen)))
             self._tree = select(self._tree, lambda _, mark: id(mark) in kept)
@@ -294,21 +293,21 @@ class _Free:
         self._entries = {id(mark): entry for mark, entry in compress(zip(marks, saved.entries, strict=True), chosen)}
         for entry in self._entries.values():
             (key,) = entry.keys
-            stored = reading.metadata.state_dict_metadata.get(key)
+            stored = source.metadata.state_dict_metadata.get(key)
             if stored is None or isinstance(stored, TensorStorageMetadata) != (entry.sort == TENSOR_ENTRY):
                 msg = f"load: the checkpoint's structure names {key}, which it does not hold. Load another checkpoint."
                 raise CheckpointError(msg)
             if isinstance(stored, TensorStorageMetadata):
-                check_covered(reading.metadata, key, whole_box(stored.size))
+                check_covered(source.metadata, key, whole_box(stored.size))
 
-    def filled(self, reading: Reading) -> Any:
+    def filled(self, source: CheckpointSource) -> Any:
         """Read it."""
-        return map_leaves(lambda mark: _read_entry(self._entries[id(mark)], reading), self._tree)
+        return map_leaves(lambda mark: _read_entry(self._entries[id(mark)], source), self._tree)
 
 
-def _read_entry(entry: SavedEntry, reading: Reading) -> Any:
+def _read_entry(entry: SavedEntry, source: CheckpointSource) -> Any:
     (key,) = entry.keys
-    return reading.tensor(key).read() if entry.sort == TENSOR_ENTRY else reading.value(key)
+    return source.tensor(key).read() if entry.sort == TENSOR_ENTRY else source.value(key)
 
 
 def _outline(entry: SavedEntry, metadata: Metadata) -> torch.Tensor | None:

@@ -35,9 +35,6 @@ class LocalPieces:
             self.boxes, self.pieces = [whole_box(held.shape)], [torch.empty(held.shape, dtype=held.dtype, device="cpu")]
         self._chunks = [ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.sizes)) for box in self.boxes]
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return self._chunks
-
     def __create_write_items__(self, fqn: str, _object: object) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)
         return [

@@ -20,7 +20,7 @@ from statetree.dcp.numpy_values import PendingSeed
 from statetree.files.ranges import FileRange
 from statetree.files.safe_pickle import MADE_BY_READER, BadPickle, Named, Reader, StoredObject
 from statetree.files.torch_format import TorchArchive
-from statetree.files.torch_pickles import PLAIN_CALLS, StorageClass, rebuilt_tensor, storage_dtypes, stored
+from statetree.files.torch_pickles import PLAIN_CALLS, StorageClass, rebuilt_tensor, storage_dtypes, storage_of
 from statetree.files.zip_archive import is_zip
 
 #: Never left to torch, which admits it: making one starts a process group.
@@ -48,7 +48,7 @@ def read_value(data: bytes) -> Any:
     if not is_zip(place):
         return torch.load(io.BytesIO(data), weights_only=True)
     archive, names = TorchArchive(place), _Names()
-    storage = partial(stored, partial(archive.memory, "cpu"))
+    storage = partial(storage_of, partial(archive.memory, "cpu"))
     try:
         value = Reader(
             archive.content("data.pkl"), names.called, names.named, storage, build=reconstructors.build

@@ -15,7 +15,7 @@ from statetree.dcp.keys import UnknownKey, key_of
 from statetree.dcp.metadata import METADATA
 from statetree.dcp.nesting import nested
 from statetree.dcp.plain_values import gist, read_value
-from statetree.dcp.saved_structure import SavedContainer, Structure, places, read, why_not_rebuilt
+from statetree.dcp.saved_structure import SavedContainer, Structure, places, read_structure, why_not_rebuilt
 from statetree.dcp.saving import write
 from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint
@@ -85,7 +85,7 @@ class _Directory:
             self._is_nested = False
             # DCP's own paths have texts for all keys, and lists for tuples.
             return nested(values, self.metadata.planner_data) or values
-        saved = read(self._plain(STRUCTURE_KEY))
+        saved = read_structure(self._plain(STRUCTURE_KEY))
         for entry in saved.entries:
             wants_tensor = entry.sort in (TENSOR_ENTRY, PARTS_ENTRY)
             for key in entry.keys:

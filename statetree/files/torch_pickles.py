@@ -84,10 +84,10 @@ def read_pickle(data: bytes, memory: Callable[[str, int], torch.UntypedStorage])
         BadPickle: If it is damaged, or describes what the archive does not hold.
     """
     foreign: dict[str, None] = {}
-    return Reader(data, _called, partial(_named, foreign), partial(stored, memory)).load(), list(foreign)
+    return Reader(data, _called, partial(_named, foreign), partial(storage_of, memory)).load(), list(foreign)
 
 
-def stored(memory: Callable[[str, int], torch.UntypedStorage], pid: Any) -> torch.TypedStorage:
+def storage_of(memory: Callable[[str, int], torch.UntypedStorage], pid: Any) -> torch.TypedStorage:
     """Return a storage by its persistent id, as calls have it."""
     kind, key, count = storage_id(pid)
     dtype = kind.dtype or torch.uint8

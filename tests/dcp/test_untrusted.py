@@ -31,7 +31,7 @@ from statetree import dcp
 from statetree.chunks.boxes import Box, is_covered
 from statetree.dcp import file_manifest, metadata, tensors
 from statetree.dcp.file_manifest import MANIFEST
-from statetree.dcp.saved_structure import read
+from statetree.dcp.saved_structure import read_structure
 from tests.pace import units
 
 
@@ -374,7 +374,7 @@ def test_empty_bytes_are_admitted_and_no_more(tmp_path):
 )
 def test_damaged_structures_are_refused(text):
     with pytest.raises(statetree.CheckpointError, match=r"load: the checkpoint's structure is"):
-        read(text)
+        read_structure(text)
 
 
 def test_missing_directories_are_named(checkpoint, tmp_path):
