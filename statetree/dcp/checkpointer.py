@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from statetree.dcp.agreement import by_first, check_same, raise_together
 from statetree.dcp.background import Background, SaveFuture, background_of, start
-from statetree.dcp.data_files import data_files
+from statetree.dcp.data_files import DataFiles
 from statetree.dcp.directory_writer import DirectoryWriter
 from statetree.dcp.failures import checkpoint_errors
 from statetree.dcp.groups import check_alive, from_all, is_first
@@ -231,7 +231,7 @@ class Checkpointer:
 
             def load(path: Path) -> Any:
                 options = {"weights_only": weights_only, "verify": verify, "cast": cast, "strict": strict}
-                return load_from(state, lambda: data_files(path, verify=verify), group, where=where, **options)
+                return load_from(state, lambda: DataFiles(path, verify=verify), group, where=where, **options)
 
             return Restoration(self._series, group, step).run(load, fallback=fallback)
 

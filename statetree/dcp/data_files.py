@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint.metadata import Metadata
 
-    from statetree.dcp.file_manifest import FileManifest
     from statetree.dcp.metadata import Stored
     from statetree.files.ranges import FileRange
     from statetree.files.stored import StoredPiece
@@ -43,18 +42,21 @@ class DataFiles:
 
     Args:
         directory: Where the checkpoint lies.
-        metadata: Its metadata.
-        manifest: Its manifest, or ``None`` if DCP alone wrote it.
         files: Opens files.
+        verify: Whether its metadata have to be the bytes that the manifest says.
+
+    Attributes:
+        metadata: Its metadata.
+
+    Raises:
+        CheckpointError: As ``read_described``.
     """
 
-    def __init__(
-        self, directory: Path, metadata: Metadata, manifest: FileManifest | None, files: OpenFiles | None = None
-    ) -> None:
+    def __init__(self, directory: Path, files: OpenFiles | None = None, *, verify: bool = True) -> None:
         self.files = OpenFiles() if files is None else files
-        self.metadata = metadata
+        self.metadata, manifest = read_described(directory, verify=verify)
         self._directory = directory
-        self._stored: dict[MetadataIndex, Stored] = metadata.storage_data
+        self._stored: dict[MetadataIndex, Stored] = self.metadata.storage_data
         self._listed = None if manifest is None else manifest.files
         self._checksums = {
             (name, piece.offset): piece.checksum for name, file in (self._listed or {}).items() for piece in file.pieces
@@ -187,11 +189,6 @@ def local_directory(verb: str, checkpoint_id: str | os.PathLike[str]) -> Path:
         msg = f"{verb}: {name} is no directory: expected a path, got a URL. Pass a {other} that takes it."
         raise CheckpointError(msg)
     return Path(name)
-
-
-def data_files(directory: Path, files: OpenFiles | None = None, *, verify: bool = True) -> DataFiles:
-    """Open a checkpoint. Arguments and errors: see ``read_described``."""
-    return DataFiles(directory, *read_described(directory, verify=verify), files)
 
 
 def check_entry(place: FileRange) -> None:

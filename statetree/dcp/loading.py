@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from statetree.chunks.boxes import whole_box
 from statetree.dcp.agreement import on_all
-from statetree.dcp.data_files import DataFiles, check_covered, data_files, local_directory
+from statetree.dcp.data_files import DataFiles, check_covered, local_directory
 from statetree.dcp.failures import checkpoint_errors
 from statetree.dcp.flat_state import STRUCTURE_KEY, flat_state
 from statetree.dcp.foreign_storage import ForeignStorage
@@ -118,7 +118,7 @@ def load(
     def opened() -> Storage:
         if storage_reader is not None:
             return ForeignStorage(storage_reader, is_coordinator=is_first(group))
-        return data_files(directory, verify=verify)
+        return DataFiles(directory, verify=verify)
 
     directory = Path() if storage_reader is not None else local_directory("load", checkpoint_id)
     options = {"weights_only": weights_only, "verify": verify, "cast": cast, "strict": strict}

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from statetree.chunks.boxes import whole_box
-from statetree.dcp.data_files import check_covered, data_files
+from statetree.dcp.data_files import DataFiles, check_covered
 from statetree.dcp.flat_state import STRUCTURE_KEY
 from statetree.dcp.keys import UnknownKey, key_of
 from statetree.dcp.metadata import METADATA
@@ -68,7 +68,7 @@ class _Directory:
         self.foreign: dict[str, None] = {}
         self._skip_foreign = skip_foreign
         self._is_nested = True
-        self._data = data_files(path, files)
+        self._data = DataFiles(path, files)
         self.metadata = self._data.metadata
         files.open(path / METADATA)  # one of the checkpoint's files
 
