@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from itertools import product
 from math import prod
-from operator import sub
-from typing import Final, NamedTuple
+from operator import lt, sub
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 #: A stretch of one dim of a tensor, from its first index to behind its last one.
 Interval = tuple[int, int]
@@ -31,6 +34,18 @@ class Box(NamedTuple):
     def volume(self) -> int:
         """How many elements it has."""
         return prod(self.sizes)
+
+
+def whole_box(shape: Iterable[int]) -> Box:
+    """Return the box of a whole tensor."""
+    stop = tuple(shape)
+    return Box((0,) * len(stop), stop)
+
+
+def common(box: Box, other: Box) -> Box | None:
+    """Return what two boxes have in common; ``None`` if that is no element."""
+    start, stop = (*map(max, box.start, other.start),), (*map(min, box.stop, other.stop),)
+    return Box(start, stop) if all(map(lt, start, stop)) else None
 
 
 def slab_grids(sizes: torch.Tensor, count: int) -> torch.Tensor:

@@ -6,15 +6,16 @@ that the state can be loaded without a template; plain DCP reads all others. Fil
 - ``saving``, ``loading``: ``save`` and ``load``. ``background``: ``async_save``, by a thread with a group of its own.
 - ``checkpointer``: ``Checkpointer``, over the directories that ``series`` keeps; ``restoring``: which of them is taken.
   ``agreement``: what ranks decide together. ``async_stager``: for DCP's own saves.
-- ``flat_state``: the entries of a tree, with DCP's keys. ``tensors``: what is saved of a leaf; ``local_pieces``:
-  of one whose chunks DCP does not know.
+- ``flat_state``: the entries of a tree, with DCP's keys. ``tensors``: what is saved of a leaf; ``local_pieces``: of a
+  distributed one.
 - ``plain_values``: values read as data, and made by what ``reconstructors`` and ``numpy_values`` admit.
 - ``saved_structure``: a ``TreeSpec`` as text, and back. ``keys``: the keys in it.
 - ``stored_directory``: directories as a format of ``statetree.files``; ``nesting``: how DCP itself nests entries.
 - ``templates``: which entries of a checkpoint fill a template. ``part_checks``: what indices out of a file must be.
-- ``planners``, ``directory_writer``, ``directories``: DCP's planners, and its storage, written and read.
-- ``piece_sources``: what is written to a file, and whether a file holds it already.
-- ``file_manifest``, ``metadata``, ``data_files``: what is known and checked of the files.
+- ``save_planner``, ``directory_writer``: how DCP saves. ``piece_sources``: what is written to a file, and whether it
+  holds that already.
+- ``file_manifest``, ``metadata``, ``data_files``: what is known and checked of the files. ``foreign_storage``: what a
+  reader of DCP reads, in their place.
 - ``groups``, ``failures``, ``internals``: the ranks, their errors, and the private parts of DCP that are used.
 """
 

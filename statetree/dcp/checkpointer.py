@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 from statetree.dcp.agreement import by_first, check_same, raise_together
 from statetree.dcp.background import Background, SaveFuture, background_of, start
-from statetree.dcp.directories import DirectoryReader
+from statetree.dcp.data_files import DataFiles
 from statetree.dcp.directory_writer import DirectoryWriter
 from statetree.dcp.failures import checkpoint_errors
 from statetree.dcp.groups import check_alive, from_all, is_first
-from statetree.dcp.loading import read
+from statetree.dcp.loading import load_from
 from statetree.dcp.restoring import Restoration
 from statetree.dcp.saving import warn_of_values, write
 from statetree.dcp.series import Kept, Series, UnfinishedStep
@@ -230,8 +230,8 @@ class Checkpointer:
                 _check_step("restore", step)
 
             def load(path: Path) -> Any:
-                reader = DirectoryReader(path, verify=verify)
-                return read(state, reader, group, weights_only=weights_only, where=where, cast=cast, strict=strict)
+                options = {"weights_only": weights_only, "verify": verify, "cast": cast, "strict": strict}
+                return load_from(state, lambda: DataFiles(path, verify=verify), group, where=where, **options)
 
             return Restoration(self._series, group, step).run(load, fallback=fallback)
 

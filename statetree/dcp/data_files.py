@@ -6,27 +6,35 @@ member, which ``torch.load`` does not look at. Here pieces are found by what the
 
 from __future__ import annotations
 
+import os
 from operator import add
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
-from statetree.chunks.boxes import Box
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from statetree.chunks.boxes import Box, common, is_covered
 from statetree.dcp.file_manifest import check_file
 from statetree.dcp.metadata import read_described
+from statetree.errors import CheckpointError
 from statetree.files.ranges import OpenFiles
+from statetree.files.stored import StoredTensor
 from statetree.files.torch_format import TorchArchive
 from statetree.files.untrusted import refuse
 from statetree.files.zip_archive import read_members
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator
 
-    import torch
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+    from torch.distributed.checkpoint.metadata import Metadata
 
-    from statetree.dcp.file_manifest import FileManifest
     from statetree.dcp.metadata import Stored
     from statetree.files.ranges import FileRange
     from statetree.files.stored import StoredPiece
+
+#: Entries of at most so many bytes are read at once to be verified: an archive is some thirty reads.
+_SMALL_BYTES: Final = 1 << 20
 
 
 class DataFiles:
@@ -34,22 +42,27 @@ class DataFiles:
 
     Args:
         directory: Where the checkpoint lies.
-        metadata: Its metadata.
-        manifest: Its manifest, or ``None`` if DCP alone wrote it.
         files: Opens files.
+        verify: Whether its metadata have to be the bytes that the manifest says.
+
+    Attributes:
+        metadata: Its metadata.
+
+    Raises:
+        CheckpointError: As ``read_described``.
     """
 
-    def __init__(
-        self, directory: Path, metadata: Metadata, manifest: FileManifest | None, files: OpenFiles | None = None
-    ) -> None:
+    def __init__(self, directory: Path, files: OpenFiles | None = None, *, verify: bool = True) -> None:
         self.files = OpenFiles() if files is None else files
+        self.metadata, manifest = read_described(directory, verify=verify)
         self._directory = directory
-        self._stored: dict[MetadataIndex, Stored] = metadata.storage_data
+        self._stored: dict[MetadataIndex, Stored] = self.metadata.storage_data
         self._listed = None if manifest is None else manifest.files
         self._checksums = {
             (name, piece.offset): piece.checksum for name, file in (self._listed or {}).items() for piece in file.pieces
         }
         self._opened: dict[str, FileRange] = {}
+        self._pieces: dict[MetadataIndex, StoredPiece] = {}
 
     def open(self, name: str) -> FileRange:
         """Return a data file.
@@ -64,46 +77,118 @@ class DataFiles:
             self._opened[name] = place
         return self._opened[name]
 
-    def entry(self, index: MetadataIndex) -> FileRange:
-        """Return the bytes of a piece of a tensor, or of a plain value."""
-        stored = self._stored[index]
-        return self.open(stored.name).part(stored.offset, stored.length, f"the entry {index.fqn!r}")
+    def check(self) -> None:
+        """Raise ``CheckpointError`` unless all files are there, whole and of one save. Entries are not read."""
+        for name in sorted({stored.name for stored in self._stored.values()} | set(self._listed or ())):
+            self.open(name)
 
-    def verify(self, index: MetadataIndex, place: FileRange) -> None:
-        """Compare an entry's bytes with its checksum: that of the manifest, or, without one, those in itself.
+    def value(self, key: str, *, verify: bool) -> bytes:
+        """Return what was written of a plain value."""
+        place = self._entry(MetadataIndex(key), verify=verify)
+        return place.read(0, place.length, "its bytes")
+
+    def tensor(self, key: str, *, verify: bool = False) -> StoredTensor:
+        """Return a tensor. Where its pieces lie in their entries is read when its elements are.
+
+        Args:
+            key: Its key.
+            verify: Whether each entry is compared with its checksum before elements of it are read.
+        """
+        outline, boxes = outline_of(self.metadata, key)
+        indices = {box: MetadataIndex(key, torch.Size(box.start)) for box in boxes}
+        ordered = sorted(boxes, key=lambda box: self._stored[indices[box]])
+
+        def find(wanted: Box) -> Iterator[StoredPiece]:
+            for box in ordered:
+                if common(box, wanted) is not None:
+                    yield self._piece(indices[box], outline.dtype, box, verify=verify)
+
+        return StoredTensor(outline, lambda: None, find)
+
+    def verify(self) -> int:
+        """Compare all entries with their checksums, and return how many there are."""
+        for index in self._stored:
+            self._entry(index, verify=True)
+        return len(self._stored)
+
+    def _entry(self, index: MetadataIndex, *, verify: bool) -> FileRange:
+        """Return the bytes of a piece of a tensor, or of a plain value. What is small is read at once to be verified.
 
         Raises:
             CheckpointError: If a byte of it is not what was written, or if it has no checksums.
         """
         stored = self._stored[index]
+        file = self.open(stored.name)
+        self.files.check(file.path)
+        place = file.part(stored.offset, stored.length, f"the entry {index.fqn!r}")
+        if not verify:
+            return place
+        if place.length <= _SMALL_BYTES:
+            place = place.in_memory()
         if self._listed is None:
             check_entry(place)
-            return
+            return place
         expected, found = self._checksums.get((stored.name, stored.offset)), place.checksum(0, place.length)
         if found != expected:
             check_entry(place)  # this may say more exactly where
             told = "none" if expected is None else f"{expected:08x}"
             refuse(place.label, f"it is damaged: expected the checksum {told}, got {found:08x}")
+        return place
 
-    @staticmethod
-    def piece(place: FileRange, dtype: torch.dtype, box: Box) -> StoredPiece:
-        """Return where the elements of a piece of a tensor lie in its entry.
+    def _piece(self, index: MetadataIndex, dtype: torch.dtype, box: Box, *, verify: bool) -> StoredPiece:
+        """Return where the elements of a piece of a tensor lie.
 
         Raises:
-            CheckpointError: If it is no tensor of this dtype and of the shape of the box.
+            CheckpointError: If its entry is no tensor of this dtype and of the shape of the box.
         """
-        archive = TorchArchive(place)
+        if index in self._pieces:
+            self.files.check(self._pieces[index].place.path)
+            return self._pieces[index]
+        archive = TorchArchive(self._entry(index, verify=verify))
         tensor = archive.read("meta")
         piece = archive.piece(tensor)
         if piece is None or tensor.dtype != dtype or piece.box.sizes != box.sizes:
             got = "none" if piece is None else f"{tensor.dtype} {piece.box.sizes}"
             archive.refuse(f"it holds something else: expected a tensor of {dtype} {box.sizes}, got {got}")
-        return piece._replace(box=box)
+        piece = piece._replace(box=box)
+        if not archive.place.is_held:
+            self._pieces[index] = piece
+        return piece
 
 
-def box_of(chunk: ChunkStorageMetadata) -> Box:
-    """Return where a piece lies in its tensor."""
-    return Box(tuple(chunk.offsets), (*map(add, chunk.offsets, chunk.sizes),))
+def outline_of(metadata: Metadata, key: str) -> tuple[torch.Tensor, list[Box]]:
+    """Return a tensor as a meta tensor, and the boxes that it is stored in."""
+    entry: Any = metadata.state_dict_metadata[key]
+    outline = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+    return outline, [Box(tuple(c.offsets), (*map(add, c.offsets, c.sizes),)) for c in entry.chunks]
+
+
+def check_covered(metadata: Metadata, key: str, wanted: Box) -> None:
+    """Raise ``CheckpointError`` if the pieces of a tensor do not make up a box: elements would keep what they were."""
+    boxes = [part for part in (common(box, wanted) for box in outline_of(metadata, key)[1]) if part is not None]
+    if is_covered(wanted, boxes):
+        return
+    held, need = sum(box.volume for box in boxes), wanted.volume
+    what = f"{held} of the {need} elements" if held < need else f"pieces that overlap, but not all {need} elements,"
+    msg = (
+        f"load: the checkpoint holds {what} of {key!r} that are needed: expected all. It was saved without some "
+        "of its ranks, or is damaged. Load another one."
+    )
+    raise CheckpointError(msg)
+
+
+def local_directory(verb: str, checkpoint_id: str | os.PathLike[str]) -> Path:
+    """Return the directory that a checkpoint id names.
+
+    Raises:
+        CheckpointError: If it is a URL.
+    """
+    name = os.fspath(checkpoint_id)
+    if "://" in name:
+        other = "storage_writer" if verb == "save" else "storage_reader"
+        msg = f"{verb}: {name} is no directory: expected a path, got a URL. Pass a {other} that takes it."
+        raise CheckpointError(msg)
+    return Path(name)
 
 
 def check_entry(place: FileRange) -> None:
@@ -123,15 +208,3 @@ def check_entry(place: FileRange) -> None:
         refuse(place.label, what, "Pass verify=False to read it all the same.")
     for member in members:
         member.verify(place)
-
-
-def check_files(directory: Path) -> None:
-    """Check that a checkpoint has all its files, whole and of one save, without reading what is in them.
-
-    Raises:
-        CheckpointError: If it has not.
-    """
-    metadata, manifest = read_described(directory, verify=True)
-    data = DataFiles(directory, metadata, manifest)
-    for name in () if manifest is None else manifest.files:
-        data.open(name)

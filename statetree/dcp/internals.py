@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
-    from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+    from torch.distributed.checkpoint.planner import SavePlanner
     from torch.distributed.checkpoint.storage import StorageWriter
-    from torch.distributed.tensor import DTensor
 
 
 _NOT_IN_GROUP: Any = dist.GroupMember.NON_GROUP_MEMBER
@@ -40,24 +38,13 @@ def count_groups() -> int:
     return len(dist.distributed_c10d._world.pg_names)  # noqa: SLF001
 
 
-def is_cut_left_to_right(tensor: DTensor) -> bool:
-    """Whether the dims of a mesh cut a tensor one after the other, which DCP takes for granted."""
-    order = tensor._spec.shard_order or ()  # noqa: SLF001 - none beside _StridedShard, whose offsets DCP knows
-    return all(list(entry.mesh_dims) == sorted(entry.mesh_dims) for entry in order)
-
-
-# The public functions warn wherever there is no process group, in a way that only a change of the process' warning
-# filters could silence, which is not safe in a thread; and they look for objects with a state_dict method.
+# The public function warns wherever there is no process group, in a way that only a change of the process' warning
+# filters could silence, which is not safe in a thread; and it looks for objects with a state_dict method.
 
 
 def run_save(writer: StorageWriter, planner: SavePlanner, group: Any) -> Any:
     """Save what the planner prepares (without a group, on this rank alone). Returns the metadata."""
     return _save_state_dict({}, writer, group, no_dist=group is None, planner=planner)
-
-
-def run_load(reader: Any, planner: LoadPlanner, group: Any) -> None:
-    """Load what the planner chooses (without a group, on this rank alone)."""
-    _load_state_dict({}, reader, group, no_dist=group is None, planner=planner)
 
 
 def storage_info(name: str, offset: int, length: int) -> Any:

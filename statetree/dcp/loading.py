@@ -2,46 +2,44 @@
 
 from __future__ import annotations
 
+import io
 from itertools import compress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
-from statetree.dcp.directories import DirectoryReader, local_directory
+from statetree.chunks.boxes import whole_box
+from statetree.dcp.agreement import on_all
+from statetree.dcp.data_files import DataFiles, check_covered, local_directory
 from statetree.dcp.failures import checkpoint_errors
-from statetree.dcp.flat_state import flat_state
-from statetree.dcp.groups import group_for, ranks_of
-from statetree.dcp.internals import run_load
+from statetree.dcp.flat_state import STRUCTURE_KEY, flat_state
+from statetree.dcp.foreign_storage import ForeignStorage
+from statetree.dcp.groups import group_for, is_first, ranks_of
 from statetree.dcp.part_checks import check_indices, has_indices
-from statetree.dcp.planners import CarefulReader, LoadPlanner
-from statetree.dcp.saved_structure import Structure, path_of, places, why_not_rebuilt
-from statetree.dcp.saved_structure import read as read_structure
+from statetree.dcp.plain_values import gist, read_value
+from statetree.dcp.saved_structure import Structure, path_of, places, read_structure, why_not_rebuilt
 from statetree.dcp.templates import TemplateMatching
-from statetree.dcp.tensors import PARTS_ENTRY, PLAIN, TENSOR_ENTRY, VALUE_ENTRY, content_of, overlaps, pieces_of
+from statetree.dcp.tensors import PARTS_ENTRY, PLAIN, TENSOR_ENTRY, VALUE_ENTRY, boxes_of, content_of
 from statetree.errors import CheckpointError, Difference, TreeMismatch, UnsupportedLeaf
-from statetree.spans.columns import Columns
-from statetree.spans.overlaps import laid_like, sharing
+from statetree.files.filling import Target, fill
 from statetree.torch_internals import quietly
-from statetree.transforms.allocate_like import allocate_like
-from statetree.transforms.copy_into import copy_into
 from statetree.transforms.select import select
-from statetree.transforms.similarity import similarity
 from statetree.tree.flatten import flatten
 from statetree.tree.mapping import map_leaves
 from statetree.tree.selection import selected
-from statetree.tree.spec import TreeSpec
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.storage import StorageReader
 
     from statetree.dcp.saved_structure import SavedEntry
     from statetree.dcp.tensors import Content
-    from statetree.paths import Path
+    from statetree.files.stored import StoredTensor
     from statetree.tree.selection import Where
 
 
@@ -67,8 +65,8 @@ def load(
     Args:
         template: A tree like the saved one. Only the memory of its tensors changes. Those of its tensors that share
             memory, or overlap themselves (expanded ones), must have had the same values there when they were saved
-            (ties are saved by value); they are loaded into memory of their own first. Without a template, the state
-            comes back as it was saved, provided that all containers are those of Python and of ``collections``.
+            (ties are saved by value). Without a template, the state comes back as it was saved, provided that all
+            containers are those of Python and of ``collections``.
         checkpoint_id: The directory.
         process_group: The ranks that load; by default all.
         storage_reader: Reads from elsewhere than a directory, or a checkpoint that DCP transformed. The checks of
@@ -97,8 +95,8 @@ def load(
 
     Raises:
         TreeMismatch: If the template does not fit, or is needed and missing. It names every place; nothing was read. Or
-            if tensors of the template share memory or overlap themselves, and were saved with different values: where
-            they differ, these keep what they hold; others may be filled.
+            if tensors of the template share memory or overlap themselves, and were saved with different values: these
+            and others may be filled then.
         UnsupportedLeaf: If a leaf of the template has no elements (a meta tensor), or one of the checkpoint takes a
             template.
         CheckpointError: If the directory is missing, incomplete, damaged or hostile, or a plain value's class is not
@@ -114,31 +112,82 @@ def load(
         change while they are read.
     """
     group = group_for("load", process_group)
-    inner = storage_reader
-    if inner is None:
-        inner = DirectoryReader(local_directory("load", checkpoint_id), verify=verify)
-    else:
-        inner.reset(checkpoint_id)
+    if storage_reader is not None:
+        storage_reader.reset(checkpoint_id)
+
+    def opened() -> Storage:
+        if storage_reader is not None:
+            return ForeignStorage(storage_reader, is_coordinator=is_first(group))
+        return DataFiles(directory, verify=verify)
+
+    directory = Path() if storage_reader is not None else local_directory("load", checkpoint_id)
+    options = {"weights_only": weights_only, "verify": verify, "cast": cast, "strict": strict}
     with checkpoint_errors("load", checkpoint_id):
-        return read(template, inner, group, weights_only=weights_only, where=where, cast=cast, strict=strict)
+        return load_from(template, opened, group, where=where, **options)
 
 
-def read(
+Storage = DataFiles | ForeignStorage
+
+
+def load_from(
     template: Any,
-    storage_reader: StorageReader,
+    opened: Callable[[], Storage],
     group: ProcessGroup | None,
     *,
     weights_only: bool,
+    verify: bool,
     where: Where | None = None,
     cast: bool = False,
     strict: bool = True,
 ) -> Any:
-    """Load as ``load`` does, but raise what DCP raises: a ``CheckpointException``, the same one on every rank."""
-    reader = CarefulReader(storage_reader)
+    """Load as ``load`` does, but raise a ``CheckpointException``, the same one on every rank."""
     target = _Free(where) if template is None else _Template(template, group, where, cast=cast, strict=strict)
-    planner = LoadPlanner(reader, target.choose, target.finish, weights_only=weights_only)
-    run_load(reader, planner, group)
-    return target.result(planner.values)
+
+    def plan() -> CheckpointSource:
+        source = CheckpointSource(opened(), weights_only=weights_only, verify=verify)
+        target.choose(source)
+        return source
+
+    source = on_all("plan", group, plan)
+    return on_all("read", group, lambda: target.filled(source))
+
+
+class CheckpointSource:
+    """A checkpoint that is being loaded.
+
+    Attributes:
+        metadata: Its metadata.
+        structure: Its structure; ``None`` if DCP itself wrote it.
+    """
+
+    def __init__(self, storage: Storage, *, weights_only: bool, verify: bool) -> None:
+        self.metadata: Metadata = storage.metadata
+        self._storage = storage
+        self._verify = verify
+        self._weights_only = True
+        has_structure = isinstance(self.metadata.state_dict_metadata.get(STRUCTURE_KEY), BytesStorageMetadata)
+        self.structure = read_structure(self.value(STRUCTURE_KEY)) if has_structure else None
+        self._weights_only = weights_only
+
+    def tensor(self, key: str) -> StoredTensor:
+        """Return a tensor."""
+        return self._storage.tensor(key, verify=self._verify)
+
+    def value(self, key: str) -> Any:
+        """Read a plain value."""
+        data = self._storage.value(key, verify=self._verify)
+        try:
+            return read_value(data) if self._weights_only else torch.load(io.BytesIO(data), weights_only=False)
+        except Exception as error:  # noqa: BLE001 - damaged or hostile bytes may raise anything
+            reason = f"{type(error).__name__}: {gist(error)}"
+            remedy = (
+                "If you trust where the checkpoint comes from, pass weights_only=False, or name its classes with "
+                "torch.serialization.add_safe_globals."
+                if self._weights_only
+                else "Load another checkpoint."
+            )
+            msg = f"load: the plain value at {key} cannot be read: {reason}. {remedy}"
+            raise CheckpointError(msg) from None
 
 
 class _Template:
@@ -153,7 +202,8 @@ class _Template:
         self._cast = cast
         self._strict = strict
 
-    def choose(self, text: str | None, metadata: Metadata) -> dict[str, Any]:
+    def choose(self, source: CheckpointSource) -> None:
+        """Match the template with the checkpoint."""
         self._state = flat_state(self._tree, verb="load")
         ranks = ranks_of("load", self._group)
         chosen = None
@@ -164,129 +214,54 @@ class _Template:
             content_of("load", entry.value, entry.path, ranks) if chosen is None or chosen[index] else PLAIN
             for index, entry in enumerate(self._state.entries)
         ]
-        saved = None if text is None else read_structure(text)
         options = {"cast": self._cast, "strict": self._strict}
-        matching = TemplateMatching(self._state, contents, chosen, saved, metadata, **options)
+        matching = TemplateMatching(self._state, contents, chosen, source.structure, source.metadata, **options)
         self._found = [
-            (match, entry, content)
-            for match, entry, content in zip(matching.run(), self._state.entries, contents, strict=True)
-            if match is not None
+            (index, match, contents[index]) for index, match in enumerate(matching.run()) if match is not None
         ]
-        values: dict[str, Any] = {}
-        tensors: dict[str, Any] = {}
-        paths: dict[str, Path] = {}
-        apart: dict[str, Any] = {}
-        self._overlapping: list[str] = []
-        for match, entry, content in self._found:
+        self._targets: list[Target] = []
+        for index, match, content in self._found:
+            for key, tensor in zip(match.keys, content.tensors, strict=False):
+                stored = source.tensor(key)
+                for box, piece in boxes_of(tensor):
+                    check_covered(source.metadata, key, box)
+                    if piece.numel():
+                        self._targets.append(Target(self._state.entries[index].path, stored, box, piece))
+
+    def filled(self, source: CheckpointSource) -> Any:
+        """Read into the template's tensors, and return a tree with them."""
+        leaves = [entry.value for entry in self._state.entries]
+        self._check_indices(source)
+        fill("load", self._targets)
+        for index, match, content in self._found:
             if match.sort == VALUE_ENTRY:
-                values.update(dict.fromkeys(match.keys))
-                continue
-            if match.context:
-                values[match.context] = None
-            own = dict(zip(match.keys, content.tensors, strict=True))
-            tensors.update(own)
-            paths.update(dict.fromkeys(match.keys, entry.path))
-            if match.sort == PARTS_ENTRY and has_indices(entry.value):
-                apart.update((key, allocate_like(tensor, device=tensor.device)) for key, tensor in own.items())
-            for key, tensor in own.items():
-                stored = metadata.state_dict_metadata[key]
-                assert isinstance(stored, TensorStorageMetadata)
-                if overlaps(tensor):
-                    self._overlapping.append(key)
-                    apart[key] = torch.empty(tensor.shape, dtype=stored.properties.dtype, device=tensor.device)
-                elif stored.properties.dtype != tensor.dtype:
-                    apart[key] = torch.empty_like(tensor, dtype=stored.properties.dtype)
-        self._paths = paths
-        self._ties = _Ties(tensors, paths)
-        self._apart = apart
-        self._into = {key: self._ties.loaded.get(key, tensors[key]) for key in apart}
-        return {**values, **tensors, **self._ties.loaded, **apart}
+                leaves[index] = source.value(match.keys[0])
+            elif match.context:
+                leaves[index] = _packed(self._place(index), content, source.value(match.context))
+        return self._state.spec.unflatten(leaves)
 
     @quietly
-    def finish(self) -> None:
-        for match, entry, content in self._found:
-            if match.sort == PARTS_ENTRY and has_indices(entry.value):
-                made = content.packed([self._apart[key] for key in match.keys])
-                check_indices(made, entry.value, str(entry.path) or "<root>")
-        self._lay_out()
-        copy_into(self._apart, self._into, cast=self._cast)
-        self._ties.write()
+    def _check_indices(self, source: CheckpointSource) -> None:
+        """Raise if parts of tensors would lead outside of these."""
+        for index, match, content in self._found:
+            leaf = self._state.entries[index].value
+            if match.sort == PARTS_ENTRY and has_indices(leaf):
+                made = content.packed([source.tensor(key).read() for key in match.keys])
+                check_indices(made, leaf, self._place(index))
 
-    def _lay_out(self) -> None:
-        """Have what goes into tensors that overlap themselves do so, too; refuse several values for one place."""
-        found = []
-        for key in self._overlapping:
-            laid = laid_like(self._apart[key], self._into[key])
-            if laid is None:
-                found.append(
-                    Difference(self._paths[key], "overlap", "values of its own", "a tensor that overlaps itself")
-                )
-            self._apart[key] = laid
-        if found:
-            remedy = "Other tensors may be loaded. Pass a template in which each element has a place of its own."
-            raise TreeMismatch.between("load", found, remedy)
-
-    def result(self, values: dict[str, Any]) -> Any:
-        leaves = {id(entry): entry.value for entry in self._state.entries}
-        for match, entry, content in self._found:
-            if match.sort == VALUE_ENTRY:
-                leaves[id(entry)] = values[match.keys[0]]
-            elif match.context:
-                leaves[id(entry)] = _packed(entry.path, content, values[match.context])
-        return self._state.spec.unflatten(list(leaves.values()))
+    def _place(self, index: int) -> str:
+        return str(self._state.entries[index].path) or "<root>"
 
 
-def _packed(path: Path, content: Content, contexts: Any) -> Any:
+def _packed(where: str, content: Content, contexts: Any) -> Any:
     """Return a value of a registered leaf type, packed of the template's tensors as it was saved."""
     unpacked = content.unpacked
     assert unpacked is not None
     if type(contexts) is not list or len(contexts) != len(content.contexts):
-        msg = f"load: the context of the leaf at {path or '<root>'} is damaged. Load another checkpoint."
+        msg = f"load: the context of the leaf at {where} is damaged. Load another checkpoint."
         raise CheckpointError(msg)
     unpacked.replace_contexts(0, contexts)
     return unpacked.pack(unpacked.parts)[0]
-
-
-class _Ties:
-    """What is loaded in the place of tensors that share memory: as many with memory of their own.
-
-    Args:
-        tensors: What there is to fill, by key.
-        paths: Where each lies in the template.
-
-    Attributes:
-        loaded: The tensors to load into instead, by key.
-    """
-
-    def __init__(self, tensors: dict[str, Any], paths: dict[str, Path]) -> None:
-        pieces = [(key, piece) for key, tensor in tensors.items() for piece in pieces_of(tensor)]
-        keys = dict.fromkeys(pieces[index][0] for index in sharing(Columns([piece for _, piece in pieces])))
-        self._tied = {key: tensors[key] for key in keys}
-        self._paths = paths
-        self.loaded: dict[str, Any] = {
-            key: allocate_like(tensor, device=pieces_of(tensor)[0].device) for key, tensor in self._tied.items()
-        }
-
-    def write(self) -> None:
-        """Write what was loaded into the tensors that share memory: all of them, or none where values disagree."""
-        if not self._tied:
-            return
-        try:
-            copy_into(self.loaded, self._tied)
-        except TreeMismatch as error:
-            # Those that overlap in part are tried out on scratch memory, in which they overlap as they do here.
-            scratch = allocate_like(self._tied)
-            for key, tensor in self.loaded.items():
-                copy_into(tensor, scratch[key])
-            if all(similarity(tensor, scratch[key], values=True) for key, tensor in self.loaded.items()):
-                copy_into(scratch, self._tied)
-                return
-            found = [
-                Difference(self._paths[path[0]], "ties", "values of its own", right)
-                for path, _, _, right in error.differences
-            ]
-            remedy = "The other tensors were loaded. Pass a template in which these do not share memory."
-            raise TreeMismatch.between("load", found, remedy) from None
 
 
 class _Free:
@@ -294,53 +269,45 @@ class _Free:
 
     def __init__(self, where: Where | None) -> None:
         self._where = where
-        self._structure = Structure(TreeSpec((), 0), ())
-        self._flat: dict[str, Any] = {}
 
-    def choose(self, text: str | None, metadata: Metadata) -> dict[str, Any]:
-        if text is None:
+    def choose(self, source: CheckpointSource) -> None:
+        """Choose what is loaded."""
+        saved = source.structure
+        if saved is None:
             msg = (
                 "load: the checkpoint does not say how its entries were nested: expected one that statetree.dcp saved. "
                 "Pass a template."
             )
             raise TreeMismatch(msg)
-        self._structure = read_structure(text)
-        entries = self._structure.entries
-        chosen = [True] * len(entries)
-        if self._where is None:
-            _check_entries(self._structure, chosen)
-        _check_containers(self._structure)
+        _check_containers(saved)
+        # A tensor for each entry: in the attributes of a container, these alone are leaves.
+        marks = [torch.empty(0, device="meta") for _ in saved.entries]
+        self._tree = saved.rebuild(marks)
+        chosen = [True] * len(marks)
         if self._where is not None:
-            # A tensor for each entry: in the attributes of a container, these alone are leaves.
-            self._marks = [torch.empty(0, device="meta") for _ in entries]
-            tree = self._structure.rebuild(self._marks)
-            outlines = [_outline(entry, metadata) for entry in entries]
-            chosen = selected(self._where, flatten(tree)[1], outlines, verb="load")
-            marks = set(map(id, compress(self._marks, chosen)))
-            self._selected = select(tree, lambda _, mark: id(mark) in marks)
-            _check_entries(self._structure, chosen)
-        for entry in compress(entries, chosen):
+            outlines = [_outline(entry, source.metadata) for entry in saved.entries]
+            chosen = selected(self._where, flatten(self._tree)[1], outlines, verb="load")
+            kept = set(map(id, compress(marks, chosen)))
+            self._tree = select(self._tree, lambda _, mark: id(mark) in kept)
+        _check_entries(saved, chosen)
+        self._entries = {id(mark): entry for mark, entry in compress(zip(marks, saved.entries, strict=True), chosen)}
+        for entry in self._entries.values():
             (key,) = entry.keys
-            stored = metadata.state_dict_metadata.get(key)
+            stored = source.metadata.state_dict_metadata.get(key)
             if stored is None or isinstance(stored, TensorStorageMetadata) != (entry.sort == TENSOR_ENTRY):
                 msg = f"load: the checkpoint's structure names {key}, which it does not hold. Load another checkpoint."
                 raise CheckpointError(msg)
             if isinstance(stored, TensorStorageMetadata):
-                self._flat[key] = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
-            else:
-                self._flat[key] = None
-        return self._flat
+                check_covered(source.metadata, key, whole_box(stored.size))
 
-    def finish(self) -> None:
-        pass
+    def filled(self, source: CheckpointSource) -> Any:
+        """Read it."""
+        return map_leaves(lambda mark: _read_entry(self._entries[id(mark)], source), self._tree)
 
-    def result(self, values: dict[str, Any]) -> Any:
-        found = {**self._flat, **values}
-        entries = self._structure.entries
-        if self._where is None:
-            return self._structure.rebuild([found[entry.keys[0]] for entry in entries])
-        keys = {id(mark): entry.keys[0] for mark, entry in zip(self._marks, entries, strict=True)}
-        return map_leaves(lambda mark: found[keys[id(mark)]], self._selected)
+
+def _read_entry(entry: SavedEntry, source: CheckpointSource) -> Any:
+    (key,) = entry.keys
+    return source.tensor(key).read() if entry.sort == TENSOR_ENTRY else source.value(key)
 
 
 def _outline(entry: SavedEntry, metadata: Metadata) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""The chunks that a rank holds of a distributed leaf whose class DCP does not know, as DCP's planners take them."""
+"""The chunks that a rank holds of a distributed leaf, as DCP's planner of saves takes them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from statetree.chunks.boxes import whole_box
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,17 +22,18 @@ class LocalPieces:
     Attributes:
         shape: The global shape.
         dtype: The dtype of the elements.
-        pieces: The tensors of this rank's chunks.
+        boxes: Where this rank's chunks lie in it.
+        pieces: Their tensors.
     """
 
     def __init__(self, held: LocalChunks) -> None:
         self.shape = torch.Size(held.shape)
         self.dtype = held.dtype
+        self.boxes = held.boxes
         self.pieces: Sequence[torch.Tensor] = held.pieces
-        self._chunks = [ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.sizes)) for box in held.boxes]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return self._chunks
+        if 0 in held.shape:  # no rank holds elements, but DCP is to know of it
+            self.boxes, self.pieces = [whole_box(held.shape)], [torch.empty(held.shape, dtype=held.dtype, device="cpu")]
+        self._chunks = [ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.sizes)) for box in self.boxes]
 
     def __create_write_items__(self, fqn: str, _object: object) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import reprlib
+from contextlib import suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from statetree.dcp.file_manifest import MANIFEST, FileManifest, read_manifest, regular_bytes, save_of
 from statetree.errors import CheckpointError
-from statetree.files.safe_pickle import BadPickle, Named, Reader, Record, Recorded, StoredObject, collection_paused
+from statetree.files.safe_pickle import BadPickle, Named, Reader, Record, StoredObject, collection_paused
 from statetree.files.untrusted import inside, printable
 
 if TYPE_CHECKING:
@@ -80,15 +81,17 @@ def _refer(module: str, name: str) -> Any:
     if module == "torch" and name in _DTYPES:
         return _DTYPES[name]
     if name in _RECORDS.get(module, ()):
-        return Recorded(name)
+        return Named(name)
     if name in _PASSED_OVER.get(module, ()):
         return StoredObject(name)
     msg = f"it refers to {module}.{name}, which metadata does not consist of"
     raise BadPickle(msg)
 
 
-def _size(_name: str, args: tuple[Any, ...]) -> torch.Size:
-    """Make a size: the one thing that the pickle may call."""
+def _called(name: str, args: tuple[Any, ...]) -> Any:
+    """Return a size, or what stands for an object of a class that the pickle names."""
+    if name != _SIZE:
+        return Record(name)
     if len(args) != 1 or type(args[0]) is not tuple or len(args[0]) > _MAX_DIMS:
         msg = "it makes a size of something else than a few numbers"
         raise BadPickle(msg)
@@ -117,11 +120,11 @@ def read_described(directory: Path, *, verify: bool) -> tuple[Metadata, FileMani
     metadata = _parsed(directory, data)
     assert metadata.storage_meta is not None
     save = save_of(metadata.storage_meta.save_id)
-    if save is None:
+    if save is None and not (verify and _has_listed_files(directory, metadata)):
         return metadata, None
     try:
         manifest = _manifest_of(directory)
-        if verify and manifest.save == save:
+        if verify and save in (manifest.save, None):
             manifest.check_metadata(data)
     except CheckpointError as error:
         if not verify:
@@ -147,6 +150,16 @@ def _manifest_of(directory: Path) -> FileManifest:
     return manifest
 
 
+def _has_listed_files(directory: Path, metadata: Metadata) -> bool:
+    """Whether the files are those of a manifest: then metadata that name no save are damaged. DCP leaves a manifest."""
+    with suppress(CheckpointError):
+        manifest = read_manifest(directory)
+        sizes = {} if manifest is None else {name: file.nbytes for name, file in manifest.files.items()}
+        names = {stored.name for stored in metadata.storage_data.values()}
+        return all(sizes.get(name) == (directory / name).stat().st_size for name in names)
+    return False
+
+
 def _refuse_mixture(directory: Path, what: str) -> None:
     msg = f"load: the checkpoint {directory} is a mixture of two: {what}. Copy all files of one, or load another."
     raise CheckpointError(msg)
@@ -169,7 +182,7 @@ def _content(directory: Path) -> bytes:
 def _parsed(directory: Path, data: bytes) -> Metadata:
     try:
         with collection_paused():
-            return _Reading(directory, Reader(data, _size, _refer, is_modern=True).load()).metadata()
+            return _Reading(directory, Reader(data, _called, _refer, is_modern=True).load()).metadata()
     except CheckpointError:
         raise
     except Exception as error:  # noqa: BLE001 - records may hold anything, and be shared so often that their text has no end

@@ -8,31 +8,31 @@ from __future__ import annotations
 
 import argparse
 import io
-import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
+from functools import partial
 from typing import Any, Final
 
 import torch
 
 from statetree.dcp import numpy_values, reconstructors
 from statetree.dcp.numpy_values import PendingSeed
-from statetree.errors import CheckpointError
+from statetree.files.ranges import FileRange
 from statetree.files.safe_pickle import MADE_BY_READER, BadPickle, Named, Reader, StoredObject
-from statetree.files.torch_pickles import (
-    PLAIN_CALLS,
-    StorageClass,
-    rebuilt_tensor,
-    storage_dtypes,
-    storage_id,
-    typed_storage,
-)
-from statetree.files.zip_archive import is_zip, read_members
+from statetree.files.torch_format import TorchArchive
+from statetree.files.torch_pickles import PLAIN_CALLS, StorageClass, rebuilt_tensor, storage_dtypes, storage_of
+from statetree.files.zip_archive import is_zip
 
 #: Never left to torch, which admits it: making one starts a process group.
 _REFUSED: Final = frozenset({"torch.distributed.device_mesh.DeviceMesh"})
 _NAMED: Final = {name: value for name, value in vars(torch).items() if isinstance(value, (torch.dtype, torch.qscheme))}
-_TENSOR: Final = "torch._utils._rebuild_tensor_v2"
+_CALLS: Final = {
+    **PLAIN_CALLS,
+    **reconstructors.CALLS,
+    **numpy_values.CALLS,
+    "torch._utils._rebuild_tensor_v2": rebuilt_tensor,
+}
+_CLASSES: Final = numpy_values.CLASSES | reconstructors.CLASSES.keys()
 _MAPPINGS: Final = (dict, OrderedDict, Counter, defaultdict)
 _COLLECTIONS: Final = (list, tuple, set, frozenset, deque)
 _STAND_INS: Final = (Named, StoredObject, StorageClass, PendingSeed)
@@ -44,19 +44,29 @@ def read_value(data: bytes) -> Any:
     Raises:
         Exception: If it is damaged, or of a class that is not admitted.
     """
-    place = _Bytes(data)
+    place = FileRange.of(data, "the value")
     if not is_zip(place):
         return torch.load(io.BytesIO(data), weights_only=True)
-    reading = _ValueReading(place)
+    archive, names = TorchArchive(place), _Names()
+    storage = partial(storage_of, partial(archive.memory, "cpu"))
     try:
-        value = reading.load()
+        value = Reader(
+            archive.content("data.pkl"), names.called, names.named, storage, build=reconstructors.build
+        ).load()
     except BadPickle:
-        if not reading.unknown:
+        if not names.unknown:
             raise
-    refused = _REFUSED & reading.unknown
+    refused = _REFUSED & names.unknown
     if refused:
         raise BadPickle(f"Unsupported class {min(refused)}")
-    return torch.load(io.BytesIO(data), weights_only=True) if reading.unknown else value
+    if names.unknown:
+        return torch.load(io.BytesIO(data), weights_only=True)
+    if type(value) is Named and value.name in reconstructors.CLASSES:
+        return reconstructors.CLASSES[value.name]
+    if type(value) is PendingSeed:
+        return value.made
+    _check_complete(value)
+    return value
 
 
 def why_not_restorable(data: bytes) -> str:
@@ -85,66 +95,24 @@ def gist(error: Exception) -> str:
     return text[:200]
 
 
-class _Bytes:
-    """An archive in memory."""
-
-    label = "the value"
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        self.length = len(data)
-
-    def read(self, start: int, length: int, entry: str) -> bytes:
-        if not 0 <= start <= start + length <= self.length:
-            msg = f"it is damaged: expected {entry} at {start} to {start + length} of {self.length} bytes"
-            raise CheckpointError(msg)
-        return self._data[start : start + length]
-
-
-class _ValueReading:
-    """Reads one value.
+class _Names:
+    """What the names in one pickle stand for.
 
     Attributes:
-        unknown: The names in its pickle that stand for nothing here.
+        unknown: Those that stand for nothing here.
     """
 
-    def __init__(self, place: _Bytes) -> None:
+    def __init__(self) -> None:
         self.unknown: set[str] = set()
-        self._place = place
-        self._members = read_members(place)
-        pickles = [name for name in self._members if name.endswith("/data.pkl")]
-        if len(pickles) != 1:
-            raise BadPickle("it holds no data.pkl, or several")
-        self._prefix = pickles[0].removesuffix("data.pkl")
-        self._storages: dict[str, torch.UntypedStorage] = {}
         self._enums: dict[str, Any] = {}
 
-    def load(self) -> Any:
-        order = self._members.get(f"{self._prefix}byteorder")
-        if order is not None and self._content(order.name) != sys.byteorder.encode():
-            raise BadPickle("it was saved on a machine with another byte order")
-        data = self._content(f"{self._prefix}data.pkl")
-        value = Reader(data, self._call, self._name, self._storage, build=reconstructors.build).load()
-        if type(value) is Named and value.name in reconstructors.CLASSES:
-            return reconstructors.CLASSES[value.name]
-        if type(value) is PendingSeed:
-            return value.made
-        if not self.unknown:
-            _check_complete(value)
-        return value
-
-    def _content(self, name: str) -> bytes:
-        member = self._members[name]
-        return self._place.read(member.start, member.nbytes, name)
-
-    def _name(self, module: str, name: str) -> Any:
+    def named(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
         if module == "torch" and name in _NAMED:
             return _NAMED[name]
         if full in storage_dtypes():
             return StorageClass(full)
-        known = (reconstructors.CALLS, reconstructors.CLASSES, numpy_values.CALLS, numpy_values.CLASSES)
-        if full in MADE_BY_READER or full in PLAIN_CALLS or full == _TENSOR or any(full in names for names in known):
+        if full in MADE_BY_READER or full in _CALLS or full in _CLASSES:
             return Named(full)
         if full == "builtins.Ellipsis":
             return ...
@@ -155,29 +123,13 @@ class _ValueReading:
         self.unknown.add(full)
         return StoredObject(full)
 
-    def _call(self, name: str, args: tuple[Any, ...]) -> Any:
-        if name == _TENSOR:
-            return rebuilt_tensor(*args)
+    def called(self, name: str, args: tuple[Any, ...]) -> Any:
         if name in self._enums:
             (value,) = args
             return reconstructors.enum_member(self._enums[name], value)
-        for known in (PLAIN_CALLS, reconstructors.CALLS, numpy_values.CALLS):
-            if name in known:
-                return known[name](*args)
-        raise BadPickle(f"it calls {name}")
-
-    def _storage(self, pid: Any) -> Any:
-        kind, key, numel = storage_id(pid)
-        if key not in self._storages:
-            content = bytearray(self._content(f"{self._prefix}data/{key}"))
-            empty = torch.empty(0, dtype=torch.uint8, device="cpu")
-            whole = torch.frombuffer(content, dtype=torch.uint8) if content else empty
-            self._storages[key] = whole.untyped_storage()
-        storage = self._storages[key]
-        dtype = torch.uint8 if kind.dtype is None else kind.dtype
-        if numel * dtype.itemsize != storage.nbytes():
-            raise BadPickle("it has a storage of another size than it says")
-        return typed_storage(storage, dtype)
+        if name not in _CALLS:
+            raise BadPickle(f"it calls {name}")
+        return _CALLS[name](*args)
 
 
 def _check_complete(root: Any) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.checkpoint.api import CheckpointException
 
 from statetree.dcp.agreement import by_first
-from statetree.dcp.data_files import check_files
+from statetree.dcp.data_files import DataFiles
 from statetree.dcp.failures import checkpoint_errors
 from statetree.errors import CheckpointError, warn
 
@@ -105,7 +105,7 @@ class Restoration:
         for found in reversed(self._series.complete()):
             if found.step < damaged.step:
                 try:
-                    check_files(self._series.path(found))
+                    DataFiles(self._series.path(found)).check()
                 except (CheckpointError, OSError):
                     continue
                 return found

@@ -131,7 +131,7 @@ def _builtin_node(node: Node) -> Node:
     return kind, (*map(key_of, keys),), _read_aux(container.name, attributes), kids, take
 
 
-def written(spec: TreeSpec, entries: Sequence[SavedEntry]) -> str:
+def structure_text(spec: TreeSpec, entries: Sequence[SavedEntry]) -> str:
     """Return a structure as text."""
     rows = []
     for (container, keys, attributes, *_), links in zip(saved_form(spec).nodes, spec.links(), strict=True):
@@ -141,11 +141,11 @@ def written(spec: TreeSpec, entries: Sequence[SavedEntry]) -> str:
     return json.dumps({"version": VERSION, "nodes": rows, "entries": table}, separators=(",", ":"))
 
 
-def read(text: Any) -> Structure:
+def read_structure(text: Any) -> Structure:
     """Return the structure that a text describes.
 
     Raises:
-        CheckpointError: If it is none that ``written`` returns, or one of a later version.
+        CheckpointError: If it is none that ``structure_text`` returns, or one of a later version.
     """
     try:
         table = json.loads(text)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from statetree.dcp.directories import local_directory
+from statetree.dcp.data_files import local_directory
 from statetree.dcp.directory_writer import DirectoryWriter
 from statetree.dcp.failures import checkpoint_errors
 from statetree.dcp.flat_state import STRUCTURE_KEY, flat_state, free_key
@@ -15,8 +15,8 @@ from statetree.dcp.groups import check_alive, group_for, ranks_of
 from statetree.dcp.internals import run_save
 from statetree.dcp.numpy_values import is_array_of_numbers
 from statetree.dcp.plain_values import why_not_restorable
-from statetree.dcp.planners import SavePlanner, ToSave
-from statetree.dcp.saved_structure import SavedEntry, written
+from statetree.dcp.save_planner import SavePlanner, ToSave
+from statetree.dcp.saved_structure import SavedEntry, structure_text
 from statetree.dcp.tensors import PARTS_ENTRY, VALUE_ENTRY, compact, content_of, to_save
 from statetree.errors import StateTreeError, UnsupportedLeaf, shown, warn
 from statetree.files.checkpoint import is_entry
@@ -174,7 +174,7 @@ def _prepared(state: Any, group: ProcessGroup | None, *, with_structure: bool) -
             prepared.dcp_paths[context] = (context,)
         saved.append(SavedEntry(content.sort, keys, content.facts, context))
     if with_structure:
-        prepared.flat[STRUCTURE_KEY] = _pickled(written(spec, saved), Path())
+        prepared.flat[STRUCTURE_KEY] = _pickled(structure_text(spec, saved), Path())
         prepared.dcp_paths[STRUCTURE_KEY] = (STRUCTURE_KEY,)
     return prepared
 

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import re
-from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
-from statetree.chunks.boxes import Box, is_covered
-from statetree.dcp.data_files import DataFiles, box_of
+from statetree.chunks.boxes import whole_box
+from statetree.dcp.data_files import DataFiles, check_covered
 from statetree.dcp.flat_state import STRUCTURE_KEY
 from statetree.dcp.keys import UnknownKey, key_of
-from statetree.dcp.metadata import METADATA, read_described
+from statetree.dcp.metadata import METADATA
 from statetree.dcp.nesting import nested
 from statetree.dcp.plain_values import gist, read_value
-from statetree.dcp.saved_structure import SavedContainer, Structure, places, read, why_not_rebuilt
+from statetree.dcp.saved_structure import SavedContainer, Structure, places, read_structure, why_not_rebuilt
 from statetree.dcp.saving import write
 from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint
 from statetree.files.safe_pickle import StoredObject
-from statetree.files.stored import StoredPiece, StoredTensor, whole_tensors
+from statetree.files.stored import StoredTensor, whole_tensors
 from statetree.files.untrusted import printable, refuse
 from statetree.tree.spec import TreeSpec
 
@@ -70,23 +68,15 @@ class _Directory:
         self.foreign: dict[str, None] = {}
         self._skip_foreign = skip_foreign
         self._is_nested = True
-        self.metadata, manifest = read_described(path, verify=True)
-        self._data = DataFiles(path, self.metadata, manifest, files)
+        self._data = DataFiles(path, files)
+        self.metadata = self._data.metadata
         files.open(path / METADATA)  # one of the checkpoint's files
 
     def opened(self, title: str) -> OpenedCheckpoint:
         """Return the checkpoint."""
-        for name in sorted({stored.name for stored in self.metadata.storage_data.values()}):
-            self._data.open(name)
-        tree = self._tree()
-        return OpenedCheckpoint(
-            tree, title, self.files, list(self.foreign), is_nested=self._is_nested, verify=self._verify
-        )
-
-    def _verify(self) -> int:
-        for index in self.metadata.storage_data:
-            self._data.verify(index, self._data.entry(index))
-        return len(self.metadata.storage_data)
+        self._data.check()
+        tree, verify = self._tree(), self._data.verify
+        return OpenedCheckpoint(tree, title, self.files, list(self.foreign), is_nested=self._is_nested, verify=verify)
 
     def _tree(self) -> Any:
         entries = self.metadata.state_dict_metadata
@@ -95,7 +85,7 @@ class _Directory:
             self._is_nested = False
             # DCP's own paths have texts for all keys, and lists for tuples.
             return nested(values, self.metadata.planner_data) or values
-        saved = read(self._plain(STRUCTURE_KEY))
+        saved = read_structure(self._plain(STRUCTURE_KEY))
         for entry in saved.entries:
             wants_tensor = entry.sort in (TENSOR_ENTRY, PARTS_ENTRY)
             for key in entry.keys:
@@ -129,49 +119,21 @@ class _Directory:
 
     def _value(self, key: str) -> Any:
         entry = self.metadata.state_dict_metadata[key]
-        return self._tensor(key, entry) if isinstance(entry, TensorStorageMetadata) else self._plain(key)
+        if not isinstance(entry, TensorStorageMetadata):
+            return self._plain(key)
+        check_covered(self.metadata, key, whole_box(entry.size))
+        return self._data.tensor(key)
 
     def _plain(self, key: str) -> Any:
-        index = MetadataIndex(key)
-        place = self._data.entry(index)
-        self._data.verify(index, place)
+        data = self._data.value(key, verify=True)
         try:
-            return read_value(place.read(0, place.length, "its bytes"))
+            return read_value(data)
         except Exception as error:  # noqa: BLE001 - whatever it is, the value cannot be made
-            if not self._skip_foreign or not _is_of_a_class(error):
-                refuse(place.label, f"the value cannot be read: {printable(gist(error))}")
             name = printable(gist(error))
+            if not self._skip_foreign or not _is_of_a_class(error):
+                refuse(f"{self.path}: the entry {key!r}", f"the value cannot be read: {name}")
             self.foreign[name] = None
             return StoredObject(name)
-
-    def _tensor(self, key: str, entry: TensorStorageMetadata) -> StoredTensor:
-        dtype, shape = entry.properties.dtype, tuple(entry.size)
-        boxes = list(map(box_of, entry.chunks))
-        self._check_coverage(key, shape, boxes)
-        indices = [MetadataIndex(key, chunk.offsets) for chunk in entry.chunks]
-        paths = {self.path / self.metadata.storage_data[index].name for index in indices}
-
-        @cache  # where the elements of each piece lie is read when they are asked for
-        def find() -> Sequence[StoredPiece]:
-            return [
-                self._data.piece(self._data.entry(index), dtype, box) for index, box in zip(indices, boxes, strict=True)
-            ]
-
-        def check() -> None:
-            for path in paths:
-                self.files.check(path)
-
-        return StoredTensor(torch.empty(shape, dtype=dtype, device="meta"), check, find)
-
-    def _check_coverage(self, key: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
-        """Raise unless boxes cover every element once."""
-        need = math.prod(shape)
-        covered = sum(box.volume for box in boxes)
-        if covered != need:
-            what = f"it holds {covered} of the {need} elements of {key!r}"
-            refuse(self.path, what, "Get all files of the checkpoint.")
-        if not is_covered(Box((0,) * len(shape), shape), boxes):
-            refuse(self.path, f"the pieces of {key!r} overlap each other, or are too many")
 
     def _leaf(self, sort: str, values: Sequence[Any], facts: str) -> Any:
         if sort != PARTS_ENTRY:

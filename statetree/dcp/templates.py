@@ -5,13 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from statetree.dcp.keys import shown_key
 from statetree.dcp.saved_structure import SavedContainer, SavedEntry, Structure, path_of, places, saved_form
-from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY, VALUE_ENTRY, Content, why_not_writable
+from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY, VALUE_ENTRY, Content, boxes_of
 from statetree.errors import Difference, TreeMismatch
 from statetree.leaves.casting import castable
 from statetree.paths import Path, exactly, render_key
@@ -224,16 +222,11 @@ class TemplateMatching:
                 continue
             if tuple(stored.size) != tuple(tensor.shape):
                 self._differ(path, "shape", tuple(stored.size), tuple(tensor.shape))
-            if stored.properties.dtype != tensor.dtype and not self._is_cast(stored.properties.dtype, tensor):
-                self._differ(path, "dtype", stored.properties.dtype, tensor.dtype)
-            why = why_not_writable(tensor)
-            if why:
-                self._differ(path, "writability", "values to load", why)
-
-    def _is_cast(self, saved: torch.dtype, target: Any) -> bool:
-        """Whether a tensor may be loaded as it was saved, and converted."""
-        own_class = isinstance(target, torch.Tensor) and not isinstance(target, ShardedTensor)
-        return self._cast and own_class and castable(saved, target.dtype)
+            dtype = stored.properties.dtype
+            if dtype != tensor.dtype and not (self._cast and castable(dtype, tensor.dtype)):
+                self._differ(path, "dtype", dtype, tensor.dtype)
+            if any(piece.is_inference() for _, piece in boxes_of(tensor)):
+                self._differ(path, "writability", "values to load", "an inference tensor, which cannot be written")
 
     def _shown(self, ref: int) -> str:
         if ref < 0:

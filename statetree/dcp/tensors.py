@@ -6,11 +6,9 @@ from operator import eq
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.tensor import DTensor
 
+from statetree.chunks.boxes import whole_box
 from statetree.dcp.groups import ranks_of
-from statetree.dcp.internals import is_cut_left_to_right
 from statetree.dcp.keys import without_addresses
 from statetree.dcp.local_pieces import LocalPieces
 from statetree.dcp.numpy_values import is_array_of_numbers
@@ -25,12 +23,12 @@ from statetree.leaves.types.tensor import TENSOR
 from statetree.paths import Path
 from statetree.spans.layout import extents, holds_memory
 from statetree.spans.memory import memory_of
-from statetree.spans.overlaps import overlaps_itself
 from statetree.torch_internals import WITHOUT_KERNELS, as_copied, quietly
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from statetree.chunks.boxes import Box
     from statetree.chunks.local import LocalChunks
     from statetree.exchange.group import Group
 
@@ -38,18 +36,13 @@ TENSOR_ENTRY: Final = "tensor"
 PARTS_ENTRY: Final = "parts"
 VALUE_ENTRY: Final = "value"
 
-#: These go to DCP as they are: it writes the chunks that each rank holds.
-DISTRIBUTED: Final = (DTensor, ShardedTensor)
-#: So do these.
-BY_PIECES: Final = (*DISTRIBUTED, LocalPieces)
-
 
 class Content(NamedTuple):
     """What there is to save of a leaf, or to fill.
 
     Attributes:
         sort: ``TENSOR_ENTRY``, ``PARTS_ENTRY`` or ``VALUE_ENTRY``.
-        tensors: The tensor itself, or its parts. None for plain values.
+        tensors: The tensor itself (``LocalPieces`` of a distributed one), or its parts. None for plain values.
         facts: What must agree, besides, for the parts to be of use.
         unpacked: How a leaf is packed again of its parts; ``None`` where there are none.
     """
@@ -100,14 +93,9 @@ def content_of(verb: str, leaf: Any, path: Path, ranks: Group | None = None) -> 
         _check_whole(verb, leaf, path)
         return PLAIN
     leaf = settled(leaf)
-    if isinstance(leaf, DISTRIBUTED):
-        _check_distributed(verb, leaf, path, ranks or ranks_of(verb, None))
-        return Content(TENSOR_ENTRY, (leaf,))
-    if leaf_type.registered and leaf_type.is_distributed(leaf):
+    if is_distributed(leaf):
         return Content(TENSOR_ENTRY, (LocalPieces(_held(verb, leaf, path, ranks or ranks_of(verb, None))),))
     leaf_type = leaf_type_of(type(leaf))
-    if leaf_type is TENSOR and is_distributed(leaf):
-        _refuse(verb, path, "a tensor of which each rank holds a part", "Gather it")
     if leaf_type is TENSOR and leaf.layout is torch.strided and not leaf.is_nested and leaf.dtype not in QUANTIZED:
         tensor = _bare(leaf)
         check_elements(verb, tensor, path)
@@ -117,8 +105,6 @@ def content_of(verb: str, leaf: Any, path: Path, ranks: Group | None = None) -> 
         return Content(PARTS_ENTRY, (as_copied(tensor),), _facts(leaf))
     if leaf_type is not None and not leaf_type.has_elements:
         _refuse(verb, path, f"a {type(leaf).__qualname__}, which has no elements", "Materialize it")
-    if is_distributed(leaf):
-        _refuse(verb, path, f"a {type(leaf).__qualname__}, of which each rank holds a part", "Gather it")
     unpacked = unpack(verb, [leaf], lambda: [path])
     if unpacked.holds_distributed():
         held = f"a {type(leaf).__qualname__} around a distributed tensor"
@@ -152,44 +138,26 @@ def _check_whole(verb: str, leaf: Any, path: Path) -> None:
         _refuse(verb, path, held, "Gather it, or register the class as a container (register_container)")
 
 
-def _check_distributed(verb: str, leaf: Any, path: Path, ranks: Group) -> None:
-    if isinstance(leaf, DTensor):
-        _check_placements(verb, leaf, path)
-    holding = _held(verb, leaf, path, ranks)
-    if holding.layout is not None and not holding.layout.is_complete:
-        held = f"one of which the ranks of the group hold only a part ({holding.text})"
-        _refuse(verb, path, held, "Pass the process_group of all ranks that hold it, or gather it")
-
-
 def _held(verb: str, leaf: Any, path: Path, ranks: Group) -> LocalChunks:
     """Return the chunks that this rank holds of a distributed leaf."""
+    cls = type(leaf).__qualname__
     try:
-        holding = chunks_of(leaf, ranks)
+        held = chunks_of(leaf, ranks)
     except Exception as error:
         raise located(verb, "tell the chunks of", error, lambda: [path], [leaf], 0) from error
-    assert holding is not None
-    if holding.dtype in WITHOUT_KERNELS:  # DCP asks torch for the sizes of elements
-        _refuse(verb, path, f"a {type(leaf).__qualname__} of {holding.dtype}", "View it as numbers (uint8)")
-    for piece in holding.pieces:
+    assert held is not None
+    if held.partials is not None:
+        _refuse(verb, path, f"a {cls} with the placements {leaf.placements}", "Redistribute or reduce it")
+    if held.dtype in WITHOUT_KERNELS:  # DCP asks torch for the sizes of elements
+        _refuse(verb, path, f"a {cls} of {held.dtype}", "View it as numbers (uint8)")
+    for piece in held.pieces:
+        if leaf_type_of(type(piece)) is not TENSOR or piece.layout is not torch.strided:
+            _refuse(verb, path, f"a {cls} of a {type(piece).__qualname__}", "Gather it, or save its inner tensors")
         check_elements(verb, piece, path)
-    return holding
-
-
-def _check_placements(verb: str, leaf: DTensor, path: Path) -> None:
-    if any(placement.is_partial() for placement in leaf.placements):
-        # DCP would take each rank's partial for the sum.
-        _refuse(verb, path, f"a DTensor with the placements {leaf.placements}", "Redistribute or reduce it")
-    if not is_cut_left_to_right(leaf):
-        # DCP would take each chunk for another one.
-        held = f"a DTensor with the placements {leaf.placements} whose mesh cuts it in another order than left to right"
-        _refuse(verb, path, held, "Redistribute it")
-    if leaf.is_meta:
-        _refuse(verb, path, "a meta DTensor, which has no elements", "Materialize it (to_empty)")
-    with torch.no_grad():
-        local = settled(leaf.to_local())
-    if leaf_type_of(type(local)) is not TENSOR or local.layout is not torch.strided:
-        # DCP would pickle it, class and all.
-        _refuse(verb, path, f"a DTensor of a {type(local).__qualname__}", "Gather it, or save its inner tensors")
+    if held.layout is not None and not held.layout.is_complete:
+        part = f"one of which the ranks of the group hold only a part ({held.text})"
+        _refuse(verb, path, part, "Pass the process_group of all ranks that hold it, or gather it")
+    return held
 
 
 def check_elements(verb: str, tensor: torch.Tensor, path: Path) -> None:
@@ -224,36 +192,15 @@ def compact(value: Any) -> Any:
 @quietly
 def to_save(tensor: Any) -> Any:
     """Return a tensor whose memory holds what the tensor reads as."""
-    if tensor.dtype is torch.bool and not isinstance(tensor, DISTRIBUTED):  # DCP clones views, and that changes bytes
-        return as_copied(tensor).clone(memory_format=torch.contiguous_format).view(torch.bool)
-    return tensor if isinstance(tensor, BY_PIECES) else tensor.resolve_conj().resolve_neg()
-
-
-def why_not_writable(tensor: Any) -> str:
-    """Say why elements cannot be loaded into a tensor; empty if they can."""
-    if any(piece.is_inference() for piece in pieces_of(tensor)):
-        return "an inference tensor, which cannot be written"
-    if isinstance(tensor, BY_PIECES) and overlaps(tensor):
-        return "a tensor that overlaps itself (an expanded one)"
-    return ""
-
-
-def overlaps(tensor: Any) -> bool:
-    """Whether elements of a tensor lie in one place, so that torch writes none of them."""
-    return any(
-        not piece.is_contiguous() and overlaps_itself(piece.shape, piece.stride()) for piece in pieces_of(tensor)
-    )
-
-
-def pieces_of(tensor: Any) -> Sequence[torch.Tensor]:
-    """Return the plain tensors of this rank in which the elements of a tensor lie."""
-    if isinstance(tensor, DTensor):
-        if tensor.device_mesh.get_coordinate() is None:
-            return []
-        with torch.no_grad():
-            return [settled(tensor.to_local())]
     if isinstance(tensor, LocalPieces):
-        return tensor.pieces
-    if isinstance(tensor, ShardedTensor):
-        return [shard.tensor for shard in tensor.local_shards()]
-    return [tensor]
+        return tensor
+    if tensor.dtype is torch.bool:  # DCP clones views, and that changes bytes
+        return as_copied(tensor).clone(memory_format=torch.contiguous_format).view(torch.bool)
+    return tensor.resolve_conj().resolve_neg()
+
+
+def boxes_of(tensor: Any) -> Sequence[tuple[Box, torch.Tensor]]:
+    """Return the boxes of a tensor that this rank holds, and the plain tensors in which their elements lie."""
+    if isinstance(tensor, LocalPieces):
+        return [(box, _bare(piece)) for box, piece in zip(tensor.boxes, tensor.pieces, strict=True)]
+    return [(whole_box(tensor.shape), tensor)]

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import torch
 
 from statetree.chunks.boxes import Box, in_slabs
-from statetree.chunks.local import location_of
 from statetree.errors import Difference, TreeMismatch
 from statetree.exchange.allocation import allocated
 from statetree.exchange.group import group_of
 from statetree.exchange.manifest import chunks_of, is_cuttable
+from statetree.files.filling import Target, fill
 from statetree.files.formats import opened
 from statetree.files.stored import StoredTensor
 from statetree.leaves.builtin import is_distributed
@@ -19,9 +19,6 @@ from statetree.leaves.casting import castable
 from statetree.leaves.copying import prepared_copy
 from statetree.leaves.registry import LeafType, register_leaf_type
 from statetree.paths import Path
-from statetree.spans.bits import same_bytes
-from statetree.spans.columns import Columns
-from statetree.spans.overlaps import overlaps_itself, shared_elements
 from statetree.torch_internals import quietly
 from statetree.transforms.reshard import reshard
 from statetree.tree.flatten import flatten_for
@@ -161,38 +158,16 @@ class _Loading:
         refuse_all(found)
 
     def _fill(self, direct: Sequence[int], group: Group, fresh: Sequence[Any]) -> None:
-        """Read the boxes of this rank. Where two leaves share memory, the checkpoint must agree with itself."""
-        boxes: list[tuple[int, Box, torch.Tensor]] = []
+        """Read the boxes of this rank."""
+        targets: list[Target] = []
         for index in direct:
             leaf, held = fresh[index], chunks_of(fresh[index], group)
             whole = [(Box((0,) * leaf.dim(), tuple(leaf.shape)), leaf)] if held is None else []
-            parts = zip(held.boxes, held.pieces, strict=True) if held else whole
-            boxes += [(index, box, piece.detach().as_subclass(torch.Tensor)) for box, piece in parts if piece.numel()]
-        once = [_once(piece) for _, _, piece in boxes]
-        what = ("writability", "elements to load", "a tensor that overlaps itself")
-        refuse_all(
-            [Difference(self._paths[row[0]], *what) for row, part in zip(boxes, once, strict=True) if part is None]
-        )
-        read: dict[Any, tuple[Any, Box]] = {}
-        tied: list[int] = []
-        for number, (index, box, tensor) in enumerate(boxes):
-            source = self._stored[index].location(), box
-            if read.setdefault(location_of(tensor), source) != source:
-                tied.append(number)
-                continue
-            self._stored[index].read_into(box.start, once[number])
-            if once[number] is not tensor:
-                tied.append(number)
-        tied += [place for pair in shared_elements(Columns([tensor for _, _, tensor in boxes])) for place in pair]
-        wrong = [boxes[number][0] for number in sorted(set(tied)) if not self._agrees(*boxes[number])]
-        what = ("ties", "values of its own", "a tensor that is tied to another one")
-        refuse_all([Difference(self._paths[index], *what) for index in wrong])
-
-    def _agrees(self, index: int, box: Box, tensor: torch.Tensor) -> bool:
-        """Whether memory that leaves share holds what the checkpoint has for one of them."""
-        scratch = torch.empty_like(tensor)
-        self._stored[index].read_into(box.start, scratch)
-        return same_bytes(tensor, scratch)
+            for box, piece in zip(held.boxes, held.pieces, strict=True) if held else whole:
+                tensor = piece.detach().as_subclass(torch.Tensor)
+                if tensor.numel():
+                    targets.append(Target(self._paths[index], self._stored[index], box, tensor))
+        fill("load", targets)
 
     def _exchange(self, direct: Sequence[int], group: Group, process_group: Any, result: list[Any]) -> None:
         """Read a part of each leaf on each rank, and exchange them."""
@@ -205,15 +180,6 @@ class _Loading:
         moved = reshard(source, {keys[i]: self._leaves[i] for i in direct}, group=process_group)
         for index in direct:
             result[index] = moved[keys[index]]
-
-
-def _once(tensor: torch.Tensor) -> Any:
-    """Return each element of a tensor once: an expanded one repeats them. ``None`` if it overlaps itself otherwise."""
-    if not overlaps_itself(tensor.shape, tensor.stride()):
-        return tensor
-    for dim, step in enumerate(tensor.stride()):
-        tensor = tensor if step else tensor.narrow(dim, 0, 1)
-    return None if overlaps_itself(tensor.shape, tensor.stride()) else tensor
 
 
 class StoredShare:

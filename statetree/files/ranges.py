@@ -7,13 +7,13 @@ import stat
 import zlib
 from collections import OrderedDict
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.files.untrusted import inside, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
     import torch
 
@@ -127,8 +127,6 @@ class OpenFiles:
         import torch  # headers are read without it
 
         self.check(path)
-        if not nbytes:
-            return torch.UntypedStorage(0)
         if path not in self._mapped:
             with_name = self.by_descriptor(path)
             self._mapped[path] = torch.UntypedStorage.from_file(
@@ -144,6 +142,9 @@ class OpenFiles:
             if os.path.samestat(os.stat(name), os.fstat(self.handle(path))):
                 return name
         return str(path)
+
+
+_NO_FILES: Final = OpenFiles()
 
 
 class FileRange:
@@ -166,6 +167,16 @@ class FileRange:
         """What these bytes are called in messages."""
         return f"{self.path}: {self._entry}" if self._entry else str(self.path)
 
+    @classmethod
+    def of(cls, data: bytes, label: str) -> FileRange:
+        """Return bytes that are in memory."""
+        return cls(_NO_FILES, Path(label), 0, len(data), held=memoryview(data))
+
+    @property
+    def is_held(self) -> bool:
+        """Whether they were read, and are in memory."""
+        return self._held is not None
+
     def in_memory(self) -> FileRange:
         """Return the same bytes, read once, for many small reads."""
         held = memoryview(self.read(0, self.length, "its bytes"))
@@ -185,6 +196,8 @@ class FileRange:
 
     def read(self, start: int, length: int, entry: str) -> bytes:
         """Return bytes. Little enough of them: memory is taken for all."""
+        if self._held is not None and 0 <= start <= start + length <= self.length:
+            return bytes(self._held[start : start + length])
         place = self.part(start, length, entry)
         found = bytearray(length)
         place.fill(memoryview(found), 0)
@@ -224,5 +237,11 @@ class FileRange:
         return before
 
     def mapped(self) -> torch.UntypedStorage:
-        """Return these bytes as a storage, without reading them."""
-        return self.files.mapped(self.path, self.start, self.length)
+        """Return these bytes as a storage, without reading them. What is in memory is copied."""
+        import torch  # headers are read without it
+
+        if not self.length:
+            return torch.UntypedStorage(0)
+        if self._held is None:
+            return self.files.mapped(self.path, self.start, self.length)
+        return torch.frombuffer(bytearray(self._held), dtype=torch.uint8).untyped_storage()

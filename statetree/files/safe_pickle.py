@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 if TYPE_CHECKING:
-    import mmap
     from collections.abc import Callable, Iterator, Sequence
 
 #: Bytes of memory that a pickle may take: so many, and some for each byte of its own, up to a bound.
@@ -87,18 +86,8 @@ class Named:
         return self.call(self.name, args)
 
 
-class Recorded:
-    """A class that a pickle refers to, whose objects are to be kept as ``Record``."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __call__(self, *_args: Any) -> Record:  # noqa: D102
-        return Record(self.name)
-
-
 class Record:
-    """What a pickle says of an object: the name of its class, and its state."""
+    """What a pickle says of an object: the name of its class, and its state. It may be the result of a call."""
 
     __slots__ = ("name", "state")
 
@@ -108,26 +97,23 @@ class Record:
 
 
 class Reader:
-    """Reads pickles that lie one after the other.
+    """Reads a pickle.
 
     Args:
-        data: Bytes.
+        data: Its bytes.
         call: Given the name of a function or class and its arguments, returns what stands for the result.
         names: Given a module and a name in it, returns what stands for it: ``Named`` for what ``call`` knows,
-            ``Recorded`` for a class whose objects are kept as ``Record``, ``StoredObject`` for what is of no concern.
+            ``StoredObject`` for what is of no concern.
         storage: Given a persistent id, returns what stands for the storage. Without it, none is admitted.
         build: Given an object that ``call`` returned and its state (for a mapping: its keys and values in turn), sets
             it, and returns whether it knows how. Without it, only what this module makes has a state.
         is_modern: Whether the instructions of protocol 4 are admitted, too. The result is then taken to be records,
             which nobody walks as a tree: how often containers are shared in it does not matter.
-
-    Attributes:
-        position: Where the next pickle begins.
     """
 
     def __init__(
         self,
-        data: bytes | mmap.mmap,
+        data: bytes,
         call: Callable[[str, tuple[Any, ...]], Any],
         names: Callable[[str, str], Any],
         storage: Callable[[Any], Any] | None = None,
@@ -135,7 +121,6 @@ class Reader:
         build: Callable[[Any, Any], bool] | None = None,
         is_modern: bool = False,
     ) -> None:
-        self.position = 0
         self._data = data
         self._call = call
         self._names = names
@@ -146,14 +131,14 @@ class Reader:
         self._budget_bytes = max(min(most, base + len(data) * rate), 2 * len(data))
 
     def load(self) -> Any:
-        """Read one pickle.
+        """Read it.
 
         Raises:
             BadPickle: If it is damaged, or has instructions that are not admitted.
         """
         try:
             with collection_paused():
-                instructions, cost, self.position = _checked(self._data, self.position, is_modern=self._is_modern)
+                instructions, cost = _checked(self._data, is_modern=self._is_modern)
                 self._spend(cost)
                 tree = _Unpickler(instructions, self).load()
                 if not self._is_modern:
@@ -270,11 +255,10 @@ _STEPS: Final = {True: _steps(_ADMITTED), False: _steps(_ADMITTED - _MODERN)}
 _COST_OF: Final = [8 + _COSTS.get(_INSTRUCTIONS[code].name, 0) if code in _INSTRUCTIONS else 0 for code in range(256)]
 
 
-def _checked(data: bytes | mmap.mmap, start: int, *, is_modern: bool) -> tuple[bytes, int, int]:
-    """Return the instructions of a pickle, as ``_Unpickler`` takes them, what they cost, and where the next begins."""
+def _checked(data: bytes, *, is_modern: bool) -> tuple[bytes, int]:
+    """Return the instructions of a pickle, as ``_Unpickler`` takes them, and what they cost."""
     steps, cost_of = _STEPS[is_modern], _COST_OF
-    at = done = start
-    cost = 0
+    at = done = cost = 0
     pieces: list[bytes] = []
     while True:
         code = data[at]
@@ -289,7 +273,7 @@ def _checked(data: bytes | mmap.mmap, start: int, *, is_modern: bool) -> tuple[b
         arg_bytes = 0 if info.arg is None else info.arg.n
         begin, at = at, at + 1
         if info.name == "STOP":
-            return b"".join([*pieces, data[done:at]]), cost, at
+            return b"".join([*pieces, data[done:at]]), cost
         if info.name == "GLOBAL":
             for _ in range(2):
                 at = data.find(b"\n", at, at + 1000) + 1

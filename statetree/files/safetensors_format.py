@@ -94,7 +94,7 @@ def _stored(data: FileRange, entry: HeaderEntry) -> StoredTensor:
     outline = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
     place = data.part(entry.begin, entry.stop - entry.begin, f"the tensor {entry.key!r}")
     pieces = [StoredPiece(Box((0,) * len(entry.shape), entry.shape), place, outline.stride())]
-    return StoredTensor(outline, lambda: place.files.check(place.path), lambda: pieces)
+    return StoredTensor(outline, lambda: place.files.check(place.path), lambda _: pieces)
 
 
 def _tensors(tree: Any) -> dict[str, Any]:

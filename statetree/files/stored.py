@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from statetree.chunks.boxes import Box, in_slabs
+from statetree.chunks.boxes import Box, common, in_slabs
 from statetree.errors import UnsupportedLeaf
 from statetree.files.ranges import BUCKET_BYTES
 from statetree.files.strided_reading import NUMBERS, read_strided
@@ -24,7 +24,7 @@ from statetree.torch_internals import copy_each, quietly, set_bits, storage_key
 from statetree.tree.mapping import map_with_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from statetree.files.ranges import FileRange
     from statetree.paths import Path
@@ -57,7 +57,7 @@ class StoredTensor:
     Args:
         outline: The tensor that it stands for: on ``meta``, or in memory that is mapped from the file.
         open_file: Raises ``CheckpointError`` if the file is not what it was.
-        find: Returns the pieces that it is stored in; ``None`` if it is no strided tensor.
+        find: Yields its pieces that have elements in a box; ``None`` if it is no strided tensor.
 
     Attributes:
         dtype: The dtype.
@@ -82,7 +82,7 @@ class StoredTensor:
         self,
         outline: torch.Tensor,
         check: Callable[[], None],
-        find: Callable[[], Sequence[StoredPiece]] | None,
+        find: Callable[[Box], Iterable[StoredPiece]] | None,
     ) -> None:
         self.outline = outline
         self.dtype = outline.dtype
@@ -116,6 +116,10 @@ class StoredTensor:
     def is_strided(self) -> bool:
         """Whether it is a strided tensor, of which boxes can be read."""
         return self._find is not None
+
+    def _pieces(self) -> list[StoredPiece]:
+        assert self._find is not None, "no strided tensor"
+        return list(self._find(Box((0,) * len(self.shape), tuple(self.shape))))
 
     @property
     def is_bare(self) -> bool:
@@ -153,7 +157,7 @@ class StoredTensor:
         self._check()
         if not self.outline.is_meta or self._find is None:
             return self.outline
-        pieces = self._find()
+        pieces = self._pieces()
         if self.is_as_stored and len(pieces) == 1 and pieces[0].box.sizes == tuple(self.shape):
             piece = pieces[0]
             mapped = piece.place.mapped()
@@ -183,7 +187,7 @@ class StoredTensor:
 
     def part(self, index: Sequence[slice]) -> torch.Tensor:
         """Return the elements of a box: mapped, where the tensor is stored in one piece, and otherwise read."""
-        is_mapped = not self.outline.is_meta or (self._find is not None and len(self._find()) == 1)
+        is_mapped = not self.outline.is_meta or (self.is_strided and len(self._pieces()) == 1)
         return self.tensor()[tuple(index)] if is_mapped else self.read(index)
 
     def read_into(self, start: Sequence[int], target: torch.Tensor) -> None:
@@ -197,12 +201,12 @@ class StoredTensor:
         self._check()
         begin = tuple(start)
         wanted = Box(begin, (*map(add, begin, target.shape),))
-        for piece in self._find():
-            low = (*map(max, wanted.start, piece.box.start),)
-            high = (*map(min, wanted.stop, piece.box.stop),)
-            if all(a < b for a, b in zip(low, high, strict=True)):
-                part = target[(*map(slice, map(sub, low, begin), map(sub, high, begin)),)]
-                self._fill(part, piece, piece.offset + sum(map(mul, map(sub, low, piece.box.start), piece.stride)))
+        for piece in self._find(wanted):
+            found = common(wanted, piece.box)
+            if found is not None:
+                part = target[(*map(slice, map(sub, found.start, begin), map(sub, found.stop, begin)),)]
+                offset = sum(map(mul, map(sub, found.start, piece.box.start), piece.stride))
+                self._fill(part, piece, piece.offset + offset)
 
     def _fill(self, target: torch.Tensor, piece: StoredPiece, offset: int) -> None:
         kept, has_bits = self._kept, any(piece.bits)
@@ -252,7 +256,7 @@ class StoredTensor:
         """Return what is equal for stored tensors that are the same view on the same bytes."""
         if self._find is None:
             return id(self)
-        places = [(str(p.place.path), p.place.start, p.offset, p.stride, p.box, p.bits) for p in self._find()]
+        places = [(str(p.place.path), p.place.start, p.offset, p.stride, p.box, p.bits) for p in self._pieces()]
         return (*places, self.dtype, self._kept.dtype)
 
 

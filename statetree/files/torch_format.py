@@ -96,12 +96,13 @@ class TorchArchive:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that typed storages, quantized and nested tensors are old or new
-                tree, self.foreign = read_pickle(data, partial(self._memory, device))
+                tree, self.foreign = read_pickle(data, partial(self.memory, device))
         except BadPickle as bad:
             self.refuse(f"the pickle in {self.prefix}data.pkl: {bad}")
         return tree
 
-    def _memory(self, device: str, key: str, nbytes: int) -> torch.UntypedStorage:
+    def memory(self, device: str, key: str, nbytes: int) -> torch.UntypedStorage:
+        """Return the memory of a storage. Raises ``BadPickle`` if the archive has none of this key and size."""
         member = self.members.get(f"{self.prefix}data/{key}")
         if member is None:
             raise BadPickle(f"it has a tensor on the storage {key[:40]!r}, which the archive does not hold")
@@ -140,7 +141,7 @@ class TorchArchive:
         if id(leaf) not in self._stored:
             piece = self.piece(leaf)
             check = partial(self._check, leaf if piece is None else None)
-            self._stored[id(leaf)] = StoredTensor(leaf, check, None if piece is None else lambda: [piece])
+            self._stored[id(leaf)] = StoredTensor(leaf, check, None if piece is None else lambda _: [piece])
         return self._stored[id(leaf)]
 
     def _check(self, tensor: torch.Tensor | None) -> None:

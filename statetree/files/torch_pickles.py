@@ -84,13 +84,14 @@ def read_pickle(data: bytes, memory: Callable[[str, int], torch.UntypedStorage])
         BadPickle: If it is damaged, or describes what the archive does not hold.
     """
     foreign: dict[str, None] = {}
+    return Reader(data, _called, partial(_named, foreign), partial(storage_of, memory)).load(), list(foreign)
 
-    def storage(pid: Any) -> torch.TypedStorage:
-        kind, key, count = storage_id(pid)
-        dtype = kind.dtype or torch.uint8
-        return typed_storage(memory(key, count * dtype.itemsize), dtype)
 
-    return Reader(data, _called, partial(_named, foreign), storage).load(), list(foreign)
+def storage_of(memory: Callable[[str, int], torch.UntypedStorage], pid: Any) -> torch.TypedStorage:
+    """Return a storage by its persistent id, as calls have it."""
+    kind, key, count = storage_id(pid)
+    dtype = kind.dtype or torch.uint8
+    return typed_storage(memory(key, count * dtype.itemsize), dtype)
 
 
 def foreign_names(data: bytes) -> list[str]:

@@ -7,7 +7,7 @@ members, members that overlap, and what lies before and after the archive. Anoth
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from statetree.files.untrusted import refuse
 
@@ -32,21 +32,6 @@ _MAX_LIST_BYTES: Final = 512 << 20
 REWRITE: Final = "If you trust its source, load it and save it again with torch.save."
 
 
-class ByteRange(Protocol):
-    """What archives are read from: a piece of a file (``FileRange``, for one)."""
-
-    @property
-    def label(self) -> str:
-        """What it is called in messages."""
-
-    @property
-    def length(self) -> int:
-        """How many bytes it has."""
-
-    def read(self, start: int, length: int, entry: str) -> bytes:
-        """Return bytes; raise ``CheckpointError`` if they do not lie inside. ``entry`` says what they are."""
-
-
 class ZipMember(NamedTuple):
     """A file in the archive. ``start`` is where its bytes begin in the archive."""
 
@@ -62,12 +47,12 @@ class ZipMember(NamedTuple):
             refuse(place.label, f"the member {self.name!r} has the checksum {found:08x}: expected {self.crc:08x}")
 
 
-def is_zip(place: ByteRange) -> bool:
+def is_zip(place: FileRange) -> bool:
     """Whether a file begins like a zip archive."""
     return place.length >= _END.size and place.read(0, 4, "its beginning") in (b"PK\x03\x04", b"PK\x05\x06")
 
 
-def read_members(place: ByteRange) -> dict[str, ZipMember]:
+def read_members(place: FileRange) -> dict[str, ZipMember]:
     """Return the members by name.
 
     Raises:
@@ -99,7 +84,7 @@ def read_members(place: ByteRange) -> dict[str, ZipMember]:
     return members
 
 
-def _find_list(place: ByteRange) -> tuple[int, int, int]:
+def _find_list(place: FileRange) -> tuple[int, int, int]:
     """Return how many members there are, and where the list of them begins and how long it is."""
     what = "the end of the archive"
     last = place.length - _END.size
@@ -123,7 +108,7 @@ def _find_list(place: ByteRange) -> tuple[int, int, int]:
     return count, start, size
 
 
-def _read_listed(place: ByteRange, listed: bytes, at: int) -> tuple[int, ZipMember, int]:
+def _read_listed(place: FileRange, listed: bytes, at: int) -> tuple[int, ZipMember, int]:
     """Return where a member begins, what is known of it, and where the next one is listed."""
     if len(listed) - at < _LISTED.size:
         refuse(place.label, "the list of members is cut off")
@@ -162,7 +147,7 @@ def _wide_numbers(extra: bytes) -> Iterator[int]:
         at += 4 + size
 
 
-def _data_start(place: ByteRange, name: str, begin: int) -> int:
+def _data_start(place: FileRange, name: str, begin: int) -> int:
     raw = name.encode()
     head = place.read(begin, _LOCAL.size + len(raw), f"the member {name!r}")
     fields = _LOCAL.unpack_from(head)

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
 
+from statetree.dcp.file_manifest import MANIFEST
 from tests.cli.hostile import Raw, archive, bomb
 from tests.cli.states import bits, write
 from tests.cli.test_hostile_torch import BOMBS
@@ -34,6 +35,7 @@ def change(directory, edit):
     path = directory / ".metadata"
     metadata = pickle.loads(path.read_bytes())
     metadata.storage_meta.save_id = "another"
+    (directory / MANIFEST).unlink(missing_ok=True)
     edit(metadata)
     path.write_bytes(pickle.dumps(metadata))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import statetree
-from statetree.dcp import AsyncStager, Checkpointer, directories, saving, series
+from statetree.dcp import AsyncStager, Checkpointer, data_files, saving, series
 from statetree.testing import assert_trees_equal
 from tests.pace import units
 
@@ -327,14 +327,14 @@ def test_what_fails_after_the_rename_does_not_deny_the_checkpoint(error, tmp_pat
 
 def save_elsewhere_while_reading(monkeypatch, directory, step, value):
     """Let another process' save, which keeps one, fall into the next reading of a checkpoint."""
-    read_metadata, pending = directories.DirectoryReader.read_metadata, [value]
+    read_described, pending = data_files.read_described, [value]
 
-    def read_after_a_save(self, *args):
+    def read_after_a_save(*args, **options):
         if pending:
             Checkpointer(directory, keep=1).save(step, state_of(pending.pop()))
-        return read_metadata(self, *args)
+        return read_described(*args, **options)
 
-    monkeypatch.setattr(directories.DirectoryReader, "read_metadata", read_after_a_save)
+    monkeypatch.setattr(data_files, "read_described", read_after_a_save)
 
 
 def test_the_latest_is_looked_for_again_if_it_is_removed_while_it_is_read(tmp_path, monkeypatch):

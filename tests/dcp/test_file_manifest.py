@@ -111,6 +111,21 @@ def test_damage_to_the_metadata_that_leaves_them_valid(steps):
     assert_trees_equal(dcp.load(checkpoint_id=steps[0], verify=False), state_of(1))
 
 
+def test_metadata_that_name_no_save_any_more_are_damaged(steps):
+    """They read as DCP's own, which have no manifest."""
+    path = steps[0] / ".metadata"
+    intact = path.read_bytes()
+    begin = intact.index(b"statetree:")
+    for bit in range(8 * begin, 8 * (begin + len(b"statetree:"))):
+        damaged = bytearray(intact)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with pytest.raises(statetree.CheckpointError, match=r"load: .*metadata"):
+            dcp.load(checkpoint_id=steps[0])
+    path.write_bytes(intact.replace(b"statetree:", b"rtatetree:"))
+    assert_trees_equal(dcp.load(checkpoint_id=steps[0], verify=False), state_of(1))
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [

@@ -108,6 +108,19 @@ def test_given_readers_and_writers_are_used(tmp_path):
     assert_trees_equal(loaded, state)
 
 
+def test_a_given_reader_fills_a_template(tmp_path):
+    state = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.arange(3), "c": [1, "x"]}
+    dcp.save(state, checkpoint_id=tmp_path, storage_writer=torch_dcp.FileSystemWriter("elsewhere"))
+    template = {"a": torch.zeros(3, 2, dtype=torch.float64).t(), "b": torch.zeros(3).long(), "c": None}
+    loaded = dcp.load(
+        template, checkpoint_id=tmp_path, storage_reader=torch_dcp.FileSystemReader("elsewhere"), cast=True
+    )
+    assert loaded["a"] is template["a"]
+    assert torch.equal(loaded["a"], state["a"].double())
+    assert loaded["b"].tolist() == [0, 1, 2]
+    assert loaded["c"] == [1, "x"]
+
+
 def test_urls_take_a_reader():
     with pytest.raises(statetree.CheckpointError, match=r"load: s3://bucket is no directory: .*storage_reader"):
         dcp.load(checkpoint_id="s3://bucket")

@@ -66,8 +66,8 @@ def test_what_is_missing_of_it_is_named():
         dcp.load(template, checkpoint_id=BEFORE)
 
 
-def test_parts_of_it_take_a_template():
-    with pytest.raises(statetree.UnsupportedLeaf, match=r"at sparse loads into a template only.*sparse_coo"):
+def test_classes_of_it_take_a_template():
+    with pytest.raises(statetree.TreeMismatch, match=r"structure differs at classes.1: .*Pair"):
         dcp.load(checkpoint_id=BEFORE)
 
 

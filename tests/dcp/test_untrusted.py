@@ -31,7 +31,7 @@ from statetree import dcp
 from statetree.chunks.boxes import Box, is_covered
 from statetree.dcp import file_manifest, metadata, tensors
 from statetree.dcp.file_manifest import MANIFEST
-from statetree.dcp.saved_structure import read
+from statetree.dcp.saved_structure import read_structure
 from tests.pace import units
 
 
@@ -211,6 +211,7 @@ def change(directory, edit):
     path = directory / ".metadata"
     metadata = pickle.loads(path.read_bytes())
     metadata.storage_meta.save_id = "another"
+    (directory / MANIFEST).unlink(missing_ok=True)
     edit(metadata)
     path.write_bytes(pickle.dumps(metadata))
 
@@ -261,7 +262,7 @@ EDITS = {
         lambda m: setattr(m.state_dict_metadata["w"].chunks[0], "sizes", torch.Size([1001])),
         r"a piece of w lies at \(0,\) with the size \(1001,\)",
     ),
-    "hole": (lambda m: m.state_dict_metadata["w"].chunks.clear(), "holds 0 of the 1000 elements of w"),
+    "hole": (lambda m: m.state_dict_metadata["w"].chunks.clear(), "holds 0 of the 1000 elements of 'w'"),
     "overlap and hole": (lambda m: pieces(m, (0, 600), (200, 400)), r"the pieces of 'w' overlap in __0_0\.distcp"),
     "missing": (lambda m: m.storage_data.clear(), "does not say where"),
     "swapped": (lambda m: m.state_dict_metadata.__setitem__("w", BytesStorageMetadata()), "does not"),
@@ -373,7 +374,7 @@ def test_empty_bytes_are_admitted_and_no_more(tmp_path):
 )
 def test_damaged_structures_are_refused(text):
     with pytest.raises(statetree.CheckpointError, match=r"load: the checkpoint's structure is"):
-        read(text)
+        read_structure(text)
 
 
 def test_missing_directories_are_named(checkpoint, tmp_path):

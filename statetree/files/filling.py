@@ -1,0 +1,81 @@
+"""Memory filled with boxes of stored tensors, also where several tensors share memory, or one overlaps itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+
+from statetree.chunks.local import location_of
+from statetree.errors import Difference, TreeMismatch
+from statetree.spans.bits import same_bytes
+from statetree.spans.columns import Columns
+from statetree.spans.overlaps import laid_like, overlaps_itself, shared_elements
+from statetree.torch_internals import quietly
+from statetree.transforms.copy_into import copy_into
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from statetree.chunks.boxes import Box
+    from statetree.files.stored import StoredTensor
+    from statetree.paths import Path
+
+_REMEDY: Final = "Other tensors may be filled. Pass a tree in which these have memory of their own."
+
+
+class Target(NamedTuple):
+    """A plain tensor to fill, which may be of another dtype than what is stored.
+
+    Attributes:
+        path: Where its leaf lies.
+        stored: What it is filled from.
+        box: Which elements of that.
+        tensor: The tensor, of the shape of the box.
+    """
+
+    path: Path
+    stored: StoredTensor
+    box: Box
+    tensor: torch.Tensor
+
+    def read(self, tensor: torch.Tensor) -> None:
+        """Read the elements into a tensor."""
+        self.stored.read_into(self.box.start, tensor)
+
+    def fresh(self) -> torch.Tensor:
+        """Read the elements into fresh memory."""
+        made = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, device=self.tensor.device)
+        self.read(made)
+        return made
+
+
+@quietly
+def fill(verb: str, targets: Sequence[Target]) -> None:
+    """Read what there is to fill. Where two tensors share memory, what is stored must agree.
+
+    Raises:
+        TreeMismatch: If one place would receive several values. Which it holds then is not said, unless it is one
+            tensor that overlaps itself: that keeps what it held.
+    """
+    found: list[Difference] = []
+    filled: set[Any] = set()
+    for target in targets:
+        place = location_of(target.tensor)
+        if place in filled:
+            continue  # it is compared below
+        filled.add(place)
+        if not overlaps_itself(target.tensor.shape, target.tensor.stride()):
+            target.read(target.tensor)
+            continue
+        laid = laid_like(target.fresh(), target.tensor)
+        if laid is None:
+            found.append(Difference(target.path, "overlap", "values of its own", "a tensor that overlaps itself"))
+        else:
+            copy_into(laid, target.tensor)
+    pairs = shared_elements(Columns([target.tensor for target in targets]))
+    tied = [targets[index] for index in sorted({index for pair in pairs for index in pair})]
+    wrong = {target.path: None for target in tied if not same_bytes(target.tensor, target.fresh())}
+    found += [Difference(path, "ties", "values of its own", "a tensor that shares memory") for path in wrong]
+    if found:
+        raise TreeMismatch.between(verb, found, _REMEDY)
