@@ -97,11 +97,14 @@ def refuse():
     half = checkpointable(FULL, 0)
     kind, message = attempt(functools.partial(statetree.gather, {"w": half}))
     assert kind in ("UnsupportedLeaf", "RankMismatch"), message
-    several = listed(FULL, dist.get_rank())
-    several._local_tensor.__create_chunk_list__ = lambda: [ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([1, 1]))]
-    kind, message = attempt(functools.partial(statetree.gather, {"w": several}))
-    assert (kind, "lists chunks that are not all of the tensor" in message) == ("UnsupportedLeaf", True), message
-    check_in_step()
+    for sizes, count in ((torch.Size([1, 1]), 1), (None, 2)):  # less than the local tensor, and all of it twice
+        several = listed(FULL, dist.get_rank())
+        local = several._local_tensor
+        chunk = ChunkStorageMetadata(torch.Size([0, 0]), sizes or local.shape)
+        local.__create_chunk_list__ = lambda chunk=chunk, count=count: [chunk] * count
+        kind, message = attempt(functools.partial(statetree.gather, {"w": several}))
+        assert (kind, "lists chunks that are not all of the tensor" in message) == ("UnsupportedLeaf", True), message
+        check_in_step()
 
 
 def test_what_does_not_fit_is_refused():
