@@ -12,7 +12,7 @@ import click
 from statetree.cli.element_differences import Tolerance, Unequal, compare_elements
 from statetree.cli.rows import plural
 from statetree.cli.table import is_coloured, wrapped
-from statetree.files.leaf_text import dtype_text, kind_of, leaf_text, type_text, value_text
+from statetree.files.leaf_text import dtype_text, kind_of, leaf_text, short_value, type_text
 from statetree.files.safe_pickle import StoredObject
 from statetree.files.shared_bytes import shared_bytes
 from statetree.files.untrusted import brief, printable, shape_text
@@ -145,7 +145,7 @@ def _leaves(key: str, a: Any, b: Any, options: DiffOptions) -> Iterator[Found]:
         return
     if kind_of(a) == "value":
         if options.values and not isinstance(a, StoredObject) and not same_value(a, b):
-            yield Found(key, "value", value_text(a), value_text(b))
+            yield Found(key, "value", short_value(a), short_value(b))
         return
     if a.dtype != b.dtype:
         yield Found(key, "dtype", dtype_text(a.dtype), dtype_text(b.dtype))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from statetree.cli.rows import Listing, Row, labels_of
 from statetree.errors import CheckpointError
 from statetree.files.checkpoint import is_entry
-from statetree.files.leaf_text import dtype_text, kind_of, type_text, value_text
+from statetree.files.leaf_text import dtype_text, kind_of, short_value, type_text
 from statetree.files.shared_bytes import covered_bytes, shared_bytes
 from statetree.files.stored import span_bytes
 from statetree.files.untrusted import printable
@@ -89,7 +89,7 @@ def rows_of(chosen: Sequence[CheckpointEntry], entries: Sequence[CheckpointEntry
 def _row(entry: CheckpointEntry) -> Row:
     leaf, kind = entry.leaf, kind_of(entry.leaf)
     if kind == "value":
-        return Row(entry.key, labels_of(entry.path), kind, type_text(leaf), text=value_text(leaf), leaf=leaf)
+        return Row(entry.key, labels_of(entry.path), kind, type_text(leaf), text=short_value(leaf), leaf=leaf)
     layout = "" if kind == "tensor" else printable(kind.removesuffix(" tensor"))
     if leaf.is_strided and leaf.numel and not leaf.outline.is_contiguous():
         layout = "expanded" if span_bytes(leaf.outline) < leaf.nbytes else "strided"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from statetree.dcp.internals import is_alive, is_distributed
+from statetree.dcp.internals import has_process_group, is_alive
 from statetree.errors import CheckpointError
 from statetree.exchange.group import Group, group_of
 
@@ -25,7 +25,7 @@ def group_for(verb: str, given: ProcessGroup | None) -> ProcessGroup | None:
         CheckpointError: If the group was destroyed.
         RankMismatch: If this process is not in the group.
     """
-    group = dist.group.WORLD if given is None and is_distributed() else given
+    group = dist.group.WORLD if given is None and has_process_group() else given
     check_alive(verb, group)
     ranks_of(verb, group)
     return group
@@ -46,7 +46,7 @@ def ranks_of(verb: str, group: ProcessGroup | None) -> Group:
     return Group(None, 0, [0], verb) if group is None else group_of(verb, group, None)
 
 
-def size_of(group: ProcessGroup | None) -> int:
+def group_size(group: ProcessGroup | None) -> int:
     """Return the number of ranks (1 without a group)."""
     return 1 if group is None else dist.get_world_size(group)
 
@@ -62,7 +62,7 @@ def from_first(value: Any, group: ProcessGroup | None) -> Any:
     Collective:
         Every rank of the group calls it.
     """
-    if size_of(group) == 1:
+    if group_size(group) == 1:
         return value
     box = [value]
     dist.broadcast_object_list(box, group=group, group_src=0)
@@ -75,8 +75,8 @@ def from_all(value: Any, group: ProcessGroup | None) -> list[Any]:
     Collective:
         Every rank of the group calls it.
     """
-    if size_of(group) == 1:
+    if group_size(group) == 1:
         return [value]
-    values = [None] * size_of(group)
+    values = [None] * group_size(group)
     dist.all_gather_object(values, value, group=group)
     return values

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _NOT_IN_GROUP: Any = dist.GroupMember.NON_GROUP_MEMBER
 
 
-def is_distributed() -> bool:
+def has_process_group() -> bool:
     """Whether there is a process group."""
     return dist.is_available() and dist.is_initialized()
 
@@ -28,7 +28,7 @@ def is_distributed() -> bool:
 def is_alive(group: Any) -> bool:
     """Whether a group was not destroyed, or this process is not in it."""
     try:
-        return is_distributed() and (group is _NOT_IN_GROUP or bool(dist.get_process_group_ranks(group)))
+        return has_process_group() and (group is _NOT_IN_GROUP or bool(dist.get_process_group_ranks(group)))
     except KeyError:
         return False
 

@@ -114,7 +114,7 @@ CALLS: Final[dict[str, Callable[..., Any]]] = {
 }
 
 
-def build(target: Any, state: Any) -> bool:
+def set_state(target: Any, state: Any) -> bool:
     """Set the state of an object that one of these functions made; return whether that is known."""
     if type(target) is PendingSeed:
         _set_seed(target, state)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from statetree.dcp.file_manifest import ManifestPiece
-from statetree.files.strided_reading import memory_of
+from statetree.files.strided_reading import memory_view
 from statetree.spans.bits import same_bytes
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class _Noting:
 
     def __init__(self, file: Any, memory: torch.Tensor) -> None:
         self._write = file.write
-        self._memory = memory_of(memory)
+        self._memory = memory_view(memory)
         self.length = self.checksum = self.rest = 0
         self.place = None if len(self._memory) else 0
 

@@ -51,7 +51,7 @@ def read_value(data: bytes) -> Any:
     storage = partial(storage_of, partial(archive.memory, "cpu"))
     try:
         value = Reader(
-            archive.content("data.pkl"), names.called, names.named, storage, build=reconstructors.build
+            archive.content("data.pkl"), names.called, names.named, storage, build=reconstructors.set_state
         ).load()
     except BadPickle:
         if not names.unknown:

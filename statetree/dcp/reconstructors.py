@@ -174,7 +174,7 @@ CALLS: Final[dict[str, Callable[..., Any]]] = {
 }
 
 
-def build(target: Any, state: Any) -> bool:
+def set_state(target: Any, state: Any) -> bool:
     """Set the state of an object that one of these functions made; return whether that is known."""
     cls = type(target)
     if cls in (argparse.Namespace, types.SimpleNamespace):
@@ -196,7 +196,7 @@ def build(target: Any, state: Any) -> bool:
     elif cls is torch.Generator:
         _set_generator(target, state)
     else:
-        return numpy_values.build(target, state)
+        return numpy_values.set_state(target, state)
     return True
 
 

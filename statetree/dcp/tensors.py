@@ -15,7 +15,7 @@ from statetree.dcp.numpy_values import is_array_of_numbers
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange.manifest import chunks_of
 from statetree.leaves.builtin import facts, is_distributed, is_plain, leaf_type_of, settled
-from statetree.leaves.location import located
+from statetree.leaves.location import located_error
 from statetree.leaves.parts import Unpacked, unpack
 from statetree.leaves.replicas import replicated
 from statetree.leaves.types.special import QUANTIZED
@@ -144,7 +144,7 @@ def _held(verb: str, leaf: Any, path: Path, ranks: Group) -> LocalChunks:
     try:
         held = chunks_of(leaf, ranks)
     except Exception as error:
-        raise located(verb, "tell the chunks of", error, lambda: [path], [leaf], 0) from error
+        raise located_error(verb, "tell the chunks of", error, lambda: [path], [leaf], 0) from error
     assert held is not None
     if held.partials is not None:
         _refuse(verb, path, f"a {cls} with the placements {leaf.placements}", "Redistribute or reduce it")

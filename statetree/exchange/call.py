@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Self
 
 from statetree.errors import RankMismatch, StateTreeError
-from statetree.exchange.consensus import Fingerprint, compare, tell_failure
+from statetree.exchange.consensus import Fingerprint, compare_fingerprints, tell_failure
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -80,7 +80,7 @@ class Call:
         """
         message = fingerprint.message()
         self._awaited = False
-        return compare(self.verb, self.group, fingerprint, message)
+        return compare_fingerprints(self.verb, self.group, fingerprint, message)
 
     def ready(self) -> None:
         """Wait until all ranks are here; raise ``RankMismatch`` if one of them failed."""

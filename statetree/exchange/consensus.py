@@ -68,7 +68,7 @@ class Fingerprint:
     def key(self) -> tuple[bytes, bytes, bytes]:
         """Digests of the options, the entries and the details: what ``Consensus`` has if all ranks state the same."""
         lines = [text for entry in self.entries or () for text in entry]
-        return digest([self.options]), digest(lines), digest(self.details)
+        return text_digest([self.options]), text_digest(lines), text_digest(self.details)
 
     def message(self) -> list[int]:
         """Return what is told to the other ranks: numbers of which all get to know the greatest.
@@ -103,7 +103,7 @@ class Consensus(NamedTuple):
     reads: bool
 
 
-def digest(texts: Sequence[str]) -> bytes:
+def text_digest(texts: Sequence[str]) -> bytes:
     """Return a digest of texts."""
     # With the lengths: a text may hold what separates them, and what was planned for others would be taken for theirs.
     joined = _bytes("\0".join([*texts, str(list(map(len, texts)))]))
@@ -119,7 +119,7 @@ def _text(data: bytes) -> str:
     return data.decode("utf-8", "surrogatepass")
 
 
-def compare(verb: str, group: Group, fingerprint: Fingerprint, message: Sequence[int]) -> Consensus:
+def compare_fingerprints(verb: str, group: Group, fingerprint: Fingerprint, message: Sequence[int]) -> Consensus:
     """Make sure that all ranks have one fingerprint.
 
     Args:
@@ -228,7 +228,7 @@ def _first_place(group: Group, lines: Sequence[Entry] | None) -> int:
         middle = (alike + differ) // 2
         further = known.copy()
         for line in (lines or ())[alike:middle]:
-            further.update(digest(line))
+            further.update(text_digest(line))
         words = _DIGEST.unpack(further.digest())
         stated = [_NOTHING] * 4 if lines is None else [*words, *(~word for word in words)]
         most = group.all_reduce_max(stated)

@@ -14,7 +14,7 @@ import torch
 from statetree.exchange.manifest import Manifest, is_cuttable
 from statetree.exchange.replica_check import chunk_number, told_apart
 from statetree.leaves.leaf_numbers import tensor_number, value_number
-from statetree.leaves.location import located
+from statetree.leaves.location import located_error
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory
 from statetree.spans.sums import ALL, piece_sums, signed, whole_sums
@@ -48,7 +48,9 @@ def own_numbers(manifest: Manifest) -> dict[int, int]:
             try:
                 found[index] = value_number(manifest.leaves[index])
             except Exception as error:
-                raise located(manifest.verb, "read", error, manifest.spec.paths, manifest.leaves, index) from error
+                raise located_error(
+                    manifest.verb, "read", error, manifest.spec.paths, manifest.leaves, index
+                ) from error
     return found
 
 

@@ -18,7 +18,7 @@ from statetree.chunks.layouts import ChunkLayout, Split, by_rank, layout_of, mes
 from statetree.chunks.local import MeshSplits
 from statetree.chunks.ranks import ranks_named
 from statetree.errors import RankMismatch
-from statetree.exchange.consensus import digest
+from statetree.exchange.consensus import text_digest
 from statetree.exchange.manifest import ABSENT
 from statetree.exchange.replica_check import Copies, check_replicas, first_copy
 
@@ -181,7 +181,7 @@ class _Statements:
         self._camps = [(numbering, lists[told]) for numbering, told in camps]
         self._camp_of = torch.tensor([camps[pair] for pair in pairs])
         self._held: dict[Any, Held] = {}
-        self.digest = digest([str(heard)])
+        self.digest = text_digest([str(heard)])
 
     def held(self, number: int) -> Held:
         """Return who holds what of a distributed leaf, by its number."""

@@ -16,7 +16,7 @@ from statetree.chunks.boxes import Box
 from statetree.chunks.local import LocalChunks, location_of
 from statetree.chunks.ranks import ranks_named
 from statetree.errors import RankMismatch, TreeMismatch, UnsupportedLeaf, shown
-from statetree.exchange.consensus import Fingerprint, digest
+from statetree.exchange.consensus import Fingerprint, text_digest
 from statetree.exchange.leaf_metadata import pickled
 from statetree.exchange.manifest import ABSENT, is_cuttable, path_order
 from statetree.exchange.transfers import as_sendable
@@ -71,7 +71,7 @@ def unite(call: Call, manifest: Manifest) -> None:
     plain = [index for index, leaf in enumerate(manifest.leaves) if is_plain(leaf)]
     values = [manifest.leaves[index] for index in plain]
     text = pickled(manifest.verb, outline, values, lambda: [paths[index] for index in plain])
-    alike = digest([str(part) for entry in manifest.entries() for part in entry])
+    alike = text_digest([str(part) for entry in manifest.entries() for part in entry])
     call.agree(Fingerprint(f"keys of {call.described()}"))
     call.expect()
     told = call.group.told_once(text, alike=alike)

@@ -11,7 +11,7 @@ from statetree.chunks.local import location_of
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange.consensus import CONTAINER, Entry
 from statetree.leaves.builtin import facts, holds_tensor, is_distributed, leaf_type_of, may_be_under_way, settled
-from statetree.leaves.location import located
+from statetree.leaves.location import located_error
 from statetree.leaves.parts import hides_distributed
 from statetree.leaves.types.special import QUANTIZED
 from statetree.paths import Path, exactly, unique_keys
@@ -98,7 +98,7 @@ class Manifest:
                     key = (chunks.text, chunks.detail, tuple(chunks.boxes), chunks.tie)
                     self.canonical[index] = first.setdefault(key, index)
         except Exception as error:
-            raise located(self.verb, "tell the chunks of", error, spec.paths, leaves, index) from error
+            raise located_error(self.verb, "tell the chunks of", error, spec.paths, leaves, index) from error
 
     @classmethod
     def described(cls, verb: str, spec: TreeSpec, leaves: list[Any], chunks: Mapping[int, LocalChunks]) -> Self:
@@ -122,7 +122,7 @@ class Manifest:
         try:
             return _text_of(self.leaves[index])
         except Exception as error:
-            raise located(self.verb, "describe", error, self.spec.paths, self.leaves, index) from error
+            raise located_error(self.verb, "describe", error, self.spec.paths, self.leaves, index) from error
 
     def devices(self) -> list[torch.device]:
         """Return the devices that the chunks of distributed leaves lie on."""

@@ -22,7 +22,7 @@ def dtype_text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def value_text(value: Any) -> str:
+def short_value(value: Any) -> str:
     """Return a plain value, cut short."""
     if isinstance(value, (bytes, bytearray)):
         value = value[:_LONGEST]
@@ -54,6 +54,6 @@ def type_text(value: Any) -> str:
 def leaf_text(leaf: Any) -> str:
     """Return a leaf in a few words."""
     if kind_of(leaf) == "value":
-        return f"{type_text(leaf)} {value_text(leaf)}"
+        return f"{type_text(leaf)} {short_value(leaf)}"
     words = (kind_of(leaf) if kind_of(leaf) != "tensor" else "", dtype_text(leaf.dtype), shape_text(leaf.shape))
     return " ".join(filter(None, words))

@@ -17,7 +17,7 @@ from statetree.files.untrusted import brief, human, shape_text
 from statetree.leaves.builtin import facts, is_plain
 from statetree.transforms.similarity import similarity
 from statetree.tree.flatten import flatten_for
-from statetree.tree.html_fragments import STYLE, escaped, table, tree_html
+from statetree.tree.html_fragments import STYLE, html_escaped, table, tree_html
 
 if TYPE_CHECKING:
     import os
@@ -74,7 +74,7 @@ def _page(tree: Any, other: Any) -> Iterator[str]:
         rows = [(found.path or "<root>", found.kind, found.left, found.right) for found in differences]
         yield f"<h2>{len(rows):,} differences</h2>"
         yield from table(titles, rows, classes)
-    yield from tree_fragments(tree, frozenset(escaped(found.path) for found in differences))
+    yield from tree_fragments(tree, frozenset(html_escaped(found.path) for found in differences))
     yield f"<script>{_SCRIPT}</script>"
 
 
@@ -99,12 +99,12 @@ def tree_fragments(tree: Any, marked: frozenset[str] = frozenset()) -> Iterator[
             hue, group = tied[index]
             label = f'<b class=tie style="border-color:hsl({hue} 80% 50%)">{name}</b>'
             following = group[(group.index(index) + 1) % len(group)]
-            more = f" <a href=#leaf{following}>= {escaped(keys[following])}</a>"
+            more = f" <a href=#leaf{following}>= {html_escaped(keys[following])}</a>"
         if numbers[index] is not None:
             more += f" <a href=#shards{numbers[index]}>shards {numbers[index]}</a>"
         number = f" id=leaf{index}" if index in tied else ""
         gone = " class=gone" if path in marked else ""
-        return f'<p{number} title="{path}"{gone}>{label} <i>{escaped(said[index][0])}</i>{more}</p>'
+        return f'<p{number} title="{path}"{gone}>{label} <i>{html_escaped(said[index][0])}</i>{more}</p>'
 
     total = sum(nbytes for _, nbytes in said)
     yield f"<h1>{len(leaves):,} leaves, {human(total)}</h1>"
@@ -126,8 +126,8 @@ def _treemap(keys: Sequence[str], said: Sequence[tuple[str, int]]) -> Iterator[s
     for boxes in columns.values():
         yield f'<div style="flex:{sum(nbytes for nbytes, _ in boxes)}">'
         for nbytes, key in boxes:
-            title = f"{escaped(key)}: {human(nbytes)}"
-            yield f'<span style="flex:{nbytes}" title="{title}">{escaped(brief(key, 24))}</span>'
+            title = f"{html_escaped(key)}: {human(nbytes)}"
+            yield f'<span style="flex:{nbytes}" title="{title}">{html_escaped(brief(key, 24))}</span>'
         yield "</div>"
     yield "</div>"
 

@@ -204,13 +204,13 @@ class Reader:
             target.update(state)
         elif cls is OrderedDict and type(state) is dict:
             self._spend(100 * len(state))
-            set_attributes(target, state)
+            set_state_attributes(target, state)
         elif cls is not StoredObject and not (self._build is not None and self._build(target, state)):
             raise BadPickle(f"it sets items of a {cls.__name__}, or its state")
         return target
 
 
-def set_attributes(target: Any, state: Any) -> None:
+def set_state_attributes(target: Any, state: Any) -> None:
     """Set the attributes of an object, none of which means anything to Python.
 
     Raises:

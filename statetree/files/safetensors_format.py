@@ -21,7 +21,7 @@ from statetree.files.safetensors_header import (
     read_header,
 )
 from statetree.files.stored import StoredPiece, StoredTensor
-from statetree.files.strided_reading import memory_of
+from statetree.files.strided_reading import memory_view
 from statetree.files.untrusted import is_text, printable
 from statetree.tree.mapping import to_flat
 
@@ -168,7 +168,7 @@ def _write(path: Path, tensors: dict[str, Any], metadata: dict[str, str]) -> Non
         file.write(len(text).to_bytes(8, "little") + text)
         for _, tensor in ordered:
             for piece in _pieces(tensor):
-                file.write(memory_of(piece))
+                file.write(memory_view(piece))
 
 
 def _pieces(tensor: Any) -> Any:

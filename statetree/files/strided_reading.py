@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 NUMBERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
-def memory_of(tensor: torch.Tensor) -> memoryview:
+def memory_view(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the CPU, which is valid while the tensor is.
 
     (NumPy, which would do this, may not be installed.)
@@ -74,10 +74,10 @@ def _read(place: FileRange, target: torch.Tensor, stride: Sequence[int], offset:
         size, steps = part.dtype.itemsize, stride[len(stride) - part.dim() :]
         span = 1 + sum((count - 1) * step for count, step in zip(part.shape, steps, strict=True))
         if part.is_contiguous() and _is_row_major(part.shape, steps):
-            place.fill(memory_of(part), at * size)
+            place.fill(memory_view(part), at * size)
         elif span <= 2 * part.numel() and span * size <= BUCKET_BYTES:
             scratch = torch.empty(span, dtype=part.dtype, device="cpu")
-            place.fill(memory_of(scratch), at * size)
+            place.fill(memory_view(scratch), at * size)
             part.copy_(scratch.as_strided(part.shape, steps))
         elif span > 2 * part.numel() and part.dim() > 1:
             pending += [(row, at + index * steps[0]) for index, row in enumerate(part.unbind(0))][::-1]

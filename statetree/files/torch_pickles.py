@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from statetree.files.safe_pickle import MADE_BY_READER, BadPickle, Named, Reader, StoredObject, set_attributes
+from statetree.files.safe_pickle import MADE_BY_READER, BadPickle, Named, Reader, StoredObject, set_state_attributes
 from statetree.spans.layout import extent_bytes
 from statetree.torch_internals import set_bits
 
@@ -232,7 +232,7 @@ def _with_state(made: torch.Tensor, state: Any) -> torch.Tensor:
     """Return a tensor with its attributes: a mapping, or one and that of its slots, of which there are none."""
     attributes = state[0] if type(state) is tuple and len(state) == 2 and not state[1] else state
     if attributes is not None:
-        set_attributes(made, attributes)
+        set_state_attributes(made, attributes)
     return made
 
 

@@ -14,7 +14,7 @@ from statetree.leaves.located_change import LocatedChange
 from statetree.leaves.parts import unpack
 from statetree.leaves.tensor_entries import HOLDERS, TreeEntries
 from statetree.torch_internals import quietly, storage_key
-from statetree.tree.html_fragments import cell, escaped, table
+from statetree.tree.html_fragments import cell, html_escaped, table
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class Delta:
     def _repr_html_(self) -> str:
         rows = [(name, f"{count:,}") for name, count in self.changed.items()]
         return cell(
-            [f"<b>{escaped(repr(self))}, {self.nbytes:,} bytes</b>", *table(("path", "elements written"), rows)]
+            [f"<b>{html_escaped(repr(self))}, {self.nbytes:,} bytes</b>", *table(("path", "elements written"), rows)]
         )
 
     @property

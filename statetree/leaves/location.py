@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-def located(
+def located_error(
     verb: str, doing: str, error: Exception, paths: Callable[[], Sequence[Path]], leaves: list[Any], index: int
 ) -> Exception:
     """Return the error to raise for one that came up while a leaf was taken apart or put together."""

@@ -13,7 +13,7 @@ import torch
 
 from statetree.errors import Difference
 from statetree.leaves.builtin import facts, leaf_type_of, settled, taken_over
-from statetree.leaves.location import located
+from statetree.leaves.location import located_error
 from statetree.leaves.parts import AtomRecipe, PackedRecipe, Recipe, Unpacked, are_views
 from statetree.spans.bits import safely_equal
 from statetree.spans.columns import Columns
@@ -187,7 +187,7 @@ def leave_out_differences(pairing: LeafPairing, *, plain: bool, dtypes: bool = T
         try:
             facts_found = list(_leaf_difference(*pair, plain=plain, total=plain))
         except Exception as error:
-            raise located(pairing.verb, "take apart", error, pairing.spec.paths, pairing.left, index) from error
+            raise located_error(pairing.verb, "take apart", error, pairing.spec.paths, pairing.left, index) from error
         found += [(index, kind, a, b) for kind, a, b in facts_found if dtypes or kind != "dtype"]
     if not found:
         return pairing.differences

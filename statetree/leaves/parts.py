@@ -10,7 +10,7 @@ import torch
 
 from statetree.errors import UnsupportedLeaf, describe_leaf
 from statetree.leaves.builtin import leaf_type_of
-from statetree.leaves.location import located
+from statetree.leaves.location import located_error
 from statetree.leaves.types.special import QUANTIZED
 from statetree.spans.columns import Columns
 from statetree.spans.geometry_cache import recognise, remember
@@ -151,7 +151,7 @@ class Unpacked:
             try:
                 result[index] = packer.pack(recipe)
             except Exception as error:
-                raise located(self.verb, "put together", error, self.paths, self.leaves, index) from error
+                raise located_error(self.verb, "put together", error, self.paths, self.leaves, index) from error
         return result
 
 
@@ -190,7 +190,7 @@ def unpack(
             try:
                 recipes[index] = unpacker.unpack(leaves[index])
             except Exception as error:
-                raise located(verb, "take apart", error, paths, leaves, index) from error
+                raise located_error(verb, "take apart", error, paths, leaves, index) from error
             owners += [index] * (len(unpacker.parts) - len(owners))
         if len(owners) > len(bare):
             columns = Columns(unpacker.parts)

@@ -9,7 +9,7 @@ import torch
 from statetree.chunks.boxes import Box
 from statetree.leaves.builtin import holds_tensor, leaf_type_of, settled
 from statetree.leaves.leaf_numbers import text_number, value_number
-from statetree.leaves.location import located
+from statetree.leaves.location import located_error
 from statetree.leaves.parts import unpack
 from statetree.leaves.types.special import special_layout
 from statetree.spans.columns import Columns
@@ -134,7 +134,7 @@ class TreeEntries:
             try:
                 entry = _entry(leaf, ranks)
             except Exception as error:
-                raise located(verb, "tell the chunks of", error, self.paths, self.leaves, index) from error
+                raise located_error(verb, "tell the chunks of", error, self.paths, self.leaves, index) from error
             if entry is not None:
                 self.tensors[index] = entry
         paths = self.paths()
@@ -193,7 +193,7 @@ class TreeEntries:
         try:
             return value_number(self.leaves[index])
         except Exception as error:
-            raise located(self.verb, "take apart", error, self.paths, self.leaves, index) from error
+            raise located_error(self.verb, "take apart", error, self.paths, self.leaves, index) from error
 
 
 def _entry(leaf: Any, ranks: Ranks) -> TensorEntry | None:

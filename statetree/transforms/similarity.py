@@ -16,7 +16,7 @@ from statetree.spans.layout import holds_memory
 from statetree.spans.overlaps import are_disjoint, conflicts, once, overlaps_itself
 from statetree.torch_internals import quietly
 from statetree.tree.atoms import same_value
-from statetree.tree.html_fragments import cell, escaped, table
+from statetree.tree.html_fragments import cell, html_escaped, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,7 +46,7 @@ class Similarity:
 
     def _repr_html_(self) -> str:
         rows = [(found.path or "<root>", found.kind, found.left, found.right) for found in self.differences]
-        heading = escaped(str(self).partition(":")[0])
+        heading = html_escaped(str(self).partition(":")[0])
         return cell([f"<b>{heading}</b>", *table(("path", "what", "left", "right"), rows, ("", "", "gone", "new"))])
 
     def __str__(self) -> str:

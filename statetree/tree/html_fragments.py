@@ -24,7 +24,7 @@ STYLE: Final = """
 """
 
 
-def escaped(text: object) -> str:
+def html_escaped(text: object) -> str:
     """Return a text as HTML has it. Control characters are written as escapes."""
     return printable(str(text)).translate(_ESCAPES)
 
@@ -43,10 +43,10 @@ def cell(parts: Iterable[str]) -> str:
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[object]], classes: Sequence[str] = ()) -> Iterator[str]:
     """Yield a table of texts; ``classes`` are those of its columns."""
-    yield f"<table><tr>{''.join(f'<th>{escaped(title)}' for title in titles)}"
+    yield f"<table><tr>{''.join(f'<th>{html_escaped(title)}' for title in titles)}"
     names = [f" class={name}" if name else "" for name in classes] or [""] * len(titles)
     for row in rows:
-        yield "<tr>" + "".join(f"<td{name}>{escaped(text)}" for name, text in zip(names, row, strict=True))
+        yield "<tr>" + "".join(f"<td{name}>{html_escaped(text)}" for name, text in zip(names, row, strict=True))
     yield "</table>"
 
 
@@ -65,14 +65,14 @@ def tree_html(spec: Any, leaf: Callable[[int, str, str], str]) -> Iterator[str]:
             yield item
             continue
         here, at = item
-        name = escaped(at[-1]) if at else "root"
+        name = html_escaped(at[-1]) if at else "root"
         if here >= 0:
-            yield leaf(here, escaped(".".join(at)), name)
+            yield leaf(here, html_escaped(".".join(at)), name)
             continue
         kind, keys = spec.nodes[~here][:2]
         below = links[~here]
         is_open = " open" if len(below) <= _OPEN_CHILDREN and len(at) < 2 else ""
-        what = f"{escaped(kind.cls.__name__)} of {len(below):,}"
+        what = f"{html_escaped(kind.cls.__name__)} of {len(below):,}"
         yield f"<details{is_open}><summary><b>{name}</b> <i>{what}</i></summary>"
         pending.append("</details>")
         pending += [(child, (*at, render_key(step))) for step, child in reversed(list(zip(keys, below, strict=True)))]

@@ -182,7 +182,7 @@ def glob_parts(glob: str, wildcard: Callable[[str], str], capture: Callable[[str
     return parts
 
 
-def escaped(text: str) -> str:
+def literal(text: str) -> str:
     """Return a glob that matches a text and nothing else: wildcards and braces are quoted by backslashes."""
     return re.sub(r"([\\*{}])", r"\\\1", text)
 

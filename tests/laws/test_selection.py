@@ -12,7 +12,7 @@ from statetree.paths import Attr
 from statetree.testing import assert_trees_equal
 from statetree.testing.plan_strategies import tied_plans, tree_plans
 from statetree.testing.plans import build
-from statetree.tree.selection import escaped
+from statetree.tree.selection import literal
 from tests.laws.table import DoesNotApply, Table
 
 laws = Table()
@@ -49,7 +49,7 @@ def a_glob_means_what_it_is_matched_against(plan, seed):
     if not texts:
         raise DoesNotApply
     meant = Random(seed).choice(texts)
-    chosen, rest = st.partition(tree, escaped(meant))
+    chosen, rest = st.partition(tree, literal(meant))
     rows = zip(texts, st.flatten(tree)[0], st.flatten(chosen)[0], st.flatten(rest)[0], strict=True)
     for text, leaf, *parts in rows:
         assert parts[text == meant] is st.HOLE

@@ -8,7 +8,7 @@ import torch
 from statetree.chunks.boxes import Box
 from statetree.chunks.layouts import layout_of, whole_on
 from statetree.exchange import transfers
-from statetree.exchange.consensus import digest
+from statetree.exchange.consensus import text_digest
 from statetree.exchange.group import group_of
 from statetree.exchange.partial_reduction import Chunked
 from statetree.exchange.transfers import Transfer, TransferOptions, plan_transfers
@@ -86,4 +86,4 @@ def test_layouts_have_one_digest_exactly_if_they_are_the_same():
 
 def test_texts_with_separators_have_digests_of_their_own():
     texts = [["a", "b"], ["a\0b"], ["a", "", "b"], ["a\0", "b"], ["a", "\0b"], [], [""]]
-    assert len(set(map(digest, texts))) == len(texts)
+    assert len(set(map(text_digest, texts))) == len(texts)

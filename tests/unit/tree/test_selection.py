@@ -9,7 +9,7 @@ import torch
 
 import statetree as st
 from statetree.paths import nearest
-from statetree.tree.selection import escaped, selected, selected_in
+from statetree.tree.selection import literal, selected, selected_in
 
 FLAT = {"a.b.w": 0, "a.c.w": 1, "a.w": 2, "w": 3, "b": 4}
 NESTED = {"a": {"b": {"w": 0}, "c": {"w": 1}, "w": 2}, "w": 3, "b": 4}
@@ -82,7 +82,7 @@ def test_a_glob_reads_two_trees_alike():
 @pytest.mark.parametrize("key", ["*", "a*b", "**", "[0]", "\\", "a\\*", "{i}", "?", "\n", "", "a..b", "."])
 def test_escaped_keys_match_themselves_alone(key):
     tree = {key: 1, "other": 2, "a-b": 3, "aXb": 4}
-    assert chosen(tree, escaped(key)) == [1]
+    assert chosen(tree, literal(key)) == [1]
 
 
 def test_a_predicate_sees_path_and_leaf_but_no_hole():
