@@ -200,6 +200,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "if is_atom_type(cls) or issubclass(cls, torch.Tensor):",
         "is_atom_type(cls) or issubclass(cls, torch.Tensor)  ->  is_atom_type(cls) and issubclass(cls, torch.Tensor)",
     ): "it is not remembered what the class is, and found out every time",
+    ("exchange/routes.py", "return 0", "0  ->  1"): "a bound of one element, where nothing comes",
     (
         "tree/registry.py",
         "def flatten(self, container: Any, freeze: Freeze, plain: int = 0) -> Flattened:",
