@@ -63,6 +63,7 @@ class DataFiles:
         }
         self._opened: dict[str, FileRange] = {}
         self._pieces: dict[MetadataIndex, StoredPiece] = {}
+        self._held: Any = None
 
     def open(self, name: str) -> FileRange:
         """Return a data file.
@@ -150,10 +151,11 @@ class DataFiles:
         if piece is None or tensor.dtype != dtype or piece.box.sizes != box.sizes:
             got = "none" if piece is None else f"{tensor.dtype} {piece.box.sizes}"
             archive.refuse(f"it holds something else: expected a tensor of {dtype} {box.sizes}, got {got}")
-        piece = piece._replace(box=box)
-        if not archive.place.is_held:
-            self._pieces[index] = piece
-        return piece
+        self._pieces[index] = piece._replace(box=box)
+        if archive.place.is_held:  # only the last one stays in memory: the next box may lie in it, too
+            self._pieces.pop(self._held, None)
+            self._held = index
+        return self._pieces[index]
 
 
 def outline_of(metadata: Metadata, key: str) -> tuple[torch.Tensor, list[Box]]:

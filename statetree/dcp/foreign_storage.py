@@ -11,8 +11,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from statetree.dcp.data_files import outline_of
-from statetree.files.stored import StoredTensor
-from statetree.transforms.copy_into import copy_into
+from statetree.files.stored import StoredTensor, convert_into
 
 if TYPE_CHECKING:
     import io
@@ -80,4 +79,4 @@ class _ForeignTensor(StoredTensor):
         read = target if target.dtype == self.dtype else torch.empty(target.shape, dtype=self.dtype)
         self._storage.read(create_read_items_for_chunk_list(self._key, entry, [wanted]), read)
         if read is not target:
-            copy_into(read, target, cast=True)
+            convert_into(read, target, f"the entry {self._key!r}")

@@ -79,7 +79,8 @@ def load(
         where: Which leaves are loaded, as for ``select``; by default all. A list or tuple of plain values is one leaf.
             With a template, its other leaves are not checked, and stay in the result. Without one, the result has the
             chosen leaves only, and a predicate is given ``meta`` tensors, and ``None`` for plain values.
-        cast: Whether tensors of the template may have another dtype than the saved ones, as for ``copy_into``.
+        cast: Whether tensors of the template may have another dtype than the saved ones, as for ``copy_into``; but
+            values are compared with the range of the dtype only as they are read.
         strict: Whether the checkpoint must have every leaf of the template. Without it, missing leaves keep the
             template's values.
 
@@ -95,8 +96,8 @@ def load(
 
     Raises:
         TreeMismatch: If the template does not fit, or is needed and missing. It names every place; nothing was read. Or
-            if tensors of the template share memory or overlap themselves, and were saved with different values: these
-            and others may be filled then.
+            if tensors of the template share memory or overlap themselves, and were saved with different values, or
+            with ``cast`` a value is out of range: these and others may be filled then.
         UnsupportedLeaf: If a leaf of the template has no elements (a meta tensor), or one of the checkpoint takes a
             template.
         CheckpointError: If the directory is missing, incomplete, damaged or hostile, or a plain value's class is not

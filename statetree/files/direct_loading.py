@@ -80,8 +80,8 @@ def load(
         With ``read_once``: every rank of the group calls it.
 
     Raises:
-        TreeMismatch: If leaves are missing or left over, or shapes or dtypes differ, or tensors of ``like`` share
-            memory that the checkpoint has different values for.
+        TreeMismatch: If leaves are missing or left over, or shapes or dtypes differ, or values are out of range, or
+            tensors of ``like`` share memory that the checkpoint has different values for.
         CheckpointError: If the checkpoint cannot be read.
 
     Example:

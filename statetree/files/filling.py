@@ -8,6 +8,7 @@ import torch
 
 from statetree.chunks.local import location_of
 from statetree.errors import Difference, TreeMismatch
+from statetree.files.stored import OutOfRange
 from statetree.spans.bits import same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.overlaps import laid_like, overlaps_itself, shared_elements
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from statetree.paths import Path
 
 _REMEDY: Final = "Other tensors may be filled. Pass a tree in which these have memory of their own."
+_RANGE_REMEDY: Final = "Other tensors may be filled. Convert to a dtype of a larger range."
 
 
 class Target(NamedTuple):
@@ -39,14 +41,17 @@ class Target(NamedTuple):
     box: Box
     tensor: torch.Tensor
 
-    def read(self, tensor: torch.Tensor) -> None:
+    def read(self, verb: str, tensor: torch.Tensor) -> None:
         """Read the elements into a tensor."""
-        self.stored.read_into(self.box.start, tensor)
+        try:
+            self.stored.read_into(self.box.start, tensor)
+        except OutOfRange as error:  # nothing is wrong with the checkpoint
+            raise TreeMismatch.between(verb, [Difference(self.path, "range", *error.found)], _RANGE_REMEDY) from None
 
-    def fresh(self) -> torch.Tensor:
+    def fresh(self, verb: str) -> torch.Tensor:
         """Read the elements into fresh memory."""
         made = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, device=self.tensor.device)
-        self.read(made)
+        self.read(verb, made)
         return made
 
 
@@ -55,8 +60,9 @@ def fill(verb: str, targets: Sequence[Target]) -> None:
     """Read what there is to fill. Where two tensors share memory, what is stored must agree.
 
     Raises:
-        TreeMismatch: If one place would receive several values. Which it holds then is not said, unless it is one
-            tensor that overlaps itself: that keeps what it held.
+        TreeMismatch: If values are too large for the dtype of their tensor; it may be filled in part, and others are.
+            Or if one place would receive several values. Which it holds then is not said, unless it is one tensor that
+            overlaps itself: that keeps what it held.
     """
     found: list[Difference] = []
     filled: set[Any] = set()
@@ -66,16 +72,16 @@ def fill(verb: str, targets: Sequence[Target]) -> None:
             continue  # it is compared below
         filled.add(place)
         if not overlaps_itself(target.tensor.shape, target.tensor.stride()):
-            target.read(target.tensor)
+            target.read(verb, target.tensor)
             continue
-        laid = laid_like(target.fresh(), target.tensor)
+        laid = laid_like(target.fresh(verb), target.tensor)
         if laid is None:
             found.append(Difference(target.path, "overlap", "values of its own", "a tensor that overlaps itself"))
         else:
             copy_into(laid, target.tensor)
     pairs = shared_elements(Columns([target.tensor for target in targets]))
     tied = [targets[index] for index in sorted({index for pair in pairs for index in pair})]
-    wrong = {target.path: None for target in tied if not same_bytes(target.tensor, target.fresh())}
+    wrong = {target.path: None for target in tied if not same_bytes(target.tensor, target.fresh(verb))}
     found += [Difference(path, "ties", "values of its own", "a tensor that shares memory") for path in wrong]
     if found:
         raise TreeMismatch.between(verb, found, _REMEDY)

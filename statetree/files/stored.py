@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from statetree.chunks.boxes import Box, common, in_slabs
-from statetree.errors import UnsupportedLeaf
+from statetree.errors import CheckpointError, UnsupportedLeaf
 from statetree.files.ranges import BUCKET_BYTES
 from statetree.files.strided_reading import NUMBERS, read_strided
-from statetree.files.untrusted import refuse
 from statetree.leaves.builtin import facts, is_distributed
 from statetree.leaves.casting import castable, out_of_range
 from statetree.leaves.parts import unpack
@@ -47,6 +46,31 @@ class StoredPiece(NamedTuple):
     stride: tuple[int, ...]
     offset: int = 0
     bits: tuple[bool, bool] = (False, False)
+
+
+class OutOfRange(CheckpointError):
+    """Elements that the dtype they are read into cannot hold.
+
+    Attributes:
+        found: What was got, and what is expected.
+    """
+
+    found: tuple[str, str] = ("", "")
+
+
+def convert_into(source: torch.Tensor, target: torch.Tensor, label: str) -> None:
+    """Write what was read into a tensor of another dtype.
+
+    Raises:
+        OutOfRange: If it does not fit.
+    """
+    found = out_of_range(source, target.dtype)
+    if found is not None:
+        what = f"it has elements out of range: expected {found[1]}, got {found[0]}"
+        error = OutOfRange(f"read: {label}: {what}. Convert to a dtype of a larger range.")
+        error.found = found
+        raise error
+    target.copy_(source.resolve_conj().resolve_neg())  # torch forgets the bits as it converts
 
 
 class StoredTensor:
@@ -227,13 +251,7 @@ class StoredTensor:
             if place.dtype == kept.dtype:
                 copy_each([place], [scratch])
             else:
-                found = out_of_range(scratch, place.dtype)
-                if found is not None:
-                    remedy = "Convert to a dtype of a larger range."
-                    refuse(
-                        piece.place.label, f"it has elements out of range: expected {found[1]}, got {found[0]}", remedy
-                    )
-                place.copy_(scratch.resolve_conj().resolve_neg())  # torch forgets the bits as it converts
+                convert_into(scratch, place, piece.place.label)
 
     @property
     def is_repetitive(self) -> bool:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import statetree
 from statetree import dcp
 from statetree.dcp import data_files
-from statetree.dcp.data_files import check_entry
+from statetree.dcp.data_files import DataFiles, check_entry
 from statetree.files import ranges
 from statetree.files.ranges import OpenFiles
 from statetree.testing import assert_trees_equal, run_ranks
@@ -242,3 +242,16 @@ def test_a_small_entry_is_read_once(tmp_path, monkeypatch):
     assert_trees_equal(target, state)
     entries = [args for args in reads if len(args[1][0]) > 32]  # the rest looks at files as a whole
     assert len(entries) <= len(state) + 3  # the structure, the metadata and the manifest
+
+
+def test_boxes_of_one_small_entry_are_verified_and_read_once(tmp_path):
+    dcp.save({"a": torch.arange(4.0), "b": torch.arange(2.0)}, checkpoint_id=tmp_path)
+    data = DataFiles(tmp_path)
+    first, other = data.tensor("a", verify=True), data.tensor("b", verify=True)
+    assert first.read((slice(0, 2),)).tolist() == [0, 1]
+    read = data.files.nbytes_read
+    assert first.read((slice(2, 4),)).tolist() == [2, 3]
+    assert data.files.nbytes_read == read
+    assert other.read().tolist() == [0, 1]  # which takes its place in memory
+    assert first.read().tolist() == [0, 1, 2, 3]
+    assert data.files.nbytes_read > read

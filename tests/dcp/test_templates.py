@@ -6,6 +6,7 @@ from collections import OrderedDict, namedtuple
 
 import pytest
 import torch
+import torch.distributed.checkpoint as torch_dcp
 
 import statetree
 from statetree import dcp
@@ -233,3 +234,18 @@ def test_dtypes_are_converted_where_that_is_asked_for(tmp_path):
     assert half.tolist() == [1, 2.5, -3]
     with pytest.raises(statetree.TreeMismatch, match=r"dtype differs at a: expected torch.int32, got torch.float32"):
         dcp.load({"a": torch.zeros(3, dtype=torch.int32)}, checkpoint_id=tmp_path, cast=True)
+
+
+@pytest.mark.parametrize("is_given_a_reader", [False, True])
+def test_values_out_of_range_are_no_damage(is_given_a_reader, tmp_path):
+    series = dcp.Checkpointer(tmp_path)
+    for step, most in enumerate((1.0, 1e10)):
+        series.save(step, {"m": {"a": torch.tensor([1.0, most])}})
+    template = {"m": {"a": torch.zeros(2, dtype=torch.float16)}}
+    told = r"^load: range differs at m.a: expected values up to 65504.0 \(torch.float16\), got 10000000000.0"
+    reader = torch_dcp.FileSystemReader("elsewhere") if is_given_a_reader else None
+    with pytest.raises(statetree.TreeMismatch, match=told):
+        dcp.load(template, checkpoint_id=tmp_path / "step-00000001", storage_reader=reader, cast=True)
+    with pytest.raises(statetree.TreeMismatch, match=told):
+        series.restore(template, cast=True, fallback=True)
+    assert not template["m"]["a"][1]
