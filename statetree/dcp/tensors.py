@@ -23,7 +23,7 @@ from statetree.leaves.types.tensor import TENSOR
 from statetree.paths import Path
 from statetree.spans.layout import extents, holds_memory
 from statetree.spans.memory import memory_of
-from statetree.torch_internals import WITHOUT_KERNELS, as_copied, quietly
+from statetree.torch_internals import WITHOUT_KERNELS, as_copied, is_zero_tensor, quietly
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -164,6 +164,8 @@ def check_elements(verb: str, tensor: torch.Tensor, path: Path) -> None:
     """Raise ``UnsupportedLeaf`` if a tensor has no memory, or not enough for its elements."""
     if tensor.is_meta:
         _refuse(verb, path, "a meta tensor, which has no elements", "Materialize it (to_empty)")
+    if is_zero_tensor(tensor):
+        _refuse(verb, path, "torch's zero tensor, which has no memory", "Replace it by torch.zeros")
     if not holds_memory(tensor):
         held = f"a tensor whose storage was freed or resized to {tensor.untyped_storage().nbytes()} bytes"
         _refuse(verb, path, held, "Restore it (FSDP: unshard, or use its state_dict)")

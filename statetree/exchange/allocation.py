@@ -20,19 +20,20 @@ if TYPE_CHECKING:
     from statetree.tree.spec import TreeSpec
 
 
-def allocated(verb: str, leaves: Sequence[Any], spec: TreeSpec) -> list[Any]:
+def allocated(verb: str, leaves: Sequence[Any], spec: TreeSpec, *, keep_meta: bool = False) -> list[Any]:
     """Return fresh tensors like those of leaves, on the same devices; real ones for those on ``meta``.
 
     Args:
         verb: The collective, for messages.
         leaves: The leaves.
         spec: The structure that they belong to.
+        keep_meta: Whether those on ``meta`` stay there: they are what is sent, and nothing arrives.
     """
     result = list(leaves)
     by_device: dict[torch.device, list[int]] = {}
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) or is_distributed(leaf):
-            by_device.setdefault(_device_of(leaf), []).append(index)
+            by_device.setdefault(_device_of(leaf, keep_meta=keep_meta), []).append(index)
     for device, indices in by_device.items():
         allocate = partial(replicated, verb, memory=Memory(device), copy=False)
         fresh = with_leaves(spec, leaves, indices, allocate)
@@ -54,13 +55,13 @@ def with_leaves(
     return dict(zip(indices, found.values(), strict=True))
 
 
-def _device_of(leaf: Any) -> torch.device:
+def _device_of(leaf: Any, *, keep_meta: bool) -> torch.device:
     """Return where a leaf's elements lie, or are to lie if it has none."""
     if isinstance(leaf, torch.Tensor):
         devices = [leaf.device]
     else:
         devices = [part.device for part in unpack("", [leaf], lambda: [Path()], memory=False).parts]
-    if devices and devices[0].type != "meta":
+    if devices and (keep_meta or devices[0].type != "meta"):
         return devices[0]
     mesh = getattr(leaf, "device_mesh", None)
     return torch.device("cpu" if mesh is None or mesh.device_type == "meta" else mesh.device_type)

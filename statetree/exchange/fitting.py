@@ -34,11 +34,11 @@ _CAST_REMEDY: Final = (
 )
 
 
-def raise_differences(verb: str, differences: Sequence[Difference]) -> None:
+def raise_differences(verb: str, differences: Sequence[Difference], remedy: str = "") -> None:
     """Raise ``TreeMismatch`` if there are differences."""
     if differences:
         only_dtypes = {difference.kind for difference in differences} == {"dtype"}
-        raise TreeMismatch.between(verb, differences, _CAST_REMEDY if only_dtypes else _REMEDY)
+        raise TreeMismatch.between(verb, differences, remedy or (_CAST_REMEDY if only_dtypes else _REMEDY))
 
 
 class LikeOptions(NamedTuple):

@@ -197,9 +197,10 @@ class LikeDestination(Destination):
             return self.like.chunks[partner]
         return chunks_of(self.leaves[index], self._group) or partly_held(self.leaves[index], "")
 
-    def _refuse(self, kind: str, found: Sequence[tuple[int, str, str]]) -> None:
+    def _refuse(self, kind: str, found: Sequence[tuple[int, str, str]], remedy: str = "") -> None:
         named = self.source.spec.paths() if found else []
-        raise_differences(self.like.verb, [Difference(named[index], kind, left, right) for index, left, right in found])
+        differences = [Difference(named[index], kind, left, right) for index, left, right in found]
+        raise_differences(self.like.verb, differences, remedy)
 
     def _check_writable(self) -> None:
         """Raise ``TreeMismatch`` if elements cannot be put into some of the leaves."""
@@ -254,9 +255,11 @@ class LikeDestination(Destination):
         read = [(self._local[owner], part) for owner, part in zip(owners, parts, strict=True)]
         read += [(index, piece) for index, transfer in transfers.items() for piece in transfer.source.pieces]
         keys = Columns([piece for _, piece in read]).storage_keys
-        found = [at for at, key in zip(read, keys, strict=True) if key in written]
-        lost = dict.fromkeys(index for index, piece in found if not _stays(piece, transfers.get(index)))
-        self._refuse("overlap", [(index, "a tensor in the memory that is written", "one elsewhere") for index in lost])
+        inside = [at for at, key in zip(read, keys, strict=True) if key in written]
+        lost = dict.fromkeys(index for index, piece in inside if not _stays(piece, transfers.get(index)))
+        remedy = "Nothing was written. Copy it first, or do without in_place."
+        found = [(index, "a tensor in the memory that is written", "one elsewhere") for index in lost]
+        self._refuse("overlap", found, remedy)
 
     def finish(self) -> Any:
         """Return the resulting tree: of the source's structure, or of that of ``like`` if some of its leaves stay."""

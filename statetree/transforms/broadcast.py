@@ -104,7 +104,7 @@ def _distributed(run: Exchange, received: Received, own: Manifest | None) -> lis
         )
         raise UnsupportedLeaf(msg, path)
     wanted = [leaf if index in own.chunks else None for index, leaf in enumerate(own.leaves)]
-    fresh = allocated("broadcast", wanted, own.spec)
+    fresh = allocated("broadcast", wanted, own.spec, keep_meta=True)
     for there, here in zip(path_order(description.spec), own.order, strict=True):
         if here in own.chunks:
             received.leaves[there] = fresh[here]

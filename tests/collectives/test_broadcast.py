@@ -157,6 +157,20 @@ def test_distributed_leaves_keep_their_layout():
     run_ranks(4, send_distributed)
 
 
+def send_nothing():
+    placed = Layout((4, 3), (0, 1), ("S0",)).build()
+    found = statetree.broadcast({"w": statetree.allocate_like(placed, device="meta"), "v": placed})
+    assert type(found["w"]) is DTensor
+    assert found["w"].placements == placed.placements
+    assert found["w"]._local_tensor.is_meta
+    assert torch.equal(found["v"]._local_tensor, placed._local_tensor)
+    check_in_step()
+
+
+def test_distributed_leaves_without_elements_stay_so():
+    run_ranks(2, send_nothing)
+
+
 def a_key():
     """Be a key of a mapping."""
 

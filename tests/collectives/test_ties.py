@@ -207,6 +207,7 @@ def swap():
     for name, call in calls.items():
         kind, message = attempt(call)
         assert "in the memory that is written" in message, (name, kind, message)
+        assert "Copy it first, or do without in_place" in message
         assert kind in ("TreeMismatch", "RankMismatch"), (name, kind, message)
     assert statetree.similarity(before, (one, other, left, right), values=True)
     check_in_step()

@@ -115,6 +115,14 @@ def test_a_meta_template_is_refused(checkpoint):
         dcp.load({"model": {"bias": torch.zeros(3, device="meta")}}, checkpoint_id=checkpoint)
 
 
+def test_a_zero_tensor_is_refused(checkpoint):
+    zeros = torch._efficientzerotensor(3)
+    with pytest.raises(statetree.UnsupportedLeaf, match=r"load: .*at model.bias: .*zero tensor, which has no memory"):
+        dcp.load({"model": {"bias": zeros}}, checkpoint_id=checkpoint)
+    with pytest.raises(statetree.UnsupportedLeaf, match=r"save: .*at bias: .*zero tensor, which has no memory"):
+        dcp.save({"bias": zeros}, checkpoint_id=checkpoint / "other")
+
+
 def test_awkward_tensors_are_filled_right(tmp_path):
     values = torch.complex(torch.arange(6.0), torch.arange(6.0) + 1).reshape(2, 3)
     dcp.save({"conj": values, "rows": values.real.clone(), "parameter": values.imag.clone()}, checkpoint_id=tmp_path)
