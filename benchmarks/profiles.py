@@ -82,7 +82,7 @@ PHASES: Final = {
         "statetree.tree.spec.TreeSpec.flat_keys",
         "statetree.exchange.transfers.plan_transfers",
         "statetree.exchange.description.described",
-        "statetree.exchange.description.opened",
+        "statetree.exchange.description.read_description",
         "statetree.tree.selection.selected",
         "statetree.spans.positions.as_gaps",
         "statetree.spans.positions.from_gaps",

@@ -93,9 +93,11 @@ def content_of(verb: str, leaf: Any, path: Path, ranks: Group | None = None) -> 
         _check_whole(verb, leaf, path)
         return PLAIN
     leaf = settled(leaf)
-    if is_distributed(leaf):
-        return Content(TENSOR_ENTRY, (LocalPieces(_held(verb, leaf, path, ranks or ranks_of(verb, None))),))
     leaf_type = leaf_type_of(type(leaf))
+    if is_distributed(leaf):
+        if leaf_type is TENSOR:  # a process that saves alone would keep its part alone
+            _refuse(verb, path, "a tensor of which each rank holds a part", "Gather it")
+        return Content(TENSOR_ENTRY, (LocalPieces(_held(verb, leaf, path, ranks or ranks_of(verb, None))),))
     if leaf_type is TENSOR and leaf.layout is torch.strided and not leaf.is_nested and leaf.dtype not in QUANTIZED:
         tensor = _bare(leaf)
         check_elements(verb, tensor, path)
