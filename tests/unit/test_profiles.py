@@ -101,7 +101,7 @@ SEEN = {
     "gather to one": {"flatten", "checks", "plan", "allocation", "bytes", "rebuild", "waiting"},
     "gather to all, prepared": {"checks", "bytes", "waiting"},
     "dcp.save": {"plan", "sums", "archives", "waiting"},
-    "dcp.load": {"plan", "sums", "archives", "bytes", "waiting"},
+    "dcp.load": {"plan", "sums", "archives", "waiting"},
     "distribute from one": {"flatten", "checks", "plan", "allocation", "bytes", "rebuild", "waiting"},
     "distribute from one, prepared, in_place": {"checks", "bytes", "waiting"},
     "broadcast": {"flatten", "checks", "plan", "bytes", "waiting"},
