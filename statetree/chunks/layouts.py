@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from statetree.chunks.boxes import Box, Interval, is_covered
+from statetree.chunks.boxes import Box, Interval, is_covered, whole_box
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -146,7 +146,7 @@ class ChunkLayout:
         if self.disjoint:
             return int((stops - starts).prod(1).sum()) == self.numel
         boxes = [Box(tuple(start), tuple(stop)) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
-        return is_covered(Box((0,) * len(self.shape), self.shape), boxes)
+        return is_covered(whole_box(self.shape), boxes)
 
 
 @lru_cache(maxsize=16)

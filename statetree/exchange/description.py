@@ -6,7 +6,7 @@ import pickle
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
-from statetree.chunks.boxes import Box
+from statetree.chunks.boxes import whole_box
 from statetree.chunks.layouts import whole_on
 from statetree.chunks.local import LocalChunks
 from statetree.errors import RankMismatch, StateTreeError
@@ -173,6 +173,6 @@ class Received(NamedTuple):
         chunks = {}
         for index, (dtype, shape) in self.description.exchanged.items():
             pieces = [] if own is None or 0 in shape else [own.leaves[index].detach()]
-            boxes = [Box((0,) * len(shape), shape)] * len(pieces)
+            boxes = [whole_box(shape)] * len(pieces)
             chunks[index] = LocalChunks("", "", shape, dtype, whole_on(shape, [self.src]), boxes, pieces, index, "")
         return Manifest.described(verb, self.description.spec, self.leaves, chunks)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from statetree.chunks.boxes import Box
+from statetree.chunks.boxes import whole_box
 from statetree.chunks.local import LocalChunks, location_of
 from statetree.chunks.ranks import ranks_named
 from statetree.errors import RankMismatch, TreeMismatch, UnsupportedLeaf, shown
@@ -170,6 +170,6 @@ def _placeholder(told: _Told) -> Any:
 def partly_held(leaf: torch.Tensor, text: str) -> LocalChunks:
     """Return what this rank knows of a plain tensor that some other ranks do not hold."""
     shape, filled = tuple(leaf.shape), bool(leaf.numel())
-    boxes = [Box((0,) * len(shape), shape)] if filled else []
+    boxes = [whole_box(shape)] if filled else []
     pieces = [as_sendable(leaf)] if filled else []
     return LocalChunks(text, "", shape, leaf.dtype, None, boxes, pieces, location_of(leaf), leaf.device.type)

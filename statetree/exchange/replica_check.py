@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from statetree.chunks.boxes import Box
+from statetree.chunks.boxes import Box, whole_box
 from statetree.chunks.layouts import layout_of
 from statetree.chunks.ranks import ranks_named
 from statetree.errors import RankMismatch
@@ -62,7 +62,7 @@ class Copies:
         """Whether there is one of each element, without a look at pairs of boxes. It may be so if this is false."""
         if self._are_single is None:
             held = [box for _, box in self.holders]
-            whole = Box((0,) * len(shape), tuple(shape)).volume
+            whole = whole_box(shape).volume
             alone = sum(box.volume for box in held) == whole
             self._are_single = alone and layout_of(shape, {0: held}).is_complete
         return self._are_single
@@ -113,7 +113,7 @@ def _weight(own: tuple[int, Box], other: tuple[int, Box]) -> int:
 
 def first_copy(shape: Sequence[int], boxes: Mapping[int, Sequence[Box]]) -> dict[int, list[Box]]:
     """Return the boxes of the first ranks that hold all elements between them, each box on the first of these."""
-    whole = Box((0,) * len(shape), tuple(shape)).volume
+    whole = whole_box(shape).volume
     kept: dict[int, list[Box]] = {}
     seen: set[Box] = set()
     volume = 0

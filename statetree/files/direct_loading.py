@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 
-from statetree.chunks.boxes import Box, in_slabs
+from statetree.chunks.boxes import in_slabs, whole_box
 from statetree.errors import Difference, TreeMismatch
 from statetree.exchange.allocation import allocated
 from statetree.exchange.group import group_of
@@ -162,7 +162,7 @@ class _Loading:
         targets: list[Target] = []
         for index in direct:
             leaf, held = fresh[index], chunks_of(fresh[index], group)
-            whole = [(Box((0,) * leaf.dim(), tuple(leaf.shape)), leaf)] if held is None else []
+            whole = [(whole_box(leaf.shape), leaf)] if held is None else []
             for box, piece in zip(held.boxes, held.pieces, strict=True) if held else whole:
                 tensor = piece.detach().as_subclass(torch.Tensor)
                 if tensor.numel():
@@ -199,7 +199,7 @@ class ShareType(LeafType):
     def chunks(self, value: Any) -> Any:
         """Return this rank's slabs: of a small tensor, one rank has all."""
         stored, number, group = value.stored, value.number, value.group
-        whole = Box((0,) * len(stored.shape), tuple(stored.shape))
+        whole = whole_box(stored.shape)
         slabs = in_slabs(whole, group.size) if stored.nbytes > _SLAB_BYTES else [whole]
         mine = [box for place, box in enumerate(slabs) if (place + number) % group.size == group.rank]
         listed = [(box.start, stored.part((*map(slice, box.start, box.stop),))) for box in mine]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from statetree.chunks.boxes import Box
+from statetree.chunks.boxes import whole_box
 from statetree.errors import CheckpointError
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint
 from statetree.files.hugging_face import INDEX, SAFETENSORS_NAMES, file_in, read_index
@@ -93,7 +93,7 @@ def _read(place: FileRange, metadata: dict[str, str]) -> dict[str, StoredTensor]
 def _stored(data: FileRange, entry: HeaderEntry) -> StoredTensor:
     outline = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
     place = data.part(entry.begin, entry.stop - entry.begin, f"the tensor {entry.key!r}")
-    pieces = [StoredPiece(Box((0,) * len(entry.shape), entry.shape), place, outline.stride())]
+    pieces = [StoredPiece(whole_box(entry.shape), place, outline.stride())]
     return StoredTensor(outline, lambda: place.files.check(place.path), lambda _: pieces)
 
 

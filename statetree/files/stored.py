@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from statetree.chunks.boxes import Box, common, in_slabs
+from statetree.chunks.boxes import Box, common, in_slabs, whole_box
 from statetree.errors import CheckpointError, UnsupportedLeaf
 from statetree.files.ranges import BUCKET_BYTES
 from statetree.files.strided_reading import NUMBERS, read_strided
@@ -143,7 +143,7 @@ class StoredTensor:
 
     def _pieces(self) -> list[StoredPiece]:
         assert self._find is not None, "no strided tensor"
-        return list(self._find(Box((0,) * len(self.shape), tuple(self.shape))))
+        return list(self._find(whole_box(self.shape)))
 
     @property
     def is_bare(self) -> bool:
@@ -239,7 +239,7 @@ class StoredTensor:
         if is_plain and not has_bits and not target.is_conj() and not target.is_neg():
             read_strided(piece.place, target.view(number), offset, piece.stride)
             return
-        whole = Box((0,) * target.dim(), tuple(target.shape))
+        whole = whole_box(target.shape)
         for box in in_slabs(whole, max(1, -(-target.numel() * kept.dtype.itemsize // BUCKET_BYTES))):
             scratch = torch.empty(box.sizes, dtype=kept.dtype, device="cpu")
             read_strided(
@@ -266,7 +266,7 @@ class StoredTensor:
         shape = tuple(self.shape)
         if self.is_repetitive:
             shape = tuple([min(size, 1) if not step else size for size, step in zip(shape, self.stride(), strict=True)])
-        whole = Box((0,) * len(shape), shape)
+        whole = whole_box(shape)
         for box in in_slabs(whole, max(1, -(-whole.volume * self.dtype.itemsize // BUCKET_BYTES))):
             yield (*map(slice, box.start, box.stop),)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 
-from statetree.chunks.boxes import Box
+from statetree.chunks.boxes import whole_box
 from statetree.errors import CheckpointError
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint
 from statetree.files.hugging_face import INDEX, SAFETENSORS_NAMES, TORCH_NAMES, file_in, read_index
@@ -122,7 +122,7 @@ class TorchArchive:
         place = self._places.get(storage_key(tensor.untyped_storage())) if is_view else None
         if place is None:
             return None
-        whole = Box((0,) * tensor.dim(), tuple(tensor.shape))
+        whole = whole_box(tensor.shape)
         return StoredPiece(
             whole, place, tensor.stride(), int(tensor.storage_offset()), (tensor.is_conj(), tensor.is_neg())
         )

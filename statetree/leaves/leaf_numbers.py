@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from statetree.chunks.boxes import Box
+from statetree.chunks.boxes import whole_box
 from statetree.leaves.builtin import facts, leaf_type_of
 from statetree.leaves.pairing import paired_parts
 from statetree.leaves.parts import PackedRecipe, unpack
@@ -75,7 +75,7 @@ def value_number(value: Any) -> int:
         assert index is not None
         part = unpacked.parts[index]
         shape = tuple(part.shape)
-        sums = None if part.is_meta else piece_sums(part, Box((0,) * len(shape), shape), shape, ALL)
+        sums = None if part.is_meta else piece_sums(part, whole_box(shape), shape, ALL)
         found.append(struct.pack("<q", tensor_number(part.dtype, shape, sums)))
     lengths = str(list(map(len, found))).encode()
     return _number(b"\0".join([*found, lengths]))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from statetree.chunks.boxes import Box
+from statetree.chunks.boxes import Box, whole_box
 from statetree.leaves.builtin import holds_tensor, leaf_type_of, settled
 from statetree.leaves.leaf_numbers import text_number, value_number
 from statetree.leaves.location import located_error
@@ -208,7 +208,7 @@ def _entry(leaf: Any, ranks: Ranks) -> TensorEntry | None:
     if not leaf_type.bare or special_layout(leaf) is not None:
         return None
     shape = tuple(leaf.shape)
-    return TensorEntry(leaf.dtype, shape, [Box((0,) * len(shape), shape)], [_bare(leaf)], None)
+    return TensorEntry(leaf.dtype, shape, [whole_box(shape)], [_bare(leaf)], None)
 
 
 def _bare(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from statetree.chunks.boxes import Box
+from statetree.chunks.boxes import Box, whole_box
 from statetree.spans.bits import bits_in_pieces
 from statetree.torch_internals import copy_all, is_zero_tensor
 
@@ -138,7 +138,7 @@ def whole_sums(tensors: Sequence[torch.Tensor], count: int = ALL) -> list[torch.
     for index, tensor in enumerate(tensors):
         if not _is_small(tensor):
             shape = tuple(tensor.shape)
-            found[index] = piece_sums(tensor, Box((0,) * len(shape), shape), shape, count).cpu()
+            found[index] = piece_sums(tensor, whole_box(shape), shape, count).cpu()
     small = [index for index in range(len(tensors)) if index not in found]
     for start in range(0, len(small), _TOGETHER):
         chosen = small[start : start + _TOGETHER]
