@@ -64,6 +64,7 @@ def location_of(piece: torch.Tensor) -> Hashable:
     """Return what is equal for tensors that are the same view on the same memory."""
     return (
         storage_key(piece.untyped_storage()),
+        piece.dtype,  # in elements of which the offset is counted
         piece.storage_offset(),
         piece.shape,
         piece.stride(),

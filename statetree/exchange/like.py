@@ -316,8 +316,7 @@ def _stays(piece: torch.Tensor, transfer: Transfer | None) -> bool:
     """Whether what is sent of a leaf stays where it is: it is copied onto itself."""
     if transfer is None or transfer.source.layout.digest != transfer.target.layout.digest:
         return False
-    place = piece.dtype, location_of(piece)
-    return any((target.dtype, location_of(target)) == place for target in transfer.target.pieces)
+    return location_of(piece) in map(location_of, transfer.target.pieces)
 
 
 def whole_pieces(leaf: torch.Tensor) -> list[torch.Tensor]:

@@ -360,6 +360,28 @@ def test_values_that_arrive_for_one_memory_are_compared(world_size, tied_ranks, 
         assert "overlap" in message
 
 
+def fill_dtypes_of_one_memory():
+    """Tensors of two dtypes begin after as many elements of one memory: that is in two places."""
+    source = {"numbers": Layout((4,), everywhere(), ("S0",)).build()}
+    source["bytes"] = Layout((4,), everywhere(), ("S0",), torch.uint8).build()
+    full = statetree.gather(source)
+    for in_place in (False, True):
+        for verb in (
+            functools.partial(statetree.reshard, source),
+            functools.partial(statetree.distribute, full if dist.get_rank() == 0 else None, src=0),
+            functools.partial(statetree.distribute, full),
+        ):
+            memory = torch.zeros(64, dtype=torch.uint8)
+            like = {"numbers": memory.view(torch.float32)[8:12], "bytes": memory[8:12]}
+            found = verb(like=like, in_place=in_place)
+            assert statetree.similarity(found, full, values=True), (verb, in_place, found)
+
+
+@RANKS
+def test_dtypes_of_one_memory_are_each_filled(world_size):
+    run_ranks(world_size, fill_dtypes_of_one_memory)
+
+
 def empty_ties():
     """Tensors without elements lie in one place on some ranks and not on others, which does not matter."""
     nothing = torch.empty(0, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict, namedtuple
 
 import pytest
@@ -186,6 +187,17 @@ def test_tensors_that_overlap_in_part_saved_with_values_that_agree(tmp_path):
 
 
 Pair = namedtuple("Pair", "x y")
+
+
+def test_tensors_of_several_dtypes_at_one_offset_of_one_memory(tmp_path):
+    """The offset counts elements: that of the bytes lies elsewhere."""
+    saved = {"numbers": torch.arange(2.0) + 1, "bytes": torch.tensor([3, 4], dtype=torch.uint8)}
+    dcp.save(saved, checkpoint_id=tmp_path)
+    for load in (dcp.load, functools.partial(statetree.load, tmp_path)):
+        memory = torch.zeros(32, dtype=torch.uint8)
+        template = {"numbers": memory.view(torch.float32)[4:6], "bytes": memory[4:6]}
+        loaded = load(template, checkpoint_id=tmp_path) if load is dcp.load else load(template)
+        assert statetree.similarity(loaded, saved, values=True)
 
 
 def test_containers_of_other_classes(tmp_path):
