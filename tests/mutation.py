@@ -158,6 +158,11 @@ NOT_RUN = 70
 UNCHANGED = "as it is"
 #: Mutants that no test can notice, by module, the line as it is written, and what they change there; and why.
 EQUIVALENT: dict[tuple[str, str, str], str] = {
+    (
+        "exchange/buckets.py",
+        "self._layouts[alike] = layout",
+        "self._layouts[alike] = layout  ->  pass",
+    ): "a layout that is not kept is made again",
     ("chunks/boxes.py", "_MAX_CELLS: Final = 1 << 26", "26  ->  27"): "how hard is_covered tries before it gives up",
     (
         "spans/columns.py",

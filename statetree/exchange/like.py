@@ -133,6 +133,7 @@ class LikeDestination(Destination):
         self._check_range(self.source)
         source = self.source
         found: dict[int, Transfer] = {}
+        self._check_compared(sources)
         for index in self._moving:
             if self._first(index) == index:
                 canonical = source.canonical.get(index, index)
@@ -237,6 +238,26 @@ class LikeDestination(Destination):
         named = self.source.spec.paths() if shared else []
         self._refuse("overlap", [(b, "values of its own", f"a tensor that overlaps {named[a]}") for a, b in shared])
 
+    def _check_compared(self, sources: dict[int, Chunked]) -> None:
+        """Raise ``TreeMismatch`` if leaves go to one memory, and no rank holds both to see that they are the same."""
+        canonical, lost = self.source.canonical, {}
+        for index in self._moving:
+            first = self._first(index)
+            one, other = sources.get(canonical.get(first, -1)), sources.get(canonical.get(index, -1))
+            if one is None or other is None or one.layout.digest == other.layout.digest:
+                continue  # what all ranks hold, or the same ones, they have compared
+            shared = {
+                rank: one.layout.boxes_of(rank)
+                for rank in range(self._group.size)
+                if one.layout.boxes_of(rank) and other.layout.boxes_of(rank)
+            }
+            if not layout_of(one.layout.shape, shared).is_complete:
+                lost[index] = first
+        paths = self.source.spec.paths() if lost else []
+        found = [(index, f"a tensor on a rank that holds {paths[at]}, too", "a tied one") for index, at in lost.items()]
+        remedy = "Nothing was written. No rank can compare what they hold: pass tensors of their own."
+        self._refuse("ties", found, remedy)
+
     def _check_range(self, source: Manifest) -> None:
         """Raise ``TreeMismatch`` where values are too large for the dtype that they are converted to."""
         if self._options.cast:
@@ -253,10 +274,9 @@ class LikeDestination(Destination):
             return
         parts, owners = parts_of([self.source.leaves[index] for index in self._local])
         read = [(self._local[owner], part) for owner, part in zip(owners, parts, strict=True)]
-        read += [(index, piece) for index, transfer in transfers.items() for piece in transfer.source.pieces]
+        read += [(index, piece) for index, transfer in transfers.items() for piece in _leaving(transfer)]
         keys = Columns([piece for _, piece in read]).storage_keys
-        inside = [at for at, key in zip(read, keys, strict=True) if key in written]
-        lost = dict.fromkeys(index for index, piece in inside if not _stays(piece, transfers.get(index)))
+        lost = dict.fromkeys(index for (index, _), key in zip(read, keys, strict=True) if key in written)
         remedy = "Nothing was written. Copy it first, or do without in_place."
         found = [(index, "a tensor in the memory that is written", "one elsewhere") for index in lost]
         self._refuse("overlap", found, remedy)
@@ -312,11 +332,13 @@ def _own_part(rank: int, shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Chun
     return layout_of(shape, {rank: boxes})
 
 
-def _stays(piece: torch.Tensor, transfer: Transfer | None) -> bool:
-    """Whether what is sent of a leaf stays where it is: it is copied onto itself."""
-    if transfer is None or transfer.source.layout.digest != transfer.target.layout.digest:
-        return False
-    return location_of(piece) in map(location_of, transfer.target.pieces)
+def _leaving(transfer: Transfer) -> list[torch.Tensor]:
+    """Return the pieces that are sent, but for those that stay where they are: they are copied onto themselves."""
+    source, target = transfer.source, transfer.target
+    if source.layout.digest != target.layout.digest or len(source.pieces) != len(target.pieces):
+        return list(source.pieces)
+    pairs = zip(source.pieces, target.pieces, strict=True)  # both in the order of one layout
+    return [piece for piece, place in pairs if location_of(piece) != location_of(place)]
 
 
 def whole_pieces(leaf: torch.Tensor) -> list[torch.Tensor]:

@@ -59,7 +59,8 @@ def load(
     bucket of 16 MiB is in memory.
 
     Args:
-        path: Any checkpoint that ``statetree.files.open`` opens.
+        path: Any checkpoint that ``statetree.files.open`` opens. Checksums of elements are not compared: for a
+            directory of ``statetree.dcp``, its ``load`` and ``Checkpointer.restore`` do that.
         like: A tree that gives structure, layouts, devices and dtypes. Its contents do not matter, and its tensors may
             be ``meta`` ones.
         where: Which leaves of ``like`` are loaded, as for ``select``; by default all. The others are ``like``'s own.

@@ -87,9 +87,9 @@ def reshard(
 
     Raises:
         TreeMismatch: If structure, global shapes or dtypes differ, a glob matches nothing in either tree, a tensor of
-            ``like`` cannot be written or is ``Partial``, or tensors of ``like`` are tied that hold different values in
-            ``tree``, or overlap without being the same view, or with ``in_place`` something to move lies in memory that
-            is written. Nothing is written then.
+            ``like`` cannot be written or is ``Partial``, or tensors of ``like`` are tied that hold different values
+            in ``tree`` (or, with ``union``, of which no rank holds both), or overlap without being the same view, or
+            with ``in_place`` something to move lies in memory that is written. Nothing is written then.
         RankMismatch: If the ranks hold different trees or pass different options, if they mean different leaves, if one
             of them failed or did not answer in time, if tensors of ``like`` are tied on some ranks only, or if meshes
             that differ from rank to rank do not hold the same (see ``replicas``). On every rank, before anything moves.

@@ -181,7 +181,7 @@ class TreeSpec:
         if spec.num_leaves != self.num_leaves:
             msg = (
                 f"to_optree: optree sees other leaves: expected {self.num_leaves}, got {spec.num_leaves}. Take tensors "
-                "out of the attributes of builtin containers."
+                "out of the attributes of builtin containers, and what is no function out of their default factories."
             )
             raise ValueError(msg)
         return spec

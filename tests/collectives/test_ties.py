@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardMetadata
 
 import statetree
 from statetree.testing import Layout, run_ranks
@@ -380,6 +381,55 @@ def fill_dtypes_of_one_memory():
 @RANKS
 def test_dtypes_of_one_memory_are_each_filled(world_size):
     run_ranks(world_size, fill_dtypes_of_one_memory)
+
+
+def receive_what_no_rank_compares(kind, in_place):
+    """Leaves of which each rank holds another one go to one memory: whether they are the same, nobody sees."""
+    rank = dist.get_rank()
+    own = torch.full((6, 2), 1.0 + rank)
+    tree = {"n": 1, **({"ab"[rank]: own} if rank < 2 else {})}
+    one = torch.full((6, 2), -1.0) if kind == "plain" else Layout((6, 2), everywhere(), ("S0",)).build()
+    like = {"n": 1, "a": one, "b": one}
+    before = statetree.offload(like)
+    name, message = attempt(lambda: statetree.reshard(tree, like, union=True, in_place=in_place))
+    assert name == "TreeMismatch", (name, message)
+    assert "ties at b" in message, message
+    check_in_step()
+    check_equal(like, before)
+    tree = {"n": 1, **({"a": torch.ones(6, 2), "b": torch.ones(6, 2)} if rank == 1 else {})}
+    moved = statetree.gather(statetree.reshard(tree, like, union=True, in_place=in_place))  # one rank holds both
+    assert torch.equal(moved["b"], torch.ones(6, 2))
+
+
+@RANKS
+@pytest.mark.parametrize("kind", ["plain", "distributed"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_values_for_one_memory_that_no_rank_compares_are_refused(world_size, kind, in_place):
+    run_ranks(world_size, receive_what_no_rank_compares, kind, in_place)
+
+
+def swap_local_shards():
+    """Where each piece stays in the memory that is written, but in the place of another one, it does not stay."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    pieces = [torch.full((2, 2), 1.0 + rank), torch.full((2, 2), 10.0 + rank)]
+
+    def sharded(first, second):
+        places = [ShardMetadata([4 * rank + row, 0], [2, 2], f"rank:{rank}/cpu") for row in (0, 2)]
+        shards = [Shard(first, places[0]), Shard(second, places[1])]
+        return ShardedTensor._init_from_local_shards(shards, 4 * size, 2)
+
+    tree, like = {"w": sharded(*pieces)}, {"w": sharded(*reversed(pieces))}
+    name, message = attempt(lambda: statetree.reshard(tree, like, in_place=True))
+    assert name == "TreeMismatch", (name, message)
+    assert "overlap at w" in message, message
+    check_in_step()
+    assert pieces[0].eq(1.0 + rank).all()
+    assert pieces[1].eq(10.0 + rank).all()
+    statetree.reshard(tree, {"w": sharded(*pieces)}, in_place=True)  # onto themselves
+
+
+def test_local_shards_in_each_others_places_are_refused():
+    run_ranks(2, swap_local_shards)
 
 
 def empty_ties():
