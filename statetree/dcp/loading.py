@@ -75,7 +75,7 @@ def load(
             what the checkpoint holds may run any code.
         verify: Whether what is loaded is compared with its checksums first: those of the manifest that ``save`` writes,
             or those that DCP wrote into each entry (CRC-32). Entries that are not loaded are not verified. Each rank
-            reads every file piece of which it needs a part as a whole for that. It has no effect on a
+            reads every stored piece of which it needs a part as a whole for that. It has no effect on a
             ``storage_reader``.
         where: Which leaves are loaded, as for ``select``; by default all. A list or tuple of plain values is one leaf.
             With a template, its other leaves are not checked, and stay in the result. Without one, the result has the

@@ -243,6 +243,8 @@ class LikeDestination(Destination):
         canonical, lost = self.source.canonical, {}
         for index in self._moving:
             first = self._first(index)
+            if first == index:
+                continue
             one, other = sources.get(canonical.get(first, -1)), sources.get(canonical.get(index, -1))
             if one is None or other is None or one.layout.digest == other.layout.digest:
                 continue  # what all ranks hold, or the same ones, they have compared
@@ -273,10 +275,12 @@ class LikeDestination(Destination):
         if not (self._options.in_place and written):
             return
         parts, owners = parts_of([self.source.leaves[index] for index in self._local])
-        read = [(self._local[owner], part) for owner, part in zip(owners, parts, strict=True)]
-        read += [(index, piece) for index, transfer in transfers.items() for piece in _leaving(transfer)]
-        keys = Columns([piece for _, piece in read]).storage_keys
-        lost = dict.fromkeys(index for (index, _), key in zip(read, keys, strict=True) if key in written)
+        read: list[tuple[int, torch.Tensor, torch.Tensor | None]]
+        read = [(self._local[owner], part, None) for owner, part in zip(owners, parts, strict=True)]
+        read += [(index, *pair) for index, transfer in transfers.items() for pair in _with_places(transfer)]
+        keys = Columns([piece for _, piece, _ in read]).storage_keys
+        inside = [at for at, key in zip(read, keys, strict=True) if key in written]
+        lost = dict.fromkeys(index for index, piece, place in inside if not _stays(piece, place))
         remedy = "Nothing was written. Copy it first, or do without in_place."
         found = [(index, "a tensor in the memory that is written", "one elsewhere") for index in lost]
         self._refuse("overlap", found, remedy)
@@ -332,13 +336,17 @@ def _own_part(rank: int, shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Chun
     return layout_of(shape, {rank: boxes})
 
 
-def _leaving(transfer: Transfer) -> list[torch.Tensor]:
-    """Return the pieces that are sent, but for those that stay where they are: they are copied onto themselves."""
+def _with_places(transfer: Transfer) -> Iterable[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Return the pieces that are sent, each with where its elements go on this rank if the layout stays the same."""
     source, target = transfer.source, transfer.target
-    if source.layout.digest != target.layout.digest or len(source.pieces) != len(target.pieces):
-        return list(source.pieces)
-    pairs = zip(source.pieces, target.pieces, strict=True)  # both in the order of one layout
-    return [piece for piece, place in pairs if location_of(piece) != location_of(place)]
+    alike = source.layout.digest == target.layout.digest and len(source.pieces) == len(target.pieces)
+    places = target.pieces if alike else [None] * len(source.pieces)  # both in the order of one layout
+    return zip(source.pieces, places, strict=True)
+
+
+def _stays(piece: torch.Tensor, place: torch.Tensor | None) -> bool:
+    """Whether what is sent stays where it is: it is copied onto itself."""
+    return place is not None and location_of(piece) == location_of(place)
 
 
 def whole_pieces(leaf: torch.Tensor) -> list[torch.Tensor]:
