@@ -1,17 +1,16 @@
 """statetree: a PyTorch training state as a pytree, and pure, composable transforms over it.
 
-Importing it imports nothing, not even torch. The first public name that is asked for imports all of them.
+Importing it imports nothing, not even torch. Each public name is imported when it is first asked for.
 """
 
-import sys
-from types import ModuleType
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# The public names, for people, type checkers and Python alike: to add one, add its import. Python passes by them when
-# the package is imported, and makes them when it runs this file once more, which `_Package` below has it do.
-if TYPE_CHECKING or "_wanted" in globals():
+# A public name stands twice: here, where type checkers and editors look, and in the table below, for Python.
+if TYPE_CHECKING:
+    from statetree import files as files
     from statetree.compose import chain as chain
     from statetree.compose import prepare as prepare
     from statetree.compose import stream as stream
@@ -31,10 +30,10 @@ if TYPE_CHECKING or "_wanted" in globals():
     from statetree.files.direct_loading import load as load
     from statetree.files.formats import save as save
     from statetree.files.page import to_html as to_html
+    from statetree.key_paths import Path as Path
     from statetree.leaves.delta_tree import Delta as Delta
     from statetree.leaves.registry import LeafType as LeafType
     from statetree.leaves.registry import register_leaf_type as register_leaf_type
-    from statetree.paths import Path as Path
     from statetree.stager.stager import Stager as Stager
     from statetree.transforms.allocate_like import allocate_like as allocate_like
     from statetree.transforms.apply_delta import apply_delta as apply_delta
@@ -69,30 +68,60 @@ if TYPE_CHECKING or "_wanted" in globals():
     from statetree.tree.registry import register_container as register_container
     from statetree.tree.rename_rules import Renaming as Renaming
     from statetree.tree.spec import TreeSpec as TreeSpec
-else:
 
-    class _Package(ModuleType):
-        """This package, until its names are asked for (and afterwards, when it has nothing more to do)."""
+_NAMES = {
+    "compose": "chain prepare stream",
+    "declare": "collective leafwise",
+    "errors": "CheckpointError CyclicTree Difference RankMismatch StagerBusy StagerClosed StateTreeError TreeMismatch"
+    " TreeTooDeep UnsupportedLeaf",
+    "exchange.prepared": "Prepared",
+    "files.direct_loading": "load",
+    "files.formats": "save",
+    "files.page": "to_html",
+    "leaves.delta_tree": "Delta",
+    "leaves.registry": "LeafType register_leaf_type",
+    "key_paths": "Path",
+    "stager.stager": "Stager",
+    "transforms.allocate_like": "allocate_like",
+    "transforms.apply_delta": "apply_delta",
+    "transforms.audit": "Audit audit",
+    "transforms.broadcast": "broadcast",
+    "transforms.cast": "cast",
+    "transforms.copy_into": "copy_into",
+    "transforms.delta": "delta",
+    "transforms.digest": "Digest digest",
+    "transforms.distribute": "distribute",
+    "transforms.gather": "gather",
+    "transforms.merge": "merge",
+    "transforms.offload": "offload",
+    "transforms.partition": "partition",
+    "transforms.partition_replicas": "partition_replicas",
+    "transforms.rename": "rename",
+    "transforms.reshard": "reshard",
+    "transforms.select": "select",
+    "transforms.similarity": "Similarity similarity",
+    "transforms.update": "update",
+    "tree.atoms": "HOLE",
+    "tree.flatten": "flatten paths unflatten",
+    "tree.mapping": "from_flat map_leaves map_with_path to_flat",
+    "tree.registry": "register_container",
+    "tree.rename_rules": "Renaming",
+    "tree.spec": "TreeSpec",
+}
+_MODULES = {name: f"statetree.{module}" for module, names in _NAMES.items() for name in names.split()}
 
-        def __getattr__(self, name: str) -> Any:
-            if "__all__" not in vars(self) and (not name.startswith("_") or name == "__all__"):
-                self._wanted = True
-                self.__spec__.loader.exec_module(self)  # again if that was interrupted: imports are made once
-                if name in vars(self):
-                    return vars(self)[name]
-            msg = f"module {self.__name__!r} has no attribute {name!r}"
+if not TYPE_CHECKING:  # a type checker is to know which names there are
+    __all__ = sorted(_MODULES)
+
+    def __getattr__(name: str) -> Any:
+        """Import what a public name stands for, once: afterwards it is an ordinary attribute."""
+        if name == "files":
+            return import_module("statetree.files")
+        if name not in _MODULES:
+            msg = f"module {__name__!r} has no attribute {name!r}"
             raise AttributeError(msg)
+        globals()[name] = value = getattr(import_module(_MODULES[name]), name)
+        return value
 
-        def __setattr__(self, name: str, value: Any) -> None:
-            # `import statetree.paths` would put that module in the place of the function `paths`.
-            if name != "paths" or not isinstance(value, ModuleType):
-                super().__setattr__(name, value)
-
-        def __dir__(self) -> list[str]:
-            return [*self.__all__, *vars(self)]
-
-    sys.modules[__name__].__class__ = _Package
-
-if not TYPE_CHECKING and "_wanted" in globals():
-    _values = {name: value for name, value in globals().items() if name[0] != "_" and not isinstance(value, ModuleType)}
-    __all__ = sorted(_values.keys() - {"Any", "ModuleType", "TYPE_CHECKING"})
+    def __dir__() -> list[str]:
+        return sorted({*__all__, "files", *globals()})

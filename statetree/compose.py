@@ -29,7 +29,7 @@ from statetree.tree.flatten import flatten_for_copy, unflatten
 
 if TYPE_CHECKING:
     from statetree.exchange.group import Group
-    from statetree.paths import Path
+    from statetree.key_paths import Path
     from statetree.tree.spec import TreeSpec
 
 #: How many bytes of leaves a bucket takes, unless one leaf or one group of tied leaves is larger.

@@ -8,12 +8,12 @@ import traceback
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from statetree.paths import is_tensor, nearest, printable
+from statetree.key_paths import is_tensor, nearest, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from statetree.paths import Path
+    from statetree.key_paths import Path
 
 #: How many differences a message spells out before it only counts them.
 SHOWN_DIFFERENCES = 20

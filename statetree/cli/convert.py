@@ -14,8 +14,8 @@ from statetree.files.safe_pickle import StoredObject
 from statetree.files.shared_bytes import shared_bytes
 from statetree.files.stored import StoredTensor
 from statetree.files.untrusted import printable
+from statetree.key_paths import Path
 from statetree.leaves.casting import castable
-from statetree.paths import Path
 from statetree.transforms.cast import cast
 from statetree.transforms.rename import rename
 from statetree.transforms.select import select

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from statetree.files.checkpoint import OpenedCheckpoint
-    from statetree.paths import Path
+    from statetree.key_paths import Path
 
 
 class CheckpointEntry(NamedTuple):

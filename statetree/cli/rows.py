@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.files.untrusted import printable, shape_text
-from statetree.paths import Attr, render_key
+from statetree.key_paths import Attr, render_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

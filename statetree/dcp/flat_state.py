@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.files.checkpoint import is_entry
-from statetree.paths import Path, render_key
+from statetree.key_paths import Path, render_key
 from statetree.tree.flatten import flatten_for
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import re
 import struct
 from typing import Any, Final
 
-from statetree.paths import Attr
+from statetree.key_paths import Attr
 
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 

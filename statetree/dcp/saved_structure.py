@@ -14,7 +14,7 @@ from statetree.dcp.keys import UnknownKey, key_of, key_text, shown_key
 from statetree.dcp.reconstructors import CLASSES
 from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY, VALUE_ENTRY
 from statetree.errors import CheckpointError
-from statetree.paths import Path
+from statetree.key_paths import Path
 from statetree.tree.containers import Container
 from statetree.tree.instances import Attributes
 from statetree.tree.registry import container_of

@@ -20,8 +20,8 @@ from statetree.dcp.saved_structure import SavedEntry, structure_text
 from statetree.dcp.tensors import PARTS_ENTRY, VALUE_ENTRY, compact, content_of, to_save
 from statetree.errors import StateTreeError, UnsupportedLeaf, shown, warn
 from statetree.files.checkpoint import is_entry
+from statetree.key_paths import Path
 from statetree.leaves.builtin import leaf_type_of
-from statetree.paths import Path
 from statetree.tree.flatten import flatten_for
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from statetree.dcp.keys import shown_key
 from statetree.dcp.saved_structure import SavedContainer, SavedEntry, Structure, path_of, places, saved_form
 from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY, VALUE_ENTRY, Content, boxes_of
 from statetree.errors import Difference, TreeMismatch
+from statetree.key_paths import Path, exactly, render_key
 from statetree.leaves.casting import castable
-from statetree.paths import Path, exactly, render_key
 from statetree.tree.matching import ABSENT, matched
 
 if TYPE_CHECKING:

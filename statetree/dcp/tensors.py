@@ -14,13 +14,13 @@ from statetree.dcp.local_pieces import LocalPieces
 from statetree.dcp.numpy_values import is_array_of_numbers
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange.manifest import chunks_of
+from statetree.key_paths import Path
 from statetree.leaves.builtin import facts, is_distributed, is_plain, leaf_type_of, settled
 from statetree.leaves.location import located_error
 from statetree.leaves.parts import Unpacked, unpack
 from statetree.leaves.replicas import replicated
 from statetree.leaves.types.special import QUANTIZED
 from statetree.leaves.types.tensor import TENSOR
-from statetree.paths import Path
 from statetree.spans.layout import extents, holds_memory
 from statetree.spans.memory import memory_of
 from statetree.torch_internals import WITHOUT_KERNELS, as_copied, is_zero_tensor, quietly

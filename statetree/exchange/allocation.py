@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from statetree.errors import StateTreeError, place_in_tree
+from statetree.key_paths import Path
 from statetree.leaves.builtin import is_distributed
 from statetree.leaves.parts import unpack
 from statetree.leaves.replicas import replicated
-from statetree.paths import Path
 from statetree.spans.memory import Memory
 
 if TYPE_CHECKING:

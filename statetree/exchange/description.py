@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from statetree.chunks.layouts import ChunkLayout
     from statetree.exchange.group import Group
-    from statetree.paths import Path
+    from statetree.key_paths import Path
     from statetree.tree.spec import TreeSpec
 
 P = ParamSpec("P")

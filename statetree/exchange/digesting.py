@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from statetree.chunks.boxes import Box
     from statetree.chunks.layouts import ChunkLayout
     from statetree.exchange.driver import Exchange
-    from statetree.paths import Path
+    from statetree.key_paths import Path
 
 #: How many leaves whose replicas differ the ranks tell each other of.
 MAX_TOLD = 1000

@@ -8,9 +8,9 @@ from statetree.errors import Difference, TreeMismatch
 from statetree.exchange.consensus import Entry
 from statetree.exchange.manifest import is_cuttable
 from statetree.exchange.transfers import as_sendable
+from statetree.key_paths import Path
 from statetree.leaves.casting import castable, out_of_range
 from statetree.leaves.parts import unpack
-from statetree.paths import Path
 from statetree.spans.bits import same_bytes, same_view
 from statetree.spans.layout import holds_memory
 from statetree.spans.overlaps import overlaps_itself

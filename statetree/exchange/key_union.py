@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from statetree.exchange.call import Call
     from statetree.exchange.manifest import Manifest
-    from statetree.paths import Path
+    from statetree.key_paths import Path
     from statetree.tree.spec import TreeSpec
 
 

@@ -25,7 +25,7 @@ from statetree.spans.memory import Memory
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from statetree.paths import Path
+    from statetree.key_paths import Path
 
 #: What metadata says of tensors, by the names that ``Columns`` has for it.
 _KNOWN = ("dtypes", "shapes", "strides", "offsets", "storage_keys", "contiguous", "nbytes", "conj", "neg")

@@ -10,11 +10,11 @@ import torch
 from statetree.chunks.local import location_of
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange.consensus import CONTAINER, Entry
+from statetree.key_paths import Path, exactly, unique_keys
 from statetree.leaves.builtin import facts, holds_tensor, is_distributed, leaf_type_of, may_be_under_way, settled
 from statetree.leaves.location import located_error
 from statetree.leaves.parts import hides_distributed
 from statetree.leaves.types.special import QUANTIZED
-from statetree.paths import Path, exactly, unique_keys
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory
 from statetree.tree.flatten import flatten, flatten_for_copy

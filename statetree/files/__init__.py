@@ -18,26 +18,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint, SaveOptions
-    from statetree.files.direct_loading import load
-    from statetree.files.formats import open, opened, register_format, save  # noqa: A004 - `statetree.files.open`
-    from statetree.files.safe_pickle import StoredObject
-    from statetree.files.stored import StoredTensor
+    from statetree.files.checkpoint import CheckpointFormat as CheckpointFormat
+    from statetree.files.checkpoint import OpenedCheckpoint as OpenedCheckpoint
+    from statetree.files.checkpoint import SaveOptions as SaveOptions
+    from statetree.files.direct_loading import load as load
+    from statetree.files.formats import open as open  # noqa: A004 - `statetree.files.open`
+    from statetree.files.formats import opened as opened
+    from statetree.files.formats import register_format as register_format
+    from statetree.files.formats import save as save
+    from statetree.files.safe_pickle import StoredObject as StoredObject
+    from statetree.files.stored import StoredTensor as StoredTensor
 
-__all__ = [
-    "CheckpointFormat",
-    "OpenedCheckpoint",
-    "SaveOptions",
-    "StoredObject",
-    "StoredTensor",
-    "load",
-    "open",
-    "opened",
-    "register_format",
-    "save",
-]
-
-_PLACES: Final = {
+_MODULES: Final = {
     **dict.fromkeys(("CheckpointFormat", "OpenedCheckpoint", "SaveOptions"), "checkpoint"),
     **dict.fromkeys(("open", "opened", "register_format", "save"), "formats"),
     "StoredObject": "safe_pickle",
@@ -46,10 +38,12 @@ _PLACES: Final = {
 }
 
 if not TYPE_CHECKING:  # a type checker is to know which names there are
+    __all__ = sorted(_MODULES)
 
     def __getattr__(name: str) -> Any:
         """Load what a name stands for, and torch with it, when it is first asked for: headers are read without."""
-        if name not in _PLACES:
+        if name not in _MODULES:
             msg = f"module {__name__!r} has no attribute {name!r}"
             raise AttributeError(msg)
-        return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+        globals()[name] = value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        return value

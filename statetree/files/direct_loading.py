@@ -14,11 +14,11 @@ from statetree.exchange.manifest import chunks_of, is_cuttable
 from statetree.files.filling import Target, fill
 from statetree.files.formats import opened
 from statetree.files.stored import StoredTensor
+from statetree.key_paths import Path
 from statetree.leaves.builtin import is_distributed
 from statetree.leaves.casting import castable
 from statetree.leaves.copying import prepared_copy
 from statetree.leaves.registry import LeafType, register_leaf_type
-from statetree.paths import Path
 from statetree.torch_internals import quietly
 from statetree.transforms.reshard import reshard
 from statetree.tree.flatten import flatten_for

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from statetree.chunks.boxes import Box
     from statetree.files.stored import StoredTensor
-    from statetree.paths import Path
+    from statetree.key_paths import Path
 
 _REMEDY: Final = "Other tensors may be filled. Pass a tree in which these have memory of their own."
 _RANGE_REMEDY: Final = "Other tensors may be filled. Convert to a dtype of a larger range."

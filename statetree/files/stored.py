@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from statetree.files.ranges import FileRange
-    from statetree.paths import Path
+    from statetree.key_paths import Path
 
 
 #: Processors that read numbers wherever they begin (in DCP's files, that is anywhere), but none of 16 bytes at once.

@@ -6,7 +6,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from statetree.errors import CheckpointError
-from statetree.paths import printable as printable
+from statetree.key_paths import printable as printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -19,8 +19,8 @@ from statetree.torch_internals import quietly, set_bits
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from statetree.key_paths import Path
     from statetree.leaves.registry import LeafType
-    from statetree.paths import Path
     from statetree.tree.spec import TreeSpec
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from statetree.paths import Path
+    from statetree.key_paths import Path
     from statetree.tree.selection import Where
 
 

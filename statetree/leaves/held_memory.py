@@ -16,7 +16,7 @@ from statetree.torch_internals import geometry_guard
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from statetree.paths import Path
+    from statetree.key_paths import Path
     from statetree.tree.spec import TreeSpec
 
 

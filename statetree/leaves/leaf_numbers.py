@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from statetree.chunks.boxes import whole_box
+from statetree.key_paths import exactly
 from statetree.leaves.builtin import facts, leaf_type_of
 from statetree.leaves.pairing import paired_parts
 from statetree.leaves.parts import PackedRecipe, unpack
 from statetree.leaves.types.opaque import OpaqueType, Rest, TakeApart
-from statetree.paths import exactly
 from statetree.spans.sums import ALL, piece_sums
 
 if TYPE_CHECKING:

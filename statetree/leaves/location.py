@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from statetree.errors import CheckpointError, StateTreeError, UnsupportedLeaf, describe_leaf
-from statetree.paths import Path
+from statetree.key_paths import Path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -19,8 +19,8 @@ from statetree.torch_internals import carry_tangents, is_zero_tensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from statetree.key_paths import Path
     from statetree.leaves.registry import LeafType
-    from statetree.paths import Path
 
 
 @dataclass(slots=True, eq=False)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from statetree.chunks.local import LocalChunks
     from statetree.chunks.ranks import Ranks
-    from statetree.paths import Path
+    from statetree.key_paths import Path
 
 
 #: Who holds what this rank holds of a leaf: every rank by itself, this rank before others, or others before this one.

@@ -15,7 +15,7 @@ from statetree.tree.flatten import flatten_for_copy, unflatten
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from statetree.paths import Path
+    from statetree.key_paths import Path
     from statetree.tree.spec import TreeSpec
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from statetree.paths import Path
+from statetree.key_paths import Path
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, copy_spans, extents, lay_out, make_views
 from statetree.spans.memory import LARGE_BYTES, Memory

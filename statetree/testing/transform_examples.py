@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from statetree.paths import Path
+from statetree.key_paths import Path
 from statetree.testing.elements import TRAINING_DTYPES
 from statetree.testing.layout_strategies import layouts
 from statetree.testing.plan_strategies import plain_values, tensor_plans, tied_plans, tree_plans

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.errors import CyclicTree, Difference, StateTreeError, TreeTooDeep, is_users_own, shown
+from statetree.key_paths import Path
 from statetree.leaves.builtin import settled, taken_over
 from statetree.leaves.pairing import LeafPairing, leave_out_differences, paired_parts
 from statetree.leaves.parts import AtomRecipe, PackedRecipe, Recipe, Unpacked, unpack
-from statetree.paths import Path
 from statetree.spans.bits import first_difference, is_unreadable, safely_equal, same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.layout import holds_memory

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
-from statetree.paths import Attr
+from statetree.key_paths import Attr
 
 Flattened = tuple[Sequence[Any], tuple[Any, ...], Any]
 

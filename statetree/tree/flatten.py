@@ -13,7 +13,7 @@ from statetree.tree.traversal import Repeated, rebuild, traverse
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from statetree.paths import Path
+    from statetree.key_paths import Path
     from statetree.tree.traversal import IsLeaf, Node
 
 

@@ -8,7 +8,7 @@ from collections import OrderedDict, defaultdict, deque
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from statetree.paths import Attr
+from statetree.key_paths import Attr
 from statetree.tree.atoms import is_constant_type
 from statetree.tree.containers import Container
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from statetree.errors import Difference, TreeMismatch, note_leaf
-from statetree.paths import Path
+from statetree.key_paths import Path
 from statetree.tree.flatten import flatten_for, unflatten
 from statetree.tree.matching import matched
 

@@ -7,7 +7,7 @@ from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.errors import Difference
-from statetree.paths import Path, key_identity
+from statetree.key_paths import Path, key_identity
 from statetree.tree.atoms import HOLE
 from statetree.tree.selection import selected_in
 from statetree.tree.spec import TreeSpec, same_aux

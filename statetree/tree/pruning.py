@@ -7,7 +7,7 @@ from operator import or_
 from typing import TYPE_CHECKING, Any
 
 from statetree.errors import TreeMismatch
-from statetree.paths import Attr, Path
+from statetree.key_paths import Attr, Path
 from statetree.tree.atoms import HOLE
 
 if TYPE_CHECKING:

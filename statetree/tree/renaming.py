@@ -6,7 +6,7 @@ from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from statetree.errors import TreeMismatch
-from statetree.paths import Attr, Path, key_identity, render_key
+from statetree.key_paths import Attr, Path, key_identity, render_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

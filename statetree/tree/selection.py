@@ -10,7 +10,7 @@ from operator import itemgetter
 from typing import Any, Final, cast
 
 from statetree.errors import TreeMismatch, note_leaf, shown
-from statetree.paths import Path, key_identity, nearest, render_key
+from statetree.key_paths import Path, key_identity, nearest, render_key
 from statetree.tree.atoms import HOLE
 from statetree.tree.spec import TreeSpec
 

@@ -6,7 +6,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.errors import TreeMismatch
-from statetree.paths import Path, key_identity, render_key, same_key, unique_keys
+from statetree.key_paths import Path, key_identity, render_key, same_key, unique_keys
 from statetree.tree.atoms import same_value
 from statetree.tree.html_fragments import cell, tree_html
 from statetree.tree.registry import introduce, optree_structure

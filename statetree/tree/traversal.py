@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, cast
 
 from statetree.errors import CyclicTree, TreeTooDeep, UnsupportedLeaf, note_leaf
-from statetree.paths import Attr, Path, render_key
+from statetree.key_paths import Attr, Path, render_key
 from statetree.tree.atoms import add_atom_type, is_atom_type, is_constant_type
 from statetree.tree.containers import Container
 from statetree.tree.instances import MAX_ATTRIBUTE_DEPTH, NotPlain, copy_plain

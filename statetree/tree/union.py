@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from statetree.errors import Difference
-from statetree.paths import Path, key_identity
+from statetree.key_paths import Path, key_identity
 from statetree.tree.flatten import flatten_for_copy
 from statetree.tree.spec import TreeSpec, same_aux
 

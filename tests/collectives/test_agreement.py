@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import statetree
 from statetree.exchange.call import Call
-from statetree.paths import printable
+from statetree.key_paths import printable
 from statetree.testing import Layout, run_ranks
 from tests.collectives.checks import attempt, check_in_step
 from tests.collectives.disagreements import (

@@ -1,9 +1,10 @@
-"""What a type checker knows of ``statetree.dcp``."""
+"""What a type checker knows of ``statetree.dcp`` and ``statetree.files``."""
 
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, assert_type
 
+import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save
@@ -20,6 +21,12 @@ def files(state: dict[str, Any], group: ProcessGroup) -> None:
     with st.Stager() as stager:
         future = dcp.async_save(state, checkpoint_id=Path("a"), stager=stager, process_group=group)
         assert_type(future, Future[None])
+
+
+def single_files(state: dict[str, Any], leaf: st.files.StoredTensor) -> None:
+    st.files.save(state, "a.safetensors")
+    assert_type(st.files.open(Path("a.safetensors")), Any)
+    assert_type(leaf.dtype, torch.dtype)
 
 
 def series(state: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 import statetree as st
 from statetree.errors import SHOWN_DIFFERENCES, Difference, chain_of, shown
-from statetree.paths import Path
+from statetree.key_paths import Path
 
 ALSO = {
     st.TreeMismatch: ValueError,

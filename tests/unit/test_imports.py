@@ -1,5 +1,7 @@
 """What importing the package costs and needs, seen from fresh interpreters."""
 
+import ast
+import importlib
 import json
 import subprocess
 import sys
@@ -105,9 +107,9 @@ def test_names_do_not_depend_on_what_was_imported_first():
     code = """if True:
         import {first}, statetree, sys
         assert statetree.paths({{"a": [1, 2]}})[1] == ("a", 1)
-        assert sys.modules["statetree.paths"].Path is statetree.Path
+        assert statetree.key_paths.Path is statetree.Path
     """
-    firsts = ("statetree.paths", "statetree.errors", "statetree.compose", "statetree.testing")
+    firsts = ("statetree.key_paths", "statetree.errors", "statetree.compose", "statetree.testing")
     assert run_each([code.format(first=first) for first in firsts]) == [""] * len(firsts)
 
 
@@ -123,6 +125,32 @@ def test_all_names_are_seen_whichever_way_they_are_asked_for():
     assert seen.split() == statetree.__all__
     assert {"Stager", "gather", "paths", "stream"} <= set(seen.split())
     assert {"Any", "sys", "transforms"}.isdisjoint(seen.split())
+
+
+@pytest.mark.parametrize("package", ["statetree", "statetree.files"])
+def test_type_checkers_are_told_of_the_names_that_python_finds(package):
+    """Each lazy package lists its names twice: as imports for type checkers, and in a table."""
+    module = importlib.import_module(package)
+    checked = next(node for node in ast.parse(Path(module.__file__).read_text()).body if isinstance(node, ast.If))
+    told = {
+        alias.name: node.module for node in checked.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    submodules = {name for name, parent in told.items() if parent == package}
+    assert told.keys() - submodules == set(module.__all__)
+    for name, parent in told.items():
+        if name not in submodules:
+            assert getattr(module, name) is getattr(importlib.import_module(parent), name)
+
+
+def test_a_name_costs_its_own_modules_alone():
+    loaded = run_fresh("import sys, statetree; statetree.Path; print(*sys.modules)").split()
+    assert "statetree.key_paths" in loaded
+    assert [name for name in loaded if name.startswith(("statetree.t", "torch", "optree"))] == []
+
+
+def test_what_is_asked_for_is_an_attribute_from_then_on():
+    code = "import statetree; statetree.flatten; assert 'flatten' in vars(statetree); assert statetree.files.open"
+    assert run_each([code, "import statetree; assert statetree.files.save is statetree.save"]) == ["", ""]
 
 
 def test_a_name_that_is_not_there_is_named():

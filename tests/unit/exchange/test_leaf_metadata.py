@@ -6,7 +6,7 @@ import torch
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange import leaf_metadata
 from statetree.exchange.leaf_metadata import metadata_of
-from statetree.paths import Path
+from statetree.key_paths import Path
 from statetree.spans.columns import Columns
 from statetree.spans.memory import Memory
 from statetree.torch_internals import quietly

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as hyp
 
 from statetree.errors import UnsupportedLeaf
-from statetree.paths import Path
+from statetree.key_paths import Path
 from statetree.spans.columns import Columns
 from statetree.spans.layout import (
     MIN_GAP_BYTES,

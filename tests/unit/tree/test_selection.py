@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import statetree as st
-from statetree.paths import nearest
+from statetree.key_paths import nearest
 from statetree.tree.selection import literal, selected, selected_in
 
 FLAT = {"a.b.w": 0, "a.c.w": 1, "a.w": 2, "w": 3, "b": 4}

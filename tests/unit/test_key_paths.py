@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import statetree as st
-from statetree.paths import Attr, Path, same_key, unique_keys
+from statetree.key_paths import Attr, Path, same_key, unique_keys
 from tests.pace import units
 from tests.trees import TREES
 from tests.trees.containers import Point
@@ -215,7 +215,7 @@ def test_the_representation_of_a_path_makes_it_again():
 @pytest.mark.slow
 def test_the_rendering_of_sets_does_not_depend_on_the_process():
     code = """
-from statetree.paths import Path, unique_keys
+from statetree.key_paths import Path, unique_keys
 import statetree as st
 keys = [frozenset({"alpha", "beta", "gamma"}), frozenset({"delta", "eps"}), (frozenset({"x", "yy", "zzz"}), 1), "b",
         frozenset({"1", 1}), frozenset({("a", frozenset({"q", "r"}))})]

@@ -28,7 +28,7 @@ class Path(tuple[Any, ...]):
     ``Path((False,))`` all differ. ``str(path)`` reads like ``model.layers.0.weight``.
 
     Example:
-        >>> from statetree.paths import Path
+        >>> from statetree.key_paths import Path
         >>> str(Path(("model", "layers", 0, "weight")))
         'model.layers.0.weight'
         >>> Path((0,)) == Path((False,))
@@ -216,7 +216,7 @@ def nearest(text: str, keys: Iterable[str], *, cutoff: float = 0.6) -> str | Non
     """Return the rendered path that a mistyped one most likely stands for, or ``None`` if none is near.
 
     Example:
-        >>> from statetree.paths import nearest
+        >>> from statetree.key_paths import nearest
         >>> nearest("model.layers.0.atn.wq", ["model.layers.0.attn.wq", "model.layers.0.attn.wk"])
         'model.layers.0.attn.wq'
     """
