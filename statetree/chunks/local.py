@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import gt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from statetree.chunks.boxes import Box, Interval
@@ -143,6 +144,30 @@ def listed_chunks(value: Any, local: Any = None) -> LocalChunks:
 def _box(chunk: Any) -> Box:
     start = tuple(chunk.offsets)
     return Box(start, tuple([first + size for first, size in zip(start, chunk.sizes, strict=True)]))
+
+
+def chunks_at(
+    value: Any,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    tensors: Sequence[torch.Tensor],
+    offsets: Sequence[Sequence[int]],
+) -> LocalChunks:
+    """Return what is known of a distributed tensor of which this rank holds chunks that begin at some offsets."""
+    boxes: list[Box] = []
+    pieces: list[torch.Tensor] = []
+    for start, tensor in zip(offsets, tensors, strict=True):
+        box = Box(tuple(start), tuple([first + size for first, size in zip(start, tensor.shape, strict=True)]))
+        if len(start) != len(shape) or min(start, default=0) < 0 or any(map(gt, box.stop, shape)):
+            msg = (
+                f"a chunk of the leaf at %PATH% lies outside of its tensor: expected one in {tuple(shape)}, got "
+                f"{box.start} to {box.stop}. Correct the leaf type."
+            )
+            raise UnsupportedLeaf(msg)
+        if tensor.numel():
+            boxes.append(box)
+            pieces.append(tensor.detach())
+    return checked_chunks(value, tuple(shape), dtype, boxes, pieces)
 
 
 def checked_chunks(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from statetree.chunks.layouts import ChunkLayout
     from statetree.exchange.group import Group
     from statetree.key_paths import Path
+    from statetree.leaves.lowering import Outline
     from statetree.tree.spec import TreeSpec
 
 P = ParamSpec("P")
@@ -36,7 +37,8 @@ class Description(NamedTuple):
     """What one rank says of its tree.
 
     Attributes:
-        spec: The structure.
+        spec: The structure, down to the parts of leaves.
+        outline: Which of these belong to one leaf.
         described: The indices of the leaves that each rank makes anew.
         metadata: These leaves, without their elements.
         exchanged: For every other leaf, which each rank has in its own layout, dtype and global shape.
@@ -44,6 +46,7 @@ class Description(NamedTuple):
     """
 
     spec: TreeSpec
+    outline: Outline
     described: list[int]
     metadata: LeafMetadata
     exchanged: Mapping[int, Elements]
@@ -103,7 +106,7 @@ def _described(sent: SourceTree) -> Message:
     metadata, spans = metadata_of(manifest.verb, chosen, paths)
     by_users = any(node[0].compares_aux for node in spec.nodes)  # whose functions may look at elements
     depends = by_users or metadata.depends_on_elements()
-    description = Description(spec, indices, metadata, exchanged, depends)
+    description = Description(spec, manifest.outline, indices, metadata, exchanged, depends)
     return Message(pickled(manifest.verb, description, chosen, paths), spans)
 
 
@@ -175,4 +178,4 @@ class Received(NamedTuple):
             pieces = [] if own is None or 0 in shape else [own.leaves[index].detach()]
             boxes = [whole_box(shape)] * len(pieces)
             chunks[index] = LocalChunks("", "", shape, dtype, whole_on(shape, [self.src]), boxes, pieces, index, "")
-        return Manifest.described(verb, self.description.spec, self.leaves, chunks)
+        return Manifest.described(verb, self.description.outline, self.description.spec, self.leaves, chunks)

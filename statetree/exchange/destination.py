@@ -19,7 +19,6 @@ from statetree.leaves.replicas import moved, replicated
 from statetree.leaves.types.checkpointable import SHARD_ATTRIBUTES
 from statetree.spans.layout import is_dense
 from statetree.spans.memory import Memory, memory_of
-from statetree.tree.flatten import unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -101,7 +100,7 @@ class Destination:
 
     def finish(self) -> Any:
         """Return the resulting tree."""
-        return unflatten(self.source.spec, self.leaves)
+        return self.source.lift(self.leaves)
 
 
 def _nothing() -> None:

@@ -111,7 +111,9 @@ class Exchange(Call):
         self.options["dst"] = list(ranks)
         return ranks
 
-    def manifest(self, tree: Any, *, complete: bool = False, written: bool = False, union: bool = False) -> Manifest:
+    def manifest(
+        self, tree: Any, *, complete: bool = False, written: bool = False, union: bool = False, every: bool = False
+    ) -> Manifest:
         """Describe what this rank holds of a tree.
 
         Args:
@@ -119,9 +121,11 @@ class Exchange(Call):
             complete: Whether its elements will be read: the ranks must hold all of them between them.
             written: Whether elements will be moved into its tensors.
             union: Whether ranks may hold different keys: they tell each other, and it describes a tree that has all.
+            every: Whether all leaves are divided that are made of tensors.
         """
         replicas = None if written else self.options.get("replicas", "check")
-        found = Manifest(self.verb, tree, self.group, complete=complete, written=written, replicas=replicas)
+        options = {"complete": complete, "written": written, "every": every}
+        found = Manifest(self.verb, tree, self.group, replicas=replicas, **options)
         if self.group.devices != ["cpu"]:
             for device in found.devices():
                 self.group.settle_on(device)
@@ -224,6 +228,9 @@ class Exchange(Call):
         if source is not None:
             self.executor.before_each(partial(target.check_values, source))
             self.hold(source.spec, source.leaves, target.touched())
+            self._hold_divided(source)
+        for manifest in target.manifests:
+            self._hold_divided(manifest)
         self.hold(target.source.spec, target.leaves, target.touched())
         return target.finish()
 
@@ -231,6 +238,13 @@ class Exchange(Call):
         """If the call is prepared: hold the memory of leaves, and have it looked at before elements move again."""
         if self._preparation is not None:
             self._preparation.held.append(HeldMemory(spec, leaves, list(indices), opaque=opaque))
+
+    def _hold_divided(self, manifest: Manifest) -> None:
+        """If the call is prepared: hold leaves that are divided, and compare what ranks hold alike of them."""
+        if self._preparation is not None and manifest.recipes:
+            self.hold(manifest.outline.spec, manifest.outer, manifest.outline.counts)
+            if not manifest.written:
+                self._preparation.told.append(manifest.assumed)
 
     def receive(
         self,

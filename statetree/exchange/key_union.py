@@ -21,6 +21,7 @@ from statetree.exchange.leaf_metadata import pickled
 from statetree.exchange.manifest import ABSENT, is_cuttable, path_order
 from statetree.exchange.transfers import as_sendable
 from statetree.leaves.builtin import is_plain
+from statetree.leaves.lowering import Outline
 from statetree.tree.union import united
 
 if TYPE_CHECKING:
@@ -53,10 +54,11 @@ class _Told(NamedTuple):
 
 
 class _HeldKeys(NamedTuple):
-    """What a rank says that it holds: the structure, and its leaves in the order of the paths."""
+    """What a rank says that it holds: the structure, its leaves in the order of the paths, and which are divided."""
 
     spec: TreeSpec
     told: list[_Told]
+    divided: list[str]
 
 
 def unite(call: Call, manifest: Manifest) -> None:
@@ -81,7 +83,8 @@ def unite(call: Call, manifest: Manifest) -> None:
 
 def _outline_of(manifest: Manifest) -> _HeldKeys:
     texts = {index: text for index, (_, text) in zip(manifest.order, manifest.entries(), strict=False)}
-    return _HeldKeys(manifest.spec, [_told(manifest, index, texts[index]) for index in manifest.order])
+    told = [_told(manifest, index, texts[index]) for index in manifest.order]
+    return _HeldKeys(manifest.spec, told, sorted(map(str, manifest.divided())))
 
 
 def _told(manifest: Manifest, index: int, text: str) -> _Told:
@@ -128,6 +131,13 @@ def _merge(manifest: Manifest, outlines: Sequence[_HeldKeys], ranks: Sequence[Se
         elif first.absent is not None and not everywhere:
             absent = first.absent._replace(tie=(ABSENT, index))
             chunks[index] = partly_held(leaf, first.text) if here is not None else absent
+    if any(outline.divided for outline in outlines):
+        msg = (
+            f"{manifest.verb}: a leaf at {shown(sorted({name for outline in outlines for name in outline.divided}))} is "
+            "made of several distributed tensors: expected the same keys on every rank then. Take it apart first."
+        )
+        raise UnsupportedLeaf(msg)
+    manifest.outline, manifest.outer = Outline(union.spec, {}), leaves
     manifest.replace(union.spec, leaves, chunks)
 
 

@@ -30,7 +30,6 @@ from statetree.leaves.copying import prepared_copy
 from statetree.spans.columns import Columns
 from statetree.spans.mappings import MemoryMap, placed
 from statetree.spans.overlaps import overlaps_itself, shared_elements
-from statetree.tree.flatten import unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -73,6 +72,8 @@ class LikeDestination(Destination):
         self.manifests = [like]
         self._group = group
         self._options = options
+        source.divide(like.divided(), group)
+        like.divide(source.divided(), group)
         self._partners, self._missing = partners_of(source.spec, source.leaves, like, options)
         self._leaf_of = {partner: index for index, partner in enumerate(self._partners) if partner >= 0}
         matched = [index for index in source.order if self._partners[index] >= 0]
@@ -288,11 +289,11 @@ class LikeDestination(Destination):
     def finish(self) -> Any:
         """Return the resulting tree: of the source's structure, or of that of ``like`` if some of its leaves stay."""
         if not self._options.keeps_like:
-            return super().finish()
+            return self.source.lift(self.leaves, {**self.source.recipes, **self.like.recipes})
         leaves = list(self.like.leaves)
         for partner, index in self._leaf_of.items():
             leaves[partner] = self.leaves[index]
-        return unflatten(self.like.spec, leaves)
+        return self.like.lift(leaves)
 
     def _prepared_copy(self, source: Manifest) -> tuple[dict[int, Any], Callable[[], None]]:
         """Prepare copying the leaves that this rank has itself: return them as they will be, and what writes them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import torch
@@ -12,7 +13,9 @@ from statetree.errors import UnsupportedLeaf
 from statetree.exchange.consensus import CONTAINER, Entry
 from statetree.key_paths import Path, exactly, unique_keys
 from statetree.leaves.builtin import facts, holds_tensor, is_distributed, leaf_type_of, may_be_under_way, settled
+from statetree.leaves.leaf_numbers import text_number
 from statetree.leaves.location import located_error
+from statetree.leaves.lowering import Divided, Lowered, Outline, Recipe, assumed_sums, lower
 from statetree.leaves.parts import hides_distributed
 from statetree.leaves.types.special import QUANTIZED
 from statetree.spans.columns import Columns
@@ -20,11 +23,12 @@ from statetree.spans.layout import check_memory
 from statetree.tree.flatten import flatten, flatten_for_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from statetree.chunks.layouts import ChunkLayout
     from statetree.chunks.local import LocalChunks
     from statetree.chunks.ranks import Ranks
+    from statetree.leaves.registry import LeafType
     from statetree.tree.containers import Container
     from statetree.tree.spec import TreeSpec
 
@@ -37,8 +41,12 @@ class Manifest:
     """A tree, as a collective sees it.
 
     Attributes:
-        leaves: Its leaves, collectives under way waited for.
-        spec: Its structure.
+        leaves: Its leaves, collectives under way waited for, and the parts of those that are divided.
+        spec: Its structure, down to these.
+        outline: Which of these belong to one leaf.
+        recipes: How divided leaves are put together, by their paths.
+        outer: The leaves, undivided.
+        texts: What divided leaves are beside their parts, by their paths.
         order: The indices of the leaves, in the order of their paths: the same on every rank.
         keys: The names of the leaves, in this order.
         structure: What the containers are, in the order of their paths.
@@ -60,15 +68,74 @@ class Manifest:
         complete: bool = False,
         written: bool = False,
         replicas: str | None = None,
+        every: bool = False,
     ) -> None:
-        leaves, self.spec = flatten_for_copy(tree, holds_tensor, verb=verb)
-        self.leaves = list(map(settled, leaves)) if any(map(may_be_under_way, set(map(type, leaves)))) else leaves
+        leaves, spec = flatten_for_copy(tree, holds_tensor, verb=verb)
+        if any(map(may_be_under_way, set(map(type, leaves)))):
+            leaves = list(map(settled, leaves))
         self.verb = verb
         self.complete = complete
         self.written = written
         self.replicas = replicas
+        self._lower(lower(verb, leaves, spec, self._flatten, every=every), ranks)
 
-        self.replace(self.spec, self.leaves, None, ranks)
+    def _flatten(self, tree: Any) -> tuple[list[Any], TreeSpec]:
+        return flatten_for_copy(tree, holds_tensor, verb=self.verb)
+
+    def _lower(self, lowered: Lowered, ranks: Ranks) -> None:
+        self.outline, self.recipes, self.outer, self.texts = lowered.outline, lowered.recipes, lowered.outer, lowered.texts
+        self.replace(lowered.spec, lowered.leaves, None, ranks)
+
+    def divide(self, paths: Iterable[Path], ranks: Ranks) -> None:
+        """Divide those leaves that are divided in a tree with which this one is matched."""
+        also = frozenset(paths) - self.divided()
+        if also and self.outer:
+            also |= self.divided()
+            self._lower(lower(self.verb, self.outer, self.outline.spec, self._flatten, also=also), ranks)
+
+    def divided(self) -> frozenset[Path]:
+        """Return the paths of leaves that are divided."""
+        paths = self.outline.spec.paths() if self.outline.counts else []
+        return frozenset([paths[leaf] for leaf in self.outline.counts])
+
+    def lift(self, parts: Sequence[Any], recipes: Mapping[Path, Recipe] | None = None) -> Any:
+        """Return the tree with others in the places of ``leaves``.
+
+        Args:
+            parts: These.
+            recipes: How divided leaves are put together; by default as they were.
+        """
+        return self.outline.lift(self.verb, parts, self.recipes if recipes is None else recipes)
+
+    def leaf_numbers(self, numbers: Mapping[int, int]) -> dict[str, int]:
+        """Return a number for each undivided leaf by its name, from those of its parts, in the order of the paths."""
+        names = dict(zip(self.order, self.keys, strict=True))
+        if not self.recipes:
+            return {names[index]: numbers[index] for index in self.order}
+        paths, owners = self.outline.spec.paths(), self.outline.owners()
+        keys = self.outline.spec.flat_keys()
+        own: dict[int, list[str]] = {}
+        for index in self.order:
+            own.setdefault(owners[index], []).append(f"{names[index]} {numbers[index] % (1 << 64)}")
+        found: dict[str, int] = {}
+        for index in self.order:
+            owner = owners[index]
+            if owner in self.outline.counts:
+                found[keys[owner]] = text_number(self.texts[paths[owner]], *own[owner])
+            else:
+                found[keys[owner]] = numbers[index]
+        return found
+
+    def largest_parts(self) -> dict[int, int]:
+        """Return, for each distributed part of a leaf that is divided, the largest part of that leaf."""
+        if not self.recipes:
+            return {}
+        parts: dict[int, list[int]] = {}
+        for index, owner in enumerate(self.outline.owners()):
+            if owner in self.outline.counts and index in self.chunks:
+                parts.setdefault(owner, []).append(index)
+        sizes = {index: prod(chunks.shape) * chunks.dtype.itemsize for index, chunks in self.chunks.items()}
+        return {index: max(own, key=sizes.__getitem__) for own in parts.values() for index in own}
 
     def replace(
         self, spec: TreeSpec, leaves: list[Any], known: Mapping[int, LocalChunks] | None, ranks: Ranks | None = None
@@ -82,7 +149,7 @@ class Manifest:
             ranks: The group's ranks, if that is to be found out.
         """
         self.spec, self.leaves = spec, leaves
-        outline = _outline_of(spec)
+        outline = _order_of(spec)
         self.order = outline.order
         self.keys = outline.keys
         self.structure = outline.structure
@@ -101,10 +168,13 @@ class Manifest:
             raise located_error(self.verb, "tell the chunks of", error, spec.paths, leaves, index) from error
 
     @classmethod
-    def described(cls, verb: str, spec: TreeSpec, leaves: list[Any], chunks: Mapping[int, LocalChunks]) -> Self:
+    def described(
+        cls, verb: str, outline: Outline, spec: TreeSpec, leaves: list[Any], chunks: Mapping[int, LocalChunks]
+    ) -> Self:
         """Return the manifest of a tree that another rank described: ``chunks`` are what this one holds of it."""
         found = cls.__new__(cls)
         found.verb, found.complete, found.written, found.replicas = verb, False, False, None
+        found.outline, found.recipes, found.outer, found.texts = outline, {}, [], {}
         found.replace(spec, leaves, chunks)
         return found
 
@@ -116,7 +186,18 @@ class Manifest:
         """Return what must be the same on all ranks."""
         held = self.chunks
         texts = [held[index].text if index in held else self._text(index) for index in self.order]
-        return [*map(Entry, self.keys, texts), *self.structure]
+        found = [*map(Entry, self.keys, texts), *self.structure]
+        return [*found, *self._divided_entries()] if self.recipes else found
+
+    def _divided_entries(self) -> list[Entry]:
+        """Return what divided leaves must have in common beside their parts, with what ranks are taken to agree on."""
+        texts = [Entry(f"{path} (leaf)", text) for path, text in sorted(self.texts.items(), key=_path_key)]
+        return texts if self.written else [*texts, Entry("<parts that ranks hold alike>", self.assumed())]
+
+    def assumed(self) -> str:
+        """Return a text for the elements of parts that ranks with different chunks are taken to hold alike."""
+        sums = assumed_sums(self.leaves)
+        return " ".join(f"{self.keys[place]} {sums[index]}" for place, index in enumerate(self.order) if index in sums)
 
     def _text(self, index: int) -> str:
         try:
@@ -203,7 +284,7 @@ class Manifest:
         return UnsupportedLeaf(f"{self.verb}: {message.replace('%PATH%', str(path) or '<root>')}", path)
 
 
-class _Outline(NamedTuple):
+class _PathOrder(NamedTuple):
     """What depends on a tree's structure alone: the leaves by their paths, their keys in that order, and containers."""
 
     order: list[int]
@@ -213,11 +294,11 @@ class _Outline(NamedTuple):
 
 def path_order(spec: TreeSpec) -> list[int]:
     """Return the indices of the leaves in the order of their paths."""
-    return _outline_of(spec).order
+    return _order_of(spec).order
 
 
 @lru_cache(maxsize=32)
-def _outline_of(spec: TreeSpec) -> _Outline:
+def _order_of(spec: TreeSpec) -> _PathOrder:
     paths, keys = spec.paths(), spec.flat_keys()
     order = sorted(range(spec.num_leaves), key=lambda index: paths[index].sort_key())
     containers: list[tuple[tuple[Any, ...], str]] = []
@@ -231,7 +312,11 @@ def _outline_of(spec: TreeSpec) -> _Outline:
     containers.sort(key=_sort_key)
     named = unique_keys([str(Path(path)) or "<root>" for path, _ in containers], [path for path, _ in containers])
     structure = [Entry(f"{name}{CONTAINER}", text) for name, (_, text) in zip(named, containers, strict=True)]
-    return _Outline(order, [keys[index] for index in order], structure)
+    return _PathOrder(order, [keys[index] for index in order], structure)
+
+
+def _path_key(row: tuple[Path, str]) -> Any:
+    return row[0].sort_key()
 
 
 def _sort_key(container: tuple[tuple[Any, ...], str]) -> Any:
@@ -259,15 +344,20 @@ def chunks_of(leaf: Any, ranks: Ranks) -> LocalChunks | None:
         return None
     if leaf_type.is_distributed(leaf):
         return leaf_type.local_chunks(leaf, ranks)
-    if any(map(is_distributed, flatten(leaf.__dict__)[0])) if plain else hides_distributed(leaf):
+    if any(map(is_distributed, flatten(leaf.__dict__)[0])) if plain else _may_hide(leaf_type) and hides_distributed(leaf):
         raise _hidden(leaf)
     return None
+
+
+def _may_hide(leaf_type: LeafType) -> bool:
+    """Whether leaves are not divided that have distributed tensors inside: in attributes, or anywhere in objects."""
+    return leaf_type.opaque or leaf_type.bare
 
 
 def _hidden(leaf: Any) -> UnsupportedLeaf:
     msg = (
         f"the leaf at %PATH% (a {type(leaf).__qualname__}) holds a distributed tensor inside: expected it as a "
-        "leaf of its own. Register the class as a container, or give its leaf type a chunks method."
+        "leaf of its own. Register the class as a container, or give it a leaf type."
     )
     return UnsupportedLeaf(msg)
 

@@ -12,12 +12,12 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from statetree.errors import RankMismatch, StateTreeError
-from statetree.exchange.consensus import Fingerprint
+from statetree.exchange.consensus import Entry, Fingerprint
 from statetree.exchange.executor import Recorder
 from statetree.torch_internals import quietly
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from types import TracebackType
 
     from statetree.exchange.call import Call
@@ -34,6 +34,7 @@ class Preparation:
         recorder: What would move.
         call: The call, once the collective has begun.
         held: The memory that it would move from and to.
+        told: Give texts that must be the same on all ranks, whenever elements move.
         token: What all ranks know this call by, once they have agreed.
     """
 
@@ -41,6 +42,7 @@ class Preparation:
         self.recorder = Recorder()
         self.call: Call | None = None
         self.held: list[HeldMemory] = []
+        self.told: list[Callable[[], str]] = []
         self.token = int.from_bytes(os.urandom(_TOKEN_BYTES), "little")
 
     def begin(self, call: Call) -> Recorder:
@@ -111,8 +113,10 @@ class Prepared:
         self.tree = tree
         self._recorder = preparation.recorder
         self._held = preparation.held
+        self._told = preparation.told
         self._closed = False
-        self._fingerprint = Fingerprint(f"the {call.verb} prepared as {preparation.token:x}")
+        self._name = f"the {call.verb} prepared as {preparation.token:x}"
+        self._fingerprint = Fingerprint(self._name)
 
     @quietly
     def __call__(self) -> Any:
@@ -123,7 +127,8 @@ class Prepared:
         with call:
             self._check()
             if call.communicates:
-                call.agree(self._fingerprint)
+                told = [Entry("<parts that ranks hold alike>", text()) for text in self._told]
+                call.agree(Fingerprint(self._name, told) if told else self._fingerprint)
             self._recorder.replay()
         return self.tree
 
@@ -147,6 +152,7 @@ class Prepared:
         self._closed = True
         self.tree = None
         self._held = []
+        self._told = []
         self._recorder = Recorder()
 
     def __enter__(self) -> Self:

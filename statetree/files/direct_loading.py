@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import torch
 
 from statetree.chunks.boxes import in_slabs, whole_box
+from statetree.chunks.local import chunks_at
 from statetree.errors import Difference, TreeMismatch
 from statetree.exchange.allocation import allocated
 from statetree.exchange.group import group_of
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from statetree.chunks.local import LocalChunks
+    from statetree.chunks.ranks import Ranks
     from statetree.exchange.group import Group
     from statetree.tree.selection import Where
 
@@ -197,14 +199,22 @@ class ShareType(LeafType):
 
     distributed = True
 
-    def chunks(self, value: Any) -> Any:
+    def is_distributed(self, value: Any) -> bool:  # noqa: ARG002 - as the base class has it
+        """Whether ranks hold different chunks: they do."""
+        return True
+
+    def global_shape(self, value: Any) -> tuple[Sequence[int], torch.dtype]:
+        """Return shape and dtype of the stored tensor."""
+        return value.stored.shape, value.stored.dtype
+
+    def local_chunks(self, value: Any, ranks: Ranks) -> LocalChunks:  # noqa: ARG002 - as the base class has it
         """Return this rank's slabs: of a small tensor, one rank has all."""
         stored, number, group = value.stored, value.number, value.group
         whole = whole_box(stored.shape)
         slabs = in_slabs(whole, group.size) if stored.nbytes > _SLAB_BYTES else [whole]
         mine = [box for place, box in enumerate(slabs) if (place + number) % group.size == group.rank]
-        listed = [(box.start, stored.part((*map(slice, box.start, box.stop),))) for box in mine]
-        return tuple(stored.shape), stored.dtype, listed
+        pieces = [stored.part((*map(slice, box.start, box.stop),)) for box in mine]
+        return chunks_at(value, tuple(stored.shape), stored.dtype, pieces, [box.start for box in mine])
 
 
 def refuse_all(differences: Sequence[Difference]) -> None:

@@ -31,6 +31,10 @@ _BY_NAME: Final[dict[str, tuple[str, str]]] = {
     "torch.distributed._functional_collectives.AsyncCollectiveTensor": ("async_collective", "ASYNC_COLLECTIVE"),
     "torch.distributed.tensor._shards_wrapper.LocalShardsWrapper": ("local_shards", "LOCAL_SHARDS"),
     "torch._subclasses.fake_tensor.FakeTensor": ("fake", "FAKE"),
+    "statetree.leaves.types.part.Part": ("part", "PART"),
+    "torchao.optim.subclass_8bit.OptimState8bit": ("low_bit", "LOW_BIT"),
+    "torchao.optim.subclass_4bit.OptimState4bit": ("low_bit", "LOW_BIT"),
+    "torchao.optim.subclass_fp8.OptimStateFp8": ("low_bit", "LOW_BIT"),
 }
 
 #: How many classes are remembered at most, beside those that users registered.

@@ -7,23 +7,51 @@ Everything below this package (spans) sees only plain tensors, the *parts*; ever
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from statetree.chunks.boxes import Box
-from statetree.chunks.local import checked_chunks, listed_chunks
+from statetree.chunks.local import chunks_at, listed_chunks
+from statetree.chunks.cuts import Cut, cut_alike
+from statetree.errors import UnsupportedLeaf
 from statetree.tree.registry import declare_leaf_class
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     import torch
 
     from statetree.chunks.local import LocalChunks
     from statetree.chunks.ranks import Ranks
 
-#: The global shape and the dtype of a value, and the chunks of it that this rank holds: each where it begins and its
-#: elements.
-Chunks = tuple["Sequence[int]", "torch.dtype", "Sequence[tuple[Sequence[int], torch.Tensor]]"]
+#: The global shape of what a rank holds chunks of, and where each of these begins in it.
+Chunks = tuple["Sequence[int]", "Sequence[Sequence[int]]"]
+
+
+class DistributedPart(NamedTuple):
+    """One of the parts of a value, of which each rank holds chunks.
+
+    Attributes:
+        tensors: The chunks that this rank holds.
+        shape: The global shape.
+        offsets: Where each of the chunks begins in it.
+        is_listed: Whether ``unpack`` returns the chunks as a list.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    shape: tuple[int, ...]
+    offsets: Sequence[tuple[int, ...]]
+    is_listed: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the elements."""
+        if not self.tensors:
+            msg = (
+                "the dtype of the leaf at %PATH% is not known: expected an empty tensor in the list of chunks of a "
+                "rank that holds none. Correct its leaf type."
+            )
+            raise UnsupportedLeaf(msg)
+        return self.tensors[0].dtype
 
 
 class LeafType:
@@ -35,7 +63,7 @@ class LeafType:
 
     Attributes:
         name: What values are called in comparisons and messages; by default their class's name.
-        distributed: Whether the ranks of a group hold different parts of each value. ``chunks`` sets it.
+        distributed: Whether the ranks of a group hold different chunks of each value. ``layout`` sets it.
         opaque: Whether values are taken apart by pickle. They are then treated as plain values are: ``copy_into``
             takes them from its source, and ``similarity`` compares their classes and the tensors inside.
         bare: Whether values are tensors of torch itself: a strided one is nothing but a view on a storage.
@@ -75,7 +103,7 @@ class LeafType:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if "chunks" in vars(cls):
+        if "layout" in vars(cls):
             cls.distributed = True
 
     def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
@@ -141,19 +169,71 @@ class LeafType:
         """Wait for a collective under way, and return the tensor that the value stands for."""
         return value
 
-    def chunks(self, value: Any) -> Chunks:
-        """Return the global shape and the dtype of a distributed value, and the chunks of it that this rank holds.
+    def layout(self, value: Any) -> Sequence[Chunks | None]:
+        """Return of which tensors the ranks of a group hold chunks, for each of what ``unpack`` returns.
 
-        Each chunk is given as its first index in every dim, and a tensor with its elements.
+        ``unpack`` returns for such a part the chunk that this rank holds, or a list of several (of a rank that holds
+        none, an empty tensor). What ``gather`` makes of a value with one part is a tensor. Of several parts it packs a
+        value again, of whole tensors; a context that says where chunks begin has to be without effect then.
+
+        Returns:
+            For each part its global shape, and where each of this rank's chunks begins in it; ``None`` for a part
+            that each rank has as a whole.
         """
         raise NotImplementedError
 
-    def is_distributed(self, value: Any) -> bool:
-        """Whether the ranks of a group hold different parts of this value.
+    def part_names(self, context: Any, count: int) -> Sequence[str]:  # noqa: ARG002 - for others
+        """Return the names of what ``unpack`` returns, for the paths of parts. By default they are numbered."""
+        return list(map(str, range(count)))
 
-        True too for classes that list their chunks by the protocol of ``torch.distributed.checkpoint``.
+    def cuts(self, value: Any, inner: Sequence[torch.Tensor]) -> Sequence[tuple[Cut | None, ...]]:
+        """Return how the tensors inside a value are cut where it is the local tensor of a ``DTensor``.
+
+        By default a dim that is as long as the value's is cut alike, and others are whole on every rank.
         """
-        return self.distributed or hasattr(type(value), "__create_chunk_list__")
+        return [cut_alike(value.shape, tensor.shape) for tensor in inner]
+
+    def reshaped(self, context: Any, shape: Sequence[int], stride: Sequence[int]) -> Any:  # noqa: ARG002 - for others
+        """Return the context of a value of another shape: it was the chunk of one rank, and becomes the whole."""
+        return context
+
+    def distributed_parts(self, value: Any) -> list[DistributedPart | None]:
+        """Return what ``layout`` and ``unpack`` say of the parts of a distributed value: ``None`` for whole ones."""
+        inner, rows = self.unpack(value)[0], self.layout(value)
+        if len(rows) != len(inner):
+            msg = (
+                f"the layout of the leaf at %PATH% does not fit what it is unpacked into: expected {len(inner)} rows, "
+                f"got {len(rows)}. Correct its leaf type."
+            )
+            raise UnsupportedLeaf(msg)
+        found: list[DistributedPart | None] = []
+        for part, row in zip(inner, rows, strict=True):
+            if row is None:
+                found.append(None)
+                continue
+            shape, offsets = row
+            is_listed = isinstance(part, (list, tuple))
+            tensors = list(part) if is_listed else [part]
+            if not is_listed and len(shape) == len(offsets) and not any(isinstance(o, Sequence) for o in offsets):
+                offsets = [offsets]  # those of a single chunk may stand by themselves
+            if len(tensors) != len(offsets):
+                msg = (
+                    f"the layout of the leaf at %PATH% does not fit its chunks: expected {len(tensors)} offsets, got "
+                    f"{len(offsets)}. Correct its leaf type."
+                )
+                raise UnsupportedLeaf(msg)
+            found.append(DistributedPart(tensors, (*shape,), [(*map(int, offset),) for offset in offsets], is_listed))
+        return found
+
+    def is_distributed(self, value: Any) -> bool:
+        """Whether this value is one tensor of which the ranks of a group hold different chunks.
+
+        A value of several parts is not: each of them may be one. True too for classes that list their chunks by the protocol of ``torch.distributed.checkpoint``.
+        """
+        if not self.distributed:
+            return hasattr(type(value), "__create_chunk_list__")
+        rows = self.layout(value)
+        return len(rows) == 1 and rows[0] is not None
 
     def local_chunks(self, value: Any, ranks: Ranks) -> LocalChunks:  # noqa: ARG002 - for others
         """Return which chunks of a distributed value this rank holds, and where the others are, if that is known.
@@ -163,15 +243,20 @@ class LeafType:
         """
         if not self.distributed:
             return listed_chunks(value)
-        shape, dtype, listed = self.chunks(value)
-        boxes = [Box(tuple(o), tuple([a + b for a, b in zip(o, t.shape, strict=True)])) for o, t in listed]
-        return checked_chunks(value, tuple(shape), dtype, boxes, [tensor.detach() for _, tensor in listed])
+        part = self._only_part(value)
+        return chunks_at(value, part.shape, part.dtype, part.tensors, part.offsets)
+
+    def _only_part(self, value: Any) -> DistributedPart:
+        (part,) = self.distributed_parts(value)
+        assert part is not None
+        return part
 
     def global_shape(self, value: Any) -> tuple[Sequence[int], torch.dtype]:
         """Return the global shape of a distributed value, and the dtype of its elements."""
         if not self.distributed:
             return value.shape, value.dtype
-        return self.chunks(value)[:2]
+        part = self._only_part(value)
+        return part.shape, part.dtype
 
 
 class _Adapted(LeafType):
@@ -180,8 +265,8 @@ class _Adapted(LeafType):
     def __init__(self, given: Any, cls: type) -> None:
         self.given = given
         self.name = getattr(given, "name", cls.__qualname__)
-        self.distributed = hasattr(given, "chunks")
-        for method in ("unpack", "pack", "describe", "chunks"):
+        self.distributed = hasattr(given, "layout")
+        for method in ("unpack", "pack", "describe", "layout"):
             if hasattr(given, method):
                 setattr(self, method, getattr(given, method))
 

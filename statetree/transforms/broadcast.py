@@ -88,7 +88,7 @@ def broadcast(
         if own is not None:
             run.hold(own.spec, own.leaves, own.chunks)
         run.hold(spec, leaves, range(len(leaves)))
-        return unflatten(spec, leaves)
+        return received.description.outline.lift("broadcast", leaves, {} if own is None else own.recipes)
 
 
 def _distributed(run: Exchange, received: Received, own: Manifest | None) -> list[Transfer]:

@@ -10,7 +10,7 @@ from statetree.declare import collective
 from statetree.exchange.digesting import global_numbers, own_numbers
 from statetree.exchange.driver import exchange
 from statetree.exchange.manifest import Manifest
-from statetree.leaves.builtin import is_distributed
+from statetree.leaves.lowering import lies_on_ranks
 from statetree.leaves.leaf_numbers import text_number
 from statetree.tree.flatten import flatten_for
 
@@ -86,17 +86,16 @@ def digest(tree: Any, *, group: ProcessGroup | None = None, timeout: Timeout = N
         >>> st.digest({"w": w, "b": 1}).differing(st.digest({"w": -w, "b": 1}))
         ['w']
     """
-    if not any(map(is_distributed, flatten_for("digest", tree)[0])):
-        manifest = Manifest("digest", tree, own_ranks())
+    if not any(map(lies_on_ranks, flatten_for("digest", tree)[0])):
+        manifest = Manifest("digest", tree, own_ranks(), every=True)
         return _digest(manifest, own_numbers(manifest))
     with exchange("digest", group, timeout) as run:
-        manifest = run.manifest(tree, complete=True)
+        manifest = run.manifest(tree, complete=True, every=True)
         return _digest(manifest, global_numbers(run, manifest))
 
 
 def _digest(manifest: Manifest, numbers: Mapping[int, int]) -> Digest:
-    names = dict(zip(manifest.order, manifest.keys, strict=True))
-    leaves = {names[index]: numbers[index] % (1 << 64) for index in range(len(manifest.leaves))}
-    texts = [text for name in manifest.keys for text in (name, str(leaves[name]))]
+    found = {name: number % (1 << 64) for name, number in manifest.leaf_numbers(numbers).items()}
+    texts = [text for name, number in found.items() for text in (name, str(number))]
     texts += [text for entry in manifest.structure for text in entry]
-    return Digest(text_number("tree", *texts) % (1 << 64), leaves)
+    return Digest(text_number("tree", *texts) % (1 << 64), found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from statetree.chunks.boxes import whole_box
 from statetree.declare import collective_unless
 from statetree.exchange.buckets import BUCKET_BYTES
 from statetree.exchange.description import SourceTree, caught
@@ -116,6 +117,7 @@ def distribute(
 def _sent(run: Exchange, full: Any, like: Manifest, how: LikeOptions) -> SourceTree:
     """Return the source's tree, and which of its leaves go into distributed ones, or are converted."""
     source = _whole(run.manifest(full))
+    source.divide(like.divided(), run.group)
     partners, _ = partners_of(source.spec, source.leaves, like, how)
     matched = [index for index in source.order if partners[index] >= 0]
     for index in set(source.order).difference(matched):
@@ -138,8 +140,12 @@ def _is_converted(leaf: Any, like: Any) -> bool:
 
 
 def _whole(manifest: Manifest) -> Manifest:
-    """Refuse a tree with distributed leaves."""
-    for index, chunks in manifest.chunks.items():
+    """Refuse a tree with distributed leaves, but for chunks that are all of their tensor."""
+    for index, chunks in list(manifest.chunks.items()):
+        if chunks.layout is None and list(chunks.boxes) == [whole_box(chunks.shape)]:
+            manifest.leaves[index] = chunks.pieces[0]
+            del manifest.chunks[index], manifest.canonical[index]
+            continue
         msg = f"the leaf at %PATH% is distributed already: expected a whole tensor, got {chunks.text}. Use reshard."
         raise manifest.unsupported(index, msg)
     return manifest

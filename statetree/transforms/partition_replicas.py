@@ -76,7 +76,7 @@ def partition_replicas(tree: T, *, group: ProcessGroup | None = None, timeout: T
         run.expect()
         kept = _kept(source, bundles, layouts, run.group)
         run.ready()
-        return unflatten(source.spec, [leaf if i in kept else empty[i] for i, leaf in enumerate(source.leaves)])
+        return source.lift([leaf if i in kept else empty[i] for i, leaf in enumerate(source.leaves)])
 
 
 def _on_meta(source: Manifest) -> list[Any]:
@@ -110,8 +110,10 @@ def _kept(
             (whole_on((sum(_nbytes(manifest.leaves[index]) for index in bundle) or 1,), range(group.size)), 1)
         )
     followers: defaultdict[int, list[int]] = defaultdict(list)
+    leaders = manifest.largest_parts()  # the parts of a leaf are kept or left together
     for index, canonical in manifest.canonical.items():
-        followers[canonical].append(index)
+        leader = leaders.get(index, index)
+        followers[canonical if leader == index else manifest.canonical[leader]].append(index)
     for canonical, copies in followers.items():
         chunks = manifest.chunks[canonical]
         held = (layouts[canonical],) if chunks.partials is None else chunks.partials[1]

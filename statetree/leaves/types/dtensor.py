@@ -14,6 +14,7 @@ from statetree.chunks.layouts import ChunkLayout, Split, mesh_layout
 from statetree.chunks.local import LocalChunks, MeshSplits, listed_chunks, local_pieces, location_of
 from statetree.chunks.reductions import reduces
 from statetree.errors import UnsupportedLeaf
+from statetree.leaves.types.part import Part
 from statetree.leaves.types.tensor import attributes_of, set_attributes
 from statetree.leaves.types.wrapper import WrapperType
 from statetree.tree.flatten import flatten, unflatten
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from statetree.chunks.boxes import Box
+    from statetree.chunks.cuts import Cut
     from statetree.chunks.ranks import Ranks
     from statetree.tree.spec import TreeSpec
 
@@ -67,6 +69,9 @@ class DTensorType(WrapperType):
             set_attributes(fresh, unflatten(context.attributes, parts[1:]))
         return fresh  # type: ignore[no-any-return]
 
+    def part_names(self, context: Any, count: int) -> Sequence[str]:
+        return ["<local>", *(f"<{number}>" for number in range(1, count))]
+
     def essential(self, context: Any, inner: Sequence[Any]) -> Sequence[Any]:
         return inner[:1]
 
@@ -81,6 +86,9 @@ class DTensorType(WrapperType):
 
     def global_shape(self, value: Any) -> tuple[Sequence[int], torch.dtype]:
         return value.shape, value.dtype
+
+    def is_distributed(self, value: Any) -> bool:  # noqa: ARG002 - as the base class has it
+        return True
 
     def describe(self, value: Any) -> Mapping[str, Any]:
         return {
@@ -197,6 +205,95 @@ def _partials(
             chosen[place] = members[place]
         layouts.append(mesh_layout(shape, mesh_shape, tuple(chosen), splits))
     return reduction, tuple(layouts)
+
+
+class MeshPart(Part):
+    """A part of a ``DTensor`` whose local tensor is made of several: cut as that is, or not at all.
+
+    Attributes:
+        spec: How the ``DTensor`` lies over its mesh.
+        cuts: How each dim of the part follows the dims of the ``DTensor``.
+        steps: The global shape, in the steps in which the ``DTensor`` is cut.
+    """
+
+    __slots__ = ("cuts", "spec", "steps")
+
+    def __init__(self, tensor: torch.Tensor, spec: Any, whole: Sequence[int], cuts: tuple[Cut | None, ...]) -> None:
+        dims = list(zip(tensor.shape, cuts, strict=True))
+        shape = [size if cut is None else whole[cut.dim] * cut.times // cut.over for size, cut in dims]
+        super().__init__([tensor], tensor.dtype, shape)
+        self.spec = spec
+        self.cuts = cuts
+        self.steps = tuple([size if cut is None else whole[cut.dim] for size, cut in dims])
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> MeshPart:
+        """Return the same part of another tensor."""
+        made = copy(self)
+        made.tensors, made.dtype = tensors, tensors[0].dtype
+        return made
+
+    @property
+    def is_assumed_equal(self) -> bool:
+        """Whether ranks that hold different chunks of the ``DTensor`` are taken to hold the same of this part."""
+        followed = {cut.dim for cut in self.cuts if cut is not None}
+        return any(split.dim not in followed for split in _splits(self.spec)[0])
+
+    def local_chunks(self, ranks: Ranks) -> LocalChunks:
+        """Return which boxes this rank holds, and where the others are."""
+        (tensor,) = self.tensors
+        spec = self.spec
+        mesh_shape, digest, listed, members, _ = ranks.positions(spec.mesh)
+        splits, summed = _splits(spec)
+        if summed:
+            msg = (
+                f"the leaf at %PATH% has the placements {spec.placements}, and its local tensor is made of several: "
+                "expected no Partial. Redistribute it first."
+            )
+            raise UnsupportedLeaf(msg)
+        own = tuple([
+            split._replace(dim=dim)
+            for split in splits
+            for dim, cut in enumerate(self.cuts)
+            if cut is not None and cut.dim == split.dim
+        ])
+        flat = [cut.dim for cut in self.cuts if cut is not None and cut.is_flat]
+        if flat and any(split.dim != flat[0] for split in splits):
+            raise self._across_blocks()
+        layout = mesh_layout(self.steps, mesh_shape, members, own)
+        scales = [(1, 1) if cut is None else (cut.times, cut.over) for cut in self.cuts]
+        if any(times != over for times, over in scales):
+            layout = self._scaled(layout, scales)
+        boxes = layout.boxes_of(ranks.rank)
+        pieces = local_pieces(tensor, boxes) if boxes else []
+        if pieces is None:
+            msg = (
+                "the local tensor of the leaf at %PATH% does not fit its placements: expected an inner tensor of "
+                f"the shape of {tuple([box.sizes for box in boxes])}, got {tuple(tensor.shape)}. Make it with "
+                "from_local(shape=...)."
+            )
+            raise UnsupportedLeaf(msg)
+        on_meta = " on meta" if tensor.is_meta else ""
+        text = f"a part{on_meta} {tensor.dtype} {self.shape} over a mesh {mesh_shape} cut by {own}"
+        splitting = MeshSplits(mesh_shape, listed, own) if self.steps == self.shape else None
+        location, device = location_of(tensor), tensor.device.type
+        return LocalChunks(
+            text, digest, self.shape, self.dtype, layout, boxes, pieces, location, device, None, splitting
+        )
+
+    def _scaled(self, layout: ChunkLayout, scales: Sequence[tuple[int, int]]) -> ChunkLayout:
+        """Return a layout whose dims are longer or shorter than those that are cut."""
+        times, over = (torch.tensor(column, dtype=torch.int64) for column in zip(*scales, strict=True))
+        starts, stops = layout.starts * times, layout.stops * times
+        if bool((starts % over).any()) or bool((stops % over).any()):
+            raise self._across_blocks()
+        return ChunkLayout(self.shape, layout.ranks, starts // over, stops // over)
+
+    def _across_blocks(self) -> UnsupportedLeaf:
+        msg = (
+            f"the leaf at %PATH% has blocks of elements that lie on several ranks ({self.spec.placements}): expected "
+            "rows that the blocks divide, sharded along dim 0. Choose such sizes."
+        )
+        return UnsupportedLeaf(msg)
 
 
 DTENSOR = DTensorType()

@@ -67,6 +67,16 @@ class WrapperType(LeafType):
         """Return what holds the elements, without the attributes."""
         return inner[: len(context[0].names)]
 
+    def part_names(self, context: Any, count: int) -> Sequence[str]:
+        """Return the names of the inner tensors, and numbers for what else there is."""
+        names = context[0].names
+        return [*names, *(f"<{number}>" for number in range(len(names), count))]
+
+    def reshaped(self, context: Any, shape: Sequence[int], stride: Sequence[int]) -> Any:
+        """Return the context of a tensor of another shape, which its metadata may name."""
+        tensor, carried = context
+        return tensor.reshaped(tuple(shape), tuple(stride)), carried
+
     def describe(self, value: Any) -> Mapping[str, Any]:
         with _caches_dropped(value):
             _, context = value.__tensor_flatten__()
@@ -109,6 +119,21 @@ class _Context(NamedTuple):
         tensors = [leaves[index] for index in places]
         leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         return tensors, self._replace(metadata=(leaves, spec), places=places)
+
+    def reshaped(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> _Context:
+        """Return a context in which whatever is the shape, also in the metadata, is another one."""
+        before = tuple(self.shape)
+
+        def renamed(value: Any) -> Any:
+            if isinstance(value, (list, tuple)) and tuple(value) == before and all(type(size) is int for size in value):
+                return torch.Size(shape) if isinstance(value, torch.Size) else type(value)(shape)
+            if type(value) in (list, tuple):
+                return type(value)(map(renamed, value))
+            return {key: renamed(item) for key, item in value.items()} if type(value) is dict else value
+
+        metadata = renamed(self.metadata if self.frozen is None else self.frozen.thaw())
+        frozen = None if self.frozen is None else freeze(metadata)
+        return self._replace(metadata=metadata, frozen=frozen, shape=torch.Size(shape), stride=stride)
 
     def rebuild(self, inner: Sequence[Any]) -> torch.Tensor:
         named = {**self.kept, **dict(zip(self.names, inner, strict=False))}

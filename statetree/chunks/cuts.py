@@ -1,0 +1,30 @@
+"""Cuts: how the dims of an inner tensor follow those of the distributed tensor around it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Cut(NamedTuple):
+    """How one dim of an inner tensor is cut, where the tensor around it is.
+
+    Attributes:
+        dim: Along which dim of that.
+        times: Into steps of how many of its own elements,
+        over: for how many of that dim.
+        is_flat: Whether it holds blocks of all elements of the tensor around it in row-major order, so that this may be
+            cut along no other dim.
+    """
+
+    dim: int
+    times: int = 1
+    over: int = 1
+    is_flat: bool = False
+
+
+def cut_alike(shape: Sequence[int], inner: Sequence[int]) -> tuple[Cut | None, ...]:
+    """Return how the dims of an inner tensor are cut: those as long as the outer's as these, the others not at all."""
+    return tuple([Cut(dim) if shape[dim : dim + 1] == (size,) else None for dim, size in enumerate(inner)])
