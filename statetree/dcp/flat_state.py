@@ -6,10 +6,13 @@ are one entry (the 625 integers of Python's random state, say).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.files.checkpoint import is_entry
 from statetree.key_paths import Path, render_key
+from statetree.leaves.builtin import settled
+from statetree.leaves.lowering import Lowered, is_made_of_tensors, lower
 from statetree.tree.flatten import flatten_for
 
 if TYPE_CHECKING:
@@ -44,10 +47,18 @@ class StateEntry(NamedTuple):
 
 
 class FlatState(NamedTuple):
-    """The structure of a tree, down to its entries, and the entries: one for each leaf of the structure."""
+    """The structure of a tree, down to its entries, and the entries: one for each leaf of the structure.
+
+    ``lowered`` puts the tree together again: leaves that are made of several tensors have an entry for each of them.
+    """
 
     spec: TreeSpec
     entries: Sequence[StateEntry]
+    lowered: Lowered
+
+    def rebuilt(self, verb: str, values: Sequence[Any]) -> Any:
+        """Return the tree again, with others in the places of its entries."""
+        return self.lowered.outline.lift(verb, values, self.lowered.recipes)
 
 
 def flat_state(tree: Any, *, verb: str) -> FlatState:
@@ -60,7 +71,10 @@ def flat_state(tree: Any, *, verb: str) -> FlatState:
     Raises:
         CyclicTree, TreeTooDeep: As ``flatten``.
     """
-    leaves, spec = flatten_for(verb, tree, is_leaf=is_entry)
+    outer, outer_spec = flatten_for(verb, tree, is_leaf=is_entry)
+    outer = list(map(settled, outer))
+    lowered = lower(verb, outer, outer_spec, partial(flatten_for, verb, is_leaf=is_entry), wanted=is_made_of_tensors)
+    leaves, spec = lowered.leaves, lowered.spec
     keys = spec.flat_keys()
     if STRUCTURE_KEY in keys:
         keys = [free_key(key, set(keys)) if key == STRUCTURE_KEY else key for key in keys]
@@ -70,7 +84,7 @@ def flat_state(tree: Any, *, verb: str) -> FlatState:
         # Tools follow paths that make the keys, and have no leaf above.
         if key != ".".join(map(str, path)) or any(path[:count] in taken for count in range(1, len(path))):
             paths[index] = (key,)
-    return FlatState(spec, list(map(StateEntry, spec.paths(), keys, leaves, paths)))
+    return FlatState(spec, list(map(StateEntry, spec.paths(), keys, leaves, paths)), lowered)
 
 
 def _dcp_paths(spec: TreeSpec) -> list[tuple[str | int, ...]]:

@@ -240,7 +240,7 @@ class _Template:
                 leaves[index] = source.value(match.keys[0])
             elif match.context:
                 leaves[index] = _packed(self._place(index), content, source.value(match.context))
-        return self._state.spec.unflatten(leaves)
+        return self._state.rebuilt("load", leaves)
 
     @quietly
     def _check_indices(self, source: CheckpointSource) -> None:

@@ -152,7 +152,7 @@ def write(
 def _prepared(state: Any, group: ProcessGroup | None, *, with_structure: bool) -> ToSave:
     """Take a state apart into what DCP saves."""
     ranks = ranks_of("save", group)
-    spec, entries = flat_state(state, verb="save")
+    spec, entries, _ = flat_state(state, verb="save")
     prepared = ToSave({}, {}, set())
     taken = {entry.key for entry in entries}
     saved = []

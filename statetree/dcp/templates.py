@@ -56,7 +56,7 @@ class TemplateMatching:
         cast: bool = False,
         strict: bool = True,
     ) -> None:
-        self._spec, self._entries = template
+        self._spec, self._entries, _ = template
         self._contents = contents
         self._chosen = chosen
         self._places = {

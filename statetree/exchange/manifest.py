@@ -15,7 +15,7 @@ from statetree.key_paths import Path, exactly, unique_keys
 from statetree.leaves.builtin import facts, holds_tensor, is_distributed, leaf_type_of, may_be_under_way, settled
 from statetree.leaves.leaf_numbers import text_number
 from statetree.leaves.location import located_error
-from statetree.leaves.lowering import Divided, Lowered, Outline, Recipe, assumed_sums, lower
+from statetree.leaves.lowering import Divided, Lowered, Outline, Recipe, assumed_sums, is_divisible, lower
 from statetree.leaves.parts import hides_distributed
 from statetree.leaves.types.special import QUANTIZED
 from statetree.spans.columns import Columns
@@ -77,7 +77,7 @@ class Manifest:
         self.complete = complete
         self.written = written
         self.replicas = replicas
-        self._lower(lower(verb, leaves, spec, self._flatten, every=every), ranks)
+        self._lower(lower(verb, leaves, spec, self._flatten, wanted=is_divisible if every else None), ranks)
 
     def _flatten(self, tree: Any) -> tuple[list[Any], TreeSpec]:
         return flatten_for_copy(tree, holds_tensor, verb=self.verb)

@@ -21,6 +21,7 @@ from statetree.chunks.cuts import Cut
 from statetree.errors import UnsupportedLeaf
 from statetree.key_paths import Path
 from statetree.leaves.builtin import is_distributed, is_plain, leaf_type_of, settled
+from statetree.leaves.leaf_numbers import value_text
 from statetree.leaves.location import located_error
 from statetree.leaves.parts import hides_distributed
 from statetree.leaves.types.part import ListedPart, Part
@@ -224,7 +225,7 @@ def lower(
     flatten: Callable[[Any], tuple[list[Any], TreeSpec]],
     *,
     also: frozenset[Path] = frozenset(),
-    every: bool = False,
+    wanted: Callable[[Any], bool] | None = None,
 ) -> Lowered:
     """Divide those leaves of a tree that are made of several distributed tensors.
 
@@ -234,7 +235,7 @@ def lower(
         spec: Its structure.
         flatten: Takes a tree apart as this one was.
         also: The paths of others to divide: those that are divided in a tree that this one is matched with.
-        every: Whether all leaves are divided that are made of tensors.
+        wanted: Says of a leaf that is made of tensors (``is_divisible``) whether it is divided in any case.
 
     Raises:
         UnsupportedLeaf: If a leaf cannot be taken apart.
@@ -245,8 +246,8 @@ def lower(
     index = 0
     try:
         for index, leaf in enumerate(leaves):
-            wanted = every or (bool(also) and paths[index] in also)
-            if _is_several(leaf) or (wanted and _can_be_divided(leaf)):
+            chosen = (bool(also) and paths[index] in also) or (wanted is not None and wanted(leaf))
+            if _is_several(leaf) or (chosen and is_divisible(leaf)):
                 paths = paths or spec.paths()
                 divided[index], recipes[paths[index]] = _divide(leaf)
     except Exception as error:
@@ -283,7 +284,15 @@ def _is_made_of_parts(local: Any) -> bool:
     return leaf_type is not None and not leaf_type.bare and leaf_type.has_elements
 
 
-def _can_be_divided(leaf: Any) -> bool:
+def is_made_of_tensors(leaf: Any) -> bool:
+    """Whether a leaf is a tensor subclass whose class says what it is made of, and all that it is beside."""
+    if type(leaf) is torch.Tensor or not isinstance(leaf, torch.Tensor):
+        return False
+    leaf_type = leaf_type_of(type(leaf))
+    return leaf_type is not None and not leaf_type.registered and is_divisible(leaf)
+
+
+def is_divisible(leaf: Any) -> bool:
     """Whether a leaf is made of tensors that are found in it by its own class."""
     leaf_type = leaf_type_of(type(leaf))
     if leaf_type is None or leaf_type.opaque or leaf_type.bare or leaf_type.settles or not leaf_type.has_elements:
@@ -385,11 +394,11 @@ def _text(leaf: Any, leaf_type: LeafType) -> str:
             return [named(item) for item in value]
         if isinstance(value, Mapping):
             return {key: named(item) for key, item in value.items()}
-        return value.__qualname__ if isinstance(value, type) else value
+        return value
 
-    facts = {name: named(fact) for name, fact in leaf_type.describe(leaf).items() if name != "shape"}
-    plain = {name: fact for name, fact in facts.items() if " at 0x" not in repr(fact)}
-    return f"{type(leaf).__qualname__} {plain}"
+    facts = {name: named(fact) for name, fact in leaf_type.describe(leaf).items() if name not in ("shape", "class")}
+    told = ", ".join(f"{name} {value_text(fact)}" for name, fact in facts.items())
+    return f"{type(leaf).__qualname__} {told}".replace("builtins.", "").rstrip()
 
 
 def assumed_sums(parts: Sequence[Any]) -> dict[int, tuple[int, ...]]:

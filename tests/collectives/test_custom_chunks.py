@@ -1,4 +1,4 @@
-"""Tensors whose chunks only their own ranks know: leaf types with ``chunks``, and ``__create_chunk_list__``."""
+"""Tensors whose chunks only their own ranks know: leaf types with a ``layout``, and ``__create_chunk_list__``."""
 
 import functools
 
@@ -24,14 +24,15 @@ class Blocks:
 
 class BlocksType:
     def unpack(self, value):
-        return [block for _, block in value.blocks], (value.shape, [offsets for offsets, _ in value.blocks])
+        return [[block for _, block in value.blocks]], (value.shape, [offsets for offsets, _ in value.blocks])
 
     def pack(self, context, parts):
+        (blocks,) = parts
         shape, offsets = context
-        return Blocks(shape, list(zip(offsets, parts, strict=True)))
+        return Blocks(shape, list(zip(offsets, blocks, strict=True)))
 
-    def chunks(self, value):
-        return value.shape, torch.float32, value.blocks
+    def layout(self, value):
+        return [(value.shape, [offsets for offsets, _ in value.blocks])]
 
 
 FULL = torch.arange(1.0, 71).view(10, 7)
@@ -130,6 +131,11 @@ def refuse_blocks():
         check_in_step()
     other = Blocks((10, 7), [((0, 0), torch.zeros(2, 2, dtype=torch.float64))]) if rank == 1 else blocks
     name, message = attempt(lambda: statetree.gather({"a": other}))
+    assert name == "RankMismatch"
+    assert "torch.float64" in message
+    check_in_step()
+    mixed = Blocks((10, 7), [*blocks.blocks[:-1], (blocks.blocks[-1][0], blocks.blocks[-1][1].double())])
+    name, message = attempt(lambda: statetree.gather({"a": mixed if rank == 1 else blocks}))
     assert name == ("UnsupportedLeaf" if rank == 1 else "RankMismatch")
     assert "a chunk of the leaf at a is not what its leaf type says" in message
     check_in_step()

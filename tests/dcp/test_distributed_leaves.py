@@ -42,8 +42,8 @@ class ChunkedType:
     def describe(self, value):
         return {"start": value.start}
 
-    def chunks(self, value):
-        return (4,), value.piece.dtype, [((value.start,), value.piece)]
+    def layout(self, value):
+        return [((4,), [(value.start,)])]
 
 
 def sharded() -> DTensor:

@@ -1,0 +1,86 @@
+"""Checkpoints of leaves that are made of several distributed tensors, restored on another number of ranks."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
+
+import statetree as st
+from statetree import dcp
+from statetree.testing import run_ranks
+
+A = torch.arange(70.0).view(10, 7)
+B = A + 1000
+
+
+def state(form, a=A, b=B):
+    """Return a state with one tensor of two, in one of three forms."""
+    if form == "whole":
+        return {"w": TwoTensor(a.clone(), b.clone()), "step": 3}
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parts = [distribute_tensor(tensor, mesh, [Shard(form == "columns")]) for tensor in (a, b)]
+    if form == "around":
+        return {"w": TwoTensor(*parts), "step": 3}
+    local = TwoTensor(*[part._local_tensor.clone() for part in parts])
+    placements = parts[0].placements
+    wrapped = DTensor.from_local(local, mesh, placements, run_check=False, shape=a.shape, stride=a.stride())
+    return {"w": wrapped, "step": 3}
+
+
+FORMS = ("whole", "rows", "columns", "around")
+
+
+def save(form, directory: Path) -> None:
+    dcp.save(state(form), checkpoint_id=directory / form)
+
+
+def load(directory: Path) -> None:
+    for saved in FORMS:
+        for form in FORMS:
+            template = state(form, torch.zeros(10, 7), torch.zeros(10, 7))
+            template["step"] = 0
+            given = template["w"]
+            loaded = dcp.load(template, checkpoint_id=directory / saved)
+            assert loaded["step"] == 3
+            assert type(loaded["w"]) is type(given)
+            whole = st.gather({"w": loaded["w"]})["w"]
+            assert torch.equal(whole.a, A), (saved, form)
+            assert torch.equal(whole.b, B)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (3, 1)])
+def test_every_form_is_loaded_into_every_form_on_other_ranks(tmp_path, before, after):
+    for form in FORMS:
+        run_ranks(before, save, form, tmp_path)
+    run_ranks(after, load, tmp_path)
+
+
+def keep_optimizer(what: str, directory: Path) -> None:
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,))
+    whole = OptimState8bit.zeros((12, 256), block_size=256)
+    whole.codes.copy_(torch.arange(whole.codes.numel()).view(12, 256) % 251)
+    whole.scale.copy_(torch.arange(12))
+    step = -(-12 // size)
+    first, last = min(rank * step, 12), min((rank + 1) * step, 12)
+    local = OptimState8bit.zeros((last - first, 256), block_size=256)
+    value = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=(12, 256), stride=(256, 1))
+    if what == "save":
+        local.codes.copy_(whole.codes[first:last])
+        local.scale.copy_(whole.scale[first:last])
+        dcp.save({"exp_avg": value}, checkpoint_id=directory / "low_bit")
+        return
+    loaded = dcp.load({"exp_avg": value}, checkpoint_id=directory / "low_bit")["exp_avg"]
+    assert type(loaded._local_tensor) is OptimState8bit
+    assert torch.equal(loaded._local_tensor.dequantize(), whole.dequantize()[first:last])
+
+
+def test_low_bit_optimizer_states_are_restored_on_other_ranks(tmp_path):
+    for world_size, what in ((3, "save"), (2, "load")):
+        run_ranks(world_size, keep_optimizer, what, tmp_path)
