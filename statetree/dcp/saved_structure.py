@@ -36,6 +36,8 @@ BUILTIN: Final[dict[str, type]] = {
     "collections.defaultdict": defaultdict,
     "collections.deque": deque,
 }
+#: How the names of leaves begin that are made of several tensors.
+_LEAF: Final = "leaf "
 _NAMES: Final = {cls: name for name, cls in BUILTIN.items()}
 
 
@@ -86,7 +88,7 @@ def saved_form(spec: TreeSpec) -> TreeSpec:
         cls = kind.cls
         family = kind.family if isinstance(kind.family, str) else _full_name(kind.family)
         attributes = _written_aux(cls, aux)
-        name = f"leaf {aux[0]}" if cls is Divided else _NAMES.get(cls) or _full_name(cls)
+        name = f"{_LEAF}{aux[0]}" if cls is Divided else _NAMES.get(cls) or _full_name(cls)
         container = SavedContainer(name, name if cls is Divided else family)
         nodes.append((container, (*map(key_text, keys),), attributes, kids, take))
     return TreeSpec(tuple(nodes), spec.num_leaves)
@@ -105,6 +107,12 @@ def places(spec: TreeSpec) -> Iterator[tuple[tuple[Any, ...], int]]:
         if ref < 0:
             below = zip(spec.nodes[~ref][1], spec.links()[~ref], strict=True)
             pending += reversed([((*keys, key), child) for key, child in below])
+
+
+def is_leaf(node: Node) -> bool:
+    """Whether a container of a checkpoint is a leaf that is made of several tensors."""
+    container = node[0]
+    return isinstance(container, SavedContainer) and container.name.startswith(_LEAF)
 
 
 def why_not_rebuilt(node: Node) -> str:

@@ -15,7 +15,14 @@ from statetree.dcp.keys import UnknownKey, key_of
 from statetree.dcp.metadata import METADATA
 from statetree.dcp.nesting import nested
 from statetree.dcp.plain_values import gist, read_value
-from statetree.dcp.saved_structure import SavedContainer, Structure, places, read_structure, why_not_rebuilt
+from statetree.dcp.saved_structure import (
+    SavedContainer,
+    Structure,
+    is_leaf,
+    places,
+    read_structure,
+    why_not_rebuilt,
+)
 from statetree.dcp.saving import write
 from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint
@@ -106,9 +113,10 @@ class _Directory:
         nodes = list(saved.spec.nodes)
         for texts, ref in places(saved.spec):
             why = why_not_rebuilt(nodes[~ref]) if ref < 0 else ""
-            if why:
+            if why and not is_leaf(nodes[~ref]):  # whose parts are a mapping by their names
                 path = ".".join(str(text[1:]) for text in texts) or "<root>"
                 self._skip(f"the container {path} ({why})", "Load it with statetree.dcp.load and a template.")
+            if why:
                 nodes[~ref] = _as_mapping(nodes[~ref])
         return Structure(TreeSpec(tuple(nodes), saved.spec.num_leaves), saved.entries)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from statetree.key_paths import Path
 from statetree.leaves.builtin import is_distributed
 from statetree.leaves.casting import castable
 from statetree.leaves.copying import prepared_copy
+from statetree.leaves.lowering import is_made_of_tensors, lower
 from statetree.leaves.registry import LeafType, register_leaf_type
 from statetree.torch_internals import quietly
 from statetree.transforms.reshard import reshard
@@ -100,7 +102,9 @@ def load(
 class _Loading:
     def __init__(self, path: Any, like: Any, where: Any, *, strict: bool, cast: bool) -> None:
         self._cast = cast
-        self._leaves, self._spec = flatten_for("load", like)
+        flat = partial(flatten_for, "load")
+        self._lowered = lower("load", *flat(like), flat, wanted=is_made_of_tensors)
+        self._leaves, self._spec = self._lowered.leaves, self._lowered.spec
         self._paths: Sequence[Path] = self._spec.paths()
         keys = self._spec.flat_keys()
         stored = to_flat(opened(path).tree)[0]
@@ -144,7 +148,7 @@ class _Loading:
         write()
         for index in rest:
             result[index] = copied[keys[index]]
-        return self._spec.unflatten(result)
+        return self._lowered.outline.lift("load", result, self._lowered.recipes)
 
     def _check(self, direct: Sequence[int], chunks: dict[int, LocalChunks | None]) -> None:
         """Raise ``TreeMismatch`` where shapes or dtypes differ."""

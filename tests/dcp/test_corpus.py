@@ -77,12 +77,3 @@ TO_BLAME = {"quantized": ["float_qparams"], "dtensors": ["partial", "wrapped"]}
 def test_the_rest_of_what_is_refused_is_saved(name, tmp_path):
     (tree,) = (tree for tree in [*TREES, *DISTRIBUTED_TREES] if tree.name == name)
     check(tree, tmp_path, without=TO_BLAME[name])
-
-
-@pytest.mark.usefixtures("one_rank_group")
-def test_a_dtensor_of_a_subclass_is_refused(tmp_path):
-    (tree,) = (tree for tree in DISTRIBUTED_TREES if tree.name == "dtensors")
-    with pytest.raises(
-        statetree.UnsupportedLeaf, match=r"save: .*at wrapped: expected a DTensor of plain .*TwoTensors"
-    ):
-        dcp.save({"wrapped": tree.make()["wrapped"]}, checkpoint_id=tmp_path)

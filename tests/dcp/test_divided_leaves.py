@@ -50,6 +50,10 @@ def load(directory: Path) -> None:
             whole = st.gather({"w": loaded["w"]})["w"]
             assert torch.equal(whole.a, A), (saved, form)
             assert torch.equal(whole.b, B)
+            template["w"] = state(form, torch.zeros(10, 7), torch.zeros(10, 7))["w"]
+            read = st.gather(st.load(directory / saved, template))
+            assert torch.equal(read["w"].a, A)
+            assert torch.equal(read["w"].b, B)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (3, 1)])
