@@ -20,7 +20,6 @@ from statetree.exchange.call import Call
 from statetree.exchange.consensus import Entry, Fingerprint, tell_failure
 from statetree.exchange.group import group_of
 from statetree.exchange.prepared import Prepared, preparing
-from statetree.exchange.prepared_delta import PreparedDelta
 from statetree.leaves.builtin import global_bytes, holds_tensor, is_distributed
 from statetree.leaves.parts import unpack
 from statetree.leaves.ties import tied_leaves
@@ -161,7 +160,7 @@ def stream(tree: Any, step: Step) -> Iterator[tuple[Path, Any]]:
     yield from _stream(leaves, spec, chain(step).steps, spec.paths())
 
 
-def prepare(verb: Callable[..., Any], /, *args: Any, delta: bool = False, **options: Any) -> Prepared:
+def prepare(verb: Callable[..., Any], /, *args: Any, **options: Any) -> Prepared:
     """Plan a transfer and agree on it once, to move elements many times.
 
     ``sync = prepare(reshard, tree, like, in_place=True)`` checks, plans, agrees and allocates for these tensors, and
@@ -176,10 +175,7 @@ def prepare(verb: Callable[..., Any], /, *args: Any, delta: bool = False, **opti
         verb: ``gather``, ``distribute``, ``broadcast`` or ``reshard``, or a transform of your own that moves elements
             with one of them, or one ``exchange``.
         args: What it is called with.
-        delta: With ``reshard`` into the tensors of ``like``: keep a copy of what was sent last, and send the elements
-            that changed since, wherever that is fewer bytes. Nothing else may write to ``like`` then: if elements that
-            are sent were overwritten, ``TreeMismatch`` is raised, and the next call sends everything.
-        options: Its options. With ``delta`` those are ``like``, ``in_place``, ``group``, ``timeout``, ``bucket_bytes``.
+        options: Its options.
 
     Returns:
         A function without arguments. It returns the same tree each time, with new elements. It holds its tensors until
@@ -192,7 +188,7 @@ def prepare(verb: Callable[..., Any], /, *args: Any, delta: bool = False, **opti
         If the verb is, so are both ``prepare`` and each call of what it returns.
 
     Raises:
-        TypeError: If the verb moves no elements, or in several steps, or does not go with ``delta``.
+        TypeError: If the verb moves no elements, or in several steps.
         Exception: What the verb raises. On every rank, as there.
         RankMismatch: When elements are to move: if on some rank a tensor was moved, resized, freed or replaced since.
             On every rank, before anything moves.
@@ -208,20 +204,9 @@ def prepare(verb: Callable[..., Any], /, *args: Any, delta: bool = False, **opti
         {'w': tensor([2., 2.])}
     """
     name = getattr(getattr(verb, "func", verb), "__name__", repr(verb))
-    known = {"like", "in_place", "group", "timeout", "bucket_bytes"}
-    if delta and (name != "reshard" or not options.get("in_place") or not options.keys() <= known):
-        msg = (
-            f"prepare: delta=True goes with reshard(source, like, in_place=True): expected no options but "
-            f"{', '.join(sorted(known))}, got {name} with {', '.join(options) or 'none'}."
-        )
-        raise TypeError(msg)
     with preparing() as preparation:
         tree = verb(*args, **options)
-    whole = preparation.finish(name, tree)
-    if not delta:
-        return whole
-    source, like = args if len(args) > 1 else (*args, options["like"])
-    return PreparedDelta(whole, verb, source, like, group=options.get("group"), timeout=options.get("timeout"))
+    return preparation.finish(name, tree)
 
 
 def _apply_by_bucket(tree: Any, steps: Sequence[Step]) -> Any:
