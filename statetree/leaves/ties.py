@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from statetree.errors import StateTreeError
+from statetree.leaves.parts import unpack
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Sequence
+
+    import torch
 
     from statetree.leaves.parts import Unpacked
+
+
+def view_key(tensor: torch.Tensor) -> Hashable:
+    """Return what is equal for tensors that are the same view on the same memory, as long as they are alive.
+
+    Two entries of a ``state_dict()`` that are tied are two objects, so their identity does not tell.
+    """
+    try:
+        parts = unpack("update", [tensor], list).parts
+    except StateTreeError:  # it cannot be taken apart: nothing is known but the object
+        return id(tensor)
+    if not parts or any(part.is_meta or not part.data_ptr() for part in parts):
+        return id(tensor)
+    views: list[Any] = [
+        (part.data_ptr(), part.device, part.dtype, part.shape, part.stride(), part.is_conj(), part.is_neg())
+        for part in parts
+    ]
+    return (tuple(tensor.shape), *views)
 
 
 def tied_leaves(unpacked: Unpacked) -> list[Sequence[int]]:
