@@ -9,7 +9,8 @@ from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
 from statetree.leaves.builtin import settled, taken_over
 from statetree.leaves.casting import castable, out_of_range, saturated
 from statetree.leaves.pairing import LeafPairing, leave_out_differences, paired_parts
-from statetree.leaves.parts import unpack
+from statetree.leaves.parts import Unpacked, unpack
+from statetree.leaves.ties import views_on_targets
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, extents
 from statetree.spans.mappings import MemoryMap, placed, read_only
@@ -56,6 +57,7 @@ def prepared_copy(
     if not differences and not saturate:
         differences = job.out_of_range()
     job.saturate = saturate
+    differences = differences or job.lost_ties()
     if differences:
         raise _refusal(verb, differences)
     if on_missing is not None:
@@ -246,14 +248,40 @@ class _CopyJob:
                     )
                     raise UnsupportedLeaf(msg, path)
 
+    @cached_property
+    def _unpacked(self) -> Unpacked:
+        """The leaves that are taken over from the source."""
+        taken = [self.pairing.left[index] for index in self.taken]
+        return unpack("copy_into", taken, lambda: list(map(self._path, self.taken)))
+
+    @cached_property
+    def _tied(self) -> tuple[dict[int, torch.Tensor], list[tuple[int, int]]]:
+        """What of these is a view on a tensor that is copied: the view on its target, and those that have none."""
+        if not self._unpacked.parts:
+            return {}, []
+        return views_on_targets(self._unpacked.columns, self.sources, self.targets)
+
+    def lost_ties(self) -> list[Difference]:
+        """Return which objects share memory with a tensor that is copied, and could not in the result."""
+        for part, source in self._tied[1] if self.taken else ():
+            partner = self._path(self.leaves[source]) or "<root>"
+            index = self.taken[self._unpacked.owners[part]]
+            self._refuse(index, "ties", f"a view on the memory of {partner}", "a tensor without such a view")
+        return self.found
+
     def result(self) -> list[Any]:
         """Return the leaves of the resulting tree."""
         if not self.taken:
             return self.pairing.right
         result = list(self.pairing.right)
-        taken = [self.pairing.left[index] for index in self.taken]
-        unpacked = unpack("copy_into", taken, lambda: list(map(self._path, self.taken)))
-        fresh = unpacked.pack(copies_of(unpacked.columns))
+        columns, tied = self._unpacked.columns, self._tied[0]
+        parts = list(columns.tensors)
+        copied = [index for index in range(len(parts)) if index not in tied]
+        for index, copy in zip(copied, copies_of(Columns([parts[index] for index in copied])), strict=True):
+            parts[index] = copy
+        for index, view in tied.items():
+            parts[index] = view
+        fresh = self._unpacked.pack(parts)
         for index, leaf in zip(self.taken, fresh, strict=True):
             result[index] = leaf
         return result
