@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from statetree.errors import StateTreeError
 from statetree.leaves.parts import unpack
 from statetree.spans.columns import Columns
 from statetree.spans.layout import extents, is_dense
 from statetree.spans.overlaps import shared_elements
+from statetree.torch_internals import storage_key
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     import torch
 
@@ -64,40 +65,76 @@ def _join(parent: list[int], a: int, b: int) -> None:
     parent[_find(parent, a)] = _find(parent, b)
 
 
-def views_on_targets(
-    parts: Columns, sources: Columns, targets: Columns
-) -> tuple[dict[int, torch.Tensor], list[tuple[int, int]]]:
-    """Find the parts that lie in memory which is copied from sources to targets, so that they can be tied there alike.
+class ObjectTies(NamedTuple):
+    """How the tensors inside opaque objects are tied to tensors that are copied.
 
-    An object that is copied may hold a view on a tensor that is written into a destination: in the result it has to
-    be a view on that destination, since a copy would be a second memory.
+    An object that is copied may hold a view on a tensor that is written into a destination. In the result that has to
+    be a view on the destination: a copy would be a second memory.
 
-    Returns:
-        By the indices of parts the same views on the targets, and the pairs of a part and a source that lie over each
-        other and have no such view: where the part reaches beyond the source, or the target has other strides or
-        another dtype.
+    Attributes:
+        views: By the indices of parts, the same views on the targets.
+        written: Those of them that reach beyond the target, into a part of the object that the destination has there.
+        lost: Pairs of a part and a source that lie over each other, of which the target has no such view: it has
+            another dtype or other strides, or the part reaches beyond the source.
     """
-    found: dict[int, torch.Tensor] = {}
-    lost: list[tuple[int, int]] = []
+
+    views: dict[int, torch.Tensor]
+    written: list[int]
+    lost: list[tuple[int, int]]
+
+
+def object_ties(
+    parts: Columns, sources: Columns, targets: Columns, counterparts: Callable[[], Mapping[int, torch.Tensor]]
+) -> ObjectTies:
+    """Find the parts of objects that lie in memory which is copied from sources to targets.
+
+    Args:
+        parts: The tensors inside the objects of the source.
+        sources: The tensors that are copied.
+        targets: Where to.
+        counterparts: Returns what the destination has in the places of parts, by their indices.
+    """
+    found = ObjectTies({}, [], [])
     on_storage: dict[int, list[int]] = {}
     for index, key in enumerate(sources.storage_keys):
         on_storage.setdefault(key, []).append(index)
     part_reach, source_reach = extents(parts), extents(sources)
     for part, key in enumerate(parts.storage_keys):
-        for source in on_storage.get(key, ()):
+        lost: list[tuple[int, int]] = []
+        for source in on_storage.get(key, ()) if parts.pointers[part] else ():
             begin = parts.pointers[part] - sources.pointers[source]
-            if not parts.pointers[part] or begin >= source_reach[source] or begin + part_reach[part] <= 0:
+            if begin >= source_reach[source] or begin + part_reach[part] <= 0:
                 continue
             pair = parts.tensors[part], sources.tensors[source]
             is_inside = begin >= 0 and begin + part_reach[part] <= source_reach[source]
             view = _view_on(*pair, targets.tensors[source]) if is_inside else None
             if view is not None:
-                found[part] = view
-                lost = [pair for pair in lost if pair[0] != part]
+                found.views[part] = view
                 break
             if shared_elements(Columns(pair)):  # and not in the gaps of each other
                 lost.append((part, source))
-    return found, lost
+        else:
+            partner = counterparts().get(part) if lost else None
+            if partner is not None and all(
+                _lie_alike((parts.tensors[part], partner), (sources.tensors[source], targets.tensors[source]))
+                for _, source in lost
+            ):
+                found.views[part] = partner.detach()
+                found.written.append(part)
+            else:
+                found.lost.extend(lost)
+    return found
+
+
+def _lie_alike(pair: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    """Whether two tensors lie to each other as two others do, which are views of the same kinds."""
+    for a, b in (pair, other):
+        bits = a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
+        if not bits or (a.dtype, a.shape, a.stride()) != (b.dtype, b.shape, b.stride()):
+            return False
+    sides = [storage_key(a.untyped_storage()) == storage_key(b.untyped_storage()) for a, b in zip(pair, other, strict=True)]
+    apart = [a.data_ptr() - b.data_ptr() for a, b in zip(pair, other, strict=True)]
+    return all(sides) and apart[0] == apart[1]
 
 
 def _view_on(part: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:

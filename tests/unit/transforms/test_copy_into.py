@@ -245,6 +245,16 @@ def test_opaque_values_stay_tied_to_tensors_that_are_copied():
     assert shares_memory(result["box"].x, result["w"])
 
 
+def test_an_object_that_holds_more_than_is_copied_stays_tied_if_the_destination_is_tied_alike():
+    src, flat = ramp(6), torch.zeros(6)
+    dst = {"box": Box(x=flat), "w": flat[2:4]}
+    result = st.copy_into({"box": Box(x=src), "w": src[2:4]}, dst)
+    assert result["box"].x.equal(src)
+    dst["w"].fill_(-1)
+    assert result["box"].x.tolist() == [0, 1, -1, -1, 4, 5]
+    refused({"box": Box(x=src), "w": src[2:4]}, {"box": Box(x=flat), "w": flat[1:3]}, "ties at box")
+
+
 @pytest.mark.parametrize(
     ("held", "copied", "target", "options"),
     [
