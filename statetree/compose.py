@@ -25,6 +25,7 @@ from statetree.leaves.parts import unpack
 from statetree.leaves.ties import tied_leaves
 from statetree.torch_internals import quietly
 from statetree.tree.flatten import flatten_for_copy, unflatten
+from statetree.tree.stand_ins import STAND_INS, read_leaf
 
 if TYPE_CHECKING:
     from statetree.exchange.group import Group
@@ -58,6 +59,17 @@ def _streams(step: Step) -> bool:
     return all(map(_streams, step.steps)) if isinstance(step, Chain) else is_leafwise(step)
 
 
+def _applied(step: Step, tree: Any) -> Any:
+    """Return what a step makes of a tree. A step that is not ours gets tensors: what is stored is read before."""
+    named = step.func if isinstance(step, partial) else step
+    is_ours = (getattr(named, "__module__", None) or "").partition(".")[0] == __name__.partition(".")[0]
+    if STAND_INS and not is_ours:
+        leaves, spec = flatten_for_copy(tree, holds_tensor, verb="chain")
+        if not STAND_INS.keys().isdisjoint(map(type, leaves)):
+            tree = unflatten(spec, list(map(read_leaf, leaves)))
+    return step(tree)
+
+
 def _tell_each(groups: Iterable[Group], error: BaseException) -> None:
     """Let the ranks of groups know of a failure here. Where they do not answer, the failure still is what counts."""
     for group in groups:
@@ -79,7 +91,7 @@ class Chain:
             runs += [run] if streams else [[step] for step in run]
         for number, steps in enumerate(runs):
             try:
-                tree = _apply_by_bucket(tree, steps) if len(steps) > 1 else steps[0](tree)
+                tree = _apply_by_bucket(tree, steps) if len(steps) > 1 else _applied(steps[0], tree)
             except BaseException as error:
                 with suppress(RankMismatch, ValueError, TypeError):  # of groups that cannot be
                     waiting = _groups_of("chain", [step for run in runs[number + 1 :] for step in run])
@@ -94,7 +106,8 @@ def chain(*steps: Step) -> Chain:
 
     Consecutive leafwise transforms (``offload``, ``allocate_like``, ``gather`` and partials of them) are applied
     bucket by bucket, so that only one bucket of intermediate results exists at a time. Other steps, any function from
-    tree to tree, get the whole tree.
+    tree to tree, get the whole tree. A step of your own gets tensors: stored tensors (of ``statetree.files``) are read
+    before, of a ``leafwise`` step those of a bucket, of another one all.
 
     Args:
         steps: Transforms, partials of them, or any functions of one tree. None at all is the identity.
@@ -289,7 +302,7 @@ class _Together:
 
     def take(self, step: Step, bucket: Any) -> Any:
         try:
-            return step(bucket)
+            return _applied(step, bucket)
         except BaseException as error:
             self.tell(error, heard=_group_of("stream", step).identity if is_collective(step) else None)
             raise

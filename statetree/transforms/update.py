@@ -11,6 +11,7 @@ from statetree.leaves.ties import view_key
 from statetree.tree.atoms import HOLE
 from statetree.tree.flatten import flatten_for, unflatten
 from statetree.tree.selection import selected
+from statetree.tree.stand_ins import read_leaf
 
 if TYPE_CHECKING:
     from statetree.tree.selection import Where
@@ -26,7 +27,8 @@ def update(tree: T, where: Where, value_or_fn: Any, *, missing_ok: bool = False)
         where: Which leaves, as for ``select``. A ``HOLE`` stays one.
         value_or_fn: The new leaf, or a function from the old leaf to the new one. It is called once for tensors
             that are the same view on one memory (as the tied entries of a ``state_dict()`` are): its result takes the
-            place of all of them; where it returns what it was given, perhaps written to, each stays.
+            place of all of them; where it returns what it was given, perhaps written to, each stays. A stored tensor
+            is read before.
         missing_ok: Whether a glob or path may match nothing.
 
     Returns:
@@ -58,7 +60,8 @@ def update(tree: T, where: Where, value_or_fn: Any, *, missing_ok: bool = False)
         key = view_key(leaf) if isinstance(leaf, torch.Tensor) else None
         if key is None or key not in made:
             try:
-                made[key] = leaf, value_or_fn(leaf)
+                given = read_leaf(leaf)
+                made[key] = leaf, value_or_fn(given)
             except Exception as error:
                 note_leaf(error, spec.paths()[index], leaf)
                 raise
