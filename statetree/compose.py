@@ -20,12 +20,12 @@ from statetree.exchange.call import Call
 from statetree.exchange.consensus import Entry, Fingerprint, tell_failure
 from statetree.exchange.group import group_of
 from statetree.exchange.prepared import Prepared, preparing
-from statetree.exchange.prepared_delta import PreparedDelta
 from statetree.leaves.builtin import global_bytes, holds_tensor, is_distributed
 from statetree.leaves.parts import unpack
 from statetree.leaves.ties import tied_leaves
 from statetree.torch_internals import quietly
 from statetree.tree.flatten import flatten_for_copy, unflatten
+from statetree.tree.stand_ins import STAND_INS, read_leaf
 
 if TYPE_CHECKING:
     from statetree.exchange.group import Group
@@ -59,6 +59,17 @@ def _streams(step: Step) -> bool:
     return all(map(_streams, step.steps)) if isinstance(step, Chain) else is_leafwise(step)
 
 
+def _applied(step: Step, tree: Any) -> Any:
+    """Return what a step makes of a tree. A step that is not ours gets tensors: what is stored is read before."""
+    named = step.func if isinstance(step, partial) else step
+    is_ours = (getattr(named, "__module__", None) or "").partition(".")[0] == __name__.partition(".")[0]
+    if STAND_INS and not is_ours:
+        leaves, spec = flatten_for_copy(tree, holds_tensor, verb="chain")
+        if not STAND_INS.keys().isdisjoint(map(type, leaves)):
+            tree = unflatten(spec, list(map(read_leaf, leaves)))
+    return step(tree)
+
+
 def _tell_each(groups: Iterable[Group], error: BaseException) -> None:
     """Let the ranks of groups know of a failure here. Where they do not answer, the failure still is what counts."""
     for group in groups:
@@ -80,7 +91,7 @@ class Chain:
             runs += [run] if streams else [[step] for step in run]
         for number, steps in enumerate(runs):
             try:
-                tree = _apply_by_bucket(tree, steps) if len(steps) > 1 else steps[0](tree)
+                tree = _apply_by_bucket(tree, steps) if len(steps) > 1 else _applied(steps[0], tree)
             except BaseException as error:
                 with suppress(RankMismatch, ValueError, TypeError):  # of groups that cannot be
                     waiting = _groups_of("chain", [step for run in runs[number + 1 :] for step in run])
@@ -95,7 +106,8 @@ def chain(*steps: Step) -> Chain:
 
     Consecutive leafwise transforms (``offload``, ``allocate_like``, ``gather`` and partials of them) are applied
     bucket by bucket, so that only one bucket of intermediate results exists at a time. Other steps, any function from
-    tree to tree, get the whole tree.
+    tree to tree, get the whole tree. A step of your own gets tensors: stored tensors (of ``statetree.files``) are read
+    before, of a ``leafwise`` step those of a bucket, of another one all.
 
     Args:
         steps: Transforms, partials of them, or any functions of one tree. None at all is the identity.
@@ -161,7 +173,7 @@ def stream(tree: Any, step: Step) -> Iterator[tuple[Path, Any]]:
     yield from _stream(leaves, spec, chain(step).steps, spec.paths())
 
 
-def prepare(verb: Callable[..., Any], /, *args: Any, delta: bool = False, **options: Any) -> Prepared:
+def prepare(verb: Callable[..., Any], /, *args: Any, **options: Any) -> Prepared:
     """Plan a transfer and agree on it once, to move elements many times.
 
     ``sync = prepare(reshard, tree, like, in_place=True)`` checks, plans, agrees and allocates for these tensors, and
@@ -176,10 +188,7 @@ def prepare(verb: Callable[..., Any], /, *args: Any, delta: bool = False, **opti
         verb: ``gather``, ``distribute``, ``broadcast`` or ``reshard``, or a transform of your own that moves elements
             with one of them, or one ``exchange``.
         args: What it is called with.
-        delta: With ``reshard`` into the tensors of ``like``: keep a copy of what was sent last, and send the elements
-            that changed since, wherever that is fewer bytes. Nothing else may write to ``like`` then: if elements that
-            are sent were overwritten, ``TreeMismatch`` is raised, and the next call sends everything.
-        options: Its options. With ``delta`` those are ``like``, ``in_place``, ``group``, ``timeout``, ``bucket_bytes``.
+        options: Its options.
 
     Returns:
         A function without arguments. It returns the same tree each time, with new elements. It holds its tensors until
@@ -192,7 +201,7 @@ def prepare(verb: Callable[..., Any], /, *args: Any, delta: bool = False, **opti
         If the verb is, so are both ``prepare`` and each call of what it returns.
 
     Raises:
-        TypeError: If the verb moves no elements, or in several steps, or does not go with ``delta``.
+        TypeError: If the verb moves no elements, or in several steps.
         Exception: What the verb raises. On every rank, as there.
         RankMismatch: When elements are to move: if on some rank a tensor was moved, resized, freed or replaced since.
             On every rank, before anything moves.
@@ -208,20 +217,9 @@ def prepare(verb: Callable[..., Any], /, *args: Any, delta: bool = False, **opti
         {'w': tensor([2., 2.])}
     """
     name = getattr(getattr(verb, "func", verb), "__name__", repr(verb))
-    known = {"like", "in_place", "group", "timeout", "bucket_bytes"}
-    if delta and (name != "reshard" or not options.get("in_place") or not options.keys() <= known):
-        msg = (
-            f"prepare: delta=True goes with reshard(source, like, in_place=True): expected no options but "
-            f"{', '.join(sorted(known))}, got {name} with {', '.join(options) or 'none'}."
-        )
-        raise TypeError(msg)
     with preparing() as preparation:
         tree = verb(*args, **options)
-    whole = preparation.finish(name, tree)
-    if not delta:
-        return whole
-    source, like = args if len(args) > 1 else (*args, options["like"])
-    return PreparedDelta(whole, verb, source, like, group=options.get("group"), timeout=options.get("timeout"))
+    return preparation.finish(name, tree)
 
 
 def _apply_by_bucket(tree: Any, steps: Sequence[Step]) -> Any:
@@ -304,7 +302,7 @@ class _Together:
 
     def take(self, step: Step, bucket: Any) -> Any:
         try:
-            return step(bucket)
+            return _applied(step, bucket)
         except BaseException as error:
             self.tell(error, heard=_group_of("stream", step).identity if is_collective(step) else None)
             raise

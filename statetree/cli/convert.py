@@ -19,7 +19,7 @@ from statetree.leaves.casting import castable
 from statetree.transforms.cast import cast
 from statetree.transforms.rename import rename
 from statetree.transforms.select import select
-from statetree.tree.mapping import map_leaves
+from statetree.tree.flatten import flatten, unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -87,7 +87,9 @@ def _converted(tree: Any, dtype: torch.dtype, *, keeps_ties: bool) -> Any:
     def later(leaf: Any) -> Any:  # negative bits are no property of every dtype
         return leaf.to(dtype) if _is_floating(leaf) and (leaf.outline.is_neg() or not keeps_ties) else leaf
 
-    return cast(map_leaves(later, tree), dtype, where=lambda _, leaf: _is_floating(leaf))
+    leaves, spec = flatten(tree)  # mapped, they would be read
+    floating = [path for path, leaf in zip(spec.paths(), leaves, strict=True) if _is_floating(leaf)]
+    return cast(unflatten(spec, list(map(later, leaves))), dtype, where=floating)
 
 
 def _is_floating(leaf: Any) -> bool:

@@ -14,19 +14,22 @@ from statetree.chunks.boxes import Box, common, in_slabs, whole_box
 from statetree.errors import CheckpointError, UnsupportedLeaf
 from statetree.files.ranges import BUCKET_BYTES
 from statetree.files.strided_reading import NUMBERS, read_strided
+from statetree.files.unread import unread
 from statetree.leaves.builtin import facts, is_distributed
 from statetree.leaves.casting import castable, out_of_range
+from statetree.leaves.copying import copied_leaves
 from statetree.leaves.parts import unpack
 from statetree.leaves.registry import LeafType, register_leaf_type
+from statetree.paths import Path
 from statetree.spans.layout import extent_bytes
 from statetree.torch_internals import copy_each, quietly, set_bits, storage_key
-from statetree.tree.mapping import map_with_path
+from statetree.tree.flatten import flatten_for, unflatten
+from statetree.tree.stand_ins import STAND_INS, StandIn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from statetree.files.ranges import FileRange
-    from statetree.key_paths import Path
 
 
 #: Processors that read numbers wherever they begin (in DCP's files, that is anywhere), but none of 16 bytes at once.
@@ -305,7 +308,8 @@ def whole_tensors(tree: Any, *, keeps_strides: bool) -> Any:
             made[id(leaf)] = leaf.tensor()
         return made[id(leaf)]
 
-    return map_with_path(whole, tree)
+    leaves, spec = flatten_for("save", tree)  # and not mapped: a function would get what is read
+    return unflatten(spec, list(map(whole, spec.paths(), leaves)))
 
 
 def span_bytes(outline: torch.Tensor) -> int:
@@ -356,4 +360,9 @@ class StoredType(LeafType):
         return {**facts(value.outline), "memory": "present"} if value.is_strided else facts(value.outline)
 
 
+def _read_whole(stored: StoredTensor) -> Any:
+    return copied_leaves("read", [stored.tensor()], lambda: [Path()])[0]
+
+
 register_leaf_type(StoredTensor, StoredType())
+STAND_INS[StoredTensor] = StandIn(_read_whole, unread)

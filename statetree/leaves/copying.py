@@ -9,7 +9,8 @@ from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
 from statetree.leaves.builtin import settled, taken_over
 from statetree.leaves.casting import castable, out_of_range, saturated
 from statetree.leaves.pairing import LeafPairing, leave_out_differences, paired_parts
-from statetree.leaves.parts import unpack
+from statetree.leaves.parts import Unpacked, unpack
+from statetree.leaves.ties import ObjectTies, object_ties
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, extents
 from statetree.spans.mappings import MemoryMap, placed, read_only
@@ -52,6 +53,8 @@ def prepared_copy(
     pairing = LeafPairing(verb, src, dst, where=where, strict=strict)
     differences = leave_out_differences(pairing, plain=False, dtypes=not cast)
     job = _CopyJob(pairing)
+    if not differences:
+        job.tie_objects()
     differences = [*differences, *job.differences(cast=cast)]
     if not differences and not saturate:
         differences = job.out_of_range()
@@ -246,14 +249,55 @@ class _CopyJob:
                     )
                     raise UnsupportedLeaf(msg, path)
 
+    @cached_property
+    def _unpacked(self) -> Unpacked:
+        """The leaves that are taken over from the source."""
+        taken = [self.pairing.left[index] for index in self.taken]
+        return unpack("copy_into", taken, lambda: list(map(self._path, self.taken)))
+
+    @cached_property
+    def _ties(self) -> ObjectTies:
+        """How the tensors inside these are tied to tensors that are copied."""
+        if not self.taken or not self._unpacked.parts:
+            return ObjectTies({}, [], [])
+        return object_ties(self._unpacked.columns, self.sources, self.targets, self._counterparts)
+
+    def _counterparts(self) -> dict[int, torch.Tensor]:
+        """Return what objects of the destination hold in the places of those that are taken over."""
+        others = [self.pairing.right[index] for index in self.taken]
+        try:
+            right = unpack("copy_into", others, lambda: list(map(self._path, self.taken)))
+        except UnsupportedLeaf:
+            return {}
+        pairs = paired_parts(self._unpacked, right)
+        return {a: right.parts[b] for _, a, b in pairs if a is not None and b is not None}
+
+    def tie_objects(self) -> None:
+        """Let objects be tied to what is written; refuse those that share memory with a source and could not."""
+        ties = self._ties
+        for part, source in ties.lost:
+            partner = self._path(self.leaves[source]) or "<root>"
+            index = self.taken[self._unpacked.owners[part]]
+            self._refuse(index, "ties", f"a view on the memory of {partner}", "a tensor without such a view")
+        if ties.written:
+            self.leaves += [self.taken[self._unpacked.owners[part]] for part in ties.written]
+            sources = [self._unpacked.parts[part] for part in ties.written]
+            self.sources = Columns([*self.sources.tensors, *sources])
+            self.targets = Columns([*self.targets.tensors, *[ties.views[part] for part in ties.written]])
+
     def result(self) -> list[Any]:
         """Return the leaves of the resulting tree."""
         if not self.taken:
             return self.pairing.right
         result = list(self.pairing.right)
-        taken = [self.pairing.left[index] for index in self.taken]
-        unpacked = unpack("copy_into", taken, lambda: list(map(self._path, self.taken)))
-        fresh = unpacked.pack(copies_of(unpacked.columns))
+        columns, tied = self._unpacked.columns, self._ties.views
+        parts = list(columns.tensors)
+        copied = [index for index in range(len(parts)) if index not in tied]
+        for index, copy in zip(copied, copies_of(Columns([parts[index] for index in copied])), strict=True):
+            parts[index] = copy
+        for index, view in tied.items():
+            parts[index] = view
+        fresh = self._unpacked.pack(parts)
         for index, leaf in zip(self.taken, fresh, strict=True):
             result[index] = leaf
         return result

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from statetree.chunks.boxes import Box, whole_box
+from statetree.errors import UnsupportedLeaf
 from statetree.leaves.builtin import holds_tensor, leaf_type_of, settled
 from statetree.leaves.leaf_numbers import text_number, value_number
 from statetree.leaves.location import located_error
@@ -202,6 +203,12 @@ def _entry(leaf: Any, ranks: Ranks) -> TensorEntry | None:
         return None
     if leaf_type.is_distributed(leaf):
         chunks = leaf_type.local_chunks(leaf, ranks)
+        if chunks.partials is not None:  # a summand is no value: what is made of it on other ranks would be wrong
+            msg = (
+                "the leaf at %PATH% is Partial: expected elements, got partial values on each rank. Redistribute it, "
+                "or gather the tree first."
+            )
+            raise UnsupportedLeaf(msg)
         return TensorEntry(
             chunks.dtype, chunks.shape, chunks.boxes, list(map(_bare, chunks.pieces)), chunks, ranks.rank
         )

@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from statetree.errors import StateTreeError
+from statetree.leaves.parts import unpack
+from statetree.spans.columns import Columns
+from statetree.spans.layout import extents, is_dense
+from statetree.spans.overlaps import shared_elements
+from statetree.torch_internals import storage_key
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
+
+    import torch
 
     from statetree.leaves.parts import Unpacked
+
+
+def view_key(tensor: torch.Tensor) -> Hashable:
+    """Return what is equal for tensors that are the same view on the same memory, as long as they are alive.
+
+    Two entries of a ``state_dict()`` that are tied are two objects, so their identity does not tell.
+    """
+    try:
+        parts = unpack("update", [tensor], list).parts
+    except StateTreeError:  # it cannot be taken apart: nothing is known but the object
+        return id(tensor)
+    if not parts or any(part.is_meta or not part.data_ptr() for part in parts):
+        return id(tensor)
+    views: list[Any] = [
+        (part.data_ptr(), part.device, part.dtype, part.shape, part.stride(), part.is_conj(), part.is_neg())
+        for part in parts
+    ]
+    return (tuple(tensor.shape), *views)
 
 
 def tied_leaves(unpacked: Unpacked) -> list[Sequence[int]]:
@@ -36,3 +63,90 @@ def _find(parent: list[int], index: int) -> int:
 
 def _join(parent: list[int], a: int, b: int) -> None:
     parent[_find(parent, a)] = _find(parent, b)
+
+
+class ObjectTies(NamedTuple):
+    """How the tensors inside opaque objects are tied to tensors that are copied.
+
+    An object that is copied may hold a view on a tensor that is written into a destination. In the result that has to
+    be a view on the destination: a copy would be a second memory.
+
+    Attributes:
+        views: By the indices of parts, the same views on the targets.
+        written: Those of them that reach beyond the target, into a part of the object that the destination has there.
+        lost: Pairs of a part and a source that lie over each other, of which the target has no such view: it has
+            another dtype or other strides, or the part reaches beyond the source.
+    """
+
+    views: dict[int, torch.Tensor]
+    written: list[int]
+    lost: list[tuple[int, int]]
+
+
+def object_ties(
+    parts: Columns, sources: Columns, targets: Columns, counterparts: Callable[[], Mapping[int, torch.Tensor]]
+) -> ObjectTies:
+    """Find the parts of objects that lie in memory which is copied from sources to targets.
+
+    Args:
+        parts: The tensors inside the objects of the source.
+        sources: The tensors that are copied.
+        targets: Where to.
+        counterparts: Returns what the destination has in the places of parts, by their indices.
+    """
+    found = ObjectTies({}, [], [])
+    on_storage: dict[int, list[int]] = {}
+    for index, key in enumerate(sources.storage_keys):
+        on_storage.setdefault(key, []).append(index)
+    part_reach, source_reach = extents(parts), extents(sources)
+    for part, key in enumerate(parts.storage_keys):
+        lost: list[tuple[int, int]] = []
+        for source in on_storage.get(key, ()) if parts.pointers[part] else ():
+            begin = parts.pointers[part] - sources.pointers[source]
+            if begin >= source_reach[source] or begin + part_reach[part] <= 0:
+                continue
+            pair = parts.tensors[part], sources.tensors[source]
+            is_inside = begin >= 0 and begin + part_reach[part] <= source_reach[source]
+            view = _view_on(*pair, targets.tensors[source]) if is_inside else None
+            if view is not None:
+                found.views[part] = view
+                break
+            if shared_elements(Columns(pair)):  # and not in the gaps of each other
+                lost.append((part, source))
+        else:
+            partner = counterparts().get(part) if lost else None
+            if partner is not None and all(
+                _lie_alike((parts.tensors[part], partner), (sources.tensors[source], targets.tensors[source]))
+                for _, source in lost
+            ):
+                found.views[part] = partner.detach()
+                found.written.append(part)
+            else:
+                found.lost.extend(lost)
+    return found
+
+
+def _lie_alike(pair: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    """Whether two tensors lie to each other as two others do, which are views of the same kinds."""
+    for a, b in (pair, other):
+        bits = a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
+        if not bits or (a.dtype, a.shape, a.stride()) != (b.dtype, b.shape, b.stride()):
+            return False
+    sides = [storage_key(a.untyped_storage()) == storage_key(b.untyped_storage()) for a, b in zip(pair, other, strict=True)]
+    apart = [a.data_ptr() - b.data_ptr() for a, b in zip(pair, other, strict=True)]
+    return all(sides) and apart[0] == apart[1]
+
+
+def _view_on(part: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
+    """Return the view on a target that a part is on its source; ``None`` if there is none."""
+    plain = target.detach()
+    alike = source.dtype == target.dtype == part.dtype
+    bits = [(each.is_conj(), each.is_neg()) for each in (part, source, plain)]
+    if not alike or bits[0] != bits[1] or bits[1] != bits[2]:
+        return None
+    if part.data_ptr() == source.data_ptr() and part.shape == source.shape and part.stride() == source.stride():
+        return plain
+    if source.stride() != plain.stride() or not is_dense(source.is_contiguous(), source.shape, source.stride()):
+        return None  # in a gap of the source there may be anything in the target
+    offset = part.storage_offset() - source.storage_offset()
+    return plain.as_strided(part.shape, part.stride(), plain.storage_offset() + offset)

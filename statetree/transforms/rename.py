@@ -39,7 +39,7 @@ def rename(tree: T, rules: Renaming | Mapping[str, str] | Iterable[tuple[str, st
 
     Raises:
         TreeMismatch: If a rule matches nothing, two leaves would get one path, or two that read the same (``0`` and
-            ``"0"``), a path would go through a leaf, or a list, a tuple or another container would get a hole or keys
+            ``"0"``), a path would go through a leaf, the tree is a single leaf, or a list, a tuple or another container would get a hole or keys
             that it cannot have.
         ValueError: If a rule asks for what it does not capture.
         TypeError: If the rules are no pairs of texts.
@@ -63,6 +63,12 @@ def rename(tree: T, rules: Renaming | Mapping[str, str] | Iterable[tuple[str, st
         texts.append(item.text)
         found = rules.match(item.text)
         if found is not None:
+            if found.name and not item.text and not spec.nodes:
+                msg = (
+                    f"rename: a single leaf has no path to change: expected a container, got the rule "
+                    f"{rules.pairs[found.rule]}. Put the leaf into a dict."
+                )
+                raise TreeMismatch(msg)
             used.add(found.rule)
             names[item.ref] = found
             if item.text and not found.name:

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from statetree.errors import note_leaf
+from statetree.leaves.ties import view_key
 from statetree.tree.atoms import HOLE
 from statetree.tree.flatten import flatten_for, unflatten
 from statetree.tree.selection import selected
+from statetree.tree.stand_ins import read_leaf
 
 if TYPE_CHECKING:
     from statetree.tree.selection import Where
@@ -23,8 +25,10 @@ def update(tree: T, where: Where, value_or_fn: Any, *, missing_ok: bool = False)
     Args:
         tree: Any tree. It does not change.
         where: Which leaves, as for ``select``. A ``HOLE`` stays one.
-        value_or_fn: The new leaf, or a function from the old leaf to the new one. It is called once for a tensor that
-            is in several places, so that the tie is kept.
+        value_or_fn: The new leaf, or a function from the old leaf to the new one. It is called once for tensors
+            that are the same view on one memory (as the tied entries of a ``state_dict()`` are): its result takes the
+            place of all of them; where it returns what it was given, perhaps written to, each stays. A stored tensor
+            is read before.
         missing_ok: Whether a glob or path may match nothing.
 
     Returns:
@@ -46,20 +50,21 @@ def update(tree: T, where: Where, value_or_fn: Any, *, missing_ok: bool = False)
     leaves, spec = flatten_for("update", tree)
     mask = selected(where, spec, leaves, verb="update", missing_ok=missing_ok)
     result = list(leaves)
-    made: dict[int, Any] = {}
+    made: dict[Any, tuple[Any, Any]] = {}  # what the function was given first, and what it returned
     for index, leaf in enumerate(leaves):
         if not mask[index] or leaf is HOLE:
             continue
         if not callable(value_or_fn):
             result[index] = value_or_fn
-        elif id(leaf) in made:
-            result[index] = made[id(leaf)]
-        else:
+            continue
+        key = view_key(leaf) if isinstance(leaf, torch.Tensor) else None
+        if key is None or key not in made:
             try:
-                result[index] = value_or_fn(leaf)
+                given = read_leaf(leaf)
+                made[key] = leaf, value_or_fn(given)
             except Exception as error:
                 note_leaf(error, spec.paths()[index], leaf)
                 raise
-            if isinstance(leaf, torch.Tensor):
-                made[id(leaf)] = result[index]
+        given, returned = made[key]
+        result[index] = leaf if returned is given else returned
     return cast("T", unflatten(spec, result))

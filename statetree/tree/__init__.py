@@ -15,6 +15,7 @@ containers. From the top to the bottom:
 - ``traversal``: the loop that takes a tree apart, and the one that rebuilds it.
 - ``registry``: which classes are containers (the only module that registers with optree).
 - ``instances``: containers with instance attributes: dataclasses, attrs classes, subclasses of builtin containers.
+- ``stand_ins``: leaves that stand for tensors elsewhere, and what a user's function gets for them.
 - ``containers``, ``atoms``: what a container is to the traversal; plain values that no transform looks into.
 """
 

@@ -8,6 +8,7 @@ from statetree.errors import Difference, TreeMismatch, note_leaf
 from statetree.key_paths import Path
 from statetree.tree.flatten import flatten_for, unflatten
 from statetree.tree.matching import matched
+from statetree.tree.stand_ins import STAND_INS, read_leaf
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +39,8 @@ def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = 
     """Return a tree of the same structure with ``fn(leaf, *rest_leaves)`` in place of every leaf.
 
     Args:
-        fn: Called once a leaf, in the order of ``flatten``. What it returns is put in as one leaf.
+        fn: Called once a leaf, in the order of ``flatten``. What it returns is put in as one leaf. Of a stored tensor
+            (of ``statetree.files``) it gets the tensor, which is read right before.
         tree: Gives the structure.
         rest: Trees of the same structure. Mappings are matched by their keys, whatever their order.
         is_leaf: As for ``flatten``.
@@ -79,9 +81,10 @@ def map_with_path(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 def _mapped(fn: Callable[..., Any], first: Sequence[Any], columns: Sequence[list[Any]], spec: TreeSpec) -> list[Any]:
     results: list[Any] = []
     append = results.append
+    stand_in = bool(STAND_INS) and any(not STAND_INS.keys().isdisjoint(map(type, side)) for side in (first, *columns))
     try:
         for row in zip(first, *columns, strict=True):
-            append(fn(*row))
+            append(fn(*map(read_leaf, row)) if stand_in else fn(*row))
     except Exception as error:
         index = len(results)
         leaf = first[index] if not columns or not isinstance(first[index], Path) else columns[0][index]

@@ -13,6 +13,7 @@ from statetree.errors import TreeMismatch, note_leaf, shown
 from statetree.key_paths import Path, key_identity, nearest, render_key
 from statetree.tree.atoms import HOLE
 from statetree.tree.spec import TreeSpec
+from statetree.tree.stand_ins import unread_leaf
 
 #: Which leaves are meant: a glob, a path (of a leaf, or of a container with all that is in it), several of these, or a
 #: predicate over path and leaf.
@@ -98,7 +99,7 @@ def _asked(predicate: Callable[[Path, Any], bool], spec: TreeSpec, leaves: Seque
     result = []
     for path, leaf in zip(spec.paths(), leaves, strict=True):
         try:
-            result.append(leaf is not HOLE and bool(predicate(path, leaf)))
+            result.append(leaf is not HOLE and bool(predicate(path, unread_leaf(leaf))))
         except Exception as error:
             note_leaf(error, path, leaf)
             raise

@@ -111,6 +111,32 @@ def damaged_deltas_are_not_moved():
     check_in_step()
 
 
+def partials_are_refused():
+    full = Layout((4, 3), (0,), ("R",)).full()
+    partial = {"a": torch.ones(2), "w": Layout((4, 3), (0, 1), ("P",)).build()}
+    whole = {"a": torch.ones(2), "w": Layout((4, 3), (0, 1), ("R",)).build()}
+    changed = {"a": torch.ones(2), "w": statetree.distribute({"w": full + 1}, {"w": whole["w"]})["w"]}
+    change = statetree.delta(changed, whole)
+    assert change.changed == {"w": 12}
+    calls = {
+        "delta": [lambda: statetree.delta(partial, partial), lambda: statetree.delta(partial, whole)],
+        "apply_delta": [lambda: statetree.apply_delta(change, partial)],
+        "reshard": [lambda: statetree.reshard(change, partial)],
+        "inverse": [lambda: change.inverse(partial)],
+    }
+    calls["delta"].append(lambda: statetree.delta(whole, partial))
+    before = partial["w"].to_local().clone()
+    for verb, attempts in calls.items():
+        for call in attempts:
+            name, message = attempt(call)
+            assert (name, f"{verb}: the leaf at w is Partial: expected elements" in message) == (
+                "UnsupportedLeaf",
+                True,
+            ), message
+            check_in_step()
+    assert partial["w"].to_local().equal(before)
+
+
 def deltas_are_broadcast():
     base = {"w": torch.arange(100.0), "step": 1}
     new = {"w": base["w"].clone().index_fill_(0, torch.tensor([3, 70]), -1), "step": 2}
@@ -128,6 +154,7 @@ def deltas_are_broadcast():
         (two_in_a_row, 2),
         (another_base_is_refused_on_every_rank, 2),
         (damaged_deltas_are_not_moved, 2),
+        (partials_are_refused, 2),
         (deltas_are_broadcast, 2),
     ],
 )

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import statetree
-from statetree.exchange.executor import Recorder
 from statetree.testing import run_ranks
 from tests.collectives.checks import attempt, blank, check_in_step, check_same
 
@@ -318,42 +316,3 @@ def fail_at_the_end():
 
 def test_a_rank_that_fails_last_is_heard():
     run_ranks(2, fail_at_the_end)
-
-
-def send_what_changed(world_size):
-    """Keep a replica in another layout with a state that changes here and there, a lot, and not at all."""
-    tree = {"w": sharded((48, 8), 100), "c": sharded((8, 16), 5, Shard(1), torch.bfloat16), "p": torch.arange(40.0)}
-    tree["p"] += 100 * dist.get_rank()  # which each rank has for itself
-    tree["step"] = 7
-    like = {"w": sharded((48, 8), 0, Shard(1)), "c": sharded((8, 16), 0, Replicate(), torch.bfloat16)}
-    like |= {"p": torch.zeros(40), "step": 3}
-    with statetree.prepare(statetree.reshard, tree, like=like, in_place=True, delta=True) as sync:
-        result, whole = sync(), []
-        assert result["w"] is like["w"]
-        for places in (slice(0, 0), slice(3, 4), slice(0, 192), slice(5, 6)):
-            tree["w"]._local_tensor.view(-1)[places] += 1
-            tree["p"][places][:2] += 1
-            tree["c"]._local_tensor[1, 2] -= 1
-            with mock.patch.object(Recorder, "replay", autospec=True, side_effect=Recorder.replay) as replay:
-                assert sync() is result
-            whole.append(replay.called)
-            check_same(result, statetree.reshard(tree, like))
-        assert whole == [False, False, True, False]
-        if dist.get_rank() == 1:
-            like["w"]._local_tensor[3:] = -1  # which nobody may
-        tree["w"]._local_tensor[:2] += 1
-        name, message = attempt(sync)
-        assert (name, "at w" in message) == ("TreeMismatch", True), message
-        check_in_step()
-        sync()
-        check_same({"w": like["w"]}, {"w": statetree.reshard(tree, like)["w"]})
-        if dist.get_rank() == 0:
-            tree["p"].untyped_storage().resize_(0)
-        assert attempt(sync)[0] in ("UnsupportedLeaf", "RankMismatch")
-        check_in_step()
-    assert attempt(sync)[0] in ("StateTreeError", "RankMismatch")
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_delta_is_sent_where_it_is_fewer_bytes(world_size):
-    run_ranks(world_size, send_what_changed, world_size)

@@ -38,7 +38,7 @@ def files(state: dict[str, Any], place: Path) -> None:
 
 
 def transfers(source: dict[str, Any], target: dict[str, Any]) -> None:
-    with st.prepare(st.reshard, source, target, in_place=True, delta=True) as sync:
+    with st.prepare(st.reshard, source, target, in_place=True) as sync:
         assert_type(sync, st.Prepared)
         sync()
 

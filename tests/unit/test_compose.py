@@ -411,29 +411,3 @@ def test_a_step_need_not_be_hashable():
             return st.map_leaves(lambda leaf: leaf * 2, tree)
 
     assert st.chain(Doubled(), Doubled())({"a": 1}) == {"a": 4}
-
-
-def test_a_prepared_delta_is_refused_where_it_means_nothing():
-    tree = {"w": torch.arange(3.0)}
-    for verb, options in [(st.gather, {}), (st.reshard, {"like": st.offload(tree)})]:
-        with pytest.raises(TypeError, match="prepare: delta=True goes with reshard"):
-            st.prepare(verb, tree, delta=True, **options)
-    with pytest.raises(TypeError, match="got reshard with in_place, cast"):
-        st.prepare(st.reshard, tree, st.offload(tree), in_place=True, cast=True, delta=True)
-
-    def agreeing(_):
-        raise AssertionError  # the other ranks would wait for nothing
-
-    with pytest.raises(TypeError, match="got agreeing with none"):
-        st.prepare(agreeing, tree, delta=True)
-
-
-def test_a_prepared_delta_needs_no_group():
-    tree, like = {"w": torch.arange(100.0), "step": 1}, {"w": torch.zeros(100), "step": 1}
-    with st.prepare(st.reshard, tree, like, in_place=True, delta=True) as sync:
-        for place in range(3):
-            tree["w"][place] = -1
-            assert sync()["w"] is like["w"]
-            assert like["w"].equal(tree["w"])
-    with pytest.raises(st.StateTreeError, match="was closed"):
-        sync()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def test_headers_alone_are_read(name, tmp_path):
     found = opened(write(state, tmp_path / name))
     assert [str(path) for path in st.paths(found.tree)] == list(found.tree)
     assert st.similarity(found.tree, state)
-    assert st.map_leaves(lambda leaf: leaf.shape, found.tree) == {"w": (1 << 20,), "b": (1 << 20,)}
+    assert {key: leaf.shape for key, leaf in found.tree.items()} == {"w": (1 << 20,), "b": (1 << 20,)}
     assert found.files.nbytes_read < 20_000
 
 
@@ -83,6 +84,92 @@ def test_a_state_is_filled_from_a_file(name, tmp_path):
     result = st.copy_into(stored, target)
     assert_trees_equal(target, state, ties=False)
     assert all(result[key] is target[key] for key in target)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_users_function_gets_tensors_one_leaf_after_the_other(name, tmp_path):
+    one, two = ({"a": bits(4, 3), "b": bits(5)} for _ in range(2))
+    sides = [open_file(write(side, tmp_path / f"{n}{name}")) for n, side in enumerate((one, two))]
+
+    def averaged(x, y):
+        assert type(x) is type(y) is torch.Tensor
+        return torch.lerp(x.double(), y.double(), 0.5) if isinstance(x, torch.Tensor) else y
+
+    result = st.map_leaves(averaged, *sides)
+    expected = {key: tensor.double() for key, tensor in one.items()}
+    assert_trees_equal(st.map_with_path(lambda _, x, y: averaged(x, y), *sides), expected, ties=False)
+    assert_trees_equal(result, expected, ties=False)
+    assert_trees_equal(st.update(sides[0], "**", lambda leaf: averaged(leaf, leaf)), expected, ties=False)
+    assert_trees_equal(st.offload(sides[0]), one, ties=False)
+    assert_trees_equal(st.map_leaves(averaged, one, sides[1]), expected, ties=False)
+    for written in (st.map_leaves(torch.Tensor.zero_, sides[0]), st.update(sides[0], "**", torch.Tensor.zero_)):
+        assert not any(tensor.any() for tensor in written.values())
+        assert_trees_equal(st.offload(sides[0]), one, ties=False)
+
+
+def test_leaves_are_read_right_before_the_function_gets_them(tmp_path):
+    stored = open_file(write({"a": bits(1000), "b": bits(2000)}, tmp_path / "a.pt"))
+    path = tmp_path / "a.pt"
+    seen = []
+
+    def seeing(leaf):
+        seen.append(leaf)
+        if len(seen) == 1:
+            path.write_bytes(b"")  # what was not read before cannot be read any more
+        return leaf
+
+    with pytest.raises(CheckpointError, match="was cut off while it was read") as caught:
+        st.map_leaves(seeing, stored)
+    assert len(seen) == 1
+    assert any("at b" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_predicate_is_asked_about_a_tensor_that_is_read_if_it_looks_at_elements(name, tmp_path, monkeypatch):
+    state = {"big": torch.zeros(20, 3), "ints": torch.arange(4), "one": torch.ones(3)}
+    stored = open_file(write(state, tmp_path / name))
+    reads = []
+    monkeypatch.setattr(StoredTensor, "tensor", lambda self, real=StoredTensor.tensor: reads.append(self) or real(self))
+
+    def of_floats(path, leaf):
+        assert isinstance(leaf, torch.Tensor)
+        assert (leaf.device.type, leaf.is_meta, leaf.requires_grad) == ("cpu", False, False)
+        assert leaf.numel() == leaf.shape.numel() == state[str(path)].numel()
+        assert (leaf.stride(), leaf.size(0), len(leaf)) == (state[str(path)].stride(), leaf.shape[0], leaf.shape[0])
+        return leaf.dtype == torch.float32 and leaf.is_floating_point() and leaf.ndim + leaf.dim() > 0
+
+    assert sorted(st.select(stored, of_floats)) == ["big", "one"]
+    assert not reads
+    assert sorted(st.select(stored, lambda _, leaf: leaf.bool().all())) == ["one"]
+    assert sorted(st.select(stored, lambda _, leaf: torch.equal(leaf, state["big"]))) == ["big"]
+    assert sorted(st.select(stored, lambda _, leaf: torch.cat([leaf.flatten(), leaf.flatten()]).sum() == 6)) == ["one"]
+    assert st.select(stored, of_floats)["one"] is stored["one"]
+    kept, rest = st.partition(stored, lambda _, leaf: float(leaf.sum()) == 6)
+    assert kept["ints"] is stored["ints"]
+    assert rest["big"] is stored["big"]
+    changed = st.update(stored, lambda _, leaf: leaf.any(), lambda leaf: -leaf)
+    assert changed["one"].equal(-state["one"])
+    assert changed["big"] is stored["big"]
+
+
+def test_a_step_of_a_chain_gets_tensors(tmp_path):
+    stored = open_file(write({"v": bits(3), "w": bits(6)}, tmp_path / "a.safetensors"))
+    seen = []
+
+    def doubled(tree):
+        seen.append({key: type(leaf) for key, leaf in tree.items()})
+        return {key: leaf * 2 if isinstance(leaf, torch.Tensor) else leaf for key, leaf in tree.items()}
+
+    expected = {"v": bits(3) * 2, "w": bits(6) * 2}
+    assert_trees_equal(st.chain(doubled)(stored), expected, ties=False)
+    bucketwise = st.leafwise(lambda tree: doubled(tree))
+    assert_trees_equal(st.chain(bucketwise, st.offload)(stored), expected, ties=False)
+    assert dict((str(path), leaf.tolist()) for path, leaf in st.stream(stored, bucketwise)) == {
+        key: leaf.tolist() for key, leaf in expected.items()
+    }
+    assert all(set(types.values()) == {torch.Tensor} for types in seen)
+    untouched = st.chain(partial(st.select, where="w"), partial(st.rename, rules={"w": "x"}))(stored)
+    assert untouched["x"] is stored["w"]
 
 
 @pytest.mark.parametrize("name", NAMES)

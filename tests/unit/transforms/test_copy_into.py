@@ -215,6 +215,61 @@ def test_opaque_values_come_from_the_source_and_are_never_aliased():
     assert not shares_memory(result["box"], dst)
 
 
+def test_opaque_values_stay_tied_to_tensors_that_are_copied():
+    w, p = ramp(4, 3), torch.nn.Parameter(ramp(5))
+    box = Box(w=w, part=w[1:3, :2], turned=w.T, p=p, items=[w], own=ramp(2))
+    src = {"box": box, "p": p, "w": w.detach()}
+    dst = {"box": Box(), "p": torch.zeros(5), "w": torch.zeros(4, 3)}
+    result = st.copy_into(src, dst)
+    assert result["w"] is dst["w"]
+    found = result["box"]
+    assert found.w is found.items[0]
+    assert type(found.p) is torch.nn.Parameter
+    for name, own in (("w", "w"), ("part", "w"), ("turned", "w"), ("p", "p")):
+        assert shares_memory(getattr(found, name), dst[own]), name
+        assert getattr(found, name).equal(getattr(box, name)), name
+        assert getattr(found, name).stride() == getattr(box, name).stride(), name
+    assert not shares_memory(found.own, [src, dst])
+    dst["w"].fill_(-1)
+    assert found.part.eq(-1).all()
+    wide, columns = ramp(4, 6), {"box": Box(), "w": torch.zeros(4, 6)[:, :3]}
+    result = st.copy_into({"box": Box(x=wide[:, 3:]), "w": wide[:, :3]}, columns)
+    assert result["box"].x.equal(wide[:, 3:])
+    # In other places of a storage nothing is tied; and what is not copied is no tie, either.
+    flat = ramp(6)
+    result = st.copy_into({"box": Box(x=flat[4:]), "w": flat[:4]}, {"box": Box(), "w": torch.zeros(4)})
+    assert not shares_memory(result["box"], result["w"])
+    result = st.copy_into({"box": Box(x=flat), "w": flat}, {"box": Box(), "w": torch.zeros(6)}, where="box")
+    assert not shares_memory(result["box"], [flat, result["w"]])
+    result = st.copy_into({"box": Box(x=w), "w": w}, {"box": Box(), "w": torch.zeros(3, 4).T})
+    assert shares_memory(result["box"].x, result["w"])
+
+
+def test_an_object_that_holds_more_than_is_copied_stays_tied_if_the_destination_is_tied_alike():
+    src, flat = ramp(6), torch.zeros(6)
+    dst = {"box": Box(x=flat), "w": flat[2:4]}
+    result = st.copy_into({"box": Box(x=src), "w": src[2:4]}, dst)
+    assert result["box"].x.equal(src)
+    dst["w"].fill_(-1)
+    assert result["box"].x.tolist() == [0, 1, -1, -1, 4, 5]
+    refused({"box": Box(x=src), "w": src[2:4]}, {"box": Box(x=flat), "w": flat[1:3]}, "ties at box")
+
+
+@pytest.mark.parametrize(
+    ("held", "copied", "target", "options"),
+    [
+        (ramp(6), slice(2, 4), torch.zeros(2), {}),
+        (ramp(6), slice(0, 6), torch.zeros(6, dtype=torch.float64), {"cast": True}),
+        (ramp(6), slice(0, 6, 2), torch.zeros(3), {}),
+        (ramp(6)[1:4], slice(0, 3, 2), torch.zeros(4)[::2], {}),
+    ],
+    ids=["more than is copied", "another dtype", "other strides", "gaps"],
+)
+def test_a_tie_that_would_be_lost_is_refused(held, copied, target, options):
+    src, dst = {"box": Box(x=held), "w": held[copied]}, {"box": Box(), "w": target}
+    refused(src, dst, "ties at box: a view on the memory of w cannot go into a tensor without such a view", **options)
+
+
 def test_an_opaque_value_that_cannot_be_copied_leaves_everything_untouched():
     src = {"a": ramp(3), "box": Box(lines=(n for n in ())), "z": ramp(2)}
     dst = {"a": torch.zeros(3), "box": Box(), "z": torch.zeros(2)}

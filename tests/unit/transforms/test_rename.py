@@ -108,6 +108,7 @@ def test_the_first_rule_that_matches_counts():
         ({"a": 1}, [("*", "b.*"), ("a", "c")], "no path matches the rule 'a' that no rule before it matches"),
         ({"a": {"b": 1}}, {"a": "c"}, r"no path matches the rule 'a', which is a container: did you mean 'a.\*\*'"),
         ({"a.b": 1}, {"a.b.**": "**"}, "the path a.b would be lost"),
+        (5, {"*": "pre.*"}, "a single leaf has no path to change: expected a container, got the rule"),
         ({"x": {0: 1}, "y": 2}, {"y": "x.0"}, "two leaves would get one path: .* got 'x.0' for x.0 and y"),
         ({"y": 2, "x": {0: 1}}, {"y": "x.0"}, "two leaves would get one path: .* got 'x.0' for y and x.0"),
         ({"a.b": 1, "a": {"c": 2}}, {"a.c": "a.b"}, "two leaves would get one path: .* got 'a.b' for a.b and a.c"),

@@ -142,6 +142,33 @@ def test_update_keeps_ties_and_names_the_path_of_what_fails():
     assert any("at a.b" in note for note in caught.value.__notes__)
 
 
+def test_update_calls_a_function_once_for_each_memory():
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = torch.nn.Linear(2, 3, bias=False)
+            self.b = torch.nn.Linear(2, 3, bias=False)
+            self.b.weight = self.a.weight
+
+    state = Tied().state_dict()
+    assert state["a.weight"] is not state["b.weight"]
+    expected = state["a.weight"] * 2
+    found = st.update(state, "**", lambda leaf: leaf.mul_(2))
+    assert found["a.weight"].equal(expected)
+    assert found["a.weight"] is state["a.weight"]
+    assert found["b.weight"] is state["b.weight"]
+    found = st.update(state, "**", torch.neg)
+    assert found["a.weight"] is found["b.weight"]
+    assert found["a.weight"].equal(-expected)
+    flat = torch.arange(6.0)
+    found = st.update([flat, flat[:3], flat.view(2, 3), flat.view(torch.int32)], "*", lambda leaf: leaf.clone())
+    assert len(set(map(id, found))) == 4
+    assert found[1].equal(flat[:3])
+    # What holds no memory is told by the object alone.
+    empty = [torch.empty(3, device="meta"), torch.empty(3, device="meta"), torch.empty(0), torch.empty(0)]
+    assert len(set(map(id, st.update(empty, "*", lambda leaf: leaf.clone())))) == 4
+
+
 def test_they_read_no_element():
     tree = {"a": torch.empty(2**40, device="meta"), "b": torch.empty(3, device="meta")}
     left, right = st.partition(tree, "a")
