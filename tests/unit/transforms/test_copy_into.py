@@ -515,10 +515,14 @@ def test_a_dual_tensor_is_refused(side, count):
     assert not dst[0].any()
 
 
-def test_dims_that_interleave_without_overlap_are_fine():
-    dst = torch.zeros(20).as_strided((2, 3), (3, 2))  # 0 2 4, 3 5 7
-    st.copy_into([ramp(2, 3)], [dst])
-    assert torch.equal(dst, ramp(2, 3))
+def test_dims_that_interleave_without_overlap_are_filled_from_ones_that_do_alike():
+    dst, src = (memory.as_strided((2, 3), (3, 2)) for memory in (torch.zeros(20), ramp(20)))  # 0 2 4, 3 5 7
+    st.copy_into([src], [dst])
+    assert torch.equal(dst, src)
+    refused([ramp(2, 3)], [dst], "overlap at 0: .* overlaps itself")
+
+
+def test_a_stride_of_zero_along_one_element_is_no_overlap():
     one = torch.zeros(1).expand(1)
     st.copy_into([ramp(1, start=5)], [one])
     assert one.item() == 5
