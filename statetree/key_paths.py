@@ -47,10 +47,10 @@ class Path(tuple[Any, ...]):
 
     __slots__ = ()
 
-    # What is equal must hash alike, and a path is equal to its text: so it is hashed by that. Keys of a user's class may
-    # be equal and read differently (as by their addresses); a path with such keys is equal to no string, and is hashed by
-    # the keys. That two unequal paths, of 0 and "0", are equal to one string, is the price; sets and dicts of paths alone
-    # do not notice.
+    # What is equal must hash alike, and a path is equal to its text: so it is hashed by that. Keys of a user's class
+    # may be equal and read differently (as by their addresses); a path with such keys is equal to no string, and is
+    # hashed by the keys. The price is that one string is equal to two paths that differ, those of 0 and "0"; sets and
+    # dicts of paths alone do not notice.
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Path):
             return len(self) == len(other) and all(map(same_key, self, other))
@@ -68,7 +68,7 @@ class Path(tuple[Any, ...]):
         Raises:
             TreeMismatch: If nothing does.
         """
-        # Containers are the tree engine's, which stands on this module: it is loaded by the first path that is followed.
+        # Containers are the tree engine's, which stands on this module: it is loaded when a path is followed.
         return import_module("statetree.tree.flatten").follow(self, tree)
 
     @property

@@ -72,10 +72,9 @@ class _View(NamedTuple):
 
 
 def _view(columns: Columns, index: int, reach: int) -> _View:
-    dtype, shape, strides = columns.dtypes[index], columns.shapes[index], columns.strides[index]
-    if columns.contiguous[index]:
-        shape, strides = (prod(shape),), (1,)
-    steps = tuple([(step * dtype.itemsize, size) for step, size in zip(strides, shape, strict=True) if size != 1])
+    dtype, shape = columns.dtypes[index], columns.shapes[index]
+    dims = [(prod(shape), 1)] if columns.contiguous[index] else zip(shape, columns.strides[index], strict=True)
+    steps = tuple([(step * dtype.itemsize, size) for size, step in dims if size != 1])
     start = columns.pointers[index]
     return _View(start, start + reach, dtype, steps, columns.conj[index], columns.neg[index])
 
