@@ -13,7 +13,6 @@ import optree
 import torch
 
 import statetree
-from statetree.spans.huge_pages import are_used
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,10 +97,9 @@ def _cpu() -> str:
 
 
 def _huge_pages() -> str:
-    """Return when the system gives huge pages (``always``, ``madvise`` or ``never``), and whether they are used."""
+    """Return when the system gives huge pages: ``always``, ``madvise`` or ``never``."""
     _, found, rest = _read("/sys/kernel/mm/transparent_hugepage/enabled").partition("[")
-    given = rest.partition("]")[0] if found else "unknown"
-    return f"{given}, {'used' if are_used() else 'not used'}"
+    return rest.partition("]")[0] if found else "unknown"
 
 
 def _read(path: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from difflib import get_close_matches
+from importlib import import_module
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,33 +22,62 @@ class Attr(str):
     __slots__ = ()
 
 
+#: Keys of these types render alike exactly where they are equal, but for their types.
+_TEXTUAL: Final = frozenset({str, int, bool, float, complex, bytes, type(None), Attr})
+
+
 class Path(tuple[Any, ...]):
     """The keys from a tree's root to a leaf: mapping keys, sequence indices, field names.
 
     Two paths are equal only if their keys agree in type as well: ``Path((0,))``, ``Path(("0",))`` and
-    ``Path((False,))`` all differ. ``str(path)`` reads like ``model.layers.0.weight``.
+    ``Path((False,))`` all differ. ``str(path)`` reads like ``model.layers.0.weight``, and a path of names and numbers
+    is equal to the string that it reads like. It is equal to no plain tuple. ``path(tree)`` is what lies there.
 
     Example:
-        >>> from statetree.key_paths import Path
-        >>> str(Path(("model", "layers", 0, "weight")))
-        'model.layers.0.weight'
-        >>> Path((0,)) == Path((False,))
+        >>> import statetree as st
+        >>> tree = {"model": {"layers": [{"weight": 1.0}]}}
+        >>> (path,) = st.paths(tree)
+        >>> path == "model.layers.0.weight"
+        True
+        >>> path.parent(tree)
+        {'weight': 1.0}
+        >>> st.Path((0,)) == st.Path((False,))
         False
     """
 
     __slots__ = ()
 
+    # What is equal must hash alike, and a path is equal to its text: so it is hashed by that. Keys of a user's class
+    # may be equal and read differently (as by their addresses); a path with such keys is equal to no string, and is
+    # hashed by the keys. The price is that one string is equal to two paths that differ, those of 0 and "0"; sets and
+    # dicts of paths alone do not notice.
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, tuple):
-            return NotImplemented
-        return len(self) == len(other) and all(map(same_key, self, other))
+        if isinstance(other, Path):
+            return len(self) == len(other) and all(map(same_key, self, other))
+        return isinstance(other, str) and self._is_textual() and str(self) == other
 
     def __ne__(self, other: object) -> bool:
-        equal = self.__eq__(other)
-        return NotImplemented if equal is NotImplemented else not equal
+        return not self == other
 
     def __hash__(self) -> int:
-        return hash((*map(_hashable, self),))  # as of a plain tuple of these keys, which the path equals
+        return hash(str(self) if self._is_textual() else (*map(_hashable, self),))
+
+    def __call__(self, tree: Any) -> Any:
+        """Return what lies at this path of a tree: a leaf or a container.
+
+        Raises:
+            TreeMismatch: If nothing does.
+        """
+        # Containers are the tree engine's, which stands on this module: it is loaded when a path is followed.
+        return import_module("statetree.tree.flatten").follow(self, tree)
+
+    @property
+    def parent(self) -> Path:
+        """The path one key further up; the root's is the root."""
+        return Path(self[:-1])
+
+    def _is_textual(self) -> bool:
+        return _TEXTUAL.issuperset(map(type, self))
 
     def __str__(self) -> str:
         return ".".join(map(render_key, self))

@@ -222,16 +222,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "_all_disjoint(targets, sources)  ->  _all_disjoint(sources, targets)",
     ): "it does not matter which is which",
     (
-        "spans/overlaps.py",
-        "if all(alike.overlap(cluster[0], index) for index in cluster):",
-        "alike.overlap(cluster[0], index)  ->  alike.overlap(index, cluster[0])",
-    ): "it does not matter which is which",
-    (
-        "spans/overlaps.py",
-        "found += [(index, last) for index in members[:-1] if not alike.receive(index, last)]",
-        "alike.receive(index, last)  ->  alike.receive(last, index)",
-    ): "it does not matter which is which",
-    (
         "spans/columns.py",
         'if "storages" in self.__dict__ and self.place is not None and self.pointers_distinct and self.whole:',
         "self.place is not None  ->  self.place is None",
@@ -242,14 +232,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "if len(peers) > 1 and not in_order:",
         "len(peers) > 1  ->  len(peers) >= 1",
     ): "one is in order",
-    ("spans/overlaps.py", "last_key, last_stop = 0, -1", "-1  ->  1"): "no memory begins at an address that low",
-    ("spans/overlaps.py", "last_key, last_stop = 0, -1", "0  ->  1"): "the first memory is a new one",
-    ("spans/overlaps.py", "last_key, last_stop = 0, -1", "1  ->  2"): "no memory begins at a negative address",
-    (
-        "spans/overlaps.py",
-        "reach = covered + sum((size - 1) * step for step, size in dims[position:]) + 1",
-        "size - 1  ->  size + 1",
-    ): "more places are made than are looked at",
     (
         "stager/snapshot.py",
         "synchronize(accelerators)",

@@ -28,7 +28,6 @@ from statetree.exchange.transfers import as_sendable, converting_transfer, senda
 from statetree.leaves.builtin import is_plain
 from statetree.leaves.copying import prepared_copy
 from statetree.spans.columns import Columns
-from statetree.spans.mappings import MemoryMap, placed
 from statetree.spans.overlaps import overlaps_itself, shared_elements
 
 if TYPE_CHECKING:
@@ -328,7 +327,7 @@ def _depends_on_values(leaves: Iterable[Any], *, cast: bool) -> bool:
     if any(not part.is_contiguous() and overlaps_itself(part.shape, part.stride()) for part in parts):
         return True
     held = Columns([part for part in parts if not part.is_meta])
-    return bool(shared_elements(held if held.resizable else placed(held, MemoryMap(), private=False)))
+    return bool(shared_elements(held))
 
 
 @lru_cache(maxsize=4096)

@@ -11,7 +11,7 @@ from statetree.errors import Difference, TreeMismatch
 from statetree.files.stored import OutOfRange
 from statetree.spans.bits import same_bytes
 from statetree.spans.columns import Columns
-from statetree.spans.overlaps import laid_like, overlaps_itself, shared_elements
+from statetree.spans.overlaps import once, overlaps_itself, shared_elements
 from statetree.torch_internals import quietly
 from statetree.transforms.copy_into import copy_into
 
@@ -74,11 +74,11 @@ def fill(verb: str, targets: Sequence[Target]) -> None:
         if not overlaps_itself(target.tensor.shape, target.tensor.stride()):
             target.read(verb, target.tensor)
             continue
-        laid = laid_like(target.fresh(verb), target.tensor)
-        if laid is None:
+        left = once(target.tensor, target.fresh(verb))
+        if left is None:
             found.append(Difference(target.path, "overlap", "values of its own", "a tensor that overlaps itself"))
         else:
-            copy_into(laid, target.tensor)
+            copy_into(left[1], left[0])
     pairs = shared_elements(Columns([target.tensor for target in targets]))
     tied = [targets[index] for index in sorted({index for pair in pairs for index in pair})]
     wrong = {target.path: None for target in tied if not same_bytes(target.tensor, target.fresh(verb))}

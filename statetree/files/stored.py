@@ -20,7 +20,7 @@ from statetree.leaves.casting import castable, out_of_range
 from statetree.leaves.copying import copied_leaves
 from statetree.leaves.parts import unpack
 from statetree.leaves.registry import LeafType, register_leaf_type
-from statetree.paths import Path
+from statetree.key_paths import Path
 from statetree.spans.layout import extent_bytes
 from statetree.torch_internals import copy_each, quietly, set_bits, storage_key
 from statetree.tree.flatten import flatten_for, unflatten

@@ -13,7 +13,6 @@ from statetree.leaves.parts import Unpacked, unpack
 from statetree.leaves.ties import ObjectTies, object_ties
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, extents
-from statetree.spans.mappings import MemoryMap, placed, read_only
 from statetree.spans.memory import Memory
 from statetree.spans.overlaps import all_disjoint, conflicts, once, overlaps_itself, reads_of_written
 from statetree.spans.replicate import replicate_columns
@@ -104,19 +103,7 @@ class _CopyJob:
     @cached_property
     def disjoint(self) -> bool:
         """Whether no two of all tensors lie over each other (the usual case, in which nothing more need be asked)."""
-        return all_disjoint(*self._places(private=True))
-
-    @cached_property
-    def _memory_map(self) -> MemoryMap | None:
-        """What lies where, if a target lies in memory that torch did not allocate: a file, say, mapped twice."""
-        return None if self.targets.resizable else MemoryMap()
-
-    def _places(self, *, private: bool) -> tuple[Columns, Columns]:
-        """Return the targets and sources by where their bytes are, at however many addresses."""
-        found = self._memory_map
-        if found is None:
-            return self.targets, self.sources
-        return placed(self.targets, found, private=False), placed(self.sources, found, private=private)
+        return all_disjoint(self.targets, self.sources)
 
     def _path(self, index: int) -> Any:
         return self.pairing.spec.paths()[index]
@@ -158,12 +145,8 @@ class _CopyJob:
         self._check_memory(self.targets)
         if any(self.targets.inference):
             self._refuse_targets(self.targets.inference, "writability", "an inference tensor")
-        if self._memory_map is not None:
-            blocked = set(read_only(self.targets, self._memory_map))
-            flags = [index in blocked for index in range(len(self.leaves))]
-            self._refuse_targets(flags, "writability", "memory that is mapped for reading only")
         if not self.found and not self.disjoint:
-            for first, second in conflicts(*self._places(private=False)):
+            for first, second in conflicts(self.targets, self.sources):
                 partner = self._path(self.leaves[second])
                 self._refuse(
                     self.leaves[first],
@@ -305,7 +288,7 @@ class _CopyJob:
     def write(self) -> None:
         """Copy all tensors, in one call."""
         targets, sources = list(self.targets.tensors), list(self.sources.tensors)
-        moved = [] if self.disjoint else reads_of_written(*self._places(private=True))
+        moved = [] if self.disjoint else reads_of_written(self.targets, self.sources)
         if moved:
             copies = copies_of(Columns([sources[index] for index in moved]))
             for index, fresh in zip(moved, copies, strict=True):

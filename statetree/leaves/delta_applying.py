@@ -7,7 +7,6 @@ when it is applied again. What is as it shall be already is not written.
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from statetree.errors import TreeMismatch
@@ -16,8 +15,6 @@ from statetree.leaves.copying import copied_leaves, prepared_copy
 from statetree.leaves.delta_overlaps import overlapping_changes
 from statetree.leaves.located_change import LocatedChange
 from statetree.leaves.tensor_entries import TreeEntries
-from statetree.spans.columns import Columns
-from statetree.spans.mappings import MemoryMap, foreign, read_only
 from statetree.tree.flatten import unflatten
 
 if TYPE_CHECKING:
@@ -66,10 +63,6 @@ class _Application:
         self._check_ties()
         return unflatten(self.entries.spec, leaves), self.writes
 
-    @cached_property
-    def _memory_map(self) -> MemoryMap:
-        return MemoryMap()
-
     def _check_everything(self) -> None:
         """Refuse a tree that differs from the base, but for what the delta has already made of it."""
         sums = self.entries.sums()
@@ -95,9 +88,6 @@ class _Application:
             raise mismatch(self.verb, name, "the elements of the base where the delta writes", "others")
 
     def _check_writable(self, name: str, entry: TensorEntry) -> None:
-        columns = Columns(entry.pieces)
-        if foreign(columns) and read_only(columns, self._memory_map):
-            raise mismatch(self.verb, name, "a tensor that can be written", "memory that is mapped for reading only")
         for piece in entry.pieces:
             if piece.is_inference():
                 raise mismatch(self.verb, name, "a tensor that can be written", "an inference tensor")

@@ -10,7 +10,6 @@ from statetree.leaves.copying import copies_of
 from statetree.leaves.located_change import LocatedChange, plain_copies
 from statetree.spans.bits import safely_equal, same_bytes
 from statetree.spans.columns import Columns
-from statetree.spans.mappings import MemoryMap, foreign, placed
 from statetree.spans.overlaps import shared_elements
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ def overlapping_changes(
 
     The changes are written to copies that lie in one memory as the leaves do, and each to a copy of its own: both must
     be the same. Where that cannot be tried, what lies in one memory is refused: another value (sparse, quantized) that
-    is written, and several storages that stand for one memory (NumPy's, or of a file that is mapped twice).
+    is written, and several storages that stand for one memory (NumPy's).
 
     Args:
         verb: On whose behalf, for messages.
@@ -50,7 +49,7 @@ def overlapping_changes(
         index: ("overlap", "memory in which it overlaps itself") for index in over_itself if len(held[index]) > 1
     }
     shared = set(over_itself)
-    for first, second in shared_elements(placed(columns, MemoryMap(), private=False) if foreign(columns) else columns):
+    for first, second in shared_elements(columns):
         a, b = rows[first][0], rows[second][0]
         if changes.keys().isdisjoint((a, b)) and values.keys().isdisjoint((a, b)):
             continue

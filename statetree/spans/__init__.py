@@ -4,11 +4,9 @@ A *plain* tensor is a strided view on a storage, a *span* a stretch of a storage
 about thousands of tensors at once, over *columns*. From the top to the bottom:
 
 - ``replicate``: tensors with the same geometry and overlap in other memory.
-- ``mappings``: files that lie at several addresses, and memory that cannot be written.
 - ``overlaps``: whether writing to tensors that share memory depends on the order of writing.
 - ``layout``: storages cut into spans, and views made on them.
 - ``memory``: plain, pinned and shared host memory, and memory of a device.
-- ``huge_pages``: whether large memory lies on huge pages.
 - ``geometry_cache``: lists of tensors that look like one seen before are not asked again.
 - ``columns``: the attributes of a list of tensors, each as a list.
 - ``positions``: elements taken from tensors, and put into them, by their positions.

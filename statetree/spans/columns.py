@@ -154,11 +154,6 @@ class Columns:
         return list(map(STORAGE_BASE.data_ptr, self.storages))
 
     @cached_property
-    def resizable(self) -> bool:
-        """Whether all storages are torch's own allocations, so that no two of them lie over each other."""
-        return all(map(STORAGE_BASE.resizable, self.storages))
-
-    @cached_property
     def whole(self) -> bool:
         """Whether every tensor is contiguous and covers its storage from the first byte to the last."""
         place = self.place

@@ -1,12 +1,13 @@
 """Buffers: where copies of spans are put. Plain, pinned and shared host memory, and memory of a device.
 
-Large buffers are allocations of their own, on huge pages where these are quicker. Small ones are carved
-out of slabs where an allocation is dear (pinning, or a file descriptor each).
+Large buffers are allocations of their own. Small ones are carved out of slabs where an allocation is dear (pinning, or
+a file descriptor each).
 """
 
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import weakref
 from functools import cache
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from statetree.errors import warn
-from statetree.spans.huge_pages import mapped, prefer_huge_pages
 from statetree.torch_internals import quietly, shared_storage
 
 if TYPE_CHECKING:
@@ -27,6 +27,10 @@ LARGE_BYTES: Final = 1 << 20
 SLAB_BYTES: Final = 64 << 20
 #: Where buffers begin in a slab: at the start of a cache line, which suits every dtype.
 ALIGNMENT: Final = 64
+#: Anonymous mappings are shared with forked processes unless one asks otherwise (which is not possible on Windows).
+_PRIVATE: Final[dict[str, Any]] = (
+    {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+)
 #: From this part of the whole on a buffer in shared memory is an allocation of its own.
 _FEW: Final = 32
 
@@ -86,10 +90,10 @@ class Memory:
         if slabs is None:
             slabs = self.pin_memory or self.share_memory
         if not slabs:
-            return [Buffer(self._allocate(size), 0) for size in sizes]
+            return [Buffer(self.block(size), 0) for size in sizes]
         result: dict[int, Buffer] = {}
         for block in self.arrange(sizes):
-            storage = self._allocate(block.nbytes)
+            storage = self.block(block.nbytes)
             result.update((index, self.piece(storage, start, sizes[index])) for index, start in block.places)
         return [result[index] for index in range(len(sizes))]
 
@@ -125,28 +129,17 @@ class Memory:
         return Buffer(part, 0)
 
     def block(self, size: int) -> torch.UntypedStorage:
-        """Return memory that goes back to the system when it is freed, and not into an allocator's stock."""
-        if not self.is_plain_host or size < LARGE_BYTES:
-            return self._allocate(size)
-        try:
-            storage = mapped(size)
-        except OSError:  # too many mappings, perhaps
-            return self._allocate(size)
-        prefer_huge_pages(storage)
-        return storage
-
-    def _allocate(self, size: int) -> torch.UntypedStorage:
+        """Return memory that is an allocation of its own."""
         pins = self.pin_memory and bool(size)
         if pins and not _registers():
             return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True).untyped_storage()
         if self.share_memory:
             storage = _share(size)
         elif pins:  # on pages of its own: those that it shared with other memory could be registered already
-            storage = mapped(size)
+            pages = mmap.mmap(-1, size, **_PRIVATE)
+            storage = torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
         else:
             storage = torch.UntypedStorage(size, device=self.device)
-        if self.device.type == "cpu":
-            prefer_huge_pages(storage)
         if pins:
             _pin(storage)
         return storage

@@ -1,19 +1,24 @@
-"""Overlap between destinations: whether writing into tensors that share memory depends on the order of writing."""
+"""Overlap between destinations: whether writing into tensors that share memory depends on the order of writing.
+
+Where that cannot be told from strides and addresses in a few steps, tensors are taken to overlap: a copy that could be
+made may be refused, and none whose result depends on the order is made.
+"""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import prod
+from operator import le
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
-from statetree.spans.bits import as_bits, same_bytes
+from statetree.spans.bits import same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.layout import extents
-from statetree.spans.positions import places_of, put
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    import torch
 
 
 def once(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -36,31 +41,117 @@ def once(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def overlaps_itself(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether two elements of a tensor lie in the same place (as in an expanded one)."""
+    """Whether two elements of a tensor may lie in the same place (as in an expanded one).
+
+    Surely none do if each step is longer than all smaller ones together reach, as in every view that indexing and
+    slicing make. Dims that interleave otherwise, which only ``as_strided`` makes, are taken to overlap.
+    """
     covered = 0
-    dims = sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1)
-    if any(size == 0 for _, size in dims):
+    if 0 in shape:
         return False
-    for position, (step, size) in enumerate(dims):
-        if step == 0:
+    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
+        if step <= covered:
             return True
-        if step <= covered:  # the dim may interleave with the smaller ones: count the places
-            reach = covered + sum((size - 1) * step for step, size in dims[position:]) + 1
-            places = torch.arange(reach, device="cpu").as_strided(shape, stride)
-            return bool(places.unique().numel() != places.numel())
         covered += (size - 1) * step
     return False
 
 
-def laid_like(values: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
-    """Return a copy of values that overlaps itself as a target does; ``None`` if some place would receive several."""
-    fresh = torch.empty_strided(target.shape, target.stride(), dtype=values.dtype, device=values.device)
-    put(fresh, places_of(torch.arange(values.numel(), device=values.device), fresh), as_bits(values.reshape(-1)))
-    return fresh if same_bytes(fresh, values) else None
+class _View(NamedTuple):
+    """Where the bytes of a tensor lie. Equal for tensors that are the same view, up to the shape of contiguous ones."""
+
+    start: int
+    stop: int
+    dtype: torch.dtype
+    steps: tuple[tuple[int, int], ...]  # of each dim that leads anywhere: by how many bytes, and how many elements
+    conj: bool
+    neg: bool
+
+    def reach_within(self, period: int) -> int:
+        """Return how many bytes the elements take, but for steps that are multiples of a period."""
+        return self.dtype.itemsize + sum((size - 1) * step for step, size in self.steps if step % period)
+
+
+def _view(columns: Columns, index: int, reach: int) -> _View:
+    dtype, shape = columns.dtypes[index], columns.shapes[index]
+    dims = [(prod(shape), 1)] if columns.contiguous[index] else zip(shape, columns.strides[index], strict=True)
+    steps = tuple([(step * dtype.itemsize, size) for size, step in dims if size != 1])
+    start = columns.pointers[index]
+    return _View(start, start + reach, dtype, steps, columns.conj[index], columns.neg[index])
+
+
+def _runs(columns: Columns, reach: list[int]) -> Iterator[list[int]]:
+    """Yield groups of several tensors that reach over each other, in the order of their addresses."""
+    start = columns.pointers
+    for device in set(columns.devices):
+        members = [i for i, own in enumerate(columns.devices) if own == device and start[i] and reach[i]]
+        run: list[int] = []
+        stop = 0
+        for index in sorted(members, key=start.__getitem__):
+            if start[index] >= stop:
+                if len(run) > 1:
+                    yield run
+                run = []
+            run.append(index)
+            stop = max(stop, start[index] + reach[index])
+        if len(run) > 1:
+            yield run
+
+
+def _views(columns: Columns) -> Iterator[dict[_View, list[int]]]:
+    """Yield groups of tensors that reach over each other, by the view that they are, in the order of addresses."""
+    reach = extents(columns)
+    for run in _runs(columns, reach):
+        group: dict[_View, list[int]] = {}
+        for index in run:
+            group.setdefault(_view(columns, index, reach[index]), []).append(index)
+        yield group
+
+
+# Two columns of a matrix reach over each other from the first row to the last, and have no element in common: the parts
+# of a fused weight lie so. Modulo the length of a row, the elements of each column lie in one stretch, and what lies
+# apart modulo some number lies apart. Boxes of one tensor that do not intersect are apart along some dim, and so modulo
+# the stride of the dim before it: each stride of the views is tried. Views that are apart for other reasons only are
+# taken to meet: even and odd columns of a matrix with an odd number of them, say.
+def _are_apart(views: Sequence[_View]) -> bool:
+    """Whether no two of these views have a byte in common, because they are apart modulo one of their strides."""
+    origin = min(view.start for view in views)
+    for period in {step for view in views for step, _ in view.steps if step}:
+        stretches = sorted([((view.start - origin) % period, view.reach_within(period)) for view in views])
+        ends = [begin + reach for begin, reach in stretches]
+        begins = [*(begin for begin, _ in stretches[1:]), stretches[0][0] + period]  # the first comes round again
+        if all(map(le, ends, begins)):
+            return True
+    return False
+
+
+def _meeting(views: Sequence[_View]) -> Iterator[tuple[_View, _View]]:
+    """Yield the pairs of different views that may have bytes in common. They come in the order of addresses."""
+    if _are_apart(views):  # the usual case, in which the pairs need not be gone through
+        return
+    reaching: list[_View] = []
+    for view in views:
+        reaching = [other for other in reaching if other.stop > view.start]
+        yield from ((other, view) for other in reaching if not _are_apart((other, view)))
+        reaching.append(view)
+
+
+def shared_elements(columns: Columns) -> list[tuple[int, int]]:
+    """Return pairs of tensors that may have bytes in common, so that they cannot both be given values of their own.
+
+    Of several tensors that are the same view, each is paired with the next, and one of them with those of other views.
+    """
+    if are_disjoint(columns):
+        return []
+    found: list[tuple[int, int]] = []
+    for group in _views(columns):
+        for members in group.values():
+            found += pairwise(members)
+        found += [(group[one][-1], group[other][0]) for one, other in _meeting(list(group))]
+    return found
 
 
 def conflicts(targets: Columns, sources: Columns) -> list[tuple[int, int]]:
-    """Return pairs of targets that share elements and may not be written both.
+    """Return pairs of targets that may share elements and may not be written both.
 
     Two targets that share elements are written both if they overlap exactly as their sources do (a tied model's state
     into a tied model), or if they are the same view and receive the same bits (an untied checkpoint into a tied
@@ -72,95 +163,50 @@ def conflicts(targets: Columns, sources: Columns) -> list[tuple[int, int]]:
     """
     if are_disjoint(targets):
         return []
-    reach = extents(targets)
     found: list[tuple[int, int]] = []
-    memories: list[int] = []
-    for cluster in _clusters(targets, reach):
-        memories = memories or _memories(sources)
-        alike = _Alike(targets, sources, memories)
-        if all(alike.overlap(cluster[0], index) for index in cluster):
+    for group in _views(targets):
+        indices = [index for members in group.values() for index in members]
+        if all(_lie_alike(targets, sources, indices[0], index) for index in indices):
             continue
-        views: dict[_View, list[int]] = {}
-        for index in cluster:
-            views.setdefault(_view(targets, index), []).append(index)
-        for members in views.values():
-            last = members[-1]
-            found += [(index, last) for index in members[:-1] if not alike.receive(index, last)]
-        # In an order that depends on nothing but where they lie, so that the answer does not, either.
-        ordered = sorted(views, key=str)
-        ordered.sort(key=lambda view: view.pointer)
-        group = {views[view][0]: views[view] for view in ordered}
-        for first, second in _colliding(targets, list(group), reach):
-            if not any(alike.overlap(a, b) for a in group[first] for b in group[second]):
+        for *others, last in group.values():
+            found += [(index, last) for index in others if not _receive_alike(targets, sources, index, last)]
+        for one, other in _meeting(list(group)):
+            # Tensors of one view receive the same bits by now, so that one of them that is tied is enough.
+            if not any(_lie_alike(targets, sources, a, b) for a in group[one] for b in group[other]):
+                first, second = group[one][0], group[other][0]
                 found.append((min(first, second), max(first, second)))
     return found
 
 
-class _View(NamedTuple):
-    """What is equal for tensors that are the same view on the same memory, up to the shape of contiguous ones."""
+def _lie_alike(targets: Columns, sources: Columns, a: int, b: int) -> bool:
+    """Whether the sources of two targets overlap exactly as the targets do."""
+    if sources.devices[a] != sources.devices[b]:
+        return False
+    for index in (a, b):
+        bits = sources.conj[index] == targets.conj[index] and sources.neg[index] == targets.neg[index]
+        if not bits or _steps(sources, index) != _steps(targets, index):
+            return False
+    distance = targets.pointers[b] - targets.pointers[a]
+    other = sources.pointers[b] - sources.pointers[a]
+    if targets.dtypes[a] == sources.dtypes[a] and targets.dtypes[b] == sources.dtypes[b]:
+        return distance == other
+    # Elements are converted one by one: they must be as many apart.
+    if targets.dtypes[a] != targets.dtypes[b] or sources.dtypes[a] != sources.dtypes[b]:
+        return False
+    return distance * sources.dtypes[a].itemsize == other * targets.dtypes[a].itemsize
 
-    pointer: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    conj: bool
-    neg: bool
 
-
-def _view(columns: Columns, index: int) -> _View:
-    shape, stride = tuple(columns.shapes[index]), _steps(columns, index)
-    if columns.contiguous[index]:
-        shape, stride = (prod(shape),), (1,)
-    pointer, dtype = columns.pointers[index], columns.dtypes[index]
-    return _View(pointer, dtype, shape, stride, columns.conj[index], columns.neg[index])
-
-
-def _steps(columns: Columns, index: int) -> tuple[int, ...]:
+def _steps(columns: Columns, index: int) -> list[int]:
     """Return the strides, without those that lead nowhere."""
-    return tuple(
-        [0 if size == 1 else step for size, step in zip(columns.shapes[index], columns.strides[index], strict=True)]
-    )
+    return [step for size, step in zip(columns.shapes[index], columns.strides[index], strict=True) if size != 1]
 
 
-class _Alike:
-    """Pairs of targets whose sources give the elements that they share the same bits."""
-
-    def __init__(self, targets: Columns, sources: Columns, memories: list[int]) -> None:
-        self._targets = targets
-        self._sources = sources
-        self._memories = memories  # that the sources lie in
-
-    def overlap(self, a: int, b: int) -> bool:
-        """Whether the sources overlap exactly as the targets do."""
-        targets, sources = self._targets, self._sources
-        if self._memories[a] != self._memories[b] or not self._is_laid_out_alike(a, b):
-            return False
-        distance = targets.pointers[b] - targets.pointers[a]
-        other = sources.pointers[b] - sources.pointers[a]
-        if targets.dtypes[a] == sources.dtypes[a] and targets.dtypes[b] == sources.dtypes[b]:
-            return distance == other
-        # Elements are converted one by one: they must be as many apart.
-        if targets.dtypes[a] != targets.dtypes[b] or sources.dtypes[a] != sources.dtypes[b]:
-            return False
-        return distance * sources.dtypes[a].itemsize == other * targets.dtypes[a].itemsize
-
-    def _is_laid_out_alike(self, *indices: int) -> bool:
-        targets, sources = self._targets, self._sources
-        return all(
-            _steps(sources, index) == _steps(targets, index)
-            and sources.conj[index] == targets.conj[index]
-            and sources.neg[index] == targets.neg[index]
-            for index in indices
-        )
-
-    def receive(self, a: int, b: int) -> bool:
-        """Whether two targets that are the same view receive the same bits."""
-        return self.overlap(a, b) or same_bytes(self._received(a).reshape(-1), self._received(b).reshape(-1))
-
-    def _received(self, index: int) -> torch.Tensor:
-        source = self._sources.tensors[index].detach()
-        dtype = self._targets.dtypes[index]
-        return source if source.dtype == dtype else source.to(dtype=dtype)
+def _receive_alike(targets: Columns, sources: Columns, a: int, b: int) -> bool:
+    """Whether two targets that are the same view receive the same bits."""
+    if _lie_alike(targets, sources, a, b):
+        return True
+    one, other = (sources.tensors[index].detach().to(dtype=targets.dtypes[index]).reshape(-1) for index in (a, b))
+    return same_bytes(one, other)
 
 
 def are_disjoint(columns: Columns) -> bool:
@@ -178,113 +224,13 @@ def all_disjoint(targets: Columns, sources: Columns) -> bool:
 
 
 def _all_disjoint(targets: Columns, sources: Columns) -> bool:
-    return _joined(targets, sources, "pointers", "nbytes", "contiguous").disjoint
-
-
-def _joined(targets: Columns, sources: Columns, *names: str) -> Columns:
-    """Return the columns of both, with what is known of each."""
     both = Columns([*targets.tensors, *sources.tensors])
-    both.adopt({name: getattr(targets, name) + getattr(sources, name) for name in names})
-    both.adopt({"resizable": targets.resizable and sources.resizable})
-    return both
+    both.adopt({name: getattr(targets, name) + getattr(sources, name) for name in ("pointers", "nbytes", "contiguous")})
+    return both.disjoint
 
 
 def reads_of_written(targets: Columns, sources: Columns) -> list[int]:
-    """Return which sources lie in memory that some target lies in too, so that writing may change them."""
-    keys = _memories(_joined(targets, sources, "storage_keys", "storage_pointers", "storage_bytes"))
-    written = set(keys[: len(targets.tensors)])
-    return [index for index, key in enumerate(keys[len(targets.tensors) :]) if key in written]
-
-
-def _memories(columns: Columns) -> list[int]:
-    """Return a number for the memory that each tensor lies in: its storage, or what several storages share.
-
-    Storages that torch did not allocate (made from NumPy arrays, say) may lie over each other.
-    """
-    keys = columns.storage_keys
-    if columns.resizable:
-        return keys
-    extent = {
-        key: (pointer, pointer + size)
-        for key, pointer, size in zip(keys, columns.storage_pointers, columns.storage_bytes, strict=True)
-    }
-    merged: dict[int, int] = {}
-    last_key, last_stop = 0, -1
-    for key, (start, stop) in sorted(extent.items(), key=lambda item: item[1]):
-        if start >= last_stop or not start:
-            last_key = key
-        merged[key] = last_key
-        last_stop = max(last_stop, stop)
-    return [merged[key] for key in keys]
-
-
-def _clusters(columns: Columns, reach: list[int]) -> Iterator[list[int]]:
-    """Yield groups of tensors in one memory whose extents overlap, in the order in which they begin."""
-    groups: dict[int, list[int]] = {}
-    for index, key in enumerate(_memories(columns)):
-        if reach[index]:
-            groups.setdefault(key, []).append(index)
-    start = columns.pointers
-    for members in groups.values():
-        if len(members) == 1:
-            continue
-        cluster: list[int] = []
-        stop = -1
-        for index in sorted(members, key=start.__getitem__):
-            if start[index] >= stop:
-                if len(cluster) > 1:
-                    yield cluster
-                cluster = []
-            cluster.append(index)
-            stop = max(stop, start[index] + reach[index])
-        if len(cluster) > 1:
-            yield cluster
-
-
-def shared_elements(columns: Columns) -> list[tuple[int, int]]:
-    """Return pairs of tensors that have bytes in common, so that they cannot both be given values of their own."""
-    return [pair for _, pairs in _collisions(columns) for pair in pairs]
-
-
-def sharing(columns: Columns) -> list[int]:
-    """Return which tensors have bytes in common with another one (and some that lie among these)."""
-    return sorted(index for cluster, pairs in _collisions(columns) if pairs for index in cluster)
-
-
-def _collisions(columns: Columns) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
-    """Yield groups of tensors that lie across each other, each with the pairs of them that have bytes in common."""
-    if are_disjoint(columns):
-        return
-    reach = extents(columns)
-    for cluster in _clusters(columns, reach):
-        yield cluster, _colliding(columns, cluster, reach)
-
-
-def _colliding(columns: Columns, cluster: list[int], reach: list[int]) -> list[tuple[int, int]]:
-    """Mark the bytes of one tensor after the other with its number, and see whose they were before."""
-    start = columns.pointers
-    begin = start[cluster[0]]
-    stop = max(start[index] + reach[index] for index in cluster)
-    marks = _marks(len(cluster), stop - begin)
-    found = []
-    for number, index in enumerate(cluster, 1):
-        elements = _bytes_of(marks, columns, index, start[index] - begin)
-        if bool(elements.any()):
-            before = elements.clone()  # an expanded tensor cannot be written to in places
-            while other := int(before.max()):
-                found.append((cluster[other - 1], index))
-                before.masked_fill_(before == other, 0)
-        elements.fill_(number)
-    return found
-
-
-def _marks(most: int, nbytes: int) -> torch.Tensor:
-    """Return a zero for each byte, with room for numbers up to ``most``."""
-    return torch.zeros(nbytes, dtype=torch.uint8 if most < 256 else torch.int32, device="cpu")
-
-
-def _bytes_of(memory: torch.Tensor, columns: Columns, index: int, start: int) -> torch.Tensor:
-    """Return what lies in the place of each byte of a tensor, of whose memory the first is at ``start``."""
-    itemsize = columns.dtypes[index].itemsize
-    strides = [step * itemsize for step in columns.strides[index]]
-    return memory.as_strided((*columns.shapes[index], itemsize), (*strides, 1), start)
+    """Return which sources reach over a target, or what a target reaches over: writing may change them."""
+    both, count = Columns([*targets.tensors, *sources.tensors]), len(targets.tensors)
+    runs = _runs(both, extents(both))
+    return sorted(index - count for run in runs if min(run) < count for index in run if index >= count)

@@ -9,7 +9,7 @@ import torch
 from statetree.key_paths import Path
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, copy_spans, extents, lay_out, make_views
-from statetree.spans.memory import LARGE_BYTES, Memory
+from statetree.spans.memory import Memory
 from statetree.torch_internals import COPIED_AS_INTEGERS, clone_all, quietly
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def replicate_columns(columns: Columns, reach: list[int], memory: Memory, *, cop
     # The usual state has thousands of small tensors with storages of their own. For these, spans, buffers and views are
     # three objects too many: one call of `clone` over all of them does the same in a third of the time.
     if memory.is_plain_host and columns.own_storages:
-        clonable = _clonable(columns, reach)
+        clonable = _clonable(columns)
         if all(clonable):
             return clone_all(columns.tensors) if copy else list(map(torch.empty_like, columns.tensors))
         if any(clonable):
@@ -116,19 +116,17 @@ def _by_part(
     return result
 
 
-def _clonable(columns: Columns, reach: list[int]) -> list[bool]:
+def _clonable(columns: Columns) -> list[bool]:
     """Return for which tensors with storages of their own ``clone`` gives exactly what a copied span would.
 
-    Small contiguous host tensors of ordinary dtypes, without conjugate or negative bit. (Large ones are better off on
-    huge pages.)
+    Contiguous host tensors of ordinary dtypes, without conjugate or negative bit.
     """
     special = {dtype for dtype in set(columns.dtypes) if dtype.is_complex or dtype in COPIED_AS_INTEGERS}
-    ordinary = columns.on_cpu and not special and not any(columns.neg) and all(columns.contiguous)
-    if ordinary and max(reach, default=0) < LARGE_BYTES:
-        return [True] * len(reach)
+    if columns.on_cpu and not special and not any(columns.neg) and all(columns.contiguous):
+        return [True] * len(columns.tensors)
     return [
-        length < LARGE_BYTES and contiguous and not negative and dtype not in special and device.type == "cpu"
-        for length, contiguous, negative, dtype, device in zip(
-            reach, columns.contiguous, columns.neg, columns.dtypes, columns.devices, strict=True
+        contiguous and not negative and dtype not in special and device.type == "cpu"
+        for contiguous, negative, dtype, device in zip(
+            columns.contiguous, columns.neg, columns.dtypes, columns.devices, strict=True
         )
     ]

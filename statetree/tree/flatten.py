@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from statetree.errors import CyclicTree, warn
+from statetree.errors import CyclicTree, TreeMismatch, warn
+from statetree.key_paths import Path, same_key
+from statetree.tree.registry import container_of
 from statetree.tree.spec import TreeSpec
-from statetree.tree.traversal import Repeated, rebuild, traverse
+from statetree.tree.traversal import Repeated, freeze, rebuild, traverse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from statetree.key_paths import Path
     from statetree.tree.traversal import IsLeaf, Node
 
 
@@ -137,3 +138,19 @@ def paths(tree: Any, *, is_leaf: IsLeaf = None) -> list[Path]:
         ['layers.0.w', 'layers.1.w']
     """
     return flatten_for("paths", tree, is_leaf=is_leaf)[1].paths()
+
+
+def follow(path: Path, tree: Any) -> Any:
+    """Do as ``path(tree)``."""
+    value = tree
+    for depth, key in enumerate(path):
+        container = container_of(type(value))
+        children, keys, _ = container.flatten(value, freeze) if container is not None else ((), (), None)
+        index = next((index for index, other in enumerate(keys) if same_key(key, other)), -1)
+        if index < 0:
+            above = Path(path[:depth])
+            what = f"{type(value).__qualname__} with the keys {keys[:8]}" if keys else type(value).__qualname__
+            msg = f"path: there is nothing at {path}: expected the key {key!r} at {above or '<root>'}, got {what}."
+            raise TreeMismatch(msg)
+        value = children[index]
+    return value

@@ -265,7 +265,7 @@ def want_what_cannot_be_made():
     }.items():
         with pytest.raises(statetree.UnsupportedLeaf, match=r"at deep\.0\.odd\.one") as caught:
             call()
-        assert caught.value.path == ("deep", 0, "odd.one")
+        assert caught.value.path == "deep.0.odd.one"
         assert verb == "gather" or str(caught.value).startswith(f"{verb}: ")
         check_in_step()
 
@@ -334,4 +334,4 @@ VERBS_OF_ONE = {
 def test_a_leaf_that_cannot_be_taken_apart_is_named(verb):
     with pytest.raises(statetree.UnsupportedLeaf, match=r"the leaf at model\.x \(Refusing\) cannot") as raised:
         verb({"first": torch.ones(1), "model": {"x": Refusing(), "w": torch.ones(2)}})
-    assert raised.value.path == ("model", "x")
+    assert raised.value.path == "model.x"

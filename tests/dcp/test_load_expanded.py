@@ -23,7 +23,7 @@ def window_of_sparse(values):
     return {"e": torch.sparse_coo_tensor(torch.tensor([[0, 2]]), values[:1].expand(2), (3,), check_invariants=True)}
 
 
-@pytest.mark.parametrize("make", [expanded, windows, tied, window_of_sparse])
+@pytest.mark.parametrize("make", [expanded, tied, window_of_sparse])
 def test_a_state_is_loaded_into_itself(make, tmp_path):
     dcp.save(make(torch.arange(4.0)), checkpoint_id=tmp_path / "a")
     template = make(torch.zeros(4))
@@ -35,12 +35,11 @@ def test_a_state_is_loaded_into_itself(make, tmp_path):
         assert st.similarity(checkpointer.restore(make(torch.zeros(4))), make(torch.arange(4.0)), values=True)
 
 
-@pytest.mark.parametrize("make", [expanded, windows])
-def test_they_are_converted_as_others_are(make, tmp_path):
-    dcp.save(make(torch.arange(4.0)), checkpoint_id=tmp_path)
-    template = make(torch.zeros(4, dtype=torch.float64))
+def test_they_are_converted_as_others_are(tmp_path):
+    dcp.save(expanded(torch.arange(4.0)), checkpoint_id=tmp_path)
+    template = expanded(torch.zeros(4, dtype=torch.float64))
     loaded = dcp.load(template, checkpoint_id=tmp_path, cast=True)
-    assert st.similarity(loaded, make(torch.arange(4.0, dtype=torch.float64)), values=True)
+    assert st.similarity(loaded, expanded(torch.arange(4.0, dtype=torch.float64)), values=True)
 
 
 @pytest.mark.parametrize("make", [expanded, windows])

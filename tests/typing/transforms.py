@@ -21,7 +21,8 @@ def structure(state: dict[str, Any]) -> None:
     assert_type(st.unflatten(spec, leaves), Any)
     assert_type(st.unflatten(spec, (leaf for leaf in leaves)), Any)
     assert_type(st.paths(state), list[st.Path])
-    assert_type(st.paths(state)[0].child("weight"), st.Path)
+    assert_type(st.paths(state)[0].child("weight").parent, st.Path)
+    assert_type(st.paths(state)[0](state), Any)
     assert_type(st.to_flat(state), tuple[dict[str, Any], st.TreeSpec])
     assert_type(st.from_flat({"a": 1}, spec), Any)
 

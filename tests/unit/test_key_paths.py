@@ -114,24 +114,57 @@ def test_paths_of_different_length_differ():
     assert Path() == Path()
 
 
-def test_a_path_may_be_compared_with_a_plain_tuple():
-    assert Path(("a", 0)) == ("a", 0)
-    assert Path(("a", 0)) == ("a", 0)
-    assert Path(("a", 0)) != ("a", False)
-    assert Path(("a", 0)) != ("a", False)
-    assert Path(("a",)) != "a"
-    assert Path(("a",)) != ["a"]
+@pytest.mark.parametrize("keys", [(), ("a",), ("a", 0, "b.c"), (True, 1.5, None), (NAN,), (b"x", Attr("y"))], ids=str)
+def test_a_path_is_equal_to_what_it_reads_like(keys):
+    path, text = Path(keys), str(Path(keys))
+    assert path == text
+    assert text == path
+    assert not path != text  # noqa: SIM202 - the operator is under test
+    assert hash(path) == hash(text)
+    assert path != text + "x"
+    assert {path: 1}[text] == {text: 1}[path] == 1
+
+
+def test_two_paths_that_read_alike_differ():
+    number, name = Path((0,)), Path(("0",))
+    assert number == "0" == name
+    assert number != name
+    assert len({number, name}) == 2
+
+
+def test_a_path_is_equal_to_nothing_else():
+    for other in (("a", 0), ["a", 0], None, 1, b"a.0"):
+        assert Path(("a", 0)) != other
+        assert other != Path(("a", 0))
+
+
+class Caseless:
+    """Equal keys that read differently."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __hash__(self):
+        return hash(self.name.lower())
+
+    def __eq__(self, other):
+        return isinstance(other, Caseless) and self.name.lower() == other.name.lower()
+
+    def __str__(self):
+        return self.name
+
+
+def test_equal_things_have_equal_hashes():
+    one, other = Path((Caseless("A"),)), Path((Caseless("a"),))
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one != "A"
 
 
 @every_key
-def test_equal_things_have_equal_hashes(key):
-    if Path((key,)) == (key,) and repr(key) not in ("nan", "(nan,)"):  # a NaN hashes by identity
-        assert hash(Path((key,))) == hash((key,))
-
-
-def test_a_path_is_found_by_a_plain_tuple():
-    assert {Path(("a", 0)): 1}[("a", 0)] == 1
-    assert {("a", 0): 1}[Path(("a", 0))] == 1
+def test_no_path_is_equal_to_a_string_with_another_hash(key):
+    path = Path(("x", key))
+    assert path != str(path) or hash(path) == hash(str(path))
 
 
 def test_paths_with_tensors_as_keys():
@@ -332,6 +365,47 @@ def test_a_child_is_one_key_further_down():
     path = Path(("a",)).child(0)
     assert path == Path(("a", 0))
     assert type(path) is Path
+
+
+def test_the_parent_is_one_key_further_up():
+    path = Path(("a", 0))
+    assert path.parent == Path(("a",))
+    assert type(path.parent) is Path
+    assert path.child("b").parent == path
+    assert Path().parent == Path()
+
+
+# Following paths
+
+
+@pytest.mark.parametrize("tree", TREES, ids=str)
+def test_a_path_leads_to_its_leaf(tree):
+    made = tree.make()
+    leaves, spec = st.flatten(made)
+    leaf_at = dict(zip(reversed(spec.paths()), reversed(leaves), strict=True))  # of equal keys (NaN) the first counts
+    for path, leaf in leaf_at.items():
+        found = path(made)
+        assert found is leaf or (type(found), repr(found)) == (type(leaf), repr(leaf))  # registered: made when asked
+    assert Path()(made) is made
+    for visit in spec.walk():
+        assert visit.cls in (None, type(visit.path(made)))
+
+
+def test_a_path_that_leads_nowhere_says_where_it_ends():
+    tree = {"a": [1, {"0": 2}]}
+    with pytest.raises(
+        st.TreeMismatch, match=r"nothing at a\.1\.0: expected the key 0 at a\.1, got dict with the keys"
+    ):
+        Path(("a", 1, 0))(tree)
+    with pytest.raises(st.TreeMismatch, match=r"nothing at a\.0\.x: expected the key 'x' at a\.0, got int\."):
+        Path(("a", 0, "x"))(tree)
+    with pytest.raises(st.TreeMismatch, match=r"expected the key 'b' at <root>"):
+        Path(("b",))(tree)
+
+
+def test_a_path_is_followed_without_anything_else_of_the_library():
+    code = "import statetree as st; assert st.Path(('a', 0))({'a': [5]}) == 5"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=units(60))
 
 
 def test_attribute_names_differ_from_keys():

@@ -100,8 +100,8 @@ def test_no_slab_grows_over_the_limit(options, monkeypatch):
     monkeypatch.setattr(buffers, "SLAB_BYTES", 1024)
     memory = Memory(**options)
     allocated = []
-    allocate = memory._allocate
-    monkeypatch.setattr(memory, "_allocate", lambda size: allocated.append(size) or allocate(size))
+    allocate = memory.block
+    monkeypatch.setattr(memory, "block", lambda size: allocated.append(size) or allocate(size))
     sizes = [500, 512, 1, 1023, 1, 64, 2000, 1024]
     carved = memory.carve(sizes, slabs=True)
     assert allocated == [1024, 64, 1024, 128, 2048, 1024]

@@ -282,7 +282,7 @@ def test_no_room_is_a_clear_error_and_leaves_nothing_behind(obstacle, message):
 def test_what_lies_idle_makes_room(monkeypatch):
     """What an idle snapshot of another geometry held is freed before a stage fails."""
     room = 6 << 20
-    allocate = Memory._allocate
+    allocate = Memory.block
 
     def limited(self, size):
         held = sum(snapshot.nbytes for snapshot in stager._snapshots) + stager._pool.nbytes
@@ -290,7 +290,7 @@ def test_what_lies_idle_makes_room(monkeypatch):
             raise os_error(errno.ENOSPC)
         return allocate(self, size)
 
-    monkeypatch.setattr(Memory, "_allocate", limited)
+    monkeypatch.setattr(Memory, "block", limited)
     with st.Stager(share_memory=True) as stager:
         for size in (1_000_000, 1_100_000, 900_000):
             assert_trees_equal(stager.stage({"w": ramp(size)}), {"w": ramp(size)})
