@@ -131,9 +131,10 @@ def _merge(manifest: Manifest, outlines: Sequence[_HeldKeys], ranks: Sequence[Se
         elif first.absent is not None and not everywhere:
             absent = first.absent._replace(tie=(ABSENT, index))
             chunks[index] = partly_held(leaf, first.text) if here is not None else absent
-    if any(outline.divided for outline in outlines):
+    divided = sorted({name for outline in outlines for name in outline.divided})
+    if divided:
         msg = (
-            f"{manifest.verb}: a leaf at {shown(sorted({name for outline in outlines for name in outline.divided}))} is "
+            f"{manifest.verb}: the leaf at {divided[0]} is "
             "made of several distributed tensors: expected the same keys on every rank then. Take it apart first."
         )
         raise UnsupportedLeaf(msg)

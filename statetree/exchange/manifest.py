@@ -15,7 +15,7 @@ from statetree.key_paths import Path, exactly, unique_keys
 from statetree.leaves.builtin import facts, holds_tensor, is_distributed, leaf_type_of, may_be_under_way, settled
 from statetree.leaves.leaf_numbers import text_number
 from statetree.leaves.location import located_error
-from statetree.leaves.lowering import Divided, Lowered, Outline, Recipe, assumed_sums, is_divisible, lower
+from statetree.leaves.lowering import Lowered, Outline, Recipe, assumed_sums, is_divisible, lower
 from statetree.leaves.parts import hides_distributed
 from statetree.leaves.types.special import QUANTIZED
 from statetree.spans.columns import Columns
@@ -83,7 +83,12 @@ class Manifest:
         return flatten_for_copy(tree, holds_tensor, verb=self.verb)
 
     def _lower(self, lowered: Lowered, ranks: Ranks) -> None:
-        self.outline, self.recipes, self.outer, self.texts = lowered.outline, lowered.recipes, lowered.outer, lowered.texts
+        self.outline, self.recipes, self.outer, self.texts = (
+            lowered.outline,
+            lowered.recipes,
+            lowered.outer,
+            lowered.texts,
+        )
         self.replace(lowered.spec, lowered.leaves, None, ranks)
 
     def divide(self, paths: Iterable[Path], ranks: Ranks) -> None:
@@ -344,7 +349,11 @@ def chunks_of(leaf: Any, ranks: Ranks) -> LocalChunks | None:
         return None
     if leaf_type.is_distributed(leaf):
         return leaf_type.local_chunks(leaf, ranks)
-    if any(map(is_distributed, flatten(leaf.__dict__)[0])) if plain else _may_hide(leaf_type) and hides_distributed(leaf):
+    if (
+        any(map(is_distributed, flatten(leaf.__dict__)[0]))
+        if plain
+        else _may_hide(leaf_type) and hides_distributed(leaf)
+    ):
         raise _hidden(leaf)
     return None
 

@@ -15,12 +15,12 @@ from statetree.errors import CheckpointError, UnsupportedLeaf
 from statetree.files.ranges import BUCKET_BYTES
 from statetree.files.strided_reading import NUMBERS, read_strided
 from statetree.files.unread import unread
+from statetree.key_paths import Path
 from statetree.leaves.builtin import facts, is_distributed
 from statetree.leaves.casting import castable, out_of_range
 from statetree.leaves.copying import copied_leaves
 from statetree.leaves.parts import unpack
 from statetree.leaves.registry import LeafType, register_leaf_type
-from statetree.key_paths import Path
 from statetree.spans.layout import extent_bytes
 from statetree.torch_internals import copy_each, quietly, set_bits, storage_key
 from statetree.tree.flatten import flatten_for, unflatten

@@ -1,9 +1,9 @@
 """Lowering: a tree down to the parts of its leaves, and lifting: the tree again, of other parts.
 
-Most leaves are parts as they stand: plain tensors, and distributed ones whose local tensor is plain. A leaf that is made
-of several distributed tensors (a ``DTensor`` of a quantized tensor, a quantized tensor of ``DTensor``, a registered
-class with a ``layout``) is *divided*: in the lowered tree a container with its parts stands in its place. So whatever
-takes a lowered tree knows strided tensors only, each with a dtype, a global shape and a layout of its own.
+Most leaves are parts as they stand: plain tensors, and distributed ones whose local tensor is plain. A leaf that is
+made of several distributed tensors (a ``DTensor`` of a quantized tensor, a quantized tensor of ``DTensor``, a
+registered class with a ``layout``) is *divided*: in the lowered tree a container with its parts stands in its place. So
+whatever takes a lowered tree knows strided tensors only, each with a dtype, a global shape and a layout of its own.
 
 What the parts are put together to follows from the parts: if each rank has its own chunks of them, the leaf is
 distributed as it was; if they are whole, it is the value that they make without ranks.
@@ -19,7 +19,6 @@ import torch
 
 from statetree.chunks.cuts import Cut
 from statetree.errors import UnsupportedLeaf
-from statetree.key_paths import Path
 from statetree.leaves.builtin import is_distributed, is_plain, leaf_type_of, settled
 from statetree.leaves.leaf_numbers import value_text
 from statetree.leaves.location import located_error
@@ -29,6 +28,7 @@ from statetree.spans.sums import ALL, whole_sums
 from statetree.tree.registry import register_container
 
 if TYPE_CHECKING:
+    from statetree.key_paths import Path
     from statetree.leaves.registry import LeafType
     from statetree.tree.spec import TreeSpec
 
@@ -308,8 +308,9 @@ def _divide(leaf: Any) -> tuple[Divided, Recipe]:
         rows = leaf_type.distributed_parts(leaf) if leaf_type.distributed else [None] * len(inner)
         given = [part if row is None else ListedPart(row) for part, row in zip(inner, rows, strict=True)]
         return _assembled(leaf, leaf_type, context, given)
-    whole, stride = tuple(leaf.shape), tuple(leaf.stride())
-    inside = _divide_local(settled(inner[0]), leaf._spec, whole, tuple(map(Cut, range(len(whole)))), stride)
+    from statetree.leaves.types.dtensor import part_maker
+
+    inside = _divide_local(settled(inner[0]), part_maker(leaf), tuple(map(Cut, range(leaf.dim()))), leaf.stride())
     found, recipe = _assembled(leaf, leaf_type, context, [inside, *inner[1:]])
     local = found.parts.pop("<local>")  # its parts are those of the leaf
     return Divided(local.text, {**local.parts, **found.parts}), recipe
@@ -334,34 +335,34 @@ def _assembled(
 
 
 def _divide_local(
-    local: Any, spec: Any, whole: tuple[int, ...], cuts: tuple[Cut | None, ...], stride: tuple[int, ...]
+    local: torch.Tensor,
+    as_part: Callable[[torch.Tensor, tuple[Cut | None, ...]], Part],
+    cuts: tuple[Cut | None, ...],
+    stride: Sequence[int] | None = None,
 ) -> tuple[Divided, Recipe]:
     """Divide the local tensor of a ``DTensor``, or a tensor inside it.
 
     Args:
         local: The tensor.
-        spec: How the ``DTensor`` lies over its mesh.
-        whole: Its global shape.
+        as_part: Makes parts of the ``DTensor``.
         cuts: How the dims of ``local`` follow those of the ``DTensor``.
-        stride: The strides of what ``local`` is the chunk of.
+        stride: The strides of what ``local`` is the chunk of; by default dense ones, in the same order.
     """
-    from statetree.leaves.types.dtensor import MeshPart
-
     leaf_type = leaf_type_of(type(local))
     assert leaf_type is not None
     inner, context = leaf_type.unpack(local)
-    elements = len(leaf_type.essential(context, inner))
     given: list[Any] = list(inner)
-    for place, (tensor, own) in enumerate(zip(inner[:elements], leaf_type.cuts(local, inner[:elements]), strict=True)):
+    tensors = leaf_type.essential(context, inner)
+    for place, (tensor, own) in enumerate(zip(tensors, leaf_type.cuts(local, tensors), strict=True)):
         followed = tuple([None if cut is None else _through(cuts[cut.dim], cut) for cut in own])
         if _is_made_of_parts(tensor):
-            part = MeshPart(tensor, spec, whole, followed)
-            given[place] = _divide_local(tensor, spec, whole, followed, _dense(part.shape, tensor.stride()))
+            given[place] = _divide_local(tensor, as_part, followed)
         else:
             plain = tensor.detach() if type(tensor) is torch.Tensor else tensor.detach().as_subclass(torch.Tensor)
-            given[place] = MeshPart(plain, spec, whole, followed)
-    shape = MeshPart(local, spec, whole, cuts).shape
-    return _assembled(local, leaf_type, context, given, (shape, stride))
+            given[place] = as_part(plain, followed)
+    shape = as_part(local, cuts).shape
+    strides = _dense(shape, local.stride()) if stride is None else tuple(stride)
+    return _assembled(local, leaf_type, context, given, (shape, strides))
 
 
 def _through(outer: Cut | None, cut: Cut) -> Cut | None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
-from statetree.chunks.local import chunks_at, listed_chunks
 from statetree.chunks.cuts import Cut, cut_alike
+from statetree.chunks.local import chunks_at, listed_chunks
 from statetree.errors import UnsupportedLeaf
 from statetree.tree.registry import declare_leaf_class
 
@@ -215,7 +215,7 @@ class LeafType:
             is_listed = isinstance(part, (list, tuple))
             tensors = list(part) if is_listed else [part]
             if not is_listed and len(shape) == len(offsets) and not any(isinstance(o, Sequence) for o in offsets):
-                offsets = [offsets]  # those of a single chunk may stand by themselves
+                offsets = [cast("Sequence[int]", offsets)]  # those of a single chunk may stand by themselves
             if len(tensors) != len(offsets):
                 msg = (
                     f"the layout of the leaf at %PATH% does not fit its chunks: expected {len(tensors)} offsets, got "
@@ -228,7 +228,8 @@ class LeafType:
     def is_distributed(self, value: Any) -> bool:
         """Whether this value is one tensor of which the ranks of a group hold different chunks.
 
-        A value of several parts is not: each of them may be one. True too for classes that list their chunks by the protocol of ``torch.distributed.checkpoint``.
+        A value of several parts is not: each of them may be one. Classes that list their chunks by the protocol of
+        ``torch.distributed.checkpoint`` are, too.
         """
         if not self.distributed:
             return hasattr(type(value), "__create_chunk_list__")

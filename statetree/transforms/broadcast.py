@@ -13,7 +13,6 @@ from statetree.exchange.driver import Exchange, exchange
 from statetree.exchange.manifest import path_order
 from statetree.exchange.partial_reduction import Chunked
 from statetree.exchange.transfers import Transfer, sendable_pieces
-from statetree.tree.flatten import unflatten
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

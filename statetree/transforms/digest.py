@@ -10,8 +10,8 @@ from statetree.declare import collective
 from statetree.exchange.digesting import global_numbers, own_numbers
 from statetree.exchange.driver import exchange
 from statetree.exchange.manifest import Manifest
-from statetree.leaves.lowering import lies_on_ranks
 from statetree.leaves.leaf_numbers import text_number
+from statetree.leaves.lowering import lies_on_ranks
 from statetree.tree.flatten import flatten_for
 
 if TYPE_CHECKING:

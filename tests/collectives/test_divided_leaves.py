@@ -164,7 +164,8 @@ class Scaled(torch.Tensor):
         raise NotImplementedError(func)
 
 
-def scaled(mesh, scale, placements=(Shard(0),)):
+def scaled(mesh, scale):
+    placements = [Shard(0)]
     values = distribute_tensor(A.to(torch.int8), mesh, placements)._local_tensor.clone()
     if scale.dim() == 2:
         scale = distribute_tensor(scale, mesh, placements)._local_tensor.clone()
@@ -280,9 +281,7 @@ def low_bit():
         local.codes.view(-1).copy_(whole.codes.view(-1)[first * flat : last * flat])
         scales = whole.scale.numel() // rows
         local.scale.copy_(whole.scale[first * scales : last * scales])
-        value = DTensor.from_local(
-            local, mesh, [Shard(0)], run_check=False, shape=(rows, columns), stride=(columns, 1)
-        )
+        value = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=(rows, columns), stride=(columns, 1))
         found = st.gather({"w": value})["w"]
         assert (type(found), found.shape, found.block_size) == (cls, (rows, columns), block)
         assert torch.equal(found.codes.view(torch.uint8), whole.codes.view(torch.uint8))
@@ -292,11 +291,21 @@ def low_bit():
         made = st.distribute({"w": whole} if rank == 0 else None, like, src=0, in_place=True)["w"]
         assert torch.equal(made._local_tensor.dequantize(), local.dequantize())
     odd = DTensor.from_local(
-        OptimState8bit.zeros((4, 64), block_size=256), mesh, [Shard(0)], run_check=False, shape=(4 * size, 64), stride=(64, 1)
+        OptimState8bit.zeros((4, 64), block_size=256),
+        mesh,
+        [Shard(0)],
+        run_check=False,
+        shape=(4 * size, 64),
+        stride=(64, 1),
     )
     assert st.gather({"w": odd})["w"].shape == (4 * size, 64)
     across = DTensor.from_local(
-        OptimState8bit.zeros((4, 64), block_size=256), mesh, [Shard(1)], run_check=False, shape=(4, 64 * size), stride=(64 * size, 1)
+        OptimState8bit.zeros((4, 64), block_size=256),
+        mesh,
+        [Shard(1)],
+        run_check=False,
+        shape=(4, 64 * size),
+        stride=(64 * size, 1),
     )
     assert attempt(lambda: st.gather({"w": across}))[0] == "UnsupportedLeaf"
 

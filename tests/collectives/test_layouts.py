@@ -12,7 +12,6 @@ from statetree.exchange import routes
 from statetree.testing import Layout, run_ranks
 from tests.collectives.checks import attempt, check_in_step, group_of
 
-
 RANKS = pytest.mark.parametrize("world_size", [2, 3, 4])
 
 

@@ -20,7 +20,7 @@ from statetree.leaves.types.wrapper import WrapperType
 from statetree.tree.flatten import flatten, unflatten
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from statetree.chunks.boxes import Box
     from statetree.chunks.cuts import Cut
@@ -87,7 +87,7 @@ class DTensorType(WrapperType):
     def global_shape(self, value: Any) -> tuple[Sequence[int], torch.dtype]:
         return value.shape, value.dtype
 
-    def is_distributed(self, value: Any) -> bool:  # noqa: ARG002 - as the base class has it
+    def is_distributed(self, value: Any) -> bool:
         return True
 
     def describe(self, value: Any) -> Mapping[str, Any]:
@@ -250,12 +250,14 @@ class MeshPart(Part):
                 "expected no Partial. Redistribute it first."
             )
             raise UnsupportedLeaf(msg)
-        own = tuple([
-            split._replace(dim=dim)
-            for split in splits
-            for dim, cut in enumerate(self.cuts)
-            if cut is not None and cut.dim == split.dim
-        ])
+        own = tuple(
+            [
+                split._replace(dim=dim)
+                for split in splits
+                for dim, cut in enumerate(self.cuts)
+                if cut is not None and cut.dim == split.dim
+            ]
+        )
         flat = [cut.dim for cut in self.cuts if cut is not None and cut.is_flat]
         if flat and any(split.dim != flat[0] for split in splits):
             raise self._across_blocks()
@@ -294,6 +296,12 @@ class MeshPart(Part):
             "rows that the blocks divide, sharded along dim 0. Choose such sizes."
         )
         return UnsupportedLeaf(msg)
+
+
+def part_maker(value: Any) -> Callable[[torch.Tensor, tuple[Cut | None, ...]], MeshPart]:
+    """Return what makes parts of a ``DTensor``: of a tensor inside its local one, and how that is cut."""
+    spec, whole = value._spec, tuple(value.shape)
+    return lambda tensor, cuts: MeshPart(tensor, spec, whole, cuts)
 
 
 DTENSOR = DTensorType()

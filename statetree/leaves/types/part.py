@@ -69,7 +69,7 @@ class ListedPart(Part):
         """Return the same part of other tensors."""
         return ListedPart(self.listed._replace(tensors=tensors))
 
-    def local_chunks(self, ranks: Ranks) -> LocalChunks:  # noqa: ARG002 - as the base class has it
+    def local_chunks(self, ranks: Ranks) -> LocalChunks:
         """Return which boxes this rank holds."""
         return chunks_at(self, self.shape, self.dtype, self.tensors, self.listed.offsets)
 
@@ -91,7 +91,7 @@ class PartType(LeafType):
     def global_shape(self, value: Any) -> tuple[Sequence[int], torch.dtype]:
         return value.shape, value.dtype
 
-    def is_distributed(self, value: Any) -> bool:  # noqa: ARG002 - as the base class has it
+    def is_distributed(self, value: Any) -> bool:
         return True
 
     def describe(self, value: Any) -> Mapping[str, Any]:

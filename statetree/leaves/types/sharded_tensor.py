@@ -74,7 +74,7 @@ class ShardedTensorType(LeafType):
     def global_shape(self, value: Any) -> tuple[Sequence[int], torch.dtype]:
         return value.size(), value.dtype
 
-    def is_distributed(self, value: Any) -> bool:  # noqa: ARG002 - as the base class has it
+    def is_distributed(self, value: Any) -> bool:
         return True
 
     def describe(self, value: Any) -> Mapping[str, Any]:

@@ -164,7 +164,7 @@ def test_a_step_of_a_chain_gets_tensors(tmp_path):
     assert_trees_equal(st.chain(doubled)(stored), expected, ties=False)
     bucketwise = st.leafwise(lambda tree: doubled(tree))
     assert_trees_equal(st.chain(bucketwise, st.offload)(stored), expected, ties=False)
-    assert dict((str(path), leaf.tolist()) for path, leaf in st.stream(stored, bucketwise)) == {
+    assert {str(path): leaf.tolist() for path, leaf in st.stream(stored, bucketwise)} == {
         key: leaf.tolist() for key, leaf in expected.items()
     }
     assert all(set(types.values()) == {torch.Tensor} for types in seen)
