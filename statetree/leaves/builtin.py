@@ -47,7 +47,7 @@ def leaf_type_of(cls: type) -> LeafType | None:
         return LEAF_TYPES[cls]
     except KeyError:
         if len(LEAF_TYPES) >= _MOST_CLASSES + len(REGISTERED):  # classes made at run time are not kept for ever
-            for known in LEAF_TYPES.keys() - REGISTERED:
+            for known in LEAF_TYPES.keys() - REGISTERED.keys():
                 LEAF_TYPES.pop(known, None)
         found = LEAF_TYPES[cls] = _recognise(cls)
         return found
@@ -63,6 +63,8 @@ def _recognise(cls: type) -> LeafType | None:
     if is_atom_type(cls):
         return None
     for base in cls.__mro__:
+        if REGISTERED.get(base):
+            return LEAF_TYPES[base]
         name = f"{base.__module__}.{base.__qualname__}"
         if name in _BY_NAME:
             module, attribute = _BY_NAME[name]

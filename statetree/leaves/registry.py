@@ -274,18 +274,19 @@ class _Adapted(LeafType):
 
 #: Leaf types by class. ``None`` stands for atoms.
 LEAF_TYPES: Final[dict[type, LeafType | None]] = {}
-#: The classes of those that users registered.
-REGISTERED: Final[set[type]] = set()
+#: The classes of those that users registered, and whether these are for their subclasses, too.
+REGISTERED: Final[dict[type, bool]] = {}
 
 
-def register_leaf_type(cls: type, leaf_type: LeafType | type[LeafType] | None) -> None:
-    """Say how values of exactly this class are unpacked into tensors and packed again.
+def register_leaf_type(cls: type, leaf_type: LeafType | type[LeafType] | None, *, subclasses: bool = False) -> None:
+    """Say how values of a class are unpacked into tensors and packed again.
 
     Args:
-        cls: The class. Its instances become leaves, also where it derives from a container. Subclasses are not
-            affected.
+        cls: The class. Its instances become leaves, also where it derives from a container.
         leaf_type: A ``LeafType`` (or its class, which is instantiated), or any object with ``unpack`` and ``pack``; or
             ``None`` to make the class an atom: its instances hold no tensors and are passed by identity.
+        subclasses: Whether it is for instances of subclasses, too, but for those that are registered themselves. By
+            default it is for exactly this class.
 
     Raises:
         TypeError: If ``cls`` is not a class, or ``leaf_type`` lacks ``unpack`` or ``pack``.
@@ -310,6 +311,8 @@ def register_leaf_type(cls: type, leaf_type: LeafType | type[LeafType] | None) -
         instance = _Adapted(instance, cls)
     if instance is not None:
         instance.registered = True
-    declare_leaf_class(cls)
-    REGISTERED.add(cls)
+    declare_leaf_class(cls, subclasses=subclasses)
+    REGISTERED[cls] = subclasses
     LEAF_TYPES[cls] = instance
+    for known in [known for known in LEAF_TYPES if subclasses and issubclass(known, cls) and known not in REGISTERED]:
+        del LEAF_TYPES[known]

@@ -130,6 +130,8 @@ LEAF_CLASSES: set[type] = set()
 
 #: The classes that users registered. All others were recognised, and can be so again.
 _DECLARED: set[type] = set()
+#: Those of them whose subclasses are leaves, too.
+_LEAF_BASES: set[type] = set()
 #: How many classes are met before some are forgotten, at least. (Those in use are not, so that there may be more.)
 _MOST_CLASSES: Final = 1_000
 _next_sweep = _MOST_CLASSES
@@ -159,14 +161,18 @@ def container_of(cls: type) -> Container | None:
         kind = _recognise(cls)
         if kind is not None:
             return CONTAINERS.setdefault(cls, kind)  # another thread may have been quicker
-        if is_atom_type(cls) or issubclass(cls, torch.Tensor):
+        if is_atom_type(cls) or issubclass(cls, torch.Tensor) or not _LEAF_BASES.isdisjoint(cls.__mro__):
             LEAF_CLASSES.add(cls)
             CONTAINERS[cls] = None
         return None  # an unknown class may yet be registered with optree, so that it is asked about every time
 
 
-def declare_leaf_class(cls: type) -> None:
-    """Make instances of exactly this class leaves, whatever they derive from.
+def declare_leaf_class(cls: type, *, subclasses: bool = False) -> None:
+    """Make instances of a class leaves, whatever they derive from.
+
+    Args:
+        cls: The class.
+        subclasses: Whether instances of its subclasses are leaves, too, but for those that are declared themselves.
 
     Raises:
         ValueError: If it is a builtin container.
@@ -178,6 +184,10 @@ def declare_leaf_class(cls: type) -> None:
     _DECLARED.add(cls)
     LEAF_CLASSES.add(cls)
     CONTAINERS[cls] = None
+    if subclasses:
+        _LEAF_BASES.add(cls)
+        for known in [known for known in CONTAINERS if issubclass(known, cls) and known not in _DECLARED]:
+            del CONTAINERS[known]
 
 
 def register_container(
@@ -278,7 +288,7 @@ def _take_back(cls: type) -> None:
 
 def _recognise(cls: type) -> Container | None:
     """Decide what a class is that is met for the first time."""
-    if is_atom_type(cls) or issubclass(cls, (torch.Tensor, torch.nn.Module)):
+    if is_atom_type(cls) or issubclass(cls, (torch.Tensor, torch.nn.Module)) or not _LEAF_BASES.isdisjoint(cls.__mro__):
         return None
     entry = _registered_entry(cls)
     if entry is not None:

@@ -438,3 +438,57 @@ def test_facts_of_any_leaf_are_told_and_are_the_same_for_a_copy(tree):
 def test_messages_name_the_remedy():
     with pytest.raises(st.UnsupportedLeaf, match=re.escape("register_leaf_type")):
         unpacked({"x": (number for number in range(3))})
+
+
+class Reading:
+    def __init__(self, values):
+        self.values = values
+
+
+class FineReading(Reading):
+    pass
+
+
+class OtherReading(FineReading):
+    pass
+
+
+class Table(dict):
+    pass
+
+
+class WideTable(Table):
+    pass
+
+
+class ReadingType(st.LeafType):
+    def unpack(self, value):
+        return [value.values], type(value)
+
+    def pack(self, context, parts):
+        return context(*parts)
+
+
+class TableType(st.LeafType):
+    def unpack(self, value):
+        return [value["x"]], type(value)
+
+    def pack(self, context, parts):
+        return context(x=parts[0])
+
+
+def test_a_leaf_type_may_be_for_subclasses():
+    wide = WideTable(x=torch.ones(2))
+    assert st.flatten(wide)[0][0] is wide["x"]  # a container, as yet
+    st.register_leaf_type(Reading, ReadingType())
+    assert leaf_type_of(FineReading) is OPAQUE
+    st.register_leaf_type(Reading, ReadingType(), subclasses=True)
+    st.register_leaf_type(Table, TableType(), subclasses=True)
+    assert isinstance(leaf_type_of(FineReading), ReadingType)
+    assert st.flatten([wide])[0] == [wide]
+    copied = st.offload({"a": FineReading(torch.ones(2)), "b": wide})
+    assert (type(copied["a"]), type(copied["b"])) == (FineReading, WideTable)
+    assert torch.equal(copied["b"]["x"], torch.ones(2))
+    st.register_leaf_type(OtherReading, None)  # what is registered itself comes first
+    other = OtherReading(torch.ones(2))
+    assert st.offload({"a": other})["a"] is other
