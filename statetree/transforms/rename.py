@@ -39,8 +39,8 @@ def rename(tree: T, rules: Renaming | Mapping[str, str] | Iterable[tuple[str, st
 
     Raises:
         TreeMismatch: If a rule matches nothing, two leaves would get one path, or two that read the same (``0`` and
-            ``"0"``), a path would go through a leaf, the tree is a single leaf, or a list, a tuple or another container would get a hole or keys
-            that it cannot have.
+            ``"0"``), a path would go through a leaf, the tree is a single leaf, or a list, a tuple or another container
+            would get a hole or keys that it cannot have.
         ValueError: If a rule asks for what it does not capture.
         TypeError: If the rules are no pairs of texts.
         CyclicTree: If a container holds itself.
