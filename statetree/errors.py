@@ -6,12 +6,13 @@ import signal
 import sys
 import traceback
 import warnings
+from itertools import combinations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from statetree.key_paths import is_tensor, nearest, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from statetree.key_paths import Path
 
@@ -24,16 +25,19 @@ class Difference(NamedTuple):
 
     ``kind`` is one of ``missing``, ``structure``, ``length``, ``leaf type``, ``type``, ``dtype``, ``shape``,
     ``layout``, ``ties``, ``overlap``, ``range``, ``value`` and a few that a leaf type adds (``mesh``, ``placements``…).
-    ``left`` and ``right`` say what each side holds there.
+    ``left`` and ``right`` say what each side holds there. ``largest`` is the largest difference of two elements of a
+    tensor (infinity where one is NaN and the other is not); ``None`` if no numbers differ.
     """
 
     path: Path
     kind: str
     left: Any
     right: Any
+    largest: float | None = None
 
     def __str__(self) -> str:
-        return harmless(f"{self.kind} differs at {_place(self)}: {self.left} against {self.right}")
+        by = "" if self.largest is None else f", by at most {self.largest:.3g}"
+        return harmless(f"{self.kind} differs at {_place(self)}: {self.left} against {self.right}{by}")
 
 
 def _place(found: Difference) -> str:
@@ -140,8 +144,28 @@ class TreeMismatch(StateTreeError, ValueError):
         self.differences = tuple(differences)
 
     @classmethod
-    def between(cls, verb: str, differences: Sequence[Difference], remedy: str) -> TreeMismatch:
-        """Return the error for a left tree (what was given) that does not fit a right one (what was expected)."""
+    def between(
+        cls,
+        verb: str,
+        differences: Sequence[Difference],
+        remedy: str,
+        names: tuple[Iterable[str], Iterable[str]] | None = None,
+    ) -> TreeMismatch:
+        """Return the error for a left tree (what was given) that does not fit a right one (what was expected).
+
+        Args:
+            verb: On whose behalf.
+            differences: All that were found.
+            remedy: The way out.
+            names: The paths of all leaves of both trees, if they are at hand. Otherwise those that are missing count.
+        """
+        missing = [found for found in differences if found.kind == "missing"]
+        if names is None:
+            ours, theirs = (
+                [str(found.path) for found in missing if getattr(found, side) == "absent"] for side in ("right", "left")
+            )
+            names = ours, theirs
+        hint = prefix_hint(*names, ("given", "expected")) if missing else ""
         lines = list(map(_told, differences))
         absent = [str(found.path) for found in differences if found.kind == "missing" and found.left == "absent"]
         for index, found in enumerate(differences[:SHOWN_DIFFERENCES] if absent else ()):
@@ -149,7 +173,34 @@ class TreeMismatch(StateTreeError, ValueError):
                 meant = nearest(str(found.path), absent, cutoff=0.8)
                 lines[index] += f" Did you mean {meant}?" if meant else ""
         places = f"the trees differ in {len(lines)} places:\n  " if len(lines) > 1 else ""
-        return cls(f"{verb}: {places}{shown(lines)} {remedy}", differences)
+        return cls(f"{verb}: {places}{shown(lines)} {remedy}{hint and ' '}{hint}", differences)
+
+
+def prefix_hint(left: Iterable[str], right: Iterable[str], told: tuple[str, str] = ("left", "right")) -> str:
+    """Say that names differ by a prefix alone (``module.``, ``_orig_mod.``), and how ``rename`` mends it, if they do.
+
+    Args:
+        left: The names of leaves of one tree. What both have does not count.
+        right: Those of another one.
+        told: What the trees are called.
+    """
+    left, right = set(left), set(right)
+    ours, theirs = left - right, right - left
+    longer, shorter = (ours, theirs) if sum(map(len, ours)) > sum(map(len, theirs)) else (theirs, ours)
+    if not ours or len(ours) != len(theirs):
+        return ""
+    parts = min(longer).split(".")
+    for start, stop in combinations(range(len(parts)), 2):
+        above = "".join(f"{part}." for part in parts[:start])
+        prefix = "".join(f"{part}." for part in parts[start:stop])
+        if (
+            all(name.startswith(above + prefix) for name in longer)
+            and {above + name.removeprefix(above + prefix) for name in longer} == shorter
+        ):
+            tree = told[longer is theirs]
+            rule = f"{{{f'{above}{prefix}**'!r}: {f'{above}**'!r}}}"
+            return f"The names differ by the prefix {prefix!r} of the {tree} tree: rename(tree, {rule}) takes it away."
+    return ""
 
 
 class CheckpointError(StateTreeError):

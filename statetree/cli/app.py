@@ -178,15 +178,12 @@ def diff(
     """
     from statetree.cli.diff import DiffOptions
     from statetree.cli.diff import diff as compare
-    from statetree.cli.element_differences import Tolerance
     from statetree.cli.entries import Choice
-    from statetree.files.page import to_html
+    from statetree.spans.element_differences import Tolerance
 
     one, other = _opened(left, right, follow_links=follow_links)
-    options |= {"tolerance": Tolerance(rtol, atol), "values": options["values"] or rtol + atol > 0}
+    options |= {"tolerance": Tolerance(rtol, atol), "values": options["values"] or rtol + atol > 0, "page": page}
     differ = compare((left, right), one, other, DiffOptions(Choice("diff", patterns, excluded), **options))
-    if page is not None:
-        to_html(one.tree, page, other=other.tree)
     return FAILED if differ is None else DIFFERENT if differ else SAME
 
 

@@ -9,14 +9,18 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 
-from statetree.cli.element_differences import Tolerance, Unequal, compare_elements
+from statetree.cli.element_differences import compare_elements
 from statetree.cli.rows import plural
 from statetree.cli.table import is_coloured, wrapped
+from statetree.errors import Difference
 from statetree.files.leaf_text import dtype_text, kind_of, leaf_text, short_value, type_text
+from statetree.files.page import write_page
 from statetree.files.safe_pickle import StoredObject
 from statetree.files.shared_bytes import shared_bytes
 from statetree.files.untrusted import brief, printable, shape_text
-from statetree.transforms.similarity import similarity
+from statetree.key_paths import Path as TreePath
+from statetree.spans.element_differences import EXACT, Tolerance, Unequal
+from statetree.transforms.similarity import MAX_DIFFERENCES, Similarity, similarity
 from statetree.tree.atoms import same_value
 from statetree.tree.flatten import flatten_for
 
@@ -32,11 +36,12 @@ class DiffOptions(NamedTuple):
     """How two checkpoints are compared, and what is said of it: as JSON, as a summary, or not at all."""
 
     choice: Choice
-    tolerance: Tolerance = Tolerance()
+    tolerance: Tolerance = EXACT
     values: bool = False
     as_json: bool = False
     stat: bool = False
     quiet: bool = False
+    page: Path | None = None
 
 
 class Found(NamedTuple):
@@ -70,6 +75,12 @@ def diff(paths: Sequence[Path], left: OpenedCheckpoint, right: OpenedCheckpoint,
         sys.stdout.write(f"{json.dumps(_as_json(paths, found), indent=2)}\n")
     elif not options.quiet:
         sys.stdout.writelines(f"{wrapped(line)}\n" for line in _lines(paths, found, options))
+    if options.page is not None:
+        rows = [
+            Difference(TreePath((each.key,)), each.kind, each.left, each.right, each.elements and each.elements.max_abs)
+            for each in found.differences
+        ]
+        write_page(left.tree, options.page, Similarity(tuple(rows[:MAX_DIFFERENCES]), len(rows), options.values))
     return None if found.is_undecided else bool(found.differences)
 
 
@@ -85,6 +96,8 @@ def compare(left: OpenedCheckpoint, right: OpenedCheckpoint, options: DiffOption
         found += _structure(left.tree, right.tree, shared, options.choice)
     undecided = []
     for a, b in shared:
+        if options.quiet and found:
+            break
         found += _leaves(a.key, a.leaf, b.leaf, options)
         if options.values and isinstance(a.leaf, StoredObject) and isinstance(b.leaf, StoredObject):
             undecided.append(a.key)
@@ -104,8 +117,7 @@ _ORDER: Final = ("structure", "missing", "type", "dtype", "shape", "ties", "valu
 
 def _rank(found: Found) -> tuple[int, float]:
     """Return where a difference is listed: by its kind, and elements that differ most first."""
-    size = found.elements.max_rel if found.elements and found.elements.max_rel is not None else 0.0
-    return _ORDER.index(found.kind), -size
+    return _ORDER.index(found.kind), -found.elements.size if found.elements else 0.0
 
 
 def _structure(
@@ -206,7 +218,8 @@ def _elements(what: Unequal | None) -> str:
         return ""
     index = ", ".join(map(str, what.first))
     words = f" at [{index}]; {plural(what.how_many, 'element')} differ{'s' * (what.how_many == 1)}"
-    return words if what.max_abs is None else f"{words}, by at most {what.max_abs:.3g} (relative {what.max_rel:.3g})"
+    words += "" if what.max_abs is None else f", by at most {what.max_abs:.3g} (relative {what.max_rel:.3g})"
+    return f"{words}; {what.num_nan} NaN on one side" if what.num_nan else words
 
 
 def _summary(found: Comparison, options: DiffOptions) -> str:
@@ -242,4 +255,5 @@ def _difference_json(found: Found) -> dict[str, Any]:
     if what is None:
         return plain
     numbers = {name: str(size) if size == math.inf else size for name, size in what._asdict().items() if "max" in name}
-    return {**plain, "first_index": list(what.first), "num_different": what.how_many, **numbers}  # JSON has no infinity
+    counts = {"first_index": list(what.first), "num_different": what.how_many, "num_nan": what.num_nan}
+    return {**plain, **counts, **numbers}  # JSON has no infinity

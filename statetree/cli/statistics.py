@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from statetree.cli.element_differences import as_wide
+from statetree.spans.element_differences import as_wide
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

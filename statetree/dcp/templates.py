@@ -112,7 +112,7 @@ class TemplateMatching:
         taken = {key for entry in saved.entries for key in entry.keys}
         empty: set[tuple[Any, ...]] = set()
         alike: dict[int, dict[str, list[Any]]] = {}
-        for path, kind, left, right in differences:
+        for path, kind, left, right, _ in differences:
             texts = tuple(path)
             if not self._strict and ABSENT in (left, right):
                 if right == ABSENT:

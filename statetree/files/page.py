@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Sequence
 
+    from statetree.transforms.similarity import Similarity
+
 _MAX_BOXES: Final = 400
 _BODY: Final = ":root{color-scheme:light dark}body{margin:1.5em auto;max-width:72em;padding:0 1em}"
 _STYLE: Final = """.tie{border-bottom:3px solid}.statetree p a{color:inherit}
@@ -35,16 +37,27 @@ _SCRIPT: Final = (
 )
 
 
-def to_html(tree: Any, path: str | os.PathLike[str], *, other: Any = None) -> None:
+def to_html(
+    tree: Any,
+    path: str | os.PathLike[str],
+    *,
+    other: Any = None,
+    values: bool = True,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+) -> None:
     """Write a tree as one HTML page: its structure, which folds, its leaves, and how their bytes are distributed.
 
     A click on a leaf copies its path. Leaves that share memory are underlined in one colour, and linked. For
     distributed tensors, figures show which ranks hold which part. The page is one file, and needs no network.
 
     Args:
-        tree: Any tree. Elements are not read.
+        tree: Any tree. Elements are not read, unless they are compared.
         path: The file.
-        other: Another tree to compare with: differences show ``tree`` in red and ``other`` in green.
+        other: Another tree to compare with: what ``similarity`` finds shows ``tree`` in red and ``other`` in green.
+        values: As for ``similarity``, as are ``rtol`` and ``atol``.
+        rtol: See ``values``.
+        atol: See ``values``.
 
     Raises:
         CheckpointError: If the file cannot be written.
@@ -56,25 +69,39 @@ def to_html(tree: Any, path: str | os.PathLike[str], *, other: Any = None) -> No
         >>> "float32 [2, 3]" in path.read_text()
         True
     """
+    found = None if other is None else similarity(tree, other, values=values, rtol=rtol, atol=atol)
+    write_page(tree, path, found)
+
+
+def write_page(tree: Any, path: str | os.PathLike[str], found: Similarity | None = None) -> None:
+    """Write the page of a tree, with what was found where it was compared with another one."""
     place = Path(path)
 
     def write(folder: Path) -> list[str]:
-        (folder / place.name).write_text("".join(_page(tree, other)), "utf-8")
+        (folder / place.name).write_text("".join(_page(tree, found)), "utf-8")
         return [place.name]
 
     write_whole(place, write, is_directory=False, overwrite=True)
 
 
-def _page(tree: Any, other: Any) -> Iterator[str]:
+def _page(tree: Any, found: Similarity | None) -> Iterator[str]:
     yield "<!doctype html><meta charset=utf-8><meta name=viewport content='width=device-width'><title>State</title>"
     yield f"<style>{STYLE}{_BODY}</style><body class=statetree>"
-    differences = () if other is None else similarity(tree, other).differences
-    if other is not None:
-        titles, classes = ("path", "what", "here", "in the other"), ("", "", "gone", "new")
-        rows = [(found.path or "<root>", found.kind, found.left, found.right) for found in differences]
-        yield f"<h2>{len(rows):,} differences</h2>"
+    marked: set[str] = set()
+    if found is not None:
+        titles, classes = ("path", "what", "here", "in the other", "by at most"), ("", "", "gone", "new", "")
+        rows = [
+            (path or "<root>", kind, left, right, "" if largest is None else f"{largest:.3g}")
+            for path, kind, left, right, largest in found.differences
+        ]
+        scope = "" if found.values else " in structure; values were not compared"
+        yield f"<h2>{found.count:,} difference{'s' * (found.count != 1)}{scope}</h2>"
+        yield f"<p>{html_escaped(found.hint)}</p>" if found.hint else ""
         yield from table(titles, rows, classes)
-    yield from tree_fragments(tree, frozenset(html_escaped(found.path) for found in differences))
+        if found.count > len(rows):
+            yield f"<p>The first {len(rows):,} of {found.count:,} are shown.</p>"
+        marked.update(html_escaped(each.path) for each in found.differences)
+    yield from tree_fragments(tree, frozenset(marked))
     yield f"<script>{_SCRIPT}</script>"
 
 

@@ -365,4 +365,4 @@ def _read_whole(stored: StoredTensor) -> Any:
 
 
 register_leaf_type(StoredTensor, StoredType())
-STAND_INS[StoredTensor] = StandIn(_read_whole, unread)
+STAND_INS[StoredTensor] = StandIn(_read_whole, lambda stored: unread(stored.outline, stored.tensor))

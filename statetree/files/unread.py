@@ -12,8 +12,6 @@ from statetree.tree.flatten import flatten, unflatten
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from statetree.files.stored import StoredTensor
-
 _OF: Final[Any] = torch.Tensor
 #: What is known without elements. Everything else is answered by the tensor that is read.
 _KNOWN: Final = frozenset(
@@ -32,8 +30,8 @@ _OF_DEVICE: Final = frozenset(getattr(_OF, name).__get__ for name in ("device", 
 class UnreadTensor(torch.Tensor):
     """Stands for a stored tensor before a predicate, which may ask for its dtype or look at its elements."""
 
-    _stored: StoredTensor
-    _read: torch.Tensor | None = None
+    _read: Callable[[], torch.Tensor]
+    _elements: torch.Tensor | None = None
 
     @classmethod
     def __torch_function__(
@@ -44,7 +42,7 @@ class UnreadTensor(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func in _KNOWN:
-            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[arg-type]  # as torch says it
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]  # torch's
         if func in _OF_DEVICE:
             return func(torch.empty(0, device="cpu"))
         leaves, spec = flatten((list(args), dict(kwargs or {})))
@@ -53,19 +51,23 @@ class UnreadTensor(torch.Tensor):
 
     def elements(self) -> torch.Tensor:
         """Return the tensor, which is read once."""
-        if self._read is None:
-            self._read = self._stored.tensor()
-        return self._read
+        if self._elements is None:
+            self._elements = self._read()
+        return self._elements
 
 
-def unread(stored: StoredTensor) -> torch.Tensor:
-    """Return a tensor that stands for a stored one, of which no element is read yet."""
-    outline = stored.outline
+def unread(outline: torch.Tensor, read: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Return a tensor that stands for one of which no element is read yet.
+
+    Args:
+        outline: What it is like: on ``meta``, or in memory that is mapped from the file.
+        read: Returns the tensor.
+    """
     if not outline.is_meta:  # in memory that is mapped from the file: read where it is touched
         return outline
     found = as_class(outline.detach(), UnreadTensor, requires_grad=outline.requires_grad)
     assert isinstance(found, UnreadTensor)
-    found._stored = stored  # noqa: SLF001 - made here
+    found._read = read  # noqa: SLF001 - made here
     if isinstance(outline, torch.nn.Parameter):
         found._is_param = True  # noqa: SLF001 - what ``isinstance`` asks for
     return found

@@ -59,7 +59,7 @@ def prepared_copy(
         differences = job.out_of_range()
     job.saturate = saturate
     if differences:
-        raise _refusal(verb, differences)
+        raise _refusal(verb, differences, pairing)
     if on_missing is not None:
         for difference in pairing.missing:
             on_missing(difference)
@@ -70,17 +70,21 @@ def prepared_copy(
     return result, job.write
 
 
-def _refusal(verb: str, differences: Sequence[Difference]) -> TreeMismatch:
+def _refusal(verb: str, differences: Sequence[Difference], pairing: LeafPairing) -> TreeMismatch:
     kinds = {difference.kind for difference in differences}
-    if kinds <= {"dtype"}:
-        remedy = "Convert the source, or pass cast=True where no precision that matters is lost."
-    elif kinds <= {"range"}:
-        remedy = "Nothing was written. Pass saturate=True to store the largest value that there is instead."
-    elif kinds & {"placements", "mesh"}:
-        remedy = "Nothing was written. Use reshard to change a layout."
-    else:
-        remedy = "Nothing was written."
-    return TreeMismatch.between(verb, differences, remedy)
+    classes = {(found.left, found.right) for found in differences if found.kind == "leaf type"}
+    remedies = {
+        "Nothing was written.": not kinds <= {"dtype"},
+        "Convert the source, or pass cast=True where no precision that matters is lost.": "dtype" in kinds,
+        "Pass strict=False to copy what both trees have.": "missing" in kinds and not pairing.missing,
+        "Pass saturate=True to store the largest value that there is instead.": kinds <= {"range"},
+        "Use reshard to change a layout.": bool(kinds & {"placements", "mesh"}),
+        "Use distribute to cut whole tensors into shards.": ("Tensor", "DTensor") in classes,
+        "Use gather to make whole tensors of shards.": ("DTensor", "Tensor") in classes,
+    }
+    remedy = " ".join(text for text, is_meant in remedies.items() if is_meant)
+    names = (pairing.spec.rendered_paths(), pairing.right_spec.rendered_paths()) if "missing" in kinds else None
+    return TreeMismatch.between(verb, differences, remedy, names)
 
 
 class _CopyJob:

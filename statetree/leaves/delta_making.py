@@ -44,7 +44,7 @@ class _Making:
     def __init__(self, verb: str, new: TreeEntries, base: TreeEntries) -> None:
         self.verb, self.new, self.base = verb, new, base
         partner, found = matched(base.spec, base.leaves, new.spec, new.leaves)
-        differences = [Difference(path, kind, left, right) for path, kind, right, left in found]
+        differences = [Difference(path, kind, left, right) for path, kind, right, left, _ in found]
         self.partner = list(range(len(base.leaves))) if partner is None else partner
         if not differences:
             differences = [difference for index in base.order for difference in self._differences(index)]

@@ -132,11 +132,9 @@ def _lie_alike(pair: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tenso
         bits = a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
         if not bits or (a.dtype, a.shape, a.stride()) != (b.dtype, b.shape, b.stride()):
             return False
-    sides = [
-        storage_key(a.untyped_storage()) == storage_key(b.untyped_storage()) for a, b in zip(pair, other, strict=True)
-    ]
-    apart = [a.data_ptr() - b.data_ptr() for a, b in zip(pair, other, strict=True)]
-    return all(sides) and apart[0] == apart[1]
+    facing = list(zip(pair, other, strict=True))
+    on_one = all(storage_key(a.untyped_storage()) == storage_key(b.untyped_storage()) for a, b in facing)
+    return on_one and len({a.data_ptr() - b.data_ptr() for a, b in facing}) == 1
 
 
 def _view_on(part: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:

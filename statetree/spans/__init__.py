@@ -11,6 +11,7 @@ about thousands of tensors at once, over *columns*. From the top to the bottom:
 - ``columns``: the attributes of a list of tensors, each as a list.
 - ``positions``: elements taken from tensors, and put into them, by their positions.
 - ``sums``: what only the same bits at the same positions add up to, however they are cut and laid out.
+- ``element_differences``: how elements differ: how many, where, by how much, and within a tolerance.
 - ``bits``: tensors compared bit by bit.
 """
 

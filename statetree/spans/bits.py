@@ -17,7 +17,6 @@ from statetree.spans.layout import holds_memory
 from statetree.torch_internals import (
     can_negate,
     is_zero_tensor,
-    negated_view,
     resolved,
     without_common_bits,
 )
@@ -58,7 +57,7 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
     Meta tensors are equal to each other, and so are tensors whose memory was freed.
     """
-    without = _without_elements(a), _without_elements(b)
+    without = without_elements(a), without_elements(b)
     if any(without):
         return without[0] == without[1]
     if is_unreadable(a, b):
@@ -68,7 +67,7 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
         answer = compare_memory(a.data_ptr(), b.data_ptr(), a.nbytes)
         if answer is not None:
             return answer
-    return all(_equal(x, y) for _, x, y in _pieces(*_distinct(a, b)))
+    return all(_equal(x, y) for _, x, y in _pieces(*distinct_elements(a, b)))
 
 
 def same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -160,7 +159,8 @@ def from_bits(integers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return integers if integers.dtype == dtype else integers.view(dtype)
 
 
-def _without_elements(tensor: torch.Tensor) -> str:
+def without_elements(tensor: torch.Tensor) -> str:
+    """Return why a tensor has no elements to read; an empty text if it has."""
     return "meta" if tensor.is_meta else "" if holds_memory(tensor) else "freed"
 
 
@@ -194,12 +194,21 @@ def _in_memory_order(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, to
     return a.permute(order), b.permute(order)
 
 
-def _distinct(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def distinct_elements(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the tensors without the copies of elements that both show along expanded dims."""
     for dim, (size, step, other) in enumerate(zip(a.shape, a.stride(), b.stride(), strict=True)):
         if size > 1 and step == 0 == other:
             a, b = a.narrow(dim, 0, 1), b.narrow(dim, 0, 1)
     return a, b
+
+
+def in_blocks(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Cut readable tensors of one dtype and shape in row-major order, and yield both tensors' bits as flat integers.
+
+    They are those of ``as_bits``, but for elements of 16 bytes, which are two integers each.
+    """
+    for _, x, y in _pieces(*without_common_bits(a, b)):
+        yield x.cpu(), y.cpu()
 
 
 def _pieces(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
@@ -270,35 +279,6 @@ def _positions(x: torch.Tensor, y: torch.Tensor, itemsize: int) -> torch.Tensor:
 
 def _is_aligned(piece: torch.Tensor) -> bool:
     return piece.storage_offset() * piece.itemsize % _WORD_BYTES == 0
-
-
-def first_difference(a: torch.Tensor, b: torch.Tensor) -> tuple[str, str]:
-    """Return how two tensors read at the first index at which they differ, and how often they do."""
-    without = _without_elements(a), _without_elements(b)
-    if any(without):
-        return tuple([{"meta": "no bytes", "freed": "freed", "": "bytes"}[state] for state in without])  # type: ignore[return-value]  # two of them
-    if is_unreadable(a, b):
-        return (f"negative bit {a.is_neg()}", f"negative bit {b.is_neg()}")
-    distinct = _distinct(a, b)
-    first, count = -1, 0
-    for positions in differing(*distinct):
-        first = int(positions[0]) if first < 0 else first
-        count += positions.numel()
-    # The first index of all is one of a distinct element: it is 0 along the dims in which these are repeated.
-    index = tuple([int(i) for i in torch.unravel_index(torch.tensor(first, device="cpu"), distinct[0].shape)])
-    count *= a.numel() // distinct[0].numel()
-    more = f" ({count} of {a.numel()} elements differ)"
-    return (f"{_element(a, index)} at index {index}{more}", f"{_element(b, index)} at index {index}")
-
-
-def _element(tensor: torch.Tensor, index: tuple[int, ...]) -> str:
-    if tensor.is_neg() and not can_negate(tensor.dtype):
-        return f"-({_element(negated_view(tensor), index)})"
-    element = resolved(tensor.detach()[index])
-    try:
-        return str(element.item())
-    except RuntimeError:  # a dtype that has no Python number
-        return f"0x{bytes(element.view(-1).view(torch.uint8).tolist())[::-1].hex()}"
 
 
 @cache

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from statetree.errors import CyclicTree, Difference, StateTreeError, TreeTooDeep, is_users_own, shown
+from statetree.errors import CyclicTree, Difference, StateTreeError, TreeTooDeep, is_users_own, prefix_hint, shown
 from statetree.key_paths import Path
 from statetree.leaves.builtin import settled, taken_over
 from statetree.leaves.pairing import LeafPairing, leave_out_differences, paired_parts
 from statetree.leaves.parts import AtomRecipe, PackedRecipe, Recipe, Unpacked, unpack
-from statetree.spans.bits import first_difference, is_unreadable, safely_equal, same_bytes
+from statetree.leaves.ties import object_ties
+from statetree.spans.bits import is_unreadable, safely_equal, same_bytes
 from statetree.spans.columns import Columns
+from statetree.spans.element_differences import Tolerance, Unequal, tensor_difference
 from statetree.spans.layout import holds_memory
 from statetree.spans.overlaps import are_disjoint, conflicts, once, overlaps_itself
 from statetree.torch_internals import quietly
@@ -19,7 +22,7 @@ from statetree.tree.atoms import same_value
 from statetree.tree.html_fragments import cell, html_escaped, table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     import torch
 
@@ -34,12 +37,17 @@ class Similarity:
     """The result of ``similarity``: true if nothing differs.
 
     Attributes:
-        differences: Where the trees differ and how (the first thousand).
+        differences: Where the trees differ and how: structure first, then values, the largest differences first,
+            relative to the root mean square of a tensor's elements. A thousand at most.
         count: How many differences there are.
+        values: Whether values were compared, and not structure alone.
+        hint: What mends all of it, if names differ by a prefix alone.
     """
 
     differences: tuple[Difference, ...]
     count: int
+    values: bool = True
+    hint: str = ""
 
     def __bool__(self) -> bool:
         return self.count == 0
@@ -47,17 +55,23 @@ class Similarity:
     def _repr_html_(self) -> str:
         rows = [(found.path or "<root>", found.kind, found.left, found.right) for found in self.differences]
         heading = html_escaped(str(self).partition(":")[0])
-        return cell([f"<b>{heading}</b>", *table(("path", "what", "left", "right"), rows, ("", "", "gone", "new"))])
+        hint = [f"<p>{html_escaped(self.hint)}</p>"] if self.hint else []
+        titles = ("path", "what", "left", "right")
+        return cell([f"<b>{heading}</b>", *hint, *table(titles, rows, ("", "", "gone", "new"))])
 
     def __str__(self) -> str:
+        scope = "" if self.values else " in structure (values were not compared)"
         if not self.count:
-            return "similar"
+            return f"similar{scope}"
         places = "1 difference" if self.count == 1 else f"{self.count} differences"
-        return f"{places}:\n  {shown([str(difference) for difference in self.differences], self.count)}"
+        lines = shown([str(difference) for difference in self.differences], self.count)
+        return f"{places}{scope}:\n  {lines}" + (f"\n  {self.hint}" if self.hint else "")
 
 
-def similarity(a: Any, b: Any, *, where: Where | None = None, values: bool = False) -> Similarity:
-    """Compare two trees: structure, leaf types, dtypes, shapes, layouts, and with ``values`` every byte.
+def similarity(
+    a: Any, b: Any, *, where: Where | None = None, values: bool = True, rtol: float = 0.0, atol: float = 0.0
+) -> Similarity:
+    """Compare two trees: structure, leaf types, dtypes, shapes, layouts, and every element.
 
     Mappings are compared by their keys, whatever their type and order; lists, tuples and other containers must be of
     the same kind. Devices, strides, instance attributes and ``requires_grad`` are not compared. Any two values can be
@@ -71,16 +85,21 @@ def similarity(a: Any, b: Any, *, where: Where | None = None, values: bool = Fal
         a: Any tree.
         b: Any tree.
         where: Which leaves are compared, as for ``select``: those that match in one of the trees.
-        values: Whether the elements of tensors must agree bit by bit and plain values in value. Otherwise plain
-            values are compared by type (``1``, ``1.0`` and ``True`` differ), and opaque objects by their classes and
-            the dtypes and shapes of the tensors inside. Comparing elements takes a few megabytes.
+        values: Whether the elements of tensors must agree, bit by bit, and plain values in value. Otherwise plain
+            values are compared by type (``1``, ``1.0`` and ``True`` differ), opaque objects by their classes and the
+            dtypes and shapes of the tensors inside, and the report says so. Comparing elements takes a few megabytes.
+        rtol: Floating-point and complex elements may differ by ``atol + rtol * max(abs(a), abs(b))``.
+        atol: See ``rtol``. If either is not zero, NaNs are equal, whatever their payload; infinities are equal to
+            themselves alone.
 
     Returns:
-        A ``Similarity``: true or false, with every difference, and a report as its ``str``.
+        A ``Similarity``: true or false, with every difference, and a report as its ``str``. Where the names of the
+        trees differ by a prefix alone (``module.``), the report says which ``rename`` mends it.
 
     Raises:
         TreeMismatch: If a glob in ``where`` matches nothing in either tree.
         CyclicTree: If a container holds itself.
+        ValueError: If a tolerance is negative or NaN.
 
     Example:
         >>> import statetree as st, torch
@@ -90,15 +109,23 @@ def similarity(a: Any, b: Any, *, where: Where | None = None, values: bool = Fal
         >>> print(report)
         1 difference:
           shape differs at w: (2, 3) against (3, 2)
+        >>> print(st.similarity({"w": torch.zeros(3)}, {"w": torch.tensor([0.0, 0.5, 0.0])}))
+        1 difference:
+          value differs at w: 0.0 at index (1,) (1 of 3 elements differ) against 0.5 at index (1,), by at most 0.5
     """
-    return _similarity(a, b, where=where, values=values)
+    tolerance = Tolerance(rtol, atol)
+    tolerance.check("similarity")
+    return _similarity(a, b, where, tolerance if values else None)
 
 
 @quietly
-def _similarity(a: Any, b: Any, *, where: Where | None, values: bool) -> Similarity:
+def _similarity(a: Any, b: Any, where: Where | None, tolerance: Tolerance | None) -> Similarity:
+    hint = ""
     try:
         pairing = LeafPairing("similarity", a, b, where=where, either=True)
-        found = [*leave_out_differences(pairing, plain=True), *_byte_differences(pairing, values=values)]
+        found = [*leave_out_differences(pairing, plain=True), *_byte_differences(pairing, tolerance)]
+        if any(difference.kind == "missing" for difference in pairing.differences):
+            hint = prefix_hint(pairing.spec.rendered_paths(), pairing.right_spec.rendered_paths())
     except (CyclicTree, TreeTooDeep, MemoryError):
         raise
     except BaseException as error:  # total: what cannot be looked at is like nothing
@@ -106,11 +133,12 @@ def _similarity(a: Any, b: Any, *, where: Where | None, values: bool) -> Similar
             raise
         path = getattr(error, "path", None) or Path()
         found = [Difference(path, "leaf type", "cannot be taken apart", f"{type(error).__name__}: {error}")]
-    return Similarity(tuple(found[:MAX_DIFFERENCES]), len(found))
+    return Similarity(tuple(found[:MAX_DIFFERENCES]), len(found), tolerance is not None, hint)
 
 
-def _byte_differences(pairing: LeafPairing, *, values: bool) -> list[Difference]:
-    """Compare leaves that agree in everything but their elements."""
+def _byte_differences(pairing: LeafPairing, tolerance: Tolerance | None) -> list[Difference]:
+    """Compare leaves that agree in everything but their elements; without a tolerance, not these."""
+    values = tolerance is not None
     paths: Sequence[Path] | None = None
     found: list[Difference] = []
 
@@ -128,11 +156,23 @@ def _byte_differences(pairing: LeafPairing, *, values: bool) -> list[Difference]
         _unpack_both(pairing, pairing.others, left, right, differ, values=values)
     for index, other, on_left, on_right in _tie_conflicts(pairing, left, right):
         differ(index, "ties", on_left, f"{on_right} (with {pairing.spec.paths()[other]})")
-    if values:
+    if tolerance is not None:
+        paths = pairing.spec.paths() if paths is None else paths
+        unequal: list[tuple[float, Difference]] = []
         for index, a, b in zip(left.leaves, left.tensors, right.tensors, strict=True):
             if a is not b and not same_bytes(a, b):
-                differ(index, "value", *first_difference(a, b))
+                elements = tensor_difference(a, b, tolerance)
+                if elements is not None:
+                    unequal.append((-elements.size, _of_elements(paths[index], elements, a.numel())))
+        found += [difference for _, difference in sorted(unequal, key=itemgetter(0))]
     return found
+
+
+def _of_elements(path: Path, found: Unequal, count: int) -> Difference:
+    if not found.first and found.max_abs is None and count != 1:  # there are no elements to show
+        return Difference(path, "value", found.left, found.right)
+    left = f"{found.left} at index {found.first} ({found.how_many} of {count} elements differ)"
+    return Difference(path, "value", left, f"{found.right} at index {found.first}", found.max_abs)
 
 
 class _Parts(NamedTuple):
@@ -220,6 +260,22 @@ def _tie_conflicts(pairing: LeafPairing, left: _Parts, right: _Parts) -> list[tu
         kept = [(left.leaves[index], *pair) for index, pair in pairs if pair is not None]
         conflicting = conflicts(Columns([target for _, target, _ in kept]), Columns([source for *_, source in kept]))
         found += [(kept[first][0], kept[second][0], *told) for first, second in conflicting]
+    return found + _lost_ties(opaque, left, right)
+
+
+def _lost_ties(opaque: Collection[int], left: _Parts, right: _Parts) -> list[tuple[int, int, str, str]]:
+    """Return the objects of which ``copy_into`` would refuse to copy a view, and whose memory it is a view on."""
+    inside = [index for index, leaf in enumerate(left.leaves) if leaf in opaque]
+    outside = [index for index, leaf in enumerate(left.leaves) if leaf not in opaque]
+    found: list[tuple[int, int, str, str]] = []
+    if not inside or not outside:
+        return found
+    for sources, targets, told in ((left, right, ("a view", "none")), (right, left, ("none", "a view"))):
+        parts = Columns([sources.tensors[index] for index in inside])
+        copied, written = (Columns([side.tensors[index] for index in outside]) for side in (sources, targets))
+        partners = {place: targets.tensors[index] for place, index in enumerate(inside)}
+        lost = object_ties(parts, copied, written, partners.copy).lost
+        found += [(left.leaves[inside[part]], left.leaves[outside[source]], *told) for part, source in lost]
     return found
 
 

@@ -48,8 +48,8 @@ def allocation(plan, dtype):
     expected = st.allocate_like(tree)
     with defaults(dtype, "meta"):
         result = st.allocate_like(tree)
-    assert st.similarity(result, expected)
-    assert st.similarity(expected, result)
+    assert st.similarity(result, expected, values=False)
+    assert st.similarity(expected, result, values=False)
 
 
 @given(one=plans, other=plans, dtype=dtypes, values=hyp.booleans())

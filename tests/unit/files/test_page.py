@@ -72,7 +72,27 @@ def test_differences_are_said(tmp_path):
     assert "<td>x<td>shape<td class=gone>(3,)<td class=new>(4,)" in text
     assert '<p title="x" class=gone>' in text
     assert '<p title="w">' in text
-    assert "1 differences" in text
+    assert "<h2>1 difference</h2>" in text
+
+
+def test_a_page_shows_and_counts_what_similarity_finds(tmp_path):
+    tree, other = ({"w": torch.zeros(3), "n": n, "same": bits(2)} for n in (1, 2))
+    other["w"][1] = 0.25
+    text, _ = page_of(tmp_path, tree, other=other)
+    assert "<h2>2 differences</h2>" in text
+    assert "<td>w<td>value<td class=gone>0.0 at index (1,) (1 of 3 elements differ)<td class=new>0.25 at" in text
+    assert "<td>0.25" in text
+    assert '<p title="w" class=gone>' in text
+    assert '<p title="same">' in text
+    text, _ = page_of(tmp_path, {"w": tree["w"]}, other={"w": other["w"]}, atol=0.25)
+    assert "<h2>0 differences</h2>" in text
+    text, _ = page_of(tmp_path, tree, other=other, values=False)
+    assert "<h2>0 differences in structure; values were not compared</h2>" in text
+    text, _ = page_of(tmp_path, list(range(3000)), other=[-1] * 3000)
+    assert "<h2>3,000 differences</h2>" in text
+    assert "The first 1,000 of 3,000 are shown." in text
+    text, _ = page_of(tmp_path, {"module.w": 1}, other={"w": 1})
+    assert "rename(tree, {&#x27;module.**&#x27;: &#x27;**&#x27;})" in text
 
 
 def test_shards_are_boxes_by_rank(tmp_path):
@@ -98,7 +118,7 @@ def test_notebooks_show_structures_differences_deltas_and_checkpoints(tmp_path):
     shown = {
         "structure": st.flatten(state)[1],
         "1 difference": st.similarity(state, {**state, "step": 4}, values=True),
-        "similar": st.similarity(state, state),
+        "similar": st.similarity(state, state, values=False),
         "&lt;w&gt;<td>1": st.delta(changed, state),
         "float32 [4]": opened(write(state, tmp_path / "a.pt")),
     }
@@ -136,4 +156,13 @@ def test_the_command_writes_pages(tmp_path, capsys):
     assert main(["diff", "--html", str(tmp_path / "y.html"), str(one), str(other)]) == 1
     assert "float32 [3]" in (tmp_path / "x.html").read_text()
     assert "<td>shape" in (tmp_path / "y.html").read_text()
+    third = write({"w": bits(3) + 1}, tmp_path / "c.safetensors")
+    capsys.readouterr()
+    for options, expected in (
+        ([], "<h2>1 difference</h2>"),
+        (["--atol", "1"], "<h2>0 differences</h2>"),
+        (["--no-values"], "<h2>0 differences in structure; values were not compared</h2>"),
+    ):
+        main(["diff", *options, "--html", str(tmp_path / "z.html"), str(one), str(third)])
+        assert expected in (tmp_path / "z.html").read_text()
     assert capsys.readouterr().err == ""

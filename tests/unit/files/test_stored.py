@@ -40,7 +40,7 @@ def test_headers_alone_are_read(name, tmp_path):
     state = {"w": torch.zeros(1 << 20), "b": torch.zeros(1 << 20)}
     found = opened(write(state, tmp_path / name))
     assert [str(path) for path in st.paths(found.tree)] == list(found.tree)
-    assert st.similarity(found.tree, state)
+    assert st.similarity(found.tree, state, values=False)
     assert {key: leaf.shape for key, leaf in found.tree.items()} == {"w": (1 << 20,), "b": (1 << 20,)}
     assert found.files.nbytes_read < 20_000
 

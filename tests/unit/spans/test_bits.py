@@ -9,7 +9,8 @@ from hypothesis import strategies as hyp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from statetree.spans import bits
-from statetree.spans.bits import bits_of, compare_memory, differ_in_more, differing, first_difference, same_bytes
+from statetree.spans.bits import bits_of, compare_memory, differ_in_more, differing, same_bytes
+from statetree.spans.element_differences import tensor_difference
 from statetree.torch_internals import negated_view
 
 DTYPES = [torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.float32, torch.int64, torch.complex64]
@@ -78,9 +79,10 @@ def test_differing_lists_exactly_the_elements_whose_bytes_differ(data):
         assert same_bytes(a, b) == (not expected)
         if expected:
             index = tuple(map(int, torch.unravel_index(torch.tensor(expected[0]), a.shape)))
-            left, right = first_difference(a, b)
-            assert f"at index {index} ({len(expected)} of {a.numel()} elements differ)" in left
-            assert right.endswith(f"at index {index}")
+            found = tensor_difference(a, b)
+            assert (found.first, found.how_many) == (index, len(expected))
+        else:
+            assert tensor_difference(a, b) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -131,7 +133,7 @@ def test_comparing_takes_a_few_megabytes(dtype, layout):
         a = a.conj()
     with Largest() as largest:
         assert not same_bytes(a, b)
-        assert "index (0, 0)" in first_difference(a, b)[0]
+        assert tensor_difference(a, b).first == (0, 0)
     assert largest.nbytes <= 8 << 20
 
 
@@ -140,9 +142,8 @@ def test_expanded_tensors_are_compared_by_their_distinct_elements():
     b = torch.tensor([0.0, 1.0, 5.0])[:, None].expand(3, 1 << 40)
     assert same_bytes(a, a.clone().as_strided(a.shape, a.stride()) if a.numel() < 9 else a[:])
     assert not same_bytes(a, b)
-    left, right = first_difference(a, b)
-    assert left == f"2.0 at index (2, 0) ({1 << 40} of {3 << 40} elements differ)"
-    assert right == "5.0 at index (2, 0)"
+    found = tensor_difference(a, b)
+    assert (found.left, found.right, found.first, found.how_many, found.max_abs) == ("2.0", "5.0", (2, 0), 1 << 40, 3.0)
 
 
 def test_without_memcmp_torch_compares(monkeypatch):
@@ -169,8 +170,11 @@ def test_what_has_no_elements_is_like_its_kind():
     assert same_bytes(meta, torch.ones(3, device="meta"))
     other.untyped_storage().resize_(0)
     assert same_bytes(freed, other)
-    assert first_difference(freed, torch.ones(3)) == ("freed", "bytes")
-    assert first_difference(torch.ones(3), meta) == ("bytes", "no bytes")
+    found = tensor_difference(freed, torch.ones(3)), tensor_difference(torch.ones(3), meta)
+    assert [(each.left, each.right, each.max_abs) for each in found] == [
+        ("freed", "bytes", None),
+        ("bytes", "no bytes", None),
+    ]
 
 
 def test_zeros_of_autograd_have_elements():

@@ -41,7 +41,7 @@ class Reused:
     kept = None
 
     def stage(self, state):
-        fits = self.kept is not None and st.similarity(state, self.kept)
+        fits = self.kept is not None and st.similarity(state, self.kept, values=False)
         self.kept = st.copy_into(state, self.kept) if fits else st.offload(state)
         return self.kept
 

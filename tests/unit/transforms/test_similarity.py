@@ -46,10 +46,10 @@ def ramp(*shape, dtype=torch.float32, start=0):
     return torch.arange(start, start + count).to(dtype).reshape(shape)
 
 
-def both(a, b, **options):
+def both(a, b, *, values=False, **options):
     """Compare in both directions: the answers mirror each other, and nothing changes."""
     watches = Watch(a), Watch(b)
-    there, back = st.similarity(a, b, **options), st.similarity(b, a, **options)
+    there, back = (st.similarity(*pair, values=values, **options) for pair in ((a, b), (b, a)))
     for watch in watches:
         watch.check()
     assert bool(there) == bool(back)
@@ -94,7 +94,7 @@ def test_a_tree_is_similar_to_itself(tree):
 @pytest.mark.parametrize("tree", [tree for tree in TREES if not tree.keyed_by_identity], ids=str)
 def test_where_it_is_true_copy_into_succeeds(tree):
     a, b = tree.make(), tree.make()
-    if not st.similarity(a, b):
+    if not st.similarity(a, b, values=False):
         return
     try:
         result = st.copy_into(a, b)
@@ -268,7 +268,7 @@ def test_every_difference_is_reported():
     b = {f"k{n}": ramp(n + 2) for n in range(10)}
     report = both(a, b)
     assert report.count == 10
-    assert str(report).startswith("10 differences:")
+    assert str(report).startswith("10 differences in structure (values were not compared):")
     assert all(f"shape differs at k{n}: ({n + 1},) against ({n + 2},)" in str(report) for n in range(10))
     assert report.differences[0].path == Path(("k0",))
     assert report.differences[0].left == (1,)
@@ -295,7 +295,129 @@ def test_long_values_are_cut():
 
 
 def test_similar_says_so():
-    assert str(st.similarity([1], [2])) == "similar"
+    assert str(st.similarity([1], [1])) == "similar"
+
+
+def test_what_looked_at_structure_alone_says_so():
+    report = st.similarity([1, ramp(2)], [2, ramp(2, start=1)], values=False)
+    assert (bool(report), report.values) == (True, False)
+    assert str(report) == "similar in structure (values were not compared)"
+    said = str(st.similarity([ramp(2)], [ramp(3)], values=False))
+    assert said.startswith("1 difference in structure (values were not compared):\n  shape differs at 0")
+    assert "values were not compared" in st.similarity([1], [1.0], values=False)._repr_html_()
+
+
+def test_values_are_compared_unless_that_is_left_out():
+    report = st.similarity({"w": torch.ones(3)}, {"w": torch.zeros(3)})
+    assert (bool(report), report.count, report.values) == (False, 1, True)
+    (found,) = report.differences
+    assert (found.kind, found.largest) == ("value", 1.0)
+    assert str(report).endswith("(3 of 3 elements differ) against 0.0 at index (0,), by at most 1")
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "options", "largest"),
+    [
+        ([100.0, 1.0], [101.0, 1.0], {"rtol": 0.01}, None),
+        ([100.0, 1.0], [101.0, 1.0], {"rtol": 0.0099}, 1.0),  # of the larger one, so that it is symmetric
+        ([100.0, 1.0], [100.0, 1.5], {"atol": 0.5}, None),
+        ([100.0, 1.0], [100.0, 1.5], {"atol": 0.49}, 0.5),
+        ([1.0], [1.75], {"atol": 0.5, "rtol": 0.25}, None),
+        ([NAN, 0.0], [-NAN, -0.0], {"atol": 1e-9}, None),
+        ([NAN, 0.0], [-NAN, 0.0], {}, 0.0),
+        ([NAN], [1.0], {"atol": INF, "rtol": INF}, INF),
+        ([INF], [1.0], {"atol": 1e300, "rtol": 0.5}, INF),
+        ([INF], [-INF], {"rtol": 1.0}, INF),
+        ([INF], [INF], {"rtol": 1.0}, None),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64, torch.complex128], ids=str)
+def test_numbers_may_differ_within_a_tolerance(a, b, options, largest, dtype):
+    one, other = torch.tensor(a, dtype=dtype), torch.tensor(b, dtype=dtype)
+    if -NAN in b or any(x != x and y != y for x, y in zip(a, b, strict=True)):
+        other.view(torch.uint8)[0] ^= 1  # another payload
+    report = both({"w": one}, {"w": other}, values=True, **options)
+    assert bool(report) == (largest is None)
+    assert [found.largest for found in report.differences] == [largest] * (largest is not None)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool], ids=str)
+def test_whole_numbers_have_no_tolerance(dtype):
+    a, b = torch.tensor([0, 1]).to(dtype), torch.tensor([1, 1]).to(dtype)
+    assert not both([a], [b], values=True, atol=10, rtol=10)
+    assert not both([1.0], [1.5], values=True, atol=10)  # nor have plain values
+
+
+def test_a_tolerance_is_a_number_of_zero_or_more():
+    for options in ({"rtol": -1e-9}, {"atol": NAN}):
+        with pytest.raises(ValueError, match=f"similarity: {next(iter(options))} is no tolerance: expected a number"):
+            st.similarity(1, 1, **options)
+
+
+def test_the_largest_differences_come_first_and_structure_before_them():
+    a = {name: torch.full((4,), 1.0) for name in "abc"} | {"huge": torch.full((4,), 1e6), "type": 1, "nan": ramp(2)}
+    b = {"a": a["a"] + 0.5, "b": a["b"] + 3, "c": a["c"].clone(), "huge": a["huge"] + 8, "type": 1.0, "more": 1}
+    b["nan"] = torch.tensor([0.0, NAN])
+    report = both(a, b, values=True)
+    assert [(str(found.path), found.largest) for found in report.differences] == [
+        *[("more", None), ("type", None), ("nan", INF), ("b", 3.0), ("a", 0.5), ("huge", 8.0)]
+    ]
+    many = st.similarity([torch.tensor([float(i)]) for i in range(1200)], [torch.tensor([-1.0]) for _ in range(1200)])
+    assert (many.count, len(many.differences)) == (1200, 1000)
+    sizes = [found.largest / max(1, found.largest - 1) for found in many.differences]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("prefixed", "plain", "rules"),
+    [
+        ({"module.a.w": 1, "module.b": 2}, {"a.w": 1, "b": 2}, {"module.**": "**"}),
+        ({"module": {"a": {"w": 1}, "b": 2}}, {"a": {"w": 1}, "b": 2}, {"module.**": "**"}),
+        ({"_orig_mod.module.a": 1}, {"a": 1}, {"_orig_mod.module.**": "**"}),
+        ({"m": {"module.a": 1, "module.b": 2}, "n": 3}, {"m": {"a": 1, "b": 2}, "n": 3}, {"m.module.**": "m.**"}),
+    ],
+    ids=["flat", "nested", "two", "inner"],
+)
+def test_a_prefix_is_told_with_the_rename_that_mends_it(prefixed, plain, rules):
+    for a, b, which in ((prefixed, plain, "left"), (plain, prefixed, "right")):
+        report = st.similarity(a, b)
+        prefix = next(iter(rules)).removesuffix("**").removeprefix("m." if "m" in plain else "")
+        said = f"The names differ by the prefix {prefix!r} of the {which} tree: rename(tree, {rules}) takes it away."
+        assert report.hint == said
+        assert str(report).endswith(f"\n  {said}")
+        assert said.replace("'", "&#x27;") in report._repr_html_()
+    assert st.similarity(st.rename(prefixed, rules), plain)
+    with pytest.raises(st.TreeMismatch, match=r"The names differ by the prefix .* of the given tree: rename"):
+        st.copy_into(prefixed, plain)
+    with pytest.raises(st.TreeMismatch, match=r"The names differ by the prefix .* of the expected tree: rename"):
+        st.copy_into(plain, prefixed)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ({"module.a": 1, "module.b": 2}, {"a": 1, "c": 2}),
+        ({"module.a": 1, "b": 2}, {"a": 1, "c": 2}),
+        ({"module.a": 1}, {"a": 1, "b": 2}),
+        ({"a": 1}, {"b": 1}),
+        ({"a": 1}, {"a": 2}),
+    ],
+)
+def test_other_names_are_no_prefix(a, b):
+    assert st.similarity(a, b).hint == st.similarity(b, a).hint == ""
+
+
+def test_an_object_whose_tie_copy_into_would_lose_differs():
+    held = ramp(6)
+    a, b = {"box": Box(x=held), "w": held[2:4]}, {"box": Box(x=ramp(6)), "w": ramp(2, start=2)}
+    differs(a, b, "ties", "box", values=True)
+    with pytest.raises(st.TreeMismatch, match="ties at box"):
+        st.copy_into(a, b)
+    other = ramp(6)
+    assert both(a, {"box": Box(x=other), "w": other[2:4]}, values=True)
 
 
 def test_differences_in_structure_and_bytes_of_many_kinds():
@@ -340,7 +462,7 @@ def test_ties_matter_where_values_differ():
     apart = {"a": ramp(4), "b": ramp(4, start=50)}
     assert not both(tied, apart)
     assert both(tied, {"a": ramp(4, start=7), "b": ramp(4, start=7)})
-    report = st.similarity(tied, apart)
+    report = st.similarity(tied, apart, values=False)
     assert {difference.kind for difference in report.differences} == {"ties"}
     with pytest.raises(st.TreeMismatch, match="overlap at"):
         st.copy_into(apart, tied)
@@ -523,7 +645,7 @@ def test_a_class_that_cannot_be_looked_up_is_named():
 
 
 def test_exits_of_an_object_are_named():
-    (found,) = st.similarity([ramp(2), Exits()], [ramp(2), Exits()]).differences
+    (found,) = st.similarity([ramp(2), Exits()], [ramp(2), Exits()], values=False).differences
     assert (found.kind, found.path) == ("leaf type", "1")
 
 
@@ -541,7 +663,7 @@ def test_an_exit_that_a_signal_asks_for_is_not_swallowed(handler):
     before = signal.signal(signal.SIGUSR1, Handler().leave if handler == "method" else lambda *_: Exits()._exit())
     try:
         with pytest.raises(SystemExit, match=r"[35]"):
-            st.similarity([Asks()], [Asks()])
+            st.similarity([Asks()], [Asks()], values=False)
     finally:
         signal.signal(signal.SIGUSR1, before)
 
@@ -562,14 +684,14 @@ def test_interrupts_are_not_swallowed():
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        st.similarity([Impatient()], [Impatient()])
+        st.similarity([Impatient()], [Impatient()], values=False)
 
 
 def test_cycles_are_named():
     cyclic = {"w": 1}
     cyclic["again"] = cyclic
     with pytest.raises(st.CyclicTree, match="again"):
-        st.similarity(cyclic, {"w": 1, "again": 2})
+        st.similarity(cyclic, {"w": 1, "again": 2}, values=False)
 
 
 def test_keys_are_matched_by_type():
@@ -581,9 +703,9 @@ def test_keys_are_matched_by_type():
 
 
 def test_the_result_can_be_kept():
-    report = st.similarity([ramp(2)], [ramp(3)])
-    assert hash(report) == hash(st.similarity([ramp(2)], [ramp(3)]))
-    assert report == st.similarity([ramp(2)], [ramp(3)])
+    report = st.similarity([ramp(2)], [ramp(3)], values=False)
+    assert hash(report) == hash(st.similarity([ramp(2)], [ramp(3)], values=False))
+    assert report == st.similarity([ramp(2)], [ramp(3)], values=False)
     assert_trees_equal(report.count, 1)
 
 
@@ -636,6 +758,6 @@ class Unspeakable:
 def test_what_has_no_memory_is_not_like_what_has(leaf):
     on_meta = st.offload({"k": leaf}, device="meta")
     for a, b in (({"k": leaf}, on_meta), (on_meta, {"k": leaf})):
-        assert {found.kind for found in st.similarity(a, b).differences} == {"memory"}
+        assert {found.kind for found in st.similarity(a, b, values=False).differences} == {"memory"}
         with pytest.raises(st.TreeMismatch, match="memory differs at k"):
             st.copy_into(a, b)

@@ -697,7 +697,7 @@ VERBS = {
     "offload": st.offload,
     "allocate_like": st.allocate_like,
     "copy_into": lambda tree: st.copy_into(tree, {}),
-    "similarity": lambda tree: st.similarity({}, tree),
+    "similarity": lambda tree: st.similarity({}, tree, values=False),
     "gather": st.gather,
     "broadcast": st.broadcast,
     "distribute": lambda tree: st.distribute(tree, {}),

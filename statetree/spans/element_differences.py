@@ -1,0 +1,213 @@
+"""How the elements of two tensors differ: how many do, where the first one is, and how large the differences are.
+
+Tensors are compared block by block, so that no second copy of them is made.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+
+from statetree.spans.bits import as_bits, distinct_elements, from_bits, in_blocks, is_unreadable, without_elements
+from statetree.torch_internals import WITHOUT_KERNELS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+#: What is said of tensors of which one has no elements to read.
+_WITHOUT: Final = {"meta": "no bytes", "freed": "freed", "": "bytes"}
+
+
+class Tolerance(NamedTuple):
+    """Up to where numbers are equal: ``abs(a - b) <= atol + rtol * max(abs(a), abs(b))``. With zeros: bit for bit.
+
+    It concerns floating-point and complex elements. If it is not zero, NaNs are equal, whatever their payload.
+    """
+
+    rtol: float = 0.0
+    atol: float = 0.0
+
+    def check(self, verb: str) -> None:
+        """Raise ``ValueError`` for what is no tolerance."""
+        for name, value in self._asdict().items():
+            if not value >= 0:
+                msg = f"{verb}: {name} is no tolerance: expected a number of 0 or more, got {value}."
+                raise ValueError(msg)
+
+
+#: Bit for bit.
+EXACT: Final = Tolerance()
+
+
+class Unequal(NamedTuple):
+    """How the elements of two tensors differ.
+
+    Attributes:
+        how_many: The number of elements that do.
+        first: The index of the first.
+        left: That element on the left, in words.
+        right: And on the right.
+        max_abs: The largest difference; infinity where one is NaN and the other is not; ``None`` without numbers.
+        max_rel: The largest one relative to the larger one of two elements.
+        num_nan: How many of them are NaN on one side alone.
+        size: ``max_abs`` relative to the root mean square of all finite elements: infinity where nothing is measured.
+    """
+
+    how_many: int
+    first: tuple[int, ...]
+    left: str
+    right: str
+    max_abs: float | None
+    max_rel: float | None
+    num_nan: int = 0
+    size: float = math.inf
+
+
+class ElementComparison:
+    """A comparison of two tensors, of which blocks are added in row-major order."""
+
+    def __init__(self, tolerance: Tolerance) -> None:
+        self._tolerance = tolerance
+        self._count, self._start, self._first, self._shown = 0, 0, -1, ("", "")
+        self._is_measured, self._max_abs, self._max_rel, self._num_nan = True, 0.0, 0.0, 0
+        self._squares = [0.0, 0.0]
+        self._num_finite = [0, 0]
+
+    def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Compare two flat blocks of the same length."""
+        for side, block in enumerate((a, b)):
+            squares, count = _squares(block)
+            self._squares[side] += squares
+            self._num_finite[side] += count
+        places = different_places(a, b, self._tolerance)
+        if len(places):
+            x, y = (_taken(block, places) if len(places) < len(block) else block for block in (a, b))
+            if self._first < 0:
+                self._first = self._start + int(places[0])
+                self._shown = element_text(x[:1]), element_text(y[:1])
+            self._count += len(places)
+            self._measure(x, y)
+        self._start += len(a)
+
+    def result(self, shape: Sequence[int]) -> Unequal | None:
+        """Return how the tensors of a shape differ, of which all blocks were added; ``None`` if they do not."""
+        if not self._count:
+            return None
+        at = torch.unravel_index(torch.tensor(self._first, device="cpu"), tuple(shape)) if shape else ()
+        index = tuple(int(part) for part in at)
+        if not self._is_measured:
+            return Unequal(self._count, index, *self._shown, None, None)
+        pairs = zip(self._squares, self._num_finite, strict=True)
+        largest = max(math.sqrt(squares / max(1, count)) for squares, count in pairs)
+        size = self._max_abs / largest if largest else math.inf if self._max_abs else 0.0
+        return Unequal(self._count, index, *self._shown, self._max_abs, self._max_rel, self._num_nan, size)
+
+    def _measure(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        wide = _both_wide(a, b)
+        if wide is None:
+            self._is_measured = False
+            return
+        one, other = wide
+        self._num_nan += int(one.isnan().ne(other.isnan()).sum())
+        same = one.eq(other).logical_or_(one.isnan() & other.isnan())
+        is_long = a.dtype == b.dtype and a.dtype in (torch.int64, torch.uint64)
+        apart = _distances_of_longs(a, b) if is_long else (one - other).abs().masked_fill_(same, 0)
+        relative = (apart / torch.maximum(one.abs(), other.abs())).masked_fill_(apart == 0, 0)
+        largest = [float(found.nan_to_num_(nan=math.inf, posinf=math.inf).max()) for found in (apart, relative)]
+        self._max_abs, self._max_rel = max(self._max_abs, largest[0]), max(self._max_rel, largest[1])
+
+
+def tensor_difference(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance = EXACT) -> Unequal | None:
+    """Return how two plain tensors of one dtype and shape differ; ``None`` if they are equal."""
+    without = without_elements(a), without_elements(b)
+    if any(without):
+        left, right = map(_WITHOUT.__getitem__, without)
+        return None if left == right else Unequal(a.numel(), (), left, right, None, None)
+    if is_unreadable(a, b):
+        return Unequal(a.numel(), (), f"negative bit {a.is_neg()}", f"negative bit {b.is_neg()}", None, None)
+    # The first index of all is one of a distinct element: it is 0 along the dims in which these are repeated.
+    x, y = distinct_elements(a, b)
+    comparison = ElementComparison(tolerance)
+    for block_a, block_b in in_blocks(x, y):
+        comparison.add(from_bits(block_a, a.dtype), from_bits(block_b, b.dtype))
+    found = comparison.result(x.shape)
+    return None if found is None else found._replace(how_many=found.how_many * (a.numel() // x.numel()))
+
+
+def different_places(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> torch.Tensor:
+    """Return which elements of two flat tensors differ."""
+    inexact = a.dtype.is_floating_point or a.dtype.is_complex or b.dtype.is_floating_point or b.dtype.is_complex
+    if a.dtype == b.dtype:
+        x, y = as_bits(a), as_bits(b)
+        unequal = x.view(torch.int64).ne(y.view(torch.int64)).view(-1, 2).any(1) if x.is_complex() else x.ne(y)
+        places = unequal.nonzero().flatten()
+        if not len(places) or tolerance == EXACT or not inexact:
+            return places
+        wide = _both_wide(_taken(a, places), _taken(b, places))
+        return places if wide is None else places[~_close(*wide, tolerance)]
+    wide = _both_wide(a, b)
+    return torch.arange(len(a)) if wide is None else (~_close(*wide, tolerance)).nonzero().flatten()
+
+
+def _close(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> torch.Tensor:
+    """Return which numbers are equal within a tolerance. Infinities are equal to themselves alone."""
+    finite = a.isfinite() & b.isfinite()
+    limit = torch.maximum(a.abs(), b.abs()).mul_(tolerance.rtol).add_(tolerance.atol)
+    return a.eq(b) | (a.isnan() & b.isnan()) | (finite & ((a - b).abs() <= limit))
+
+
+def _taken(elements: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return some elements of any dtype: by their bytes, as torch cannot index all dtypes."""
+    bits = as_bits(elements)
+    if bits.is_complex():
+        return bits.view(torch.int64).view(-1, 2)[places].view(-1).view(elements.dtype)
+    return from_bits(bits[places], elements.dtype)
+
+
+def as_wide(elements: torch.Tensor) -> torch.Tensor | None:
+    """Return elements as float64 or complex128; ``None`` if they are no numbers."""
+    if elements.dtype in WITHOUT_KERNELS:
+        return None
+    try:
+        return elements.to(torch.complex128 if elements.dtype.is_complex else torch.float64)
+    except (RuntimeError, NotImplementedError):  # two numbers in a byte
+        return None
+
+
+def _both_wide(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    one, other = as_wide(a), as_wide(b)
+    if one is None or other is None:
+        return None
+    dtype = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    return one.to(dtype), other.to(dtype)
+
+
+def _squares(block: torch.Tensor) -> tuple[float, int]:
+    """Return the sum of the squares of the finite elements, and how many there are."""
+    if block.dtype in (torch.float32, torch.float64):  # without a copy
+        squares = float(block.dot(block))
+        if math.isfinite(squares):
+            return squares, len(block)
+    wide = as_wide(block)
+    if wide is None:
+        return 0.0, 0
+    finite = wide[wide.isfinite()].abs()
+    return float(finite.dot(finite)), len(finite)
+
+
+def _distances_of_longs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return how far integers of 64 bits are apart, which float64 has no place for: the subtraction comes first."""
+    if a.dtype == torch.uint64:  # in the order of signed ones, which torch has more functions for
+        a, b = (each.view(torch.int64) ^ torch.iinfo(torch.int64).min for each in (a, b))
+    wrapped = (torch.maximum(a, b) - torch.minimum(a, b)).to(torch.float64)
+    return torch.where(wrapped < 0, wrapped + 2.0**64, wrapped)
+
+
+def element_text(element: torch.Tensor) -> str:
+    """Return one element in words."""
+    try:
+        return str(element.item())
+    except (RuntimeError, NotImplementedError):  # a dtype that has no Python number
+        return f"0x{bytes(element.view(torch.uint8).tolist())[::-1].hex()}"
