@@ -210,8 +210,9 @@ class _Template:
         ranks = ranks_of("load", self._group)
         chosen = None
         if self._where is not None:
-            leaves = [entry.value for entry in self._state.entries]
-            chosen = selected(self._where, self._state.spec, leaves, verb="load")
+            lowered = self._state.lowered
+            mask = selected(self._where, lowered.outline.spec, lowered.outer, verb="load")
+            chosen = [mask[owner] for owner in lowered.outline.owners()]
         contents = [
             content_of("load", entry.value, entry.path, ranks) if chosen is None or chosen[index] else PLAIN
             for index, entry in enumerate(self._state.entries)

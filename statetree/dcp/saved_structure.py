@@ -15,7 +15,7 @@ from statetree.dcp.reconstructors import CLASSES
 from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY, VALUE_ENTRY
 from statetree.errors import CheckpointError
 from statetree.key_paths import Path
-from statetree.leaves.lowering import Divided
+from statetree.leaves.lowering import DividedLeaf
 from statetree.tree.containers import Container
 from statetree.tree.instances import Attributes
 from statetree.tree.registry import container_of
@@ -88,8 +88,8 @@ def saved_form(spec: TreeSpec) -> TreeSpec:
         cls = kind.cls
         family = kind.family if isinstance(kind.family, str) else _full_name(kind.family)
         attributes = _written_aux(cls, aux)
-        name = f"{_LEAF}{aux[0]}" if cls is Divided else _NAMES.get(cls) or _full_name(cls)
-        container = SavedContainer(name, name if cls is Divided else family)
+        name = f"{_LEAF}{aux[0]}" if cls is DividedLeaf else _NAMES.get(cls) or _full_name(cls)
+        container = SavedContainer(name, name if cls is DividedLeaf else family)
         nodes.append((container, (*map(key_text, keys),), attributes, kids, take))
     return TreeSpec(tuple(nodes), spec.num_leaves)
 

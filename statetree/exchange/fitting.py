@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from statetree.exchange.manifest import Manifest
     from statetree.tree.selection import Where
-    from statetree.tree.spec import TreeSpec
 
 _REMEDY: Final = "Nothing was written. Pass a tree of the same structure, global shapes and dtypes."
 #: What a tensor lacks that has elements, and no memory for them.
@@ -72,7 +71,7 @@ class LikeOptions(NamedTuple):
         """Return options without a predicate that mean the same leaves of ``like``, and these leaves."""
         if self.where is None:
             return self, ()
-        (mask,) = selected_in(self.where, [(like.spec, like.leaves)], verb=like.verb, missing_ok=True)
+        (mask,) = masks_of(self.where, [like], missing_ok=True)
         paths = like.spec.paths()
         chosen = {paths[index]: index for index, meant in enumerate(mask) if meant}
         told = self._replace(where=lambda path, _: path in chosen) if callable(self.where) else self
@@ -88,9 +87,14 @@ class LikeOptions(NamedTuple):
         ]
 
 
-def partners_of(
-    spec: TreeSpec, leaves: Sequence[Any], like: Manifest, options: LikeOptions
-) -> tuple[list[int], list[Difference]]:
+def masks_of(where: Where, manifests: Sequence[Manifest], *, missing_ok: bool | None = None) -> list[list[bool]]:
+    """Return which leaves of trees are meant: with a leaf that is divided, all of its parts."""
+    outer = [(one.outline.spec, one.outer or [None] * one.outline.spec.num_leaves) for one in manifests]
+    masks = selected_in(where, outer, verb=manifests[-1].verb, missing_ok=missing_ok)
+    return [[mask[owner] for owner in one.outline.owners()] for mask, one in zip(masks, manifests, strict=True)]
+
+
+def partners_of(source: Manifest, like: Manifest, options: LikeOptions) -> tuple[list[int], list[Difference]]:
     """Return, for each leaf of a tree, the one of ``like`` in the same place, and what only one of them has.
 
     The first is -1 where there is none, which ``options`` may allow.
@@ -98,12 +102,15 @@ def partners_of(
     Raises:
         TreeMismatch: If the structures do not match.
     """
+    trees = (source.spec, source.leaves), (like.spec, like.leaves)
     if not options.keeps_like:
-        order, differences = matched(spec, leaves, like.spec, like.leaves)
+        order, differences = matched(*trees[0], *trees[1])
         raise_differences(like.verb, differences)
-        return list(range(spec.num_leaves)) if order is None else order, []
-    trees = (spec, leaves), (like.spec, like.leaves)
-    common = matched_where(like.verb, *trees, where=options.where, strict=options.strict)
+        return list(range(source.spec.num_leaves)) if order is None else order, []
+    masks = None
+    if options.where is not None and (source.outline.counts or like.outline.counts):
+        masks = masks_of(options.where, [source, like])
+    common = matched_where(like.verb, *trees, where=options.where, strict=options.strict, masks=masks)
     raise_differences(like.verb, common.differences)
     return common.order, common.missing
 

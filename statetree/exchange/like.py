@@ -73,7 +73,7 @@ class LikeDestination(Destination):
         self._options = options
         source.divide(like.divided(), group)
         like.divide(source.divided(), group)
-        self._partners, self._missing = partners_of(source.spec, source.leaves, like, options)
+        self._partners, self._missing = partners_of(source, like, options)
         self._leaf_of = {partner: index for index, partner in enumerate(self._partners) if partner >= 0}
         matched = [index for index in source.order if self._partners[index] >= 0]
         moving = [index for index in matched if index in source.chunks or self._partners[index] in like.chunks]

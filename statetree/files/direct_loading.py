@@ -110,8 +110,8 @@ class _Loading:
         stored = to_flat(opened(path).tree)[0]
         chosen: Sequence[int] = range(len(keys))
         if where is not None:
-            mask = selected(where, self._spec, self._leaves, verb="load")
-            chosen = [index for index, is_chosen in enumerate(mask) if is_chosen]
+            mask = selected(where, self._lowered.outline.spec, self._lowered.outer, verb="load")
+            chosen = [index for index, owner in enumerate(self._lowered.outline.owners()) if mask[owner]]
         self._stored = {index: stored[keys[index]] for index in chosen if keys[index] in stored}
         differences = [
             Difference(self._paths[i], "missing", "absent", "present") for i in chosen if i not in self._stored

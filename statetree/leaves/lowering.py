@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from statetree.tree.spec import TreeSpec
 
 
-class Divided:
+class DividedLeaf:
     """A leaf by its parts, in the place of the leaf.
 
     Attributes:
@@ -49,14 +49,14 @@ class Divided:
 
     def full_text(self) -> str:
         """Return the text, and those of parts that are divided themselves."""
-        inside = [part.full_text() for part in self.parts.values() if isinstance(part, Divided)]
+        inside = [part.full_text() for part in self.parts.values() if isinstance(part, DividedLeaf)]
         return f"{self.text} {inside}" if inside else self.text
 
 
 register_container(
-    Divided,
+    DividedLeaf,
     lambda divided: (tuple(divided.parts.values()), (divided.text, tuple(divided.parts)), tuple(divided.parts)),
-    lambda metadata, children: Divided(metadata[0], dict(zip(metadata[1], children, strict=True))),
+    lambda metadata, children: DividedLeaf(metadata[0], dict(zip(metadata[1], children, strict=True))),
 )
 
 
@@ -146,8 +146,8 @@ class Recipe:
                 values.append(_given(self.parts[position], parts[position]))
                 position += 1
         are_chunks = any(isinstance(part, Part) for part in parts)
-        if self.leaf_type.local_tensor is not None:
-            return self._lifted_distributed(values, are_chunks=are_chunks)
+        if self.leaf_type.local_tensor is not None and not are_chunks:
+            return self.leaf_type.gathered(self.leaf, self.context, values)
         context = self.context
         if self.whole is not None and not are_chunks:
             context = self.leaf_type.reshaped(context, *self.whole)
@@ -156,17 +156,6 @@ class Recipe:
             raise self._misfit(f"a shape of {self.whole[0]}", tuple(made.shape))
         if self.leaf_type.distributed and not are_chunks:
             self._check_whole(made)
-        return made
-
-    def _lifted_distributed(self, values: list[Any], *, are_chunks: bool) -> Any:
-        """Return a ``DTensor`` of its local tensor, or the whole tensor as what the ``DTensor`` is beside elements."""
-        if are_chunks:
-            return self.leaf_type.pack(self.context, values)
-        made, leaf = values[0], self.leaf
-        if isinstance(leaf, torch.nn.Parameter):
-            made = torch.nn.Parameter(made.detach(), requires_grad=leaf.requires_grad)
-        elif leaf.requires_grad:
-            made = made.detach().requires_grad_()
         return made
 
     def _check_whole(self, made: Any) -> None:
@@ -241,7 +230,7 @@ def lower(
         UnsupportedLeaf: If a leaf cannot be taken apart.
     """
     recipes: dict[Path, Recipe] = {}
-    divided: dict[int, Divided] = {}
+    divided: dict[int, DividedLeaf] = {}
     paths: list[Path] = spec.paths() if also else []
     index = 0
     try:
@@ -300,7 +289,7 @@ def is_divisible(leaf: Any) -> bool:
     return not leaf_type.is_distributed(leaf) and getattr(leaf, "layout", None) is not torch.jagged
 
 
-def _divide(leaf: Any) -> tuple[Divided, Recipe]:
+def _divide(leaf: Any) -> tuple[DividedLeaf, Recipe]:
     leaf_type = leaf_type_of(type(leaf))
     assert leaf_type is not None
     inner, context = leaf_type.unpack(leaf)
@@ -313,12 +302,12 @@ def _divide(leaf: Any) -> tuple[Divided, Recipe]:
     inside = _divide_local(settled(inner[0]), part_maker(leaf), tuple(map(Cut, range(leaf.dim()))), leaf.stride())
     found, recipe = _assembled(leaf, leaf_type, context, [inside, *inner[1:]])
     local = found.parts.pop("<local>")  # its parts are those of the leaf
-    return Divided(local.text, {**local.parts, **found.parts}), recipe
+    return DividedLeaf(local.text, {**local.parts, **found.parts}), recipe
 
 
 def _assembled(
     leaf: Any, leaf_type: LeafType, context: Any, given: Sequence[Any], whole: Any = None
-) -> tuple[Divided, Recipe]:
+) -> tuple[DividedLeaf, Recipe]:
     """Divide a leaf that is unpacked: ``given`` are its parts, or what they are divided into, and plain values."""
     parts: dict[str, Any] = {}
     inner: list[Recipe | Kept | None] = []
@@ -331,7 +320,7 @@ def _assembled(
         parts[name] = inside
         inner.append(recipe)
         flat += [inside] if recipe is None else recipe.parts
-    return Divided(_text(leaf, leaf_type), parts), Recipe(leaf, leaf_type, context, inner, flat, whole)
+    return DividedLeaf(_text(leaf, leaf_type), parts), Recipe(leaf, leaf_type, context, inner, flat, whole)
 
 
 def _divide_local(
@@ -339,7 +328,7 @@ def _divide_local(
     as_part: Callable[[torch.Tensor, tuple[Cut | None, ...]], Part],
     cuts: tuple[Cut | None, ...],
     stride: Sequence[int] | None = None,
-) -> tuple[Divided, Recipe]:
+) -> tuple[DividedLeaf, Recipe]:
     """Divide the local tensor of a ``DTensor``, or a tensor inside it.
 
     Args:

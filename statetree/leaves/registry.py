@@ -197,6 +197,10 @@ class LeafType:
         """Return the context of a value of another shape: it was the chunk of one rank, and becomes the whole."""
         return context
 
+    def gathered(self, value: Any, context: Any, parts: Sequence[Any]) -> Any:
+        """Return what a ``DTensor`` becomes whose local tensor, the first of the parts, is the whole one by now."""
+        raise NotImplementedError
+
     def distributed_parts(self, value: Any) -> list[DistributedPart | None]:
         """Return what ``layout`` and ``unpack`` say of the parts of a distributed value: ``None`` for whole ones."""
         inner, rows = self.unpack(value)[0], self.layout(value)

@@ -59,6 +59,7 @@ def matched_where(
     where: Where | None = None,
     strict: bool = True,
     either: bool = False,
+    masks: list[list[bool]] | None = None,
 ) -> CommonLeaves:
     """Match those leaves of two trees that are meant, and if so allowed those alone that both have.
 
@@ -70,14 +71,16 @@ def matched_where(
             right tree, and about the other one where there is none.
         strict: Whether both trees must have the leaves. If not, a ``HOLE`` is none.
         either: Whether a pair is meant as soon as the predicate says so of one of its leaves.
+        masks: Which leaves of both trees ``where`` means, if that is known.
 
     Raises:
         TreeMismatch: If a glob or path matches nothing in either tree.
     """
     found, differences = matched(*left, *right)
     order = list(range(left[0].num_leaves)) if found is None else found
-    masks = [[True] * spec.num_leaves for spec, _ in (left, right)]
-    if where is not None:
+    if where is None:
+        masks = [[True] * spec.num_leaves for spec, _ in (left, right)]
+    elif masks is None:
         masks = selected_in(where, [left, right], verb=verb)
     unfit, missing = _sorted_out(differences, order, left, right, masks, strict=strict, everywhere=where is None)
     for index, partner in enumerate(order):

@@ -69,6 +69,18 @@ class DTensorType(WrapperType):
             set_attributes(fresh, unflatten(context.attributes, parts[1:]))
         return fresh  # type: ignore[no-any-return]
 
+    def gathered(self, value: Any, context: Any, parts: Sequence[Any]) -> Any:
+        """Return the whole tensor, as what the ``DTensor`` is beside its elements: a parameter, with attributes."""
+        whole, *attributes = parts
+        if isinstance(value, torch.nn.Parameter):
+            whole = torch.nn.Parameter(whole.detach(), requires_grad=value.requires_grad)
+        elif value.requires_grad:
+            whole = whole.detach().requires_grad_()
+        if context.attributes is not None:
+            carried = unflatten(context.attributes, attributes)
+            set_attributes(whole, {name: held for name, held in carried.items() if not name.startswith("_")})
+        return whole
+
     def part_names(self, context: Any, count: int) -> Sequence[str]:
         return ["<local>", *(f"<{number}>" for number in range(1, count))]
 
@@ -242,7 +254,7 @@ class MeshPart(Part):
         """Return which boxes this rank holds, and where the others are."""
         (tensor,) = self.tensors
         spec = self.spec
-        mesh_shape, digest, listed, members, _ = ranks.positions(spec.mesh)
+        mesh_shape, digest, _, members, _ = ranks.positions(spec.mesh)
         splits, summed = _splits(spec)
         if summed:
             msg = (
@@ -250,21 +262,16 @@ class MeshPart(Part):
                 "expected no Partial. Redistribute it first."
             )
             raise UnsupportedLeaf(msg)
-        own = tuple(
-            [
-                split._replace(dim=dim)
-                for split in splits
-                for dim, cut in enumerate(self.cuts)
-                if cut is not None and cut.dim == split.dim
-            ]
-        )
-        flat = [cut.dim for cut in self.cuts if cut is not None and cut.is_flat]
-        if flat and any(split.dim != flat[0] for split in splits):
-            raise self._across_blocks()
-        layout = mesh_layout(self.steps, mesh_shape, members, own)
-        scales = [(1, 1) if cut is None else (cut.times, cut.over) for cut in self.cuts]
-        if any(times != over for times, over in scales):
-            layout = self._scaled(layout, scales)
+        cuts = list(enumerate(self.cuts))
+        own = tuple([s._replace(dim=d) for s in splits for d, cut in cuts if cut is not None and cut.dim == s.dim])
+        if own == splits and self.steps == self.shape:  # as a DTensor would be: it may be tied to one
+            known = _described(spec, self.shape, self.dtype, ranks, on_meta=tensor.is_meta)
+            text, detail, layout, splitting = known.text, known.detail, known.layout, known.mesh
+        else:
+            layout, splitting = self._layout(splits, mesh_layout(self.steps, mesh_shape, members, own)), None
+            on_meta = " on meta" if tensor.is_meta else ""
+            text = f"a part{on_meta} {self.dtype} {self.shape} over a mesh {mesh_shape} cut by {own}"
+            detail = digest
         boxes = layout.boxes_of(ranks.rank)
         pieces = local_pieces(tensor, boxes) if boxes else []
         if pieces is None:
@@ -274,16 +281,19 @@ class MeshPart(Part):
                 "from_local(shape=...)."
             )
             raise UnsupportedLeaf(msg)
-        on_meta = " on meta" if tensor.is_meta else ""
-        text = f"a part{on_meta} {tensor.dtype} {self.shape} over a mesh {mesh_shape} cut by {own}"
-        splitting = MeshSplits(mesh_shape, listed, own) if self.steps == self.shape else None
         location, device = location_of(tensor), tensor.device.type
         return LocalChunks(
-            text, digest, self.shape, self.dtype, layout, boxes, pieces, location, device, None, splitting
+            text, detail, self.shape, self.dtype, layout, boxes, pieces, location, device, None, splitting
         )
 
-    def _scaled(self, layout: ChunkLayout, scales: Sequence[tuple[int, int]]) -> ChunkLayout:
-        """Return a layout whose dims are longer or shorter than those that are cut."""
+    def _layout(self, splits: Sequence[Split], layout: ChunkLayout) -> ChunkLayout:
+        """Return the layout of the part, from the one in the steps in which the ``DTensor`` is cut."""
+        flat = [cut.dim for cut in self.cuts if cut is not None and cut.is_flat]
+        if flat and any(split.dim != flat[0] for split in splits):
+            raise self._across_blocks()
+        scales = [(1, 1) if cut is None else (cut.times, cut.over) for cut in self.cuts]
+        if all(times == over for times, over in scales):
+            return layout
         times, over = (torch.tensor(column, dtype=torch.int64) for column in zip(*scales, strict=True))
         starts, stops = layout.starts * times, layout.stops * times
         if bool((starts % over).any()) or bool((stops % over).any()):
