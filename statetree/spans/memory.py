@@ -80,16 +80,9 @@ class Memory:
         """Whether this is ordinary memory, as ``torch.empty`` gives it."""
         return self.device.type == "cpu" and not self.pin_memory and not self.share_memory
 
-    def carve(self, sizes: Sequence[int], *, slabs: bool | None = None) -> list[Buffer]:
-        """Return a buffer for each size, in bytes.
-
-        Args:
-            sizes: How many bytes each buffer holds.
-            slabs: Whether small buffers share allocations. By default they do where an allocation is dear.
-        """
-        if slabs is None:
-            slabs = self.pin_memory or self.share_memory
-        if not slabs:
+    def carve(self, sizes: Sequence[int]) -> list[Buffer]:
+        """Return a buffer for each size, in bytes. Small ones share allocations where an allocation is dear."""
+        if not (self.pin_memory or self.share_memory):
             return [Buffer(self.block(size), 0) for size in sizes]
         result: dict[int, Buffer] = {}
         for block in self.arrange(sizes):
