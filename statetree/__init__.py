@@ -3,6 +3,7 @@
 Importing it imports nothing, not even torch. Each public name is imported when it is first asked for.
 """
 
+import _imp
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -120,7 +121,14 @@ if not TYPE_CHECKING:  # a type checker is to know which names there are
         if name not in _MODULES:
             msg = f"module {__name__!r} has no attribute {name!r}"
             raise AttributeError(msg)
-        globals()[name] = value = getattr(import_module(_MODULES[name]), name)
+        # Two threads that ask for different names would import packages and what these import in different orders, each
+        # wait for the other, and one get a `_DeadlockError`. So they take turns. This lock, Python's own, is the only
+        # one that no forked child finds held: `os.fork` takes it as well.
+        _imp.acquire_lock()
+        try:
+            globals()[name] = value = getattr(import_module(_MODULES[name]), name)
+        finally:
+            _imp.release_lock()
         return value
 
     def __dir__() -> list[str]:

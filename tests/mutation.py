@@ -223,8 +223,8 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "it does not matter which is which",
     (
         "spans/columns.py",
-        'if "storages" in self.__dict__ and self.place is not None and self.pointers_distinct and self.whole:',
-        "self.place is not None  ->  self.place is None",
+        'if known is not None and "storages" in self.__dict__ and self.pointers_distinct and self.whole:',
+        "known is not None  ->  known is None",
     ): "the short cut is taken at other times, and comes to the same answer",
     ("spans/columns.py", "return True", "True  ->  False"): "a short cut is not taken",
     (

@@ -77,10 +77,10 @@ def slabs_within(
     begins, ends = starts.clone(), stops.clone()
     left = torch.full(sizes.shape[:1], number)
     for dim in reversed(range(sizes.shape[1])):
-        place = left % grid[:, dim]
+        part = left % grid[:, dim]
         left = left.div(grid[:, dim], rounding_mode="floor")
-        begins[:, dim] += (sizes[:, dim] * place).div(grid[:, dim], rounding_mode="floor")
-        ends[:, dim] = starts[:, dim] + (sizes[:, dim] * (place + 1)).div(grid[:, dim], rounding_mode="floor")
+        begins[:, dim] += (sizes[:, dim] * part).div(grid[:, dim], rounding_mode="floor")
+        ends[:, dim] = starts[:, dim] + (sizes[:, dim] * (part + 1)).div(grid[:, dim], rounding_mode="floor")
     return begins, torch.where((left > 0)[:, None], begins, ends)
 
 
@@ -88,7 +88,7 @@ def in_slabs(box: Box, count: int) -> list[Box]:
     """Cut a box into at least ``count`` slabs of about the same size (or single elements), in row-major order."""
     sizes = torch.tensor([box.sizes], dtype=torch.int64)
     parts = [
-        [(start + size * place // parts, start + size * (place + 1) // parts) for place in range(parts)]
+        [(start + size * number // parts, start + size * (number + 1) // parts) for number in range(parts)]
         for start, size, parts in zip(box.start, box.sizes, slab_grids(sizes, count)[0].tolist(), strict=True)
     ]
     return [Box(tuple([low for low, _ in bounds]), tuple([high for _, high in bounds])) for bounds in product(*parts)]
@@ -103,8 +103,8 @@ def is_covered(whole: Box, boxes: list[Box]) -> bool:
         return True
     dims = list(enumerate(zip(*whole, strict=True)))
     edges = [sorted({*bounds, *(corner[dim] for box in boxes for corner in box)}) for dim, bounds in dims]
-    places = [{edge: place for place, edge in enumerate(known)} for known in edges]
-    marks = [[slice(place[a], place[b]) for place, a, b in zip(places, *box, strict=True)] for box in boxes]
+    cells_of = [{edge: cell for cell, edge in enumerate(known)} for known in edges]
+    marks = [[slice(cell[a], cell[b]) for cell, a, b in zip(cells_of, *box, strict=True)] for box in boxes]
     grid = [len(known) - 1 for known in edges]
     if prod(grid) + sum(prod(mark.stop - mark.start for mark in cells) for cells in marks) > _MAX_CELLS:
         return False

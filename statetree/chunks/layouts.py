@@ -66,7 +66,7 @@ class ChunkLayout:
     @cached_property
     def distinct(self) -> Distinct:
         """The boxes, each once however many ranks hold it."""
-        if self.disjoint or not self.shape:  # then boxes that begin in the same place are the same
+        if self.disjoint or not self.shape:  # then boxes that begin alike are the same
             corners = (self.starts * torch.tensor(_row_major(self.shape), dtype=torch.int64)).sum(1)
             if bool((corners[1:] > corners[:-1]).all()):
                 return Distinct(self.starts, self.stops, _numbers(len(corners)))
@@ -97,12 +97,12 @@ class ChunkLayout:
         if self._replicas is None:
             table = torch.arange(int(self.ranks.max()) + 1 if len(self.ranks) else 0)
             holders = self.holders
-            place = torch.empty_like(self.ranks)
+            position = torch.empty_like(self.ranks)
             which = self.distinct.which[holders.order]
-            place[holders.order] = torch.arange(len(which)) - holders.first[which]
+            position[holders.order] = torch.arange(len(which)) - holders.first[which]
             first = torch.ones(len(self.ranks), dtype=torch.bool)
             first[1:] = self.ranks[1:] != self.ranks[:-1]
-            table[self.ranks[first]] = place[first]
+            table[self.ranks[first]] = position[first]
             self._replicas = table
         table = self._replicas
         known = ranks < len(table)

@@ -30,7 +30,7 @@ def reduces(reduction: str, dtype: torch.dtype) -> bool:
 
 
 def reduce_in_place(stack: torch.Tensor, reduction: str) -> None:
-    """Put partials together in the place of the first."""
+    """Put partials together into the first."""
     result = stack[0]
     for partial in stack[1:]:
         _COMBINE[reduction](result, partial, out=result)

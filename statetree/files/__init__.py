@@ -14,6 +14,7 @@ Files are not trusted: nothing in them is executed, sizes are compared with the 
 - ``safe_pickle``: pickles read without running or importing anything; ``untrusted``: names and texts out of files.
 """
 
+import _imp
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
@@ -45,5 +46,9 @@ if not TYPE_CHECKING:  # a type checker is to know which names there are
         if name not in _MODULES:
             msg = f"module {__name__!r} has no attribute {name!r}"
             raise AttributeError(msg)
-        globals()[name] = value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        _imp.acquire_lock()  # as in `statetree/__init__`
+        try:
+            globals()[name] = value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        finally:
+            _imp.release_lock()
         return value

@@ -141,7 +141,7 @@ def _have_memory(columns: Columns) -> bool:
     on_meta = not columns.on_cpu and any(device.type == "meta" for device in set(columns.devices))
     if on_meta:
         return False
-    place = columns.place
+    place = columns.known_addresses
     return (0 not in columns.pointers if place is None else place.with_memory) and columns.whole
 
 

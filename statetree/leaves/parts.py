@@ -292,9 +292,9 @@ def _bare_tensors(leaves: list[Any], *, memory: bool) -> tuple[Sequence[int], li
 
 def _need_no_packing(columns: Columns) -> bool:
     """Whether strided tensors are distinct, of no subclass, and without attributes and gradients."""
-    if not columns.bare or any(columns.requires_grad) or any(map(_attributes_of, columns.tensors)):
+    if not columns.no_subclasses or any(columns.requires_grad) or any(map(_attributes_of, columns.tensors)):
         return False
-    place = columns.place
+    place = columns.known_addresses
     if place is not None and place.distinct:
         return True
     return len(set(map(id, columns.tensors))) == len(columns.tensors)

@@ -130,8 +130,8 @@ def bits_in_pieces(tensor: torch.Tensor, nbytes: int) -> Iterator[tuple[int, tor
         element of 16 bytes). Where the tensor is contiguous, these lie in its memory.
     """
     start = 0
-    bare = tensor.detach()
-    for piece, _ in cut(bare, bare, max(1, nbytes // tensor.dtype.itemsize)):
+    plain = tensor.detach()
+    for piece, _ in cut(plain, plain, max(1, nbytes // tensor.dtype.itemsize)):
         if piece.numel():
             yield start, _flat(as_bits(_resolved(piece)))
         start += piece.numel()
@@ -166,8 +166,8 @@ def without_elements(tensor: torch.Tensor) -> str:
 
 def _is_memory(tensor: torch.Tensor) -> bool:
     """Whether a tensor without common bits reads like a stretch of host memory."""
-    bare = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
-    return bare and not is_zero_tensor(tensor)
+    plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+    return plain and not is_zero_tensor(tensor)
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:

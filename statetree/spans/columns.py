@@ -46,8 +46,8 @@ class Columns:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = tensors
-        #: Where these tensors lie, if that was seen before.
-        self.place: Place | None = None
+        #: What is known of the addresses of these tensors, if they were seen before.
+        self.known_addresses: KnownAddresses | None = None
 
     def adopt(self, columns: Mapping[str, Any]) -> None:
         """Take over columns that are known to hold for these tensors."""
@@ -58,7 +58,7 @@ class Columns:
         return list(map(TENSOR_BASE.dtype.__get__, self.tensors))
 
     @cached_property
-    def bare(self) -> bool:
+    def no_subclasses(self) -> bool:
         """Whether all are of class ``torch.Tensor``, and none of a subclass."""
         return _TENSOR_ONLY.issuperset(map(type, self.tensors))
 
@@ -135,8 +135,8 @@ class Columns:
     @cached_property
     def pointers_distinct(self) -> bool:
         """Whether all tensors have memory, and no two begin at one address."""
-        if self.place is not None:
-            return self.place.distinct
+        if self.known_addresses is not None:
+            return self.known_addresses.distinct
         return 0 not in self.pointers and len(set(self.pointers)) == len(self.tensors)
 
     @cached_property
@@ -156,12 +156,12 @@ class Columns:
     @cached_property
     def whole(self) -> bool:
         """Whether every tensor is contiguous and covers its storage from the first byte to the last."""
-        place = self.place
-        if place is not None and place.storage_bytes == self.storage_bytes:
+        known = self.known_addresses
+        if known is not None and known.storage_bytes == self.storage_bytes:
             return True
         whole = all(self.contiguous) and self.storage_bytes.tolist() == self.nbytes and not any(self.offsets)
-        if whole and place is not None:
-            place.storage_bytes = self.storage_bytes
+        if whole and known is not None:
+            known.storage_bytes = self.storage_bytes
         return whole
 
     @cached_property
@@ -180,7 +180,8 @@ class Columns:
     def own_storages(self) -> bool:
         """Whether no two tensors share a storage."""
         # Tensors that begin where their storages do, at different addresses, lie on different storages.
-        if "storages" in self.__dict__ and self.place is not None and self.pointers_distinct and self.whole:
+        known = self.known_addresses
+        if known is not None and "storages" in self.__dict__ and self.pointers_distinct and self.whole:
             return True
         if "storage_keys" not in self.__dict__ and not any(self.offsets) and self.pointers_distinct:
             return True
@@ -188,11 +189,12 @@ class Columns:
 
 
 # Some answers depend on addresses alone, and take sorting them: whether any two tensors overlap. A state that is
-# copied into every hundred steps lies where it lay, and its snapshots take turns in two places. So the answer is kept
-# with the addresses that it was found for, and what concerns two places (a source and a destination) with the other
-# one as a weak reference: addresses mean nothing once the other list is forgotten, and an equal list seen later is
-# another `Place`.
-class Place:
+# copied into every hundred steps lies where it lay, and its snapshots take turns at two lists of addresses. So the
+# answer is kept with the addresses that it was found for, and what concerns two lists (a source and a destination) with
+# the other one as a weak reference: addresses mean nothing once the other list is forgotten, and an equal list seen
+# later is another `KnownAddresses`. An answer is right for as long as dtypes, shapes and strides are those of the
+# `KnownGeometry` that it hangs on; it would be wrong if addresses alone were compared.
+class KnownAddresses:
     """Where tensors of one geometry lie, and what follows from that.
 
     Attributes:
@@ -211,7 +213,7 @@ class Place:
         self.distinct = columns.pointers_distinct
         self.storage_bytes: array[int] | None = None
         self._disjoint: bool | None = None
-        self._partner: tuple[weakref.ref[Place], bool] | None = None
+        self._partner: tuple[weakref.ref[KnownAddresses], bool] | None = None
 
     def disjoint(self, columns: Columns) -> bool:
         """Whether no two of these tensors lie over each other (see ``Columns.disjoint``)."""
@@ -219,8 +221,8 @@ class Place:
             self._disjoint = columns.disjoint
         return self._disjoint
 
-    def disjoint_from(self, other: Place, judge: Callable[[], bool]) -> bool:
-        """Return what ``judge`` says about the tensors here and those at another place. The last answer is kept."""
+    def disjoint_from(self, other: KnownAddresses, judge: Callable[[], bool]) -> bool:
+        """Return what ``judge`` says about the tensors here and those at other addresses. The last answer is kept."""
         known = self._partner
         if known is None or known[0]() is not other:
             known = self._partner = (weakref.ref(other), judge())

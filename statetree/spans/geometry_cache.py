@@ -1,4 +1,4 @@
-"""KnownGeometry and place: tensors that look and lie like ones seen before need not be asked again.
+"""Known geometry and addresses: tensors that look and lie like ones seen before need not be asked again.
 
 The same states come back: staged every hundred steps, compared, copied into. What tensors look like (all but their
 memory) is remembered for a few lists of tensors, and compared in one call in C++ at a tenth of the cost of asking for
@@ -12,7 +12,7 @@ from array import array
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, Final
 
-from statetree.spans.columns import Columns, Place, addresses, storages_of
+from statetree.spans.columns import Columns, KnownAddresses, addresses, storages_of
 from statetree.torch_internals import carry_tangents, geometry_guard
 
 if TYPE_CHECKING:
@@ -34,19 +34,19 @@ _EACH: Final = (
     "nested",
     "inference",
 )
-_ALL: Final = ("on_cpu", "bare")
+_ALL: Final = ("on_cpu", "no_subclasses")
 #: Of these, the columns that tell apart what the guards tell apart, nearly: they say where to look for an equal piece.
 _TELLING: Final = ("dtypes", "shapes", "requires_grad")
 #: Fewer tensors are asked as quickly as they are recognised.
 _FEWEST: Final = 64
 #: How many bytes all that is remembered may take, about, and how many of them go to each tensor: as entries of columns
-#: and places, and for a guard and what the columns refer to, unless these serve an equal piece of the list already.
+#: and addresses, and for a guard and what the columns refer to, unless these serve an equal piece of the list already.
 _MOST_BYTES: Final = 256 << 20
 _TENSOR_BYTES: Final = 128
 _GUARD_BYTES: Final = 480
-#: How many geometries are remembered at most, and how many places for each.
+#: How many geometries are remembered at most, and how many lists of addresses for each.
 _REMEMBERED: Final = 8
-_PLACES: Final = 4
+_LISTS: Final = 4
 #: How many tensors are asked everything at a time.
 _PIECE: Final = 500
 
@@ -59,7 +59,8 @@ _PIECE: Final = 500
 #
 # Its answer is one-sided: a no may be wrong, and then all is asked; a yes never is. So nothing depends on the guards
 # but speed: where a version of torch has none, `_guard` is None and every list is a new one. What they do not look at
-# (addresses, sizes of storages) is asked every time.
+# (addresses, sizes of storages) is asked every time. It would fail if a version of torch looked at less than we take
+# for known from it (`_EACH`, `_ALL`); the tests change one fact at a time.
 #
 # A list is guarded in pieces of 500 tensors: what one question brings into the processor's cache serves the next one, a
 # list that differs is given up early, and pieces that are alike, as the layers of a model are, share one guard.
@@ -83,13 +84,13 @@ class _Piece:
 class KnownGeometry:
     """What a list of plain tensors looks like."""
 
-    __slots__ = ("_facts", "_pieces", "_places", "count", "nbytes")
+    __slots__ = ("_facts", "_known_addresses", "_pieces", "count", "nbytes")
 
     def __init__(self, columns: Columns) -> None:
         self.count = len(columns.tensors)
         self._pieces, distinct = _cut(columns.tensors)
         self._facts = _joined([piece.facts for piece in self._pieces])
-        self._places: tuple[Place, ...] = ()
+        self._known_addresses: tuple[KnownAddresses, ...] = ()
         #: How many bytes this takes, about.
         self.nbytes = self.count * _TENSOR_BYTES + min(distinct * _PIECE, self.count) * _GUARD_BYTES
 
@@ -107,10 +108,10 @@ class KnownGeometry:
                 storages += storages_of(tensors)
         columns.adopt(self._facts)
         columns.adopt({"pointers": pointers, "storages": storages} if memory else {"pointers": pointers})
-        columns.place = next((place for place in self._places if place.pointers == pointers), None)
-        if columns.place is None:
-            columns.place = Place(columns)
-            self._places = (columns.place, *self._places[: _PLACES - 1])
+        columns.known_addresses = next((known for known in self._known_addresses if known.pointers == pointers), None)
+        if columns.known_addresses is None:
+            columns.known_addresses = KnownAddresses(columns)
+            self._known_addresses = (columns.known_addresses, *self._known_addresses[: _LISTS - 1])
         return True
 
 

@@ -46,7 +46,7 @@ class Block(NamedTuple):
     """A stretch of memory, and where in it buffers lie: the index of each, and its first byte."""
 
     nbytes: int
-    places: list[tuple[int, int]]
+    offsets: list[tuple[int, int]]
 
 
 class Memory:
@@ -80,21 +80,14 @@ class Memory:
         """Whether this is ordinary memory, as ``torch.empty`` gives it."""
         return self.device.type == "cpu" and not self.pin_memory and not self.share_memory
 
-    def carve(self, sizes: Sequence[int], *, slabs: bool | None = None) -> list[Buffer]:
-        """Return a buffer for each size, in bytes.
-
-        Args:
-            sizes: How many bytes each buffer holds.
-            slabs: Whether small buffers share allocations. By default they do where an allocation is dear.
-        """
-        if slabs is None:
-            slabs = self.pin_memory or self.share_memory
-        if not slabs:
+    def carve(self, sizes: Sequence[int]) -> list[Buffer]:
+        """Return a buffer for each size, in bytes. Small ones share allocations where an allocation is dear."""
+        if not (self.pin_memory or self.share_memory):
             return [Buffer(self.block(size), 0) for size in sizes]
         result: dict[int, Buffer] = {}
         for block in self.arrange(sizes):
             storage = self.block(block.nbytes)
-            result.update((index, self.piece(storage, start, sizes[index])) for index, start in block.places)
+            result.update((index, self.piece(storage, start, sizes[index])) for index, start in block.offsets)
         return [result[index] for index in range(len(sizes))]
 
     def arrange(self, sizes: Sequence[int]) -> Iterator[Block]:
@@ -106,19 +99,19 @@ class Memory:
         alone, most = LARGE_BYTES, SLAB_BYTES
         if self.share_memory:
             alone, most = max(alone, sum(sizes) // _FEW), max(most, sum(sizes) // _FEW)
-        places: list[tuple[int, int]] = []
+        offsets: list[tuple[int, int]] = []
         filled = 0
         for index, size in enumerate(sizes):
             if size >= alone:
                 yield Block(size, [(index, 0)])
                 continue
-            if places and filled + size > most:
-                yield Block(filled, places)
-                places, filled = [], 0
-            places.append((index, filled))
+            if offsets and filled + size > most:
+                yield Block(filled, offsets)
+                offsets, filled = [], 0
+            offsets.append((index, filled))
             filled += -(-size // ALIGNMENT) * ALIGNMENT
-        if places:
-            yield Block(filled, places)
+        if offsets:
+            yield Block(filled, offsets)
 
     def piece(self, block: torch.UntypedStorage, start: int, size: int) -> Buffer:
         """Return a buffer that is a part of a block."""

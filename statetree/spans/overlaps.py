@@ -25,7 +25,7 @@ def once(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torc
     """Return what is left to copy of a tensor that overlaps itself, if each of its elements receives one value.
 
     Along expanded dims that is the first of the copies, if they are copies in the source as well. Other overlap stays:
-    it must be the source's, too, so that equal values are written where elements lie in one place.
+    it must be the source's, too, so that equal values are written where elements lie at one address.
 
     Returns:
         The tensors to copy; ``None`` if the result would depend on the order of writing.
@@ -41,7 +41,7 @@ def once(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def overlaps_itself(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether two elements of a tensor may lie in the same place (as in an expanded one).
+    """Whether two elements of a tensor may lie at one address (as in an expanded one).
 
     Surely none do if each step is longer than all smaller ones together reach, as in every view that indexing and
     slicing make. Dims that interleave otherwise, which only ``as_strided`` makes, are taken to overlap.
@@ -211,13 +211,13 @@ def _receive_alike(targets: Columns, sources: Columns, a: int, b: int) -> bool:
 
 def are_disjoint(columns: Columns) -> bool:
     """Do as ``Columns.disjoint``, and remember it where the tensors were recognised."""
-    place = columns.place
-    return columns.disjoint if place is None else place.disjoint(columns)
+    known = columns.known_addresses
+    return columns.disjoint if known is None else known.disjoint(columns)
 
 
 def all_disjoint(targets: Columns, sources: Columns) -> bool:
     """Whether no two of all these tensors lie over each other, judged by their addresses alone."""
-    ours, theirs = targets.place, sources.place
+    ours, theirs = targets.known_addresses, sources.known_addresses
     if ours is not None and theirs is not None:
         return ours.disjoint_from(theirs, lambda: _all_disjoint(targets, sources))
     return _all_disjoint(targets, sources)

@@ -66,12 +66,12 @@ def places_of(positions: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 def hull(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory from a tensor's first element to its last, as one dim of elements that copies do not change."""
     reach = extent_bytes(tensor.shape, tensor.stride(), tensor.itemsize) // tensor.itemsize
-    bare = tensor.detach()
-    if bare.is_neg():
-        bare = negated_view(bare)
-    if bare.is_conj():
-        bare = torch.conj(bare)
-    return as_bits(bare.as_strided((reach,), (1,)))
+    plain = tensor.detach()
+    if plain.is_neg():
+        plain = negated_view(plain)
+    if plain.is_conj():
+        plain = torch.conj(plain)
+    return as_bits(plain.as_strided((reach,), (1,)))
 
 
 def take(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

@@ -65,8 +65,8 @@ class CapturedTree(NamedTuple):
         parts = self.unpacked.columns.tensors  # aside, if they were captured so
         part = Columns([parts[index] for index in self.meta])
         replicas = iter(replicate_columns(part, extents(part), Memory("meta"), copy=False))
-        rest, places = iter(copies), set(self.meta)
-        return [next(replicas) if index in places else next(rest) for index in range(len(parts))]
+        rest, meta = iter(copies), set(self.meta)
+        return [next(replicas) if index in meta else next(rest) for index in range(len(parts))]
 
 
 @quietly

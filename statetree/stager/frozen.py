@@ -121,9 +121,9 @@ class FrozenStorages:
         written = {key for key, flag in zip(keys, frozen, strict=True) if not flag}
         # Nobody promised anything of these: if they are frozen later, they hold something else by then.
         known = self._known  # another thread may thaw
-        for place in [place for place, copy in list(known.items()) if copy.source.cdata in written]:
+        for address in [address for address, copy in list(known.items()) if copy.source.cdata in written]:
             self._views = None
-            known.pop(place, None)
+            known.pop(address, None)
         return [index for index, flag in enumerate(frozen) if flag and keys[index] not in written]
 
     def copies(self, verb: str, captured: CapturedTree, chosen: Sequence[int]) -> list[torch.Tensor]:
@@ -161,7 +161,7 @@ class FrozenStorages:
         serving = [next(waiting) if found is None else found for found in known]
         templates = make_views(columns, layout, [copy.copy for copy in serving], torch.device("cpu"))
         # Storages that are gone are let go of; what was copied just now is noted last, so that an interrupt loses it.
-        kept = {place: copy for place, copy in before.items() if not copy.source.expired()}
+        kept = {address: copy for address, copy in before.items() if not copy.source.expired()}
         kept.update((copy.pointer + copy.start, copy) for copy in made)
         # While others are kept, all are looked at every time: whether their storages are gone.
         alone = len(kept) == len(serving) and all(kept.get(copy.pointer + copy.start) is copy for copy in serving)

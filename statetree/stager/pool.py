@@ -56,7 +56,7 @@ class Pool:
         for block in self._memory.arrange(sizes):
             blocks.append(self._block(block.nbytes))
             storage = blocks[-1].untyped_storage()
-            found.update((index, self._memory.piece(storage, start, sizes[index])) for index, start in block.places)
+            found.update((index, self._memory.piece(storage, start, sizes[index])) for index, start in block.offsets)
         return [found[index] for index in range(len(sizes))], blocks
 
     def cut(self, buffer: Buffer, size: int, count: int) -> list[Buffer]:

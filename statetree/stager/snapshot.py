@@ -149,7 +149,10 @@ class Snapshot:
 
     # A lease needs no handle that users would have to give back. Every tensor on a storage, and every view of one,
     # counts as a reference to the storage in C++, whoever holds it: a variable, a saving thread, autograd, a numpy
-    # array. What the snapshot itself holds is known (templates, and `_storages`); while there is more, it is leased.
+    # array. What the snapshot itself holds is known (templates, and `_storages`); while there is more, it is leased. It
+    # fails for whoever holds a bare address (`data_ptr()`), and for other processes, which `was_sent` answers for. A
+    # version of torch that counts otherwise would show as a lease that never ends, or as one that is never seen:
+    # `own_references` therefore asks this torch what one reference counts.
     def is_leased(self) -> bool:
         """Whether anything refers to the memory but the snapshot itself."""
         return count_references(self._storages, self._storage_keys) != self._unleased

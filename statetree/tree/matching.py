@@ -125,8 +125,8 @@ def _sorted_out(
             at = next(place[identity[:length]] for length in lengths if identity[:length] in place)
             inhabited.add(at)
             if masks[side][index]:
-                told = _describe(spec, leaves, index)
-                concerned[at].append(Difference(path, "missing", *((told, ABSENT) if side == 0 else (ABSENT, told))))
+                what = _describe(spec, leaves, index)
+                concerned[at].append(Difference(path, "missing", *((what, ABSENT) if side == 0 else (ABSENT, what))))
     unfit: list[Difference] = []
     missing: list[Difference] = []
     for index, difference in enumerate(differences):

@@ -444,18 +444,3 @@ def empty_ties():
 @RANKS
 def test_ties_of_empty_tensors_do_not_matter(world_size):
     run_ranks(world_size, empty_ties)
-
-
-def receive_into_maps(file, values):
-    """Distribute into two maps of one file."""
-    like = {name: torch.from_file(f"{file}{dist.get_rank()}", shared=True, size=1000) for name in values}
-    given = {name: torch.full((1000,), value) for name, value in values.items()}
-    found = attempt(lambda: statetree.distribute(given, like, src=0, in_place=True))
-    check_in_step()
-    return found[0], {leaf.sum().item() for leaf in like.values()}
-
-
-def test_equal_values_go_into_two_maps_of_one_file_and_others_do_not(tmp_path):
-    same, other = {"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 2.0}
-    assert run_ranks(2, receive_into_maps, tmp_path / "same", same) == [("", {1000.0})] * 2
-    assert run_ranks(2, receive_into_maps, tmp_path / "other", other) == [("TreeMismatch", {0.0})] * 2

@@ -497,28 +497,28 @@ def test_equal_columns_are_one_list_only_if_their_elements_are_of_one_type():
         assert facts["neg"] is facts["nested"]
 
 
-def test_a_place_is_another_one_if_an_address_differs_in_the_last_bit():
+def test_a_list_of_addresses_is_another_one_if_one_differs_in_the_last_bit():
     memory = torch.zeros(COUNT + 1, dtype=torch.uint8)
     one, other = ([memory[start + number :][:1] for number in range(COUNT)] for start in (0, 1))
     for _ in range(3):
         st.offload(one)
         st.offload(other)
     (remembered,) = geometry_cache._remembered
-    assert {place.pointers[0] for place in remembered._places} == {memory.data_ptr(), memory.data_ptr() + 1}
+    assert {place.pointers[0] for place in remembered._known_addresses} == {memory.data_ptr(), memory.data_ptr() + 1}
 
 
 def remembered_bytes(make):
     """Return what it takes to remember a list at four places, but for guards, and how much it is said to take."""
     forget_geometries()
-    trees = [make() for _ in range(geometry_cache._PLACES)]
+    trees = [make() for _ in range(geometry_cache._LISTS)]
     for tree in (*trees, *trees):
         st.offload(tree)
     (remembered,) = geometry_cache._remembered
-    assert len(remembered._places) == geometry_cache._PLACES
+    assert len(remembered._known_addresses) == geometry_cache._LISTS
     seen: set[int] = set()
     taken = 0
     pending = [remembered._facts, *(piece.facts for piece in remembered._pieces)]
-    pending += [getattr(place, name) for place in remembered._places for name in ("pointers", "storage_bytes")]
+    pending += [getattr(place, name) for place in remembered._known_addresses for name in ("pointers", "storage_bytes")]
     while pending:
         value = pending.pop()
         if id(value) in seen:
@@ -570,11 +570,11 @@ def test_memory_is_bounded(recognised):
     st.offload(tree)
     assert recognised  # the latest are the ones that are kept
     forget_geometries()
-    trees = [simple() for _ in range(3 * geometry_cache._PLACES)]
+    trees = [simple() for _ in range(3 * geometry_cache._LISTS)]
     for tree in [*trees, *trees]:
         st.offload(tree)
     (remembered,) = geometry_cache._remembered
-    assert len(remembered._places) == geometry_cache._PLACES
+    assert len(remembered._known_addresses) == geometry_cache._LISTS
     for count in range(COUNT, COUNT + 50):
         st.offload(simple(count))
         assert len(geometry_cache._glimpsed) <= geometry_cache._REMEMBERED

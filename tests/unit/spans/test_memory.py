@@ -81,14 +81,14 @@ def test_small_shared_buffers_are_places_in_one_slab():
 
 def test_small_plain_buffers_in_slabs_are_storages_of_their_own():
     sizes = [5, 64, 0, 100]
-    carved = Memory().carve(sizes, slabs=True)
+    carved = Pool(Memory()).take(sizes)[0]
     assert [(storage.nbytes(), start) for storage, start in carved] == [(size, 0) for size in sizes]
     begin = carved[0].storage.data_ptr()
     assert [storage.data_ptr() - begin for storage, _ in carved if storage.nbytes()] == [0, 64, 128]
 
 
 def test_pieces_keep_their_slab_alive():
-    kept = Memory().carve([8, 8], slabs=True)[1].storage
+    kept = Pool(Memory()).take([8, 8])[0][1].storage
     view = as_bytes(kept, 0, 8).fill_(7)
     others = [torch.zeros(2) for _ in range(100)]
     assert view.tolist() == [7] * 8
@@ -103,7 +103,7 @@ def test_no_slab_grows_over_the_limit(options, monkeypatch):
     allocate = memory.block
     monkeypatch.setattr(memory, "block", lambda size: allocated.append(size) or allocate(size))
     sizes = [500, 512, 1, 1023, 1, 64, 2000, 1024]
-    carved = memory.carve(sizes, slabs=True)
+    carved = Pool(memory).take(sizes)[0]
     assert allocated == [1024, 64, 1024, 128, 2048, 1024]
     assert_apart(places(carved, sizes))
 
@@ -111,12 +111,11 @@ def test_no_slab_grows_over_the_limit(options, monkeypatch):
 @given(
     sizes=hyp.lists(hyp.sampled_from([0, 1, 63, 64, 65, 1000, LARGE_BYTES - 1, LARGE_BYTES, LARGE_BYTES + 1])),
     kind=hyp.sampled_from(sorted(CONTAINERS)),
-    slabs=hyp.sampled_from([None, True, False]),
     pooled=hyp.booleans(),
 )
-def test_buffers_are_large_enough_aligned_and_apart(sizes, kind, slabs, pooled):
+def test_buffers_are_large_enough_aligned_and_apart(sizes, kind, pooled):
     memory = Memory(**CONTAINERS[kind])
-    carved = Pool(memory).take(sizes)[0] if pooled else memory.carve(sizes, slabs=slabs)
+    carved = Pool(memory).take(sizes)[0] if pooled else memory.carve(sizes)
     assert all(type(buffer) is Buffer for buffer in carved)
     assert_apart(places(carved, sizes))
     assert all(start % ALIGNMENT == 0 for _, start in carved)

@@ -62,12 +62,12 @@ def test_however_many_buffers_and_however_large_they_lie_in_few_blocks(sizes, ti
     sizes = sizes * times
     blocks = list(Memory(share_memory=True).arrange(sizes))
     assert len(blocks) <= MOST_BLOCKS
-    assert sorted(index for block in blocks for index, _ in block.places) == list(range(len(sizes)))
+    assert sorted(index for block in blocks for index, _ in block.offsets) == list(range(len(sizes)))
     for block in blocks:
-        stops = [start + sizes[index] for index, start in block.places]
-        assert all(stop <= start for stop, (_, start) in zip(stops, block.places[1:], strict=False))
+        stops = [start + sizes[index] for index, start in block.offsets]
+        assert all(stop <= start for stop, (_, start) in zip(stops, block.offsets[1:], strict=False))
         assert stops[-1] <= block.nbytes
-        assert all(start % buffers.ALIGNMENT == 0 for _, start in block.places)
+        assert all(start % buffers.ALIGNMENT == 0 for _, start in block.offsets)
     assert sum(block.nbytes for block in blocks) <= sum(sizes) + buffers.ALIGNMENT * len(sizes)
 
 
