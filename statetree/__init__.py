@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from statetree.files.page import to_html as to_html
     from statetree.key_paths import Path as Path
     from statetree.leaves.delta_tree import Delta as Delta
-    from statetree.leaves.registry import LeafType as LeafType
+    from statetree.leaves.leaf_type import LeafType as LeafType
     from statetree.leaves.registry import register_leaf_type as register_leaf_type
     from statetree.stager.stager import Stager as Stager
     from statetree.transforms.allocate_like import allocate_like as allocate_like
@@ -80,7 +80,8 @@ _NAMES = {
     "files.formats": "save",
     "files.page": "to_html",
     "leaves.delta_tree": "Delta",
-    "leaves.registry": "LeafType register_leaf_type",
+    "leaves.leaf_type": "LeafType",
+    "leaves.registry": "register_leaf_type",
     "key_paths": "Path",
     "stager.stager": "Stager",
     "transforms.allocate_like": "allocate_like",

@@ -6,6 +6,7 @@ All of it follows from metadata, offsets and sizes, and nothing communicates. Fr
 - ``layouts``: which boxes the ranks of a group hold, from a mesh and placements or from a list.
 - ``ranks``: who takes part in a collective, and where these ranks are in a mesh.
 - ``reductions``: how partial values of elements (`Partial`) are put together.
+- ``cuts``: how the dims of an inner tensor follow those of the distributed tensor around it.
 - ``boxes``: boxes cut into slabs, and whether some cover a whole.
 """
 

@@ -15,7 +15,7 @@ from statetree.dcp.reconstructors import CLASSES
 from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY, VALUE_ENTRY
 from statetree.errors import CheckpointError
 from statetree.key_paths import Path
-from statetree.leaves.lowering import DividedLeaf
+from statetree.leaves.divided import DividedLeaf
 from statetree.tree.containers import Container
 from statetree.tree.instances import Attributes
 from statetree.tree.registry import container_of

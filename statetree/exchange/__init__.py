@@ -8,7 +8,8 @@ move. Moving agrees with the other ranks, plans, and sends in buckets of bounded
         return run.move(source, run.destination(source, WholeOn(run.ranks(None))))
 
 - ``driver``: ``exchange`` and what a block can do; ``call``: who waits for whom, and what they hear of a failure
-- ``manifest``: what a rank holds; ``discovery``, ``replica_check``: what ranks tell each other of that, where they must
+- ``manifest``: what a rank holds (``path_order``: in which order); ``discovery``, ``replica_check``: what ranks tell
+  each other of that, where they must
 - ``destination``: fresh tensors by a rule; ``like``: the layouts of another tree, and ``fitting``: whether they fit;
   ``allocation``: fresh tensors of these layouts
 - ``description``, ``leaf_metadata``: one rank's tree told to all

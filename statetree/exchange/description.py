@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from statetree.chunks.layouts import ChunkLayout
     from statetree.exchange.group import Group
     from statetree.key_paths import Path
-    from statetree.leaves.lowering import Outline
+    from statetree.leaves.divided import Outline
     from statetree.tree.spec import TreeSpec
 
 P = ParamSpec("P")

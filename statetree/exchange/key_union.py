@@ -18,10 +18,11 @@ from statetree.chunks.ranks import ranks_named
 from statetree.errors import RankMismatch, TreeMismatch, UnsupportedLeaf, shown
 from statetree.exchange.consensus import Fingerprint, text_digest
 from statetree.exchange.leaf_metadata import pickled
-from statetree.exchange.manifest import ABSENT, is_cuttable, path_order
+from statetree.exchange.manifest import ABSENT, is_cuttable
+from statetree.exchange.path_order import path_order
 from statetree.exchange.transfers import as_sendable
 from statetree.leaves.builtin import is_plain
-from statetree.leaves.lowering import Outline
+from statetree.leaves.divided import Outline
 from statetree.tree.union import united
 
 if TYPE_CHECKING:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 
 from statetree.chunks.local import location_of
 from statetree.errors import UnsupportedLeaf
-from statetree.exchange.consensus import CONTAINER, Entry
-from statetree.key_paths import Path, exactly, unique_keys
+from statetree.exchange.consensus import Entry
+from statetree.exchange.path_order import order_of
 from statetree.leaves.builtin import facts, holds_tensor, is_distributed, leaf_type_of, may_be_under_way, settled
 from statetree.leaves.leaf_numbers import text_number
 from statetree.leaves.location import located_error
-from statetree.leaves.lowering import Lowered, Outline, Recipe, assumed_sums, is_divisible, lower
+from statetree.leaves.lowering import Lowered, assumed_sums, is_divisible, lower
 from statetree.leaves.parts import hides_distributed
 from statetree.leaves.types.special import QUANTIZED
 from statetree.spans.columns import Columns
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from statetree.chunks.layouts import ChunkLayout
     from statetree.chunks.local import LocalChunks
     from statetree.chunks.ranks import Ranks
-    from statetree.leaves.registry import LeafType
-    from statetree.tree.containers import Container
+    from statetree.key_paths import Path
+    from statetree.leaves.divided import Outline, Recipe
+    from statetree.leaves.engine_type import EngineLeafType
     from statetree.tree.spec import TreeSpec
 
 
@@ -154,7 +155,7 @@ class Manifest:
             ranks: The group's ranks, if that is to be found out.
         """
         self.spec, self.leaves = spec, leaves
-        outline = _order_of(spec)
+        outline = order_of(spec)
         self.order = outline.order
         self.keys = outline.keys
         self.structure = outline.structure
@@ -289,50 +290,8 @@ class Manifest:
         return UnsupportedLeaf(f"{self.verb}: {message.replace('%PATH%', str(path) or '<root>')}", path)
 
 
-class _PathOrder(NamedTuple):
-    """What depends on a tree's structure alone: the leaves by their paths, their keys in that order, and containers."""
-
-    order: list[int]
-    keys: list[str]
-    structure: list[Entry]
-
-
-def path_order(spec: TreeSpec) -> list[int]:
-    """Return the indices of the leaves in the order of their paths."""
-    return _order_of(spec).order
-
-
-@lru_cache(maxsize=32)
-def _order_of(spec: TreeSpec) -> _PathOrder:
-    paths, keys = spec.paths(), spec.flat_keys()
-    order = sorted(range(spec.num_leaves), key=lambda index: paths[index].sort_key())
-    containers: list[tuple[tuple[Any, ...], str]] = []
-    links = spec.links()
-    pending: list[tuple[int, tuple[Any, ...]]] = [(spec.root(), ())] if spec.nodes else []
-    while pending:
-        ref, path = pending.pop()
-        kind, names = spec.nodes[~ref][:2]
-        containers.append((path, _container_text(kind, names)))
-        pending += [(child, (*path, name)) for name, child in zip(names, links[~ref], strict=True) if child < 0]
-    containers.sort(key=_sort_key)
-    named = unique_keys([str(Path(path)) or "<root>" for path, _ in containers], [path for path, _ in containers])
-    structure = [Entry(f"{name}{CONTAINER}", text) for name, (_, text) in zip(named, containers, strict=True)]
-    return _PathOrder(order, [keys[index] for index in order], structure)
-
-
 def _path_key(row: tuple[Path, str]) -> Any:
     return row[0].sort_key()
-
-
-def _sort_key(container: tuple[tuple[Any, ...], str]) -> Any:
-    return Path(container[0]).sort_key()
-
-
-def _container_text(kind: Container, names: tuple[Any, ...]) -> str:
-    family = kind.family if isinstance(kind.family, str) else getattr(kind.family, "__qualname__", str(kind.family))
-    if not kind.keyed or all(type(name) is str for name in names):
-        return f"a {family} of {len(names)}"
-    return f"a {family} with the keys {', '.join(sorted(map(exactly, names)))}"
 
 
 def chunks_of(leaf: Any, ranks: Ranks) -> LocalChunks | None:
@@ -358,7 +317,7 @@ def chunks_of(leaf: Any, ranks: Ranks) -> LocalChunks | None:
     return None
 
 
-def _may_hide(leaf_type: LeafType) -> bool:
+def _may_hide(leaf_type: EngineLeafType) -> bool:
     """Whether leaves are not divided that have distributed tensors inside: in attributes, or anywhere in objects."""
     return leaf_type.opaque or leaf_type.bare
 

@@ -20,8 +20,9 @@ from statetree.key_paths import Path
 from statetree.leaves.builtin import is_distributed
 from statetree.leaves.casting import castable
 from statetree.leaves.copying import prepared_copy
+from statetree.leaves.engine_type import EngineLeafType
 from statetree.leaves.lowering import is_made_of_tensors, lower
-from statetree.leaves.registry import LeafType, register_leaf_type
+from statetree.leaves.registry import register_leaf_type
 from statetree.torch_internals import quietly
 from statetree.transforms.reshard import reshard
 from statetree.tree.flatten import flatten_for
@@ -198,7 +199,7 @@ class StoredShare:
         self.group = group
 
 
-class ShareType(LeafType):
+class ShareType(EngineLeafType):
     """``StoredShare``: distributed, each rank of the group holds the slabs that it reads."""
 
     distributed = True

@@ -19,8 +19,9 @@ from statetree.key_paths import Path
 from statetree.leaves.builtin import facts, is_distributed
 from statetree.leaves.casting import castable, out_of_range
 from statetree.leaves.copying import copied_leaves
+from statetree.leaves.engine_type import EngineLeafType
 from statetree.leaves.parts import unpack
-from statetree.leaves.registry import LeafType, register_leaf_type
+from statetree.leaves.registry import register_leaf_type
 from statetree.spans.layout import extent_bytes
 from statetree.torch_internals import copy_each, quietly, set_bits, storage_key
 from statetree.tree.flatten import flatten_for, unflatten
@@ -325,7 +326,7 @@ def _memory_keys(stored: StoredTensor) -> set[int]:
     return {storage_key(tensor.untyped_storage()) for tensor in tensors}
 
 
-class StoredType(LeafType):
+class StoredType(EngineLeafType):
     """``StoredTensor``: the tensor that it stands for, whose elements are read where they are needed."""
 
     settles = True

@@ -12,16 +12,20 @@ bottom:
 - ``tree_parts``: a whole tree taken apart into plain tensors, for transforms on spans.
 - ``conversion``: elements in another dtype, ties kept.
 - ``pairing``, ``ties``: the leaves of two trees side by side; which leaves of a tree share memory.
+- ``lowering``: a tree down to the parts of its leaves; ``divided``: what stands for those that have several, and how
+  they are put together again.
 - ``parts``: many leaves taken apart at once, each tensor object once, and packed again.
 - ``held_memory``: whether the tensors of leaves still lie where they lay.
 - ``location``: errors that say which leaf could not be.
 - ``builtin``: the leaf type of every class, looked up.
 - ``types/``: the leaf types that come with statetree, a file each.
-- ``registry``: ``LeafType``, from which all derive, and those that users registered.
+- ``registry``: those that users registered; ``engine_type``: what the engines ask of one.
+- ``leaf_type``: ``LeafType``, from which all derive.
 """
 
+from statetree.leaves.leaf_type import LeafType
 from statetree.leaves.parts import Unpacked, unpack
-from statetree.leaves.registry import LeafType, register_leaf_type
+from statetree.leaves.registry import register_leaf_type
 from statetree.leaves.tree_parts import TreeParts, take_apart
 
 __all__ = ["LeafType", "TreeParts", "Unpacked", "register_leaf_type", "take_apart", "unpack"]

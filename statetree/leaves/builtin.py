@@ -20,7 +20,7 @@ from statetree.tree.atoms import is_atom_type
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from statetree.leaves.registry import LeafType
+    from statetree.leaves.engine_type import EngineLeafType
 
 #: Leaf types of classes that are looked for by name, so that their modules (of ``types``) are loaded only when they are
 #: met.
@@ -31,7 +31,7 @@ _BY_NAME: Final[dict[str, tuple[str, str]]] = {
     "torch.distributed._functional_collectives.AsyncCollectiveTensor": ("async_collective", "ASYNC_COLLECTIVE"),
     "torch.distributed.tensor._shards_wrapper.LocalShardsWrapper": ("local_shards", "LOCAL_SHARDS"),
     "torch._subclasses.fake_tensor.FakeTensor": ("fake", "FAKE"),
-    "statetree.leaves.types.part.Part": ("part", "PART"),
+    "statetree.leaves.types.part.LeafPart": ("part", "PART"),
     "torchao.optim.subclass_8bit.OptimState8bit": ("low_bit", "LOW_BIT"),
     "torchao.optim.subclass_4bit.OptimState4bit": ("low_bit", "LOW_BIT"),
     "torchao.optim.subclass_fp8.OptimStateFp8": ("low_bit", "LOW_BIT"),
@@ -41,7 +41,7 @@ _BY_NAME: Final[dict[str, tuple[str, str]]] = {
 _MOST_CLASSES: Final = 1_000
 
 
-def leaf_type_of(cls: type) -> LeafType | None:
+def leaf_type_of(cls: type) -> EngineLeafType | None:
     """Return the leaf type of a class, or ``None`` for atoms."""
     try:
         return LEAF_TYPES[cls]
@@ -59,7 +59,7 @@ OPAQUE: Final = OpaqueType(leaf_type_of)
 REDUCED: Final = ReducedType(leaf_type_of)
 
 
-def _recognise(cls: type) -> LeafType | None:
+def _recognise(cls: type) -> EngineLeafType | None:
     if is_atom_type(cls):
         return None
     for base in cls.__mro__:

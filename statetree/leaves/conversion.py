@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from statetree.key_paths import Path
-    from statetree.leaves.registry import LeafType
+    from statetree.leaves.engine_type import EngineLeafType
     from statetree.tree.spec import TreeSpec
 
 
@@ -77,7 +77,7 @@ def converted(
 
 def _converted_later(leaves: Sequence[Any], mask: Sequence[bool], dtype: torch.dtype) -> dict[int, Any]:
     """Return the leaves that are not read now, those that are meant as leaves that are converted when they are."""
-    of_type: dict[LeafType, list[int]] = {}
+    of_type: dict[EngineLeafType, list[int]] = {}
     for index, leaf in enumerate(leaves):
         leaf_type = None if is_plain(leaf) else leaf_type_of(type(leaf))
         if leaf_type is not None:

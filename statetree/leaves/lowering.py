@@ -4,187 +4,28 @@ Most leaves are parts as they stand: plain tensors, and distributed ones whose l
 made of several distributed tensors (a ``DTensor`` of a quantized tensor, a quantized tensor of ``DTensor``, a
 registered class with a ``layout``) is *divided*: in the lowered tree a container with its parts stands in its place. So
 whatever takes a lowered tree knows strided tensors only, each with a dtype, a global shape and a layout of its own.
-
-What the parts are put together to follows from the parts: if each rank has its own chunks of them, the leaf is
-distributed as it was; if they are whole, it is the value that they make without ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from statetree.chunks.cuts import Cut
-from statetree.errors import UnsupportedLeaf
 from statetree.leaves.builtin import is_distributed, is_plain, leaf_type_of, settled
+from statetree.leaves.divided import DividedLeaf, Outline, PlainValue, Recipe
 from statetree.leaves.leaf_numbers import value_text
 from statetree.leaves.location import located_error
 from statetree.leaves.parts import hides_distributed
-from statetree.leaves.types.part import ListedPart, Part
+from statetree.leaves.types.part import LeafPart, ListedPart
 from statetree.spans.sums import ALL, whole_sums
-from statetree.tree.registry import register_container
 
 if TYPE_CHECKING:
     from statetree.key_paths import Path
-    from statetree.leaves.registry import LeafType
+    from statetree.leaves.engine_type import EngineLeafType
     from statetree.tree.spec import TreeSpec
-
-
-class DividedLeaf:
-    """A leaf by its parts, in the place of the leaf.
-
-    Attributes:
-        text: What the leaf is beside its parts, which must be the same on all ranks, and in trees that match.
-        parts: The parts, by their names.
-    """
-
-    __slots__ = ("parts", "text")
-
-    def __init__(self, text: str, parts: dict[str, Any]) -> None:
-        self.text = text
-        self.parts = parts
-
-    def full_text(self) -> str:
-        """Return the text, and those of parts that are divided themselves."""
-        inside = [part.full_text() for part in self.parts.values() if isinstance(part, DividedLeaf)]
-        return f"{self.text} {inside}" if inside else self.text
-
-
-register_container(
-    DividedLeaf,
-    lambda divided: (tuple(divided.parts.values()), (divided.text, tuple(divided.parts)), tuple(divided.parts)),
-    lambda metadata, children: DividedLeaf(metadata[0], dict(zip(metadata[1], children, strict=True))),
-)
-
-
-class Outline(NamedTuple):
-    """Which leaves of a lowered tree are parts of one leaf.
-
-    Attributes:
-        spec: The structure of the tree, down to its leaves.
-        counts: For each leaf that is divided how many leaves of the lowered tree stand for it.
-    """
-
-    spec: TreeSpec
-    counts: Mapping[int, int]
-
-    def owners(self) -> list[int]:
-        """Return, for each leaf of the lowered tree, the leaf that it belongs to."""
-        return [leaf for leaf in range(self.spec.num_leaves) for _ in range(self.counts.get(leaf, 1))]
-
-    def lift(self, verb: str, parts: Sequence[Any], recipes: Mapping[Path, Recipe]) -> Any:
-        """Return the tree again.
-
-        Args:
-            verb: On whose behalf, for messages.
-            parts: The leaves of the lowered tree, or others in their places.
-            recipes: How divided leaves are put together, by their paths.
-
-        Raises:
-            UnsupportedLeaf: If a leaf cannot be put together of its parts.
-        """
-        if not self.counts:
-            return self.spec.unflatten(parts)
-        paths = self.spec.paths()
-        leaves: list[Any] = []
-        position = 0
-        for leaf in range(self.spec.num_leaves):
-            count = self.counts.get(leaf)
-            own = parts[position : position + (1 if count is None else count)]
-            position += len(own)
-            try:
-                leaves.append(own[0] if count is None else recipes[paths[leaf]].lift(own))
-            except Exception as error:
-                whole = [recipes[path].leaf if path in recipes else None for path in paths]
-                raise located_error(verb, "put together", error, lambda: paths, whole, leaf) from error
-        return self.spec.unflatten(leaves)
-
-
-class Kept(NamedTuple):
-    """A plain value among what a leaf is unpacked into: an attribute, say. It is no part."""
-
-    value: Any
-
-
-@dataclass(slots=True, eq=False)
-class Recipe:
-    """How a divided leaf is put together of its parts.
-
-    Attributes:
-        leaf: The leaf.
-        leaf_type: Its leaf type.
-        context: What ``pack`` needs beside the parts.
-        inner: For each value that it is unpacked into: how that is put together, if it is divided itself; the value,
-            if it is no part; otherwise ``None``.
-        parts: The leaf's own parts, in a flat list.
-        whole: Its global shape and strides, if it is the local tensor of a ``DTensor``, or lies in one.
-    """
-
-    leaf: Any
-    leaf_type: LeafType
-    context: Any
-    inner: Sequence[Recipe | Kept | None]
-    parts: Sequence[Any]
-    whole: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-
-    def lift(self, parts: Sequence[Any]) -> Any:
-        """Return the leaf again, of other parts: each rank's own chunks, or whole tensors."""
-        if all(new is old for new, old in zip(parts, self.parts, strict=True)):
-            return self.leaf
-        values: list[Any] = []
-        position = 0
-        for how in self.inner:
-            if isinstance(how, Recipe):
-                values.append(how.lift(parts[position : position + len(how.parts)]))
-                position += len(how.parts)
-            elif isinstance(how, Kept):
-                values.append(how.value)
-            else:
-                values.append(_given(self.parts[position], parts[position]))
-                position += 1
-        are_chunks = any(isinstance(part, Part) for part in parts)
-        if self.leaf_type.local_tensor is not None and not are_chunks:
-            return self.leaf_type.gathered(self.leaf, self.context, values)
-        context = self.context
-        if self.whole is not None and not are_chunks:
-            context = self.leaf_type.reshaped(context, *self.whole)
-        made = self.leaf_type.pack(context, values)
-        if self.whole is not None and not are_chunks and tuple(made.shape) != self.whole[0]:
-            raise self._misfit(f"a shape of {self.whole[0]}", tuple(made.shape))
-        if self.leaf_type.distributed and not are_chunks:
-            self._check_whole(made)
-        return made
-
-    def _check_whole(self, made: Any) -> None:
-        """Raise ``UnsupportedLeaf`` if a value of whole parts says that it holds other chunks."""
-        for part in self.leaf_type.distributed_parts(made):
-            chunks = None if part is None else [(tuple(tensor.shape), start) for tensor, start in _chunks(part)]
-            expected = None if part is None else [(part.shape, (0,) * len(part.shape))]
-            if chunks != expected:
-                raise self._misfit(f"whole parts at {expected}", chunks)
-
-    def _misfit(self, expected: str, got: Any) -> UnsupportedLeaf:
-        cls = type(self.leaf).__qualname__
-        msg = (
-            f"the leaf at %PATH% ({cls}) is not whole when it is packed of whole parts: expected {expected}, got "
-            f"{got}. Let its leaf type take shapes and offsets from the parts (see reshaped)."
-        )
-        return UnsupportedLeaf(msg)
-
-
-def _chunks(part: Any) -> Sequence[tuple[torch.Tensor, tuple[int, ...]]]:
-    return list(zip(part.tensors, part.offsets, strict=True))
-
-
-def _given(old: Any, new: Any) -> Any:
-    """Return what ``pack`` is given for a part, in the form in which ``unpack`` returned it."""
-    as_list = isinstance(old, ListedPart) and old.listed.is_listed
-    if isinstance(new, Part):
-        return list(new.tensors) if as_list else new.tensors[0]
-    return [new] if as_list else new
 
 
 class Lowered(NamedTuple):
@@ -292,7 +133,7 @@ def is_divisible(leaf: Any) -> bool:
 def _divide(leaf: Any) -> tuple[DividedLeaf, Recipe]:
     leaf_type = leaf_type_of(type(leaf))
     assert leaf_type is not None
-    inner, context = leaf_type.unpack(leaf)
+    inner, context = leaf_type.unpack_parts(leaf)
     if leaf_type.local_tensor is None:
         rows = leaf_type.distributed_parts(leaf) if leaf_type.distributed else [None] * len(inner)
         given = [part if row is None else ListedPart(row) for part, row in zip(inner, rows, strict=True)]
@@ -306,15 +147,15 @@ def _divide(leaf: Any) -> tuple[DividedLeaf, Recipe]:
 
 
 def _assembled(
-    leaf: Any, leaf_type: LeafType, context: Any, given: Sequence[Any], whole: Any = None
+    leaf: Any, leaf_type: EngineLeafType, context: Any, given: Sequence[Any], whole: Any = None
 ) -> tuple[DividedLeaf, Recipe]:
     """Divide a leaf that is unpacked: ``given`` are its parts, or what they are divided into, and plain values."""
     parts: dict[str, Any] = {}
-    inner: list[Recipe | Kept | None] = []
+    inner: list[Recipe | PlainValue | None] = []
     flat: list[Any] = []
     for name, part in zip(leaf_type.part_names(context, len(given)), given, strict=True):
         if is_plain(part) and type(part) is not tuple:
-            inner.append(Kept(part))
+            inner.append(PlainValue(part))
             continue
         inside, recipe = part if type(part) is tuple else _divide(part) if _is_several(part) else (part, None)
         parts[name] = inside
@@ -325,7 +166,7 @@ def _assembled(
 
 def _divide_local(
     local: torch.Tensor,
-    as_part: Callable[[torch.Tensor, tuple[Cut | None, ...]], Part],
+    as_part: Callable[[torch.Tensor, tuple[Cut | None, ...]], LeafPart],
     cuts: tuple[Cut | None, ...],
     stride: Sequence[int] | None = None,
 ) -> tuple[DividedLeaf, Recipe]:
@@ -373,7 +214,7 @@ def _dense(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _text(leaf: Any, leaf_type: LeafType) -> str:
+def _text(leaf: Any, leaf_type: EngineLeafType) -> str:
     """Say what a leaf is beside its parts: its class, and its facts but shapes, which differ from rank to rank."""
     shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None
 
@@ -400,7 +241,7 @@ def assumed_sums(parts: Sequence[Any]) -> dict[int, tuple[int, ...]]:
     found = [
         place
         for place, part in enumerate(parts)
-        if isinstance(part, Part) and part.is_assumed_equal and not part.tensors[0].is_meta
+        if isinstance(part, LeafPart) and part.is_assumed_equal and not part.tensors[0].is_meta
     ]
     sums = whole_sums([parts[place].tensors[0] for place in found], ALL) if found else []
     return {place: tuple(row.tolist()) for place, row in zip(found, sums, strict=True)}

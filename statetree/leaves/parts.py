@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from statetree.key_paths import Path
-    from statetree.leaves.registry import LeafType
+    from statetree.leaves.engine_type import EngineLeafType
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +30,7 @@ class PackedRecipe:
     ``inner`` holds a recipe for each of its parts.
     """
 
-    leaf_type: LeafType
+    leaf_type: EngineLeafType
     context: Any
     inner: tuple[Any, ...]
     identity: int  # leaves that were one object become one object again
@@ -317,27 +317,6 @@ def are_views(columns: Columns) -> bool:
     return plain
 
 
-class Listed(NamedTuple):
-    """The context of a value some of whose parts are lists of chunks: how many each has, or -1 where it is none."""
-
-    context: Any
-    counts: tuple[int, ...]
-
-    def nested(self, flat: Sequence[Any]) -> list[Any]:
-        """Return the parts again, from their chunks one after the other."""
-        pending = iter(flat)
-        return [next(pending) if count < 0 else [next(pending) for _ in range(count)] for count in self.counts]
-
-
-def flat_chunks(inner: Sequence[Any], context: Any) -> tuple[Sequence[Any], Any]:
-    """Return the chunks of all parts one after the other, and a context from which they become lists again."""
-    counts = tuple([len(part) if isinstance(part, (list, tuple)) else -1 for part in inner])
-    if all(count < 0 for count in counts):
-        return inner, context
-    flat = [chunk for part, count in zip(inner, counts, strict=True) for chunk in ([part] if count < 0 else part)]
-    return flat, Listed(context, counts)
-
-
 class _Unpacker:
     def __init__(self, parts: list[torch.Tensor]) -> None:
         self.parts = parts
@@ -363,8 +342,6 @@ class _Unpacker:
         self._alive.append(value)
         self._open.add(identity)
         inner, context = leaf_type.unpack(value)
-        if leaf_type.distributed and leaf_type.registered:  # of which a part may be several chunks
-            inner, context = flat_chunks(inner, context)
         if context is None and len(inner) == 1 and inner[0] is value:
             recipe: Recipe = self._plain(value)
         else:
@@ -398,7 +375,5 @@ class _Packer:
         if recipe.identity in self._made:
             return self._made[recipe.identity]
         inner = [self.pack(part) for part in recipe.inner]
-        if isinstance(context := recipe.context, Listed):
-            inner, context = context.nested(inner), context.context
-        value = self._made[recipe.identity] = recipe.leaf_type.pack(context, inner)
+        value = self._made[recipe.identity] = recipe.leaf_type.pack(recipe.context, inner)
         return value

@@ -10,8 +10,8 @@ from statetree.exchange.allocation import allocated
 from statetree.exchange.buckets import BUCKET_BYTES
 from statetree.exchange.description import SourceTree
 from statetree.exchange.driver import Exchange, exchange
-from statetree.exchange.manifest import path_order
 from statetree.exchange.partial_reduction import Chunked
+from statetree.exchange.path_order import path_order
 from statetree.exchange.transfers import Transfer, sendable_pieces
 
 if TYPE_CHECKING:

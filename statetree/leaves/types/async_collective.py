@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from statetree.leaves.registry import LeafType
+from statetree.leaves.engine_type import EngineLeafType
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class AsyncCollectiveType(LeafType):
+class AsyncCollectiveType(EngineLeafType):
     """``AsyncCollectiveTensor``: waited for, then the tensor that it wraps."""
 
     name = "AsyncCollectiveTensor"

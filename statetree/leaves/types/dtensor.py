@@ -14,7 +14,7 @@ from statetree.chunks.layouts import ChunkLayout, Split, mesh_layout
 from statetree.chunks.local import LocalChunks, MeshSplits, listed_chunks, local_pieces, location_of
 from statetree.chunks.reductions import reduces
 from statetree.errors import UnsupportedLeaf
-from statetree.leaves.types.part import Part
+from statetree.leaves.types.part import LeafPart
 from statetree.leaves.types.tensor import attributes_of, set_attributes
 from statetree.leaves.types.wrapper import WrapperType
 from statetree.tree.flatten import flatten, unflatten
@@ -219,7 +219,7 @@ def _partials(
     return reduction, tuple(layouts)
 
 
-class MeshPart(Part):
+class MeshPart(LeafPart):
     """A part of a ``DTensor`` whose local tensor is made of several: cut as that is, or not at all.
 
     Attributes:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.leaves.registry import LeafType
+from statetree.leaves.engine_type import EngineLeafType
 from statetree.leaves.types.tensor import attributes_of, set_attributes
 from statetree.tree.flatten import flatten, unflatten
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-class FakeType(LeafType):
+class FakeType(EngineLeafType):
     """Fake tensors: no bytes, only what they pretend to be."""
 
     name = "FakeTensor"
@@ -43,7 +43,7 @@ def _like_fake(value: Any) -> torch.Tensor:
     return fresh.requires_grad_(value.requires_grad)
 
 
-class UninitializedType(LeafType):
+class UninitializedType(EngineLeafType):
     """Parameters and buffers of lazy modules, which have no shape yet."""
 
     name = "uninitialized"

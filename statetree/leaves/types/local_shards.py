@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from statetree.leaves.registry import LeafType
+from statetree.leaves.engine_type import EngineLeafType
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-class LocalShardsType(LeafType):
+class LocalShardsType(EngineLeafType):
     """``LocalShardsWrapper``: several shards as the local tensor of a ``DTensor`` (torchrec's)."""
 
     name = "LocalShardsWrapper"

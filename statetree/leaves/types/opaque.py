@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from statetree.errors import StateTreeError, UnsupportedLeaf
-from statetree.leaves.registry import LeafType
+from statetree.leaves.engine_type import EngineLeafType
 from statetree.leaves.types.arrays import is_array, reduced_array
 from statetree.torch_internals import torch_function_enabled
 from statetree.tree.atoms import same_value
@@ -26,7 +26,7 @@ from statetree.tree.atoms import same_value
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    LookUp = Callable[[type], LeafType | None]
+    LookUp = Callable[[type], EngineLeafType | None]
 
 #: How many bytes of buffers are compared at a time.
 _PIECE: Final = 1 << 20
@@ -195,7 +195,7 @@ class _PutTogether(pickle.Unpickler):
         return self._tensors[pid] if pid >= 0 else self._kept[-1 - pid]
 
 
-class OpaqueType(LeafType):
+class OpaqueType(EngineLeafType):
     """Any object that pickle can take apart.
 
     Args:

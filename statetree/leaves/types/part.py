@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from statetree.chunks.local import chunks_at
-from statetree.leaves.registry import LeafType
+from statetree.leaves.engine_type import EngineLeafType
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
     from statetree.chunks.local import LocalChunks
     from statetree.chunks.ranks import Ranks
-    from statetree.leaves.registry import DistributedPart
+    from statetree.leaves.engine_type import DistributedPart
 
 
-class Part(ABC):
+class LeafPart(ABC):
     """A strided tensor of which the ranks hold boxes.
 
     Attributes:
@@ -44,7 +44,7 @@ class Part(ABC):
         return False
 
     @abstractmethod
-    def of(self, tensors: Sequence[torch.Tensor]) -> Part:
+    def of(self, tensors: Sequence[torch.Tensor]) -> LeafPart:
         """Return the same part of other tensors."""
 
     @abstractmethod
@@ -52,8 +52,8 @@ class Part(ABC):
         """Return which boxes this rank holds, and where the others are, if that is known."""
 
 
-class ListedPart(Part):
-    """A part of which each rank knows its own boxes: what ``LeafType.layout`` says of it.
+class ListedPart(LeafPart):
+    """A part of which each rank knows its own boxes: what ``EngineLeafType.layout`` says of it.
 
     Attributes:
         listed: That.
@@ -74,7 +74,7 @@ class ListedPart(Part):
         return chunks_at(self, self.shape, self.dtype, self.tensors, self.listed.offsets)
 
 
-class PartType(LeafType):
+class PartType(EngineLeafType):
     """A part: this rank's tensors of it."""
 
     distributed = True

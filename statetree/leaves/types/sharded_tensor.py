@@ -13,7 +13,7 @@ from torch.distributed.remote_device import _remote_device
 from statetree.chunks.boxes import Box
 from statetree.chunks.layouts import layout_of
 from statetree.chunks.local import LocalChunks, location_of
-from statetree.leaves.registry import LeafType
+from statetree.leaves.engine_type import EngineLeafType
 from statetree.leaves.types.tensor import attributes_of, set_attributes
 from statetree.tree.flatten import flatten, unflatten
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from statetree.chunks.ranks import Ranks
 
 
-class ShardedTensorType(LeafType):
+class ShardedTensorType(EngineLeafType):
     """``ShardedTensor``: the tensors of its local shards, with metadata, sharding spec and process group kept."""
 
     name = "ShardedTensor"

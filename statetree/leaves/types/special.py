@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from statetree.errors import UnsupportedLeaf
-from statetree.leaves.registry import LeafType
+from statetree.leaves.engine_type import EngineLeafType
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ def _sparse_facts(value: torch.Tensor, own: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-class _SparseCoo(LeafType):
+class _SparseCoo(EngineLeafType):
     def unpack(self, value: torch.Tensor) -> tuple[list[Any], Any]:
         bare = value.detach()
         return [bare._indices(), bare._values()], (value.shape, value.is_coalesced())
@@ -49,7 +49,7 @@ class _SparseCoo(LeafType):
         return _sparse_facts(value, {"coalesced": value.is_coalesced()})
 
 
-class _SparseCompressed(LeafType):
+class _SparseCompressed(EngineLeafType):
     def unpack(self, value: torch.Tensor) -> tuple[list[Any], Any]:
         bare = value.detach()
         by_rows = value.layout in (torch.sparse_csr, torch.sparse_bsr)
@@ -66,7 +66,7 @@ class _SparseCompressed(LeafType):
         return _sparse_facts(value, {"block shape": tuple(value.detach().values().shape[1:])})
 
 
-class _StridedNested(LeafType):
+class _StridedNested(EngineLeafType):
     """Nested tensors of the first generation: one buffer, and the sizes, strides and offsets of the pieces in it."""
 
     def unpack(self, value: torch.Tensor) -> tuple[list[Any], Any]:
@@ -96,7 +96,7 @@ class _StridedNested(LeafType):
         }
 
 
-class _Quantized(LeafType):
+class _Quantized(EngineLeafType):
     """Quantized tensors: the integers are a view on the same storage, the scales come beside them."""
 
     def unpack(self, value: torch.Tensor) -> tuple[list[Any], Any]:
@@ -161,7 +161,7 @@ _INTEGERS = {
     for name, integer in (("quint8", torch.uint8), ("qint8", torch.int8), ("qint32", torch.int32))
     if hasattr(torch, name)
 }
-_LAYOUTS: dict[torch.layout, LeafType] = {
+_LAYOUTS: dict[torch.layout, EngineLeafType] = {
     torch.sparse_coo: _SparseCoo(),
     **dict.fromkeys((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc), _SparseCompressed()),
 }
@@ -169,7 +169,7 @@ _NESTED = _StridedNested()
 _QUANTIZED = _Quantized()
 
 
-def special_layout(value: torch.Tensor) -> LeafType | None:
+def special_layout(value: torch.Tensor) -> EngineLeafType | None:
     """Return how a tensor is laid out if it is not one view on a storage."""
     if value.layout is not torch.strided:
         special = _LAYOUTS.get(value.layout)

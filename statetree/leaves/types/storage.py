@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.leaves.registry import LeafType
+from statetree.leaves.engine_type import EngineLeafType
 from statetree.leaves.types.special import memory_state
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-class StorageType(LeafType):
+class StorageType(EngineLeafType):
     """``UntypedStorage`` and ``TypedStorage``: all their bytes."""
 
     name = "storage"

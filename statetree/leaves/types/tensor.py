@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from statetree.errors import UnsupportedLeaf
-from statetree.leaves.registry import LeafType
+from statetree.leaves.engine_type import EngineLeafType
 from statetree.leaves.types.checkpointable import holds_shards, shards_of
 from statetree.leaves.types.special import special_layout
 from statetree.spans.layout import holds_memory
@@ -77,7 +77,7 @@ def identity_of(value: torch.Tensor) -> tuple[Identity | None, list[Any]]:
     return Identity(type(value), value.requires_grad, spec), leaves
 
 
-class TensorType(LeafType):
+class TensorType(EngineLeafType):
     """``torch.Tensor``, ``Parameter``, ``Buffer`` and plain subclasses, of every layout."""
 
     name = "Tensor"

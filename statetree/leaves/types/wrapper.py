@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from statetree.errors import UnsupportedLeaf
-from statetree.leaves.registry import LeafType
+from statetree.leaves.engine_type import EngineLeafType
 from statetree.leaves.types.tensor import attributes_of, set_attributes
 from statetree.spans.bits import safely_equal
 from statetree.tree.atoms import same_value
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 
-class WrapperType(LeafType):
+class WrapperType(EngineLeafType):
     """Any class with ``__tensor_flatten__`` and ``__tensor_unflatten__``."""
 
     def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
@@ -165,7 +165,7 @@ def _shape_of(value: torch.Tensor) -> tuple[Any, ...]:
     return tuple([size if type(size) is int else "ragged" for size in value.shape])
 
 
-class UntraceableType(LeafType):
+class UntraceableType(EngineLeafType):
     """Wrapper subclasses that do not say what they are made of."""
 
     def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:

@@ -1,0 +1,178 @@
+"""Divided leaves: containers with the parts of leaves in their places, and how leaves are put together of parts again.
+
+What the parts are put together to follows from the parts: if each rank has its own chunks of them, the leaf is
+distributed as it was; if they are whole, it is the value that they make without ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from statetree.errors import UnsupportedLeaf
+from statetree.leaves.location import located_error
+from statetree.leaves.types.part import LeafPart, ListedPart
+from statetree.tree.registry import register_container
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from statetree.key_paths import Path
+    from statetree.leaves.engine_type import EngineLeafType
+    from statetree.tree.spec import TreeSpec
+
+
+class DividedLeaf:
+    """A leaf by its parts, in the place of the leaf.
+
+    Attributes:
+        text: What the leaf is beside its parts, which must be the same on all ranks, and in trees that match.
+        parts: The parts, by their names.
+    """
+
+    __slots__ = ("parts", "text")
+
+    def __init__(self, text: str, parts: dict[str, Any]) -> None:
+        self.text = text
+        self.parts = parts
+
+    def full_text(self) -> str:
+        """Return the text, and those of parts that are divided themselves."""
+        inside = [part.full_text() for part in self.parts.values() if isinstance(part, DividedLeaf)]
+        return f"{self.text} {inside}" if inside else self.text
+
+
+register_container(
+    DividedLeaf,
+    lambda divided: ([*divided.parts.values()], (divided.text, (*divided.parts,)), [*divided.parts]),
+    lambda metadata, children: DividedLeaf(metadata[0], dict(zip(metadata[1], children, strict=True))),
+)
+
+
+class Outline(NamedTuple):
+    """Which leaves of a lowered tree are parts of one leaf.
+
+    Attributes:
+        spec: The structure of the tree, down to its leaves.
+        counts: For each leaf that is divided how many leaves of the lowered tree stand for it.
+    """
+
+    spec: TreeSpec
+    counts: Mapping[int, int]
+
+    def owners(self) -> list[int]:
+        """Return, for each leaf of the lowered tree, the leaf that it belongs to."""
+        return [leaf for leaf in range(self.spec.num_leaves) for _ in range(self.counts.get(leaf, 1))]
+
+    def lift(self, verb: str, parts: Sequence[Any], recipes: Mapping[Path, Recipe]) -> Any:
+        """Return the tree again.
+
+        Args:
+            verb: On whose behalf, for messages.
+            parts: The leaves of the lowered tree, or others in their places.
+            recipes: How divided leaves are put together, by their paths.
+
+        Raises:
+            UnsupportedLeaf: If a leaf cannot be put together of its parts.
+        """
+        if not self.counts:
+            return self.spec.unflatten(parts)
+        paths = self.spec.paths()
+        leaves: list[Any] = []
+        position = 0
+        for leaf in range(self.spec.num_leaves):
+            count = self.counts.get(leaf)
+            own = parts[position : position + (1 if count is None else count)]
+            position += len(own)
+            try:
+                leaves.append(own[0] if count is None else recipes[paths[leaf]].lift(own))
+            except Exception as error:
+                whole = [recipes[path].leaf if path in recipes else None for path in paths]
+                raise located_error(verb, "put together", error, lambda: paths, whole, leaf) from error
+        return self.spec.unflatten(leaves)
+
+
+class PlainValue(NamedTuple):
+    """A plain value among what a leaf is unpacked into: an attribute, say. It is no part."""
+
+    value: Any
+
+
+@dataclass(slots=True, eq=False)
+class Recipe:
+    """How a divided leaf is put together of its parts.
+
+    Attributes:
+        leaf: The leaf.
+        leaf_type: Its leaf type.
+        context: What ``pack`` needs beside the parts.
+        inner: For each value that it is unpacked into: how that is put together, if it is divided itself; the value,
+            if it is no part; otherwise ``None``.
+        parts: The leaf's own parts, in a flat list.
+        whole: Its global shape and strides, if it is the local tensor of a ``DTensor``, or lies in one.
+    """
+
+    leaf: Any
+    leaf_type: EngineLeafType
+    context: Any
+    inner: Sequence[Recipe | PlainValue | None]
+    parts: Sequence[Any]
+    whole: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    def lift(self, parts: Sequence[Any]) -> Any:
+        """Return the leaf again, of other parts: each rank's own chunks, or whole tensors."""
+        if all(new is old for new, old in zip(parts, self.parts, strict=True)):
+            return self.leaf
+        values: list[Any] = []
+        position = 0
+        for how in self.inner:
+            if isinstance(how, Recipe):
+                values.append(how.lift(parts[position : position + len(how.parts)]))
+                position += len(how.parts)
+            elif isinstance(how, PlainValue):
+                values.append(how.value)
+            else:
+                values.append(_given(self.parts[position], parts[position]))
+                position += 1
+        are_chunks = any(isinstance(part, LeafPart) for part in parts)
+        if self.leaf_type.local_tensor is not None and not are_chunks:
+            return self.leaf_type.gathered(self.leaf, self.context, values)
+        context = self.context
+        if self.whole is not None and not are_chunks:
+            context = self.leaf_type.reshaped(context, *self.whole)
+        made = self.leaf_type.pack_parts(context, values)
+        if self.whole is not None and not are_chunks and tuple(made.shape) != self.whole[0]:
+            raise self._misfit(f"a shape of {self.whole[0]}", tuple(made.shape))
+        if self.leaf_type.distributed and not are_chunks:
+            self._check_whole(made)
+        return made
+
+    def _check_whole(self, made: Any) -> None:
+        """Raise ``UnsupportedLeaf`` if a value of whole parts says that it holds other chunks."""
+        for part in self.leaf_type.distributed_parts(made):
+            chunks = None if part is None else [(tuple(tensor.shape), start) for tensor, start in _chunks(part)]
+            expected = None if part is None else [(part.shape, (0,) * len(part.shape))]
+            if chunks != expected:
+                raise self._misfit(f"whole parts at {expected}", chunks)
+
+    def _misfit(self, expected: str, got: Any) -> UnsupportedLeaf:
+        cls = type(self.leaf).__qualname__
+        msg = (
+            f"the leaf at %PATH% ({cls}) is not whole when it is packed of whole parts: expected {expected}, got "
+            f"{got}. Let its leaf type take shapes and offsets from the parts (see reshaped)."
+        )
+        return UnsupportedLeaf(msg)
+
+
+def _chunks(part: Any) -> Sequence[tuple[torch.Tensor, tuple[int, ...]]]:
+    return list(zip(part.tensors, part.offsets, strict=True))
+
+
+def _given(old: Any, new: Any) -> Any:
+    """Return what ``pack`` is given for a part, in the form in which ``unpack`` returned it."""
+    as_list = isinstance(old, ListedPart) and old.listed.is_listed
+    if isinstance(new, LeafPart):
+        return list(new.tensors) if as_list else new.tensors[0]
+    return [new] if as_list else new
