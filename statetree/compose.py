@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar, cast
 
 from statetree.declare import is_collective, is_leafwise
 from statetree.errors import RankMismatch, StateTreeError, TreeMismatch, place_in_tree
@@ -37,6 +37,8 @@ BUCKET_BYTES: Final = 64 << 20
 
 Step = Callable[[Any], Any]
 L = TypeVar("L")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def _group_of(verb: str, step: Step) -> Group:
@@ -173,7 +175,7 @@ def stream(tree: Any, step: Step) -> Iterator[tuple[Path, Any]]:
     yield from _stream(leaves, spec, chain(step).steps, spec.paths())
 
 
-def prepare(verb: Callable[..., Any], /, *args: Any, **options: Any) -> Prepared:
+def prepare(verb: Callable[P, T], /, *args: P.args, **options: P.kwargs) -> Prepared[T]:
     """Plan a transfer and agree on it once, to move elements many times.
 
     ``sync = prepare(reshard, tree, like, in_place=True)`` checks, plans, agrees and allocates for these tensors, and
