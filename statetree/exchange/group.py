@@ -88,7 +88,7 @@ class Group(Ranks):
 
     def expected_ranks(self, how_many: str) -> str:
         """Return the middle of a sentence that says which ranks there are."""
-        if not dist.is_initialized():
+        if not (dist.is_available() and dist.is_initialized()):
             return "expected 0 (there is no process group: call torch.distributed.init_process_group first)"
         return f"expected {how_many} of 0 to {self.size - 1}" if self.size > 1 else "expected 0, the only one"
 

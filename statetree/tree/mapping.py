@@ -97,7 +97,7 @@ def _mapped(fn: Callable[..., Any], first: Sequence[Any], columns: Sequence[list
     stand_in = bool(STAND_INS) and any(not STAND_INS.keys().isdisjoint(map(type, side)) for side in (first, *columns))
     try:
         for row in zip(first, *columns, strict=True):
-            append(fn(*map(read_leaf, row)) if stand_in else fn(*row))
+            append(fn(*[read_leaf(leaf) for leaf in row]) if stand_in else fn(*row))
     except Exception as error:
         index = len(results)
         leaf = first[index] if not columns or not isinstance(first[index], Path) else columns[0][index]
