@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain as chain_of_lists
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar, cast
 
 from statetree.declare import is_collective, is_leafwise
 from statetree.errors import RankMismatch, StateTreeError, TreeMismatch, place_in_tree
@@ -37,20 +38,28 @@ BUCKET_BYTES: Final = 64 << 20
 
 Step = Callable[[Any], Any]
 L = TypeVar("L")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-def _group_of(verb: str, step: Step) -> Group:
-    options = getattr(step, "keywords", {})
-    return group_of(verb, options.get("group"), options.get("timeout"))
+def _group_of(verb: str, steps: Iterable[Step]) -> Group | None:
+    """Return the group that steps communicate in; ``None`` if none of them does.
 
-
-def _groups_of(verb: str, steps: Iterable[Step]) -> dict[Any, Group]:
-    """Return the groups that steps communicate in, by what identifies them, in the order in which they come."""
+    Raises:
+        ValueError: If they name several: a rank that fails in one would have to be heard in all others.
+    """
     groups: dict[Any, Group] = {}
     for step in filter(is_collective, steps):
-        group = _group_of(verb, step)
+        options = getattr(step, "keywords", {})
+        group = group_of(verb, options.get("group"), options.get("timeout"))
         groups.setdefault(group.identity, group)
-    return groups
+    if len(groups) > 1:
+        msg = (
+            f"{verb}: the steps communicate in different process groups: expected one, got {len(groups)}. Make a chain "
+            "for each group, and call one after the other."
+        )
+        raise ValueError(msg)
+    return next(iter(groups.values()), None)
 
 
 def _streams(step: Step) -> bool:
@@ -70,9 +79,9 @@ def _applied(step: Step, tree: Any) -> Any:
     return step(tree)
 
 
-def _tell_each(groups: Iterable[Group], error: BaseException) -> None:
-    """Let the ranks of groups know of a failure here. Where they do not answer, the failure still is what counts."""
-    for group in groups:
+def _tell(group: Group | None, error: BaseException) -> None:
+    """Let the other ranks know of a failure here. Where they do not answer, the failure still is what counts."""
+    if group is not None:
         with suppress(RankMismatch):
             tell_failure(group, error)
 
@@ -85,6 +94,7 @@ class Chain:
 
     def __call__(self, tree: Any) -> Any:
         """Apply the steps in turn."""
+        group = _group_of("chain", self.steps)
         runs: list[list[Step]] = []
         for streams, found in groupby(self.steps, _streams):
             run = list(found)
@@ -93,10 +103,9 @@ class Chain:
             try:
                 tree = _apply_by_bucket(tree, steps) if len(steps) > 1 else _applied(steps[0], tree)
             except BaseException as error:
-                with suppress(RankMismatch, ValueError, TypeError):  # of groups that cannot be
-                    waiting = _groups_of("chain", [step for run in runs[number + 1 :] for step in run])
-                    heard = _groups_of("chain", steps)  # of it from this run
-                    _tell_each([group for key, group in waiting.items() if key not in heard], error)
+                is_awaited = any(map(is_collective, chain_of_lists.from_iterable(runs[number + 1 :])))
+                if is_awaited and not any(map(is_collective, steps)):  # those of this run have heard of it
+                    _tell(group, error)
                 raise
         return tree
 
@@ -116,11 +125,13 @@ def chain(*steps: Step) -> Chain:
         A transform.
 
     Collective:
-        Applied to a tree, if one of the steps is. If one rank fails in between, all ranks raise. Steps may run on
-        different groups, the same ones on every rank in the same order.
+        Applied to a tree, if one of the steps is, over the one group that these name. If a rank fails in a step that
+        does not communicate, and a later step does, all ranks raise there. After the last step that communicates
+        nobody hears of it: the rank that fails raises alone.
 
     Raises:
         TypeError: If a step cannot be called.
+        ValueError: When it is applied: if the steps name different process groups.
 
     Example:
         >>> import statetree as st, torch
@@ -173,7 +184,7 @@ def stream(tree: Any, step: Step) -> Iterator[tuple[Path, Any]]:
     yield from _stream(leaves, spec, chain(step).steps, spec.paths())
 
 
-def prepare(verb: Callable[..., Any], /, *args: Any, **options: Any) -> Prepared:
+def prepare(verb: Callable[P, T], /, *args: P.args, **options: P.kwargs) -> Prepared[T]:
     """Plan a transfer and agree on it once, to move elements many times.
 
     ``sync = prepare(reshard, tree, like, in_place=True)`` checks, plans, agrees and allocates for these tensors, and
@@ -234,7 +245,7 @@ def _stream(leaves: list[Any], spec: TreeSpec, steps: Sequence[Step], labels: Se
     """Yield ``(label, result)`` of every leaf, in the order of the paths."""
     paths, keys = spec.paths(), spec.flat_keys()
     order = sorted(range(len(leaves)), key=lambda index: paths[index].sort_key())
-    together = _Together(_groups_of("stream", steps))
+    together = _Together(_group_of("stream", steps))
     buckets = together.agreed_buckets(lambda: _buckets(leaves, spec, order), keys)
     done: dict[int, Any] = {}  # results whose turn has not come: companions of leaves before them
     waiting = buckets[::-1]
@@ -274,44 +285,34 @@ def _buckets(leaves: list[Any], spec: TreeSpec, order: Sequence[int]) -> list[li
 
 
 class _Together:
-    """Steps of which some may be collectives: the ranks agree on the buckets, and hear of it if one of them fails.
+    """Steps of which some may be collectives: the ranks agree on the buckets, and hear of it if one of them fails."""
 
-    There may be several groups, or none. A rank that fails, or hears of a failure in one, passes it on to the others:
-    so each group hears of it once, in its next agreement.
-    """
-
-    def __init__(self, groups: dict[Any, Group]) -> None:
-        self._groups = groups
+    def __init__(self, group: Group | None) -> None:
+        self._group = group
 
     def agreed_buckets(self, cut: Callable[[], list[list[int]]], keys: Sequence[str], /) -> list[list[int]]:
-        found: list[list[int]] = []
-        for group in self._groups.values():
-            try:
-                with Call("stream", group) as call:
-                    found = found or cut()
-                    entries = [
-                        Entry(keys[index], f"in bucket {number}")
-                        for number, bucket in enumerate(found)
-                        for index in bucket
-                    ]
-                    call.agree(Fingerprint("stream", sorted(entries)))  # ties decide on the order within a bucket
-            except BaseException as error:
-                self.tell(error, heard=group.identity)
-                raise
-        return found or cut()
+        if self._group is None:
+            return cut()
+        with Call("stream", self._group) as call:
+            found = cut()
+            pairs = ((index, number) for number, bucket in enumerate(found) for index in bucket)
+            entries = sorted(Entry(keys[index], f"in bucket {number}") for index, number in pairs)
+            call.agree(Fingerprint("stream", entries))  # sorted, as ties decide on the order within a bucket
+        return found
 
     def take(self, step: Step, bucket: Any) -> Any:
         try:
             return _applied(step, bucket)
         except BaseException as error:
-            self.tell(error, heard=_group_of("stream", step).identity if is_collective(step) else None)
+            if not is_collective(step):  # which tells it by itself
+                _tell(self._group, error)
             raise
 
-    def tell(self, error: BaseException, /, *, heard: Any = None) -> None:
-        _tell_each([group for key, group in self._groups.items() if heard is None or key is not heard], error)
+    def tell(self, error: BaseException) -> None:
+        _tell(self._group, error)
 
     def leave(self, *, at_end: bool) -> None:
-        if sys.is_finalizing() or not all(group.is_alive for group in self._groups.values()):
+        if sys.is_finalizing() or (self._group is not None and not self._group.is_alive):
             return  # whoever waits here waits for a process that ends
         with suppress(StateTreeError):
             if at_end:
@@ -320,14 +321,9 @@ class _Together:
                 self.tell(StateTreeError("stream: this rank stopped before the end."))
 
     def finish(self) -> None:
-        groups = list(self._groups.values())
-        for number, group in enumerate(groups):
-            try:
-                with Call("stream", group) as call:
-                    call.ready()
-            except BaseException as error:
-                _tell_each(groups[number + 1 :], error)  # those before have finished
-                raise
+        if self._group is not None:
+            with Call("stream", self._group) as call:
+                call.ready()
 
 
 def _call(together: _Together, steps: Sequence[Step], bucket: dict[str, Any], paths: dict[str, Path]) -> Any:

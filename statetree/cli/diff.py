@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 
-from statetree.cli.element_differences import compare_elements
 from statetree.cli.rows import plural
+from statetree.cli.stored_comparison import compare_elements
 from statetree.cli.table import is_coloured, wrapped
 from statetree.errors import Difference
 from statetree.files.leaf_text import dtype_text, kind_of, leaf_text, short_value, type_text

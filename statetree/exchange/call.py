@@ -94,7 +94,7 @@ class Call:
         """Raise ``RankMismatch`` unless an option is a rank of the group."""
         rank, size = self.options[name], self.group.size
         if not is_rank(rank, size):
-            msg = f"{self.verb}: {name} must be a rank of the group: expected one of 0 to {size - 1}, got {rank!r}."
+            msg = f"{self.verb}: {name} must be a rank of the group: {self.group.expected_ranks('one')}, got {rank!r}."
             raise RankMismatch(msg)
 
 

@@ -105,7 +105,7 @@ class Exchange(Call):
         size = self.group.size
         listed: Sequence[Any] = range(size) if chosen is None else (chosen,) if isinstance(chosen, int) else chosen
         if not listed or not all(is_rank(rank, size) for rank in listed):
-            msg = f"{self.verb}: dst must name ranks of the group: expected some of 0 to {size - 1}, got {chosen!r}."
+            msg = f"{self.verb}: dst must name ranks of the group: {self.group.expected_ranks('some')}, got {chosen!r}."
             raise RankMismatch(msg)
         ranks = tuple(sorted(set(listed)))
         self.options["dst"] = list(ranks)

@@ -103,6 +103,11 @@ class Recorder(Executor):
         """Record what a function returns."""
         self._operations.append(make())
 
+    def forget(self) -> None:
+        """Let go of all that was recorded: operations refer to their recorder, so that nobody else would soon."""
+        self._operations, self._checks = [], []
+        self._under_way.clear()
+
     def check(self) -> None:
         """Do all recorded checks."""
         for check in self._checks:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _REMEDY: Final = "Nothing was written. Pass a tree of the same structure, global shapes and dtypes."
 #: What a tensor lacks that has elements, and no memory for them.
 WITHOUT_MEMORY: Final = "a tensor without memory"
+_STRICT_REMEDY: Final = "Nothing was written. Pass a tree of the same keys, or strict=False to move what both have."
 _CAST_REMEDY: Final = (
     "Nothing was written. Pass a tree of the same dtypes, or cast=True where no precision that matters is lost."
 )
@@ -36,8 +37,9 @@ _CAST_REMEDY: Final = (
 def raise_differences(verb: str, differences: Sequence[Difference], remedy: str = "") -> None:
     """Raise ``TreeMismatch`` if there are differences."""
     if differences:
-        only_dtypes = {difference.kind for difference in differences} == {"dtype"}
-        raise TreeMismatch.between(verb, differences, remedy or (_CAST_REMEDY if only_dtypes else _REMEDY))
+        kinds = {difference.kind for difference in differences}
+        known = {frozenset({"dtype"}): _CAST_REMEDY, frozenset({"missing"}): _STRICT_REMEDY}
+        raise TreeMismatch.between(verb, differences, remedy or known.get(frozenset(kinds), _REMEDY))
 
 
 class LikeOptions(NamedTuple):

@@ -86,6 +86,12 @@ class Group(Ranks):
         except (KeyError, ValueError):
             return False
 
+    def expected_ranks(self, how_many: str) -> str:
+        """Return the middle of a sentence that says which ranks there are."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return "expected 0 (there is no process group: call torch.distributed.init_process_group first)"
+        return f"expected {how_many} of 0 to {self.size - 1}" if self.size > 1 else "expected 0, the only one"
+
     def check_usable(self) -> None:
         """Raise ``ValueError`` or ``TypeError`` if the timeout cannot be, once the other ranks can hear of it."""
         _timeout(self._verb, self._given_timeout)

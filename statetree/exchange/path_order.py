@@ -28,6 +28,7 @@ def path_order(spec: TreeSpec) -> list[int]:
 
 @lru_cache(maxsize=32)
 def order_of(spec: TreeSpec) -> PathOrder:
+    """Return what depends on a tree's structure alone."""
     paths, keys = spec.paths(), spec.flat_keys()
     order = sorted(range(spec.num_leaves), key=lambda index: paths[index].sort_key())
     containers: list[tuple[tuple[Any, ...], str]] = []

@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Final, Generic, Self, TypeVar
 
 from statetree.errors import RankMismatch, StateTreeError
+from statetree.exchange.call import Call
 from statetree.exchange.consensus import Entry, Fingerprint
 from statetree.exchange.executor import Recorder
 from statetree.torch_internals import quietly
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import TracebackType
 
-    from statetree.exchange.call import Call
     from statetree.leaves.held_memory import HeldMemory
+
+T = TypeVar("T")
 
 #: A token is a positive number in the 8 bytes of a fingerprint.
 _TOKEN_BYTES: Final = 7
@@ -61,7 +63,7 @@ class Preparation:
             call.expect()
             self.token = call.agree(Fingerprint("prepare", nbytes=self.token)).nbytes
 
-    def finish(self, name: str, tree: Any) -> Prepared:
+    def finish(self, name: str, tree: T) -> Prepared[T]:
         """Return what was prepared.
 
         Args:
@@ -93,7 +95,7 @@ def preparation_under_way() -> Preparation | None:
     return _UNDER_WAY.get()
 
 
-class Prepared:
+class Prepared(Generic[T]):
     """A transfer that is planned, agreed on and bound to its tensors. Made by ``prepare``.
 
     Calling it moves what the tensors hold then, and returns the same tree each time. It holds its tensors until it is
@@ -108,9 +110,9 @@ class Prepared:
         StateTreeError: If it was closed.
     """
 
-    def __init__(self, preparation: Preparation, call: Call, tree: Any) -> None:
+    def __init__(self, preparation: Preparation, call: Call, tree: T) -> None:
         self._call = call
-        self.tree = tree
+        self._tree: T | None = tree
         self._recorder = preparation.recorder
         self._held = preparation.held
         self._told = preparation.told
@@ -119,7 +121,7 @@ class Prepared:
         self._fingerprint = Fingerprint(self._name)
 
     @quietly
-    def __call__(self) -> Any:
+    def __call__(self) -> T:
         """Move the elements, and return the tree that they are in."""
         call = self._call
         if call.communicates and call.group.is_alive:
@@ -130,7 +132,7 @@ class Prepared:
                 told = [Entry("<parts that ranks hold alike>", text()) for text in self._told]
                 call.agree(Fingerprint(self._name, told) if told else self._fingerprint)
             self._recorder.replay()
-        return self.tree
+        return self._tree  # type: ignore[return-value]  # not closed
 
     def _check(self) -> None:
         verb = self._call.verb
@@ -150,10 +152,16 @@ class Prepared:
     def close(self) -> None:
         """Let go of the tensors. Later calls raise; closing again does nothing."""
         self._closed = True
-        self.tree = None
+        self._tree = None
         self._held = []
         self._told = []
-        self._recorder = Recorder()
+        self._recorder.forget()
+        # The call that was recorded holds its recorder, and that tensors and buffers. What is left to do of it is to
+        # tell the other ranks that a closed one was called.
+        call = Call(self._call.verb, self._call.group)
+        call.alone()
+        call.communicates = self._call.communicates
+        self._call = call
 
     def __enter__(self) -> Self:
         return self

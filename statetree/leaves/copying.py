@@ -239,8 +239,9 @@ class _CopyJob:
     @cached_property
     def _unpacked(self) -> Unpacked:
         """The leaves that are taken over from the source."""
-        taken = [self.pairing.left[index] for index in self.taken]
-        return unpack("copy_into", taken, lambda: list(map(self._path, self.taken)))
+        pairing, taken = self.pairing, self.taken  # and not this object, which would lie in a cycle with the result
+        paths = lambda: [pairing.spec.paths()[index] for index in taken]  # noqa: E731
+        return unpack("copy_into", [pairing.left[index] for index in taken], paths)
 
     @cached_property
     def _ties(self) -> ObjectTies:

@@ -140,7 +140,7 @@ def _divide(leaf: Any) -> tuple[DividedLeaf, Recipe]:
         return _assembled(leaf, leaf_type, context, given)
     from statetree.leaves.types.dtensor import part_maker
 
-    inside = _divide_local(settled(inner[0]), part_maker(leaf), tuple(map(Cut, range(leaf.dim()))), leaf.stride())
+    inside = _divide_local(settled(inner[0]), part_maker(leaf), (*map(Cut, range(leaf.dim())),), leaf.stride())
     found, recipe = _assembled(leaf, leaf_type, context, [inside, *inner[1:]])
     local = found.parts.pop("<local>")  # its parts are those of the leaf
     return DividedLeaf(local.text, {**local.parts, **found.parts}), recipe

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from statetree.errors import StateTreeError
+from statetree.key_paths import Path
+from statetree.leaves.builtin import leaf_type_of
 from statetree.leaves.parts import unpack
 from statetree.spans.columns import Columns
 from statetree.spans.layout import extents, is_dense
 from statetree.spans.overlaps import shared_elements
-from statetree.torch_internals import storage_key
+from statetree.torch_internals import quietly, storage_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -19,13 +21,14 @@ if TYPE_CHECKING:
     from statetree.leaves.parts import Unpacked
 
 
+@quietly
 def view_key(tensor: torch.Tensor) -> Hashable:
     """Return what is equal for tensors that are the same view on the same memory, as long as they are alive.
 
     Two entries of a ``state_dict()`` that are tied are two objects, so their identity does not tell.
     """
     try:
-        parts = unpack("update", [tensor], list).parts
+        parts = unpack("update", [tensor], lambda: [Path()]).parts
     except StateTreeError:  # it cannot be taken apart: nothing is known but the object
         return id(tensor)
     if not parts or any(part.is_meta or not part.data_ptr() for part in parts):
@@ -34,7 +37,8 @@ def view_key(tensor: torch.Tensor) -> Hashable:
         (part.data_ptr(), part.device, part.dtype, part.shape, part.stride(), part.is_conj(), part.is_neg())
         for part in parts
     ]
-    return (tuple(tensor.shape), *views)
+    # A local tensor is no DTensor, and may belong to several of other shapes; nested tensors have none.
+    return (leaf_type_of(type(tensor)), None if tensor.is_nested else tuple(tensor.shape), *views)
 
 
 def tied_leaves(unpacked: Unpacked) -> list[Sequence[int]]:

@@ -96,7 +96,7 @@ class ElementComparison:
         if not self._count:
             return None
         at = torch.unravel_index(torch.tensor(self._first, device="cpu"), tuple(shape)) if shape else ()
-        index = tuple(int(part) for part in at)
+        index = tuple([int(part) for part in at])
         if not self._is_measured:
             return Unequal(self._count, index, *self._shown, None, None)
         pairs = zip(self._squares, self._num_finite, strict=True)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from statetree.chunks.ranks import own_ranks
 from statetree.leaves.delta_applying import prepared_apply
+from statetree.leaves.delta_tree import Delta
 from statetree.torch_internals import quietly
-
-if TYPE_CHECKING:
-    from statetree.leaves.delta_tree import Delta
 
 T = TypeVar("T")
 
@@ -46,6 +44,7 @@ def apply_delta(delta: Delta, tree: T, *, verify: Literal["written", "all"] = "w
         UnsupportedLeaf: If a leaf cannot be taken apart.
         CyclicTree: If a container holds itself.
         ValueError: If ``verify`` is something else.
+        TypeError: If ``delta`` is no ``Delta``.
 
     Example:
         >>> import statetree as st, torch
@@ -57,6 +56,13 @@ def apply_delta(delta: Delta, tree: T, *, verify: Literal["written", "all"] = "w
     if verify not in ("written", "all"):
         msg = f'apply_delta: verify must be "written" or "all", got {verify!r}.'
         raise ValueError(msg)
+    given: object = delta
+    if not isinstance(given, Delta):
+        msg = (
+            f"apply_delta: the first argument is no delta: expected a Delta, got a {type(given).__qualname__}. "
+            "Pass the delta first, and then the tree."
+        )
+        raise TypeError(msg)
     result, writes = prepared_apply("apply_delta", delta, tree, own_ranks(), everything=verify == "all")
     for write in writes:
         write()

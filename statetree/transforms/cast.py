@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 from typing import cast as typing_cast
 
+import torch
+
 from statetree.leaves.conversion import converted
 from statetree.tree.flatten import flatten_for, unflatten
 from statetree.tree.selection import selected
 
 if TYPE_CHECKING:
-    import torch
-
     from statetree.tree.selection import Where
 
 T = TypeVar("T")
@@ -47,12 +47,17 @@ def cast(
             matches nothing.
         UnsupportedLeaf: If a leaf is made of several tensors (sparse, quantized), or its storage was freed.
         CyclicTree: If a container holds itself.
+        TypeError: If ``dtype`` is no ``torch.dtype``.
 
     Example:
         >>> import statetree as st, torch
         >>> st.cast({"w": torch.ones(2), "ids": torch.arange(2)}, torch.bfloat16)
         {'w': tensor([1., 1.], dtype=torch.bfloat16), 'ids': tensor([0, 1])}
     """
+    given: object = dtype
+    if not isinstance(given, torch.dtype):
+        msg = f"cast: dtype is no torch.dtype: expected one such as torch.bfloat16, got {given!r}."
+        raise TypeError(msg)
     leaves, spec = flatten_for("cast", tree)
     mask = [True] * len(leaves)
     if where is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from statetree.errors import Difference, TreeMismatch, note_leaf
 from statetree.key_paths import Path
@@ -13,8 +13,12 @@ from statetree.tree.stand_ins import STAND_INS, read_leaf
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    import torch
+
     from statetree.tree.spec import TreeSpec
     from statetree.tree.traversal import IsLeaf
+
+T = TypeVar("T")
 
 
 def aligned(verb: str, spec: TreeSpec, leaves: list[Any], other: Any, *, is_leaf: IsLeaf = None) -> list[Any]:
@@ -35,6 +39,11 @@ def aligned(verb: str, spec: TreeSpec, leaves: list[Any], other: Any, *, is_leaf
     return result
 
 
+# A tree whose leaves become tensors is of the class that it was: what else a function returns may make another one.
+@overload
+def map_leaves(fn: Callable[..., torch.Tensor], tree: T, *rest: Any, is_leaf: IsLeaf = None) -> T: ...
+@overload
+def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = None) -> Any: ...
 def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = None) -> Any:
     """Return a tree of the same structure with ``fn(leaf, *rest_leaves)`` in place of every leaf.
 
@@ -65,6 +74,10 @@ def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = 
     return unflatten(spec, _mapped(fn, leaves, columns, spec))
 
 
+@overload
+def map_with_path(fn: Callable[..., torch.Tensor], tree: T, *rest: Any) -> T: ...
+@overload
+def map_with_path(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any: ...
 def map_with_path(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """Do as ``map_leaves``, with ``fn(path, leaf, *rest_leaves)``.
 
@@ -84,7 +97,7 @@ def _mapped(fn: Callable[..., Any], first: Sequence[Any], columns: Sequence[list
     stand_in = bool(STAND_INS) and any(not STAND_INS.keys().isdisjoint(map(type, side)) for side in (first, *columns))
     try:
         for row in zip(first, *columns, strict=True):
-            append(fn(*map(read_leaf, row)) if stand_in else fn(*row))
+            append(fn(*[read_leaf(leaf) for leaf in row]) if stand_in else fn(*row))
     except Exception as error:
         index = len(results)
         leaf = first[index] if not columns or not isinstance(first[index], Path) else columns[0][index]

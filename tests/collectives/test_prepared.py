@@ -1,7 +1,9 @@
 """Prepared transfers: planned once, they move what the tensors hold each time, or tell all ranks why not."""
 
 import functools
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -233,6 +235,53 @@ def close_and_call():
     name, message = attempt(other)
     assert name == ("StateTreeError" if dist.get_rank() == 0 else "RankMismatch"), message
     check_in_step()
+
+
+def closing_lets_go_of_tensors_and_buffers():
+    with statetree.prepare(statetree.gather, {"w": sharded((6, 4), 0)}) as sync:
+        sync()
+    gc.collect()  # torch keeps the first DTensor of a process in a frame, until garbage is collected
+    gc.disable()
+    for make in (
+        lambda tree: statetree.prepare(statetree.gather, tree),
+        lambda tree: statetree.prepare(statetree.reshard, tree, statetree.offload(tree), in_place=True),
+        lambda tree: statetree.prepare(statetree.broadcast, tree),
+    ):
+        tree = {"w": sharded((6, 4), 0), "whole": torch.arange(5.0)}
+        held = [weakref.ref(tree["w"]), weakref.ref(tree["w"]._local_tensor.untyped_storage())]
+        sync = make(tree)
+        result = sync()
+        held += [weakref.ref(result["w"])]
+        buffers = [weakref.ref(each) for each in tensors_of(sync)]
+        del tree, result
+        assert all(each() is not None for each in held)
+        sync.close()
+        assert [each() for each in [*held, *buffers]] == [None] * (len(held) + len(buffers))
+        name, message = attempt(sync)
+        assert (name, "was closed" in message) == ("StateTreeError", True), message
+    gc.enable()
+    check_in_step()
+
+
+def tensors_of(prepared):
+    """Every tensor that the recorded operations hold."""
+    pending, found = list(prepared._recorder._operations), {}
+    while pending:
+        each = pending.pop()
+        if isinstance(each, torch.Tensor):
+            found[id(each)] = each
+        elif isinstance(each, (list, tuple)):
+            pending += each
+        elif isinstance(each, functools.partial):
+            pending += [*each.args, *each.keywords.values()]
+        elif getattr(each, "__closure__", None):
+            pending += [cell.cell_contents for cell in each.__closure__]
+    assert found
+    return list(found.values())
+
+
+def test_closing_lets_go_of_tensors_and_buffers():
+    run_ranks(2, closing_lets_go_of_tensors_and_buffers)
 
 
 def test_a_closed_transfer_is_refused():

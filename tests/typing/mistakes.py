@@ -15,7 +15,7 @@ def wrong(state: dict[str, Any]) -> None:
     st.gather(state, timeout="a minute")  # arg-type
     st.chain(1)  # arg-type
     st.stream(state, "offload")  # arg-type
-    st.map_leaves("halve", state)  # arg-type
+    st.map_leaves("halve", state)  # call-overload
     st.Stager(True)  # call-arg
     st.Stager(max_snapshots="two")  # arg-type
     print(st.flatten(state).leaves)  # attr-defined

@@ -39,8 +39,9 @@ def files(state: dict[str, Any], place: Path) -> None:
 
 def transfers(source: dict[str, Any], target: dict[str, Any]) -> None:
     with st.prepare(st.reshard, source, target, in_place=True) as sync:
-        assert_type(sync, st.Prepared)
-        sync()
+        assert_type(sync, st.Prepared[dict[str, Any]])
+        assert_type(sync(), dict[str, Any])
+    assert_type(st.prepare(st.gather, source, dst=0)(), dict[str, Any])
 
 
 def checks() -> None:

@@ -36,6 +36,10 @@ def functions(state: dict[str, Any], other: dict[str, Any]) -> None:
 
     assert_type(st.map_leaves(halve, state), Any)
     assert_type(st.map_leaves(torch.add, state, other), Any)
+    weights = {"w": torch.ones(1)}
+    assert_type(st.map_leaves(halve, weights), dict[str, torch.Tensor])
+    assert_type(st.map_leaves(str, weights), Any)
+    assert_type(st.map_with_path(lerp, weights, weights), dict[str, torch.Tensor])
     assert_type(st.map_with_path(lerp, state, other), Any)
 
 

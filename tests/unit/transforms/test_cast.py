@@ -161,3 +161,8 @@ def test_distributed_leaves_keep_their_layout(make):
         assert found[key].dtype == torch.float64
         assert getattr(found[key], "placements", None) == getattr(leaf, "placements", None)
     assert st.similarity(st.cast(found, torch.float32), tree, values=True)
+
+
+def test_a_name_is_no_dtype():
+    with pytest.raises(TypeError, match=r"cast: dtype is no torch\.dtype: expected one such as .*, got 'bfloat16'"):
+        st.cast({"w": torch.zeros(3)}, "bfloat16")

@@ -1209,3 +1209,24 @@ def test_other_placements_are_a_case_for_reshard():
     sharded, copied = (distribute_tensor(ramp(2), mesh, [kind]) for kind in (Shard(0), Replicate()))
     with pytest.raises(st.TreeMismatch, match=r"placements differs at w: .*Nothing was written. Use reshard"):
         st.copy_into({"w": sharded}, {"w": copied})
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "remedy"),
+    [
+        ({"w": ramp(2)}, {"w": ramp(2, dtype=torch.float64)}, "pass cast=True"),
+        ({"w": ramp(2), "x": 1}, {"w": ramp(2)}, "Pass strict=False to copy what both trees have"),
+        ({"w": ramp(2)}, {"w": ramp(2), "x": 1}, "Pass strict=False to copy what both trees have"),
+    ],
+    ids=["dtype", "more", "fewer"],
+)
+def test_the_remedy_is_told(src, dst, remedy):
+    refused(src, dst, remedy)
+
+
+def test_layouts_name_the_verb_that_changes_them():
+    shard = distribute_tensor(ramp(4), init_device_mesh("cpu", (1,)), [Shard(0)])
+    refused({"w": ramp(4)}, {"w": shard}, "Use distribute to cut whole tensors into shards")
+    refused({"w": shard}, {"w": ramp(4)}, "Use gather to make whole tensors of shards")
+    with pytest.raises(st.TreeMismatch, match="or strict=False to move what both have"):
+        st.reshard({"w": ramp(4)}, {"w": shard, "x": 1}, in_place=True)

@@ -291,3 +291,11 @@ def test_gradients_do_not_stand_in_the_way():
     assert result["weight"] is model.weight
     assert model.weight.equal(new["weight"])
     assert repr(st.delta(new, st.offload(new))) == "<Delta of 2 leaves: 0 elements and 0 values differ>"
+
+
+def test_arguments_in_the_wrong_order_are_told():
+    base = {"w": torch.zeros(3)}
+    change = st.delta({"w": torch.ones(3)}, base)
+    with pytest.raises(TypeError, match="apply_delta: the first argument is no delta: expected a Delta, got a dict"):
+        st.apply_delta(base, change)
+    assert not base["w"].any()

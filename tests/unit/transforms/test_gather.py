@@ -43,3 +43,11 @@ def test_attributes_are_copied(sharded):
     whole.scales.zero_()
     assert leaf.note == {"kept": [1]}
     assert leaf.scales.any()
+
+
+@pytest.mark.parametrize(("verb", "options"), [(st.gather, {"dst": 1}), (st.broadcast, {"src": 1})], ids=["dst", "src"])
+def test_a_rank_without_a_process_group_is_told_to_make_one(verb, options, monkeypatch):
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
+    said = r"expected 0 \(there is no process group: call torch.distributed.init_process_group first\), got 1"
+    with pytest.raises(st.RankMismatch, match=said):
+        verb({"w": torch.zeros(1)}, **options)

@@ -160,6 +160,10 @@ def test_update_calls_a_function_once_for_each_memory():
     found = st.update(state, "**", torch.neg)
     assert found["a.weight"] is found["b.weight"]
     assert found["a.weight"].equal(-expected)
+    parameter = torch.nn.Parameter(torch.arange(3.0))
+    found = st.update([parameter, parameter.detach()], "*", lambda leaf: leaf.detach().add_(1))
+    assert found[0] is found[1]
+    assert parameter.tolist() == [1, 2, 3]
     flat = torch.arange(6.0)
     found = st.update([flat, flat[:3], flat.view(2, 3), flat.view(torch.int32)], "*", lambda leaf: leaf.clone())
     assert len(set(map(id, found))) == 4
