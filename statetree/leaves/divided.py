@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from statetree.errors import UnsupportedLeaf
 from statetree.leaves.location import located_error
+from statetree.leaves.replicas import replicated
 from statetree.leaves.types.part import LeafPart, ListedPart
+from statetree.spans.memory import Memory
 from statetree.tree.registry import register_container
 
 if TYPE_CHECKING:
@@ -94,10 +96,14 @@ class Outline(NamedTuple):
         return self.spec.unflatten(leaves)
 
 
-class PlainValue(NamedTuple):
-    """A plain value among what a leaf is unpacked into: an attribute, say. It is no part."""
+class Attribute(NamedTuple):
+    """What a leaf is unpacked into beside its elements, in attributes: it is no part, and is copied."""
 
     value: Any
+
+    def copied(self) -> Any:
+        """Return a value of its own for another leaf."""
+        return replicated("copy", self.value, Memory(), copy=True)
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +115,7 @@ class Recipe:
         leaf_type: Its leaf type.
         context: What ``pack`` needs beside the parts.
         inner: For each value that it is unpacked into: how that is put together, if it is divided itself; the value,
-            if it is no part; otherwise ``None``.
+            if it is an attribute; otherwise ``None``.
         parts: The leaf's own parts, in a flat list.
         whole: Its global shape and strides, if it is the local tensor of a ``DTensor``, or lies in one.
     """
@@ -117,7 +123,7 @@ class Recipe:
     leaf: Any
     leaf_type: EngineLeafType
     context: Any
-    inner: Sequence[Recipe | PlainValue | None]
+    inner: Sequence[Recipe | Attribute | None]
     parts: Sequence[Any]
     whole: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
@@ -131,8 +137,8 @@ class Recipe:
             if isinstance(how, Recipe):
                 values.append(how.lift(parts[position : position + len(how.parts)]))
                 position += len(how.parts)
-            elif isinstance(how, PlainValue):
-                values.append(how.value)
+            elif isinstance(how, Attribute):
+                values.append(how.copied())
             else:
                 values.append(_given(self.parts[position], parts[position]))
                 position += 1

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from statetree.chunks.cuts import Cut
-from statetree.leaves.builtin import is_distributed, is_plain, leaf_type_of, settled
-from statetree.leaves.divided import DividedLeaf, Outline, PlainValue, Recipe
+from statetree.leaves.builtin import is_distributed, leaf_type_of, settled
+from statetree.leaves.divided import Attribute, DividedLeaf, Outline, Recipe
 from statetree.leaves.leaf_numbers import value_text
 from statetree.leaves.location import located_error
 from statetree.leaves.parts import hides_distributed
@@ -141,21 +141,21 @@ def _divide(leaf: Any) -> tuple[DividedLeaf, Recipe]:
     from statetree.leaves.types.dtensor import part_maker
 
     inside = _divide_local(settled(inner[0]), part_maker(leaf), (*map(Cut, range(leaf.dim())),), leaf.stride())
-    found, recipe = _assembled(leaf, leaf_type, context, [inside, *inner[1:]])
-    local = found.parts.pop("<local>")  # its parts are those of the leaf
-    return DividedLeaf(local.text, {**local.parts, **found.parts}), recipe
+    _, recipe = _assembled(leaf, leaf_type, context, [inside, *inner[1:]])
+    return inside[0], recipe
 
 
 def _assembled(
     leaf: Any, leaf_type: EngineLeafType, context: Any, given: Sequence[Any], whole: Any = None
 ) -> tuple[DividedLeaf, Recipe]:
-    """Divide a leaf that is unpacked: ``given`` are its parts, or what they are divided into, and plain values."""
+    """Divide a leaf that is unpacked: ``given`` are its parts, or what they are divided into, and its attributes."""
+    elements = len(leaf_type.essential(context, given))
     parts: dict[str, Any] = {}
-    inner: list[Recipe | PlainValue | None] = []
+    inner: list[Recipe | Attribute | None] = []
     flat: list[Any] = []
-    for name, part in zip(leaf_type.part_names(context, len(given)), given, strict=True):
-        if is_plain(part) and type(part) is not tuple:
-            inner.append(PlainValue(part))
+    for place, (name, part) in enumerate(zip(leaf_type.part_names(context, len(given)), given, strict=True)):
+        if place >= elements:
+            inner.append(Attribute(part))
             continue
         inside, recipe = part if type(part) is tuple else _divide(part) if _is_several(part) else (part, None)
         parts[name] = inside

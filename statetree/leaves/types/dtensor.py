@@ -82,7 +82,7 @@ class DTensorType(WrapperType):
         return whole
 
     def part_names(self, context: Any, count: int) -> Sequence[str]:
-        return ["<local>", *(f"<{number}>" for number in range(1, count))]
+        return [str(number) for number in range(count)]
 
     def essential(self, context: Any, inner: Sequence[Any]) -> Sequence[Any]:
         return inner[:1]

@@ -70,7 +70,7 @@ class WrapperType(EngineLeafType):
     def part_names(self, context: Any, count: int) -> Sequence[str]:
         """Return the names of the inner tensors, and numbers for what else there is."""
         names = context[0].names
-        return [*names, *(f"<{number}>" for number in range(len(names), count))]
+        return [*names, *[str(number) for number in range(len(names), count)]]
 
     def reshaped(self, context: Any, shape: Sequence[int], stride: Sequence[int]) -> Any:
         """Return the context of a tensor of another shape, which its metadata may name."""
