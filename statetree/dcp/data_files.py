@@ -22,6 +22,7 @@ from statetree.files.ranges import OpenFiles
 from statetree.files.stored import StoredTensor
 from statetree.files.torch_format import TorchArchive
 from statetree.files.untrusted import refuse
+from statetree.files.urls import refuse_url
 from statetree.files.zip_archive import read_members
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 
     from statetree.dcp.metadata import Stored
     from statetree.files.ranges import FileRange
-    from statetree.files.stored import StoredPiece
+    from statetree.files.urls import refuse_url
+from statetree.files.stored import StoredPiece
 
 #: Entries of at most so many bytes are read at once to be verified: an archive is some thirty reads.
 _SMALL_BYTES: Final = 1 << 20
@@ -185,12 +187,9 @@ def local_directory(verb: str, checkpoint_id: str | os.PathLike[str]) -> Path:
     Raises:
         CheckpointError: If it is a URL.
     """
-    name = os.fspath(checkpoint_id)
-    if "://" in name:
-        other = "storage_writer" if verb == "save" else "storage_reader"
-        msg = f"{verb}: {name} is no directory: expected a path, got a URL. Pass a {other} that takes it."
-        raise CheckpointError(msg)
-    return Path(name)
+    other = "storage_writer" if verb == "save" else "storage_reader"
+    refuse_url(verb, checkpoint_id, f"Pass a {other} that takes it.")
+    return Path(checkpoint_id)
 
 
 def check_entry(place: FileRange) -> None:

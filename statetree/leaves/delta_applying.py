@@ -7,9 +7,9 @@ when it is applied again. What is as it shall be already is not written.
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from statetree.declare import cached_property
 from statetree.errors import TreeMismatch
 from statetree.leaves.changes import OTHER_CONTENT, damaged, mismatch
 from statetree.leaves.copying import copied_leaves, prepared_copy
