@@ -62,7 +62,7 @@ def is_collective(step: Callable[..., Any]) -> bool:
     return alone is not None and not alone(getattr(step, "keywords", {}))
 
 
-class cached_property(Generic[T]):  # noqa: N801 - it stands where functools' would
+class cached_property(Generic[T]):
     """A property that is computed once, and then lies in the instance's ``__dict__``, where it is found first.
 
     On Python 3.11 the one of ``functools`` holds a lock of its class while it computes. A process that is forked

@@ -6,7 +6,6 @@ member, which ``torch.load`` does not look at. Here pieces are found by what the
 
 from __future__ import annotations
 
-import os
 from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -26,14 +25,14 @@ from statetree.files.urls import refuse_url
 from statetree.files.zip_archive import read_members
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterator
 
     from torch.distributed.checkpoint.metadata import Metadata
 
     from statetree.dcp.metadata import Stored
     from statetree.files.ranges import FileRange
-    from statetree.files.urls import refuse_url
-from statetree.files.stored import StoredPiece
+    from statetree.files.stored import StoredPiece
 
 #: Entries of at most so many bytes are read at once to be verified: an archive is some thirty reads.
 _SMALL_BYTES: Final = 1 << 20

@@ -15,7 +15,14 @@ from statetree.dcp.keys import UnknownKey, key_of
 from statetree.dcp.metadata import METADATA
 from statetree.dcp.nesting import nested
 from statetree.dcp.plain_values import gist, read_value
-from statetree.dcp.saved_structure import SavedContainer, Structure, places, read_structure, why_not_rebuilt
+from statetree.dcp.saved_structure import (
+    SavedContainer,
+    Structure,
+    places,
+    read_structure,
+    rebuilt_classes,
+    why_not_rebuilt,
+)
 from statetree.dcp.saving import write
 from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint
@@ -103,9 +110,9 @@ class _Directory:
 
     def _rebuildable(self, saved: Structure) -> Structure:
         """Return a structure in which containers of unknown classes are mappings."""
-        nodes = list(saved.spec.nodes)
+        nodes, known = list(saved.spec.nodes), rebuilt_classes()
         for texts, ref in places(saved.spec):
-            why = why_not_rebuilt(nodes[~ref]) if ref < 0 else ""
+            why = why_not_rebuilt(nodes[~ref], known) if ref < 0 else ""
             if why:
                 path = ".".join(str(text[1:]) for text in texts) or "<root>"
                 self._skip(f"the container {path} ({why})", "Load it with statetree.dcp.load and a template.")

@@ -134,8 +134,8 @@ _DECLARED: set[type] = set()
 
 
 # A program may make classes as it runs, and the registry must not keep them for ever. It cannot refer to them weakly:
-# a container refers to its class, and a lookup by weak references would take ten times as long. But classes are freed by
-# the garbage collector alone: it is enough if the registry lets go of them when all objects are about to be looked
+# a container refers to its class, and a lookup by weak references would take ten times as long. But classes are freed
+# by the garbage collector alone: it is enough if the registry lets go of them when all objects are about to be looked
 # through. A container that nothing else refers to belongs to no structure, and nobody can tell one that is made again
 # from the first one.
 def _forget_unused(phase: str, about: Mapping[str, int]) -> None:
@@ -224,6 +224,11 @@ def register_container(
     _DECLARED.add(cls)
     LEAF_CLASSES.discard(cls)
     CONTAINERS[cls] = _Registered(cls, _registered_entry(cls))
+
+
+def declared_containers() -> list[type]:
+    """Return the classes that users registered as containers here."""
+    return [cls for cls in _DECLARED if CONTAINERS[cls] is not None]
 
 
 def _registered_entry(cls: type) -> Any:

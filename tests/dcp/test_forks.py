@@ -33,7 +33,7 @@ def started(action, fork=os.fork):
     try:
         action()
         code = 0
-    except BaseException:  # noqa: BLE001 - it is to be seen, whatever it is
+    except BaseException:
         traceback.print_exc()
     finally:
         os._exit(code)
