@@ -118,20 +118,13 @@ def show(
       statetree show --match '**.weight' --stats model.safetensors
       statetree show --verify model.pt
     """
-    from statetree.cli.headers import listed
+    from statetree.cli.entries import Choice, listing_of
     from statetree.cli.show import ShowOptions, verified
     from statetree.cli.show import show as show_listing
 
-    needs_more = bool(patterns or excluded or page or is_verified or options["stats"])
-    listing = None if needs_more else listed(file, follow_links=follow_links)
-    verdict = ""
-    if listing is None:
-        from statetree.cli.entries import Choice, listing_of
-
-        (checkpoint,) = _opened(file, follow_links=follow_links)
-        verdict = verified(file, checkpoint) if is_verified else ""
-        listing = listing_of(checkpoint, Choice("show", patterns, excluded))
-    show_listing(file, listing, ShowOptions(**options))
+    (checkpoint,) = _opened(file, follow_links=follow_links)
+    verdict = verified(file, checkpoint) if is_verified else ""
+    show_listing(file, listing_of(checkpoint, Choice("show", patterns, excluded)), ShowOptions(**options))
     if page is not None:
         from statetree.files.page import to_html
 

@@ -14,8 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from statetree.dcp.agreement import raise_together
-from statetree.dcp.groups import from_all, group_for
+from statetree.dcp.groups import from_all, group_for, raise_together
 from statetree.dcp.internals import count_groups, is_alive
 from statetree.dcp.saving import warn_of_values, write
 from statetree.errors import chain_of

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, SupportsIndex, TypeVar, overload
 from weakref import WeakSet
 
-from statetree.dcp.agreement import by_first, check_same, raise_together
 from statetree.dcp.background import Background, SaveFuture, background_of, start
 from statetree.dcp.data_files import DataFiles
 from statetree.dcp.directory_writer import DirectoryWriter
 from statetree.dcp.failures import checkpoint_errors
-from statetree.dcp.groups import check_alive, from_all, is_first
+from statetree.dcp.groups import by_first, check_alive, check_same, from_all, is_first, raise_together
 from statetree.dcp.loading import load_from
 from statetree.dcp.restoring import Restoration
 from statetree.dcp.saving import warn_of_values, write

@@ -11,12 +11,11 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from statetree.chunks.boxes import whole_box
-from statetree.dcp.agreement import on_all
 from statetree.dcp.data_files import DataFiles, check_covered, local_directory
 from statetree.dcp.failures import checkpoint_errors
 from statetree.dcp.flat_state import STRUCTURE_KEY, flat_state
 from statetree.dcp.foreign_storage import ForeignStorage
-from statetree.dcp.groups import group_for, is_first, ranks_of
+from statetree.dcp.groups import group_for, is_first, on_all, ranks_of
 from statetree.dcp.part_checks import check_indices, has_indices
 from statetree.dcp.plain_values import gist, read_value
 from statetree.dcp.saved_structure import Structure, path_of, places, read_structure, rebuilt_classes, why_not_rebuilt
