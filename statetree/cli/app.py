@@ -234,30 +234,6 @@ def convert(
         click.echo(f"note: {note}", err=True)
 
 
-@cli.command()
-@click.argument("target", metavar="PACKAGE.MODULE:FUNCTION")
-@click.option("--ranks", type=click.IntRange(1), multiple=True, help="Call it on so many ranks (several: in turn).")
-def ghostwrite(target: str, ranks: Sequence[int]) -> None:
-    """Write a test file for a transform of states, to standard output.
-
-    The function is imported and called with some hundred states: unlike files, it is trusted. Laws that hold now must
-    hold from then on; for each that does not there is a test with the smallest state for which it does not.
-
-    \b
-    Example:
-      statetree ghostwrite mypackage.mymodule:myfunction > test_myfunction.py
-    """
-    import sys
-
-    from statetree.testing.ghostwriter import ghostwrite as written
-
-    sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it
-    try:
-        click.echo(written(target, ranks=ranks or None), nl=False)
-    except (ValueError, TypeError) as error:
-        raise click.BadParameter(str(error)) from None
-
-
 def _opened(*paths: Path, follow_links: bool) -> list[OpenedCheckpoint]:
     from statetree.files.formats import opened
 
