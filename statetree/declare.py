@@ -1,13 +1,14 @@
-"""What transforms declare of themselves, so that ``chain`` and ``stream`` know how to apply them."""
+"""What definitions declare: transforms how ``chain`` and ``stream`` apply them, properties that they are cached."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, Generic, Self, TypeVar, cast, overload
 
 from statetree.torch_internals import quietly
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 _LEAFWISE: Final[set[Callable[..., Any]]] = set()
 #: Transforms that every rank of a group has to call, each with a function that says for which options it has not.
@@ -59,3 +60,29 @@ def is_collective(step: Callable[..., Any]) -> bool:
     except TypeError:  # a callable that cannot be hashed
         return False
     return alone is not None and not alone(getattr(step, "keywords", {}))
+
+
+class cached_property(Generic[T]):
+    """A property that is computed once, and then lies in the instance's ``__dict__``, where it is found first.
+
+    On Python 3.11 the one of ``functools`` holds a lock of its class while it computes. A process that is forked
+    meanwhile has a copy of that lock which nobody releases, and waits for ever where it computes one. Without a lock,
+    two threads may both compute: the values follow from the instance, so that either will do.
+    """
+
+    def __init__(self, compute: Callable[[Any], T]) -> None:
+        self._compute = compute
+        self.__doc__ = compute.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> T: ...
+    def __get__(self, instance: object | None, owner: type) -> Self | T:
+        if instance is None:
+            return self
+        value = instance.__dict__[self._name] = self._compute(instance)
+        return value

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import defaultdict
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import product
 from math import prod
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from statetree.chunks.boxes import Box, Interval, is_covered, whole_box
+from statetree.declare import cached_property
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

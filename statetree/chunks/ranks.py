@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+from statetree.declare import cached_property
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

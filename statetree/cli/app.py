@@ -118,20 +118,13 @@ def show(
       statetree show --match '**.weight' --stats model.safetensors
       statetree show --verify model.pt
     """
-    from statetree.cli.headers import listed
+    from statetree.cli.entries import Choice, listing_of
     from statetree.cli.show import ShowOptions, verified
     from statetree.cli.show import show as show_listing
 
-    needs_more = bool(patterns or excluded or page or is_verified or options["stats"])
-    listing = None if needs_more else listed(file, follow_links=follow_links)
-    verdict = ""
-    if listing is None:
-        from statetree.cli.entries import Choice, listing_of
-
-        (checkpoint,) = _opened(file, follow_links=follow_links)
-        verdict = verified(file, checkpoint) if is_verified else ""
-        listing = listing_of(checkpoint, Choice("show", patterns, excluded))
-    show_listing(file, listing, ShowOptions(**options))
+    (checkpoint,) = _opened(file, follow_links=follow_links)
+    verdict = verified(file, checkpoint) if is_verified else ""
+    show_listing(file, listing_of(checkpoint, Choice("show", patterns, excluded)), ShowOptions(**options))
     if page is not None:
         from statetree.files.page import to_html
 
@@ -236,30 +229,6 @@ def convert(
     choice = Choice("convert", patterns, excluded)
     for note in write(source, checkpoint, destination, ConvertOptions(choice, **options)):
         click.echo(f"note: {note}", err=True)
-
-
-@cli.command()
-@click.argument("target", metavar="PACKAGE.MODULE:FUNCTION")
-@click.option("--ranks", type=click.IntRange(1), multiple=True, help="Call it on so many ranks (several: in turn).")
-def ghostwrite(target: str, ranks: Sequence[int]) -> None:
-    """Write a test file for a transform of states, to standard output.
-
-    The function is imported and called with some hundred states: unlike files, it is trusted. Laws that hold now must
-    hold from then on; for each that does not there is a test with the smallest state for which it does not.
-
-    \b
-    Example:
-      statetree ghostwrite mypackage.mymodule:myfunction > test_myfunction.py
-    """
-    import sys
-
-    from statetree.testing.ghostwriter import ghostwrite as written
-
-    sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it
-    try:
-        click.echo(written(target, ranks=ranks or None), nl=False)
-    except (ValueError, TypeError) as error:
-        raise click.BadParameter(str(error)) from None
 
 
 def _opened(*paths: Path, follow_links: bool) -> list[OpenedCheckpoint]:

@@ -69,8 +69,8 @@ def convert(
         tree = select(tree, lambda path, _: any(Path(path[:count]) in paths for count in range(len(path) + 1)))
     try:
         tree = rename(tree, options.rules) if options.rules else tree
-    except ValueError as error:  # a rule that cannot be
-        raise CheckpointError(str(error)) from None
+    except ValueError as error:  # a rule that cannot be, or that matches nothing
+        raise CheckpointError(str(error).replace("Change it, or pass missing_ok=True", "Change --rename")) from None
     if options.dtype is not None:
         tree = _converted(tree, options.dtype, keeps_ties=target.title == "torch file")
     checkpoint.verify()

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as rows: one an entry, or one a group of entries. torch is not needed for it."""
+"""What a checkpoint holds, as rows: one an entry, or one a group of entries."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ that the state can be loaded without a template; plain DCP reads all others. Fil
 
 - ``saving``, ``loading``: ``save`` and ``load``. ``background``: ``async_save``, by a thread with a group of its own.
 - ``checkpointer``: ``Checkpointer``, over the directories that ``series`` keeps; ``restoring``: which of them is taken.
-  ``agreement``: what ranks decide together. ``async_stager``: for DCP's own saves.
+  ``async_stager``: for DCP's own saves.
 - ``flat_state``: the entries of a tree, with DCP's keys. ``tensors``: what is saved of a leaf; ``local_pieces``: of a
   distributed one.
 - ``plain_values``: values read as data, and made by what ``reconstructors`` and ``numpy_values`` admit.
@@ -16,7 +16,8 @@ that the state can be loaded without a template; plain DCP reads all others. Fil
   holds that already.
 - ``file_manifest``, ``metadata``, ``data_files``: what is known and checked of the files. ``foreign_storage``: what a
   reader of DCP reads, in their place.
-- ``groups``, ``failures``, ``internals``: the ranks, their errors, and the private parts of DCP that are used.
+- ``groups``: the ranks, and what they decide together. ``failures``: their errors. ``internals``: the private parts of
+  DCP that are used.
 """
 
 from statetree.dcp.async_stager import AsyncStager

@@ -5,6 +5,7 @@ The thread communicates over a process group of its own, so that it never meets 
 
 from __future__ import annotations
 
+import os
 import threading
 import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,8 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from statetree.dcp.agreement import raise_together
-from statetree.dcp.groups import from_all, group_for
+from statetree.dcp.groups import from_all, group_for, raise_together
 from statetree.dcp.internals import count_groups, is_alive
 from statetree.dcp.saving import warn_of_values, write
 from statetree.errors import chain_of
@@ -22,7 +22,6 @@ from statetree.stager.stager import Stager
 from statetree.stager.workers import submit
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable
 
     from torch.distributed import ProcessGroup
@@ -95,9 +94,21 @@ class Background:
 
 #: Stands for a group that was destroyed.
 _DESTROYED: Final[Any] = object()
-_LOCK: Final = threading.Lock()
-_BY_PARENT: Final[WeakKeyDictionary[Any, dict[str, Background]]] = WeakKeyDictionary()
-_WITHOUT_RANKS: Final[dict[str, Background]] = {}
+
+_lock: threading.Lock
+_by_parent: WeakKeyDictionary[Any, dict[str, Background]]
+_without_ranks: dict[str, Background]
+
+
+def _start_empty() -> None:
+    """Begin without threads. In a forked process the parent's are gone, and nobody would release the lock."""
+    global _lock, _by_parent, _without_ranks
+    _lock, _by_parent, _without_ranks = threading.Lock(), WeakKeyDictionary(), {}
+
+
+_start_empty()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_empty)
 
 
 def background_of(verb: str, parent: ProcessGroup | None, purpose: str) -> Background:
@@ -111,9 +122,9 @@ def background_of(verb: str, parent: ProcessGroup | None, purpose: str) -> Backg
     Collective:
         The first call for a parent and purpose: every rank of the parent makes it.
     """
-    with _LOCK:
+    with _lock:
         parent = group_for(verb, parent)
-        found = _WITHOUT_RANKS if parent is None else _BY_PARENT.setdefault(parent, {})
+        found = _without_ranks if parent is None else _by_parent.setdefault(parent, {})
         if purpose not in found:
             found[purpose] = Background(None if parent is None else _group_like(parent))
         return found[purpose]

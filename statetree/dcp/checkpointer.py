@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import threading
+from numbers import Integral
+from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self, SupportsIndex, TypeVar, overload
+from weakref import WeakSet
 
-from statetree.dcp.agreement import by_first, check_same, raise_together
 from statetree.dcp.background import Background, SaveFuture, background_of, start
 from statetree.dcp.data_files import DataFiles
 from statetree.dcp.directory_writer import DirectoryWriter
 from statetree.dcp.failures import checkpoint_errors
-from statetree.dcp.groups import check_alive, from_all, is_first
+from statetree.dcp.groups import by_first, check_alive, check_same, from_all, is_first, raise_together
 from statetree.dcp.loading import load_from
 from statetree.dcp.restoring import Restoration
 from statetree.dcp.saving import warn_of_values, write
 from statetree.dcp.series import Kept, Series, UnfinishedStep
 from statetree.errors import CheckpointError, StagerBusy, StateTreeError, warn
+from statetree.files.urls import refuse_url
 from statetree.stager.stager import Stager
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
     from types import TracebackType
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from statetree.tree.selection import Where
+
+T = TypeVar("T")
 
 
 class Checkpointer:
@@ -61,6 +66,7 @@ class Checkpointer:
         relative to other collectives as well: the first of them makes two gloo groups of the same ranks.
 
     Raises:
+        CheckpointError: If the directory is a URL.
         TypeError, ValueError: If ``keep``, ``keep_every`` or ``keep_best`` is no integer, or below one, or ``stager``
             cannot stage.
 
@@ -88,6 +94,7 @@ class Checkpointer:
         incremental: bool = False,
         process_group: ProcessGroup | None = None,
     ) -> None:
+        refuse_url("Checkpointer", directory)
         for name, count in (("keep", keep), ("keep_every", keep_every), ("keep_best", keep_best)):
             if count is not None and type(count) is not int:
                 msg = f"Checkpointer: {name} must be a whole number, or None: expected an int, got {count!r}."
@@ -105,11 +112,15 @@ class Checkpointer:
         self._process_group = process_group
         self._stager = Stager() if stager is None else stager
         self._owns_stager = stager is None
-        self._running: SaveFuture | None = None
         self._closed = False
+        self._start_idle()
+        _checkpointers.add(self)
+
+    def _start_idle(self) -> None:
+        self._running: SaveFuture | None = None
         self._calling = threading.RLock()
 
-    def save(self, step: int, state: Any, *, metric: float | None = None) -> None:
+    def save(self, step: SupportsIndex, state: Any, *, metric: float | None = None) -> None:
         """Save a state, and return when the checkpoint is complete and old ones are removed.
 
         Args:
@@ -127,6 +138,7 @@ class Checkpointer:
             RankMismatch: If the ranks pass different steps. All ranks raise. Or if this process is not in the group.
             UnsupportedLeaf, CyclicTree: As ``statetree.dcp.save``.
         """
+        step = _as_int(step)
         metric = _as_metric("save", metric)
         with self._calling:
             warn_of_values("save", state)
@@ -134,7 +146,9 @@ class Checkpointer:
             self._warn_of_step("save", step)
             self._write("save", step, lambda: state, foreground.group, metric)
 
-    def async_save(self, step: int, state: Any, *, metric: float | None = None, wait: bool = True) -> Future[None]:
+    def async_save(
+        self, step: SupportsIndex, state: Any, *, metric: float | None = None, wait: bool = True
+    ) -> Future[None]:
         """Stage a state, and save it in the background.
 
         When this returns, the state may change. (If the stager is an ``AsyncStager(asynchronous=True)``, its tensors
@@ -159,6 +173,7 @@ class Checkpointer:
                 ``CheckpointError`` that names it. Nothing was begun, and the next call saves.
             RankMismatch: If this process is not in the group. The future raises it where ranks pass different steps.
         """
+        step = _as_int(step)
         metric = _as_metric("async_save", metric)
 
         def stage_step() -> Any:
@@ -180,11 +195,23 @@ class Checkpointer:
             )
             return self._running
 
+    # fmt: off
+    @overload
+    def restore(
+        self, state: None = None, *, step: SupportsIndex | None = None, where: Where | None = None,
+        fallback: bool = False, weights_only: bool = True, verify: bool = True, cast: bool = False, strict: bool = True,
+    ) -> Any: ...
+    @overload
+    def restore(
+        self, state: T, *, step: SupportsIndex | None = None, where: Where | None = None,
+        fallback: bool = False, weights_only: bool = True, verify: bool = True, cast: bool = False, strict: bool = True,
+    ) -> T: ...
+    # fmt: on
     def restore(
         self,
         state: Any = None,
         *,
-        step: int | None = None,
+        step: SupportsIndex | None = None,
         where: Where | None = None,
         fallback: bool = False,
         weights_only: bool = True,
@@ -217,12 +244,13 @@ class Checkpointer:
             RankMismatch: If the ranks pass different steps. All ranks raise. Or if this process is not in the group.
             TreeMismatch, UnsupportedLeaf: As ``statetree.dcp.load``.
         """
-        if type(state) is int:
+        if isinstance(state, Integral):
             msg = (
                 f"restore: state must be a template, or None: expected a tree, got the number {state}. For the "
                 f"checkpoint of step {state} pass step={state}."
             )
             raise TypeError(msg)
+        step = None if step is None else _as_int(step)
         with self._calling:
             group = self._begin("restore", "restore").group
             check_same("restore", "step", repr(step), group)
@@ -380,6 +408,28 @@ class Checkpointer:
                 f"{type(error).__name__}: {error}. It is if Checkpointer.steps lists it."
             )
             raise CheckpointError(msg) from error
+
+
+#: Every checkpointer alive.
+_checkpointers: Final[WeakSet[Checkpointer]] = WeakSet()
+
+
+def _leave_to_the_parent() -> None:
+    """In a forked process: what saves is a thread of the parent, and a lock may be held by nobody."""
+    for checkpointer in tuple(_checkpointers):
+        checkpointer._start_idle()  # noqa: SLF001 - a part of the class
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_the_parent)
+
+
+def _as_int(step: Any) -> int:
+    """Return a whole number of NumPy's or torch's as Python's; all else as it is: every rank is to hear of it."""
+    try:
+        return step if isinstance(step, bool) else index(step)
+    except TypeError:
+        return step  # type: ignore[no-any-return]
 
 
 def _check_step(verb: str, step: int) -> None:

@@ -6,7 +6,6 @@ member, which ``torch.load`` does not look at. Here pieces are found by what the
 
 from __future__ import annotations
 
-import os
 from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -22,9 +21,11 @@ from statetree.files.ranges import OpenFiles
 from statetree.files.stored import StoredTensor
 from statetree.files.torch_format import TorchArchive
 from statetree.files.untrusted import refuse
+from statetree.files.urls import refuse_url
 from statetree.files.zip_archive import read_members
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterator
 
     from torch.distributed.checkpoint.metadata import Metadata
@@ -185,12 +186,9 @@ def local_directory(verb: str, checkpoint_id: str | os.PathLike[str]) -> Path:
     Raises:
         CheckpointError: If it is a URL.
     """
-    name = os.fspath(checkpoint_id)
-    if "://" in name:
-        other = "storage_writer" if verb == "save" else "storage_reader"
-        msg = f"{verb}: {name} is no directory: expected a path, got a URL. Pass a {other} that takes it."
-        raise CheckpointError(msg)
-    return Path(name)
+    other = "storage_writer" if verb == "save" else "storage_reader"
+    refuse_url(verb, checkpoint_id, f"Pass a {other} that takes it.")
+    return Path(checkpoint_id)
 
 
 def check_entry(place: FileRange) -> None:

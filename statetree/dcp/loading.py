@@ -11,15 +11,14 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from statetree.chunks.boxes import whole_box
-from statetree.dcp.agreement import on_all
 from statetree.dcp.data_files import DataFiles, check_covered, local_directory
 from statetree.dcp.failures import checkpoint_errors
 from statetree.dcp.flat_state import STRUCTURE_KEY, flat_state
 from statetree.dcp.foreign_storage import ForeignStorage
-from statetree.dcp.groups import group_for, is_first, ranks_of
+from statetree.dcp.groups import group_for, is_first, on_all, ranks_of
 from statetree.dcp.part_checks import check_indices, has_indices
 from statetree.dcp.plain_values import gist, read_value
-from statetree.dcp.saved_structure import Structure, path_of, places, read_structure, why_not_rebuilt
+from statetree.dcp.saved_structure import Structure, path_of, places, read_structure, rebuilt_classes, why_not_rebuilt
 from statetree.dcp.templates import TemplateMatching
 from statetree.dcp.tensors import PARTS_ENTRY, PLAIN, TENSOR_ENTRY, VALUE_ENTRY, boxes_of, content_of
 from statetree.errors import CheckpointError, Difference, TreeMismatch, UnsupportedLeaf
@@ -66,7 +65,8 @@ def load(
         template: A tree like the saved one. Only the memory of its tensors changes. Those of its tensors that share
             memory, or overlap themselves (expanded ones), must have had the same values there when they were saved
             (ties are saved by value). Without a template, the state comes back as it was saved, provided that all
-            containers are those of Python and of ``collections``.
+            containers are those of Python and of ``collections``, or of classes that are registered here
+            (``register_container``) or listed (``torch.serialization.add_safe_globals``).
         checkpoint_id: The directory.
         process_group: The ranks that load; by default all.
         storage_reader: Reads from elsewhere than a directory, or a checkpoint that DCP transformed. The checks of
@@ -322,13 +322,17 @@ def _outline(entry: SavedEntry, metadata: Metadata) -> torch.Tensor | None:
 
 def _check_containers(saved: Structure) -> None:
     """Raise unless a structure can be made without a template."""
-    differences = []
+    differences, known = [], rebuilt_classes()
     for texts, ref in places(saved.spec):
-        why = why_not_rebuilt(saved.spec.nodes[~ref]) if ref < 0 else ""
+        why = why_not_rebuilt(saved.spec.nodes[~ref], known) if ref < 0 else ""
         if why:
-            differences.append(Difference(path_of(texts), "structure", why, "a builtin container"))
+            differences.append(Difference(path_of(texts), "structure", why, "a container that is known here"))
     if differences:
-        raise TreeMismatch.between("load", differences, "Pass a template like the saved tree.")
+        remedy = (
+            "Pass a template like the saved tree, or make the class known: register_container, or "
+            "torch.serialization.add_safe_globals."
+        )
+        raise TreeMismatch.between("load", differences, remedy)
 
 
 def _check_entries(saved: Structure, chosen: Sequence[bool]) -> None:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from statetree.dcp.agreement import by_first
 from statetree.dcp.data_files import DataFiles
 from statetree.dcp.failures import checkpoint_errors
+from statetree.dcp.groups import by_first
 from statetree.errors import CheckpointError, warn
 
 if TYPE_CHECKING:

@@ -10,6 +10,8 @@ import json
 from collections import Counter, OrderedDict, defaultdict, deque
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import torch
+
 from statetree.dcp.keys import UnknownKey, key_of, key_text, shown_key
 from statetree.dcp.reconstructors import CLASSES
 from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY, VALUE_ENTRY
@@ -17,16 +19,16 @@ from statetree.errors import CheckpointError
 from statetree.key_paths import Path
 from statetree.leaves.divided import DividedLeaf
 from statetree.tree.containers import Container
-from statetree.tree.instances import Attributes
-from statetree.tree.registry import container_of
+from statetree.tree.instances import Attributes, InstanceContainer
+from statetree.tree.registry import container_of, declared_containers
 from statetree.tree.spec import TreeSpec
 from statetree.tree.traversal import Node, freeze
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 VERSION: Final = 1
-#: The containers that are made again without a template.
+#: The containers that are always made again without a template.
 BUILTIN: Final[dict[str, type]] = {
     "dict": dict,
     "list": list,
@@ -77,8 +79,9 @@ class Structure(NamedTuple):
     entries: tuple[SavedEntry, ...]
 
     def rebuild(self, values: Sequence[Any]) -> Any:
-        """Return a tree of builtin containers with a value for each entry. None of ``why_not_rebuilt`` may apply."""
-        return TreeSpec((*map(_builtin_node, self.spec.nodes),), self.spec.num_leaves).unflatten(values)
+        """Return a tree with a value for each entry. None of ``why_not_rebuilt`` may apply."""
+        known = rebuilt_classes()
+        return TreeSpec((*[_node(node, known) for node in self.spec.nodes],), self.spec.num_leaves).unflatten(values)
 
 
 def saved_form(spec: TreeSpec) -> TreeSpec:
@@ -87,7 +90,7 @@ def saved_form(spec: TreeSpec) -> TreeSpec:
     for kind, keys, aux, kids, take in spec.nodes:
         cls = kind.cls
         family = kind.family if isinstance(kind.family, str) else _full_name(kind.family)
-        attributes = _written_aux(cls, aux)
+        attributes = _written_aux(kind, aux)
         name = f"{_LEAF}{aux[0]}" if cls is DividedLeaf else _NAMES.get(cls) or _full_name(cls)
         container = SavedContainer(name, name if cls is DividedLeaf else family)
         nodes.append((container, (*map(key_text, keys),), attributes, kids, take))
@@ -115,11 +118,29 @@ def is_leaf(node: Node) -> bool:
     return isinstance(container, SavedContainer) and container.name.startswith(_LEAF)
 
 
-def why_not_rebuilt(node: Node) -> str:
-    """Say why a container of a checkpoint cannot be made without a template; empty if it can."""
+def rebuilt_classes() -> dict[str, type]:
+    """Return the containers that are made without a template, by name: builtin ones, and those that the user named.
+
+    A checkpoint names classes as well, but they are only looked up here: nothing is imported because a file says so.
+    """
+    found = {_full_name(cls): cls for cls in declared_containers()}
+    for listed in torch.serialization.get_safe_globals():
+        cls, name = listed if isinstance(listed, tuple) else (listed, "")
+        if isinstance(cls, type):
+            found[name or _full_name(cls)] = cls
+    return found | BUILTIN
+
+
+def why_not_rebuilt(node: Node, known: Mapping[str, type]) -> str:
+    """Say why a container of a checkpoint cannot be made without a template; empty if it can.
+
+    Args:
+        node: The container.
+        known: The classes of containers that can be, by name: ``rebuilt_classes()``.
+    """
     container, keys, attributes = node[:3]
     assert isinstance(container, SavedContainer)
-    if container.name not in BUILTIN:
+    if container.name not in known:
         return f"a {container.name}"
     if attributes is None and container.name in ("collections.deque", "collections.defaultdict"):
         return f"a {container.name} saved by an earlier version, which left out its arguments"
@@ -130,15 +151,51 @@ def why_not_rebuilt(node: Node) -> str:
             key_of(text)
     except UnknownKey as unknown:
         return f"a {container.name} with the key {unknown}"
+    try:
+        _node(node, known)
+    except (TypeError, ValueError, KeyError) as error:
+        return f"a {container.name} that is not the class of that name here ({error})"
     return ""
 
 
-def _builtin_node(node: Node) -> Node:
-    container, keys, attributes, kids, take = node
+def _node(node: Node, known: Mapping[str, type]) -> Node:
+    container, texts, data, kids, take = node
     assert isinstance(container, SavedContainer)
-    kind = container_of(BUILTIN[container.name])
-    assert kind is not None
-    return kind, (*map(key_of, keys),), _read_aux(container.name, attributes), kids, take
+    kind, keys = container_of(known[container.name]), (*map(key_of, texts),)
+    if container.name in BUILTIN:
+        assert kind is not None
+        return kind, keys, _read_aux(container.name, data), kids, take
+    if kind is None:
+        raise TypeError("no container")
+    if kind.compares_aux:  # registered: what its function returned
+        (aux,) = data
+        return kind, keys, _read_value(aux), kids, take
+    return kind, keys, (None, _read_instance(kind, keys, data)), kids, take
+
+
+def _read_instance(kind: Container, keys: tuple[Any, ...], data: Any) -> Attributes | None:
+    """Return the attributes of a dataclass, a namedtuple, or a subclass of a builtin container.
+
+    Raises:
+        ValueError: If they are none that the class can have: it may have changed since, and the text may say anything.
+    """
+    if not isinstance(kind, InstanceContainer):
+        raise TypeError("no container with attributes")
+    if data is None and kind.fields:  # an earlier version left them out
+        data = [[name, None] for name in keys]
+    attributes = _read_attributes(data) or Attributes((), (), are_items=False)
+    children = [name for name, frozen in zip(attributes.names, attributes.frozen, strict=True) if frozen is None]
+    count = len(keys) - len(children)
+    is_dataclass = bool(kind.fields) or kind.base is object
+    if (
+        list(map(str, keys[max(count, 0) :])) != children
+        or count != (0 if is_dataclass else kind.num_items(keys))
+        or not {*kind.fields} <= {*children}
+        or keys[:count] != getattr(kind, "names", keys[:count])
+        or not (kind.cls.__dictoffset__ or {*attributes.names} <= {*kind.slots})
+    ):
+        raise ValueError("it has other fields")
+    return attributes if data is not None else None
 
 
 def structure_text(spec: TreeSpec, entries: Sequence[SavedEntry]) -> str:
@@ -235,10 +292,9 @@ def _read_spec(rows: Sequence[_Row], num_entries: int) -> TreeSpec:
     return TreeSpec(tuple(nodes), num_entries)
 
 
-def _written_aux(cls: Any, aux: Any) -> Any:
-    """Return what a builtin container has beside its items, as JSON data; ``False`` if that is no plain data."""
-    if cls in (OrderedDict, Counter):
-        return _written_attributes(aux[1])
+def _written_aux(kind: Container, aux: Any) -> Any:
+    """Return what a container has beside its children, as JSON data; ``False`` if that is no plain data."""
+    cls = kind.cls
     if cls is deque:
         return [aux[0]]
     if cls is defaultdict:
@@ -246,7 +302,15 @@ def _written_aux(cls: Any, aux: Any) -> Any:
         name = None if factory is None else _full_name(factory) if isinstance(factory, type) else ""
         is_known = attributes is None and (factory is None or CLASSES.get(name or "") is factory)
         return [name] if is_known else False
-    return None
+    if kind.compares_aux:  # registered: what its function returned
+        try:
+            return [_written_value(aux)]
+        except TypeError:
+            return False
+    if aux is None:
+        return None
+    extra, attributes = aux
+    return _written_attributes(attributes) if extra is None else False
 
 
 def _read_aux(name: str, data: Any) -> Any:

@@ -16,7 +16,15 @@ from statetree.dcp.internals import run_save
 from statetree.dcp.numpy_values import is_array_of_numbers
 from statetree.dcp.plain_values import why_not_restorable
 from statetree.dcp.save_planner import SavePlanner, ToSave
-from statetree.dcp.saved_structure import SavedEntry, structure_text
+from statetree.dcp.saved_structure import (
+    SavedEntry,
+    path_of,
+    places,
+    rebuilt_classes,
+    saved_form,
+    structure_text,
+    why_not_rebuilt,
+)
 from statetree.dcp.tensors import PARTS_ENTRY, VALUE_ENTRY, compact, content_of, to_save
 from statetree.errors import StateTreeError, UnsupportedLeaf, shown, warn
 from statetree.files.checkpoint import is_entry
@@ -26,10 +34,12 @@ from statetree.tree.flatten import flatten_for
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.storage import StorageWriter
+
+    from statetree.tree.spec import TreeSpec
 
 
 def save(
@@ -41,7 +51,8 @@ def save(
 ) -> None:
     """Save a whole state with ``torch.distributed.checkpoint``.
 
-    ``load`` restores it into a template, or without one if all containers are those of Python and of ``collections``.
+    ``load`` restores it into a template, or without one if all containers are those of Python and of ``collections``,
+    or of classes that are registered or listed there (see ``load``): there is a warning where one is not.
     DCP's own ``load`` reads it as well: the keys are those of DCP's flattening wherever that goes down to the leaf.
     Tensors are saved by value: ties, strides, ``requires_grad``, classes and Python attributes are not. Sparse, nested
     and quantized tensors and wrapper subclasses are saved in parts. Objects of unknown classes are pickled; of the
@@ -82,7 +93,7 @@ def save(
 
 
 def warn_of_values(verb: str, state: Any) -> None:
-    """Warn of plain values that do not come back by default, each with its path.
+    """Warn of containers and plain values that do not come back by default, each with its path.
 
     Args:
         verb: On whose behalf.
@@ -92,8 +103,15 @@ def warn_of_values(verb: str, state: Any) -> None:
         leaves, spec = flatten_for(verb, state, is_leaf=is_entry)
         chosen = [index for index, leaf in enumerate(leaves) if not _comes_back(leaf)]
         found = [(spec.paths()[index], type(leaves[index]), _why_not(leaves[index])) for index in chosen]
+        containers = list(_not_rebuilt(spec))
     except StateTreeError:  # the save itself raises it
         return
+    if containers:
+        msg = (
+            f"{verb}: containers that restore makes with a template only, at:\n  {shown(containers)}\nPass it one, "
+            "or make their classes known: register_container, or torch.serialization.add_safe_globals."
+        )
+        warn(msg)
     lines = [f"{path or '<root>'} ({cls.__qualname__}): {why}" for path, cls, why in found if why]
     if lines:
         msg = (
@@ -102,6 +120,18 @@ def warn_of_values(verb: str, state: Any) -> None:
             "torch.serialization.add_safe_globals, or restore with weights_only=False."
         )
         warn(msg)
+
+
+def _not_rebuilt(spec: TreeSpec) -> Iterator[str]:
+    """Yield where restore needs a template, and why."""
+    keys = {type(key) for _, keys, *_ in spec.nodes for key in keys}
+    if {kind.cls for kind, *_ in spec.nodes} <= {dict, list, tuple} and keys <= {str, int}:
+        return  # most states
+    form, known = saved_form(spec), rebuilt_classes()
+    for texts, ref in places(form):
+        why = "" if ref >= 0 else why_not_rebuilt(form.nodes[~ref], known)
+        if why:
+            yield f"{path_of(texts) or '<root>'}: {why}"
 
 
 #: Classes of values that always come back. Asking that of every number in a state would take as long as saving it.

@@ -107,12 +107,17 @@ class Series:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Let no other process make or clean up in the directory meanwhile."""
+        # A process that is forked meanwhile shares the lock: closing our handle alone would leave it locked.
         handle = os.open(self.directory, os.O_RDONLY)
+        _handles.add(handle)
         try:
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(handle, fcntl.LOCK_EX)
             yield
         finally:
+            with suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_UN)
+            _handles.discard(handle)
             os.close(handle)
 
     def publish(self, partial: UnfinishedStep) -> StepDirectory:
@@ -123,6 +128,7 @@ class Series:
             while os.path.lexists(self.path(StepDirectory(partial.step, revision))):  # something foreign has the name
                 revision += 1
             checkpoint = StepDirectory(partial.step, revision)
+            os.unlink(partial.path / _LOCK)
             os.rename(partial.path, self.path(checkpoint))
         sync(self.directory)
         partial.close()
@@ -184,19 +190,25 @@ def _latest(found: Iterable[StepDirectory]) -> list[StepDirectory]:
 
 
 class UnfinishedStep:
-    """A checkpoint that is being written. While it is open, or its process alive, nobody takes it for a leftover."""
+    """A checkpoint that is being written. While it is open, and its process alive, nobody takes it for a leftover."""
+
+    # The lock is one of those that belong to a process, and that a forked one does not share: a DataLoader's worker
+    # which outlives a killed trainer must not keep the checkpoint that nobody writes any more. Within the process these
+    # locks exclude nobody, and end where any handle of the file is closed, so that our own are known by name.
 
     def __init__(self, path: Path, step: int) -> None:
         self.path = path
         self.step = step
-        self._lock = os.open(path, os.O_RDONLY)
+        self._lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        _own[path.name] = os.getpid()
         with suppress(OSError):  # a file system without locks: the name is as unique without
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def close(self) -> None:
         """Give up the lock."""
         if self._lock >= 0:
             os.close(self._lock)
+            _own.pop(self.path.name, None)
             self._lock = -1
 
     def discard(self) -> None:
@@ -205,16 +217,35 @@ class UnfinishedStep:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
+#: The file by whose lock others see that a checkpoint is being written.
+_LOCK: Final = ".lock"
+#: The names of checkpoints that this process writes, with its number: a forked one has a copy of the names.
+_own: Final[dict[str, int]] = {}
+#: The handles by which this process is alone in a directory.
+_handles: Final[set[int]] = set()
+
+
 def _is_in_use(path: str) -> bool:
     """Whether some process is writing to a directory."""
+    if _own.get(os.path.basename(path)) == os.getpid():
+        return True
     try:
-        handle = os.open(path, os.O_RDONLY)
+        handle = os.open(os.path.join(path, _LOCK), os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
         return False
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return isinstance(error, BlockingIOError)
+        return isinstance(error, (BlockingIOError, PermissionError))
     finally:
         os.close(handle)
     return False
+
+
+def _leave_to_the_parent() -> None:
+    """In a forked process: let go of directories that the parent is alone in, which may be killed before it is done."""
+    while _handles:
+        os.close(_handles.pop())
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)

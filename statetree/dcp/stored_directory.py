@@ -21,6 +21,7 @@ from statetree.dcp.saved_structure import (
     is_leaf,
     places,
     read_structure,
+    rebuilt_classes,
     why_not_rebuilt,
 )
 from statetree.dcp.saving import write
@@ -110,9 +111,9 @@ class _Directory:
 
     def _rebuildable(self, saved: Structure) -> Structure:
         """Return a structure in which containers of unknown classes are mappings."""
-        nodes = list(saved.spec.nodes)
+        nodes, known = list(saved.spec.nodes), rebuilt_classes()
         for texts, ref in places(saved.spec):
-            why = why_not_rebuilt(nodes[~ref]) if ref < 0 else ""
+            why = why_not_rebuilt(nodes[~ref], known) if ref < 0 else ""
             if why and not is_leaf(nodes[~ref]):  # whose parts are a mapping by their names
                 path = ".".join(str(text[1:]) for text in texts) or "<root>"
                 self._skip(f"the container {path} ({why})", "Load it with statetree.dcp.load and a template.")

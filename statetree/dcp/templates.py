@@ -11,6 +11,7 @@ from statetree.dcp.keys import shown_key
 from statetree.dcp.saved_structure import SavedContainer, SavedEntry, Structure, path_of, places, saved_form
 from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY, VALUE_ENTRY, Content, boxes_of
 from statetree.errors import Difference, TreeMismatch
+from statetree.files.direct_loading import with_options
 from statetree.key_paths import Path, exactly, render_key
 from statetree.leaves.casting import castable
 from statetree.tree.matching import ABSENT, matched
@@ -89,7 +90,7 @@ class TemplateMatching:
             elif entry is not None:
                 self._check_entry(index, entry)
         if self._differences:
-            raise TreeMismatch.between("load", self._differences, self._remedy)
+            raise TreeMismatch.between("load", self._differences, with_options(self._remedy, self._differences))
         return self._found
 
     def _differ(self, path: Sequence[Any], kind: str, saved: Any, wanted: Any) -> None:

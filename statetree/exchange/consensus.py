@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from statetree.chunks.ranks import ranks_named
+from statetree.declare import cached_property
 from statetree.errors import RankMismatch, shown
 
 if TYPE_CHECKING:

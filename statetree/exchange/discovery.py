@@ -8,7 +8,6 @@ the product of neither.
 from __future__ import annotations
 
 import json
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -17,6 +16,7 @@ from statetree.chunks.boxes import Box
 from statetree.chunks.layouts import ChunkLayout, Split, by_rank, layout_of, mesh_layout
 from statetree.chunks.local import MeshSplits
 from statetree.chunks.ranks import ranks_named
+from statetree.declare import cached_property
 from statetree.errors import RankMismatch
 from statetree.exchange.consensus import text_digest
 from statetree.exchange.manifest import ABSENT

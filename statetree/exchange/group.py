@@ -8,7 +8,7 @@ import zlib
 from collections import defaultdict
 from contextlib import suppress
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import partial
 from hashlib import blake2b
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from statetree.chunks.ranks import Ranks
+from statetree.declare import cached_property
 from statetree.errors import RankMismatch
 from statetree.torch_internals import (
     bound_device,

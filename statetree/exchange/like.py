@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from statetree.chunks.layouts import layout_of, whole_on
 from statetree.chunks.local import location_of
+from statetree.declare import cached_property
 from statetree.errors import Difference, TreeMismatch
 from statetree.exchange.allocation import allocated
 from statetree.exchange.destination import Destination

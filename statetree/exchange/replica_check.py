@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -18,6 +17,7 @@ import torch
 from statetree.chunks.boxes import Box, whole_box
 from statetree.chunks.layouts import layout_of
 from statetree.chunks.ranks import ranks_named
+from statetree.declare import cached_property
 from statetree.errors import RankMismatch
 from statetree.leaves.leaf_numbers import text_number
 from statetree.spans.layout import holds_memory

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
 from statetree.chunks.boxes import slab_grids, slabs_within
+from statetree.declare import cached_property
 
 if TYPE_CHECKING:
     from statetree.chunks.layouts import ChunkLayout

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from statetree.exchange.group import Group
     from statetree.tree.selection import Where
 
-_REMEDY: Final = "Nothing was read. Pass a tree of the checkpoint's structure, where=, or strict=False."
+_REMEDY: Final = "Nothing was read. Pass a tree of the checkpoint's structure, or where=."
 #: Smaller tensors are read by one rank.
 _SLAB_BYTES: Final = 1 << 20
 
@@ -225,7 +225,16 @@ class ShareType(EngineLeafType):
 def refuse_all(differences: Sequence[Difference]) -> None:
     """Raise ``TreeMismatch`` if there are differences."""
     if differences:
-        raise TreeMismatch.between("load", differences, _REMEDY)
+        raise TreeMismatch.between("load", differences, with_options(_REMEDY, differences))
+
+
+def with_options(remedy: str, differences: Sequence[Difference]) -> str:
+    """Return a remedy with the options by which the differences would not matter."""
+    if any(found.kind == "missing" for found in differences):
+        remedy += " With strict=False, what one side lacks is left alone."
+    if any(found.kind == "dtype" and castable(found.left, found.right) for found in differences):
+        remedy += " With cast=True, dtypes are converted."
+    return remedy
 
 
 register_leaf_type(StoredShare, ShareType())

@@ -50,7 +50,8 @@ class OpenFiles:
         self._mapped: dict[Path, Any] = {}
 
     def __del__(self) -> None:
-        for handle in self._handles.values():
+        # An interrupt may have come before the first line of ``__init__``.
+        for handle in getattr(self, "_handles", {}).values():
             os.close(handle)
 
     def open(self, path: Path) -> FileRange:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,7 +14,7 @@ from statetree.leaves.types.fake import UNINITIALIZED
 from statetree.leaves.types.opaque import OpaqueType
 from statetree.leaves.types.reduced import ReducedType, says_it_to_pickle
 from statetree.leaves.types.storage import STORAGE
-from statetree.leaves.types.tensor import TENSOR
+from statetree.leaves.types.tensor import TENSOR, forget_slots
 from statetree.leaves.types.wrapper import UNTRACEABLE, WRAPPER
 from statetree.tree.atoms import is_atom_type
 
@@ -37,20 +38,25 @@ _BY_NAME: Final[dict[str, tuple[str, str]]] = {
     "torchao.optim.subclass_fp8.OptimStateFp8": ("low_bit", "LOW_BIT"),
 }
 
-#: How many classes are remembered at most, beside those that users registered.
-_MOST_CLASSES: Final = 1_000
-
 
 def leaf_type_of(cls: type) -> EngineLeafType | None:
     """Return the leaf type of a class, or ``None`` for atoms."""
     try:
         return LEAF_TYPES[cls]
     except KeyError:
-        if len(LEAF_TYPES) >= _MOST_CLASSES + len(REGISTERED):  # classes made at run time are not kept for ever
-            for known in LEAF_TYPES.keys() - REGISTERED.keys():
-                LEAF_TYPES.pop(known, None)
         found = LEAF_TYPES[cls] = _recognise(cls)
         return found
+
+
+def _forget_recognised(phase: str, about: Mapping[str, int]) -> None:
+    """Before a full collection, let go of classes: of those made at run time, some may be in use nowhere else."""
+    if phase == "start" and about["generation"] >= 2:
+        for cls in set(LEAF_TYPES) - REGISTERED.keys():
+            LEAF_TYPES.pop(cls, None)
+        forget_slots()
+
+
+gc.callbacks.append(_forget_recognised)
 
 
 #: For objects of any class that has no leaf type of its own. What it finds inside is looked up here.

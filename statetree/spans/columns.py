@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from functools import cached_property
 from operator import add, le
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from statetree.declare import cached_property
 from statetree.torch_internals import STORAGE_BASE, TENSOR_BASE, storage_key_of, version_of
 
 if TYPE_CHECKING:

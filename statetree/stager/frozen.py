@@ -88,6 +88,10 @@ class FrozenStorages:
 
     def __init__(self, where: Where | None, memory: Memory, *, check: bool) -> None:
         self._where, self._memory, self._check = where, memory, check
+        self.start_empty()
+
+    def start_empty(self) -> None:
+        """Begin without copies; in a forked process also without a lock that nobody would release."""
         self._lock = RLock()  # a signal handler may thaw, too
         self.thaw()
 

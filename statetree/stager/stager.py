@@ -107,7 +107,7 @@ class Stager:
     def _start_empty(self) -> None:
         self._pool = Pool(self._memory)
         self._snapshots: list[Snapshot] = []
-        self.thaw()
+        self._frozen.start_empty()
         self._lock = threading.Lock()
         self._owner = 0
         self._stages = 0

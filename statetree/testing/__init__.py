@@ -7,8 +7,7 @@ The assertions look at torch for themselves and use none of the engines, so that
 - ``findings``, ``element_pairs``, ``aliasing``, ``tensor_judge``, ``judge``: whether two trees are the same
 - ``recorded_structure``, ``sharing``, ``watch``, ``assertions``: what transforms leave alone
 - ``laws``: what may hold of a transform; ``known_states``, ``transform_examples``: the states that it is given;
-  ``shrinking``, ``snippets``: counter-examples; ``transform_report``, ``transform_check``: ``check_transform``;
-  ``ghostwriter``: a test file for a transform
+  ``shrinking``, ``snippets``: counter-examples; ``transform_report``, ``transform_check``: ``check_transform``
 - ``silent_faults``, ``copy_faults``, ``stager_faults``, ``gather_faults``, ``conformance_suite``: ``conformance``;
   ``stager_machine``: a stateful test of stagers
 - ``arguments``: checks of arguments; ``samples``, ``elements``, ``source_code``: classes, elements and values as code;

@@ -45,7 +45,7 @@ _FACTORY: Final = "default_factory"
 _maxlen: Any = vars(deque)["maxlen"]
 
 
-class _Instance(Container):
+class InstanceContainer(Container):
     """A class with instance attributes: dataclasses, attrs classes, and subclasses of the builtin containers.
 
     The builtin part, if there is one, is read and written through the builtin class itself, so that no overridden
@@ -202,7 +202,7 @@ def copy_plain(value: Any) -> Any:
     raise NotPlain
 
 
-class NamedTupleContainer(_Instance):
+class NamedTupleContainer(InstanceContainer):
     """A namedtuple: its children go by the names of the fields."""
 
     __slots__ = ("names",)
@@ -236,7 +236,7 @@ def instance_container(cls: type) -> Container | None:
     )
     for base, family in families:
         if issubclass(cls, base):
-            return _Instance(cls, family, base=base) if _is_python_above(cls, base) else None
+            return InstanceContainer(cls, family, base=base) if _is_python_above(cls, base) else None
     fields: tuple[str, ...] | None = None
     if dataclasses.is_dataclass(cls):
         fields = tuple([field.name for field in dataclasses.fields(cls)])
@@ -244,4 +244,4 @@ def instance_container(cls: type) -> Container | None:
         fields = tuple([attribute.name for attribute in cls.__attrs_attrs__])
     if fields is None or not _is_python_above(cls, object):
         return None
-    return _Instance(cls, cls, base=object, fields=fields)
+    return InstanceContainer(cls, cls, base=object, fields=fields)

@@ -7,6 +7,7 @@ namedtuples, torch's return types, dataclasses and attrs classes.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import sys
 import warnings
@@ -21,7 +22,7 @@ from statetree.tree.containers import Container
 from statetree.tree.instances import NamedTupleContainer, instance_container
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from statetree.tree.containers import Flattened, Freeze
 
@@ -132,24 +133,24 @@ LEAF_CLASSES: set[type] = set()
 _DECLARED: set[type] = set()
 #: Those of them whose subclasses are leaves, too.
 _LEAF_BASES: set[type] = set()
-#: How many classes are met before some are forgotten, at least. (Those in use are not, so that there may be more.)
-_MOST_CLASSES: Final = 1_000
-_next_sweep = _MOST_CLASSES
 
 
 # A program may make classes as it runs, and the registry must not keep them for ever. It cannot refer to them weakly:
-# structures outlive the trees that they were taken from. But a container that nothing else refers to belongs to no
-# structure, and nobody can tell one that is made again from the first one.
-def _forget_unused() -> None:
-    """Forget recognised classes, where many were met, but for those whose containers are in use."""
-    global _next_sweep
-    if len(CONTAINERS) < _next_sweep:
+# a container refers to its class, and a lookup by weak references would take ten times as long. But classes are freed
+# by the garbage collector alone: it is enough if the registry lets go of them when all objects are about to be looked
+# through. A container that nothing else refers to belongs to no structure, and nobody can tell one that is made again
+# from the first one.
+def _forget_unused(phase: str, about: Mapping[str, int]) -> None:
+    """Forget recognised classes before a full collection, but for those whose containers are in use."""
+    if phase != "start" or about["generation"] < 2:
         return
-    for cls in CONTAINERS.keys() - _BUILTIN.keys() - _DECLARED:
+    for cls in set(CONTAINERS) - _BUILTIN.keys() - _DECLARED:
         if CONTAINERS[cls] is None or sys.getrefcount(CONTAINERS[cls]) <= 2:  # the registry's, and this question's
             LEAF_CLASSES.discard(cls)
-            del CONTAINERS[cls]
-    _next_sweep = max(2 * len(CONTAINERS), _MOST_CLASSES)
+            CONTAINERS.pop(cls, None)
+
+
+gc.callbacks.append(_forget_unused)
 
 
 def container_of(cls: type) -> Container | None:
@@ -157,7 +158,6 @@ def container_of(cls: type) -> Container | None:
     try:
         return CONTAINERS[cls]
     except KeyError:
-        _forget_unused()
         kind = _recognise(cls)
         if kind is not None:
             return CONTAINERS.setdefault(cls, kind)  # another thread may have been quicker
@@ -234,6 +234,11 @@ def register_container(
     _DECLARED.add(cls)
     LEAF_CLASSES.discard(cls)
     CONTAINERS[cls] = _Registered(cls, _registered_entry(cls))
+
+
+def declared_containers() -> list[type]:
+    """Return the classes that users registered as containers here."""
+    return [cls for cls in _DECLARED if CONTAINERS[cls] is not None]
 
 
 def _registered_entry(cls: type) -> Any:

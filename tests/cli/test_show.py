@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 
-from statetree.files import save
 from tests.cli.states import bits, flat_state, nested_state, tied_state, write
 
 FORMATS = ["a.pt", "a.safetensors", "a"]
@@ -358,31 +357,3 @@ def test_torch_is_not_imported_for_help(args):
     """It takes seconds."""
     ran = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *args], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
-
-
-#: What `show` is given; what is no single file is saved in several.
-NAMES = {"file": "a.safetensors", "index": "model.safetensors.index.json", "folder": ""}
-
-
-def saved(state, folder, kind):
-    save(state, folder / (NAMES[kind] or "model.safetensors"), shard_bytes=None if kind == "file" else 200)
-    return folder / NAMES[kind]
-
-
-@pytest.mark.parametrize("kind", NAMES)
-@pytest.mark.parametrize("options", [[], ["--json"], ["--depth", "1"]], ids=str)
-def test_torch_is_not_imported_for_headers(options, kind, tmp_path, statetree):
-    args = ["show", *options, str(saved(flat_state(), tmp_path, kind))]
-    ran = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *args], capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout == statetree(*args).out
-
-
-@pytest.mark.parametrize("kind", NAMES)
-@pytest.mark.parametrize("options", [[], ["--json"], ["--sort", "size", "--depth", 2]], ids=str)
-def test_headers_alone_say_what_the_tree_says(options, kind, tmp_path, statetree):
-    state = {**flat_state(), "a.b.c.d": bits(3), "a.b": bits(7), "\x1b[2J.w": bits(1)}
-    path = saved(state, tmp_path, kind)
-    shown = statetree("show", *options, path)
-    assert shown.status == 0
-    assert statetree("show", *options, "--match", "**", path) == shown

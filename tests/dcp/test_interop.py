@@ -122,5 +122,5 @@ def test_a_given_reader_fills_a_template(tmp_path):
 
 
 def test_urls_take_a_reader():
-    with pytest.raises(statetree.CheckpointError, match=r"load: s3://bucket is no directory: .*storage_reader"):
+    with pytest.raises(statetree.CheckpointError, match=r"load: s3://bucket is no path: .*storage_reader"):
         dcp.load(checkpoint_id="s3://bucket")

@@ -200,6 +200,7 @@ def test_tensors_of_several_dtypes_at_one_offset_of_one_memory(tmp_path):
         assert statetree.similarity(loaded, saved, values=True)
 
 
+@pytest.mark.filterwarnings("ignore:save. containers that restore makes with a template only")
 def test_containers_of_other_classes(tmp_path):
     state = {"p": Pair(torch.arange(2), 1), "d": OrderedDict(a=1)}
     dcp.save(state, checkpoint_id=tmp_path)

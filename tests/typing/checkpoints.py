@@ -35,8 +35,9 @@ def series(state: dict[str, Any]) -> None:
         checkpointer.save(1, state, metric=0.5)
         assert_type(checkpointer.best_step(), int | None)
         assert_type(checkpointer.async_save(2, state, wait=False), Future[None])
-        assert_type(checkpointer.restore(state), Any)
-        assert_type(checkpointer.restore(state, step=1, where="model.**", weights_only=True, verify=False), Any)
+        assert_type(checkpointer.restore(state), dict[str, Any])
+        assert_type(checkpointer.restore(state, step=1, where="model.**", verify=False), dict[str, Any])
+        assert_type(checkpointer.restore(step=1, weights_only=True), Any)
         assert_type(checkpointer.steps(), list[int])
     checkpointer.close()
 

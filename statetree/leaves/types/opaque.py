@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 from dataclasses import dataclass
 from functools import partial
 from operator import eq
@@ -225,10 +226,15 @@ class OpaqueType(EngineLeafType):
             raise UnsupportedLeaf(msg) from error
         except Exception as error:
             cls = type(value).__qualname__
+            # A generator, a lock, an open file: what would come back is of no use.
+            is_users = type(value).__module__ not in sys.builtin_module_names
+            remedy = (
+                f", or register {cls} as a container (register_container), or, if it holds no tensors, as an atom "
+                f"(register_leaf_type({cls}, None))"
+            )
             msg = (
                 f"the leaf at %PATH% ({cls}) cannot be taken apart: expected an object that can be pickled, got "
-                f"{type(error).__name__}: {error}. Register {cls} as an atom (register_leaf_type({cls}, None)) if it "
-                "holds no tensors, or as a container (register_container)."
+                f"{type(error).__name__}: {error}. Leave it out of the state{remedy if is_users else ''}."
             )
             raise UnsupportedLeaf(msg) from error
         return pickler.tensors, pickler.rest()

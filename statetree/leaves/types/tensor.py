@@ -43,6 +43,8 @@ class Identity(NamedTuple):
 
 
 _slots_of = lru_cache(maxsize=1024)(slots_of)
+#: Lets go of the classes whose slots are known.
+forget_slots = _slots_of.cache_clear
 
 
 def attributes_of(value: torch.Tensor) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
 from typing import Any
 
@@ -594,6 +595,37 @@ def test_classes_made_over_and_over_do_not_break_anything():
             value: Any
 
         assert again([Local(number)])[0] == Local(number)
+
+
+MADE_AT_RUN_TIME = {
+    "dict": lambda: type("Local", (dict,), {})(a=torch.ones(2)),
+    "namedtuple": lambda: namedtuple("Local", "a")(torch.ones(2)),
+    "dataclass": lambda: dataclasses.make_dataclass("Local", ["a"])(torch.ones(2)),
+    "object": lambda: type("Local", (), {})(),
+    "tensor": lambda: torch.ones(2).as_subclass(type("Local", (torch.Tensor,), {})),
+}
+
+
+@pytest.mark.parametrize("make", MADE_AT_RUN_TIME.values(), ids=list(MADE_AT_RUN_TIME))
+def test_classes_made_at_run_time_are_let_go_of(make):
+    made = []
+    for _ in range(50):
+        tree = make()
+        spec = st.flatten([tree])[1]
+        assert "Local" in str(spec) or spec.num_leaves == 1
+        st.copy_into(st.offload([tree]), [tree])
+        st.similarity([tree], [tree])
+        made.append(weakref.ref(type(tree)))
+        del tree, spec
+    gc.collect()
+    assert not any(cls() for cls in made)
+
+
+def test_a_class_is_kept_while_a_structure_is():
+    tree = type("Local", (dict,), {})(a=1)
+    spec = st.flatten(tree)[1]
+    gc.collect()
+    assert st.flatten(tree)[1].nodes[0][0] is spec.nodes[0][0]
 
 
 def test_attributes_do_not_reach_into_leaves():

@@ -1,0 +1,190 @@
+"""States with classes of users' own, restored without a template where these are known, and warned of where not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from collections import OrderedDict, deque, namedtuple
+from typing import Any
+
+import pytest
+import torch
+
+import statetree as st
+from statetree import dcp
+from statetree.dcp import Checkpointer, saving
+from statetree.testing import assert_trees_equal
+
+
+@dataclasses.dataclass
+class Progress:
+    step: int
+    seen: Any = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    w: torch.Tensor
+    names: Any
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+class Tagged(OrderedDict):
+    pass
+
+
+class Listed(list):
+    pass
+
+
+class Registered:
+    def __init__(self, left, right, scale):
+        self.left, self.right, self.scale = left, right, scale
+
+    def __eq__(self, other):
+        return vars(self) == vars(other)
+
+
+def registered_unflatten(scale, children):
+    return Registered(*children, scale)
+
+
+st.register_container(Registered, lambda p: ((p.left, p.right), p.scale, ("left", "right")), registered_unflatten)
+
+
+def tagged():
+    tree = Tagged(a=torch.arange(3.0))
+    tree.tag = ["x", 1]
+    return tree
+
+
+def progress():
+    state = Progress(3, {"a": torch.arange(4.0)})
+    state.extra = ("kept", 1.5)
+    return state
+
+
+STATES = {
+    "dataclass": progress,
+    "frozen slotted dataclass": lambda: Slotted(torch.arange(4.0), ["a", "b"]),
+    "namedtuple": lambda: Pair(torch.arange(2), "x"),
+    "subclass of a dict": tagged,
+    "subclass of a list": lambda: Listed([torch.arange(2.0)]),
+    "nested": lambda: {"a": [Progress(1, Pair(1, Slotted(torch.arange(5), deque([1], 3))))], "b": progress()},
+}
+
+
+def classes_of(state):
+    return [kind.cls for kind, *_ in st.flatten(state)[1].nodes if kind.cls.__module__ == __name__]
+
+
+@pytest.mark.parametrize("make", STATES.values(), ids=list(STATES))
+def test_classes_that_are_listed_come_back(make, tmp_path):
+    state = make()
+    with torch.serialization.safe_globals(classes_of(state)):
+        dcp.save(state, checkpoint_id=tmp_path)
+        loaded = dcp.load(checkpoint_id=tmp_path)
+    assert_trees_equal(loaded, state)
+
+
+@pytest.mark.parametrize("make", STATES.values(), ids=list(STATES))
+def test_where_a_class_is_not_listed_there_is_a_warning_and_a_template_is_needed(make, tmp_path):
+    state = make()
+    with pytest.warns(UserWarning, match=r"save: containers that restore makes with a template only, at:\n  .*: a "):
+        dcp.save(state, checkpoint_id=tmp_path)
+    with pytest.raises(
+        st.TreeMismatch, match=r"Pass a template like the saved tree, or make the class known: register_container"
+    ):
+        dcp.load(checkpoint_id=tmp_path)
+    assert_trees_equal(dcp.load(make(), checkpoint_id=tmp_path), state)
+
+
+def test_registered_containers_come_back(tmp_path):
+    state = {"p": Registered(1, {"a": (2, "x")}, ("scale", 2.0))}
+    with Checkpointer(tmp_path) as saved:
+        saved.save(1, state)
+        assert saved.restore() == state
+
+
+def test_metadata_of_a_registered_container_that_is_no_plain_data_takes_a_template(tmp_path):
+    with pytest.warns(UserWarning, match=r"p: a .*Registered with attributes that are no plain data"):
+        dcp.save({"p": Registered(1, 2, object)}, checkpoint_id=tmp_path)
+    with pytest.raises(st.TreeMismatch, match="no plain data"):
+        dcp.load(checkpoint_id=tmp_path)
+
+
+def test_the_listed_name_of_a_class_counts(tmp_path):
+    with torch.serialization.safe_globals([Progress]):
+        dcp.save(Progress(1, 2), checkpoint_id=tmp_path)
+
+    @dataclasses.dataclass
+    class Renamed:
+        step: int
+        seen: Any = None
+
+    with torch.serialization.safe_globals([(Renamed, f"{__name__}.Progress")]):
+        assert dcp.load(checkpoint_id=tmp_path) == Renamed(1, 2)
+
+
+CHANGED = {
+    "another field": lambda rows: rows.__setitem__(-1, [rows[-1][0], rows[-1][1], ["sstep", "sother"], *rows[-1][3:]]),
+    "a field twice": lambda rows: rows[-1].__setitem__(4, [["step", None], ["step", None]]),
+    "one field": lambda rows: rows[-1].__setitem__(4, [["step", None]]),
+    "no list": lambda rows: rows[-1].__setitem__(4, 7),
+    "a class that is not named": lambda rows: rows[-1].__setitem__(0, "os.system"),
+    "a class that is no container": lambda rows: rows[-1].__setitem__(0, "torch.nn.modules.linear.Linear"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED.values(), ids=list(CHANGED))
+def test_what_a_file_says_of_a_class_is_compared_with_the_class(change, tmp_path, monkeypatch):
+    made = saving.structure_text
+
+    def changed(spec, entries):
+        table = json.loads(made(spec, entries))
+        change(table["nodes"])
+        return json.dumps(table)
+
+    monkeypatch.setattr(saving, "structure_text", changed)
+    with torch.serialization.safe_globals([Progress, torch.nn.Linear]):
+        dcp.save(Progress(1, 2), checkpoint_id=tmp_path)
+        with pytest.raises(st.TreeMismatch, match=r"structure differs at <root>: expected .*, got a "):
+            dcp.load(checkpoint_id=tmp_path)
+
+
+def test_a_slotted_class_gets_no_attributes_that_it_cannot_have(tmp_path, monkeypatch):
+    made = saving.structure_text
+    monkeypatch.setattr(
+        saving,
+        "structure_text",
+        lambda *args: made(*args).replace('["names",null]', '["names",null],["no",["key","n"]]'),
+    )
+    with torch.serialization.safe_globals([Slotted]):
+        dcp.save(Slotted(1, 2), checkpoint_id=tmp_path)
+        with pytest.raises(st.TreeMismatch, match="it has other fields"):
+            dcp.load(checkpoint_id=tmp_path)
+
+
+def test_what_an_earlier_version_saved_comes_back(tmp_path, monkeypatch):
+    made = saving.structure_text
+
+    def earlier(spec, entries):
+        table = json.loads(made(spec, entries))
+        for row in table["nodes"]:
+            row[4] = None
+        return json.dumps(table)
+
+    monkeypatch.setattr(saving, "structure_text", earlier)
+    state = {"a": Progress(1, torch.arange(3)), "b": Pair(1, 2)}
+    with torch.serialization.safe_globals([Progress, Pair]):
+        dcp.save(state, checkpoint_id=tmp_path)
+        assert_trees_equal(dcp.load(checkpoint_id=tmp_path), state)
+
+
+def test_states_of_known_containers_warn_of_nothing(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dcp.save({"m": torch.nn.Linear(2, 2).state_dict(), "d": deque([1], 2)}, checkpoint_id=tmp_path)
