@@ -1,7 +1,6 @@
 """The leaf-type registry: which leaf type a class has, and leaves taken apart and put together."""
 
 import gc
-import re
 import weakref
 
 import pytest
