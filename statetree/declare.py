@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Generic, Self, TypeVar, cast, overload
+from weakref import WeakKeyDictionary
 
 from statetree.torch_internals import quietly
 
@@ -86,3 +88,21 @@ class cached_property(Generic[T]):
             return self
         value = instance.__dict__[self._name] = self._compute(instance)
         return value
+
+
+#: What each object does in a forked process, as long as it lives.
+_RENEWED: Final[WeakKeyDictionary[Any, Callable[[Any], None]]] = WeakKeyDictionary()
+
+
+def renew_after_fork(obj: T, renew: Callable[[T], None]) -> None:
+    """Have a function called with an object in forked processes, where threads are gone and locks held by nobody."""
+    _RENEWED[obj] = renew
+
+
+def _renew_all() -> None:
+    for obj, renew in list(_RENEWED.items()):
+        renew(obj)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_all)

@@ -5,6 +5,7 @@ that the state can be loaded without a template; plain DCP reads all others. Fil
 
 - ``saving``, ``loading``: ``save`` and ``load``. ``background``: ``async_save``, by a thread with a group of its own.
 - ``checkpointer``: ``Checkpointer``, over the directories that ``series`` keeps; ``restoring``: which of them is taken.
+  ``step_numbers``: steps, metrics and counts, checked.
   ``async_stager``: for DCP's own saves.
 - ``flat_state``: the entries of a tree, with DCP's keys. ``tensors``: what is saved of a leaf; ``local_pieces``: of a
   distributed one.

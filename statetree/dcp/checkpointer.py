@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
-import os
 import threading
 from numbers import Integral
-from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self, SupportsIndex, TypeVar, overload
-from weakref import WeakSet
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex, TypeVar, overload
 
 from statetree.dcp.background import Background, SaveFuture, background_of, start
 from statetree.dcp.data_files import DataFiles
@@ -20,11 +17,14 @@ from statetree.dcp.loading import load_from
 from statetree.dcp.restoring import Restoration
 from statetree.dcp.saving import warn_of_values, write
 from statetree.dcp.series import Kept, Series, UnfinishedStep
-from statetree.errors import CheckpointError, StagerBusy, StateTreeError, warn
+from statetree.dcp.step_numbers import as_int, as_metric, check_counts, check_step, warn_of_step
+from statetree.declare import renew_after_fork
+from statetree.errors import CheckpointError, StagerBusy, StateTreeError
 from statetree.files.urls import refuse_url
 from statetree.stager.stager import Stager
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
     from types import TracebackType
@@ -95,13 +95,7 @@ class Checkpointer:
         process_group: ProcessGroup | None = None,
     ) -> None:
         refuse_url("Checkpointer", directory)
-        for name, count in (("keep", keep), ("keep_every", keep_every), ("keep_best", keep_best)):
-            if count is not None and type(count) is not int:
-                msg = f"Checkpointer: {name} must be a whole number, or None: expected an int, got {count!r}."
-                raise TypeError(msg)
-            if count is not None and count < 1:
-                msg = f"Checkpointer: {name} must be at least 1, or None: expected a positive number, got {count}."
-                raise ValueError(msg)
+        check_counts(keep=keep, keep_every=keep_every, keep_best=keep_best)
         if stager is not None and (isinstance(stager, type) or not callable(getattr(stager, "stage", None))):
             msg = f"Checkpointer: stager must have a stage method: expected a Stager or an AsyncStager, got {stager!r}."
             raise TypeError(msg)
@@ -114,9 +108,10 @@ class Checkpointer:
         self._owns_stager = stager is None
         self._closed = False
         self._start_idle()
-        _checkpointers.add(self)
+        renew_after_fork(self, Checkpointer._start_idle)
 
     def _start_idle(self) -> None:
+        """Begin without a save. In a forked process the parent's thread is gone, and nobody would release the lock."""
         self._running: SaveFuture | None = None
         self._calling = threading.RLock()
 
@@ -138,8 +133,8 @@ class Checkpointer:
             RankMismatch: If the ranks pass different steps. All ranks raise. Or if this process is not in the group.
             UnsupportedLeaf, CyclicTree: As ``statetree.dcp.save``.
         """
-        step = _as_int(step)
-        metric = _as_metric("save", metric)
+        step = as_int(step)
+        metric = as_metric("save", metric)
         with self._calling:
             warn_of_values("save", state)
             foreground = self._begin("save")
@@ -173,11 +168,11 @@ class Checkpointer:
                 ``CheckpointError`` that names it. Nothing was begun, and the next call saves.
             RankMismatch: If this process is not in the group. The future raises it where ranks pass different steps.
         """
-        step = _as_int(step)
-        metric = _as_metric("async_save", metric)
+        step = as_int(step)
+        metric = as_metric("async_save", metric)
 
         def stage_step() -> Any:
-            _check_step("async_save", step)
+            check_step("async_save", step)
             return self._stager.stage(state)
 
         with self._calling:
@@ -250,12 +245,12 @@ class Checkpointer:
                 f"checkpoint of step {state} pass step={state}."
             )
             raise TypeError(msg)
-        step = None if step is None else _as_int(step)
+        step = None if step is None else as_int(step)
         with self._calling:
             group = self._begin("restore", "restore").group
             check_same("restore", "step", repr(step), group)
             if step is not None:
-                _check_step("restore", step)
+                check_step("restore", step)
 
             def load(path: Path) -> Any:
                 options = {"weights_only": weights_only, "verify": verify, "cast": cast, "strict": strict}
@@ -318,14 +313,7 @@ class Checkpointer:
         """Say so if the step does not become the latest one, on the first rank."""
         if type(step) is not int or not is_first(self._background(verb, "restore").group):
             return
-        latest = self.latest_step()
-        if latest is not None and step <= latest:
-            msg = (
-                f"{verb}: step {step} is not above that of the latest checkpoint in {self.directory}, {latest}: "
-                "expected a higher one. restore() takes the highest: after going back to an earlier step, save "
-                "elsewhere, or remove the later checkpoints."
-            )
-            warn(msg)
+        warn_of_step(verb, step, self.latest_step(), self.directory)
 
     def _settle(self, verb: str) -> None:
         """Wait for the save in the background, and raise what it raised on any rank, unless its future has."""
@@ -372,7 +360,7 @@ class Checkpointer:
         check_alive("save", group)
         with checkpoint_errors("save", self.directory):
             check_same(verb, "step", repr(step), group)
-        _check_step(verb, step)
+        check_step(verb, step)
         try:
             with checkpoint_errors("save", self.directory):
                 path, base = by_first("save", group, begin)
@@ -408,41 +396,3 @@ class Checkpointer:
                 f"{type(error).__name__}: {error}. It is if Checkpointer.steps lists it."
             )
             raise CheckpointError(msg) from error
-
-
-#: Every checkpointer alive.
-_checkpointers: Final[WeakSet[Checkpointer]] = WeakSet()
-
-
-def _leave_to_the_parent() -> None:
-    """In a forked process: what saves is a thread of the parent, and a lock may be held by nobody."""
-    for checkpointer in tuple(_checkpointers):
-        checkpointer._start_idle()  # noqa: SLF001 - a part of the class
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_to_the_parent)
-
-
-def _as_int(step: Any) -> int:
-    """Return a whole number of NumPy's or torch's as Python's; all else as it is: every rank is to hear of it."""
-    try:
-        return step if isinstance(step, bool) else index(step)
-    except TypeError:
-        return step  # type: ignore[no-any-return]
-
-
-def _check_step(verb: str, step: int) -> None:
-    if type(step) is not int or step < 0:
-        msg = f"{verb}: step must be a number that is not negative: expected an int, got {step!r}."
-        raise ValueError(msg)
-
-
-def _as_metric(verb: str, metric: Any) -> float | None:
-    if metric is None:
-        return None
-    try:
-        return float(metric)
-    except (TypeError, ValueError, RuntimeError) as error:
-        msg = f"{verb}: metric must be a number, or None: expected a float, got {type(metric).__qualname__}. {error}"
-        raise TypeError(msg) from None

@@ -11,7 +11,8 @@ Files are not trusted: nothing in them is executed, sizes are compared with the 
 - ``publishing``: a checkpoint appears whole, or not at all.
 - ``safetensors_format``, ``safetensors_header``; ``torch_format``, ``torch_pickles`` and ``zip_archive``: the formats.
 - ``hugging_face``: folders, and indices of several files.
-- ``safe_pickle``: pickles read without running or importing anything; ``untrusted``: names and texts out of files.
+- ``safe_pickle``: pickles read without running or importing anything; ``untrusted``: names and texts out of files;
+  ``urls``: paths that are none, refused.
 """
 
 import _imp

@@ -11,12 +11,11 @@ tensors made afresh for every stage need no special care: what has the same geom
 from __future__ import annotations
 
 import gc
-import os
 import threading
 from time import sleep
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
-from weakref import WeakSet
 
+from statetree.declare import renew_after_fork
 from statetree.errors import StagerBusy, StagerClosed, clear_frames
 from statetree.spans.memory import memory_of
 from statetree.stager.capture import CapturedTree, capture
@@ -102,7 +101,7 @@ class Stager:
         self._frozen = FrozenStorages(frozen, self._memory, check=check)
         self._closed = False
         self._start_empty()
-        _stagers.add(self)
+        renew_after_fork(self, Stager._start_empty)
 
     def _start_empty(self) -> None:
         self._pool = Pool(self._memory)
@@ -383,17 +382,3 @@ class Stager:
             idle.pop()
         for snapshot in idle:
             self._snapshots.remove(snapshot)
-
-
-#: Every stager alive, for the only thing that befalls all of them.
-_stagers: WeakSet[Stager] = WeakSet()
-
-
-def _leave_to_the_parent() -> None:
-    """In a forked process: the worker's thread is gone, a lock may be held by nobody, shared memory is the parent's."""
-    for stager in tuple(_stagers):
-        stager._start_empty()  # noqa: SLF001 - a part of the class
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_to_the_parent)
