@@ -1,6 +1,7 @@
-"""The plugin of statetree for pytest: fixtures ``ranks`` and ``local_ranks``, and the marker ``world_sizes``.
+"""The plugin for pytest: fixtures ``statetree_ranks`` and ``statetree_local_ranks``, and a marker.
 
-It lies outside of the package so that a session of pytest which uses none of it does not import torch.
+It is loaded into every session of pytest where statetree is installed. So all of its names begin with ``statetree_``,
+and it imports neither torch nor hypothesis before a fixture is used.
 """
 
 from __future__ import annotations
@@ -45,25 +46,27 @@ class Ranks:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Make the marker known."""
-    config.addinivalue_line("markers", "world_sizes(*sizes): numbers of ranks that the fixture `ranks` has in turn")
+    config.addinivalue_line(
+        "markers", "statetree_world_sizes(*sizes): numbers of ranks that the fixture `statetree_ranks` has in turn"
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run a test for each of its world sizes."""
-    if "ranks" in metafunc.fixturenames:
-        marker = metafunc.definition.get_closest_marker("world_sizes")
+    if "statetree_ranks" in metafunc.fixturenames:
+        marker = metafunc.definition.get_closest_marker("statetree_world_sizes")
         sizes = marker.args if marker else (DEFAULT_WORLD_SIZE,)
-        metafunc.parametrize("ranks", sizes, indirect=True, ids=[f"{size} ranks" for size in sizes])
+        metafunc.parametrize("statetree_ranks", sizes, indirect=True, ids=[f"{size} ranks" for size in sizes])
 
 
 @pytest.fixture
-def ranks(request: pytest.FixtureRequest) -> Ranks:
-    """Real ranks, two unless the test is marked with ``world_sizes``."""
+def statetree_ranks(request: pytest.FixtureRequest) -> Ranks:
+    """Real ranks, two unless the test is marked with ``statetree_world_sizes``."""
     return Ranks(request.param)
 
 
 @pytest.fixture
-def local_ranks() -> Iterator[Callable[[int], Any]]:
+def statetree_local_ranks() -> Iterator[Callable[[int], Any]]:
     """A function of a number of ranks, which from then on all are in this process until the test ends."""
     from statetree.testing import local_ranks as begin
 
