@@ -5,10 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.testing._internal.two_tensor import TwoTensor
 
 import statetree
 from statetree.testing import Layout, run_ranks
 from tests.collectives.checks import attempt, check_in_step
+from tests.collectives.test_divided_leaves import around, wrapped
 
 
 def state(full, layout):
@@ -56,6 +60,41 @@ def deltas_go_to_other_layouts():
             found = statetree.apply_delta(statetree.reshard(change, like), like)
             assert found["w"].equal(other)
     check_in_step()
+
+
+def leaves_of_several_tensors_go_to_other_layouts():
+    a = torch.arange(70.0).view(10, 7)
+    few = a.clone()
+    few.view(-1)[[3, 40, 69]] += 0.5
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def state(tensor, placements, make):
+        parts = tensor.clone(), tensor + 1000
+        w = TwoTensor(*parts) if placements is None else make(mesh, placements, *parts)
+        return {"w": w, "w#0": 3, "plain": torch.ones(3), "again": w}
+
+    forms = [(placements, make) for placements in ([Shard(0)], [Shard(1)], [Replicate()]) for make in (wrapped, around)]
+    forms.append((None, None))
+    for other in (few, a + 0.5):
+        for source in forms:
+            base, new = state(a, *source), state(other, *source)
+            change = statetree.delta(new, base)
+            target = state(a, *source)
+            for _ in range(2):
+                assert statetree.apply_delta(change, target)["w"] is target["w"]
+                assert statetree.similarity(target, new, values=True)
+            statetree.apply_delta(change.inverse(base), target)
+            assert not statetree.delta(target, base)
+            for form in forms:
+                like = state(a, *form)
+                found = statetree.apply_delta(statetree.reshard(change, like), like)
+                assert statetree.similarity(found, state(other, *form), values=True), (source, form)
+            wrong = state(a, [Shard(0)], wrapped)
+            if dist.get_rank() == 0:
+                wrong["w"]._local_tensor.b.view(-1)[3] += 1
+            name, message = attempt(lambda: statetree.reshard(change, wrong))  # noqa: B023 - called at once
+            assert (name, "expected the elements of the base in like" in message) == ("TreeMismatch", True), message
+            check_in_step()
 
 
 def two_in_a_row():
@@ -149,6 +188,7 @@ def deltas_are_broadcast():
     [
         (deltas_go_to_other_layouts, 2),
         pytest.param(deltas_go_to_other_layouts, 4, marks=pytest.mark.slow),
+        (leaves_of_several_tensors_go_to_other_layouts, 2),
         (two_in_a_row, 2),
         (another_base_is_refused_on_every_rank, 2),
         (damaged_deltas_are_not_moved, 2),

@@ -153,25 +153,23 @@ def merged_changes(name: str, first: TensorChange, second: TensorChange) -> Tens
     for change in (first, second):
         change.check("then", name)
     device, dtype = first.values.device, first.values.dtype
-    late, (early, order) = second.positions().to(device), first.positions().sort()
+    early, late = first.positions(), second.positions().to(device)  # both ascend, within one box too
     bits, new = as_bits(first.values.reshape(-1)), as_bits(second.values.reshape(-1)).to(device)
     at = torch.searchsorted(early, late).clamp_(max=max(0, early.numel() - 1))
     twice = early[at] == late if early.numel() else torch.zeros_like(late, dtype=torch.bool)
-    at = order[at[twice]]  # where the first change has what the second one writes over
+    at = at[twice]  # where the first change has what the second one writes over
     fits = first.head[1:].equal(second.head[1:]) and dtype == second.values.dtype
     if not fits or (first.is_whole and not twice.all()):
         raise mismatch("then", name, "positions in what the first delta writes to", "others", IN_A_ROW)
     sums = first.sums + second.sums - sums_at(late[twice], bits[at])[0].to(first.sums.device)
     if second.is_whole:
         return replace(second, sums=sums)
-    if first.is_whole:
-        bits = bits.clone()
-        bits[at] = new
-        return replace(first, values=from_bits(bits, dtype).view(first.values.shape), sums=sums)
     alone = torch.ones_like(early, dtype=torch.bool)
     alone[at] = False
     positions, places = torch.cat([early[alone], late]).sort()
     values = from_bits(torch.cat([bits[alone], new])[places], dtype)
+    if first.is_whole:
+        return replace(first, values=values.view(first.values.shape), sums=sums)
     head = torch.cat([positions[:1].to(first.head.device), first.head[1:]])
     return TensorChange(as_gaps(positions), values, head, sums)
 

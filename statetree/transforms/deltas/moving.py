@@ -54,8 +54,8 @@ def moved_delta(run: Exchange, delta: Delta, like: Any) -> Delta:
         key = name if name in rows else stem(name)  # of one of several chunks
         told.setdefault(key, []).append(change)
     unknown = next(iter([*(told.keys() - rows), *(delta.values.keys() - set(state.keys))]), "")
-    if unknown or len(delta.table) != len(state.leaves):
-        raise mismatch(run.verb, unknown, f"{len(delta.table)} leaves in like", f"{len(state.leaves)}")
+    if unknown:
+        raise mismatch(run.verb, unknown, "this leaf in like", "others")
     outgoing: list[list[_Elements]] = [[] for _ in range(run.group.size)]
     for row, (key, (leaf, names)) in enumerate(rows.items()):
         for change in told[key]:

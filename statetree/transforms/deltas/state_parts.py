@@ -186,7 +186,14 @@ class StateParts:
     def __init__(self, verb: str, tree: Any, ranks: Ranks, *, complete: bool = False) -> None:
         self.verb, self.manifest = verb, Manifest(verb, tree, ranks, complete=complete)
         refuse_partial(self.manifest)
-        self.leaves, self.keys = self.manifest.leaves, self.manifest.spec.flat_keys()
+        self.leaves, outline = self.manifest.leaves, self.manifest.outline
+        self.keys = outline.spec.flat_keys()
+        if outline.counts:  # the parts of divided leaves are called like those of leaves that need not be
+            named = set(self.keys)
+            counts = [outline.counts.get(leaf) for leaf in range(len(self.keys))]
+            rows = zip(self.keys, counts, strict=True)
+            keys = [[key] if count is None else _named(key, count, named) for key, count in rows]
+            self.keys = [name for names in keys for name in names]
         parts: dict[int, list[HeldPart]] = {}
         several: list[int] = []
         self.texts = dict.fromkeys(self.manifest.order, "a value")
@@ -209,28 +216,31 @@ class StateParts:
                 parts[index] = []
                 several.append(index)
         found = self._unpacked(several)
-        for place, part, _ in paired_parts(found, found):
-            if part is not None:
-                parts[several[place]].append(_whole(several[place], found.parts[part]))
+        for place, number, _ in paired_parts(found, found):
+            assert number is not None  # it faces itself
+            parts[several[place]].append(_whole(several[place], found.parts[number]))
         self.tensors: dict[str, HeldPart] = {}
-        self.parts_of: dict[int, list[str]] = {leaf: [] for leaf in parts}
-        for leaf, held in parts.items():
-            for number, part in enumerate(held):
-                name = self.keys[leaf] if len(held) == 1 else f"{self.keys[leaf]}#{number}"
-                while name in self.tensors or (len(held) > 1 and name in self.keys):
-                    name += "#"
-                self.tensors[name] = part
-                self.parts_of[leaf].append(name)
+        self.parts_of: dict[int, list[str]] = {}
+        taken = set(self.keys)
+        for index, held in parts.items():
+            alone = len(held) == 1 and not self.is_value(index)
+            self.parts_of[index] = [self.keys[index]] if alone else _named(self.keys[index], len(held), taken)
+            self.tensors.update(zip(self.parts_of[index], held, strict=True))
         if self.manifest.texts:  # what divided leaves are beside their parts
-            paths = self.manifest.outline.spec.paths()
-            for index, owner in enumerate(self.manifest.outline.owners()):
+            paths = outline.spec.paths()
+            for index, owner in enumerate(outline.owners()):
                 self.texts[index] += self.manifest.texts.get(paths[owner], "")
-        held = list(self.tensors.values())
-        check_memory(verb, Columns([part.piece for part in held]), lambda row: self.manifest.path(held[row].leaf))
+        owners = [part.leaf for part in self.tensors.values()]
+        pieces = Columns([part.piece for part in self.tensors.values()])
+        check_memory(verb, pieces, lambda row: self.manifest.path(owners[row]))
 
     def _unpacked(self, leaves: Sequence[int]) -> Unpacked:
         chosen = [self.leaves[leaf] for leaf in leaves]
         return unpack(self.verb, chosen, lambda: [self.paths()[leaf] for leaf in leaves], memory=False)
+
+    def is_value(self, leaf: int) -> bool:
+        """Whether a leaf is neither a strided nor a distributed tensor: then it may be taken whole."""
+        return self.texts[leaf].startswith("a value")
 
     def paths(self) -> Sequence[Path]:
         """Return the paths of the leaves."""
@@ -262,9 +272,9 @@ class StateParts:
         rows: dict[Any, tuple[str, HeldPart]] = {}
         for name, part in self.tensors.items():
             change = changes.get(name)  # those that are tied and change alike are written once
-            known = () if change is None else (*change.head.tolist(), *change.sums.view(-1).tolist())
+            known = [] if change is None else [*change.head.tolist(), *change.sums.view(-1).tolist()]
             if part.leaf not in replaced:
-                rows.setdefault((part.place, known), (name, part))
+                rows.setdefault((part.place, *known), (name, part))
         opaque = [leaf for leaf in self.manifest.order if leaf not in self.parts_of and leaf not in replaced]
         inside = self._unpacked(opaque)
         objects = [("", _whole(opaque[owner], part)) for owner, part in zip(inside.owners, inside.parts, strict=True)]
@@ -287,9 +297,18 @@ class StateParts:
                     Located(self.verb, name, changes[name], part._replace(piece=copy)).write()()
         for row in tried - refused.keys():
             if not same_bytes(together[row], alone[row]):
-                own, other = "in which it overlaps itself", "that it shares with another leaf, which changes"
-                refused[row] = ("overlap", f"memory {own}") if row in over_itself else ("ties", f"memory {other}")
-        return sorted((held[row][1].leaf, *refused[row]) for row in refused)
+                own, shared = "in which it overlaps itself", "that it shares with another leaf, which changes"
+                refused[row] = ("overlap", f"memory {own}") if row in over_itself else ("ties", f"memory {shared}")
+        return sorted((held[row][1].leaf, kind, memory) for row, (kind, memory) in refused.items())
+
+
+def _named(key: str, count: int, taken: set[str]) -> list[str]:
+    """Return names for the parts of a leaf, other ones than any leaf or part has."""
+    names = [f"{key}#{number}" for number in range(count)]
+    while not taken.isdisjoint(names):
+        names = [f"{name}#" for name in names]
+    taken.update(names)
+    return names
 
 
 def _whole(leaf: int, tensor: torch.Tensor) -> HeldPart:
