@@ -32,18 +32,18 @@ if TYPE_CHECKING:
     from statetree.files.formats import save as save
     from statetree.files.page import to_html as to_html
     from statetree.key_paths import Path as Path
-    from statetree.leaves.delta_tree import Delta as Delta
     from statetree.leaves.leaf_type import LeafType as LeafType
     from statetree.leaves.registry import register_leaf_type as register_leaf_type
     from statetree.stager.stager import Stager as Stager
     from statetree.transforms.allocate_like import allocate_like as allocate_like
-    from statetree.transforms.apply_delta import apply_delta as apply_delta
     from statetree.transforms.audit import Audit as Audit
     from statetree.transforms.audit import audit as audit
     from statetree.transforms.broadcast import broadcast as broadcast
     from statetree.transforms.cast import cast as cast
     from statetree.transforms.copy_into import copy_into as copy_into
-    from statetree.transforms.delta import delta as delta
+    from statetree.transforms.deltas.delta import Delta as Delta
+    from statetree.transforms.deltas.delta import apply_delta as apply_delta
+    from statetree.transforms.deltas.delta import delta as delta
     from statetree.transforms.digest import Digest as Digest
     from statetree.transforms.digest import digest as digest
     from statetree.transforms.distribute import distribute as distribute
@@ -79,18 +79,16 @@ _NAMES = {
     "files.direct_loading": "load",
     "files.formats": "save",
     "files.page": "to_html",
-    "leaves.delta_tree": "Delta",
     "leaves.leaf_type": "LeafType",
     "leaves.registry": "register_leaf_type",
     "key_paths": "Path",
     "stager.stager": "Stager",
     "transforms.allocate_like": "allocate_like",
-    "transforms.apply_delta": "apply_delta",
     "transforms.audit": "Audit audit",
     "transforms.broadcast": "broadcast",
     "transforms.cast": "cast",
     "transforms.copy_into": "copy_into",
-    "transforms.delta": "delta",
+    "transforms.deltas.delta": "Delta apply_delta delta",
     "transforms.digest": "Digest digest",
     "transforms.distribute": "distribute",
     "transforms.gather": "gather",

@@ -8,6 +8,7 @@ entering a function of statetree, and after it has called one. The others are th
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import resource
 import signal
@@ -35,6 +36,13 @@ STEPS: dict[Step, type[BaseException]] = {
 }
 
 
+def _collects_garbage(frame: FrameType) -> bool:
+    """Whether a frame belongs to a callback of the garbage collector, from which Python raises nothing."""
+    running = (frame, frame.f_back) if frame.f_back else (frame,)
+    codes = {getattr(callback, "__code__", None) for callback in gc.callbacks}
+    return any(each.f_code in codes for each in running)
+
+
 class Fault:
     """Counts steps, and raises at one of them."""
 
@@ -49,7 +57,7 @@ class Fault:
 
     def step(self, frame: FrameType, strike: Callable[[], None] | None = None) -> None:
         name = frame.f_code.co_filename
-        if not (name.startswith(PACKAGE) and self.file in name):
+        if not (name.startswith(PACKAGE) and self.file in name) or _collects_garbage(frame):
             return
         self.steps += 1
         if self.steps == self.at:

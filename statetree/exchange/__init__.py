@@ -17,7 +17,6 @@ move. Moving agrees with the other ranks, plans, and sends in buckets of bounded
 - ``consensus``: fingerprints compared before anything moves; ``group``: the few collectives all this is made of
 - ``transfers``: planned once for a fingerprint; ``plan``: what moves in which round; ``buckets``: how it is moved
 - ``routes``: which boxes go where; ``senders``: who sends what several have; ``stacks``: where boxes lie in a bucket
-- ``delta_moving``: what changed, brought from one layout to another
 - ``digesting``: numbers for distributed tensors, whatever their layout, and replicas compared by them
 - ``partial_reduction``: partials put together on the way
 - ``executor``: moves what a plan says, or records it; ``prepared``: what was recorded, to be run again and again

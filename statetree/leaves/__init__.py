@@ -5,10 +5,7 @@ bottom:
 
 - ``copying``, ``replicas``: what ``copy_into``, and ``offload`` and ``allocate_like``, are made of.
 - ``casting``: which dtypes are converted, and which values are too large for that.
-- ``delta_making``, ``delta_applying``: two trees compared; what differs written over one of them. ``delta_tree`` is
-  what lies between, made of ``changes``; ``located_change`` is one of them with the memory that it concerns,
-  ``delta_overlaps`` finds leaves that lie in one memory and are not given the same.
-- ``tensor_entries``: a tree as tensors in global shapes and other values; ``leaf_numbers``: numbers for these.
+- ``leaf_numbers``: numbers for values, and for tensors with their elements.
 - ``tree_parts``: a whole tree taken apart into plain tensors, for transforms on spans.
 - ``conversion``: elements in another dtype, ties kept.
 - ``pairing``, ``ties``: the leaves of two trees side by side; which leaves of a tree share memory.

@@ -3,6 +3,7 @@
 - over trees: ``select``, ``partition``, ``merge``, ``update``, ``rename``
 - over leaves: ``cast``
 - over spans: ``allocate_like``, ``offload``
-- over pairs of leaves: ``copy_into``, ``similarity``, ``delta``, ``apply_delta``
+- over pairs of leaves: ``copy_into``, ``similarity``
+- ``deltas/``: ``delta``, ``apply_delta``
 - over exchange: ``gather``, ``distribute``, ``broadcast``, ``reshard``, ``partition_replicas``, ``digest``, ``audit``
 """

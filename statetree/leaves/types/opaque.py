@@ -185,7 +185,8 @@ class _TakeAllApart(TakeApart):
 
 class _PutTogether(pickle.Unpickler):
     def __init__(self, rest: Rest, tensors: Sequence[Any]) -> None:
-        buffers = (buffer.copied() if isinstance(buffer, Borrowed) else buffer for buffer in rest.buffers)
+        # A list: an interrupt inside a generator, when pickle lets go of it, would be lost.
+        buffers = [buffer.copied() if isinstance(buffer, Borrowed) else buffer for buffer in rest.buffers]
         super().__init__(io.BytesIO(rest.skeleton), buffers=buffers)
         self._tensors = tensors
         self._kept = rest.kept

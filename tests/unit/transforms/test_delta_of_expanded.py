@@ -19,15 +19,14 @@ MADE = [expanded, windows]
 
 @pytest.mark.parametrize("make", MADE)
 @pytest.mark.parametrize("new", [[0.0, 9.0, 2.0, 3.0], [5.0, 6.0, 7.0, 8.0]], ids=["one", "all"])
-@pytest.mark.parametrize("verify", ["written", "all"])
-def test_they_are_patched_in_their_memory(make, new, verify):
+def test_they_are_patched_in_their_memory(make, new):
     base, wanted = make([0.0, 1.0, 2.0, 3.0]), make(new)
     target = st.offload(base)
     change = st.delta(wanted, base)
-    result = st.apply_delta(change, target, verify=verify)
+    result = st.apply_delta(change, target)
     assert result["e"] is target["e"]
     assert st.similarity(result, wanted, values=True)
-    assert st.similarity(st.apply_delta(change, result, verify=verify), wanted, values=True)
+    assert st.similarity(st.apply_delta(change, result), wanted, values=True)
     assert not st.delta(result, wanted)
     back = st.apply_delta(change.inverse(base), result)
     assert st.similarity(back, base, values=True)

@@ -22,12 +22,11 @@ def tied(values, *, part=slice(None), extra=0):
 
 def check(new, base):
     change = st.delta(new, base)
-    for verify in ("written", "all"):
-        target = st.offload(base)
-        result = st.apply_delta(change, target, verify=verify)
-        assert st.similarity(result, new, values=True), st.similarity(result, new, values=True)
-        again = st.apply_delta(change, {**target, "b": result["b"]}, verify=verify)
-        assert st.similarity(again, new, values=True)
+    target = st.offload(base)
+    result = st.apply_delta(change, target)
+    assert st.similarity(result, new, values=True), st.similarity(result, new, values=True)
+    again = st.apply_delta(change, {**target, "b": result["b"]})
+    assert st.similarity(again, new, values=True)
     return change
 
 

@@ -1,15 +1,18 @@
-"""Tests of ``statetree.spans.positions``."""
+"""Positions of a delta as gaps between them, and damaged gaps."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from statetree.spans import positions
-from statetree.spans.positions import as_gaps, from_gaps
+import statetree as st
+from statetree.transforms.deltas import change
+from statetree.transforms.deltas.change import as_gaps, from_gaps
 
 
 @pytest.fixture(params=[1, 2, 3, 1 << 15], autouse=True)
 def _block(request, monkeypatch):
-    monkeypatch.setattr(positions, "_BLOCK", request.param)
+    monkeypatch.setattr(change, "_BLOCK", request.param)
 
 
 @pytest.mark.parametrize(
@@ -35,14 +38,21 @@ def test_positions_come_back_from_gaps_of_the_smallest_dtype(places, dtype):
     ("start", "gaps"),
     [
         (0, [1, 1]),
-        (-1, [0, 1]),
+        (-2, [0, 1]),
         (0, [0, 0]),
-        (0, [0, 1, 2, 0]),
         (0, [0, 1, 1, -1]),
         (5, [0, (1 << 63) - 1]),
         (1, [0, 1 << 62, 1 << 62, 1 << 62, 1 << 62]),
     ],
     ids=str,
 )
-def test_gaps_that_do_not_ascend_are_told(start, gaps):
-    assert from_gaps(start, torch.tensor(gaps)) is None
+def test_gaps_that_were_damaged_are_refused(start, gaps):
+    base, new = {"w": torch.arange(100.0)}, {"w": torch.arange(100.0)}
+    new["w"][3 : 3 + len(gaps)] = -1
+    made = st.delta(new, base)
+    found = made.tensors["w"]
+    head = torch.cat([torch.tensor([start]), found.head[1:]])
+    broken = replace(found, gaps=torch.tensor(gaps), head=head)
+    with pytest.raises(st.TreeMismatch, match="the delta is damaged at w"):
+        st.apply_delta(replace(made, tensors={"w": broken}), base)
+    assert base["w"].equal(torch.arange(100.0))

@@ -1,0 +1,321 @@
+"""A tree as a delta sees it: parts in global shapes, of which this rank holds boxes, and leaves taken whole."""
+
+from __future__ import annotations
+
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from statetree.chunks.boxes import Box, whole_box
+from statetree.exchange.digesting import refuse_partial
+from statetree.exchange.manifest import Manifest, is_cuttable
+from statetree.leaves.builtin import leaf_type_of
+from statetree.leaves.copying import copies_of
+from statetree.leaves.leaf_numbers import text_number, value_number
+from statetree.leaves.location import located_error
+from statetree.leaves.pairing import paired_parts
+from statetree.leaves.parts import Unpacked, unpack
+from statetree.spans.bits import as_bits, from_bits, same_bytes
+from statetree.spans.columns import Columns
+from statetree.spans.layout import check_memory, extent_bytes
+from statetree.spans.overlaps import overlaps_itself, shared_elements
+from statetree.spans.sums import FEW, piece_sums, sums_at
+from statetree.torch_internals import copy_all, copy_each, negated_view, plain_pair
+from statetree.transforms.deltas.change import (
+    EVERYBODYS,
+    OTHERS,
+    OWN,
+    TensorChange,
+    damaged,
+    in_box,
+    mismatch,
+    places_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from statetree.chunks.ranks import Ranks
+    from statetree.key_paths import Path
+
+
+class HeldPart(NamedTuple):
+    """One box that this rank holds of a part.
+
+    Attributes:
+        leaf: The leaf that it is of.
+        shape: The global shape.
+        box: The box.
+        piece: The plain tensor of its elements.
+        replica: The number of this rank among those that hold the box, and how many these are; ``None`` where each rank
+            has the part by itself.
+    """
+
+    leaf: int
+    shape: tuple[int, ...]
+    box: Box
+    piece: torch.Tensor
+    replica: tuple[int, int] | None = None
+
+    @property
+    def holder(self) -> int:
+        """Who holds it: one of ``HOLDERS``."""
+        return EVERYBODYS if self.replica is None else OTHERS if self.replica[0] else OWN
+
+    @property
+    def place(self) -> Any:
+        """What those have in common that are the same views on the same memory."""
+        piece = self.piece
+        view = piece.data_ptr(), piece.shape, piece.stride(), piece.is_conj(), piece.is_neg(), piece.dtype
+        return view if view[0] else id(piece)
+
+    def places(self, local: torch.Tensor) -> torch.Tensor:
+        """Return where elements lie in the memory of the piece, by their positions in the box."""
+        if self.piece.is_contiguous():
+            return local
+        return places_of(local, self.piece.shape, self.piece.stride())
+
+    def take(self, places: torch.Tensor) -> torch.Tensor:
+        """Return the elements at some places, bit by bit as they read."""
+        found = _memory(self.piece).index_select(0, places)  # several times as fast as take
+        return _read(from_bits(found, self.piece.dtype), self.piece)
+
+    @property
+    def crosses_itself(self) -> bool:
+        """Whether several elements lie in one place."""
+        return not self.piece.is_contiguous() and overlaps_itself(self.piece.shape, self.piece.stride())
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory from a tensor's first element to its last, as one dim of elements that copies do not change."""
+    reach = extent_bytes(tensor.shape, tensor.stride(), tensor.itemsize) // tensor.itemsize
+    bare = negated_view(tensor) if tensor.is_neg() else tensor
+    bare = torch.conj(bare) if bare.is_conj() else bare
+    return as_bits(bare.as_strided((reach,), (1,)))
+
+
+def _read(values: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return what values that lie in a tensor's memory read like, or the other way about: both bits are involutions."""
+    if tensor.is_conj():
+        values = torch.conj(values).resolve_conj()
+    return negated_view(values).resolve_neg() if tensor.is_neg() else values
+
+
+def put(piece: torch.Tensor, places: torch.Tensor, bits: torch.Tensor) -> None:
+    """Write to some places of a tensor's memory, in one call."""
+    _memory(piece).scatter_(0, places, bits)
+
+
+def plain_copy(piece: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy of a tensor."""
+    copy = torch.empty(piece.shape, dtype=piece.dtype, device=piece.device)
+    copy_each([copy], [piece])
+    return copy
+
+
+class LocatedChange:
+    """A change of a part, and where in the memory of its piece it is read from or written to.
+
+    Raises:
+        TreeMismatch: If the change is damaged, or lies outside of what this rank holds.
+    """
+
+    def __init__(self, verb: str, name: str, change: TensorChange, part: HeldPart) -> None:
+        change.check(verb, name)
+        self.change, self.part, piece = change, part, part.piece
+        numel, count = prod(part.shape), change.values.numel()
+        if int(change.head[1]) != numel or (change.is_whole and count != piece.numel()):
+            raise mismatch(verb, name, f"a tensor of {int(change.head[1])} elements", f"one of {numel}")
+        if change.values.dtype != piece.dtype:
+            raise damaged(verb, name, f"expected values of {piece.dtype}, got {change.values.dtype}")
+        self.positions = self._places = None
+        if not change.is_whole:
+            self.positions = change.positions()
+            if count and not 0 <= self.positions.min() <= self.positions.max() < numel:
+                raise damaged(verb, name, f"expected positions below {numel}")
+            _, local = in_box(self.positions, part.box, part.shape)
+            if local.numel() < count:
+                got = f"{count - local.numel()} positions elsewhere"
+                raise mismatch(verb, name, "what this rank holds", got, "Use reshard to bring the delta here.")
+            self._places = part.places(local.to(piece.device))
+        elif part.crosses_itself:  # torch copies nothing into such a tensor: its elements are put where they lie
+            self._places = part.places(torch.arange(count, device=piece.device))
+
+    def read(self) -> torch.Tensor:
+        """Return a copy of the elements that the change writes over, in the order of its values."""
+        found = plain_copy(self.part.piece) if self._places is None else self.part.take(self._places)
+        return found.view(self.change.values.shape)
+
+    def sums(self) -> torch.Tensor:
+        """Return two rows: sums of the elements that the change writes over, as they are now, and of its values."""
+        if self.positions is None:
+            pieces = self.part.piece, self.change.values.reshape(self.part.piece.shape)
+            return torch.stack([piece_sums(each, self.part.box, self.part.shape, FEW).cpu() for each in pieces])
+        return torch.stack(sums_at(self.positions.to(self.part.piece.device), self.read(), self._values())).cpu()
+
+    def write(self) -> Callable[[], None]:
+        """Return the function that writes the change, in one call of torch. Its memory is taken now."""
+        piece = self.part.piece
+        if self._places is not None:
+            return partial(put, piece, self._places, as_bits(_read(self._values(), piece)))
+        target, source = plain_pair(piece, self._values().view(piece.shape))
+        return partial(copy_all, [target], [source])
+
+    def _values(self) -> torch.Tensor:
+        """Return the values where the piece lies."""
+        values, piece = self.change.values.reshape(-1), self.part.piece
+        return from_bits(as_bits(values).to(piece.device), piece.dtype)
+
+
+class StateParts:
+    """The parts of a tree, by their names, and its leaves that are taken whole.
+
+    A leaf that is made of several tensors, or of which this rank holds several boxes, has several: ``w#0``, ``w#1``.
+
+    Attributes:
+        manifest: The tree, lowered.
+        leaves: Its leaves.
+        keys: Their names.
+        tensors: The parts.
+        parts_of: The names of the parts of each leaf that has some.
+        texts: What of each leaf must agree between trees. (Parts of a value may have other sizes.)
+    """
+
+    def __init__(self, verb: str, tree: Any, ranks: Ranks, *, complete: bool = False) -> None:
+        self.verb, self.manifest = verb, Manifest(verb, tree, ranks, complete=complete)
+        refuse_partial(self.manifest)
+        self.leaves, outline = self.manifest.leaves, self.manifest.outline
+        self.keys = outline.spec.flat_keys()
+        if outline.counts:  # the parts of divided leaves are called like those of leaves that need not be
+            named = set(self.keys)
+            counts = [outline.counts.get(leaf) for leaf in range(len(self.keys))]
+            rows = zip(self.keys, counts, strict=True)
+            keys = [[key] if count is None else _named(key, count, named) for key, count in rows]
+            self.keys = [name for names in keys for name in names]
+        parts: dict[int, list[HeldPart]] = {}
+        several: list[int] = []
+        self.texts = dict.fromkeys(self.manifest.order, "a value")
+        for index in self.manifest.order:
+            leaf, chunks = self.leaves[index], self.manifest.chunks.get(index)
+            if chunks is not None:
+                shape, layout, rank = tuple(chunks.shape), chunks.layout, ranks.rank
+                sharing = zip(layout.boxes_of(rank), layout.sharing(rank), strict=True) if layout is not None else ()
+                holders = dict(sharing)
+                parts[index] = [
+                    HeldPart(index, shape, box, _bare(piece), (own.index(rank), len(own)))
+                    for box, piece in zip(chunks.boxes, chunks.pieces, strict=True)
+                    for own in [holders.get(box, [rank])]
+                ]
+                self.texts[index] = f"a tensor {chunks.dtype} {shape} {[(*map(tuple, box),) for box in chunks.boxes]}"
+            elif is_cuttable(leaf):
+                parts[index] = [_whole(index, leaf)]
+                self.texts[index] = f"a tensor {leaf.dtype} {tuple(leaf.shape)}{' on meta' if leaf.is_meta else ''}"
+            elif (kind := leaf_type_of(type(leaf))) is not None and kind.has_elements and not kind.opaque:
+                parts[index] = []
+                several.append(index)
+        found = self._unpacked(several)
+        for place, number, _ in paired_parts(found, found):
+            assert number is not None  # it faces itself
+            parts[several[place]].append(_whole(several[place], found.parts[number]))
+        self.tensors: dict[str, HeldPart] = {}
+        self.parts_of: dict[int, list[str]] = {}
+        taken = set(self.keys)
+        for index, held in parts.items():
+            alone = len(held) == 1 and not self.is_value(index)
+            self.parts_of[index] = [self.keys[index]] if alone else _named(self.keys[index], len(held), taken)
+            self.tensors.update(zip(self.parts_of[index], held, strict=True))
+        if self.manifest.texts:  # what divided leaves are beside their parts
+            paths = outline.spec.paths()
+            for index, owner in enumerate(outline.owners()):
+                self.texts[index] += self.manifest.texts.get(paths[owner], "")
+        owners = [part.leaf for part in self.tensors.values()]
+        pieces = Columns([part.piece for part in self.tensors.values()])
+        check_memory(verb, pieces, lambda row: self.manifest.path(owners[row]))
+
+    def _unpacked(self, leaves: Sequence[int]) -> Unpacked:
+        chosen = [self.leaves[leaf] for leaf in leaves]
+        return unpack(self.verb, chosen, lambda: [self.paths()[leaf] for leaf in leaves], memory=False)
+
+    def is_value(self, leaf: int) -> bool:
+        """Whether a leaf is neither a strided nor a distributed tensor: then it may be taken whole."""
+        return self.texts[leaf].startswith("a value")
+
+    def paths(self) -> Sequence[Path]:
+        """Return the paths of the leaves."""
+        return self.manifest.spec.paths()
+
+    def table(self) -> torch.Tensor:
+        """Return a number for each leaf, in the order of the paths, for its name and what must agree."""
+        numbers = [text_number(self.keys[leaf], self.texts[leaf]) for leaf in self.manifest.order]
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+    def number(self, leaf: int) -> int:
+        """Return a number for a leaf that is taken whole."""
+        try:
+            return value_number(self.leaves[leaf])
+        except Exception as error:
+            raise located_error(self.verb, "take apart", error, self.paths, self.leaves, leaf) from error
+
+    def entangled(self, changes: Mapping[str, TensorChange], replaced: Collection[int]) -> list[tuple[int, str, str]]:
+        """Return the leaves that would not become what they shall, because of what else lies in their memory.
+
+        With each come the kind of difference, and a text for messages. Parts that lie over each other are tried: all
+        changes are written to copies that lie in one memory as the parts do, and each to a copy of its own. Both must
+        be the same. Several storages that stand for one memory (NumPy's) cannot be copied as one, and are refused.
+
+        Args:
+            changes: What is written to parts.
+            replaced: The leaves for which others are put: nothing is written to what is inside.
+        """
+        rows: dict[Any, tuple[str, HeldPart]] = {}
+        for name, part in self.tensors.items():
+            change = changes.get(name)  # those that are tied and change alike are written once
+            known = [] if change is None else [*change.head.tolist(), *change.sums.view(-1).tolist()]
+            if part.leaf not in replaced:
+                rows.setdefault((part.place, *known), (name, part))
+        opaque = [leaf for leaf in self.manifest.order if leaf not in self.parts_of and leaf not in replaced]
+        inside = self._unpacked(opaque)
+        objects = [("", _whole(opaque[owner], part)) for owner, part in zip(inside.owners, inside.parts, strict=True)]
+        held = [row for row in [*rows.values(), *objects] if row[1].piece.numel() and not row[1].piece.is_meta]
+        columns = Columns([part.piece for _, part in held])
+        over_itself = {row for row, (name, part) in enumerate(held) if name in changes and part.crosses_itself}
+        refused: dict[int, tuple[str, str]] = {}
+        tried = set(over_itself)
+        for one, other in shared_elements(columns):
+            if held[one][0] in changes or held[other][0] in changes:
+                tried |= {one, other}
+                if columns.storage_keys[one] != columns.storage_keys[other]:
+                    refused[one] = ("ties", f"memory that it shares with {self.paths()[held[other][1].leaf]}")
+        together = dict(zip(tried, copies_of(Columns([held[row][1].piece for row in tried])), strict=True))
+        alone = {row: plain_copy(held[row][1].piece) for row in tried}
+        for copies in (together, alone):
+            for row, copy in copies.items():
+                name, part = held[row]
+                if name in changes:
+                    LocatedChange(self.verb, name, changes[name], part._replace(piece=copy)).write()()
+        for row in tried - refused.keys():
+            if not same_bytes(together[row], alone[row]):
+                own, shared = "in which it overlaps itself", "that it shares with another leaf, which changes"
+                refused[row] = ("overlap", f"memory {own}") if row in over_itself else ("ties", f"memory {shared}")
+        return sorted((held[row][1].leaf, kind, memory) for row, (kind, memory) in refused.items())
+
+
+def _named(key: str, count: int, taken: set[str]) -> list[str]:
+    """Return names for the parts of a leaf, other ones than any leaf or part has."""
+    names = [f"{key}#{number}" for number in range(count)]
+    while not taken.isdisjoint(names):
+        names = [f"{name}#" for name in names]
+    taken.update(names)
+    return names
+
+
+def _whole(leaf: int, tensor: torch.Tensor) -> HeldPart:
+    shape = tuple(tensor.shape)
+    return HeldPart(leaf, shape, whole_box(shape), _bare(tensor))
+
+
+def _bare(tensor: torch.Tensor) -> torch.Tensor:
+    bare = tensor.detach()
+    return bare if type(bare) is torch.Tensor else bare.as_subclass(torch.Tensor)
