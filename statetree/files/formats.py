@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from statetree.errors import CheckpointError
+from statetree.errors import CheckpointError, with_checks
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint, SaveOptions
 from statetree.files.publishing import write_whole
 from statetree.files.ranges import OpenFiles
@@ -118,7 +118,7 @@ def open(  # noqa: A001 - `statetree.files.open` opens files
 
     Raises:
         CheckpointError: If it cannot be read, or is damaged. Also later, if a file was changed when its elements are
-            asked for.
+            asked for, or while they are read.
 
     Example:
         >>> import tempfile, statetree as st, torch
@@ -194,7 +194,7 @@ def save(
         place = place.with_name(f"{place.name}.index.json")
     write_whole(
         place,
-        lambda folder: found.write(tree, folder, place.name, options),
+        lambda folder: with_checks(found.write, tree, folder, place.name, options),
         is_directory=found.is_directory,
         overwrite=overwrite,
         protected=protected,
