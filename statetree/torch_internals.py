@@ -31,8 +31,8 @@ def quietly(function: Callable[P, R]) -> Callable[P, R]:
     """Make a function's torch operations mean what they say (a decorator).
 
     No autograd, no inference mode, no modes and no default device of the user; ``__torch_function__`` of subclasses is
-    not called. ``check_later`` holds. Only context managers written in C are used: one written in Python can be interrupted between doing its
-    work and being left, and would leave autograd switched off.
+    not called. What ``check_later`` was told is checked in the end. Only context managers written in C are used: one
+    written in Python can be interrupted between doing its work and being left, and would leave autograd switched off.
     """
 
     @wraps(function)

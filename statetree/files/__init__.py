@@ -12,6 +12,7 @@ Files are not trusted: nothing in them is executed, sizes are compared with the 
 - ``safetensors_format``, ``safetensors_header``; ``torch_format``, ``torch_pickles`` and ``zip_archive``: the formats.
 - ``hugging_face``: folders, and indices of several files.
 - ``safe_pickle``: pickles read without running or importing anything; ``untrusted``: names and texts out of files.
+- ``urls``: paths that are none; ``torch_writing``: ``torch.save`` that says what the system said.
 """
 
 import _imp

@@ -103,7 +103,10 @@ def write_whole(
             _check_protected(path, old, protected)
             _publish(place, moves, old, outer / _OLD)
             sync(place.parent)
-    except OSError as error:
+    except (OSError, CheckpointError) as failure:
+        error = failure.__cause__ if isinstance(failure, CheckpointError) else failure
+        if not isinstance(error, OSError):
+            raise
         remedy = "Make room." if error.errno in _FULL else "Check its permissions, and the disk."
         _refuse(path, error.strerror or str(error), remedy)
 

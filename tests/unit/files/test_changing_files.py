@@ -78,7 +78,7 @@ def path(request, tmp_path):
 
 @pytest.fixture
 def writer(path, monkeypatch):
-    """Have somebody write into the file as soon as elements of it were read (not a header), or a verb has them mapped."""
+    """Have somebody write into the file as soon as elements were read (not a header), or a verb has them mapped."""
     file, calls = data_of(path), []
 
     def written_after(cls, name, original):
