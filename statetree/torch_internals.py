@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 import torch
 from torch.autograd import forward_ad
 
+from statetree.errors import with_checks
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from datetime import timedelta
@@ -29,8 +31,8 @@ def quietly(function: Callable[P, R]) -> Callable[P, R]:
     """Make a function's torch operations mean what they say (a decorator).
 
     No autograd, no inference mode, no modes and no default device of the user; ``__torch_function__`` of subclasses is
-    not called. Only context managers written in C are used: one written in Python can be interrupted between doing its
-    work and being left, and would leave autograd switched off.
+    not called. What ``check_later`` was told is checked in the end. Only context managers written in C are used: one
+    written in Python can be interrupted between doing its work and being left, and would leave autograd switched off.
     """
 
     @wraps(function)
@@ -41,8 +43,8 @@ def quietly(function: Callable[P, R]) -> Callable[P, R]:
                 from torch.utils._python_dispatch import _disable_current_modes
 
                 with _disable_current_modes():
-                    return function(*args, **kwargs)
-            return function(*args, **kwargs)
+                    return with_checks(function, *args, **kwargs)
+            return with_checks(function, *args, **kwargs)
 
     wrapper._torchdynamo_disable = True  # type: ignore[attr-defined]  # as torch.compiler.disable, without importing it
     return wrapper

@@ -13,6 +13,7 @@ import click
 
 from statetree.cli.process import DIFFERENT, FAILED, SAME, run
 from statetree.files.untrusted import printable
+from statetree.files.urls import refuse_url
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,7 +56,15 @@ def _rule(text: str) -> tuple[str, str]:
     return old, new
 
 
-_CHECKPOINT = click.Path(path_type=Path)
+class _LocalPath(click.Path):
+    """A path. What is a URL is refused while it has both slashes."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        refuse_url("statetree", value)
+        return super().convert(value, param, ctx)
+
+
+_CHECKPOINT = _LocalPath(path_type=Path)
 _match = click.option(
     "--match", "patterns", multiple=True, metavar="GLOB",
     help="Only entries that match: * is a part of a key between dots, ** any number of parts (several times).",

@@ -35,7 +35,7 @@ from statetree.dcp.file_manifest import (
 from statetree.dcp.internals import stamp_version, storage_info
 from statetree.dcp.metadata import METADATA
 from statetree.dcp.piece_sources import PieceSource
-from statetree.errors import CheckpointError
+from statetree.errors import CheckpointError, check_now
 from statetree.files.publishing import sync
 from statetree.files.ranges import OpenFiles
 
@@ -124,6 +124,7 @@ class DirectoryWriter(StorageWriter):
             run.link_or_write(self._base)
         else:
             run.write([list(run.items)])
+        check_now()  # the files that elements came from: what is not whole gets no metadata
         done: Future[list[WriteResult]] = Future()
         done.set_result(run.results)
         return done

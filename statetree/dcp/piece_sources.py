@@ -7,7 +7,6 @@ A file is told to hold a tensor by its bytes: those of the tensor's memory are c
 from __future__ import annotations
 
 import re
-import sys
 import zlib
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,6 +14,7 @@ import torch
 
 from statetree.dcp.file_manifest import ManifestPiece
 from statetree.files.strided_reading import memory_view
+from statetree.files.torch_writing import Stream, save_to
 from statetree.spans.bits import same_bytes
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ class PieceSource:
     def write(self, file: Any, key: str, chunk: tuple[int, ...] | None) -> ManifestPiece:
         """Write it to a file as DCP does, and return what the manifest says of it."""
         begin = file.tell()
-        stream: Any = _Noting(file, self._memory)
+        stream = _Noting(file, self._memory)
         if isinstance(self._data, torch.Tensor):
-            _save_archive(self._data, stream)
+            save_to(self._data, stream)
         else:
             stream.write(self._data)
         source = "" if stream.place is None else f"{stream.place} {stream.rest:08x} {self._reading}"
@@ -73,21 +73,7 @@ class PieceSource:
         return True
 
 
-def _save_archive(tensor: torch.Tensor, stream: Any) -> None:
-    """Write a tensor as ``torch.save`` does, and raise what writing raises: an interrupt, or that the disk is full."""
-    handled = sys.exception()
-    try:
-        torch.save(tensor, stream)
-    except RuntimeError as error:
-        hidden = error.__context__  # torch's writer closes the archive, and raises that it is not whole
-        if hidden is None or hidden is handled:
-            raise
-        raise hidden from None
-    finally:
-        stream.close()
-
-
-class _Noting:
+class _Noting(Stream):
     """A file to write to, which takes note of what is written.
 
     Attributes:
@@ -98,7 +84,7 @@ class _Noting:
     """
 
     def __init__(self, file: Any, memory: torch.Tensor) -> None:
-        self._write = file.write
+        super().__init__(file)
         self._memory = memory_view(memory)
         self.length = self.checksum = self.rest = 0
         self.place = None if len(self._memory) else 0
@@ -111,16 +97,8 @@ class _Noting:
             self.rest = zlib.crc32(view, self.rest)
         self.checksum = zlib.crc32(view, self.checksum)
         self.length += len(view)
-        written: int = self._write(view)
-        return written
+        return super().write(view)
 
     def _is_memory(self, view: memoryview) -> bool:
         # What else is as long is short. If it has the same bytes, too, it does as well: both must be unchanged.
         return len(view) == len(self._memory) and bytes(view[:_SHORT_BYTES]) == bytes(self._memory[:_SHORT_BYTES])
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        # A writer of torch that broke off writes once more when it is freed. If that raises, the process ends.
-        self._write = len

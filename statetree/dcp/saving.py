@@ -26,7 +26,7 @@ from statetree.dcp.saved_structure import (
     why_not_rebuilt,
 )
 from statetree.dcp.tensors import PARTS_ENTRY, VALUE_ENTRY, compact, content_of, to_save
-from statetree.errors import StateTreeError, UnsupportedLeaf, shown, warn
+from statetree.errors import StateTreeError, UnsupportedLeaf, shown, warn, with_checks
 from statetree.files.checkpoint import is_entry
 from statetree.key_paths import Path
 from statetree.leaves.builtin import leaf_type_of
@@ -176,7 +176,7 @@ def write(
         writer = DirectoryWriter(local_directory("save", checkpoint_id))
     planner = SavePlanner(lambda is_coordinator: _prepared(state(), group, with_structure=is_coordinator))
     with checkpoint_errors("save", checkpoint_id):
-        run_save(writer, planner, group)
+        with_checks(run_save, writer, planner, group)
 
 
 def _prepared(state: Any, group: ProcessGroup | None, *, with_structure: bool) -> ToSave:

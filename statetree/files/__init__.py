@@ -8,11 +8,11 @@ Files are not trusted: nothing in them is executed, sizes are compared with the 
 - ``ranges``: ranges of bytes of open files, every read of which is checked; ``strided_reading``: elements in them.
 - ``page``: ``to_html``, a tree as one page to look at; ``shard_figures``: which rank holds which box.
 - ``leaf_text``: leaves in words; ``shared_bytes``: which of them share bytes.
-- ``publishing``: a checkpoint appears whole, or not at all.
+- ``publishing``: a checkpoint is written under a temporary name, and appears whole.
 - ``safetensors_format``, ``safetensors_header``; ``torch_format``, ``torch_pickles`` and ``zip_archive``: the formats.
 - ``hugging_face``: folders, and indices of several files.
-- ``safe_pickle``: pickles read without running or importing anything; ``untrusted``: names and texts out of files;
-  ``urls``: paths that are none, refused.
+- ``safe_pickle``: pickles read without running or importing anything; ``untrusted``: names and texts out of files.
+- ``urls``: paths that are none; ``torch_writing``: ``torch.save`` that says what the system said.
 """
 
 import _imp

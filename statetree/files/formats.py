@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import os
-import re
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from statetree.errors import CheckpointError
+from statetree.errors import CheckpointError, with_checks
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint, SaveOptions
 from statetree.files.publishing import write_whole
 from statetree.files.ranges import OpenFiles
 from statetree.files.safetensors_format import SafetensorsFormat
 from statetree.files.torch_format import TorchFormat
 from statetree.files.untrusted import refuse
+from statetree.files.urls import refuse_url
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
-#: The path of a URL has one slash less.
-_URL: Final = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
 _FORMATS: Final[list[CheckpointFormat]] = [TorchFormat(), SafetensorsFormat()]
 #: A format in a package above this one, which is loaded when a directory is met.
 _DIRECTORIES: Final = ("statetree.dcp.stored_directory", "FORMAT")
@@ -61,6 +59,7 @@ def _formats() -> Iterator[CheckpointFormat]:
 
 def opened(path: str | os.PathLike[str], *, skip_foreign: bool = False, follow_links: bool = False) -> OpenedCheckpoint:
     """Open a checkpoint, and return what is known of it beside its tree. Arguments: as ``open``."""
+    refuse_url("read", path, "Download it first.")
     place = Path(path)
     files = OpenFiles(follow_links=follow_links)
     try:
@@ -75,8 +74,6 @@ def opened(path: str | os.PathLike[str], *, skip_foreign: bool = False, follow_l
 
 
 def _beginning(path: Path, files: OpenFiles) -> bytes:
-    if _URL.match(str(path)):
-        refuse(path, "it is a URL: expected a path", "Download it first.")
     if path.is_dir():
         return b""
     if not path.suffix and not os.path.lexists(path):
@@ -85,7 +82,7 @@ def _beginning(path: Path, files: OpenFiles) -> bytes:
         refuse(path, "it is one file of a DCP directory", "Pass the directory.")
     place = files.open(path)
     if not place.length:
-        refuse(path, "it is empty")
+        refuse(path, "it is empty", "Its writing broke off, or has not begun: get another copy.")
     beginning = place.read(0, min(place.length, 64), "its beginning")
     for text, (what, remedy) in _OTHERS.items():
         if beginning.lstrip().lower().startswith(text.lower()):
@@ -118,7 +115,7 @@ def open(  # noqa: A001 - `statetree.files.open` opens files
 
     Raises:
         CheckpointError: If it cannot be read, or is damaged. Also later, if a file was changed when its elements are
-            asked for.
+            asked for, or while they are read.
 
     Example:
         >>> import tempfile, statetree as st, torch
@@ -183,6 +180,7 @@ def save(
         >>> st.files.open(path)
         {'layers.0': StoredTensor(float32, [2])}
     """
+    refuse_url("save", path, "Save it to a local one, and upload that.")
     place = Path(path)
     place = place if place.name and place.name != ".." else place.resolve()
     if not place.name or place.name == "-":
@@ -194,7 +192,7 @@ def save(
         place = place.with_name(f"{place.name}.index.json")
     write_whole(
         place,
-        lambda folder: found.write(tree, folder, place.name, options),
+        lambda folder: with_checks(found.write, tree, folder, place.name, options),
         is_directory=found.is_directory,
         overwrite=overwrite,
         protected=protected,

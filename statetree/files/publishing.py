@@ -1,4 +1,4 @@
-"""Where a checkpoint is written: it appears there whole, or not at all."""
+"""Where a checkpoint is written: under a temporary name, which its files lose once all of them are on the disk."""
 
 from __future__ import annotations
 
@@ -8,24 +8,20 @@ import os
 import re
 import shutil
 import uuid
-from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from statetree.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
     from pathlib import Path
 
 _METADATA: Final = ".metadata"
 #: What statetree.dcp writes beside it.
 _MANIFEST: Final = ".statetree_manifest"
 _LONGEST_NAME: Final = 100
-#: Where new files are written to, and old ones are moved to, until the new ones have their names.
-_NEW: Final = "files"
-_OLD: Final = "replaced"
+_OTHER_NAME: Final = "Choose another name (convert: or pass --force to replace it)."
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_NO_LINKS: Final = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES)
 _MAX_INDEX_BYTES: Final = 256 << 20
 _SHARD: Final = r"-\d{5,}-of-\d{5,}\.safetensors"
 
@@ -42,14 +38,14 @@ def check_destination(path: Path, *, is_directory: bool, overwrite: bool) -> Non
     if not os.path.lexists(path):
         return
     if not overwrite:
-        _refuse(path, "it exists already", "Choose another name (convert: or pass --force to replace it).")
+        _refuse(path, "it exists already", _OTHER_NAME)
     if is_directory:
         if not path.is_dir() or path.is_symlink():
             _refuse(path, "it is no directory", "Choose another name.")
         other = next((file for file in sorted(path.iterdir()) if not _is_part(file)), None)
-        if other is not None or (any(path.iterdir()) and not (path / _METADATA).is_file()):
-            what = f"it holds {other.name!r}, which is" if other else "what it holds is"
-            _refuse(path, f"{what} no part of a DCP checkpoint, and is not removed", "Choose another name.")
+        if other is not None:
+            what = f"it holds {other.name!r}, which is no part of a DCP checkpoint, and is not removed"
+            _refuse(path, what, "Choose another name.")
     elif not path.is_file():
         _refuse(path, "it is no regular file", "Choose another name.")
 
@@ -74,11 +70,11 @@ def write_whole(
     overwrite: bool,
     protected: Collection[Path] = (),
 ) -> None:
-    """Write a checkpoint to a folder beside its place, and move it there. If that fails, what was there stays.
+    """Write a checkpoint to a folder beside its place, and rename its files. What was there stays if writing fails.
 
     Args:
         path: Its place.
-        write: Writes files into a folder and returns their names. They appear in this order.
+        write: Writes files into a folder and returns their names, the one that speaks of the others last.
         is_directory: Whether the folder itself is the checkpoint.
         overwrite: Whether what is there is replaced.
         protected: Files and directories of which none is replaced.
@@ -89,50 +85,49 @@ def write_whole(
     place = path.parent.resolve() / path.name
     check_destination(place, is_directory=is_directory, overwrite=overwrite)
     _check_protected(path, [place], protected)
+    folder = place.with_name(f".{place.name[:_LONGEST_NAME]}.partial-{uuid.uuid4().hex}")
     try:
-        with _folder_beside(place) as outer:
-            folder = outer / _NEW
-            folder.mkdir()  # with the permissions that the user's umask gives
-            names = write(folder)
-            check_destination(place, is_directory=is_directory, overwrite=overwrite)
-            for name in names:
-                sync(folder / name)
-            sync(folder)
-            moves = {folder: place} if is_directory else {folder / name: place.with_name(name) for name in names}
-            old = _replaced(place, moves.values()) if overwrite else []
-            _check_protected(path, old, protected)
-            _publish(place, moves, old, outer / _OLD)
-            sync(place.parent)
-    except OSError as error:
+        folder.mkdir()
+        names = write(folder)
+        for name in names:
+            sync(folder / name)
+        sync(folder)
+        check_destination(place, is_directory=is_directory, overwrite=overwrite)
+        home = place if is_directory else place.parent
+        old = [] if not place.exists() else list(place.iterdir()) if is_directory else _shards_of(place)
+        if is_directory and not old:
+            folder.rename(place)
+        else:
+            there = [home / name for name in names if os.path.lexists(home / name)]
+            if there and not overwrite:
+                _refuse(there[0], "it exists already", _OTHER_NAME)
+            _check_protected(path, [*there, *old], protected)
+            _publish(folder, names, home, old)
+            sync(home)
+        sync(place.parent)
+    except (OSError, CheckpointError) as failure:
+        error = failure.__cause__ if isinstance(failure, CheckpointError) else failure
+        if not isinstance(error, OSError):
+            raise
         remedy = "Make room." if error.errno in _FULL else "Check its permissions, and the disk."
         _refuse(path, error.strerror or str(error), remedy)
-
-
-@contextmanager
-def _folder_beside(path: Path) -> Iterator[Path]:
-    """Make a folder beside a path, which nobody else can read. It is removed in the end.
-
-    Only what was replaced, and could not be put back, stays in it.
-    """
-    folder = path.with_name(f".{path.name[:_LONGEST_NAME]}.partial-{uuid.uuid4().hex}")
-    try:
-        folder.mkdir(mode=0o700)
-        yield folder
     finally:
-        try:
-            _remove(folder / _NEW)
-        finally:
-            for empty in (folder / _OLD, folder):
-                with suppress(OSError):
-                    empty.rmdir()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _remove(folder: Path) -> None:
-    try:
-        shutil.rmtree(folder, ignore_errors=True)
-    except BaseException:  # an interrupt: it is removed all the same
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+def _publish(folder: Path, names: Sequence[str], home: Path, old: Iterable[Path]) -> None:
+    """Rename each file to its place, and remove what else there was of an old checkpoint.
+
+    Of several, the one that speaks of the others is taken away first and comes last: what is read at any time is the
+    old checkpoint, the new one or none, and never files of both.
+    """
+    targets = [home / name for name in names]
+    if len(targets) > 1:
+        targets[-1].unlink(missing_ok=True)
+    for target in targets:
+        (folder / target.name).replace(target)
+    for file in set(old).difference(targets):
+        file.unlink(missing_ok=True)
 
 
 def _check_protected(path: Path, replaced: Iterable[Path], protected: Collection[Path]) -> None:
@@ -143,27 +138,6 @@ def _check_protected(path: Path, replaced: Iterable[Path], protected: Collection
         if part.exists() and (part.stat().st_dev, part.stat().st_ino) in kept_ids:
             what = f"it would replace {part.name}, which is being read, and lose what is not written"
             _refuse(path, what, "Choose another name.")
-
-
-def _publish(path: Path, moves: dict[Path, Path], old: Sequence[Path], aside: Path) -> None:
-    if len(moves) == 1 and old == [path] and path.is_file():
-        os.replace(next(iter(moves)), path)  # at no time is there none
-        return
-    aside.mkdir()
-    with ExitStack() as undo:
-        for place in old:
-            undo.callback(_bring_back, aside, place)  # before it is done: an interrupt may come in between
-            os.rename(place, aside / place.name)
-        for source, target in moves.items():
-            undo.callback(_take_back, source, target)
-            _place(source, target)
-        undo.pop_all()
-    _remove(aside)
-
-
-def _replaced(path: Path, targets: Iterable[Path]) -> list[Path]:
-    """Return what is there of a checkpoint that is to be replaced: first the file that speaks of the others."""
-    return [part for part in dict.fromkeys([path, *_shards_of(path), *targets]) if os.path.lexists(part)]
 
 
 def _shards_of(path: Path) -> list[Path]:
@@ -177,39 +151,6 @@ def _shards_of(path: Path) -> list[Path]:
         return []
     is_shard = re.compile(re.escape(stem.removesuffix(".safetensors")) + _SHARD)
     return [path.with_name(name) for name in sorted(names, key=str) if type(name) is str and is_shard.fullmatch(name)]
-
-
-def _bring_back(aside: Path, place: Path) -> None:
-    try:
-        if os.path.lexists(aside / place.name):
-            os.rename(aside / place.name, place)
-    except OSError as error:
-        what = f"what was there cannot be put back: {error.strerror or error}. It lies in {aside}"
-        _refuse(place, what, "Move it back.")
-
-
-def _take_back(source: Path, target: Path) -> None:
-    """Undo ``_place``, if it was done."""
-    with suppress(OSError):
-        if not source.exists():
-            os.rename(target, source)
-        elif target.exists() and source.samefile(target):  # a second name of it
-            target.unlink()
-
-
-def _place(source: Path, target: Path) -> None:
-    """Give a file or directory its name, which nothing else gets in between."""
-    if source.is_dir():
-        os.rename(source, target)
-        return
-    try:
-        os.link(source, target)
-    except FileExistsError:
-        _refuse(target, "it exists already", "Choose another name (convert: or pass --force to replace it).")
-    except OSError as error:
-        if error.errno not in _NO_LINKS or os.path.lexists(target):
-            raise
-        os.rename(source, target)
 
 
 def sync(path: Path) -> None:

@@ -24,12 +24,25 @@ BUCKET_BYTES: Final = 16 << 20
 
 
 class _Identity(NamedTuple):
-    """What stays the same for a file that nobody writes or replaces."""
+    """What stays the same for a file that nobody writes or replaces.
+
+    ``status_ns`` is the time of the last change to anything about it. A new name is such a change, and the next
+    incremental save gives one to files of this checkpoint: of a file that has several names, it is left out (0).
+    """
 
     device: int
     inode: int
     nbytes: int
-    changed_ns: int
+    written_ns: int
+    status_ns: int
+
+    @classmethod
+    def of(cls, about: os.stat_result) -> _Identity:
+        status_ns = about.st_ctime_ns if about.st_nlink == 1 else 0
+        return cls(about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, status_ns)
+
+    def is_as(self, other: _Identity) -> bool:
+        return self[:4] == other[:4] and (self.status_ns == other.status_ns or 0 in (self.status_ns, other.status_ns))
 
 
 class OpenFiles:
@@ -47,6 +60,7 @@ class OpenFiles:
         self.nbytes_read = 0
         self._handles: OrderedDict[Path, int] = OrderedDict()
         self._identities: dict[Path, _Identity] = {}
+        self._absolute: dict[Path, str] = {}  # the current directory may be another one by then
         self._mapped: dict[Path, Any] = {}
 
     def __del__(self) -> None:
@@ -94,7 +108,9 @@ class OpenFiles:
         while len(self._handles) >= _MAX_OPEN:
             os.close(self._handles.popitem(last=False)[1])
         try:
-            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            handle = os.open(
+                self._absolute.setdefault(path, os.path.abspath(path)), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+            )
         except FileNotFoundError:
             refuse(path, "there is no such file", "Check the name.")
         except (OSError, ValueError) as error:
@@ -110,17 +126,23 @@ class OpenFiles:
         about = os.fstat(handle)
         if not stat.S_ISREG(about.st_mode):
             refuse(path, "it is no regular file", "Pass a checkpoint: a file, or a directory.")
-        return _Identity(about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)
+        return _Identity.of(about)
 
     def check(self, path: Path) -> None:
         """Raise ``CheckpointError`` if a file was cut off, written or replaced since it was opened.
 
-        Reading memory that is mapped from a file which was cut off would end the process.
+        That is asked before elements are read (reading memory that is mapped from a file which was cut off would end
+        the process), and after, since a file may be written while it is read. The descriptor tells of writes; what
+        lies at the path, of a checkpoint that took this one's place.
         """
         known, found = self._identities[path], self._identified(path, self.handle(path))
         if found.nbytes < known.nbytes:
             refuse(path, f"it was cut off while it was read: expected {known.nbytes} bytes, got {found.nbytes}")
-        if found != known:
+        try:
+            there = _Identity.of(os.stat(self._absolute[path]))
+        except OSError as error:
+            refuse(path, f"it was removed while it was read: {error.strerror or error}", "Open what is there now.")
+        if not (found.is_as(known) and there.is_as(known)):
             refuse(path, "it was changed while it was read: expected the file that was opened", "Open it again.")
 
     def mapped(self, path: Path, start: int, nbytes: int) -> torch.UntypedStorage:
@@ -202,6 +224,7 @@ class FileRange:
         place = self.part(start, length, entry)
         found = bytearray(length)
         place.fill(memoryview(found), 0)
+        self.files.check(self.path)
         return bytes(found)
 
     def fill(self, view: memoryview, start: int) -> None:
@@ -230,6 +253,8 @@ class FileRange:
             view = block[: length - at]
             place.fill(view, at)
             yield view
+        if self._held is None:
+            self.files.check(self.path)
 
     def checksum(self, start: int, length: int, before: int = 0) -> int:
         """Return the CRC-32 of bytes, or of those with the checksum ``before`` and these."""

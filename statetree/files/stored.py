@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from statetree.chunks.boxes import Box, common, in_slabs, whole_box
-from statetree.errors import CheckpointError, UnsupportedLeaf
+from statetree.errors import CheckpointError, UnsupportedLeaf, check_later, with_checks
 from statetree.files.ranges import BUCKET_BYTES
 from statetree.files.strided_reading import NUMBERS, read_strided
 from statetree.files.unread import unread
@@ -180,21 +180,31 @@ class StoredTensor:
         """Return the tensor: in memory that is mapped from the file, where it is stored in one piece.
 
         Raises:
-            CheckpointError: If the file was changed since it was opened.
+            CheckpointError: If the file was changed since it was opened. Verbs look again when they have copied it.
         """
         self._check()
         if not self.outline.is_meta or self._find is None:
+            self.look_again()
             return self.outline
         pieces = self._pieces()
         if self.is_as_stored and len(pieces) == 1 and pieces[0].box.sizes == tuple(self.shape):
             piece = pieces[0]
             mapped = piece.place.mapped()
+            self.look_again()
             found = torch.empty(0, dtype=self.dtype, device="cpu")
             itemsize = self.dtype.itemsize
             is_aligned = piece.place.start % itemsize == 0 or (itemsize < 16 and platform.machine() in _UNALIGNED)
             if is_aligned and not any(piece.bits):
                 return found.set_(mapped, piece.offset, self.shape, piece.stride)
         return self.read()
+
+    def look_again(self) -> None:
+        """Have its file checked once more, when the verb ends that reads its elements."""
+        if self._find is None:
+            check_later(self._check)
+            return
+        for piece in self._pieces():
+            _look_again(piece.place)
 
     @quietly
     def read(self, index: Sequence[slice] = ()) -> torch.Tensor:
@@ -235,6 +245,7 @@ class StoredTensor:
                 part = target[(*map(slice, map(sub, found.start, begin), map(sub, found.stop, begin)),)]
                 offset = sum(map(mul, map(sub, found.start, piece.box.start), piece.stride))
                 self._fill(part, piece, piece.offset + offset)
+                _look_again(piece.place)
 
     def _fill(self, target: torch.Tensor, piece: StoredPiece, offset: int) -> None:
         kept, has_bits = self._kept, any(piece.bits)
@@ -280,6 +291,11 @@ class StoredTensor:
             return id(self)
         places = [(str(p.place.path), p.place.start, p.offset, p.stride, p.box, p.bits) for p in self._pieces()]
         return (*places, self.dtype, self._kept.dtype)
+
+
+def _look_again(place: FileRange) -> None:
+    if not place.is_held:
+        check_later(place.files.check, place.path)
 
 
 def whole_tensors(tree: Any, *, keeps_strides: bool) -> Any:
@@ -333,10 +349,11 @@ class StoredType(EngineLeafType):
 
     def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
         """Return the tensor."""
-        return [value.tensor()], "stored"
+        return [value.tensor()], value
 
-    def pack(self, context: Any, parts: Sequence[Any]) -> Any:  # noqa: ARG002 - as the base class has it
-        """Return the tensor in other memory."""
+    def pack(self, context: Any, parts: Sequence[Any]) -> Any:
+        """Return the tensor in other memory. It may have been copied there by another thread than unpacked it."""
+        context.look_again()
         return parts[0]
 
     def settle(self, value: Any) -> Any:
@@ -362,8 +379,8 @@ class StoredType(EngineLeafType):
 
 
 def _read_whole(stored: StoredTensor) -> Any:
-    return copied_leaves("read", [stored.tensor()], lambda: [Path()])[0]
+    return with_checks(lambda: copied_leaves("read", [stored.tensor()], lambda: [Path()])[0])
 
 
 register_leaf_type(StoredTensor, StoredType())
-STAND_INS[StoredTensor] = StandIn(_read_whole, lambda stored: unread(stored.outline, stored.tensor))
+STAND_INS[StoredTensor] = StandIn(_read_whole, lambda stored: unread(stored.outline, lambda: _read_whole(stored)))

@@ -20,6 +20,7 @@ from statetree.files.safe_pickle import BadPickle, Named
 from statetree.files.shared_bytes import extent
 from statetree.files.stored import StoredPiece, StoredTensor, whole_tensors
 from statetree.files.torch_pickles import StorageClass, foreign_names, read_pickle
+from statetree.files.torch_writing import save_as
 from statetree.files.untrusted import refuse
 from statetree.files.zip_archive import REWRITE, is_zip, read_members
 from statetree.torch_internals import check_sparse_indices, storage_key
@@ -208,7 +209,7 @@ class TorchFormat(CheckpointFormat):
         """Write a file, of each storage what lies between the first and the last element that the tree has."""
         tree = whole_tensors(tree, keeps_strides=True)
         try:
-            torch.save(offload(tree) if _is_loose(tree) else tree, folder / name)
+            save_as(offload(tree) if _is_loose(tree) else tree, folder / name)
         except (*_REFUSALS, PicklingError, RecursionError) as error:
             msg = (
                 f"save: torch cannot save the tree: {type(error).__name__}: {str(error)[:200]}. Leave it out (select)."

@@ -1,0 +1,63 @@
+"""What the system says of a file that cannot be written is what the user is told."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import statetree as st
+from statetree.errors import CheckpointError
+from tests.cli.states import write
+
+NAMES = ["a.pt", "a.safetensors", "a"]
+PROGRAM = """
+import resource, signal, sys, torch
+import statetree as st
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    st.save({"w": torch.arange(float(sys.argv[2]))}, sys.argv[1])
+except st.CheckpointError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_file_that_is_too_large_for_the_system(is_there, name, tmp_path):
+    place = tmp_path / name
+    if is_there:
+        write({"old": torch.arange(5)}, place)
+    before = sorted(tmp_path.rglob("*"))
+    # A tensor that is smaller than the buffer of a file is written only when that is closed.
+    for count in (1_000_000, 25_000):
+        ran = subprocess.run(
+            [sys.executable, "-c", PROGRAM, place, str(count)], capture_output=True, text=True, check=False
+        )
+        assert ran.stdout == f"save: cannot write {place}: File too large. Make room.\n", ran.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_disk_that_is_full(name, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        with pytest.raises(
+            CheckpointError, match=f"save: cannot write {tmp_path / name}: No space left on device. Make"
+        ):
+            st.save({"w": torch.arange(9.0)}, tmp_path / name)
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors", "pytorch_model.bin"])
+def test_an_empty_file_is_said_to_be_empty(name, tmp_path):
+    (tmp_path / name).touch()
+    with pytest.raises(CheckpointError, match=f"read: {tmp_path / name}: it is empty. Its writing broke off") as told:
+        st.files.open(tmp_path / name)
+    assert "hostile" not in str(told.value)
