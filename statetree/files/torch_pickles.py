@@ -70,6 +70,8 @@ def storage_id(pid: Any) -> tuple[StorageClass, str, int]:
     kind, key, _, numel = pid[1:5]
     if not isinstance(kind, StorageClass) or type(key) is not str:
         raise BadPickle("it refers to a storage without a class or a key")
+    if any(more is not None for more in pid[5:]):  # torch before 0.4
+        raise BadPickle("it refers to a part of a storage")
     (count,) = size_of([numel], "a number of elements")
     return kind, key, count
 
@@ -93,6 +95,26 @@ def storage_of(memory: Callable[[str, int], torch.UntypedStorage], pid: Any) -> 
     kind, key, count = storage_id(pid)
     dtype = kind.dtype or torch.uint8
     return typed_storage(memory(key, count * dtype.itemsize), dtype)
+
+
+def plain_pickle(data: bytes) -> Any:
+    """Return what a pickle of plain values holds."""
+    return Reader(
+        data, lambda name, _: StoredObject(name), lambda module, name: StoredObject(f"{module}.{name}")
+    ).load()
+
+
+def storage_sizes(data: bytes) -> dict[str, tuple[int, int]]:
+    """Return the bytes of an element and the number of elements of each storage in a pickle. No tensor is made."""
+    found: dict[str, tuple[int, int]] = {}
+
+    def stored(pid: Any) -> StorageClass:
+        kind, key, count = storage_id(pid)
+        found[key] = ((kind.dtype or torch.uint8).itemsize, count)
+        return kind
+
+    Reader(data, lambda name, _: StoredObject(name), partial(_named, {}), stored).load()
+    return found
 
 
 def foreign_names(data: bytes) -> list[str]:
