@@ -146,7 +146,8 @@ def _set_dtype(target: Any, state: Any) -> None:
     if unit is not None:
         _, (name, *counts) = unit
         name = name.decode() if type(name) is bytes else name
-        expect(name in _UNITS and len(counts) == 3 and all(type(n) is int and n > 0 for n in counts), "a dtype")
+        expect(type(name) is str and name in _UNITS, "a dtype")
+        expect(len(counts) == 3 and all(type(n) is int and n > 0 for n in counts), "a dtype")
         expect(target.kind in "mM", "a dtype")
         target.__setstate__((version, order, None, None, None, size, alignment, flags, ({}, (name.encode(), *counts))))
     elif order in "<>":

@@ -9,7 +9,8 @@ Files are not trusted: nothing in them is executed, sizes are compared with the 
 - ``page``: ``to_html``, a tree as one page to look at; ``shard_figures``: which rank holds which box.
 - ``leaf_text``: leaves in words; ``shared_bytes``: which of them share bytes.
 - ``publishing``: a checkpoint is written under a temporary name, and appears whole.
-- ``safetensors_format``, ``safetensors_header``; ``torch_format``, ``torch_pickles`` and ``zip_archive``: the formats.
+- ``safetensors_format``, ``safetensors_header``; ``torch_format``, ``torch_legacy``, ``torch_pickles`` and
+  ``zip_archive``: the formats.
 - ``hugging_face``: folders, and indices of several files.
 - ``safe_pickle``: pickles read without running or importing anything; ``untrusted``: names and texts out of files.
 - ``urls``: paths that are none; ``torch_writing``: ``torch.save`` that says what the system said.

@@ -1,4 +1,4 @@
-"""What ``torch.save`` writes: an archive of a pickle, and of storages that are mapped into memory."""
+"""What ``torch.save`` writes: a pickle, and storages that are mapped into memory, in an archive (since torch 1.6)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from statetree.files.ranges import OpenFiles
 from statetree.files.safe_pickle import BadPickle, Named
 from statetree.files.shared_bytes import extent
 from statetree.files.stored import StoredPiece, StoredTensor, whole_tensors
+from statetree.files.torch_legacy import LEGACY, read_legacy
 from statetree.files.torch_pickles import StorageClass, foreign_names, read_pickle
 from statetree.files.torch_writing import save_as
 from statetree.files.untrusted import refuse
-from statetree.files.zip_archive import REWRITE, is_zip, read_members
+from statetree.files.zip_archive import REWRITE, ZipMember, read_members
 from statetree.torch_internals import check_sparse_indices, storage_key
 from statetree.transforms.offload import offload
 from statetree.tree.flatten import flatten
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 _MAX_PICKLE_BYTES: Final = 1 << 30
 #: Where members begin that processors can read any numbers from. (Those that torch writes begin at multiples of 64.)
 _ALIGNMENT: Final = 16
-#: What files of torch before 1.6 begin with.
-_LEGACY: Final = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 #: What torch raises for what it cannot save.
 _REFUSALS: Final = (
     *(UnpicklingError, RuntimeError, ValueError, TypeError, AttributeError, LookupError, EOFError, AssertionError),
@@ -47,10 +46,10 @@ _REFUSALS: Final = (
 
 
 class TorchArchive:
-    """A zip archive of ``torch.save``: a file, or what DCP keeps of an entry in one.
+    """A file of ``torch.save``, or what DCP keeps of an entry in one.
 
     Attributes:
-        members: Its members by name.
+        members: Its members by name. (Files of torch before 1.6 have none: theirs are made up.)
         foreign: The classes and functions that its pickle names and ``weights_only`` does not admit, once it is read.
     """
 
@@ -60,7 +59,16 @@ class TorchArchive:
         self._storages: dict[str, torch.UntypedStorage] = {}
         self._places: dict[int, FileRange] = {}
         self._stored: dict[int, StoredTensor] = {}
-        self.members = read_members(place)
+        self.prefix = ""
+        self._legacy_pickle: bytes | None = None
+        if place.length >= len(LEGACY) and place.read(0, len(LEGACY), "its beginning") == LEGACY:
+            self._legacy_pickle, storages = read_legacy(place)
+            self.members = {name: ZipMember(name, *found, None) for name, found in storages.items()}
+        else:
+            self.members = read_members(place)
+            self._check_members()
+
+    def _check_members(self) -> None:
         pickles = [name for name in self.members if name.endswith("/data.pkl") and name.count("/") == 1]
         if any(name.endswith("/constants.pkl") for name in self.members):
             remedy = "Load it with torch.jit.load, and save its state_dict() with torch.save."
@@ -93,7 +101,7 @@ class TorchArchive:
         Raises:
             CheckpointError: If its pickle is damaged, or describes what the archive does not hold.
         """
-        data = self.content("data.pkl")
+        data = self.content("data.pkl") if self._legacy_pickle is None else self._legacy_pickle
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that typed storages, quantized and nested tensors are old or new
@@ -104,7 +112,7 @@ class TorchArchive:
 
     def memory(self, device: str, key: str, nbytes: int) -> torch.UntypedStorage:
         """Return the memory of a storage. Raises ``BadPickle`` if the archive has none of this key and size."""
-        member = self.members.get(f"{self.prefix}data/{key}")
+        member = self.members.get(f"{self.prefix}data/{key}" if self._legacy_pickle is None else key)
         if member is None:
             raise BadPickle(f"it has a tensor on the storage {key[:40]!r}, which the archive does not hold")
         if nbytes != member.nbytes:
@@ -160,13 +168,14 @@ class TorchArchive:
         Raises:
             CheckpointError: If one does not agree.
         """
-        for member in self.members.values():
+        members = [member for member in self.members.values() if member.crc is not None]
+        for member in members:
             member.verify(self.place)
-        return len(self.members)
+        return len(members)
 
 
 class TorchFormat(CheckpointFormat):
-    """Zip files of ``torch.save``."""
+    """Files of ``torch.save``: zip archives, and what torch before 1.6 wrote."""
 
     title = "torch file"
     suffixes = (".pt", ".pth", ".ckpt", ".bin")
@@ -176,7 +185,7 @@ class TorchFormat(CheckpointFormat):
         if path.is_dir():
             return file_in(path, TORCH_NAMES) is not None and file_in(path, SAFETENSORS_NAMES) is None
         is_index = path.name.lower().endswith(f".bin{INDEX}") and beginning.lstrip()[:1] == b"{"
-        return is_index or beginning[:4] in (b"PK\x03\x04", b"PK\x05\x06") or beginning.startswith(_LEGACY)
+        return is_index or beginning[:4] in (b"PK\x03\x04", b"PK\x05\x06") or beginning.startswith(LEGACY)
 
     def open(self, path: Path, files: OpenFiles, *, skip_foreign: bool) -> OpenedCheckpoint:
         """Open a file, or the index of several."""
@@ -184,10 +193,6 @@ class TorchFormat(CheckpointFormat):
         archives: list[TorchArchive] = []
 
         def read(shard: FileRange) -> Any:
-            if not is_zip(shard):
-                remedy = "If you trust it, load it with torch.load, and save it again with torch.save."
-                what = "it is in the format of torch before 1.6: expected a zip archive of torch.save"
-                refuse(shard.path, what, remedy)
             archives.append(TorchArchive(shard))
             return map_leaves(archives[-1].stored, archives[-1].read())
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import reprlib
+from collections import OrderedDict
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -69,6 +70,8 @@ def storage_id(pid: Any) -> tuple[StorageClass, str, int]:
     kind, key, _, numel = pid[1:5]
     if not isinstance(kind, StorageClass) or type(key) is not str:
         raise BadPickle("it refers to a storage without a class or a key")
+    if any(more is not None for more in pid[5:]):  # torch before 0.4
+        raise BadPickle("it refers to a part of a storage")
     (count,) = size_of([numel], "a number of elements")
     return kind, key, count
 
@@ -92,6 +95,26 @@ def storage_of(memory: Callable[[str, int], torch.UntypedStorage], pid: Any) -> 
     kind, key, count = storage_id(pid)
     dtype = kind.dtype or torch.uint8
     return typed_storage(memory(key, count * dtype.itemsize), dtype)
+
+
+def plain_pickle(data: bytes) -> Any:
+    """Return what a pickle of plain values holds."""
+    return Reader(
+        data, lambda name, _: StoredObject(name), lambda module, name: StoredObject(f"{module}.{name}")
+    ).load()
+
+
+def storage_sizes(data: bytes) -> dict[str, tuple[int, int]]:
+    """Return the bytes of an element and the number of elements of each storage in a pickle. No tensor is made."""
+    found: dict[str, tuple[int, int]] = {}
+
+    def stored(pid: Any) -> StorageClass:
+        kind, key, count = storage_id(pid)
+        found[key] = ((kind.dtype or torch.uint8).itemsize, count)
+        return kind
+
+    Reader(data, lambda name, _: StoredObject(name), partial(_named, {}), stored).load()
+    return found
 
 
 def foreign_names(data: bytes) -> list[str]:
@@ -167,7 +190,7 @@ def _tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, *more: Any) ->
     return rebuilt_tensor(typed, offset, size, stride, requires_grad, hooks, *told)
 
 
-def _quantized(storage: Any, offset: Any, size: Any, stride: Any, scheme: Any, *more: Any) -> Any:
+def _quantized(storage: Any, offset: Any, size: Any, stride: Any, scheme: Any, requires_grad: Any, *_hooks: Any) -> Any:
     if type(scheme) is not tuple:
         raise BadPickle("it has a quantized tensor of an unknown scheme")
     below_a_byte = isinstance(storage, torch.TypedStorage) and storage.dtype in (torch.quint4x2, torch.quint2x4)
@@ -175,7 +198,10 @@ def _quantized(storage: Any, offset: Any, size: Any, stride: Any, scheme: Any, *
         raise BadPickle("it has a quantized tensor of more elements than its storage holds")
     if not below_a_byte:
         _view(storage, offset, size, stride)
-    return torch._utils._rebuild_qtensor(storage, offset, size, stride, scheme, *more)  # noqa: SLF001
+    # Tensors that hold each other as hooks free each other on a stack that nobody checks.
+    return torch._utils._rebuild_qtensor(  # noqa: SLF001
+        storage, offset, size, stride, scheme, bool(requires_grad), OrderedDict()
+    )
 
 
 def _sparse(layout: Any, data: Any) -> Any:
@@ -245,11 +271,17 @@ def _device(kind: Any, index: Any = None) -> torch.device:
         raise BadPickle(f"it has an unknown device: {str(error)[:60]}") from None
 
 
+def _layout(name: Any) -> torch.layout:
+    if type(name) is not str:  # a nested tuple hashes itself on a stack that nobody checks
+        raise BadPickle("it has an unknown layout")
+    return _LAYOUTS[name]
+
+
 #: Calls that make plain values of torch.
 PLAIN_CALLS: Final[dict[str, Callable[..., Any]]] = {
     "torch.Size": lambda sizes: torch.Size(size_of(sizes)),
     "torch.device": _device,
-    "torch.serialization._get_layout": lambda name: _LAYOUTS[name],
+    "torch.serialization._get_layout": _layout,
 }
 _CALLS: Final[dict[str, Callable[..., Any]]] = {
     f"{_UTILS}_rebuild_tensor": rebuilt_tensor,

@@ -38,13 +38,13 @@ class ZipMember(NamedTuple):
     name: str
     start: int
     nbytes: int
-    crc: int
+    crc: int | None
 
     def verify(self, place: FileRange) -> None:
         """Compare it with its checksum. Raises ``CheckpointError`` if they do not agree."""
         found = place.checksum(self.start, self.nbytes)
         if found != self.crc:
-            refuse(place.label, f"the member {self.name!r} has the checksum {found:08x}: expected {self.crc:08x}")
+            refuse(place.label, f"the member {self.name!r} has the checksum {found:08x}: expected {self.crc or 0:08x}")
 
 
 def is_zip(place: FileRange) -> bool:

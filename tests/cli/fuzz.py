@@ -101,7 +101,9 @@ def targets(folder: Path) -> list[Target]:
 
         return place
 
+    torch.save(alike, folder / "legacy.pt", _use_new_zipfile_serialization=False)
     return [
+        Target("torch before 1.6", [(folder / "legacy.pt").read_bytes()], plain("a.pt")),
         Target("torch zip", [path.read_bytes() for path in zips], plain("a.pt")),
         Target("torch pickle", pickles, lambda to, data: archive(to / "a.pt", data, storages)),
         Target("safetensors", [flat.read_bytes(), safetensors.torch.save({"a": bits(3)})], plain("a.safetensors")),

@@ -10,7 +10,7 @@ import pytest
 from tests.cli.fuzz import exercise, run, targets
 
 NAMES = [
-    *("torch zip", "torch pickle", "safetensors", "safetensors index"),
+    *("torch before 1.6", "torch zip", "torch pickle", "safetensors", "safetensors index"),
     *("dcp metadata", "dcp paths", "dcp data"),
 ]
 

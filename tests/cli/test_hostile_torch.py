@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.cli.hostile import Raw, Storage, archive, bomb, pickle_of, tensor
-from tests.cli.states import bits, nested_state, write
+from tests.cli.states import nested_state, write
 from tests.pace import units
 
 DATA = {"0": bytes(16)}
@@ -376,18 +376,6 @@ def test_flipped_bits_are_found_by_convert(good, tmp_path, statetree):
             assert all(torch.equal(loaded[key], value) for key, value in expected.items())
         else:
             assert str(path) in ran.err
-
-
-@pytest.fixture
-def old(tmp_path):
-    state = {"w": bits(4, 3), "n": bits(5), "step": 3}
-    state["tied"] = state["w"]
-    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    return tmp_path / "old.pt"
-
-
-def test_old_files_are_named(old, statetree):
-    refused(statetree("show", old), "it is in the format of torch before 1.6", "save it again with torch.save")
 
 
 @pytest.mark.parametrize(

@@ -18,26 +18,13 @@ FILES = {
 
 
 @pytest.fixture(params=[(package, name) for package, names in FILES.items() for name in names], ids="-".join)
-def published(request):
+def file(request):
+    """A file of torch before 1.6."""
     package, name = request.param
     found = find_spec(package)
     if found is None or found.origin is None:
         pytest.skip(f"{package} is not installed, and its checkpoint comes with it")
     return Path(found.origin).parent / name
-
-
-@pytest.fixture
-def file(published, tmp_path):
-    """The file as torch saves it today: all of these were written before torch 1.6."""
-    place = tmp_path / f"{published.parents[2].name}.pt"
-    torch.save(read(published), place)
-    return place
-
-
-def test_a_file_of_an_older_torch_is_told_what_to_do_with(published, statetree):
-    ran = statetree("show", published)
-    assert ran.status == 2
-    assert "load it with torch.load, and save it again with torch.save" in ran.err
 
 
 def read(path):
