@@ -9,7 +9,7 @@ import torch
 
 from statetree.chunks.boxes import in_slabs, whole_box
 from statetree.chunks.local import chunks_at
-from statetree.errors import Difference, TreeMismatch
+from statetree.errors import Difference, TreeMismatch, check_later
 from statetree.exchange.allocation import allocated
 from statetree.exchange.group import group_of
 from statetree.exchange.manifest import chunks_of, is_cuttable
@@ -108,7 +108,8 @@ class _Loading:
         self._leaves, self._spec = self._lowered.leaves, self._lowered.spec
         self._paths: Sequence[Path] = self._spec.paths()
         keys = self._spec.flat_keys()
-        stored = to_flat(opened(path).tree)[0]
+        checkpoint = opened(path)
+        self._files, stored = checkpoint.files, to_flat(checkpoint.tree)[0]
         chosen: Sequence[int] = range(len(keys))
         if where is not None:
             mask = selected(where, self._lowered.outline.spec, self._lowered.outer, verb="load")
@@ -131,6 +132,8 @@ class _Loading:
 
     @quietly
     def run(self, process_group: ProcessGroup | None, *, read_once: bool) -> Any:
+        for path in self._files.paths:  # also those that other ranks read for this one
+            check_later(self._files.check, path)
         group = group_of("load", process_group, None)
         direct = [index for index, is_direct in self._is_direct.items() if is_direct]
         self._check(direct, {index: chunks_of(self._leaves[index], group) for index in direct})
