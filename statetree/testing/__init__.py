@@ -14,29 +14,30 @@ The assertions look at torch for themselves and use none of the engines, so that
   ``dtensor_layout``: a DTensor as seen from all ranks at once; ``plans``: trees as the code that makes them
 - ``plan_strategies``, ``strategies``, ``layout_strategies``: what hypothesis draws (the extra ``testing``)
 - ``tensor_pickles``, ``rank_worker``, ``rank_process``, ``rank_pool``, ``rank_calls``: ranks as processes;
-  ``local_world``: ranks in one process; ``pace``: limits of time; ``pytest_plugin``
+  ``local_ranks``: ranks in one process; ``pace``: limits of time
 """
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
+from statetree.testing import laws
+from statetree.testing.arguments import needing_hypothesis
+from statetree.testing.assertions import (
+    assert_independent,
+    assert_pure,
+    assert_structure_preserved,
+    assert_trees_equal,
+)
+from statetree.testing.conformance_suite import conformance
+from statetree.testing.dtensor_layout import Layout
+from statetree.testing.laws import Law
+from statetree.testing.local_ranks import local_ranks
+from statetree.testing.rank_calls import run_ranks
+from statetree.testing.transform_check import check_transform
+
 if TYPE_CHECKING:
-    from statetree.testing import laws
-    from statetree.testing.assertions import (
-        assert_independent,
-        assert_pure,
-        assert_structure_preserved,
-        assert_trees_equal,
-    )
-    from statetree.testing.conformance_suite import conformance
-    from statetree.testing.dtensor_layout import Layout
-    from statetree.testing.laws import Law
     from statetree.testing.layout_strategies import layouts
-    from statetree.testing.local_world import local_ranks
-    from statetree.testing.rank_calls import run_ranks
     from statetree.testing.stager_machine import StagerMachine
     from statetree.testing.strategies import state_trees, tensors, tied_trees
-    from statetree.testing.transform_check import check_transform
 
 __all__ = [
     "Law",
@@ -57,30 +58,15 @@ __all__ = [
     "tied_trees",
 ]
 
-#: The module of each name.
-_MODULES = {
-    "assertions": ("assert_independent", "assert_pure", "assert_structure_preserved", "assert_trees_equal"),
-    "conformance_suite": ("conformance",),
-    "dtensor_layout": ("Layout",),
-    "laws": ("Law",),
-    "layout_strategies": ("layouts",),
-    "local_world": ("local_ranks",),
-    "rank_calls": ("run_ranks",),
-    "stager_machine": ("StagerMachine",),
-    "strategies": ("state_trees", "tensors", "tied_trees"),
-    "transform_check": ("check_transform",),
-}
 
 if not TYPE_CHECKING:  # a type checker is to know which names there are
 
     def __getattr__(name: str) -> Any:
-        """Load a name when it is first asked for: the plugin for pytest lies here, and must not import torch."""
+        """Load the strategies, and hypothesis with them, when one is first asked for."""
         if name not in __all__:
             msg = f"module {__name__!r} has no attribute {name!r}"
             raise AttributeError(msg)
-        from statetree.testing.arguments import needing_hypothesis
-
         with needing_hypothesis(name):
-            owner = next((module for module, names in _MODULES.items() if name in names), name)
-            module = importlib.import_module(f"{__name__}.{owner}")
-        return module if name == owner else getattr(module, name)
+            from statetree.testing import layout_strategies, stager_machine, strategies
+        modules = {"layouts": layout_strategies, "StagerMachine": stager_machine}
+        return getattr(modules.get(name, strategies), name)

@@ -37,14 +37,12 @@ def check_at_least(name: str, given: object, least: int) -> None:
         refuse(name, f"at least {least}", given)
 
 
-def world_sizes(name: str, given: object) -> tuple[int, ...]:
-    """Return numbers of ranks, of one or of several; refuse what are none."""
-    sizes = (given,) if isinstance(given, int) else given
-    if not isinstance(sizes, Sequence) or isinstance(sizes, str) or not sizes:
-        refuse(name, "a world size or several, such as 2 or (1, 2)", given, TypeError)
-    for size in sizes:
+def check_world_sizes(name: str, given: object) -> None:
+    """Refuse what are no numbers of ranks, or none."""
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+        refuse(name, "world sizes, such as (1, 2)", given, TypeError)
+    for size in given:
         check_at_least(name, size, 1)
-    return tuple(sizes)
 
 
 def check_shape(name: str, given: object) -> None:

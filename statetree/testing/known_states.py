@@ -26,10 +26,6 @@ _OPTIMIZER = _dict(
 
 STATES = (
     _dict(w=TensorPlan()),
-    *(
-        _dict(w=TensorPlan((8,), dtype, elements="revealing"))
-        for dtype in (torch.float32, torch.float64, torch.int64, torch.int32, torch.bfloat16)
-    ),
     _dict(w=TensorPlan((0,))),
     _dict(w=TensorPlan(())),
     _dict(w=TensorPlan((2,), torch.float64)),

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 NAN = float("nan")
-#: Half of the trees have at least as many leaves, where they may.
-MANY = 10
 AWKWARD_KEYS = (
     *(True, False, None, 0.0, -0.0, 1.0, NAN, "0", "1", "True", "None", "", ".", "[0]", "['a']", "\ud800", b"a"),
     *(Color.RED, (0,), ("0",), (False, "a"), (), frozenset({"a", "b"}), NamedPair(1, "a"), int),
@@ -67,7 +65,6 @@ def tensor_plans(
         dtype=st.sampled_from(dtypes),
         geometry=st.sampled_from(geometries),
         wrap=st.sampled_from(wraps),
-        elements=st.sampled_from(["counted", "revealing", "revealing"]),
     ).filter(can_be_shown)
 
 
@@ -118,23 +115,7 @@ def tree_plans(
     chosen = usual if leaves is None else _plans_of(leaves)
     trees = st.recursive(chosen, lambda smaller: _nodes(smaller, opaque=opaque), max_leaves=max_leaves)
     fewest = st.sampled_from([0, 2, 2])  # else half of all trees would be leaves, or empty
-    deep = st.one_of(trees, fewest.flatmap(lambda count: _nodes(trees, opaque=opaque, fewest=count)))
-    if max_leaves < MANY:
-        return deep
-    return st.sampled_from([False, True, True]).flatmap(lambda many: _wide(chosen, max_leaves) if many else deep)
-
-
-@st.composite
-def _wide(draw: st.DrawFn, leaves: st.SearchStrategy[Any], most: int) -> Node:
-    """Plans of many leaves, as training states have them: those that grow by chance end early."""
-    held = draw(st.lists(leaves, min_size=MANY, max_size=most))
-    groups = []
-    while held:
-        taken = tuple(held[:4])
-        kind = draw(st.sampled_from(["dict", "list", "tuple", "OrderedDict"]))
-        groups.append(Node(kind, taken, tuple("abcd"[: len(taken)]) if kind in MAPPINGS else ()))
-        del held[:4]
-    return Node("dict", tuple(groups), tuple(range(len(groups))))
+    return st.one_of(trees, fewest.flatmap(lambda count: _nodes(trees, opaque=opaque, fewest=count)))
 
 
 def tied_plans(*, max_leaves: int = 12, opaque: bool = True) -> st.SearchStrategy[Any]:

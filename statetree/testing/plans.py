@@ -16,7 +16,7 @@ import torch
 
 from statetree.testing import samples
 from statetree.testing.dtensor_layout import Layout
-from statetree.testing.elements import DIFFERENTIABLE, counted, revealing
+from statetree.testing.elements import DIFFERENTIABLE, counted
 from statetree.testing.source_code import PrintsAsCode, code, has_code
 
 if TYPE_CHECKING:
@@ -131,14 +131,12 @@ class TensorPlan(PrintsAsCode):
         dtype: Its dtype.
         geometry: How it lies in its storage: one of ``GEOMETRIES``.
         wrap: What class it is of, and what else it has: one of ``WRAPS``.
-        elements: Which numbers it holds: ``counted``, or ``revealing`` (see ``elements``).
     """
 
     shape: tuple[int, ...] = (2,)
     dtype: torch.dtype = torch.float32
     geometry: str = "contiguous"
     wrap: str = "tensor"
-    elements: str = "counted"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -217,7 +215,7 @@ class Code:
             expression = self._container(plan)
         elif isinstance(plan, TensorPlan):
             wraps = WRAPS if plan.dtype in DIFFERENTIABLE else {**WRAPS, **_WITHOUT_GRADIENT}
-            tensor = self._tensor(plan)
+            tensor = self._tensor(plan.shape, plan.dtype, plan.geometry)
             note = self._numbers((2,), torch.float32) if plan.wrap == "attribute" else ""
             expression = wraps[plan.wrap].format(tensor, note=note)
         elif isinstance(plan, ViewPlan):
@@ -249,9 +247,9 @@ class Code:
         self.objects[name] = value
         return name
 
-    def _numbers(self, shape: tuple[int, ...], dtype: torch.dtype, elements: str = "counted") -> str:
+    def _numbers(self, shape: tuple[int, ...], dtype: torch.dtype) -> str:
         first, self._next = self._next, self._next + math.prod(shape)
-        return {"counted": counted, "revealing": revealing}[elements](shape, dtype, first)
+        return counted(shape, dtype, first)
 
     def _base(self, index: int) -> str:
         if index not in self._bases:
@@ -259,27 +257,26 @@ class Code:
             self.lines.append(f"{self._bases[index]} = {self._numbers((4, 6), torch.float32)}")
         return self._bases[index]
 
-    def _tensor(self, plan: TensorPlan) -> str:
-        shape, dtype, geometry, elements = plan.shape, plan.dtype, plan.geometry, plan.elements
+    def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype, geometry: str) -> str:
         dims = len(shape)
         if geometry == "channels_last" and dims == 3:
-            return f"{self._numbers((1, *shape), dtype, elements)}.to(memory_format=torch.channels_last)"
+            return f"{self._numbers((1, *shape), dtype)}.to(memory_format=torch.channels_last)"
         if geometry in ("channels_last", "transposed") and dims > 1:
             order = tuple(range(dims))[::-1]
-            return self._numbers(shape[::-1], dtype, elements) + (".t()" if dims == 2 else f".permute{order}")
+            return self._numbers(shape[::-1], dtype) + (".t()" if dims == 2 else f".permute{order}")
         if geometry == "gaps" and dims:
-            return f"{self._numbers(tuple(2 * side for side in shape), dtype, elements)}[{', '.join(['1::2'] * dims)}]"
+            return f"{self._numbers(tuple(2 * side for side in shape), dtype)}[{', '.join(['1::2'] * dims)}]"
         if geometry == "inside":
-            return f"{self._numbers((math.prod(shape) + 8,), dtype, elements)}[5:-3].view({shape})"
+            return f"{self._numbers((math.prod(shape) + 8,), dtype)}[5:-3].view({shape})"
         if geometry == "expanded" and dims:
-            return f"{self._numbers((1, *shape[1:]), dtype, elements)}.expand({shape})"
+            return f"{self._numbers((1, *shape[1:]), dtype)}.expand({shape})"
         if geometry == "conjugated":
-            return f"{self._numbers(shape, dtype, elements)}.conj()"
+            return f"{self._numbers(shape, dtype)}.conj()"
         if geometry == "negated" and dtype in DIFFERENTIABLE:
-            return f"torch._neg_view({self._numbers(shape, dtype, elements)})"
+            return f"torch._neg_view({self._numbers(shape, dtype)})"
         if geometry == "meta":
             return f'torch.empty({shape}, dtype={dtype}, device="meta")'
-        return self._numbers(shape, dtype, elements)
+        return self._numbers(shape, dtype)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,9 +1,7 @@
 """The public hypothesis strategies for tensors and trees.
 
 Each draws a plan, builds it, and notes the code that makes the tree, which hypothesis prints when a test fails.
-Elements of a third of the tensors are counted, and unique by position over all tensors of a tree. In the others every
-loss shows: full mantissas, whole numbers beyond 2**53 and 2**24, negative zero, subnormals, infinities, NaNs with
-payloads.
+Elements of tensors are unique by position, over all tensors of a tree.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ def tensors(
     geometries: Sequence[str] = GEOMETRIES,
     wraps: Sequence[str] = USUAL_WRAPS,
 ) -> st.SearchStrategy[torch.Tensor]:
-    """Tensors whose elements are counted, or such that every loss shows: to be compared by their bits.
+    """Tensors whose elements are unique by position.
 
     Args:
         dtypes: Their dtypes, or ``"training"``: those of ordinary training states.

@@ -45,7 +45,7 @@ def plans(world_size: int | None) -> st.SearchStrategy[Any]:
     usual = st.one_of(
         tensor_plans(dtypes=TRAINING_DTYPES, wraps=["tensor", "parameter"]), st.builds(Value, plain_values())
     )
-    return st.one_of(tree_plans(usual, opaque=False), tree_plans(), tied_plans())
+    return st.one_of(tree_plans(usual, max_leaves=6, opaque=False), tree_plans(max_leaves=8), tied_plans(max_leaves=8))
 
 
 @functools.lru_cache(maxsize=8)

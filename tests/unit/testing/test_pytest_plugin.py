@@ -21,10 +21,9 @@ def place():
     return dist.get_rank(), dist.get_world_size()
 
 
-@pytest.mark.statetree_world_sizes(1, 2)
-def test_places(statetree_ranks):
-    sizes = range(statetree_ranks.world_size)
-    assert statetree_ranks(place) == [(rank, statetree_ranks.world_size) for rank in sizes]
+@pytest.mark.world_sizes(1, 2)
+def test_places(ranks):
+    assert ranks(place) == [(rank, ranks.world_size) for rank in range(ranks.world_size)]
 
 
 def test_nothing():
@@ -35,38 +34,7 @@ import sys
 
 
 def test_that_torch_is_not_imported():
-    assert not [name for name in ("torch", "optree", "hypothesis") if name in sys.modules]
-"""
-FOREIGN = """
-import pytest
-
-
-@pytest.fixture(name="ranks")
-def some_ranks():
-    return [3]
-
-
-@pytest.fixture(params=[1, 2])
-def local_ranks(request):
-    return request.param
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_parameter(ranks):
-    assert ranks in (1, 2)
-
-
-def test_a_fixture(ranks, local_ranks):
-    assert ranks == [3]
-
-
-def test_what_is_seen_of_the_plugin(request):
-    plugin = request.config.pluginmanager.get_plugin("statetree.testing.pytest_plugin")
-    ours = [name for name, value in vars(plugin).items() if type(value).__name__ == "FixtureFunctionDefinition"]
-    assert ours
-    markers = [line for line in request.config.getini("markers") if "ranks" in line]
-    assert markers
-    assert all(name.startswith("statetree_") for name in (*ours, *markers))
+    assert not [name for name in ("torch", "statetree", "hypothesis") if name in sys.modules]
 """
 
 
@@ -74,15 +42,15 @@ def world_size():
     return dist.get_world_size()
 
 
-def test_two_ranks_unless_said_otherwise(statetree_ranks):
-    assert statetree_ranks.world_size == 2
-    assert repr(statetree_ranks) == "RankRunner(2)"
-    assert statetree_ranks(world_size, timeout=units(20)) == [2, 2]
+def test_two_ranks_unless_said_otherwise(ranks):
+    assert ranks.world_size == 2
+    assert repr(ranks) == "Ranks(2)"
+    assert ranks(world_size, timeout=units(20)) == [2, 2]
 
 
-@pytest.mark.statetree_world_sizes(3)
-def test_a_marker_says_how_many(statetree_ranks):
-    assert statetree_ranks(world_size) == [3, 3, 3]
+@pytest.mark.world_sizes(3)
+def test_a_marker_says_how_many(ranks):
+    assert ranks(world_size) == [3, 3, 3]
 
 
 def pytest_run(folder, text):
@@ -93,7 +61,7 @@ def pytest_run(folder, text):
         "-m",
         "pytest",
         "-p",
-        "statetree.testing.pytest_plugin",
+        "_statetree_pytest",
         "-p",
         "no:cacheprovider",
         "-v",
@@ -118,12 +86,6 @@ def test_in_a_project_of_its_own(tmp_path):
         assert name in done.stdout
 
 
-def test_the_names_of_others_are_theirs(tmp_path):
-    done = pytest_run(tmp_path, FOREIGN)
-    assert done.returncode == 0, done.stdout
-    assert "5 passed" in done.stdout
-
-
 def test_a_session_that_uses_none_of_it_does_not_import_torch(tmp_path):
     done = pytest_run(tmp_path, WITHOUT_TORCH)
     assert done.returncode == 0, done.stdout
@@ -135,7 +97,7 @@ pytest.importorskip("torch.distributed._local_tensor", reason="this torch has no
 @pytest.mark.parametrize(
     "count", [pytest.param(1, marks=pytest.mark.slow), 5, pytest.param(32, marks=pytest.mark.slow)]
 )
-def test_layouts_agree_with_torch_on_many_ranks_in_one_process(statetree_local_ranks, count):
+def test_layouts_agree_with_torch_on_many_ranks_in_one_process(local_ranks, count):
     from torch.distributed.tensor import distribute_tensor
 
     if dist.is_initialized():  # by a test before, in this process: another one has none
@@ -144,7 +106,7 @@ def test_layouts_agree_with_torch_on_many_ranks_in_one_process(statetree_local_r
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=units(60))
         assert done.returncode == 0, done.stdout
         return
-    statetree_local_ranks(count)
+    local_ranks(count)
     for placements in (("S0",), ("S1",), ("R",)):
         layout = Layout((7, 3), tuple(range(count)), placements)
         made = distribute_tensor(layout.full(), layout.device_mesh(), layout.torch_placements())

@@ -1,7 +1,6 @@
-"""The plugin for pytest: fixtures ``statetree_ranks`` and ``statetree_local_ranks``, and a marker.
+"""The plugin of statetree for pytest: fixtures ``ranks`` and ``local_ranks``, and the marker ``world_sizes``.
 
-It is loaded into every session of pytest where statetree is installed. So all of its names begin with ``statetree_``,
-and it imports neither torch nor hypothesis before a fixture is used.
+It lies outside of the package so that a session of pytest which uses none of it does not import torch.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ CALL_UNITS, COLLECTIVE_UNITS = 30, 15
 DEFAULT_WORLD_SIZE = 2
 
 
-class RankRunner:
+class Ranks:
     """Real ranks of a world size: call it with a function, and it returns what each rank returned.
 
     It takes what ``statetree.testing.run_ranks`` takes. Deadlines are multiples of what a process takes to start here
@@ -41,32 +40,30 @@ class RankRunner:
         return run_ranks(self.world_size, fn, *args, **(limits | options))
 
     def __repr__(self) -> str:
-        return f"RankRunner({self.world_size})"
+        return f"Ranks({self.world_size})"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Make the marker known."""
-    config.addinivalue_line(
-        "markers", "statetree_world_sizes(*sizes): numbers of ranks that the fixture `statetree_ranks` has in turn"
-    )
+    config.addinivalue_line("markers", "world_sizes(*sizes): numbers of ranks that the fixture `ranks` has in turn")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run a test for each of its world sizes."""
-    if "statetree_ranks" in metafunc.fixturenames:
-        marker = metafunc.definition.get_closest_marker("statetree_world_sizes")
+    if "ranks" in metafunc.fixturenames:
+        marker = metafunc.definition.get_closest_marker("world_sizes")
         sizes = marker.args if marker else (DEFAULT_WORLD_SIZE,)
-        metafunc.parametrize("statetree_ranks", sizes, indirect=True, ids=[f"{size} ranks" for size in sizes])
+        metafunc.parametrize("ranks", sizes, indirect=True, ids=[f"{size} ranks" for size in sizes])
 
 
 @pytest.fixture
-def statetree_ranks(request: pytest.FixtureRequest) -> RankRunner:
-    """Real ranks, two unless the test is marked with ``statetree_world_sizes``."""
-    return RankRunner(request.param)
+def ranks(request: pytest.FixtureRequest) -> Ranks:
+    """Real ranks, two unless the test is marked with ``world_sizes``."""
+    return Ranks(request.param)
 
 
 @pytest.fixture
-def statetree_local_ranks() -> Iterator[Callable[[int], Any]]:
+def local_ranks() -> Iterator[Callable[[int], Any]]:
     """A function of a number of ranks, which from then on all are in this process until the test ends."""
     from statetree.testing import local_ranks as begin
 
