@@ -248,6 +248,13 @@ def test_a_collective_is_called_on_real_ranks():
     assert len(source.splitlines()) <= MAX_LINES
 
 
+def test_a_single_world_size_needs_no_tuple():
+    report = check_transform(gathered, laws=["global_values"], ranks=2, examples=2)
+    assert report["global_values"].examples == 2
+    with pytest.raises(TypeError, match="whole number"):
+        check_transform(gathered, ranks=True)
+
+
 @pytest.mark.slow
 def test_ranks_that_leave_each_other_are_noticed():
     report = check_transform(gathered_by_some, ranks=(2,), examples=2)
