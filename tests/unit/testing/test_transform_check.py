@@ -110,7 +110,7 @@ def test_laws_that_must_hold():
         check_transform(cloned, laws=["tied"])
     with pytest.raises(TypeError, match="check_transform: fn: expected a function of a tree, got 3"):
         check_transform(3)
-    for ranks in (2, [], "2", [0], [True]):
+    for ranks in (0, [], "2", [0], [True]):
         with pytest.raises((TypeError, ValueError), match="check_transform: ranks: expected"):
             check_transform(cloned, ranks=ranks)
 
