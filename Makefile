@@ -14,7 +14,7 @@ INSTALL := python -m pip install -qq --disable-pip-version-check -c constraints.
 PIP := $(BIN)/$(INSTALL)
 PYTEST := $(BIN)/python -m pytest
 WORKERS := --numprocesses=2
-SOURCES := $(wildcard statetree _statetree_pytest.py tests examples benchmarks docs)
+SOURCES := $(wildcard statetree tests examples benchmarks docs)
 
 # Only for the checkpoint files (resemblyzer, lpips) and tensor subclasses (torchao) that they ship:
 # their dependencies would add gigabytes and are never imported.

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from statetree.testing.arguments import check_one_of, check_shape, refuse
-from statetree.testing.elements import DTYPES, counted
+from statetree.testing.elements import DTYPES, numbered
 from statetree.testing.source_code import PrintsAsCode
 
 #: How the local tensors of a layout may lie in their storages.
@@ -118,7 +118,7 @@ class Layout(PrintsAsCode):
     def _elements(self) -> torch.Tensor:
         if "P" not in self.placements:
             with torch.device("cpu"):
-                made: torch.Tensor = eval(counted(self.shape, self.dtype, 1))
+                made: torch.Tensor = eval(numbered(self.shape, self.dtype, 1))
             return made
         most = largest_sum(self.dtype) // self._total_weight()
         numbers = torch.arange(math.prod(self.shape), device="cpu").reshape(self.shape) % most + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from statetree.testing.dtensor_layout import Layout
+from statetree.testing.elements import HARD_TO_KEEP
 from statetree.testing.plans import Again, Node, TensorPlan, Value, ViewPlan
 
 
@@ -26,6 +27,7 @@ _OPTIMIZER = _dict(
 
 STATES = (
     _dict(w=TensorPlan()),
+    *(_dict(w=TensorPlan(dtype=dtype, elements=elements)) for dtype, elements in HARD_TO_KEEP),
     _dict(w=TensorPlan((0,))),
     _dict(w=TensorPlan(())),
     _dict(w=TensorPlan((2,), torch.float64)),

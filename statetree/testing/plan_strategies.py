@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 
 from statetree.testing.arguments import check_at_least, check_some_of, refuse
-from statetree.testing.elements import DTYPES
+from statetree.testing.elements import DTYPES, ELEMENTS, HARD_TO_KEEP
 from statetree.testing.plans import (
     GEOMETRIES,
     MAPPINGS,
@@ -54,6 +54,7 @@ def tensor_plans(
     max_side: int = 3,
     geometries: Sequence[str] = GEOMETRIES,
     wraps: Sequence[str] = USUAL_WRAPS,
+    elements: Sequence[str] = ELEMENTS,
 ) -> st.SearchStrategy[TensorPlan]:
     """Plans of single tensors (see ``tensors``)."""
     check_some_of("dtypes", dtypes, DTYPES)
@@ -65,7 +66,15 @@ def tensor_plans(
         dtype=st.sampled_from(dtypes),
         geometry=st.sampled_from(geometries),
         wrap=st.sampled_from(wraps),
+        elements=st.sampled_from(elements),
     ).filter(can_be_shown)
+
+
+def _hard_plans(dtypes: Sequence[torch.dtype]) -> st.SearchStrategy[TensorPlan]:
+    """Plans of tensors with elements that are easily lost. Few of ``tensor_plans`` are such."""
+    pairs = [pair for pair in HARD_TO_KEEP if pair[0] in dtypes] or [(dtype, "counted") for dtype in dtypes]
+    drawn = st.tuples(shapes(), st.sampled_from(pairs), st.sampled_from(USUAL_WRAPS))
+    return drawn.map(lambda plan: TensorPlan(plan[0], plan[1][0], wrap=plan[2], elements=plan[1][1]))
 
 
 def can_be_shown(plan: TensorPlan) -> bool:
@@ -109,13 +118,14 @@ def tree_plans(
     check_at_least("max_leaves", max_leaves, 1)
     if not (leaves is None or isinstance(leaves, st.SearchStrategy)):
         refuse("leaves", "a strategy, or None", leaves, TypeError)
-    usual = st.one_of(
-        _NOTHING, tensor_plans(dtypes=dtypes), tensor_plans(dtypes=dtypes), st.builds(Value, plain_values())
-    )
+    hard = [_hard_plans(dtypes) for _ in range(2)]  # one that is given twice would count once
+    usual = st.one_of(_NOTHING, tensor_plans(dtypes=dtypes), *hard, st.builds(Value, plain_values()))
     chosen = usual if leaves is None else _plans_of(leaves)
     trees = st.recursive(chosen, lambda smaller: _nodes(smaller, opaque=opaque), max_leaves=max_leaves)
-    fewest = st.sampled_from([0, 2, 2])  # else half of all trees would be leaves, or empty
-    return st.one_of(trees, fewest.flatmap(lambda count: _nodes(trees, opaque=opaque, fewest=count)))
+    fewest = st.sampled_from([0, 2, 2])  # else half of these would be leaves, or empty
+    small = st.one_of(trees, fewest.flatmap(lambda count: _nodes(trees, opaque=opaque, fewest=count)))
+    large = _large(chosen, max_leaves)
+    return st.sampled_from([small, small, large, large, large]).flatmap(lambda drawn: drawn)
 
 
 def tied_plans(*, max_leaves: int = 12, opaque: bool = True) -> st.SearchStrategy[Any]:
@@ -165,6 +175,26 @@ def _nodes(children: st.SearchStrategy[Any], *, opaque: bool, fewest: int = 0) -
 
     # All are composite: these stand for themselves in representations, which else would grow with each level.
     return st.one_of(mappings(), sequences(), pairs(), *([things()] if opaque else []))
+
+
+@st.composite
+def _large(draw: st.DrawFn, leaves: st.SearchStrategy[Any], max_leaves: int) -> Any:
+    """Trees of ten leaves or more, if so many are allowed: what ``st.recursive`` draws seldom has more than three."""
+    items = draw(st.lists(leaves, min_size=min(10, max_leaves), max_size=max_leaves))
+    while len(items) > 1:  # into containers of up to four
+        items = [draw(_holding(tuple(items[start : start + 4]))) for start in range(0, len(items), 4)]
+    return items[0]
+
+
+def _holding(children: tuple[Any, ...]) -> st.SearchStrategy[Node]:
+    """Mappings and sequences that hold some children."""
+    count = len(children)
+    keys = st.lists(_keys(), min_size=count, max_size=count, unique=True).map(tuple)
+    mappings = st.sampled_from([kind for kind in MAPPINGS if kind != "Counter"])
+    return st.one_of(
+        st.builds(Node, mappings, st.just(children), keys),
+        st.builds(Node, st.sampled_from(list(SEQUENCES)), st.just(children)),
+    )
 
 
 def _attributes(kind: str, children: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[tuple[str, Any], ...]]:

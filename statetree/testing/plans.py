@@ -16,7 +16,7 @@ import torch
 
 from statetree.testing import samples
 from statetree.testing.dtensor_layout import Layout
-from statetree.testing.elements import DIFFERENTIABLE, counted
+from statetree.testing.elements import DIFFERENTIABLE, numbered
 from statetree.testing.source_code import PrintsAsCode, code, has_code
 
 if TYPE_CHECKING:
@@ -131,12 +131,14 @@ class TensorPlan(PrintsAsCode):
         dtype: Its dtype.
         geometry: How it lies in its storage: one of ``GEOMETRIES``.
         wrap: What class it is of, and what else it has: one of ``WRAPS``.
+        elements: Which elements it has: one of ``ELEMENTS``.
     """
 
     shape: tuple[int, ...] = (2,)
     dtype: torch.dtype = torch.float32
     geometry: str = "contiguous"
     wrap: str = "tensor"
+    elements: str = "counted"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -215,7 +217,7 @@ class Code:
             expression = self._container(plan)
         elif isinstance(plan, TensorPlan):
             wraps = WRAPS if plan.dtype in DIFFERENTIABLE else {**WRAPS, **_WITHOUT_GRADIENT}
-            tensor = self._tensor(plan.shape, plan.dtype, plan.geometry)
+            tensor = self._tensor(plan)
             note = self._numbers((2,), torch.float32) if plan.wrap == "attribute" else ""
             expression = wraps[plan.wrap].format(tensor, note=note)
         elif isinstance(plan, ViewPlan):
@@ -247,9 +249,9 @@ class Code:
         self.objects[name] = value
         return name
 
-    def _numbers(self, shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    def _numbers(self, shape: tuple[int, ...], dtype: torch.dtype, elements: str = "counted") -> str:
         first, self._next = self._next, self._next + math.prod(shape)
-        return counted(shape, dtype, first)
+        return numbered(shape, dtype, first, elements)
 
     def _base(self, index: int) -> str:
         if index not in self._bases:
@@ -257,26 +259,27 @@ class Code:
             self.lines.append(f"{self._bases[index]} = {self._numbers((4, 6), torch.float32)}")
         return self._bases[index]
 
-    def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype, geometry: str) -> str:
-        dims = len(shape)
+    def _tensor(self, plan: TensorPlan) -> str:
+        shape, dtype, geometry, dims = plan.shape, plan.dtype, plan.geometry, len(plan.shape)
+        numbers = functools.partial(self._numbers, dtype=dtype, elements=plan.elements)
         if geometry == "channels_last" and dims == 3:
-            return f"{self._numbers((1, *shape), dtype)}.to(memory_format=torch.channels_last)"
+            return f"{numbers((1, *shape))}.to(memory_format=torch.channels_last)"
         if geometry in ("channels_last", "transposed") and dims > 1:
             order = tuple(range(dims))[::-1]
-            return self._numbers(shape[::-1], dtype) + (".t()" if dims == 2 else f".permute{order}")
+            return numbers(shape[::-1]) + (".t()" if dims == 2 else f".permute{order}")
         if geometry == "gaps" and dims:
-            return f"{self._numbers(tuple(2 * side for side in shape), dtype)}[{', '.join(['1::2'] * dims)}]"
+            return f"{numbers(tuple(2 * side for side in shape))}[{', '.join(['1::2'] * dims)}]"
         if geometry == "inside":
-            return f"{self._numbers((math.prod(shape) + 8,), dtype)}[5:-3].view({shape})"
+            return f"{numbers((math.prod(shape) + 8,))}[5:-3].view({shape})"
         if geometry == "expanded" and dims:
-            return f"{self._numbers((1, *shape[1:]), dtype)}.expand({shape})"
+            return f"{numbers((1, *shape[1:]))}.expand({shape})"
         if geometry == "conjugated":
-            return f"{self._numbers(shape, dtype)}.conj()"
+            return f"{numbers(shape)}.conj()"
         if geometry == "negated" and dtype in DIFFERENTIABLE:
-            return f"torch._neg_view({self._numbers(shape, dtype)})"
+            return f"torch._neg_view({numbers(shape)})"
         if geometry == "meta":
             return f'torch.empty({shape}, dtype={dtype}, device="meta")'
-        return self._numbers(shape, dtype)
+        return numbers(shape)
 
 
 @functools.lru_cache(maxsize=1024)

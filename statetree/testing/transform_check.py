@@ -38,7 +38,7 @@ def check_transform(
     *,
     laws: Iterable[Law | str] | None = None,
     inverse: Transform | None = None,
-    ranks: Sequence[int] | None = None,
+    ranks: int | Sequence[int] | None = None,
     examples: int = 200,
     where: Where | None = None,
     seed: int = 0,
@@ -55,8 +55,8 @@ def check_transform(
         laws: Those that must hold: laws, or names of ``statetree.testing.laws``. By default all of these are checked,
             and none must hold.
         inverse: A function from each result back to the state. Then the round trip is one more law.
-        ranks: World sizes. The function is called as a collective on real ranks, with states that hold DTensors. It
-            must be picklable.
+        ranks: A world size, or several. The function is called as a collective on real ranks, with states that hold
+            DTensors. It must be picklable.
         examples: How many states there are.
         where: A predicate ``(path, leaf) -> bool``: the states have only leaves for which it is true.
         seed: Another number gives other examples.
@@ -84,14 +84,15 @@ def check_transform(
     check_at_least("check_transform: examples", examples, 1)
     if not (where is None or callable(where)):
         refuse("check_transform: where", "a predicate of a path and a leaf", where, TypeError)
-    if ranks is not None:
-        check_world_sizes("check_transform: ranks", ranks)
+    world_sizes = (ranks,) if isinstance(ranks, int) else ranks
+    if world_sizes is not None:
+        check_world_sizes("check_transform: ranks", world_sizes)
     every = known.ALL if ranks is None else known.COLLECTIVE
     chosen = list(every) if laws is None else [_known(law) for law in laws]
     if inverse is not None:
         chosen.append(known.round_trip(inverse))
     verdicts: dict[str, Verdict] = {}
-    for world_size in ranks or (None,):
+    for world_size in world_sizes or (None,):
         found = _plans(world_size, examples, where, seed)
         for law in chosen:
             if law.name not in verdicts or verdicts[law.name].holds is not False:

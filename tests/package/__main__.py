@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
-#: The plugin for pytest, which must not import the package.
-PLUGIN = "_statetree_pytest.py"
 EXTRAS: Final = ("cli", "safetensors", "testing")
 #: Without PYTHONPATH and its like, which could lead back to the repository.
 ENVIRONMENT: Final = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
@@ -90,7 +88,7 @@ def check_contents(wheel: Path, package: Path) -> None:
         metadata = archive.read(about).decode()
         licences = [name for name in archive.namelist() if name.endswith("LICENSE")]
     files = [path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    expected = {PLUGIN, *(path.relative_to(package.parent).as_posix() for path in files)}
+    expected = {path.relative_to(package.parent).as_posix() for path in files}
     if names != expected:
         raise Failed(f"the wheel lacks {sorted(expected - names)}, and has {sorted(names - expected)} too much")
     if not licences:

@@ -21,9 +21,10 @@ def place():
     return dist.get_rank(), dist.get_world_size()
 
 
-@pytest.mark.world_sizes(1, 2)
-def test_places(ranks):
-    assert ranks(place) == [(rank, ranks.world_size) for rank in range(ranks.world_size)]
+@pytest.mark.statetree_world_sizes(1, 2)
+def test_places(statetree_ranks):
+    size = statetree_ranks.world_size
+    assert statetree_ranks(place) == [(rank, size) for rank in range(size)]
 
 
 def test_nothing():
@@ -34,7 +35,40 @@ import sys
 
 
 def test_that_torch_is_not_imported():
-    assert not [name for name in ("torch", "statetree", "hypothesis") if name in sys.modules]
+    assert not [name for name in ("torch", "optree", "hypothesis") if name in sys.modules]
+"""
+
+#: Names that this plugin had, or might have, as others have them.
+FOREIGN = """
+import pytest
+
+
+@pytest.fixture
+def local_ranks():
+    return 3
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_parametrized(ranks, local_ranks):
+    assert ranks in (2, 4) and local_ranks == 3
+
+
+class TestFixture:
+    @pytest.fixture
+    def ranks(self):
+        return "mine"
+
+    def test_mine(self, ranks):
+        assert ranks == "mine"
+
+
+def test_what_is_seen_of_the_plugin(request):
+    (plugin,) = [each for name, each in request.config.pluginmanager.list_name_plugin() if "statetree" in name]
+    ours = [name for name, value in vars(plugin).items() if isinstance(value, type(pytest.fixture(lambda: None)))]
+    ours += [line.split("(")[0] for line in request.config.getini("markers") if "statetree" in line]
+    assert sorted(ours) == ["statetree_local_ranks", "statetree_ranks", "statetree_world_sizes"]
+    hooks = [name for name in vars(plugin) if name.startswith("pytest_")]
+    assert sorted(hooks) == ["pytest_configure", "pytest_generate_tests"]  # no option
 """
 
 
@@ -42,15 +76,15 @@ def world_size():
     return dist.get_world_size()
 
 
-def test_two_ranks_unless_said_otherwise(ranks):
-    assert ranks.world_size == 2
-    assert repr(ranks) == "Ranks(2)"
-    assert ranks(world_size, timeout=units(20)) == [2, 2]
+def test_two_ranks_unless_said_otherwise(statetree_ranks):
+    assert statetree_ranks.world_size == 2
+    assert repr(statetree_ranks) == "Ranks(2)"
+    assert statetree_ranks(world_size, timeout=units(20)) == [2, 2]
 
 
-@pytest.mark.world_sizes(3)
-def test_a_marker_says_how_many(ranks):
-    assert ranks(world_size) == [3, 3, 3]
+@pytest.mark.statetree_world_sizes(3)
+def test_a_marker_says_how_many(statetree_ranks):
+    assert statetree_ranks(world_size) == [3, 3, 3]
 
 
 def pytest_run(folder, text):
@@ -61,7 +95,7 @@ def pytest_run(folder, text):
         "-m",
         "pytest",
         "-p",
-        "_statetree_pytest",
+        "statetree.testing.pytest_plugin",
         "-p",
         "no:cacheprovider",
         "-v",
@@ -91,13 +125,19 @@ def test_a_session_that_uses_none_of_it_does_not_import_torch(tmp_path):
     assert done.returncode == 0, done.stdout
 
 
+def test_a_suite_with_the_same_names_runs_as_before(tmp_path):
+    done = pytest_run(tmp_path, FOREIGN)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 passed" in done.stdout
+
+
 pytest.importorskip("torch.distributed._local_tensor", reason="this torch has no LocalTensorMode")
 
 
 @pytest.mark.parametrize(
     "count", [pytest.param(1, marks=pytest.mark.slow), 5, pytest.param(32, marks=pytest.mark.slow)]
 )
-def test_layouts_agree_with_torch_on_many_ranks_in_one_process(local_ranks, count):
+def test_layouts_agree_with_torch_on_many_ranks_in_one_process(statetree_local_ranks, count):
     from torch.distributed.tensor import distribute_tensor
 
     if dist.is_initialized():  # by a test before, in this process: another one has none
@@ -106,7 +146,7 @@ def test_layouts_agree_with_torch_on_many_ranks_in_one_process(local_ranks, coun
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=units(60))
         assert done.returncode == 0, done.stdout
         return
-    local_ranks(count)
+    statetree_local_ranks(count)
     for placements in (("S0",), ("S1",), ("R",)):
         layout = Layout((7, 3), tuple(range(count)), placements)
         made = distribute_tensor(layout.full(), layout.device_mesh(), layout.torch_placements())

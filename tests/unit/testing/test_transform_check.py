@@ -110,7 +110,7 @@ def test_laws_that_must_hold():
         check_transform(cloned, laws=["tied"])
     with pytest.raises(TypeError, match="check_transform: fn: expected a function of a tree, got 3"):
         check_transform(3)
-    for ranks in (2, [], "2", [0], [True]):
+    for ranks in (0, [], "2", [0], [True]):
         with pytest.raises((TypeError, ValueError), match="check_transform: ranks: expected"):
             check_transform(cloned, ranks=ranks)
 
@@ -246,6 +246,13 @@ def test_a_collective_is_called_on_real_ranks():
     assert "run_ranks(2, laws.global_values, shards_only, state)" in source
     assert "Layout((" in source
     assert len(source.splitlines()) <= MAX_LINES
+
+
+def test_a_single_world_size_needs_no_tuple():
+    report = check_transform(gathered, laws=["global_values"], ranks=2, examples=2)
+    assert report["global_values"].examples == 2
+    with pytest.raises(TypeError, match="whole number"):
+        check_transform(gathered, ranks=True)
 
 
 @pytest.mark.slow

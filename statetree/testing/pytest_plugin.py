@@ -1,6 +1,7 @@
-"""The plugin of statetree for pytest: fixtures ``ranks`` and ``local_ranks``, and the marker ``world_sizes``.
+"""The plugin of statetree for pytest: two fixtures and a marker, whose names begin with ``statetree_``.
 
-It lies outside of the package so that a session of pytest which uses none of it does not import torch.
+Every session of pytest imports it where statetree is installed: it has no other names, so that it is in nobody's way,
+and imports torch when a fixture is used.
 """
 
 from __future__ import annotations
@@ -45,27 +46,28 @@ class Ranks:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Make the marker known."""
-    config.addinivalue_line("markers", "world_sizes(*sizes): numbers of ranks that the fixture `ranks` has in turn")
+    about = "numbers of ranks that the fixture `statetree_ranks` has in turn"
+    config.addinivalue_line("markers", f"statetree_world_sizes(*sizes): {about}")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run a test for each of its world sizes."""
-    if "ranks" in metafunc.fixturenames:
-        marker = metafunc.definition.get_closest_marker("world_sizes")
+    if "statetree_ranks" in metafunc.fixturenames:
+        marker = metafunc.definition.get_closest_marker("statetree_world_sizes")
         sizes = marker.args if marker else (DEFAULT_WORLD_SIZE,)
-        metafunc.parametrize("ranks", sizes, indirect=True, ids=[f"{size} ranks" for size in sizes])
+        metafunc.parametrize("statetree_ranks", sizes, indirect=True, ids=[f"{size} ranks" for size in sizes])
 
 
 @pytest.fixture
-def ranks(request: pytest.FixtureRequest) -> Ranks:
-    """Real ranks, two unless the test is marked with ``world_sizes``."""
+def statetree_ranks(request: pytest.FixtureRequest) -> Ranks:
+    """Real ranks, two unless the test is marked with ``statetree_world_sizes``."""
     return Ranks(request.param)
 
 
 @pytest.fixture
-def local_ranks() -> Iterator[Callable[[int], Any]]:
+def statetree_local_ranks() -> Iterator[Callable[[int], Any]]:
     """A function of a number of ranks, which from then on all are in this process until the test ends."""
-    from statetree.testing import local_ranks as begin
+    from statetree.testing import local_ranks
 
     with ExitStack() as stack:
-        yield lambda world_size: stack.enter_context(begin(world_size))
+        yield lambda world_size: stack.enter_context(local_ranks(world_size))

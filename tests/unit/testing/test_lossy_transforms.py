@@ -1,0 +1,80 @@
+"""What loses bits is found among the first 50 examples, by ``check_transform`` and by trees that are drawn."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+import statetree as st
+from statetree.testing import assert_trees_equal, check_transform, state_trees
+
+FLOATS = (torch.float32, torch.float64)
+
+
+def through(dtype, other):
+    return lambda leaf: leaf.to(other).to(dtype) if leaf.dtype is dtype else leaf
+
+
+def without_sign_of_zero(leaf):
+    return torch.where(leaf == 0, torch.zeros_like(leaf), leaf) if leaf.dtype in FLOATS else leaf
+
+
+def without_payload(leaf):
+    return torch.where(leaf.isnan(), torch.full_like(leaf, torch.nan), leaf) if leaf.dtype in FLOATS else leaf
+
+
+LOSSES = {
+    "float32 through bfloat16": through(torch.float32, torch.bfloat16),
+    "float64 through float32": through(torch.float64, torch.float32),
+    "int64 through float32": through(torch.int64, torch.float32),
+    "int64 through float64": through(torch.int64, torch.float64),
+    "sign of zero": without_sign_of_zero,
+    "payload of NaN": without_payload,
+}
+LOSSY = pytest.mark.parametrize("loss", [pytest.param(loss, id=name) for name, loss in LOSSES.items()])
+
+
+def applied(loss, tree):
+    def on_tensors(leaf):
+        return loss(leaf.detach().resolve_conj().resolve_neg()) if isinstance(leaf, torch.Tensor) else leaf
+
+    return st.map_leaves(on_tensors, tree)
+
+
+@LOSSY
+@pytest.mark.parametrize("number", range(3))
+def test_check_transform_finds_it(loss, number):
+    with pytest.raises(AssertionError, match="elements differ"):
+        check_transform(lambda tree: applied(loss, tree), laws=["values"], examples=50, seed=number)
+
+
+@LOSSY
+@pytest.mark.parametrize("number", range(10))
+def test_trees_that_are_drawn_show_it(loss, number):
+    @seed(number)
+    @settings(
+        max_examples=50,
+        derandomize=False,
+        phases=[Phase.generate],
+        database=None,
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(tree=state_trees())
+    def check(tree):
+        assert_trees_equal(applied(lambda leaf: leaf, tree), applied(loss, tree), ties=False, strides=False)
+
+    with pytest.raises(AssertionError, match="elements differ"):
+        check()
+
+
+def test_half_of_the_trees_have_ten_leaves_or_more():
+    counts = []
+
+    @seed(1)
+    @settings(max_examples=200, derandomize=False, phases=[Phase.generate], database=None)
+    @given(tree=state_trees())
+    def count(tree):
+        counts.append(len(st.flatten(tree)[0]))
+
+    count()
+    assert sum(leaves >= 10 for leaves in counts) >= len(counts) / 2
