@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -100,17 +100,7 @@ def _read(values: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Return what values that lie in a tensor's memory read like, or the other way about: both bits are involutions."""
     if tensor.is_conj():
         values = torch.conj(values).resolve_conj()
-    return _negated(values) if tensor.is_neg() else values
-
-
-#: torch negates these by way of float32, which changes signalling NaNs.
-_HALVES: Final = frozenset({torch.float16, torch.bfloat16, torch.complex32})
-
-
-def _negated(values: torch.Tensor) -> torch.Tensor:
-    if values.dtype in _HALVES:
-        return (values.contiguous().view(torch.int16) ^ -0x8000).view(values.dtype)
-    return negated_view(values).resolve_neg()
+    return negated_view(values).resolve_neg() if tensor.is_neg() else values
 
 
 def put(piece: torch.Tensor, places: torch.Tensor, bits: torch.Tensor) -> None:
