@@ -32,8 +32,9 @@ DIFFERENTIABLE = frozenset(
 #: - ``counted``: small whole numbers. Almost every conversion keeps these.
 #: - ``precise``: they need all bits of the mantissa; integers that float32 or float64 rounds.
 #: - ``zeros``: negative zero, then negative subnormals.
-#: - ``infinite``: infinity, then signalling NaNs.
-#: - ``nan``: quiet NaNs, each with another payload.
+#: - ``infinite``: infinity, then the largest finite numbers.
+#: - ``nan``: quiet NaNs, each with another payload. (Of dtypes of 16 bits they are ``precise``: torch negates these by
+#:   way of float32, which loses payloads.)
 ELEMENTS = ("counted", "precise", "zeros", "infinite", "nan")
 #: Dtypes with elements that are lost by what keeps small whole numbers: a narrower dtype, arithmetic, a comparison.
 HARD_TO_KEEP = (
@@ -85,6 +86,7 @@ def _flat(dtype: torch.dtype, first: int, count: int, elements: str) -> str:
         return f"({_COUNTED[dtype].format(a=first, b=first + count)} + 0.1)"
     if elements != "counted" and dtype in _BITS:
         # Of the first element, all bits but the number are those of -0.0, of infinity, of a NaN, or of 1.0.
+        elements = "precise" if elements == "nan" and dtype.itemsize == 2 else elements
         bits, mantissa = dtype.itemsize * 8, round(-math.log2(torch.finfo(dtype).eps))
         infinity = (2 ** (bits - 1 - mantissa) - 1) << mantissa
         one = (2 ** (bits - 2 - mantissa) - 1) << mantissa
@@ -93,7 +95,7 @@ def _flat(dtype: torch.dtype, first: int, count: int, elements: str) -> str:
         code = {
             "precise": f"{counting} * 2 + {one + 1:#x}",
             "zeros": f"{from_zero} - 2**{bits - 1}",
-            "infinite": f"{from_zero} + {infinity:#x}",
+            "infinite": f"{infinity:#x} - {from_zero}",
             "nan": f"{counting} + {infinity + 2 ** (mantissa - 1):#x}",
         }[elements]
         converted = "" if bits == 64 else f".to({_BITS[dtype]})"

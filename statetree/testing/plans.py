@@ -276,6 +276,8 @@ class Code:
         if geometry == "conjugated":
             return f"{numbers(shape)}.conj()"
         if geometry == "negated" and dtype in DIFFERENTIABLE:
+            if dtype.itemsize == 2:  # torch negates these by way of float32, which changes NaNs that are near
+                numbers = functools.partial(numbers, elements="counted")
             return f"torch._neg_view({numbers(shape)})"
         if geometry == "meta":
             return f'torch.empty({shape}, dtype={dtype}, device="meta")'

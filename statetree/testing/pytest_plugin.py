@@ -19,7 +19,7 @@ CALL_UNITS, COLLECTIVE_UNITS = 30, 15
 DEFAULT_WORLD_SIZE = 2
 
 
-class RankRunner:
+class RanksFixture:
     """Real ranks of a world size: call it with a function, and it returns what each rank returned.
 
     It takes what ``statetree.testing.run_ranks`` takes. Deadlines are multiples of what a process takes to start here
@@ -41,7 +41,7 @@ class RankRunner:
         return run_ranks(self.world_size, fn, *args, **(limits | options))
 
     def __repr__(self) -> str:
-        return f"RankRunner({self.world_size})"
+        return f"RanksFixture({self.world_size})"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -59,9 +59,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def statetree_ranks(request: pytest.FixtureRequest) -> RankRunner:
+def statetree_ranks(request: pytest.FixtureRequest) -> RanksFixture:
     """Real ranks, two unless the test is marked with ``statetree_world_sizes``."""
-    return RankRunner(request.param)
+    return RanksFixture(request.param)
 
 
 @pytest.fixture

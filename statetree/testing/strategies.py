@@ -1,7 +1,7 @@
 """The public hypothesis strategies for tensors and trees.
 
 Each draws a plan, builds it, and notes the code that makes the tree, which hypothesis prints when a test fails.
-Elements of tensors are unique by position, over all tensors of a tree.
+Elements of tensors are unique by position, and many are lost by conversions: see ``elements``.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ def tensors(
 ) -> st.SearchStrategy[torch.Tensor]:
     """Tensors whose elements are unique by position.
 
+    Many of them change when they go through a narrower dtype or through arithmetic: full mantissas, whole numbers that
+    a float rounds, negative zero, subnormals, infinities, and NaNs with payloads.
+
     Args:
         dtypes: Their dtypes, or ``"training"``: those of ordinary training states.
         max_dims: How many dims they have at most.
@@ -59,7 +62,8 @@ def state_trees(
     """Trees of any containers and any leaves.
 
     Containers of every kind that statetree knows, empty ones, and keys that are hard to tell apart; ``None`` and other
-    plain values; tensors of any kind, none of which share a storage (``tied_trees`` has those).
+    plain values; tensors of any kind, with elements as those of ``tensors``, none of which share a storage
+    (``tied_trees`` has those). Half of the trees have ten leaves or more, where so many are allowed.
 
     Args:
         leaves: Leaves; by default tensors and plain values. Of strategies of this module, and of ``one_of`` them and

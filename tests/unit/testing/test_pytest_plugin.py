@@ -78,7 +78,7 @@ def world_size():
 
 def test_two_ranks_unless_said_otherwise(statetree_ranks):
     assert statetree_ranks.world_size == 2
-    assert repr(statetree_ranks) == "RankRunner(2)"
+    assert repr(statetree_ranks) == "RanksFixture(2)"
     assert statetree_ranks(world_size, timeout=units(20)) == [2, 2]
 
 
