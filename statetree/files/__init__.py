@@ -9,10 +9,11 @@ Files are not trusted: nothing in them is executed, sizes are compared with the 
 - ``page``: ``to_html``, a tree as one page to look at; ``shard_figures``: which rank holds which box.
 - ``leaf_text``: leaves in words; ``shared_bytes``: which of them share bytes.
 - ``publishing``: a checkpoint appears whole, or not at all.
-- ``safetensors_format``, ``safetensors_header``; ``torch_format``, ``torch_legacy``, ``torch_pickles`` and ``zip_archive``:
-  the formats.
+- ``safetensors_format``, ``safetensors_header``: one format; ``torch_format``, ``torch_legacy``, ``torch_pickles`` and
+  ``zip_archive``: the other.
 - ``hugging_face``: folders, and indices of several files.
-- ``safe_pickle``: pickles read without running or importing anything; ``untrusted``: names and texts out of files.
+- ``safe_pickle``: pickles as records, nothing run or imported; ``pickled_values``: what these stand for.
+- ``untrusted``: names and texts out of files.
 """
 
 import _imp
