@@ -1,8 +1,8 @@
 """DCP's metadata, read from a file that nobody vouches for.
 
-DCP pickles its metadata, and unpickling can run any code, or crash. Here the pickle is read as data: objects of the
-classes that metadata consists of become records, any other name is refused, and DCP's own objects are made from what
-the records hold, once it was checked.
+DCP pickles its metadata, and unpickling can run any code, or crash. Here the pickle is read as records; names of other
+classes than metadata consists of are refused, and DCP's own objects are made from what the records hold, once it was
+checked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from statetree.dcp.file_manifest import MANIFEST, FileManifest, read_manifest, regular_bytes, save_of
 from statetree.errors import CheckpointError
-from statetree.files.safe_pickle import BadPickle, Named, Reader, Record, StoredObject, collection_paused
+from statetree.files.safe_pickle import BadPickle, Record, collection_paused, read_records
 from statetree.files.untrusted import inside, printable
 
 if TYPE_CHECKING:
@@ -36,30 +36,22 @@ if TYPE_CHECKING:
 
 METADATA: Final = ".metadata"
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
-#: What torch 2.11 to 2.13 pickle as metadata, beside dtypes and ``torch.Size``: classes whose objects are of use here…
-_RECORDS: Final = {
-    _METADATA: {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-}
-#: … and those whose objects are passed over.
-_PATHS: Final = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}
-_PASSED_OVER: Final = {
-    _METADATA: {"_MEM_FORMAT_ENCODING"},
-    "torch.serialization": {"_get_layout"},
-    "pathlib": _PATHS,
-    "pathlib._local": _PATHS,
-}
 _SIZE: Final = "torch.Size"
-#: Looked up here, since getattr on torch imports modules.
-_DTYPES: Final = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_DTYPES: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_PATHS: Final = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+#: What torch 2.11 to 2.15 pickle as metadata.
+_ADMITTED: Final = frozenset(
+    [
+        *(f"{_METADATA}.{cls.__name__}" for cls in (BytesStorageMetadata, ChunkStorageMetadata, Metadata)),
+        *(f"{_METADATA}.{cls.__name__}" for cls in (MetadataIndex, StorageMeta, TensorProperties)),
+        f"{_METADATA}.TensorStorageMetadata",
+        f"{_METADATA}._MEM_FORMAT_ENCODING",
+        "torch.distributed.checkpoint.filesystem._StorageInfo",
+        "torch.serialization._get_layout",
+        *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in _PATHS),
+        *(_SIZE, *_DTYPES),
+    ]
+)
 _MAX_BYTES: Final = 2 << 30
 _MAX_TOLD: Final = 1000
 _MAX_DIMS: Final = 64
@@ -72,30 +64,6 @@ class Stored(NamedTuple):
     name: str
     offset: int
     length: int
-
-
-def _refer(module: str, name: str) -> Any:
-    """Return what stands for a name that the pickle refers to."""
-    if module == "torch" and name == "Size":
-        return Named(_SIZE)
-    if module == "torch" and name in _DTYPES:
-        return _DTYPES[name]
-    if name in _RECORDS.get(module, ()):
-        return Named(name)
-    if name in _PASSED_OVER.get(module, ()):
-        return StoredObject(name)
-    msg = f"it refers to {module}.{name}, which metadata does not consist of"
-    raise BadPickle(msg)
-
-
-def _called(name: str, args: tuple[Any, ...]) -> Any:
-    """Return a size, or what stands for an object of a class that the pickle names."""
-    if name != _SIZE:
-        return Record(name)
-    if len(args) != 1 or type(args[0]) is not tuple or len(args[0]) > _MAX_DIMS:
-        msg = "it makes a size of something else than a few numbers"
-        raise BadPickle(msg)
-    return torch.Size(args[0])
 
 
 def read_described(directory: Path, *, verify: bool) -> tuple[Metadata, FileManifest | None]:
@@ -182,7 +150,7 @@ def _content(directory: Path) -> bytes:
 def _parsed(directory: Path, data: bytes) -> Metadata:
     try:
         with collection_paused():
-            return _Reading(directory, Reader(data, _called, _refer, is_modern=True).load()).metadata()
+            return _Reading(directory, _records(data)).metadata()
     except CheckpointError:
         raise
     except Exception as error:  # noqa: BLE001 - records may hold anything, and be shared so often that their text has no end
@@ -192,6 +160,15 @@ def _parsed(directory: Path, data: bytes) -> Metadata:
             f"hostile, or of an unknown version; {METADATA} was not executed. Load another checkpoint."
         )
         raise CheckpointError(msg) from None
+
+
+def _records(data: bytes) -> Any:
+    records, names = read_records(data)
+    unknown = names - _ADMITTED
+    if unknown:
+        msg = f"it refers to {min(unknown)}, which metadata does not consist of"
+        raise BadPickle(msg)
+    return records
 
 
 def _raise_unreadable(directory: Path, error: OSError) -> NoReturn:
@@ -226,12 +203,12 @@ class _Reading:
             self._check_stored(key, entry, stored)
         self._check_apart(stored)
         told = state.get("planner_data")
-        paths = {key: path for key, path in told.items() if _is_path(path)} if type(told) is dict else {}
+        paths = {key: path for key, path in told.items() if _is_path(key, path)} if type(told) is dict else {}
         return Metadata(entries, paths, stored, StorageMeta(save_id=self._save_id(state)))
 
     def _save_id(self, state: Any) -> str | None:
         record = state.get("storage_meta")
-        told = record.state if type(record) is Record and record.name == "StorageMeta" else None
+        told = record.state if _name_of(record) == "StorageMeta" else None
         found = told.get("save_id") if type(told) is dict else None
         return found if type(found) is str else None
 
@@ -246,7 +223,7 @@ class _Reading:
                 self._damaged(f"the pieces of {whose} overlap in {after.name}")
 
     def _state(self, record: Any, name: str) -> Any:
-        if type(record) is not Record or record.name != name:
+        if _name_of(record) != name:
             self._damaged(f"expected a {name}, got a {_name_of(record)}")
         return record.state
 
@@ -266,19 +243,19 @@ class _Reading:
         return int(value)
 
     def _size(self, value: Any) -> torch.Size:
-        if type(value) is not torch.Size:
+        parts = value.args[0] if isinstance(value, Record) and value.name == _SIZE and value.args else None
+        if type(parts) is not tuple or len(parts) > _MAX_DIMS:
             self._damaged(f"expected a size, got a {_name_of(value)}")
-        for part in value:
-            self._number(part, "a size")
-        return value  # type: ignore[no-any-return]
+        return torch.Size([self._number(part, "a size") for part in parts or ()])
 
     def _entry(self, key: str, record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
         if _name_of(record) == "BytesStorageMetadata":
             return BytesStorageMetadata()
         state = self._state(record, "TensorStorageMetadata")
-        dtype = self._state(state["properties"], "TensorProperties")[0]
-        if not isinstance(dtype, torch.dtype):
+        dtype = _DTYPES.get(getattr(self._state(state["properties"], "TensorProperties")[0], "name", ""))
+        if dtype is None:
             self._damaged(f"expected the dtype of {key}")
+        assert dtype is not None
         size = self._size(state["size"])
         if math.prod(size) * dtype.itemsize > _LARGEST:
             self._damaged(f"{key} has the impossible size {tuple(size)}")
@@ -351,9 +328,9 @@ _TEXT: Final = reprlib.Repr()
 _TEXT.maxstring = _TEXT.maxother = 200
 
 
-def _is_path(path: Any) -> bool:
-    return type(path) is tuple and bool(path) and all(type(step) in (str, int) for step in path)
+def _is_path(key: Any, path: Any) -> bool:
+    return type(key) is str and type(path) is tuple and bool(path) and all(type(step) in (str, int) for step in path)
 
 
 def _name_of(record: Any) -> str:
-    return record.name if type(record) is Record else type(record).__name__
+    return record.name.rpartition(".")[2] if isinstance(record, Record) else type(record).__name__

@@ -11,21 +11,28 @@ import io
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from statetree.dcp import numpy_values, reconstructors
 from statetree.dcp.numpy_values import PendingSeed
+from statetree.files.pickled_values import MADE_HERE, Rules, made
 from statetree.files.ranges import FileRange
-from statetree.files.safe_pickle import MADE_BY_READER, BadPickle, Named, Reader, StoredObject
+from statetree.files.safe_pickle import BadPickle, Named, StoredObject, check_depth, read_records
 from statetree.files.torch_format import TorchArchive
 from statetree.files.torch_pickles import PLAIN_CALLS, StorageClass, rebuilt_tensor, storage_dtypes, storage_of
-from statetree.files.zip_archive import is_zip
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from collections.abc import Set as AbstractSet
 
 #: Never left to torch, which admits it: making one starts a process group.
 _REFUSED: Final = frozenset({"torch.distributed.device_mesh.DeviceMesh"})
-_NAMED: Final = {name: value for name, value in vars(torch).items() if isinstance(value, (torch.dtype, torch.qscheme))}
+_KINDS: Final = (torch.dtype, torch.qscheme)
+_NAMED: Final = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, _KINDS)} | {
+    "builtins.Ellipsis": ...
+}
 _CALLS: Final = {
     **PLAIN_CALLS,
     **reconstructors.CALLS,
@@ -44,23 +51,16 @@ def read_value(data: bytes) -> Any:
     Raises:
         Exception: If it is damaged, or of a class that is not admitted.
     """
-    place = FileRange.of(data, "the value")
-    if not is_zip(place):
+    archive = TorchArchive(FileRange.of(data, "the value"))
+    records, names = read_records(archive.pickle())
+    rules = _ValueRules(names, archive)
+    if rules.foreign:
+        refused = _REFUSED & rules.foreign
+        if refused:
+            raise BadPickle(f"Unsupported class {min(refused)}")
+        check_depth(records)  # torch has no bound
         return torch.load(io.BytesIO(data), weights_only=True)
-    archive, names = TorchArchive(place), _Names()
-    storage = partial(storage_of, partial(archive.memory, "cpu"))
-    try:
-        value = Reader(
-            archive.content("data.pkl"), names.called, names.named, storage, build=reconstructors.set_state
-        ).load()
-    except BadPickle:
-        if not names.unknown:
-            raise
-    refused = _REFUSED & names.unknown
-    if refused:
-        raise BadPickle(f"Unsupported class {min(refused)}")
-    if names.unknown:
-        return torch.load(io.BytesIO(data), weights_only=True)
+    value = made(records, rules)
     if type(value) is Named and value.name in reconstructors.CLASSES:
         return reconstructors.CLASSES[value.name]
     if type(value) is PendingSeed:
@@ -95,33 +95,17 @@ def gist(error: Exception) -> str:
     return text[:200]
 
 
-class _Names:
-    """What the names in one pickle stand for.
+class _ValueRules(Rules):
+    """What is made of the pickle of a plain value."""
 
-    Attributes:
-        unknown: Those that stand for nothing here.
-    """
+    def __init__(self, names: Iterable[str], archive: TorchArchive) -> None:
+        self._archive = archive
+        found = {name: reconstructors.enum_class(*name.rpartition(".")[::2]) for name in names if not _is_known(name)}
+        self._enums = {name: cls for name, cls in found.items() if cls is not None}
+        self.foreign: AbstractSet[str] = found.keys() - self._enums.keys()
 
-    def __init__(self) -> None:
-        self.unknown: set[str] = set()
-        self._enums: dict[str, Any] = {}
-
-    def named(self, module: str, name: str) -> Any:
-        full = f"{module}.{name}"
-        if module == "torch" and name in _NAMED:
-            return _NAMED[name]
-        if full in storage_dtypes():
-            return StorageClass(full)
-        if full in MADE_BY_READER or full in _CALLS or full in _CLASSES:
-            return Named(full)
-        if full == "builtins.Ellipsis":
-            return ...
-        found = reconstructors.enum_class(module, name)
-        if found is not None:
-            self._enums[full] = found
-            return Named(full)
-        self.unknown.add(full)
-        return StoredObject(full)
+    def named(self, name: str) -> Any:
+        return _NAMED[name] if name in _NAMED else StorageClass(name) if name in storage_dtypes() else Named(name)
 
     def called(self, name: str, args: tuple[Any, ...]) -> Any:
         if name in self._enums:
@@ -130,6 +114,16 @@ class _Names:
         if name not in _CALLS:
             raise BadPickle(f"it calls {name}")
         return _CALLS[name](*args)
+
+    def stored(self, pid: Any) -> Any:
+        return storage_of(partial(self._archive.memory, "cpu"), pid)
+
+    def set_state(self, target: Any, state: Any) -> bool:
+        return reconstructors.set_state(target, state)
+
+
+def _is_known(name: str) -> bool:
+    return any(name in names for names in (_NAMED, storage_dtypes(), MADE_HERE, _CALLS, _CLASSES))
 
 
 def _check_complete(root: Any) -> None:

@@ -26,7 +26,8 @@ import torch
 
 from statetree.dcp import numpy_values
 from statetree.dcp.numpy_values import expect
-from statetree.files.safe_pickle import BadPickle, Named, check_keys
+from statetree.files.pickled_values import check_keys
+from statetree.files.safe_pickle import BadPickle, Named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -180,10 +181,6 @@ def set_state(target: Any, state: Any) -> bool:
     if cls in (argparse.Namespace, types.SimpleNamespace):
         expect(type(state) is dict and all(type(name) is str for name in state), f"a {cls.__name__}")
         vars(target).update(state)
-    elif cls is collections.defaultdict:
-        expect(type(state) is tuple, "a defaultdict")
-        check_keys(state[::2])
-        target.update(zip(state[::2], state[1::2], strict=True))
     elif cls is uuid.UUID:
         number = state.get("int") if type(state) is dict else None
         expect(type(number) is int and 0 <= number < 1 << 128, "a UUID")

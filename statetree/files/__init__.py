@@ -12,8 +12,9 @@ Files are not trusted: nothing in them is executed, sizes are compared with the 
 - ``safetensors_format``, ``safetensors_header``; ``torch_format``, ``torch_legacy``, ``torch_pickles`` and
   ``zip_archive``: the formats.
 - ``hugging_face``: folders, and indices of several files.
-- ``safe_pickle``: pickles read without running or importing anything; ``untrusted``: names and texts out of files.
-- ``urls``: paths that are none; ``torch_writing``: ``torch.save`` that says what the system said.
+- ``safe_pickle``: pickles as records, nothing run or imported; ``pickled_values``: what these stand for.
+- ``untrusted``: names and texts out of files; ``urls``: paths that are none.
+- ``torch_writing``: ``torch.save`` that says what the system said.
 """
 
 import _imp

@@ -95,13 +95,17 @@ class TorchArchive:
             self.refuse(f"the member {member.name!r} has {member.nbytes} bytes: expected at most {limit}")
         return self.place.read(member.start, member.nbytes, f"the member {member.name!r}")
 
+    def pickle(self) -> bytes:
+        """Return the pickle of the tree."""
+        return self.content("data.pkl") if self._legacy_pickle is None else self._legacy_pickle
+
     def read(self, device: str = "cpu") -> Any:
         """Return the tree, its tensors on ``meta``, or (on the CPU) in memory that is mapped from the file.
 
         Raises:
             CheckpointError: If its pickle is damaged, or describes what the archive does not hold.
         """
-        data = self.content("data.pkl") if self._legacy_pickle is None else self._legacy_pickle
+        data = self.pickle()
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that typed storages, quantized and nested tensors are old or new
@@ -222,7 +226,7 @@ class TorchFormat(CheckpointFormat):
             raise CheckpointError(msg) from error
         archive = TorchArchive(OpenFiles().open(folder / name))
         try:
-            foreign = foreign_names(archive.content("data.pkl"))
+            foreign = foreign_names(archive.pickle())
         except BadPickle as bad:
             msg = f"save: the tree holds what torch.load(weights_only=True) refuses: {bad}. Leave it out (select)."
             raise CheckpointError(msg) from bad

@@ -8,22 +8,25 @@ from __future__ import annotations
 import math
 import reprlib
 from collections import OrderedDict
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from statetree.files.safe_pickle import MADE_BY_READER, BadPickle, Named, Reader, StoredObject, set_state_attributes
+from statetree.files.pickled_values import MADE_HERE, Rules, made, set_state_attributes
+from statetree.files.safe_pickle import BadPickle, Named, PersistentId, StoredObject, check_depth, read_records
 from statetree.spans.layout import extent_bytes
 from statetree.torch_internals import set_bits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
 _LARGEST: Final = 2**62
 _MAX_DIMS: Final = 64
 _UTILS: Final = "torch._utils."
 _LAYOUTS: Final = {str(layout): layout for layout in vars(torch).values() if isinstance(layout, torch.layout)}
+_KINDS: Final = (torch.dtype, torch.qscheme, torch.layout, torch.memory_format)
+_NAMED: Final = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, _KINDS)}
 #: Modules of which ``weights_only`` takes nothing, whatever is admitted.
 _BLOCKED: Final = frozenset({"os", "sys", "posix", "nt"})
 #: The classes that tensors with attributes have.
@@ -76,6 +79,30 @@ def storage_id(pid: Any) -> tuple[StorageClass, str, int]:
     return kind, key, count
 
 
+class _TorchRules(Rules):
+    """What is made of a torch file's pickle.
+
+    Args:
+        names: The names in it.
+        memory: Given the key and the bytes of a storage, returns its memory. Raises ``BadPickle`` if it has none.
+    """
+
+    def __init__(self, names: Collection[str], memory: Callable[[str, int], torch.UntypedStorage] | None) -> None:
+        self.foreign = foreign_among(names)
+        self._memory = memory
+
+    def named(self, name: str) -> Any:
+        known = _NAMED.get(name)
+        return known if known is not None else StorageClass(name) if name in storage_dtypes() else Named(name)
+
+    def called(self, name: str, args: tuple[Any, ...]) -> Any:
+        return _called(name, args)
+
+    def stored(self, pid: Any) -> Any:
+        assert self._memory is not None
+        return storage_of(self._memory, pid)
+
+
 def read_pickle(data: bytes, memory: Callable[[str, int], torch.UntypedStorage]) -> tuple[Any, list[str]]:
     """Return what a pickle holds, and the names of classes and functions in it that ``weights_only`` does not admit.
 
@@ -84,10 +111,11 @@ def read_pickle(data: bytes, memory: Callable[[str, int], torch.UntypedStorage])
         memory: Given the key and the bytes of a storage, returns its memory. Raises ``BadPickle`` if it has none.
 
     Raises:
-        BadPickle: If it is damaged, or describes what the archive does not hold.
+        BadPickle: If it is damaged, or describes what the file does not hold.
     """
-    foreign: dict[str, None] = {}
-    return Reader(data, _called, partial(_named, foreign), partial(storage_of, memory)).load(), list(foreign)
+    records, names = read_records(data)
+    rules = _TorchRules(names, memory)
+    return made(records, rules), list(rules.foreign)
 
 
 def storage_of(memory: Callable[[str, int], torch.UntypedStorage], pid: Any) -> torch.TypedStorage:
@@ -99,44 +127,41 @@ def storage_of(memory: Callable[[str, int], torch.UntypedStorage], pid: Any) -> 
 
 def plain_pickle(data: bytes) -> Any:
     """Return what a pickle of plain values holds."""
-    return Reader(
-        data, lambda name, _: StoredObject(name), lambda module, name: StoredObject(f"{module}.{name}")
-    ).load()
+    return made(read_records(data)[0], Rules())
 
 
 def storage_sizes(data: bytes) -> dict[str, tuple[int, int]]:
     """Return the bytes of an element and the number of elements of each storage in a pickle. No tensor is made."""
+    records, names = read_records(data)
+    rules = _TorchRules(names, None)
     found: dict[str, tuple[int, int]] = {}
-
-    def stored(pid: Any) -> StorageClass:
-        kind, key, count = storage_id(pid)
-        found[key] = ((kind.dtype or torch.uint8).itemsize, count)
-        return kind
-
-    Reader(data, lambda name, _: StoredObject(name), partial(_named, {}), stored).load()
+    for record in check_depth(records, rules.foreign):
+        if type(record) is PersistentId:
+            kind, key, count = storage_id(made(record.args[0], rules))
+            found[key] = ((kind.dtype or torch.uint8).itemsize, count)
     return found
 
 
 def foreign_names(data: bytes) -> list[str]:
     """Return the names in a pickle that ``weights_only`` does not admit. No tensor is made."""
-    foreign: dict[str, None] = {}
-    Reader(data, lambda name, _: StoredObject(name), partial(_named, foreign), storage_id).load()
-    return list(foreign)
+    return foreign_among(read_records(data)[1])
 
 
-def _named(foreign: dict[str, None], module: str, name: str) -> Any:
-    full = f"{module}.{name}"
-    known = vars(torch).get(name) if module == "torch" else None
-    if isinstance(known, (torch.dtype, torch.qscheme, torch.layout, torch.memory_format)):
-        return known
-    if full in storage_dtypes():
-        return StorageClass(full)
-    if full in _CALLS or full in _CLASSES or full in MADE_BY_READER:
-        return Named(full)
-    if module in _BLOCKED or (full.startswith(_UTILS) and name not in vars(torch._utils)):  # noqa: SLF001
-        raise BadPickle(f"torch cannot load it: it refers to {full[:100]}")
-    foreign[full] = None
-    return StoredObject(full)
+def foreign_among(names: Collection[str]) -> list[str]:
+    """Return those of the names in a pickle that stand for nothing here.
+
+    Raises:
+        BadPickle: If torch would not even name one in its own error.
+    """
+    found = []
+    for name in names:
+        if name in _NAMED or name in storage_dtypes() or name in _CALLS or name in _CLASSES or name in MADE_HERE:
+            continue
+        is_lost = name.startswith(_UTILS) and name.removeprefix(_UTILS) not in vars(torch._utils)  # noqa: SLF001
+        if is_lost or name.partition(".")[0] in _BLOCKED:
+            raise BadPickle(f"torch cannot load it: it refers to {name[:100]}")
+        found.append(name)
+    return found
 
 
 def typed_storage(memory: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:

@@ -107,8 +107,8 @@ GEOMETRY = {
     "of a layout": (Raw(torch._utils._rebuild_sparse_tensor, torch.float32, (1, 2, 3)), "an unknown layout"),
     "a device": (Raw(torch.device, "x" * 100), "an unknown device"),
     "a size": (Raw(torch.Size, (2**63,)), "a size of"),
-    "a bytearray": (Raw(bytearray, 2**40), "makes a builtins.bytearray of a int"),
-    "a complex": (Raw(complex, "1" * 100, 2), "damaged (TypeError: complex()"),
+    "a bytearray": (Raw(bytearray, 2**40), "makes bytes in an unknown way"),
+    "a complex": (Raw(complex, "1" * 100, 2), "makes a complex number of something else"),
     "by its class": (Raw(torch.nn.Parameter, tensor()), "makes a torch.nn.parameter.Parameter in an unknown way"),
     "of no dtype": (
         Raw(torch._utils._rebuild_tensor_v3, Storage("0", 4), 0, (4,), (1,), False, {}, "f"),
@@ -165,30 +165,31 @@ PICKLES = {
     "empty": (b"", "cut off"),
     "cut off": (pickle_of({"w": 1, "text": "x" * 50})[:-20], "cut off"),
     "of protocol 9": (b"\x80\x09}.", "protocol: 9"),
-    "with a frame": (b"\x80\x04\x95" + bytes(8) + b"}.", "the instruction 0x95"),
-    "with INST": (b"(ios\nsystem\n.", "the instruction 0x69"),
-    "with OBJ": (b"(cos\nsystem\no.", "the instruction 0x6f"),
-    "with EXT": (b"\x82\x01.", "the instruction 0x82"),
+    "with INST": (b"(ios\nsystem\n.", "it refers to os.system"),
+    "with OBJ": (b"(cos\nsystem\no.", "it refers to os.system"),
+    "with EXT": (b"\x82\x01.", "unregistered extension code"),
     "with a text without end": (b"X\xff\xff\xff\xff.", "cut off"),
     "with an unknown number": (b"h\x05.", "does not hold"),
     "with an empty stack": (b"\x85.", "does not hold"),
     "with a mark too few": (b"t.", "does not hold"),
     "that calls a text": (b"X\x01\x00\x00\x00a)R.", "'str' object is not callable"),
     "that appends to a mapping": (b"}K\x01a.", "'dict' object has no attribute 'append'"),
-    "that sets items of a list": (b"]K\x01K\x01s.", "sets items of a list"),
-    "with a list as a key": (b"}]K\x01s.", "a list as a key"),
+    "that sets items of a text": (b"X\x01\x00\x00\x00aK\x01K\x01s.", "does not support item assignment"),
+    "that sets items of a tensor": (pickle_of(tensor())[:-1] + b"K\x01K\x01s.", "sets items of a Tensor"),
+    "that sets the state of a tensor": (pickle_of(tensor())[:-1] + b"}b.", "sets the state of a Tensor"),
+    "that sets the state of a list": (b"]}b.", "no attribute '__dict__'"),
+    "with a list as a key": (b"}]K\x01s.", "unhashable type: 'list'"),
     "with a mapping in a set": (b"c__builtin__\nset\n](}e\x85R.", "a dict as a key"),
     "with another persistent id": (b"X\x01\x00\x00\x00aQ.", "something else than a storage"),
-    "with a huge memo": (b"Nr\xff\xff\xff\x7f.", "a number below its length"),
     "that holds itself": (b"]q\x00h\x00a.", "a container that holds itself"),
-    "with a name without end": (b"c" + b"x" * 2000, "cut off in a name"),
+    "with a name without end": (b"c" + b"x" * 2000, "cut off"),
 }
 
 
 @pytest.mark.parametrize("name", PICKLES)
 def test_bad_pickles_are_refused(name, tmp_path, statetree):
     data, message = PICKLES[name]
-    refused(statetree("show", archive(tmp_path / "a.pt", data)), "data.pkl", message)
+    refused(statetree("show", archive(tmp_path / "a.pt", data, DATA)), "data.pkl", message)
 
 
 def nested_keys(depth):
@@ -203,36 +204,7 @@ def doubled(levels):
     return data + b"."
 
 
-def many_sets():
-    return b"\x80\x02" + b"\x8f" * 4_000_000 + b"."
-
-
-def encoded_texts():
-    """One long text that is encoded again and again."""
-    text = b"X" + (10**6).to_bytes(4, "little") + b"a" * 10**6 + b"X\x06\x00\x00\x00latin1\x86q\x01"
-    return b"\x80\x02c_codecs\nencode\nq\x00" + text + b"h\x00h\x01R" * 200_000 + b"."
-
-
-def copied_lists():
-    """One long list of which sets are made again and again."""
-    items = b"".join(b"J" + number.to_bytes(4, "little") for number in range(100_000))
-    return b"\x80\x02c__builtin__\nset\nq\x00](" + items + b"e\x85q\x01" + b"h\x00h\x01R" * 100_000 + b"."
-
-
-def repeated_states():
-    """Many attributes that are set again and again."""
-    names = b"".join(b"X\x07\x00\x00\x00a%06dN" % number for number in range(100_000))
-    return b"\x80\x02}(" + names + b"uq\x01ccollections\nOrderedDict\n)R" + b"h\x01b" * 1_000_000 + b"."
-
-
-BOMBS = {
-    "deep keys": lambda: nested_keys(1_000_000),
-    "shared lists": lambda: doubled(60),
-    "sets": many_sets,
-    "texts": encoded_texts,
-    "copies of a list": copied_lists,
-    "states": repeated_states,
-}
+BOMBS = {"deep keys": lambda: nested_keys(1_000_000), "shared lists": lambda: doubled(60)}
 
 
 @pytest.mark.parametrize("name", BOMBS)

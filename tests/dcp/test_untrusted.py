@@ -134,29 +134,18 @@ for checkpoint in sys.argv[1:]:
 """
 
 BOMBS = {
-    "a deep key": (lambda: b"\x80\x04}(" + b")" + b"\x85" * 3_000_000 + b"K\x01u.", "a tuple as a key"),
+    "a deep key": (lambda: b"\x80\x04}(" + b")" + b"\x85" * 3_000_000 + b"K\x01u.", "expected a Metadata, got a dict"),
     "a deep value": (lambda: b"\x80\x04" + b")" + b"\x85" * 500_000 + b".", "expected a Metadata, got a tuple"),
-    "a huge number of an object": (lambda: b"\x80\x04Nr\xff\xff\xff\x7f.", "numbers an object 2147483647"),
-    "many numbers of objects": (lambda: b"\x80\x04N" + b"\x94" * 20_000_000 + b".", "more objects than its length"),
-    "many sets": (lambda: b"\x80\x04" + b"\x8f" * 10_000_000 + b".", "more objects than its length"),
     "a huge text": (lambda: b"\x80\x04X\xff\xff\xff\xff.", "cut off"),
     "shared lists": (lambda: shared(60), "expected a Metadata, got a list"),
-    "long keys": (
-        lambda: b"\x80\x04(" + b"K\x01" * 100_000 + b"t\x94}(" + b"h\x00N" * 100_000 + b"u.",
-        "a key of more than",
-    ),
-    "wide and deep keys": (
-        lambda: b"\x80\x04)\x94" + b"".join(b"h%ch%c\x86\x94" % (at, at) for at in range(18)) + b"}h\x12Ns.",
-        "a key of more than",
-    ),
     "long sizes": (
         lambda: b"\x80\x04ctorch\nSize\n\x94(" + b"K\x01" * 100_000 + b"t\x85\x94" + b"h\x00h\x01R" * 50_000 + b".",
-        "a size of something else",
+        "expected a Metadata, got a Size",
     ),
 }
 
 
-QUICK_BOMBS = ["a deep key", "many sets", "shared lists"]  # in one process, which takes longer to start than to load
+QUICK_BOMBS = ["a deep key", "shared lists"]  # in one process, which takes longer to start than to load
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's way to tell how much memory is in use")

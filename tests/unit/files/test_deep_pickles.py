@@ -23,6 +23,9 @@ PICKLES = {
     "the key of a storage": b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\n" + DEEP + b"X\x03\x00\x00\x00cpuK\x04tQ.",
     "the unit of a time": DATETIME + b"(K\x04X\x01\x00\x00\x00<NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00}("
     + DEEP + b"K\x01K\x01K\x01t\x86tb.",
+    "a key after which the process goes on": b"}" + b")" + b"\x85" * 3_000_000 + b"K\x01s.",
+    "defaultdicts in each other, which free each other": b"ccollections\ndefaultdict\nq\x00)R"
+    + b"K\x00h\x00)R" * 50_000 + b"s" * 50_000 + b".",
     "the factory of a defaultdict": b"ccollections\ndefaultdict\n" + DEEP + b"\x85R.",
 }  # fmt: skip
 
