@@ -202,8 +202,9 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "attributes that lie deeper are children instead of metadata, and come out the same",
     (
         "tree/registry.py",
-        "if is_atom_type(cls) or issubclass(cls, torch.Tensor):",
-        "is_atom_type(cls) or issubclass(cls, torch.Tensor)  ->  is_atom_type(cls) and issubclass(cls, torch.Tensor)",
+        "if is_atom_type(cls) or issubclass(cls, torch.Tensor) or not _LEAF_BASES.isdisjoint(cls.__mro__):",
+        "is_atom_type(cls) or issubclass(cls, torch.Tensor) or (not _LEAF_BASES.isdisjoint(cls.__mro__))  ->  "
+        "is_atom_type(cls) and issubclass(cls, torch.Tensor) and (not _LEAF_BASES.isdisjoint(cls.__mro__))",
     ): "it is not remembered what the class is, and found out every time",
     ("exchange/routes.py", "return 0", "0  ->  1"): "a bound of one element, where nothing comes",
     (

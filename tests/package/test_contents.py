@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import statetree
-from tests.package.__main__ import EXTRAS, PLUGIN, Failed, check_contents, done
+from tests.package.__main__ import EXTRAS, Failed, check_contents, done
 
 PACKAGE = Path(statetree.__file__).parent
 METADATA = "".join(f"Provides-Extra: {extra}\n" for extra in EXTRAS)
@@ -21,7 +21,6 @@ def wheel(folder, *, without="", more="", licence="licenses/LICENSE", metadata=M
             name = file.relative_to(PACKAGE.parent).as_posix()
             if file.is_file() and "__pycache__" not in file.parts and name != without:
                 archive.writestr(name, "")
-        archive.writestr(PLUGIN, "")
         archive.writestr("statetree-0.dist-info/METADATA", metadata)
         archive.writestr(f"statetree-0.dist-info/{licence}", "")
         if more:
