@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import math
+import pickle
+import pickletools
 import reprlib
 from collections import OrderedDict
 from functools import cache
@@ -143,7 +145,13 @@ def storage_sizes(data: bytes) -> dict[str, tuple[int, int]]:
 
 
 def foreign_names(data: bytes) -> list[str]:
-    """Return the names in a pickle that ``weights_only`` does not admit. No tensor is made."""
+    """Return the names in a pickle that ``weights_only`` does not admit. No tensor is made.
+
+    Raises:
+        BadPickle: If torch cannot read the pickle for another reason: it has no instruction for very large numbers.
+    """
+    if pickle.LONG4 in data and any(info.name == "LONG4" for info, _, _ in pickletools.genops(data)):
+        raise BadPickle("a number of more than 255 bytes")
     return foreign_among(read_records(data)[1])
 
 
