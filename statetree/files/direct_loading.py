@@ -207,10 +207,6 @@ class ShareType(EngineLeafType):
 
     distributed = True
 
-    def is_distributed(self, value: Any) -> bool:  # noqa: ARG002 - as the base class has it
-        """Whether ranks hold different chunks: they do."""
-        return True
-
     def global_shape(self, value: Any) -> tuple[Sequence[int], torch.dtype]:
         """Return shape and dtype of the stored tensor."""
         return value.stored.shape, value.stored.dtype

@@ -124,32 +124,8 @@ class EngineLeafType(LeafType):
         return self.pack(context, parts)
 
     def distributed_parts(self, value: Any) -> list[DistributedPart | None]:
-        """Return what ``layout`` and ``unpack`` say of the parts of a distributed value: ``None`` for whole ones."""
-        inner, rows = self.unpack_parts(value)[0], self.layout(value)
-        if len(rows) != len(inner):
-            msg = (
-                f"the layout of the leaf at %PATH% does not fit what it is unpacked into: expected {len(inner)} rows, "
-                f"got {len(rows)}. Correct its leaf type."
-            )
-            raise UnsupportedLeaf(msg)
-        found: list[DistributedPart | None] = []
-        for part, row in zip(inner, rows, strict=True):
-            if row is None:
-                found.append(None)
-                continue
-            shape, offsets = row
-            is_listed = isinstance(part, (list, tuple))
-            tensors = list(part) if is_listed else [part]
-            if not is_listed and len(shape) == len(offsets) and not any(isinstance(o, Sequence) for o in offsets):
-                offsets = [cast("Sequence[int]", offsets)]  # those of a single chunk may stand by themselves
-            if len(tensors) != len(offsets):
-                msg = (
-                    f"the layout of the leaf at %PATH% does not fit its chunks: expected {len(tensors)} offsets, got "
-                    f"{len(offsets)}. Correct its leaf type."
-                )
-                raise UnsupportedLeaf(msg)
-            found.append(DistributedPart(tensors, (*shape,), [(*map(int, offset),) for offset in offsets], is_listed))
-        return found
+        """Return what ``layout`` says of the parts of a value: ``None`` for whole ones, and those of no layout."""
+        return [None] * len(self.unpack_parts(value)[0])
 
     def is_distributed(self, value: Any) -> bool:
         """Whether this value is one tensor of which the ranks of a group hold different chunks.
@@ -157,10 +133,7 @@ class EngineLeafType(LeafType):
         A value of several parts is not: each of them may be one. Classes that list their chunks by the protocol of
         ``torch.distributed.checkpoint`` are, too.
         """
-        if not self.distributed:
-            return hasattr(type(value), "__create_chunk_list__")
-        rows = self.layout(value)
-        return len(rows) == 1 and rows[0] is not None
+        return self.distributed or hasattr(type(value), "__create_chunk_list__")
 
     def local_chunks(self, value: Any, ranks: Ranks) -> LocalChunks:  # noqa: ARG002 - for others
         """Return which chunks of a distributed value this rank holds, and where the others are, if that is known.
@@ -168,22 +141,11 @@ class EngineLeafType(LeafType):
         Raises:
             UnsupportedLeaf: If that cannot be told. ``%PATH%`` in the message stands for the path.
         """
-        if not self.distributed:
-            return listed_chunks(value)
-        part = self._only_part(value)
-        return chunks_at(value, part.shape, part.dtype, part.tensors, part.offsets)
-
-    def _only_part(self, value: Any) -> DistributedPart:
-        (part,) = self.distributed_parts(value)
-        assert part is not None
-        return part
+        return listed_chunks(value)
 
     def global_shape(self, value: Any) -> tuple[Sequence[int], torch.dtype]:
         """Return the global shape of a distributed value, and the dtype of its elements."""
-        if not self.distributed:
-            return value.shape, value.dtype
-        part = self._only_part(value)
-        return part.shape, part.dtype
+        return value.shape, value.dtype
 
 
 class ListedContext(NamedTuple):
@@ -243,3 +205,59 @@ class RegisteredType(EngineLeafType):
     def pack_parts(self, context: Any, parts: Sequence[Any]) -> Any:
         """Return a fresh value of what ``unpack_parts`` returns."""
         return self.given.pack(context, parts)
+
+    def distributed_parts(self, value: Any) -> list[DistributedPart | None]:
+        """Return what ``layout`` and ``unpack`` say of the parts of a value: ``None`` for whole ones."""
+        if not self.distributed:
+            return super().distributed_parts(value)
+        inner, rows = self.unpack_parts(value)[0], self.layout(value)
+        if len(rows) != len(inner):
+            msg = (
+                f"the layout of the leaf at %PATH% does not fit what it is unpacked into: expected {len(inner)} rows, "
+                f"got {len(rows)}. Correct its leaf type."
+            )
+            raise UnsupportedLeaf(msg)
+        found: list[DistributedPart | None] = []
+        for part, row in zip(inner, rows, strict=True):
+            if row is None:
+                found.append(None)
+                continue
+            shape, offsets = row
+            is_listed = isinstance(part, (list, tuple))
+            tensors = list(part) if is_listed else [part]
+            if not is_listed and len(shape) == len(offsets) and not any(isinstance(o, Sequence) for o in offsets):
+                offsets = [cast("Sequence[int]", offsets)]  # those of a single chunk may stand by themselves
+            if len(tensors) != len(offsets):
+                msg = (
+                    f"the layout of the leaf at %PATH% does not fit its chunks: expected {len(tensors)} offsets, got "
+                    f"{len(offsets)}. Correct its leaf type."
+                )
+                raise UnsupportedLeaf(msg)
+            found.append(DistributedPart(tensors, (*shape,), [(*map(int, offset),) for offset in offsets], is_listed))
+        return found
+
+    def is_distributed(self, value: Any) -> bool:
+        """Whether this value is one tensor of which the ranks of a group hold different chunks."""
+        if not self.distributed:
+            return super().is_distributed(value)
+        rows = self.layout(value)
+        return len(rows) == 1 and rows[0] is not None
+
+    def local_chunks(self, value: Any, ranks: Ranks) -> LocalChunks:
+        """Return which chunks of a distributed value this rank holds."""
+        if not self.distributed:
+            return super().local_chunks(value, ranks)
+        part = self._only_part(value)
+        return chunks_at(value, part.shape, part.dtype, part.tensors, part.offsets)
+
+    def global_shape(self, value: Any) -> tuple[Sequence[int], torch.dtype]:
+        """Return the global shape of a distributed value, and the dtype of its elements."""
+        if not self.distributed:
+            return super().global_shape(value)
+        part = self._only_part(value)
+        return part.shape, part.dtype
+
+    def _only_part(self, value: Any) -> DistributedPart:
+        (part,) = self.distributed_parts(value)
+        assert part is not None
+        return part

@@ -135,7 +135,7 @@ def _divide(leaf: Any) -> tuple[DividedLeaf, Recipe]:
     assert leaf_type is not None
     inner, context = leaf_type.unpack_parts(leaf)
     if leaf_type.local_tensor is None:
-        rows = leaf_type.distributed_parts(leaf) if leaf_type.distributed else [None] * len(inner)
+        rows = leaf_type.distributed_parts(leaf)
         given = [part if row is None else ListedPart(row) for part, row in zip(inner, rows, strict=True)]
         return _assembled(leaf, leaf_type, context, given)
     from statetree.leaves.types.dtensor import part_maker

@@ -99,9 +99,6 @@ class DTensorType(WrapperType):
     def global_shape(self, value: Any) -> tuple[Sequence[int], torch.dtype]:
         return value.shape, value.dtype
 
-    def is_distributed(self, value: Any) -> bool:
-        return True
-
     def describe(self, value: Any) -> Mapping[str, Any]:
         return {
             "dtype": value.dtype,

@@ -74,9 +74,6 @@ class ShardedTensorType(EngineLeafType):
     def global_shape(self, value: Any) -> tuple[Sequence[int], torch.dtype]:
         return value.size(), value.dtype
 
-    def is_distributed(self, value: Any) -> bool:
-        return True
-
     def describe(self, value: Any) -> Mapping[str, Any]:
         metadata = value.metadata()
         return {
