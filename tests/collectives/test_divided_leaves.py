@@ -313,3 +313,24 @@ def low_bit():
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_low_bit_optimizer_states_are_moved(world_size):
     run_ranks(world_size, low_bit)
+
+
+def choose_and_carry():
+    mesh = mesh_of(dist.get_world_size())
+    value = wrapped(mesh, [Shard(0)])
+    like = {"w": zeroed(around(mesh, [Shard(1)])), "z": torch.zeros(1)}
+    moved = st.reshard({"w": value, "z": torch.ones(1)}, like, where="w")
+    check_same(moved["w"], around(mesh, [Shard(1)]))
+    assert moved["z"] == 0
+    one = DTensor.from_local(value._local_tensor.a, mesh, [Shard(0)], run_check=False, shape=A.shape, stride=A.stride())
+    whole = st.gather({"w": value, "a": one})
+    assert whole["w"].a.data_ptr() == whole["a"].data_ptr()  # they are tied
+    value.note = torch.ones(2)
+    carried = st.gather({"w": value})["w"].note
+    assert carried.equal(value.note)
+    assert carried is not value.note
+
+
+@RANKS
+def test_where_ties_and_attributes_reach_their_parts(world_size):
+    run_ranks(world_size, choose_and_carry)
