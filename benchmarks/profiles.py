@@ -90,7 +90,7 @@ PHASES: Final = {
         "statetree.dcp.save_planner.SavePlanner.set_up_planner",
         "statetree.dcp.save_planner.SavePlanner.create_local_plan",
         "statetree.dcp.save_planner.SavePlanner.create_global_plan",
-        "statetree.dcp.loading._Template.choose",
+        "statetree.files.loading._Filled.plan",
         "statetree.dcp.directory_writer.DirectoryWriter.finish",
         "statetree.dcp.data_files.read_described",
     ),

@@ -142,7 +142,7 @@ def _folder(owner: object) -> Path:
 
 
 def _save_by_statetree(state: State, path: Path) -> Path:
-    statetree.dcp.save(state.tree, checkpoint_id=path)
+    st.save(state.tree, path)
     return path
 
 
@@ -154,7 +154,7 @@ def _save_by_torch(state: State, path: Path) -> Path:
 
 
 def _load_by_statetree(target: State, path: Path) -> None:
-    statetree.dcp.load(target.tree, checkpoint_id=path)
+    st.load(path, target.tree, in_place=True)
 
 
 def _load_by_torch(target: State, path: Path) -> None:

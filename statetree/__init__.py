@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from statetree.errors import TreeTooDeep as TreeTooDeep
     from statetree.errors import UnsupportedLeaf as UnsupportedLeaf
     from statetree.exchange.prepared import Prepared as Prepared
-    from statetree.files.direct_loading import load as load
     from statetree.files.formats import save as save
+    from statetree.files.loading import load as load
     from statetree.files.page import to_html as to_html
     from statetree.key_paths import Path as Path
     from statetree.leaves.leaf_type import LeafType as LeafType
@@ -76,8 +76,8 @@ _NAMES = {
     "errors": "CheckpointError CyclicTree Difference RankMismatch StagerBusy StagerClosed StateTreeError TreeMismatch"
     " TreeTooDeep UnsupportedLeaf",
     "exchange.prepared": "Prepared",
-    "files.direct_loading": "load",
     "files.formats": "save",
+    "files.loading": "load",
     "files.page": "to_html",
     "leaves.leaf_type": "LeafType",
     "leaves.registry": "register_leaf_type",

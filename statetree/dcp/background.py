@@ -9,6 +9,7 @@ import os
 import threading
 import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
@@ -18,6 +19,7 @@ from statetree.dcp.groups import from_all, group_for, raise_together
 from statetree.dcp.internals import count_groups, is_alive
 from statetree.dcp.saving import warn_of_values, write
 from statetree.errors import chain_of
+from statetree.files.urls import refuse_url
 from statetree.stager.stager import Stager
 from statetree.stager.workers import submit
 
@@ -65,9 +67,11 @@ def async_save(
         >>> future = statetree.dcp.async_save({"w": weights}, checkpoint_id=directory)
         >>> _ = weights.add_(1)
         >>> future.result()
-        >>> statetree.dcp.load(checkpoint_id=directory)
+        >>> statetree.load(directory)
         {'w': tensor([0., 0.])}
     """
+    refuse_url("async_save", checkpoint_id, "Save to a local directory.")
+    directory = Path(checkpoint_id)
     warn_of_values("async_save", state)
     background = background_of("async_save", process_group, "async_save")
     agreeing = background_of("async_save", process_group, "async_save.staging").group
@@ -75,7 +79,7 @@ def async_save(
         background,
         agreeing,
         lambda: stage(state, stager),
-        lambda staged: write(staged, checkpoint_id, background.group),
+        lambda staged: write(staged, directory, background.group),
     )
 
 

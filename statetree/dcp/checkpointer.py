@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex, TypeVar, overload
 
 from statetree.dcp.background import Background, SaveFuture, background_of, start
-from statetree.dcp.data_files import DataFiles
 from statetree.dcp.directory_writer import DirectoryWriter
 from statetree.dcp.failures import checkpoint_errors
-from statetree.dcp.groups import by_first, check_alive, check_same, from_all, is_first, raise_together
-from statetree.dcp.loading import load_from
+from statetree.dcp.groups import by_first, check_alive, check_same, from_all, is_first, raise_together, ranks_of
 from statetree.dcp.restoring import Restoration
 from statetree.dcp.saving import warn_of_values, write
 from statetree.dcp.series import Kept, Series, UnfinishedStep
 from statetree.dcp.step_numbers import as_int, as_metric, check_counts, check_step, warn_of_step
 from statetree.declare import renew_after_fork
 from statetree.errors import CheckpointError, StagerBusy, StateTreeError
+from statetree.files.loading import LoadOptions, load_tree
 from statetree.files.urls import refuse_url
 from statetree.stager.stager import Stager
 
@@ -131,7 +130,7 @@ class Checkpointer:
             ValueError: If the step is not an integer, or negative.
             TypeError: If the metric is no number.
             RankMismatch: If the ranks pass different steps. All ranks raise. Or if this process is not in the group.
-            UnsupportedLeaf, CyclicTree: As ``statetree.dcp.save``.
+            UnsupportedLeaf, CyclicTree: As ``statetree.save``.
         """
         step = as_int(step)
         metric = as_metric("save", metric)
@@ -217,16 +216,16 @@ class Checkpointer:
         """Load a checkpoint. A save that is running is waited for.
 
         Args:
-            state: The template whose tensors are filled: see ``statetree.dcp.load``. Without it, the state comes back
+            state: The template whose tensors are filled: see ``statetree.load``. Without it, the state comes back
                 as it was saved.
             step: Which one; by default the latest complete one.
-            where: Which leaves are loaded, by default all: as for ``statetree.dcp.load``.
+            where: Which leaves are loaded, by default all: as for ``statetree.load``.
             fallback: Whether to load the newest older checkpoint that can be read if this one is damaged, with a
                 warning. Without it, the error names the newest older one that looks complete.
-            weights_only: As for ``statetree.dcp.load``.
-            verify: As for ``statetree.dcp.load``.
-            cast: As for ``statetree.dcp.load``.
-            strict: As for ``statetree.dcp.load``.
+            weights_only: As for ``statetree.load``.
+            verify: As for ``statetree.load``.
+            cast: As for ``statetree.load``.
+            strict: As for ``statetree.load``.
 
         Returns:
             The tree.
@@ -237,7 +236,7 @@ class Checkpointer:
             TypeError: If the state is a number: a step is passed as ``step=``.
             ValueError: If the step is not an integer, or negative.
             RankMismatch: If the ranks pass different steps. All ranks raise. Or if this process is not in the group.
-            TreeMismatch, UnsupportedLeaf: As ``statetree.dcp.load``.
+            TreeMismatch, UnsupportedLeaf: As ``statetree.load``.
         """
         if isinstance(state, Integral):
             msg = (
@@ -253,8 +252,8 @@ class Checkpointer:
                 check_step("restore", step)
 
             def load(path: Path) -> Any:
-                options = {"weights_only": weights_only, "verify": verify, "cast": cast, "strict": strict}
-                return load_from(state, lambda: DataFiles(path, verify=verify), group, where=where, **options)
+                options = LoadOptions(True, cast, strict, verify, weights_only, partly=True, where=where)  # noqa: FBT003
+                return load_tree(path, state, ranks_of("restore", group), options, together=True)
 
             return Restoration(self._series, group, step).run(load, fallback=fallback)
 

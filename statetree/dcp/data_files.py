@@ -7,7 +7,6 @@ member, which ``torch.load`` does not look at. Here pieces are found by what the
 from __future__ import annotations
 
 from operator import add
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -21,12 +20,11 @@ from statetree.files.ranges import OpenFiles
 from statetree.files.stored import StoredTensor
 from statetree.files.torch_format import TorchArchive
 from statetree.files.untrusted import refuse
-from statetree.files.urls import refuse_url
 from statetree.files.zip_archive import read_members
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator
+    from pathlib import Path
 
     from torch.distributed.checkpoint.metadata import Metadata
 
@@ -178,17 +176,6 @@ def check_covered(metadata: Metadata, key: str, wanted: Box) -> None:
         "of its ranks, or is damaged. Load another one."
     )
     raise CheckpointError(msg)
-
-
-def local_directory(verb: str, checkpoint_id: str | os.PathLike[str]) -> Path:
-    """Return the directory that a checkpoint id names.
-
-    Raises:
-        CheckpointError: If it is a URL.
-    """
-    other = "storage_writer" if verb == "save" else "storage_reader"
-    refuse_url(verb, checkpoint_id, f"Pass a {other} that takes it.")
-    return Path(checkpoint_id)
 
 
 def check_entry(place: FileRange) -> None:

@@ -6,11 +6,9 @@ make each rank go on alone.
 
 from __future__ import annotations
 
-from traceback import StackSummary
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from statetree.dcp.internals import has_process_group, is_alive
 from statetree.errors import CheckpointError, RankMismatch, shown
@@ -110,25 +108,6 @@ def by_first(verb: str, group: ProcessGroup | None, action: Callable[[], T]) -> 
     if isinstance(told, CheckpointError):
         raise told from cause
     return told  # type: ignore[no-any-return]
-
-
-def on_all(step: str, group: ProcessGroup | None, action: Callable[[], T]) -> T:
-    """Act on every rank of a group, and wait for the others.
-
-    Raises:
-        CheckpointException: On every rank if the action raised on any, with what each of these raised, as DCP has it.
-    """
-    result: Any = None
-    error: BaseException | None = None
-    try:
-        result = action()
-    except BaseException as raised:  # noqa: BLE001 - also an interrupt: the others must not be left waiting
-        error = raised
-    found = from_all(error, group)
-    failures = {rank: (raised, StackSummary()) for rank, raised in enumerate(found) if raised is not None}
-    if failures:
-        raise CheckpointException(step, failures)
-    return result  # type: ignore[no-any-return]
 
 
 def check_same(verb: str, what: str, text: str, group: ProcessGroup | None) -> None:

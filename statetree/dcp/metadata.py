@@ -285,7 +285,7 @@ class _Reading:
         if state.get("transform_descriptors"):
             msg = (
                 f"load: the checkpoint {self._directory} is transformed (compressed, say): "
-                "expected plain files. Pass storage_reader=FileSystemReader(...) if you trust its source."
+                "expected plain files. Load it with torch.distributed.checkpoint, and save it again."
             )
             raise CheckpointError(msg)
         stored = Stored(name, self._number(state["offset"], "an offset"), self._number(state["length"], "a length"))

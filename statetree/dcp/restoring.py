@@ -5,12 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.checkpoint.api import CheckpointException
-
 from statetree.dcp.data_files import DataFiles
 from statetree.dcp.failures import checkpoint_errors
 from statetree.dcp.groups import by_first
-from statetree.errors import CheckpointError, warn
+from statetree.errors import CheckpointError, StateTreeError, warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,7 +66,7 @@ class Restoration:
             with checkpoint_errors("load", path):
                 try:
                     return load(path)
-                except CheckpointException:  # the same one on every rank
+                except StateTreeError:  # on every rank alike
                     another = self._by_first(partial(self._find_instead, found))
                     if another is None:
                         raise

@@ -1,4 +1,4 @@
-"""``save``: a whole state written by DCP."""
+"""A whole state written by DCP: taken apart into entries, with a structure beside them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from statetree.dcp.data_files import local_directory
 from statetree.dcp.directory_writer import DirectoryWriter
 from statetree.dcp.failures import checkpoint_errors
 from statetree.dcp.flat_state import STRUCTURE_KEY, flat_state, free_key
-from statetree.dcp.groups import check_alive, group_for, ranks_of
+from statetree.dcp.groups import check_alive, ranks_of
 from statetree.dcp.internals import run_save
 from statetree.dcp.numpy_values import is_array_of_numbers
 from statetree.dcp.plain_values import why_not_restorable
@@ -33,63 +32,13 @@ from statetree.leaves.builtin import leaf_type_of
 from statetree.tree.flatten import flatten_for
 
 if TYPE_CHECKING:
-    import os
+    import pathlib
     from collections.abc import Callable, Iterator
 
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.storage import StorageWriter
 
     from statetree.tree.spec import TreeSpec
-
-
-def save(
-    state: Any,
-    *,
-    checkpoint_id: str | os.PathLike[str],
-    process_group: ProcessGroup | None = None,
-    storage_writer: StorageWriter | None = None,
-) -> None:
-    """Save a whole state with ``torch.distributed.checkpoint``.
-
-    ``load`` restores it into a template, or without one if all containers are those of Python and of ``collections``,
-    or of classes that are registered or listed there (see ``load``): there is a warning where one is not.
-    DCP's own ``load`` reads it as well: the keys are those of DCP's flattening wherever that goes down to the leaf.
-    Tensors are saved by value: ties, strides, ``requires_grad``, classes and Python attributes are not. Sparse, nested
-    and quantized tensors and wrapper subclasses are saved in parts. Objects of unknown classes are pickled; of the
-    tensors in them, only the bytes that these cover.
-
-    An existing checkpoint is overwritten, and is lost if the save fails (a ``Checkpointer`` keeps it).
-
-    Args:
-        state: Any tree. ``DTensor`` and ``ShardedTensor`` are written by the ranks that hold them, once each piece.
-        checkpoint_id: The directory, the same one on every rank.
-        process_group: The ranks that save; by default all.
-        storage_writer: Writes elsewhere than to a directory.
-
-    Collective:
-        Every rank of the group calls it. Plain values and structure are the first rank's. A tensor that is not
-        distributed is assumed to be the same on all ranks, and one of them writes it. Entries that only some ranks hold
-        are saved as well (give them keys with the rank); a template that names them loads them.
-
-    Raises:
-        CheckpointError: If it cannot be written, with every rank's error. All ranks raise.
-        UnsupportedLeaf: If a leaf has no elements (a meta tensor), cannot be taken apart or pickled, or is distributed
-            in a way that DCP does not know: inside of another object, over more ranks than the group's, or unevenly.
-            Nothing is written then.
-        CyclicTree: If a container holds itself.
-        RankMismatch: If this process is not in the group. Only this one raises.
-
-    Example:
-        >>> import tempfile, torch, statetree.dcp
-        >>> directory = tempfile.mkdtemp()
-        >>> statetree.dcp.save({"w": torch.ones(2), 7: ("a", None)}, checkpoint_id=directory)
-        >>> statetree.dcp.load(checkpoint_id=directory)
-        {'w': tensor([1., 1.]), 7: ('a', None)}
-    """
-    warn_of_values("save", state)
-    if storage_writer is not None:
-        storage_writer.reset(checkpoint_id)
-    write(lambda: state, checkpoint_id, group_for("save", process_group), storage_writer)
 
 
 def warn_of_values(verb: str, state: Any) -> None:
@@ -161,10 +110,7 @@ def _why_not(value: Any) -> str:
 
 
 def write(
-    state: Callable[[], Any],
-    checkpoint_id: str | os.PathLike[str],
-    group: ProcessGroup | None,
-    writer: StorageWriter | None = None,
+    state: Callable[[], Any], directory: pathlib.Path, group: ProcessGroup | None, writer: StorageWriter | None = None
 ) -> None:
     """Save the state that a function returns. What it raises reaches every rank. Without a group, this one saves alone.
 
@@ -173,9 +119,9 @@ def write(
     """
     check_alive("save", group)
     if writer is None:
-        writer = DirectoryWriter(local_directory("save", checkpoint_id))
+        writer = DirectoryWriter(directory)
     planner = SavePlanner(lambda is_coordinator: _prepared(state(), group, with_structure=is_coordinator))
-    with checkpoint_errors("save", checkpoint_id):
+    with checkpoint_errors("save", directory):
         with_checks(run_save, writer, planner, group)
 
 

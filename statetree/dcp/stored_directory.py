@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,7 +12,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 from statetree.chunks.boxes import whole_box
 from statetree.dcp.data_files import DataFiles, check_covered
 from statetree.dcp.flat_state import STRUCTURE_KEY
-from statetree.dcp.keys import UnknownKey, key_of
+from statetree.dcp.groups import is_first
 from statetree.dcp.metadata import METADATA
 from statetree.dcp.nesting import nested
 from statetree.dcp.plain_values import gist, read_value
@@ -19,23 +20,28 @@ from statetree.dcp.saved_structure import (
     SavedContainer,
     Structure,
     is_leaf,
+    path_of,
     places,
     read_structure,
     rebuilt_classes,
     why_not_rebuilt,
 )
-from statetree.dcp.saving import write
+from statetree.dcp.saving import warn_of_values, write
+from statetree.dcp.stored_parts import SavedParts
 from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY
+from statetree.errors import Difference
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint
+from statetree.files.key_texts import UnknownKey, key_of
 from statetree.files.safe_pickle import StoredObject
 from statetree.files.stored import StoredTensor, whole_tensors
 from statetree.files.untrusted import printable, refuse
 from statetree.tree.spec import TreeSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from statetree.dcp.saved_structure import SavedEntry
     from statetree.files.checkpoint import SaveOptions
     from statetree.files.ranges import OpenFiles
     from statetree.tree.traversal import Node
@@ -46,6 +52,7 @@ class DirectoryFormat(CheckpointFormat):
 
     title = "DCP directory"
     is_directory = True
+    by_all_ranks = True
 
     def recognises(self, path: Path, beginning: bytes) -> bool:  # noqa: ARG002 - as the base class has it
         """Whether it is a directory."""
@@ -55,9 +62,12 @@ class DirectoryFormat(CheckpointFormat):
         """Open a directory."""
         return _Directory(path, files, skip_foreign=skip_foreign).opened(self.title)
 
-    def write(self, tree: Any, folder: Path, name: str, options: SaveOptions) -> list[str]:  # noqa: ARG002
-        """Write a checkpoint of this process."""
-        write(lambda: whole_tensors(tree, keeps_strides=False), folder, None)
+    def write(self, tree: Any, folder: Path, name: str, options: SaveOptions) -> list[str]:  # noqa: ARG002 - the name
+        """Write a checkpoint, with the other ranks of the options' group."""
+        warn_of_values("save", tree)
+        write(lambda: whole_tensors(tree, keeps_strides=False, on_ranks=True), folder, options.group)
+        if not is_first(options.group):  # which renames the folder as soon as it has written
+            return []
         names = sorted(file.name for file in folder.iterdir() if file.name != METADATA)
         return [*names, METADATA]
 
@@ -74,17 +84,25 @@ class _Directory:
         self.path = path
         self.files = files
         self.foreign: dict[str, None] = {}
+        self.unknown: list[Difference] = []
         self._skip_foreign = skip_foreign
         self._is_nested = True
-        self._data = DataFiles(path, files)
+        self._data = DataFiles(path, files, verify=files.verify is not False)
         self.metadata = self._data.metadata
         files.open(path / METADATA)  # one of the checkpoint's files
 
     def opened(self, title: str) -> OpenedCheckpoint:
         """Return the checkpoint."""
-        self._data.check()
-        tree, verify = self._tree(), self._data.verify
-        return OpenedCheckpoint(tree, title, self.files, list(self.foreign), is_nested=self._is_nested, verify=verify)
+        return OpenedCheckpoint(
+            self._tree(),
+            title,
+            self.files,
+            list(self.foreign),
+            self.unknown,
+            is_nested=self._is_nested,
+            verify=self._data.verify,
+            check=self._data.check,
+        )
 
     def _tree(self) -> Any:
         entries = self.metadata.state_dict_metadata
@@ -99,7 +117,7 @@ class _Directory:
             for key in entry.keys:
                 if key not in values or isinstance(entries[key], TensorStorageMetadata) != wants_tensor:
                     refuse(self.path, f"its structure names {key!r}, which it does not hold")
-        leaves = [self._leaf(entry.sort, [values[key] for key in entry.keys], entry.facts) for entry in saved.entries]
+        leaves = [self._leaf(entry, values) for entry in saved.entries]
         tree = self._rebuildable(saved).rebuild(leaves)
         placed = {key for entry in saved.entries for key in (*entry.keys, entry.context)}
         loose = {key: value for key, value in values.items() if key not in placed}  # of ranks other than the first
@@ -116,7 +134,9 @@ class _Directory:
             why = why_not_rebuilt(nodes[~ref], known) if ref < 0 else ""
             if why and not is_leaf(nodes[~ref]):  # whose parts are a mapping by their names
                 path = ".".join(str(text[1:]) for text in texts) or "<root>"
-                self._skip(f"the container {path} ({why})", "Load it with statetree.dcp.load and a template.")
+                known_here = "a container that is known here"
+                self.unknown.append(Difference(path_of(texts), "structure", why, known_here))
+                self._skip(f"the container {path} ({why})", "Load it with like=.")
             if why:
                 nodes[~ref] = _as_mapping(nodes[~ref])
         return Structure(TreeSpec(tuple(nodes), saved.spec.num_leaves), saved.entries)
@@ -131,11 +151,13 @@ class _Directory:
         if not isinstance(entry, TensorStorageMetadata):
             return self._plain(key)
         check_covered(self.metadata, key, whole_box(entry.size))
-        return self._data.tensor(key)
+        return self._data.tensor(key, verify=bool(self.files.verify))
 
     def _plain(self, key: str) -> Any:
-        data = self._data.value(key, verify=True)
+        data = self._data.value(key, verify=self.files.verify is not False)
         try:
+            if not self.files.weights_only:
+                return torch.load(io.BytesIO(data), weights_only=False)
             return read_value(data)
         except Exception as error:  # noqa: BLE001 - whatever it is, the value cannot be made
             name = printable(gist(error))
@@ -144,16 +166,17 @@ class _Directory:
             self.foreign[name] = None
             return StoredObject(name)
 
-    def _leaf(self, sort: str, values: Sequence[Any], facts: str) -> Any:
-        if sort != PARTS_ENTRY:
-            return values[0]
-        made = _sparse(values, facts)
+    def _leaf(self, entry: SavedEntry, values: Mapping[str, Any]) -> Any:
+        parts, facts = [values[key] for key in entry.keys], entry.facts
+        if entry.sort != PARTS_ENTRY:
+            return parts[0]
+        made = _sparse(parts, facts)
         if made is not None:
             return made
         found = re.search(r"'leaf type': '(?!Tensor')([^']*)'|torch\.((?!strided)\w+)", facts)
         name = (found[1] or found[2]) if found else "a tensor of several parts"
-        self._skip(f"a tensor saved in parts ({name})", "Load it with statetree.dcp.load and a template.")
-        return StoredObject(name)
+        self._skip(f"a tensor saved in parts ({name})", "Load it with like=.")
+        return SavedParts(name, parts, facts, values.get(entry.context) if entry.context else None)
 
 
 def _is_of_a_class(error: Exception) -> bool:

@@ -9,11 +9,12 @@ import torch
 
 from statetree.chunks.boxes import whole_box
 from statetree.dcp.groups import ranks_of
-from statetree.dcp.keys import without_addresses
 from statetree.dcp.local_pieces import LocalPieces
 from statetree.dcp.numpy_values import is_array_of_numbers
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange.manifest import chunks_of
+from statetree.files.filling import check_elements, refuse_leaf
+from statetree.files.key_texts import without_addresses
 from statetree.key_paths import Path
 from statetree.leaves.builtin import facts, is_distributed, is_plain, leaf_type_of, settled
 from statetree.leaves.location import located_error
@@ -21,9 +22,9 @@ from statetree.leaves.parts import Unpacked, unpack
 from statetree.leaves.replicas import replicated
 from statetree.leaves.types.special import QUANTIZED
 from statetree.leaves.types.tensor import TENSOR
-from statetree.spans.layout import extents, holds_memory
+from statetree.spans.layout import extents
 from statetree.spans.memory import memory_of
-from statetree.torch_internals import WITHOUT_KERNELS, as_copied, is_zero_tensor, quietly
+from statetree.torch_internals import WITHOUT_KERNELS, as_copied, quietly
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,7 +97,7 @@ def content_of(verb: str, leaf: Any, path: Path, ranks: Group | None = None) -> 
     leaf_type = leaf_type_of(type(leaf))
     if is_distributed(leaf):
         if leaf_type is TENSOR:  # a process that saves alone would keep its part alone
-            _refuse(verb, path, "a tensor of which each rank holds a part", "Gather it")
+            refuse_leaf(verb, path, "a tensor of which each rank holds a part", "Gather it")
         return Content(TENSOR_ENTRY, (LocalPieces(_held(verb, leaf, path, ranks or ranks_of(verb, None))),))
     if leaf_type is TENSOR and leaf.layout is torch.strided and not leaf.is_nested and leaf.dtype not in QUANTIZED:
         tensor = _bare(leaf)
@@ -106,11 +107,11 @@ def content_of(verb: str, leaf: Any, path: Path, ranks: Group | None = None) -> 
         # DCP asks torch for the sizes of elements, which it does not know of these dtypes.
         return Content(PARTS_ENTRY, (as_copied(tensor),), _facts(leaf))
     if leaf_type is not None and not leaf_type.has_elements:
-        _refuse(verb, path, f"a {type(leaf).__qualname__}, which has no elements", "Materialize it")
+        refuse_leaf(verb, path, f"a {type(leaf).__qualname__}, which has no elements", "Materialize it")
     unpacked = unpack(verb, [leaf], lambda: [path])
     if unpacked.holds_distributed():
         held = f"a {type(leaf).__qualname__} around a distributed tensor"
-        _refuse(verb, path, held, "Gather it")
+        refuse_leaf(verb, path, held, "Gather it")
     parts = [_bare(unpacked.parts[index]) for index in dict.fromkeys(unpacked.parts_of(0))]
     for part in parts:
         check_elements(verb, part, path)
@@ -130,14 +131,14 @@ def _facts(leaf: Any) -> str:
 def _check_whole(verb: str, leaf: Any, path: Path) -> None:
     """Raise if a leaf that is to be pickled is or holds a distributed tensor: the first rank's part would be kept."""
     if is_distributed(leaf):
-        _refuse(verb, path, f"a {type(leaf).__qualname__}, of which each rank holds a part", "Gather it")
+        refuse_leaf(verb, path, f"a {type(leaf).__qualname__}, of which each rank holds a part", "Gather it")
     try:
         unpacked = unpack(verb, [leaf], lambda: [path], memory=False)
     except UnsupportedLeaf:  # then it cannot be pickled either, and need not be where it is only replaced
         return
     if unpacked.holds_distributed():
         held = f"a {type(leaf).__qualname__} with a distributed tensor inside"
-        _refuse(verb, path, held, "Gather it, or register the class as a container (register_container)")
+        refuse_leaf(verb, path, held, "Gather it, or register the class as a container (register_container)")
 
 
 def _held(verb: str, leaf: Any, path: Path, ranks: Group) -> LocalChunks:
@@ -149,34 +150,17 @@ def _held(verb: str, leaf: Any, path: Path, ranks: Group) -> LocalChunks:
         raise located_error(verb, "tell the chunks of", error, lambda: [path], [leaf], 0) from error
     assert held is not None
     if held.partials is not None:
-        _refuse(verb, path, f"a {cls} with the placements {leaf.placements}", "Redistribute or reduce it")
+        refuse_leaf(verb, path, f"a {cls} with the placements {leaf.placements}", "Redistribute or reduce it")
     if held.dtype in WITHOUT_KERNELS:  # DCP asks torch for the sizes of elements
-        _refuse(verb, path, f"a {cls} of {held.dtype}", "View it as numbers (uint8)")
+        refuse_leaf(verb, path, f"a {cls} of {held.dtype}", "View it as numbers (uint8)")
     for piece in held.pieces:
         if leaf_type_of(type(piece)) is not TENSOR or piece.layout is not torch.strided:
-            _refuse(verb, path, f"a {cls} of a {type(piece).__qualname__}", "Gather it, or save its inner tensors")
+            refuse_leaf(verb, path, f"a {cls} of a {type(piece).__qualname__}", "Gather it, or save its inner tensors")
         check_elements(verb, piece, path)
     if held.layout is not None and not held.layout.is_complete:
         part = f"one of which the ranks of the group hold only a part ({held.text})"
-        _refuse(verb, path, part, "Pass the process_group of all ranks that hold it, or gather it")
+        refuse_leaf(verb, path, part, "Pass the process_group of all ranks that hold it, or gather it")
     return held
-
-
-def check_elements(verb: str, tensor: torch.Tensor, path: Path) -> None:
-    """Raise ``UnsupportedLeaf`` if a tensor has no memory, or not enough for its elements."""
-    if tensor.is_meta:
-        _refuse(verb, path, "a meta tensor, which has no elements", "Materialize it (to_empty)")
-    if is_zero_tensor(tensor):
-        _refuse(verb, path, "torch's zero tensor, which has no memory", "Replace it by torch.zeros")
-    if not holds_memory(tensor):
-        held = f"a tensor whose storage was freed or resized to {tensor.untyped_storage().nbytes()} bytes"
-        _refuse(verb, path, held, "Restore it (FSDP: unshard, or use its state_dict)")
-
-
-def _refuse(verb: str, path: Path, got: str, remedy: str) -> None:
-    where = path or "<root>"
-    msg = f"{verb}: cannot take the leaf at {where}: expected a tensor with elements, got {got}. {remedy} first."
-    raise UnsupportedLeaf(msg, path)
 
 
 def compact(value: Any) -> Any:

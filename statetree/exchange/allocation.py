@@ -9,7 +9,7 @@ import torch
 
 from statetree.errors import StateTreeError, place_in_tree
 from statetree.key_paths import Path
-from statetree.leaves.builtin import is_distributed
+from statetree.leaves.builtin import is_distributed, is_registered
 from statetree.leaves.parts import unpack
 from statetree.leaves.replicas import replicated
 from statetree.spans.memory import Memory
@@ -32,7 +32,7 @@ def allocated(verb: str, leaves: Sequence[Any], spec: TreeSpec, *, keep_meta: bo
     result = list(leaves)
     by_device: dict[torch.device, list[int]] = {}
     for index, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor) or is_distributed(leaf):
+        if isinstance(leaf, torch.Tensor) or is_distributed(leaf) or is_registered(leaf):
             by_device.setdefault(_device_of(leaf, keep_meta=keep_meta), []).append(index)
     for device, indices in by_device.items():
         allocate = partial(replicated, verb, memory=Memory(device), copy=False)

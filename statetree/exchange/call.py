@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+import pickle
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from statetree.errors import RankMismatch, StateTreeError
+from statetree.chunks.ranks import ranks_named
+from statetree.errors import CheckpointError, RankMismatch, StateTreeError, shown
 from statetree.exchange.consensus import Fingerprint, compare_fingerprints, tell_failure
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
     from statetree.exchange.consensus import Consensus
     from statetree.exchange.group import Group
+
+T = TypeVar("T")
 
 
 class Call:
@@ -96,6 +101,51 @@ class Call:
         if not is_rank(rank, size):
             msg = f"{self.verb}: {name} must be a rank of the group: {self.group.expected_ranks('one')}, got {rank!r}."
             raise RankMismatch(msg)
+
+
+def on_all_ranks(verb: str, group: Group, action: Callable[[], T]) -> T:
+    """Act on every rank of a group, wait for the others, and raise on every rank if it failed on one.
+
+    Args:
+        verb: On whose behalf, for messages.
+        group: The ranks.
+        action: What each does. It does not communicate.
+
+    Raises:
+        StateTreeError: What the first rank raised, with a note that says which ranks did; what this one raised, if it
+            is not of this library or an interrupt; or a ``CheckpointError`` with what others did.
+    """
+    result: Any = None
+    own: BaseException | None = None
+    try:
+        result = action()
+    except BaseException as error:  # noqa: BLE001 - also an interrupt: the others must not be left waiting
+        own = error
+    told = group.told_once(None if own is None else _sent_error(own))
+    errors = {rank: pickle.loads(text) for text, ranks in told for rank in ranks}
+    if not errors:
+        return result  # type: ignore[no-any-return]
+    if own is not None and not isinstance(own, StateTreeError):
+        raise own
+    ranks = sorted(errors)
+    if all(isinstance(error, StateTreeError) for error in errors.values()):
+        first: BaseException = own if own is not None and ranks[0] == group.rank else errors[ranks[0]]
+        if ranks != [0]:
+            first.add_note(f"statetree: raised on {ranks_named(ranks)}")
+        raise first
+    lines = [f"rank {rank}: {type(errors[rank]).__name__}: {errors[rank]}" for rank in ranks]
+    msg = f"{verb}: it failed on other ranks: {shown(lines)}"
+    raise CheckpointError(msg) from own
+
+
+def _sent_error(error: BaseException) -> bytes:
+    """Return an error as the other ranks get to know it."""
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+    except Exception:  # noqa: BLE001 - classes of users may do anything
+        return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+    return data
 
 
 def is_rank(value: Any, size: int) -> bool:

@@ -285,7 +285,11 @@ def group_of(verb: str, process_group: ProcessGroup | None, timeout: Timeout) ->
     if not (dist.is_available() and dist.is_initialized()):
         return Group(None, 0, [0], verb, timeout)
     given: Any = process_group
-    rank = -1 if given is dist.GroupMember.NON_GROUP_MEMBER else dist.get_rank(given)
+    try:
+        rank = -1 if given is dist.GroupMember.NON_GROUP_MEMBER else dist.get_rank(given)
+    except ValueError:
+        msg = f"{verb}: the process group was destroyed: expected one that lasts. Make another one."
+        raise RankMismatch(msg) from None
     if rank < 0:
         msg = (
             f"{verb}: this process (global rank {dist.get_rank()}) is not in the group: expected a call from the "

@@ -3,7 +3,8 @@
 Files are not trusted: nothing in them is executed, sizes are compared with the file before memory is taken.
 
 - ``formats``: ``open``, ``save`` and ``register_format``; ``checkpoint``: what a format has to do.
-- ``direct_loading``: ``load``, into the layout of another tree; ``filling``: memory filled with what files hold.
+- ``loading``: ``load``; ``entry_matching``: which leaf belongs to which, by ``key_texts``;
+  ``filling``: memory filled from files.
 - ``stored``: the leaf that stands for a tensor in a file, and its leaf type; ``unread``: what a predicate sees of it.
 - ``ranges``: ranges of bytes of open files, every read of which is checked; ``strided_reading``: elements in them.
 - ``page``: ``to_html``, a tree as one page to look at; ``shard_figures``: which rank holds which box.
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
     from statetree.files.checkpoint import CheckpointFormat as CheckpointFormat
     from statetree.files.checkpoint import OpenedCheckpoint as OpenedCheckpoint
     from statetree.files.checkpoint import SaveOptions as SaveOptions
-    from statetree.files.direct_loading import load as load
     from statetree.files.formats import open as open  # noqa: A004 - `statetree.files.open`
     from statetree.files.formats import opened as opened
     from statetree.files.formats import register_format as register_format
     from statetree.files.formats import save as save
+    from statetree.files.loading import load as load
     from statetree.files.safe_pickle import StoredObject as StoredObject
     from statetree.files.stored import StoredTensor as StoredTensor
 
@@ -38,7 +39,7 @@ _MODULES: Final = {
     **dict.fromkeys(("open", "opened", "register_format", "save"), "formats"),
     "StoredObject": "safe_pickle",
     "StoredTensor": "stored",
-    "load": "direct_loading",
+    "load": "loading",
 }
 
 if not TYPE_CHECKING:  # a type checker is to know which names there are

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from statetree.files.page import tree_fragments
+from statetree.files.safe_pickle import StoredObject
 from statetree.leaves.builtin import is_plain
 from statetree.tree.html_fragments import cell
 
@@ -13,6 +14,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from torch.distributed import ProcessGroup
+
+    from statetree import key_paths
+    from statetree.errors import Difference
+    from statetree.files.filling import Target
     from statetree.files.ranges import OpenFiles
 
 #: How deep a list or tuple may be nested that is one entry: pickle calls itself for every level.
@@ -28,21 +34,40 @@ class OpenedCheckpoint:
         title: What its format is called.
         files: Its files.
         foreign: Names of classes whose objects were not loaded.
+        unknown: Where there are containers of unknown classes, which are mappings here.
         metadata: Texts that the file holds beside the tree.
         is_nested: Whether the file says how its entries are nested: of which classes, under keys of which types.
         verify: Compares stored checksums, and returns how many there are.
+        check: Raises ``CheckpointError`` unless all files are there, also those that nothing was read from yet.
     """
 
     tree: Any
     title: str
     files: OpenFiles
     foreign: Sequence[str] = ()
+    unknown: Sequence[Difference] = ()
     metadata: dict[str, str] = field(default_factory=dict)
     is_nested: bool = True
     verify: Callable[[], int] = int
+    check: Callable[[], None] = lambda: None
 
     def _repr_html_(self) -> str:
         return cell(tree_fragments(self.tree))
+
+
+class StoredParts(StoredObject):
+    """A leaf that a checkpoint holds in parts, which fill those of a leaf like it. Alone, only its name is known."""
+
+    def targets(self, path: key_paths.Path, leaf: Any) -> Sequence[Target]:
+        """Return what there is to fill of a leaf. Raises ``TreeMismatch`` if it is not like the saved one."""
+        raise NotImplementedError
+
+    def check(self, path: key_paths.Path, leaf: Any) -> None:
+        """Raise ``CheckpointError`` if parts say that elements of the leaf lie outside of it."""
+
+    def completed(self, path: key_paths.Path, leaf: Any) -> Any:  # noqa: ARG002 - for others
+        """Return the leaf, once it is filled."""
+        return leaf
 
 
 @dataclass(frozen=True)
@@ -52,10 +77,12 @@ class SaveOptions:
     Attributes:
         shard_bytes: From how many bytes on a new file begins, where the format has several.
         metadata: Texts for the header, where the format has one.
+        group: The ranks that write it together, if it is written by several.
     """
 
     shard_bytes: int | None = None
     metadata: dict[str, str] = field(default_factory=dict)
+    group: ProcessGroup | None = None
 
 
 class CheckpointFormat:
@@ -65,11 +92,13 @@ class CheckpointFormat:
         title: What it is called in messages.
         suffixes: The ends of names that are written in this format.
         is_directory: Whether a checkpoint is a directory.
+        by_all_ranks: Whether all ranks write it, each its own part. Otherwise one does, and is given whole tensors.
     """
 
     title: str = ""
     suffixes: tuple[str, ...] = ()
     is_directory: bool = False
+    by_all_ranks: bool = False
 
     def recognises(self, path: Path, beginning: bytes) -> bool:
         """Return whether a path is of this format, by its first bytes (none for a directory)."""

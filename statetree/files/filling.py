@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 import torch
 
 from statetree.chunks.local import location_of
-from statetree.errors import Difference, TreeMismatch
+from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
 from statetree.files.stored import OutOfRange
 from statetree.spans.bits import same_bytes
 from statetree.spans.columns import Columns
+from statetree.spans.layout import holds_memory
 from statetree.spans.overlaps import once, overlaps_itself, shared_elements
-from statetree.torch_internals import quietly
+from statetree.torch_internals import is_zero_tensor, quietly
 from statetree.transforms.copy_into import copy_into
 
 if TYPE_CHECKING:
@@ -85,3 +86,21 @@ def fill(verb: str, targets: Sequence[Target]) -> None:
     found += [Difference(path, "ties", "values of its own", "a tensor that shares memory") for path in wrong]
     if found:
         raise TreeMismatch.between(verb, found, _REMEDY)
+
+
+def check_elements(verb: str, tensor: torch.Tensor, path: Path) -> None:
+    """Raise ``UnsupportedLeaf`` if a tensor has no memory, or not enough for its elements."""
+    if tensor.is_meta:
+        refuse_leaf(verb, path, "a meta tensor, which has no elements", "Materialize it (to_empty)")
+    if is_zero_tensor(tensor):
+        refuse_leaf(verb, path, "torch's zero tensor, which has no memory", "Replace it by torch.zeros")
+    if not holds_memory(tensor):
+        held = f"a tensor whose storage was freed or resized to {tensor.untyped_storage().nbytes()} bytes"
+        refuse_leaf(verb, path, held, "Restore it (FSDP: unshard, or use its state_dict)")
+
+
+def refuse_leaf(verb: str, path: Path, got: str, remedy: str) -> NoReturn:
+    """Raise ``UnsupportedLeaf``."""
+    where = path or "<root>"
+    msg = f"{verb}: cannot take the leaf at {where}: expected a tensor with elements, got {got}. {remedy} first."
+    raise UnsupportedLeaf(msg, path)

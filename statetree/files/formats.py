@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from statetree.errors import CheckpointError, with_checks
+from statetree.exchange.call import on_all_ranks
+from statetree.exchange.group import group_of
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint, SaveOptions
 from statetree.files.publishing import write_whole
 from statetree.files.ranges import OpenFiles
@@ -15,9 +19,16 @@ from statetree.files.safetensors_format import SafetensorsFormat
 from statetree.files.torch_format import TorchFormat
 from statetree.files.untrusted import refuse
 from statetree.files.urls import refuse_url
+from statetree.leaves.lowering import lies_on_ranks
+from statetree.transforms.gather import gather
+from statetree.tree.flatten import flatten_for
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
+
+    from torch.distributed import ProcessGroup
+
+    from statetree.exchange.group import Group
 
 _FORMATS: Final[list[CheckpointFormat]] = [TorchFormat(), SafetensorsFormat()]
 #: A format in a package above this one, which is loaded when a directory is met.
@@ -57,11 +68,21 @@ def _formats() -> Iterator[CheckpointFormat]:
         yield _FORMATS[-1]
 
 
-def opened(path: str | os.PathLike[str], *, skip_foreign: bool = False, follow_links: bool = False) -> OpenedCheckpoint:
-    """Open a checkpoint, and return what is known of it beside its tree. Arguments: as ``open``."""
+def opened(
+    path: str | os.PathLike[str],
+    *,
+    skip_foreign: bool = False,
+    follow_links: bool = False,
+    verify: bool | None = None,
+    weights_only: bool = True,
+) -> OpenedCheckpoint:
+    """Open a checkpoint, and return what is known of it beside its tree.
+
+    Arguments: as ``open``, and ``load``.
+    """
     refuse_url("read", path, "Download it first.")
     place = Path(path)
-    files = OpenFiles(follow_links=follow_links)
+    files = OpenFiles(follow_links=follow_links, verify=verify, weights_only=weights_only)
     try:
         beginning = _beginning(place, files)
         found = next((known for known in _formats() if known.recognises(place, beginning)), None)
@@ -100,7 +121,7 @@ def open(  # noqa: A001 - `statetree.files.open` opens files
     are not trusted: nothing in them is executed, and sizes are compared with the file before memory is taken.
     Directories that ``statetree.dcp`` wrote are compared with their manifest: all files must be there, whole and of one
     save, and metadata and plain values have the checksums that were written. Those of elements are compared by
-    ``statetree.dcp.load``, and by ``show --verify`` and ``convert``.
+    ``load``, and by ``show --verify`` and ``convert``.
 
     Args:
         path: A file or a directory.
@@ -124,7 +145,9 @@ def open(  # noqa: A001 - `statetree.files.open` opens files
         >>> st.files.open(path)
         {'w': StoredTensor(float32, [2, 3]), 'step': 3}
     """
-    return opened(path, skip_foreign=skip_foreign, follow_links=follow_links).tree
+    found = opened(path, skip_foreign=skip_foreign, follow_links=follow_links)
+    found.check()
+    return found.tree
 
 
 def format_for(path: Path) -> CheckpointFormat:
@@ -149,6 +172,7 @@ def save(
     tree: Any,
     path: str | os.PathLike[str],
     *,
+    group: ProcessGroup | None = None,
     overwrite: bool = True,
     shard_bytes: int | None = None,
     metadata: Mapping[str, str] | None = None,
@@ -159,19 +183,32 @@ def save(
     It is written to a temporary name first, and appears complete or not at all, with the permissions that the user's
     umask gives. Torch files keep ties; other formats write each tensor.
 
+    A DCP directory is written by all ranks, each chunk by one of those that hold it, and plain
+    ``torch.distributed.checkpoint`` reads it. Sparse, nested and quantized tensors, and wrapper subclasses, are saved
+    in parts; objects of unknown classes are pickled. Plain values and structure are the first rank's; entries that only
+    some ranks hold are saved as well, and a tensor that is not distributed is taken to be the same on all. One file is
+    written by the first rank, which gathers what is distributed.
+
     Args:
-        tree: Any tree of whole tensors, ``StoredTensor`` included.
+        tree: Any tree, ``StoredTensor`` included.
         path: ``.pt``, ``.pth``, ``.ckpt`` or ``.bin`` for a torch file, ``.safetensors`` or
-            ``.safetensors.index.json`` for safetensors, no suffix for a DCP directory.
+            ``.safetensors.index.json`` for safetensors, no suffix for a DCP directory. The same on every rank.
+        group: The ranks that hold the tree; by default all.
         overwrite: Whether an existing checkpoint is replaced.
         shard_bytes: The number of bytes after which a new safetensors file begins.
         metadata: Texts for the header of safetensors.
         protected: Files and directories that are never replaced: for example those that ``tree`` is read from, if it is
             only a part of them.
 
+    Collective:
+        Every rank of the group calls it for a DCP directory; for a file if a leaf is distributed, or a group is given.
+        If one fails, all raise.
+
     Raises:
         CheckpointError: If the format cannot hold a leaf, the place cannot be written, or a protected file is there.
-        UnsupportedLeaf: If a leaf is distributed.
+        UnsupportedLeaf: If a leaf has no elements, cannot be taken apart, or is distributed in a way that the group
+            does not know.
+        RankMismatch: If this process is not in the group. Only this one raises.
 
     Example:
         >>> import tempfile, statetree as st, torch
@@ -190,10 +227,48 @@ def save(
     options = SaveOptions(shard_bytes, dict(metadata or {}))
     if shard_bytes is not None and found.suffixes and place.name.endswith(".safetensors"):
         place = place.with_name(f"{place.name}.index.json")
-    write_whole(
-        place,
-        lambda folder: with_checks(found.write, tree, folder, place.name, options),
-        is_directory=found.is_directory,
-        overwrite=overwrite,
-        protected=protected,
-    )
+    whole = partial(write_whole, place, is_directory=found.is_directory, overwrite=overwrite, protected=protected)
+    ranks = group_of("save", group, None)
+    if found.by_all_ranks and ranks.identity is not None:
+        options = replace(options, group=ranks.identity)
+        _save_by_all(whole, ranks, lambda folder: found.write(tree, folder, place.name, options))
+        return
+    on_ranks = not found.by_all_ranks and any(map(lies_on_ranks, flatten_for("save", tree)[0]))
+    is_gathered = on_ranks or (group is not None and not found.by_all_ranks)
+    if is_gathered:
+        tree = gather(tree, dst=0, device="cpu", group=group)
+
+    def write() -> None:
+        if ranks.rank == 0 or not is_gathered:
+            whole(lambda folder: with_checks(found.write, tree, folder, place.name, options))
+
+    if is_gathered:
+        on_all_ranks("save", ranks, write)
+    else:
+        write()
+
+
+def _save_by_all(
+    whole: Callable[[Callable[[Path], list[str]]], None], ranks: Group, write: Callable[[Path], list[str]]
+) -> None:
+    """Have every rank write into a folder that the first one makes and publishes."""
+    is_announced = False
+
+    def write_first(folder: Path) -> list[str]:
+        nonlocal is_announced
+        is_announced = True
+        ranks.told_once(os.fsencode(folder))
+        return write(folder)
+
+    def act() -> None:
+        if ranks.rank:
+            for folder, _ in ranks.told_once(None):
+                write(Path(os.fsdecode(folder)))
+            return
+        try:
+            whole(write_first)
+        finally:
+            if not is_announced:  # the others wait for it
+                ranks.told_once(None)
+
+    on_all_ranks("save", ranks, act)

@@ -50,13 +50,18 @@ class OpenFiles:
 
     Args:
         follow_links: Whether names that a checkpoint lists may be symbolic links to files outside its directory.
+        verify: Whether elements are compared with the checkpoint's checksums before they are read; ``None`` for plain
+            values alone.
+        weights_only: Whether plain values are of the classes that ``torch.load(weights_only=True)`` admits.
 
     Attributes:
         nbytes_read: How many bytes were read, for tests that count them. Mapped memory is not counted.
     """
 
-    def __init__(self, *, follow_links: bool = False) -> None:
+    def __init__(self, *, follow_links: bool = False, verify: bool | None = None, weights_only: bool = True) -> None:
         self.follow_links = follow_links
+        self.verify = verify
+        self.weights_only = weights_only
         self.nbytes_read = 0
         self._handles: OrderedDict[Path, int] = OrderedDict()
         self._identities: dict[Path, _Identity] = {}

@@ -194,7 +194,7 @@ class StoredTensor:
             found = torch.empty(0, dtype=self.dtype, device="cpu")
             itemsize = self.dtype.itemsize
             is_aligned = piece.place.start % itemsize == 0 or (itemsize < 16 and platform.machine() in _UNALIGNED)
-            if is_aligned and not any(piece.bits):
+            if is_aligned and not any(piece.bits) and tuple(piece.stride) == tuple(self.stride()):
                 return found.set_(mapped, piece.offset, self.shape, piece.stride)
         return self.read()
 
@@ -298,12 +298,13 @@ def _look_again(place: FileRange) -> None:
         check_later(place.files.check, place.path)
 
 
-def whole_tensors(tree: Any, *, keeps_strides: bool) -> Any:
+def whole_tensors(tree: Any, *, keeps_strides: bool, on_ranks: bool = False) -> Any:
     """Return a tree with the tensors that ``StoredTensor`` stands for, each object once, to be saved.
 
     Args:
         tree: Any tree.
         keeps_strides: Whether elements that are repeated are written once.
+        on_ranks: Whether ranks may hold parts of a leaf.
 
     Raises:
         UnsupportedLeaf: If ranks hold parts of a leaf, which no file has the whole of, or a few bytes of a file stand
@@ -312,7 +313,7 @@ def whole_tensors(tree: Any, *, keeps_strides: bool) -> Any:
     made: dict[int, Any] = {}
 
     def whole(path: Path, leaf: Any) -> Any:
-        if is_distributed(leaf):
+        if is_distributed(leaf) and not on_ranks:
             msg = f"save: the leaf at {path or '<root>'} is distributed: expected a whole tensor. Use gather first."
             raise UnsupportedLeaf(msg, path)
         if isinstance(leaf, StoredTensor) and leaf.is_repetitive and not keeps_strides:

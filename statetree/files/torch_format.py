@@ -24,12 +24,14 @@ from statetree.files.torch_pickles import StorageClass, foreign_names, read_pick
 from statetree.files.torch_writing import save_as
 from statetree.files.untrusted import refuse
 from statetree.files.zip_archive import REWRITE, ZipMember, read_members
+from statetree.leaves.parts import unpack
 from statetree.torch_internals import check_sparse_indices, storage_key
 from statetree.transforms.offload import offload
 from statetree.tree.flatten import flatten
 from statetree.tree.mapping import map_leaves
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from statetree.files.checkpoint import SaveOptions
@@ -58,6 +60,7 @@ class TorchArchive:
         self.foreign: list[str] = []
         self._storages: dict[str, torch.UntypedStorage] = {}
         self._places: dict[int, FileRange] = {}
+        self._unverified: dict[int, ZipMember] = {}
         self._stored: dict[int, StoredTensor] = {}
         self.prefix = ""
         self._legacy_pickle: bytes | None = None
@@ -126,6 +129,8 @@ class TorchArchive:
             mapped = place.mapped() if device == "cpu" else torch.UntypedStorage(nbytes, device=device)
             self._storages[key] = mapped if member.start % _ALIGNMENT == 0 else mapped.clone()
             self._places[storage_key(self._storages[key])] = place
+            if self.place.files.verify and member.crc is not None:
+                self._unverified[storage_key(self._storages[key])] = member
         return self._storages[key]
 
     def piece(self, tensor: Any) -> StoredPiece | None:
@@ -154,13 +159,24 @@ class TorchArchive:
         if id(leaf) not in self._stored:
             piece = self.piece(leaf)
             check = partial(self._check, leaf if piece is None else None)
-            self._stored[id(leaf)] = StoredTensor(leaf, check, None if piece is None else lambda _: [piece])
+            find = None if piece is None else lambda _: self._verified(leaf, piece)
+            self._stored[id(leaf)] = StoredTensor(leaf, check, find)
         return self._stored[id(leaf)]
+
+    def _verified(self, leaf: torch.Tensor, *pieces: StoredPiece) -> Sequence[StoredPiece]:
+        """Compare the memory of a tensor with its checksum, if that is asked for and was not done yet."""
+        for part in unpack("read", [leaf], list).parts if self._unverified else ():
+            member = self._unverified.get(storage_key(part.untyped_storage()))
+            if member is not None:
+                member.verify(self.place)
+                self._unverified.pop(storage_key(part.untyped_storage()), None)  # other threads may have been here
+        return pieces
 
     def _check(self, tensor: torch.Tensor | None) -> None:
         self.place.files.check(self.place.path)
         try:
             if tensor is not None:
+                self._verified(tensor)
                 check_sparse_indices(tensor)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import safetensors.torch
 import torch
 
-from statetree import dcp
+import statetree as st
 from statetree.cli.app import main
 
 #: Every dtype that all three formats hold.
@@ -91,7 +91,7 @@ def write(state: Any, path: Path) -> Path:
     elif path.suffix:
         torch.save(state, path)
     else:
-        dcp.save(state, checkpoint_id=path)
+        st.save(state, path)
     return path
 
 
@@ -101,7 +101,7 @@ def load(path: Path) -> Any:
         return safetensors.torch.load_file(path)
     if path.suffix:
         return torch.load(path, weights_only=True)
-    return dcp.load(checkpoint_id=path)
+    return st.load(path)
 
 
 def run(capsys: Any, *args: Any) -> Ran:

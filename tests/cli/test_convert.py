@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+import statetree as st
 from statetree.testing import assert_trees_equal
 from tests.cli.hostile import Raw, Storage, archive, pickle_of
 from tests.cli.states import bits, flat_state, load, nested_state, tied_state, write
@@ -148,13 +149,12 @@ def test_what_torch_files_alone_hold_is_kept_in_them(tmp_path, statetree):
 def test_objects_in_parts_go_to_directories_as_statetree_saves_them(tmp_path, statetree):
     state = {"coo": torch.eye(3).to_sparse(), "conj": bits(2, dtype=torch.complex64).conj()}
     converted(statetree, write(state, tmp_path / "a.pt"), tmp_path / "b")
-    from statetree import dcp
 
     template = {
         "coo": (torch.eye(3) * 2).to_sparse(),
         "conj": torch.zeros(2, dtype=torch.complex64),
     }
-    loaded = dcp.load(template, checkpoint_id=tmp_path / "b")
+    loaded = st.load(tmp_path / "b", template, in_place=True)
     assert torch.equal(loaded["coo"].to_dense(), torch.eye(3))
     assert torch.equal(loaded["conj"], state["conj"])
 
@@ -191,10 +191,9 @@ def test_dtypes_that_torch_cannot_copy_go_through_every_format_that_has_them(tmp
     source = archive(tmp_path / "a.pt", pickle_of({"few": few}), {"0": b"\x00\x01\x01\x00"})
     assert "torch cannot save the tree" in statetree("convert", source, tmp_path / "b.pt").err
     converted(statetree, source, tmp_path / "b")
-    from statetree import dcp
 
     template = {"few": torch.zeros(4, dtype=torch.uint8).view(torch.uint1)}
-    assert dcp.load(template, checkpoint_id=tmp_path / "b")["few"].view(torch.uint8).tolist() == [0, 1, 1, 0]
+    assert st.load(tmp_path / "b", template, in_place=True)["few"].view(torch.uint8).tolist() == [0, 1, 1, 0]
     ran = statetree("convert", source, tmp_path / "b.safetensors")
     assert "safetensors have no uint1" in ran.err
 
@@ -202,12 +201,11 @@ def test_dtypes_that_torch_cannot_copy_go_through_every_format_that_has_them(tmp
 def test_storages_go_to_directories(tmp_path, statetree):
     source = write({"s": bits(4).untyped_storage()}, tmp_path / "a.pt")
     converted(statetree, source, tmp_path / "b")
-    from statetree import dcp
 
     with quiet():
         template = load(source)
         template["s"].untyped().fill_(0)
-        loaded = dcp.load(template, checkpoint_id=tmp_path / "b")
+        loaded = st.load(tmp_path / "b", template, in_place=True)
         assert list(loaded["s"].untyped()) == list(bits(4).untyped_storage())
 
 

@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import statetree
-from statetree import dcp
 from statetree.testing import run_ranks
 from tests.collectives.checks import attempt, check_in_step, check_same
 
@@ -113,4 +112,4 @@ def test_what_does_not_fit_is_refused():
 
 def test_a_checkpoint_does_not_keep_one_part_alone(tmp_path):
     with pytest.raises(statetree.UnsupportedLeaf, match=r"at w.*each rank holds a part.*Gather it"):
-        dcp.save({"w": checkpointable(FULL, 0)}, checkpoint_id=tmp_path)
+        statetree.save({"w": checkpointable(FULL, 0)}, tmp_path)

@@ -65,7 +65,7 @@ def check_saved(kind, saved):
     template = Run(kind)
     template.train()
     for checkpoint_id, expected in saved.items():
-        assert_trees_equal(dcp.load(template.state(), checkpoint_id=checkpoint_id), expected, ties=False)
+        assert_trees_equal(statetree.load(checkpoint_id, template.state(), in_place=True), expected, ties=False)
 
 
 def save_in_threads(kind, directory, *, asynchronous):
@@ -148,7 +148,7 @@ def test_a_failure_in_staging_reaches_the_caller(asynchronous, tmp_path):
             torch_dcp.async_save({"a": freed()}, checkpoint_id=tmp_path, async_stager=stager)
         upload = torch_dcp.async_save({"a": torch.arange(3)}, checkpoint_id=tmp_path, async_stager=stager)
         (upload.upload_completion if asynchronous else upload).result(units(15))
-    assert_trees_equal(dcp.load({"a": torch.zeros(3).long()}, checkpoint_id=tmp_path), {"a": torch.arange(3)})
+    assert_trees_equal(statetree.load(tmp_path, {"a": torch.zeros(3).long()}, in_place=True), {"a": torch.arange(3)})
 
 
 class Slow:
@@ -212,4 +212,4 @@ def test_closing_leaves_saves_in_flight_whole(asynchronous, tmp_path):
         torch_dcp.async_save(state, checkpoint_id=tmp_path, async_stager=stager)
     HeldWriter.may_write.set()
     upload.result(units(15))
-    assert_trees_equal(dcp.load(state, checkpoint_id=tmp_path), {"a": torch.arange(1000)})
+    assert_trees_equal(statetree.load(tmp_path, state, in_place=True), {"a": torch.arange(1000)})

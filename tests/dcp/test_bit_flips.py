@@ -37,7 +37,7 @@ def test_a_flipped_bit_anywhere_is_an_error_or_changes_nothing(tmp_path):
         path.unlink()  # it may be linked
         path.write_bytes(flip(intact[path], chosen.randrange(8 * len(intact[path]))))
         try:
-            loaded = dcp.load(checkpoint_id=directory)
+            loaded = statetree.load(directory)
         except statetree.StateTreeError:
             counts["error"] += 1
         else:

@@ -93,7 +93,7 @@ def test_the_directory_of_all_steps_is_no_checkpoint(tmp_path):
     with pytest.raises(
         statetree.CheckpointError, match=r"2 checkpoints lie in it, the last of them step-00000004\. Pass"
     ):
-        statetree.dcp.load(checkpoint_id=tmp_path)
+        statetree.load(tmp_path)
 
 
 def test_what_is_foreign_is_ignored_and_left_alone(tmp_path):
@@ -423,7 +423,7 @@ def test_where_the_latest_is_damaged_an_older_one_is_named_or_taken(name, tmp_pa
     flip_a_bit(path, path.stat().st_size // 2)
     (tmp_path / "step-00000003" / "__0_0.distcp").unlink()
     with pytest.raises(
-        statetree.CheckpointError, match=r"load: .*the newest older .* is of step 2: pass step=2, or fal"
+        statetree.CheckpointError, match=r"(load|read): .*the newest older .* is of step 2: pass step=2, or fal"
     ):
         saved.restore()
     template = state_of(0)
@@ -461,7 +461,7 @@ def test_a_link_in_the_series_is_removed_and_not_what_it_leads_to(tmp_path):
     assert_trees_equal(saved.restore(), state_of(1))
     saved.save(2, state_of(2))
     assert names(tmp_path / "series") == ["step-00000002"]
-    assert_trees_equal(statetree.dcp.load(checkpoint_id=tmp_path / "elsewhere"), state_of(1))
+    assert_trees_equal(statetree.load(tmp_path / "elsewhere"), state_of(1))
 
 
 def test_a_directory_that_is_not_yet_locked_is_not_taken_for_a_leftover(tmp_path, monkeypatch):
@@ -500,7 +500,9 @@ def test_a_damaged_checkpoint_is_not_looked_for_again(tmp_path):
     saved = Checkpointer(tmp_path)
     saved.save(1, state_of(1))
     (tmp_path / "step-00000001" / ".metadata").write_bytes(b"damaged")
-    with pytest.raises(statetree.CheckpointError, match=r"load: the metadata of the checkpoint .* cannot be read"):
+    with pytest.raises(
+        statetree.CheckpointError, match=r"(load|read): the metadata of the checkpoint .* cannot be read"
+    ):
         saved.restore()
 
 

@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import statetree as st
-from statetree import dcp
 from statetree.testing import run_ranks
 
 A = torch.arange(70.0).view(10, 7)
@@ -35,7 +34,7 @@ FORMS = ("whole", "rows", "columns", "around")
 
 
 def save(form, directory: Path) -> None:
-    dcp.save(state(form), checkpoint_id=directory / form)
+    st.save(state(form), directory / form)
 
 
 def load(directory: Path) -> None:
@@ -44,7 +43,7 @@ def load(directory: Path) -> None:
             template = state(form, torch.zeros(10, 7), torch.zeros(10, 7))
             template["step"] = 0
             given = template["w"]
-            loaded = dcp.load(template, checkpoint_id=directory / saved)
+            loaded = st.load(directory / saved, template, in_place=True)
             assert loaded["step"] == 3
             assert type(loaded["w"]) is type(given)
             whole = st.gather({"w": loaded["w"]})["w"]
@@ -78,9 +77,9 @@ def keep_optimizer(what: str, directory: Path) -> None:
     if what == "save":
         local.codes.copy_(whole.codes[first:last])
         local.scale.copy_(whole.scale[first:last])
-        dcp.save({"exp_avg": value}, checkpoint_id=directory / "low_bit")
+        st.save({"exp_avg": value}, directory / "low_bit")
         return
-    loaded = dcp.load({"exp_avg": value}, checkpoint_id=directory / "low_bit")["exp_avg"]
+    loaded = st.load(directory / "low_bit", {"exp_avg": value}, in_place=True)["exp_avg"]
     assert type(loaded._local_tensor) is OptimState8bit
     assert torch.equal(loaded._local_tensor.dequantize(), whole.dequantize()[first:last])
 

@@ -53,8 +53,8 @@ def test_files_of_two_checkpoints_are_not_taken_for_one(name, verify, steps):
     old, new = steps
     shutil.copyfile(old / name, new / name)
     template = state_of(0)
-    with pytest.raises(statetree.CheckpointError, match=r"load: .*(mixture of two|two checkpoints are mixed)"):
-        dcp.load(template, checkpoint_id=new, verify=verify)
+    with pytest.raises(statetree.CheckpointError, match=r"(load|read): .*(mixture of two|two checkpoints are mixed)"):
+        statetree.load(new, template, in_place=True, verify=verify)
     assert_trees_equal(template, state_of(0))
 
 
@@ -86,29 +86,29 @@ def test_two_files_of_another_checkpoint(names, steps):
     old, new = steps
     for name in names:
         shutil.copyfile(old / name, new / name)
-    with pytest.raises(statetree.CheckpointError, match=r"load: .*(mixture of two|two checkpoints are mixed)"):
-        dcp.load(checkpoint_id=new)
+    with pytest.raises(statetree.CheckpointError, match=r"(load|read): .*(mixture of two|two checkpoints are mixed)"):
+        statetree.load(new)
 
 
 def test_a_checkpoint_that_was_copied_in_part(steps, tmp_path):
     (steps[0] / MANIFEST).unlink()
     with pytest.raises(statetree.CheckpointError, match=r"it has no \.statetree_manifest file.*copied in part.*verify"):
-        dcp.load(checkpoint_id=steps[0])
-    assert_trees_equal(dcp.load(checkpoint_id=steps[0], verify=False), state_of(1))
+        statetree.load(steps[0])
+    assert_trees_equal(statetree.load(steps[0], verify=False), state_of(1))
 
 
 def test_a_file_that_was_copied_in_part(steps):
     os.truncate(steps[0] / DATA, (steps[0] / DATA).stat().st_size - 1)
     with pytest.raises(statetree.CheckpointError, match=r"__0_0\.distcp: it is damaged: expected \d+ bytes, got \d+"):
-        dcp.load(checkpoint_id=steps[0])
+        statetree.load(steps[0])
 
 
 def test_damage_to_the_metadata_that_leaves_them_valid(steps):
     path = steps[0] / ".metadata"
     path.write_bytes(path.read_bytes().replace(b"checkpoint_id", b"checkpoint_ie"))
     with pytest.raises(statetree.CheckpointError, match=r"\.metadata is damaged: expected \d+ bytes with the checksum"):
-        dcp.load(checkpoint_id=steps[0])
-    assert_trees_equal(dcp.load(checkpoint_id=steps[0], verify=False), state_of(1))
+        statetree.load(steps[0])
+    assert_trees_equal(statetree.load(steps[0], verify=False), state_of(1))
 
 
 def test_metadata_that_name_no_save_any_more_are_damaged(steps):
@@ -120,10 +120,10 @@ def test_metadata_that_name_no_save_any_more_are_damaged(steps):
         damaged = bytearray(intact)
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
-        with pytest.raises(statetree.CheckpointError, match=r"load: .*metadata"):
-            dcp.load(checkpoint_id=steps[0])
+        with pytest.raises(statetree.CheckpointError, match=r"(load|read): .*metadata"):
+            statetree.load(steps[0])
     path.write_bytes(intact.replace(b"statetree:", b"rtatetree:"))
-    assert_trees_equal(dcp.load(checkpoint_id=steps[0], verify=False), state_of(1))
+    assert_trees_equal(statetree.load(steps[0], verify=False), state_of(1))
 
 
 @pytest.mark.parametrize(
@@ -145,9 +145,9 @@ def test_metadata_that_name_no_save_any_more_are_damaged(steps):
 def test_a_damaged_manifest_is_refused(edit, message, steps):
     path = steps[0] / MANIFEST
     path.write_bytes(edit(path.read_bytes()))
-    with pytest.raises(statetree.CheckpointError, match=rf"load: .*{message}.*pass verify=False"):
-        dcp.load(checkpoint_id=steps[0])
-    assert_trees_equal(dcp.load(checkpoint_id=steps[0], verify=False), state_of(1))
+    with pytest.raises(statetree.CheckpointError, match=rf"(load|read): .*{message}.*pass verify=False"):
+        statetree.load(steps[0])
+    assert_trees_equal(statetree.load(steps[0], verify=False), state_of(1))
 
 
 def signed(line):
@@ -163,15 +163,15 @@ def test_what_dcp_saves_over_a_checkpoint_is_its_own(steps):
     """The manifest that lies there is of the save before."""
     torch_dcp.save({"w": torch.arange(3.0)}, checkpoint_id=steps[0], no_dist=True)
     assert (steps[0] / MANIFEST).exists()
-    assert_trees_equal(dcp.load({"w": torch.zeros(3)}, checkpoint_id=steps[0]), {"w": torch.arange(3.0)})
+    assert_trees_equal(statetree.load(steps[0], {"w": torch.zeros(3)}, in_place=True), {"w": torch.arange(3.0)})
 
 
 def test_a_save_over_a_checkpoint_does_not_write_into_its_files(tmp_path):
-    dcp.save(state_of(1), checkpoint_id=tmp_path / "a")
+    statetree.save(state_of(1), tmp_path / "a")
     os.link(tmp_path / "a" / DATA, tmp_path / "linked")
     before = (tmp_path / "linked").read_bytes()
-    dcp.save(state_of(2), checkpoint_id=tmp_path / "a")
-    assert_trees_equal(dcp.load(checkpoint_id=tmp_path / "a"), state_of(2))
+    statetree.save(state_of(2), tmp_path / "a")
+    assert_trees_equal(statetree.load(tmp_path / "a"), state_of(2))
     assert (tmp_path / "linked").read_bytes() == before
 
 

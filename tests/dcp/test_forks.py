@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+import statetree as st
 from statetree import dcp
 from statetree.dcp import Checkpointer, saving, series
 from tests.pace import units
@@ -144,7 +145,7 @@ def test_a_child_saves_in_the_background_after_its_parent_did(tmp_path):
         dcp.async_save({"w": torch.arange(4.0)}, checkpoint_id=tmp_path / "child").result(units(10))
 
     assert_succeeds(started(save))
-    assert dcp.load(checkpoint_id=tmp_path / "child")["w"].tolist() == [0, 1, 2, 3]
+    assert st.load(tmp_path / "child")["w"].tolist() == [0, 1, 2, 3]
 
 
 def test_a_child_saves_with_the_checkpointer_whose_parent_is_saving(tmp_path, monkeypatch):

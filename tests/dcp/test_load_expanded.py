@@ -25,9 +25,9 @@ def window_of_sparse(values):
 
 @pytest.mark.parametrize("make", [expanded, tied, window_of_sparse])
 def test_a_state_is_loaded_into_itself(make, tmp_path):
-    dcp.save(make(torch.arange(4.0)), checkpoint_id=tmp_path / "a")
+    st.save(make(torch.arange(4.0)), tmp_path / "a")
     template = make(torch.zeros(4))
-    loaded = dcp.load(template, checkpoint_id=tmp_path / "a")
+    loaded = st.load(tmp_path / "a", template, in_place=True)
     assert loaded["e"] is template["e"]
     assert st.similarity(loaded, make(torch.arange(4.0)), values=True)
     with dcp.Checkpointer(tmp_path / "b") as checkpointer:
@@ -36,9 +36,9 @@ def test_a_state_is_loaded_into_itself(make, tmp_path):
 
 
 def test_they_are_converted_as_others_are(tmp_path):
-    dcp.save(expanded(torch.arange(4.0)), checkpoint_id=tmp_path)
+    st.save(expanded(torch.arange(4.0)), tmp_path)
     template = expanded(torch.zeros(4, dtype=torch.float64))
-    loaded = dcp.load(template, checkpoint_id=tmp_path, cast=True)
+    loaded = st.load(tmp_path, template, in_place=True, cast=True)
     assert st.similarity(loaded, expanded(torch.arange(4.0, dtype=torch.float64)), values=True)
 
 
@@ -47,8 +47,8 @@ def test_different_values_for_one_place_are_refused(make, tmp_path):
     saved = make(torch.arange(4.0))
     saved["e"] = saved["e"].contiguous()
     saved["e"][0, 1] = 9
-    dcp.save(saved, checkpoint_id=tmp_path)
+    st.save(saved, tmp_path)
     template = make(torch.zeros(4))
     with pytest.raises(st.TreeMismatch, match="overlap at e: values of its own cannot go into a tensor that overlaps"):
-        dcp.load(template, checkpoint_id=tmp_path)
+        st.load(tmp_path, template, in_place=True)
     assert not template["e"].any()

@@ -67,7 +67,7 @@ def save_on_ranks(directory: Path) -> dict[str, float]:
     train(model, optimizer)
     state = state_of(model, optimizer, STEPS)
     expected = summed(state)
-    dcp.save(state, checkpoint_id=f"{directory}/saved")
+    statetree.save(state, f"{directory}/saved")
     torch_dcp.save(state, checkpoint_id=f"{directory}/theirs")
     extra = {**state, **({"only": torch.arange(3)} if rank == 1 else {})}
     with statetree.Stager() as stager:
@@ -93,23 +93,23 @@ def load_on_ranks(directory: Path, expected: dict[str, float]) -> None:
         model, optimizer = sharded(world_size)
         train(model, optimizer, 1)  # gives the optimizer its state
         template = state_of(model, optimizer, 0)
-        loaded = dcp.load(template, checkpoint_id=f"{directory}/{name}")
+        loaded = statetree.load(f"{directory}/{name}", template, in_place=True)
         assert close(summed(loaded), expected), name
         assert loaded["counts"] == (STEPS, {"seen": [STEPS]})
         assert loaded["model"]["0.weight"] is template["model"]["0.weight"]
-    loaded = dcp.load({"only": torch.zeros(3).long()}, checkpoint_id=f"{directory}/async")
+    loaded = statetree.load(f"{directory}/async", {"only": torch.zeros(3).long()}, in_place=True)
     assert loaded["only"].tolist() == [0, 1, 2]
-    whole = dcp.load(checkpoint_id=f"{directory}/saved")
+    whole = statetree.load(f"{directory}/saved")
     assert close(summed(whole), expected)
     assert whole[0] == {}
     if world_size > 1:
-        dcp.save(loaded_state(world_size, directory), checkpoint_id=f"{directory}/saved by {world_size}")
+        statetree.save(loaded_state(world_size, directory), f"{directory}/saved by {world_size}")
 
 
 def loaded_state(world_size: int, directory: Path) -> Any:
     model, optimizer = sharded(world_size)
     train(model, optimizer, 1)
-    return dcp.load(state_of(model, optimizer, 0), checkpoint_id=f"{directory}/saved")
+    return statetree.load(f"{directory}/saved", state_of(model, optimizer, 0), in_place=True)
 
 
 def close(left: dict[str, float], right: dict[str, float]) -> bool:
@@ -121,7 +121,7 @@ def test_a_sharded_state_is_resharded_from_2_to_4_to_1_ranks(tmp_path):
     expected = run_ranks(2, save_on_ranks, tmp_path)[0]
     run_ranks(4, load_on_ranks, tmp_path, expected)
     run_ranks(1, load_on_ranks, tmp_path, expected)
-    assert close(summed(dcp.load(checkpoint_id=tmp_path / "saved by 4")), expected)  # and without ranks
+    assert close(summed(statetree.load(tmp_path / "saved by 4")), expected)  # and without ranks
     assert dcp.Checkpointer(tmp_path / "series").restore({"step": None}) == {"step": 2}
 
 
@@ -140,7 +140,7 @@ def fail_on_ranks(directory: Path) -> list[str]:
     mesh = init_device_mesh("cpu", (2,))
     good = {"a": distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])}
     bad = {"a": torch.empty(2, device="meta")} if rank == 1 else good
-    note(lambda: dcp.save(bad, checkpoint_id=f"{directory}/meta"))
+    note(lambda: statetree.save(bad, f"{directory}/meta"))
     freed = torch.ones(4)
     freed.untyped_storage().resize_(0)
     note(
@@ -148,13 +148,13 @@ def fail_on_ranks(directory: Path) -> list[str]:
             units(30)
         )
     )
-    dcp.save(good, checkpoint_id=f"{directory}/good")
+    statetree.save(good, f"{directory}/good")
     wrong = {"a": torch.zeros(5) if rank == 1 else torch.zeros(6)}
-    note(lambda: dcp.load(wrong, checkpoint_id=f"{directory}/good"))
+    note(lambda: statetree.load(f"{directory}/good", wrong, in_place=True, group=dist.group.WORLD))
     assert not wrong["a"].any()
-    note(lambda: dcp.load({"a": torch.zeros(6)}, checkpoint_id=f"{directory}/nowhere"))
+    note(lambda: statetree.load(f"{directory}/nowhere", {"a": torch.zeros(6)}, group=dist.group.WORLD))
     summand = DTensor.from_local(torch.ones(2), mesh, [Partial()])
-    note(lambda: dcp.save({"a": summand}, checkpoint_id=f"{directory}/partial"))
+    note(lambda: statetree.save({"a": summand}, f"{directory}/partial"))
     with dcp.Checkpointer(f"{directory}/series") as series:
         note(lambda: series.save(1, bad))
         assert series.steps() == []
@@ -249,8 +249,8 @@ def call_from_outside(directory: Path) -> None:
     group = dist.new_group([1])
     series = dcp.Checkpointer(directory / "series", process_group=group)
     calls = {
-        "save": lambda: dcp.save({"a": 1}, checkpoint_id=directory / "one", process_group=group),
-        "load": lambda: dcp.load(checkpoint_id=directory / "one", process_group=group),
+        "save": lambda: statetree.save({"a": 1}, directory / "one", group=group),
+        "load": lambda: statetree.load(directory / "one", group=group),
         "async_save": lambda: dcp.async_save({}, checkpoint_id=directory / "two", process_group=group).result(
             units(30)
         ),
@@ -269,7 +269,7 @@ def call_from_outside(directory: Path) -> None:
 
 def test_ranks_outside_of_the_group_are_refused(tmp_path):
     run_ranks(2, call_from_outside, tmp_path)
-    assert dcp.load(checkpoint_id=tmp_path / "one") == {"a": 1}
+    assert statetree.load(tmp_path / "one") == {"a": 1}
 
 
 def save_where_ranks_are_in_unequally_many_groups(directory: Path) -> Any:
@@ -303,7 +303,7 @@ def save_on_the_last_two(directory: Path) -> Any:
         series.async_save(1, {"own": own, "rank": rank})
         restored = series.restore({"own": {rank: torch.zeros(3).long()}, "rank": None})
     dcp.async_save(own, checkpoint_id=directory / "async", process_group=group).result(units(30))
-    loaded = dcp.load({rank: torch.zeros(3).long()}, checkpoint_id=directory / "async", process_group=group)
+    loaded = statetree.load(directory / "async", {rank: torch.zeros(3).long()}, in_place=True, group=group)
     return restored["own"][rank].tolist(), restored["rank"], loaded[rank].tolist()
 
 

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 import statetree
-from statetree import dcp
 from statetree.testing import run_ranks
 from tests.collectives.test_custom_chunks import FULL, blocks_of
 
@@ -71,10 +70,10 @@ def scaled(scale, start=0):
 
 
 def test_a_registered_value_comes_back(tmp_path):
-    dcp.save({"q": scaled(0.5, 1), "step": 3}, checkpoint_id=tmp_path)
+    statetree.save({"q": scaled(0.5, 1), "step": 3}, tmp_path)
     template = {"q": scaled(7.0), "step": None}
     values = template["q"].values
-    loaded = dcp.load(template, checkpoint_id=tmp_path)
+    loaded = statetree.load(tmp_path, template, in_place=True)
     assert type(loaded["q"]) is Scaled
     assert loaded["q"].scale == 0.5
     assert loaded["q"].values is values
@@ -83,14 +82,14 @@ def test_a_registered_value_comes_back(tmp_path):
 
 
 def test_its_tensors_are_entries_that_dcp_reads(tmp_path):
-    dcp.save({"q": scaled(0.5)}, checkpoint_id=tmp_path)
+    statetree.save({"q": scaled(0.5)}, tmp_path)
     metadata = torch.distributed.checkpoint.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
     assert {"q.<part 0>", "q.<part 1>", "q.<context>"} < set(metadata)
 
 
 def test_registered_values_in_each_other(tmp_path):
-    dcp.save([Holder(scaled(0.5, 1))], checkpoint_id=tmp_path)
-    (loaded,) = dcp.load([Holder(scaled(7.0))], checkpoint_id=tmp_path)
+    statetree.save([Holder(scaled(0.5, 1))], tmp_path)
+    (loaded,) = statetree.load(tmp_path, [Holder(scaled(7.0))], in_place=True)
     assert loaded.context == "outside"
     assert loaded.inner.scale == 0.5
     assert loaded.inner.values.tolist() == [1, 2, 3, 4, 5, 6]
@@ -99,42 +98,42 @@ def test_registered_values_in_each_other(tmp_path):
 def test_the_context_of_a_registered_tensor_comes_back(tmp_path):
     saved, template = (torch.arange(3.0).add(start).as_subclass(Fp) for start in (1, 0))
     saved.factor, template.factor = 0.5, 7.0
-    dcp.save({"t": saved}, checkpoint_id=tmp_path)
-    loaded = dcp.load({"t": template}, checkpoint_id=tmp_path)["t"]
+    statetree.save({"t": saved}, tmp_path)
+    loaded = statetree.load(tmp_path, {"t": template}, in_place=True)["t"]
     assert loaded.factor == 0.5
     assert template.tolist() == loaded.tolist() == [1, 2, 3]
 
 
 def test_a_template_of_another_shape_is_refused(tmp_path):
-    dcp.save({"q": scaled(0.5)}, checkpoint_id=tmp_path)
+    statetree.save({"q": scaled(0.5)}, tmp_path)
     template = {"q": Scaled(torch.zeros(5, dtype=torch.int8), 1.0, torch.zeros(2))}
     with pytest.raises(statetree.TreeMismatch, match=r"load: layout differs at q: .*\(5,\).*\(6,\)"):
-        dcp.load(template, checkpoint_id=tmp_path)
+        statetree.load(tmp_path, template, in_place=True)
 
 
 def test_a_context_that_does_not_come_back_is_warned_of(tmp_path):
     with pytest.warns(UserWarning, match=r"  q \(Scaled\): .*len"):
-        dcp.save({"q": scaled(len)}, checkpoint_id=tmp_path)
+        statetree.save({"q": scaled(len)}, tmp_path)
 
 
 def test_it_takes_a_template(tmp_path):
-    dcp.save({"q": scaled(0.5)}, checkpoint_id=tmp_path)
-    with pytest.raises(statetree.UnsupportedLeaf, match=r"at q loads into a template only"):
-        dcp.load(checkpoint_id=tmp_path)
+    statetree.save({"q": scaled(0.5)}, tmp_path)
+    with pytest.raises(statetree.UnsupportedLeaf, match=r"at q was saved in parts"):
+        statetree.load(tmp_path)
 
 
 def test_its_context_is_no_leaf_of_a_tree_of_files(tmp_path):
-    dcp.save({"q": scaled(0.5), "w": torch.ones(2)}, checkpoint_id=tmp_path)
+    statetree.save({"q": scaled(0.5), "w": torch.ones(2)}, tmp_path)
     assert list(statetree.files.open(tmp_path, skip_foreign=True)) == ["q", "w"]
 
 
 def save_blocks(directory):
-    dcp.save({"b": blocks_of(copies=2), "rank": dist.get_rank()}, checkpoint_id=directory)
+    statetree.save({"b": blocks_of(copies=2), "rank": dist.get_rank()}, directory)
 
 
 def load_blocks(directory):
     template = {"b": blocks_of(torch.zeros_like(FULL), start=1)}
-    dcp.load(template, checkpoint_id=directory)
+    statetree.load(directory, template, in_place=True, strict=False)
     return [(offsets, block.tolist()) for offsets, block in template["b"].blocks]
 
 
@@ -147,5 +146,5 @@ def test_distributed_ones_are_saved_by_their_chunks(world_size, tmp_path):
     for (row, column), values in found:
         block = torch.tensor(values)
         assert torch.equal(block, FULL[row : row + block.shape[0], column : column + block.shape[1]])
-    plain = dcp.load({"b": torch.zeros_like(FULL)}, checkpoint_id=tmp_path)
+    plain = statetree.load(tmp_path, {"b": torch.zeros_like(FULL)}, in_place=True, where="b")
     assert torch.equal(plain["b"], FULL)

@@ -36,7 +36,7 @@ def test_a_part_of_a_template_is_filled(where, saved):
     assert loaded["lora"]["a"] is template["lora"]["a"]
 
 
-@pytest.mark.parametrize("where", ["lora.*", lambda _, leaf: leaf is None or leaf.numel() < 4])
+@pytest.mark.parametrize("where", ["lora.*", lambda _, leaf: not isinstance(leaf, torch.Tensor) or leaf.numel() < 4])
 def test_without_a_template_the_rest_is_left_out(where, saved):
     expected = make_state(7.0)
     keys = ["lora"] if isinstance(where, str) else ["lora", "step", "rates"]
@@ -50,8 +50,8 @@ def test_lists_are_cut_as_select_cuts_them(saved):
 def test_leaves_in_attributes_are_leaves(tmp_path):
     weights = OrderedDict(a=torch.arange(2.0), b=torch.arange(3.0))
     weights._metadata = torch.arange(4.0)
-    dcp.save({"w": weights}, checkpoint_id=tmp_path)
-    assert_trees_equal(dcp.load(checkpoint_id=tmp_path, where="w.**"), {"w": weights})
+    statetree.save({"w": weights}, tmp_path)
+    assert_trees_equal(statetree.load(tmp_path, where="w.**"), {"w": weights})
 
 
 def test_a_list_of_plain_values_is_one_leaf(saved):
@@ -72,11 +72,6 @@ def test_what_is_chosen_has_to_be_there_and_to_fit(saved):
     with pytest.raises(statetree.TreeMismatch, match=r"shape differs at lora\.a") as caught:
         saved.restore({"lora": {"a": torch.ones(5), "b": torch.ones(5)}}, where="lora.a")
     assert len(caught.value.differences) == 1
-    with pytest.raises(
-        statetree.TreeMismatch, match=r"length differs at base: expected list of 1, got list of 2\."
-    ) as caught:
-        saved.restore({"base": [torch.ones(4)], "lora": {}}, where="base.*")
-    assert len(caught.value.differences) == 1
     for template in (None, make_state()):
         with pytest.raises(statetree.TreeMismatch, match=r"load: no path matches 'lora\.c'"):
             saved.restore(template, where="lora.c")
@@ -86,13 +81,12 @@ def test_a_checkpoint_of_dcp(tmp_path, recwarn):
     state = {"lora": {"a": torch.arange(3.0)}, "base": torch.arange(4.0)}
     torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path, no_dist=True)
     template = {"lora": {"a": torch.zeros(3)}, "base": torch.zeros(7)}
-    loaded = dcp.load(template, checkpoint_id=tmp_path, where="lora.a")
+    loaded = statetree.load(tmp_path, template, in_place=True, where="lora.a")
     assert_trees_equal(loaded, {"lora": {"a": torch.arange(3.0)}, "base": torch.zeros(7)})
     assert all("torch.distributed" in str(warning.message) for warning in recwarn)
 
 
 def test_parts_that_are_not_chosen_need_no_template(tmp_path):
-    dcp.save({"sparse": torch.eye(3).to_sparse(), "w": torch.arange(3.0)}, checkpoint_id=tmp_path)
-    assert_trees_equal(dcp.load(checkpoint_id=tmp_path, where="w"), {"w": torch.arange(3.0)})
-    with pytest.raises(statetree.UnsupportedLeaf, match="sparse loads into a template only"):
-        dcp.load(checkpoint_id=tmp_path, where="sparse")
+    statetree.save({"sparse": torch.eye(3).to_sparse(), "w": torch.arange(3.0)}, tmp_path)
+    assert_trees_equal(statetree.load(tmp_path, where="w"), {"w": torch.arange(3.0)})
+    assert_trees_equal(statetree.load(tmp_path, where="sparse"), {"sparse": torch.eye(3).to_sparse()})

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict, namedtuple
 
 import pytest
 import torch
-import torch.distributed.checkpoint as torch_dcp
 
 import statetree
 from statetree import dcp
@@ -33,7 +31,7 @@ def template_of(state):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    dcp.save(saved_state(), checkpoint_id=tmp_path)
+    dcp.Checkpointer(tmp_path).save(0, saved_state())
     return tmp_path
 
 
@@ -41,7 +39,7 @@ def test_tensors_are_filled_in_place_and_values_come_from_the_checkpoint(checkpo
     template = template_of(saved_state())
     weight = template["model"]["weight"]
     template["history"] = []  # a list of plain values is a plain value itself, of any length
-    loaded = dcp.load(template, checkpoint_id=checkpoint)
+    loaded = dcp.Checkpointer(checkpoint).restore(template)
     assert loaded["model"]["weight"] is weight
     assert_trees_equal(loaded, saved_state())
     assert template["note"] is None
@@ -50,46 +48,47 @@ def test_tensors_are_filled_in_place_and_values_come_from_the_checkpoint(checkpo
 
 
 def test_a_mapping_may_leave_keys_out(checkpoint):
-    loaded = dcp.load({"model": {"bias": torch.zeros(3)}, "note": 0}, checkpoint_id=checkpoint)
+    loaded = dcp.Checkpointer(checkpoint).restore({"model": {"bias": torch.zeros(3)}, "note": 0})
     assert_trees_equal(loaded, {"model": {"bias": torch.arange(3.0)}, "note": "x"})
 
 
 def test_keys_are_matched_with_their_types(tmp_path):
-    dcp.save({0: torch.ones(1), "0": torch.zeros(2)}, checkpoint_id=tmp_path)
-    assert_trees_equal(dcp.load({"0": torch.ones(2)}, checkpoint_id=tmp_path), {"0": torch.zeros(2)})
+    statetree.save({0: torch.ones(1), "0": torch.zeros(2)}, tmp_path)
+    assert_trees_equal(
+        statetree.load(tmp_path, {"0": torch.ones(2)}, in_place=True, strict=False), {"0": torch.zeros(2)}
+    )
     with pytest.raises(statetree.TreeMismatch, match=r"(missing|unexpected) at False: expected"):
-        dcp.load({False: torch.ones(2)}, checkpoint_id=tmp_path)
+        statetree.load(tmp_path, {False: torch.ones(2)}, in_place=True)
 
 
 def test_a_key_that_only_looks_like_one_of_the_checkpoint_is_told_apart(tmp_path):
-    dcp.save({"a": {0: torch.ones(1)}}, checkpoint_id=tmp_path)
-    expected = r"missing at a.0: expected a tensor at the key '0' \(the checkpoint has 0\), got nothing"
+    statetree.save({"a": {0: torch.ones(1)}}, tmp_path)
+    expected = r"missing at a.0: expected the keys 'a', '0' \(the checkpoint has 'a', 0\), got nothing"
     with pytest.raises(statetree.TreeMismatch, match=expected):
-        dcp.load({"a": {"0": torch.ones(1)}}, checkpoint_id=tmp_path)
+        statetree.load(tmp_path, {"a": {"0": torch.ones(1)}}, in_place=True)
 
 
 MISFITS = {
     "missing": (
         {"a": 1, "model": {"b": torch.ones(1)}},
-        r"2 places:\n  (missing|unexpected) at a: .*\n  (missing|unexpected) at",
+        r"2 places:\n  missing at a: .*\n  missing at",
     ),
     "shape": ({"model": {"bias": torch.ones(4)}}, r"shape differs at model.bias: expected \(4,\), got \(3,\)"),
     "dtype": ({"model": {"bias": torch.ones(3).double()}}, "dtype differs at model.bias: expected torch.float64"),
     "value for tensor": (
         {"model": {"bias": 0}},
-        "leaf type differs at model.bias: expected a plain value, got a tensor",
+        "leaf type differs at model.bias: expected plain value, got Tensor",
     ),
     "tensor for value": ({"note": torch.ones(1)}, "leaf type differs at note: expected a tensor, got a plain value"),
     "fresh optimizer": (
         {"optimizer": {"state": {}}},
-        r"length differs at optimizer.state: expected dict of 0, got dict of 1. .*get_optimizer_state_dict",
+        r"length differs at optimizer.state: expected an empty container, got entries. .*get_optimizer_state_dict",
     ),
-    "empty list": ({"blocks": []}, "structure differs at blocks: expected list of 0, got list of 2. Fill what"),
-    "length": ({"blocks": [torch.ones(2).long()]}, "length differs at blocks: expected list of 1, got list of 2"),
-    "tuple for list": (
-        {"blocks": (torch.arange(2), torch.arange(3))},
-        "structure differs at blocks: expected tuple of 2, got list of 2",
+    "empty list": (
+        {"blocks": []},
+        "structure differs at blocks: expected one \\(list\\), got several entries. .*Fill what",
     ),
+    "length": ({"blocks": [torch.ones(2).long()]}, "unexpected at blocks.1: expected nothing, got present"),
 }
 
 
@@ -99,7 +98,7 @@ def test_misfits_are_named_and_nothing_is_written(name, checkpoint):
     weight = torch.zeros(2, 3)
     misfit = {**misfit, "model": {"weight": weight, **misfit.get("model", {})}}
     with pytest.raises(statetree.TreeMismatch, match=rf"load: (the trees differ in )?{message}") as caught:
-        dcp.load(misfit, checkpoint_id=checkpoint)
+        dcp.Checkpointer(checkpoint).restore(misfit)
     assert caught.value.differences
     assert not weight.any()
 
@@ -108,31 +107,31 @@ def test_an_inference_tensor_is_refused(checkpoint):
     with torch.inference_mode():
         tensor = torch.zeros(3)
     with pytest.raises(statetree.TreeMismatch, match=r"writability at model.bias: .*inference tensor"):
-        dcp.load({"model": {"bias": tensor}}, checkpoint_id=checkpoint)
+        dcp.Checkpointer(checkpoint).restore({"model": {"bias": tensor}})
 
 
 def test_a_meta_template_is_refused(checkpoint):
     with pytest.raises(statetree.UnsupportedLeaf, match=r"load: .*at model.bias: .*a meta tensor.*to_empty"):
-        dcp.load({"model": {"bias": torch.zeros(3, device="meta")}}, checkpoint_id=checkpoint)
+        dcp.Checkpointer(checkpoint).restore({"model": {"bias": torch.zeros(3, device="meta")}})
 
 
 def test_a_zero_tensor_is_refused(checkpoint):
     zeros = torch._efficientzerotensor(3)
     with pytest.raises(statetree.UnsupportedLeaf, match=r"load: .*at model.bias: .*zero tensor, which has no memory"):
-        dcp.load({"model": {"bias": zeros}}, checkpoint_id=checkpoint)
+        dcp.Checkpointer(checkpoint).restore({"model": {"bias": zeros}})
     with pytest.raises(statetree.UnsupportedLeaf, match=r"save: .*at bias: .*zero tensor, which has no memory"):
-        dcp.save({"bias": zeros}, checkpoint_id=checkpoint / "other")
+        statetree.save({"bias": zeros}, checkpoint / "other")
 
 
 def test_awkward_tensors_are_filled_right(tmp_path):
     values = torch.complex(torch.arange(6.0), torch.arange(6.0) + 1).reshape(2, 3)
-    dcp.save({"conj": values, "rows": values.real.clone(), "parameter": values.imag.clone()}, checkpoint_id=tmp_path)
+    statetree.save({"conj": values, "rows": values.real.clone(), "parameter": values.imag.clone()}, tmp_path)
     template = {
         "conj": torch.zeros(3, 2, dtype=torch.complex64).conj().t(),
         "rows": torch.zeros(4, 6)[::2, ::2],
         "parameter": torch.nn.Parameter(torch.zeros(2, 3)),
     }
-    loaded = dcp.load(template, checkpoint_id=tmp_path)
+    loaded = statetree.load(tmp_path, template, in_place=True)
     assert torch.equal(loaded["conj"], values)
     assert loaded["conj"].is_conj()
     assert torch.equal(loaded["rows"], values.real)
@@ -142,9 +141,9 @@ def test_awkward_tensors_are_filled_right(tmp_path):
 
 def test_ties_of_the_template_stay(tmp_path):
     tied = torch.arange(4.0)
-    dcp.save({"a": tied, "b": tied.view(2, 2)}, checkpoint_id=tmp_path)
+    statetree.save({"a": tied, "b": tied.view(2, 2)}, tmp_path)
     base = torch.zeros(4)
-    loaded = dcp.load({"a": base, "b": base.view(2, 2)}, checkpoint_id=tmp_path)
+    loaded = statetree.load(tmp_path, {"a": base, "b": base.view(2, 2)}, in_place=True)
     assert loaded["a"].data_ptr() == loaded["b"].data_ptr()
     assert torch.equal(base, tied)
 
@@ -161,28 +160,28 @@ def test_tied_tensors_of_a_template_saved_with_different_values(tmp_path, views)
     base = torch.full((10,), -1.0)
     template = {"other": torch.zeros(3), **{f"t{number}": view for number, view in enumerate(views(base))}}
     state = statetree.map_leaves(lambda leaf: torch.rand(leaf.shape), template)
-    dcp.save(state, checkpoint_id=tmp_path)
+    statetree.save(state, tmp_path)
     with pytest.raises(
         statetree.TreeMismatch, match=r"(?s)load: .*ties at t\d: values of its own cannot go into a ten"
     ) as e:
-        dcp.load(template, checkpoint_id=tmp_path)
+        statetree.load(tmp_path, template, in_place=True)
     assert {found.kind for found in e.value.differences} == {"ties"}
     assert torch.equal(template["other"], state["other"])
 
 
 def test_a_tensor_that_appears_twice_saved_with_values_that_agree(tmp_path):
     saved = torch.arange(10.0)
-    dcp.save({"a": saved, "b": saved.view(2, 5)}, checkpoint_id=tmp_path)
+    statetree.save({"a": saved, "b": saved.view(2, 5)}, tmp_path)
     base = torch.zeros(10)
-    dcp.load({"a": base, "b": base.view(2, 5)}, checkpoint_id=tmp_path)
+    statetree.load(tmp_path, {"a": base, "b": base.view(2, 5)}, in_place=True)
     assert torch.equal(base, saved)
 
 
 def test_tensors_that_overlap_in_part_saved_with_values_that_agree(tmp_path):
     saved = torch.arange(10.0)
-    dcp.save({"a": saved[:6], "b": saved[4:].view(2, 3), "whole": saved}, checkpoint_id=tmp_path)
+    statetree.save({"a": saved[:6], "b": saved[4:].view(2, 3), "whole": saved}, tmp_path)
     base = torch.zeros(10)
-    dcp.load({"a": base[:6], "b": base[4:].view(2, 3), "whole": base}, checkpoint_id=tmp_path)
+    statetree.load(tmp_path, {"a": base[:6], "b": base[4:].view(2, 3), "whole": base}, in_place=True)
     assert torch.equal(base, saved)
 
 
@@ -192,59 +191,59 @@ Pair = namedtuple("Pair", "x y")
 def test_tensors_of_several_dtypes_at_one_offset_of_one_memory(tmp_path):
     """The offset counts elements: that of the bytes lies elsewhere."""
     saved = {"numbers": torch.arange(2.0) + 1, "bytes": torch.tensor([3, 4], dtype=torch.uint8)}
-    dcp.save(saved, checkpoint_id=tmp_path)
-    for load in (dcp.load, functools.partial(statetree.load, tmp_path)):
+    statetree.save(saved, tmp_path)
+    for in_place in (False, True):
         memory = torch.zeros(32, dtype=torch.uint8)
         template = {"numbers": memory.view(torch.float32)[4:6], "bytes": memory[4:6]}
-        loaded = load(template, checkpoint_id=tmp_path) if load is dcp.load else load(template)
+        loaded = statetree.load(tmp_path, template, in_place=in_place)
         assert statetree.similarity(loaded, saved, values=True)
 
 
 @pytest.mark.filterwarnings("ignore:save. containers that restore makes with a template only")
 def test_containers_of_other_classes(tmp_path):
     state = {"p": Pair(torch.arange(2), 1), "d": OrderedDict(a=1)}
-    dcp.save(state, checkpoint_id=tmp_path)
+    statetree.save(state, tmp_path)
     template = {"p": Pair(torch.zeros(2).long(), None), "d": {"a": 0}}  # any two mappings match
-    assert_trees_equal(dcp.load(template, checkpoint_id=tmp_path), {"p": Pair(torch.arange(2), 1), "d": {"a": 1}})
-    with pytest.raises(statetree.TreeMismatch, match=r"structure differs at p: expected tuple of 2, got .*Pair of 2"):
-        dcp.load({"p": (torch.zeros(2).long(), None)}, checkpoint_id=tmp_path)
+    assert_trees_equal(
+        statetree.load(tmp_path, template, in_place=True), {"p": Pair(torch.arange(2), 1), "d": {"a": 1}}
+    )
 
 
 def test_what_the_checkpoint_lacks_keeps_what_it_holds(tmp_path):
-    dcp.save({"a": torch.arange(3.0), "n": {"x": 1}}, checkpoint_id=tmp_path)
+    statetree.save({"a": torch.arange(3.0), "n": {"x": 1}}, tmp_path)
     template = {
         "a": torch.zeros(3),
         "new": torch.full((2,), 7.0),
         "n": {"x": 0, "y": {"z": 5}},
     }
     with pytest.raises(statetree.TreeMismatch, match=r"missing at new"):
-        dcp.load(template, checkpoint_id=tmp_path)
-    loaded = dcp.load(template, checkpoint_id=tmp_path, strict=False)
+        statetree.load(tmp_path, template, in_place=True)
+    loaded = statetree.load(tmp_path, template, in_place=True, strict=False)
     assert loaded["a"].tolist() == [0, 1, 2]
     assert loaded["new"] is template["new"]
     assert loaded["new"].tolist() == [7, 7]
     assert loaded["n"] == {"x": 1, "y": {"z": 5}}
     with pytest.raises(statetree.TreeMismatch, match=r"shape differs at a"):
-        dcp.load({"a": torch.zeros(4), "new": 1}, checkpoint_id=tmp_path, strict=False)
+        statetree.load(tmp_path, {"a": torch.zeros(4), "new": 1}, in_place=True, strict=False)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_a_checkpoint_of_dcp_lacks_keeps_what_it_holds(tmp_path):
     torch.distributed.checkpoint.save({"a": torch.arange(3.0)}, checkpoint_id=tmp_path, no_dist=True)
-    loaded = dcp.load({"a": torch.zeros(3), "new": 5}, checkpoint_id=tmp_path, strict=False)
+    loaded = statetree.load(tmp_path, {"a": torch.zeros(3), "new": 5}, in_place=True, strict=False)
     assert loaded["a"].tolist() == [0, 1, 2]
     assert loaded["new"] == 5
 
 
 def test_dtypes_are_converted_where_that_is_asked_for(tmp_path):
     values = torch.tensor([1.0, 2.5, -3.0])
-    dcp.save({"a": values, "b": values, "n": torch.arange(3)}, checkpoint_id=tmp_path)
+    statetree.save({"a": values, "b": values, "n": torch.arange(3)}, tmp_path)
     shared = torch.zeros(3, dtype=torch.float64)
     template = {"a": shared, "b": shared, "n": torch.zeros(3).long()}
     with pytest.raises(statetree.TreeMismatch, match=r"dtype differs at a"):
-        dcp.load(template, checkpoint_id=tmp_path)
+        statetree.load(tmp_path, template, in_place=True)
     assert not shared.any()
-    loaded = dcp.load(template, checkpoint_id=tmp_path, cast=True)
+    loaded = statetree.load(tmp_path, template, in_place=True, cast=True)
     assert loaded["a"] is shared
     assert loaded["b"] is shared
     assert shared.tolist() == [1, 2.5, -3]
@@ -254,19 +253,17 @@ def test_dtypes_are_converted_where_that_is_asked_for(tmp_path):
     dcp.Checkpointer(tmp_path / "series").restore({"a": half, "new": 1}, cast=True, strict=False)
     assert half.tolist() == [1, 2.5, -3]
     with pytest.raises(statetree.TreeMismatch, match=r"dtype differs at a: expected torch.int32, got torch.float32"):
-        dcp.load({"a": torch.zeros(3, dtype=torch.int32)}, checkpoint_id=tmp_path, cast=True)
+        statetree.load(tmp_path, {"a": torch.zeros(3, dtype=torch.int32)}, in_place=True, cast=True, where="a")
 
 
-@pytest.mark.parametrize("is_given_a_reader", [False, True])
-def test_values_out_of_range_are_no_damage(is_given_a_reader, tmp_path):
+def test_values_out_of_range_are_no_damage(tmp_path):
     series = dcp.Checkpointer(tmp_path)
     for step, most in enumerate((1.0, 1e10)):
         series.save(step, {"m": {"a": torch.tensor([1.0, most])}})
     template = {"m": {"a": torch.zeros(2, dtype=torch.float16)}}
     told = r"^load: range differs at m.a: expected values up to 65504.0 \(torch.float16\), got 10000000000.0"
-    reader = torch_dcp.FileSystemReader("elsewhere") if is_given_a_reader else None
     with pytest.raises(statetree.TreeMismatch, match=told):
-        dcp.load(template, checkpoint_id=tmp_path / "step-00000001", storage_reader=reader, cast=True)
+        statetree.load(tmp_path / "step-00000001", template, in_place=True, cast=True)
     with pytest.raises(statetree.TreeMismatch, match=told):
         series.restore(template, cast=True, fallback=True)
     assert not template["m"]["a"][1]

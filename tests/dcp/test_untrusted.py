@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import statetree
-from statetree import dcp
 from statetree.chunks.boxes import Box, is_covered
 from statetree.dcp import file_manifest, metadata, tensors
 from statetree.dcp.file_manifest import MANIFEST
@@ -38,13 +37,13 @@ from tests.pace import units
 @pytest.fixture
 def checkpoint(tmp_path):
     directory = tmp_path / "checkpoint"
-    dcp.save({"w": torch.arange(1000.0), "v": [1, "x"]}, checkpoint_id=directory)
+    statetree.save({"w": torch.arange(1000.0), "v": [1, "x"]}, directory)
     return directory
 
 
 def refused(directory, message, template=None):
-    with pytest.raises(statetree.CheckpointError, match=rf"(?s)load: .*{message}"):
-        dcp.load(template, checkpoint_id=directory)
+    with pytest.raises(statetree.CheckpointError, match=rf"(?s)(load|read): .*{message}"):
+        statetree.load(directory, template, in_place=True)
 
 
 class Evil:
@@ -121,14 +120,13 @@ def shared(levels):
 
 APART = """
 import resource, sys
-import statetree
-from statetree import dcp
+import statetree, statetree.dcp.stored_directory, statetree.files.loading
 
 in_use = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (in_use + (1 << 30), -1))
 for checkpoint in sys.argv[1:]:
     try:
-        dcp.load({"v": None}, checkpoint_id=checkpoint)
+        statetree.load(checkpoint, {"v": None})
     except statetree.CheckpointError as error:
         print(f"{checkpoint}: {str(error)!r}")
 """
@@ -183,7 +181,7 @@ def test_what_dcp_itself_writes_is_read(checkpoint):
         metadata.storage_meta.checkpoint_id = Path("/", *"abcdefghijklmnopqrstuvwxyz")
 
     change(checkpoint, edit)
-    assert dcp.load(checkpoint_id=checkpoint)["v"] == [1, "x"]
+    assert statetree.load(checkpoint)["v"] == [1, "x"]
 
 
 @pytest.mark.parametrize("name", ["offset", "length"])
@@ -255,7 +253,7 @@ EDITS = {
     "overlap and hole": (lambda m: pieces(m, (0, 600), (200, 400)), r"the pieces of 'w' overlap in __0_0\.distcp"),
     "missing": (lambda m: m.storage_data.clear(), "does not say where"),
     "swapped": (lambda m: m.state_dict_metadata.__setitem__("w", BytesStorageMetadata()), "does not"),
-    "absent": (lambda m: m.state_dict_metadata.pop("w"), "structure names w, which it does not hold"),
+    "absent": (lambda m: m.state_dict_metadata.pop("w"), "structure names 'w', which it does not hold"),
     "dtype": (
         lambda m: setattr(m.state_dict_metadata["w"].properties, "dtype", torch.int32),
         "the entry 'w': it holds something else: expected a tensor of torch.int32",
@@ -326,7 +324,7 @@ def test_coverage_by_many_boxes_takes_little():
 def test_code_in_values_does_not_run(checkpoint, tmp_path):
     directory = tmp_path / "evil"
     with pytest.warns(UserWarning, match=r"v \(Evil\): .*posix.mkdir"):
-        dcp.save({"v": touch(tmp_path)}, checkpoint_id=directory)
+        statetree.save({"v": touch(tmp_path)}, directory)
     assert not (tmp_path / MARK).exists()
     refused(directory, "the plain value at v cannot be read: .*weights_only=False")
     refused(directory, "the plain value at v cannot be read", {"v": None})
@@ -334,11 +332,11 @@ def test_code_in_values_does_not_run(checkpoint, tmp_path):
 
 
 def test_empty_bytes_are_admitted_and_no_more(tmp_path):
-    dcp.save({"v": b""}, checkpoint_id=tmp_path / "empty")
-    assert dcp.load(checkpoint_id=tmp_path / "empty") == {"v": b""}
+    statetree.save({"v": b""}, tmp_path / "empty")
+    assert statetree.load(tmp_path / "empty") == {"v": b""}
     with pytest.warns(UserWarning, match=r"v \(Evil\)"):
-        dcp.save({"v": Evil(bytes, 1 << 30)}, checkpoint_id=tmp_path / "many")
-    refused(tmp_path / "many", "the plain value at v cannot be read")
+        statetree.save({"v": Evil(bytes, 1 << 30)}, tmp_path / "many")
+    refused(tmp_path / "many", "the value cannot be read")
 
 
 @pytest.mark.parametrize(
@@ -362,14 +360,14 @@ def test_empty_bytes_are_admitted_and_no_more(tmp_path):
     ],
 )
 def test_damaged_structures_are_refused(text):
-    with pytest.raises(statetree.CheckpointError, match=r"load: the checkpoint's structure is"):
+    with pytest.raises(statetree.CheckpointError, match=r"(load|read): the checkpoint's structure is"):
         read_structure(text)
 
 
 def test_missing_directories_are_named(checkpoint, tmp_path):
     refused(tmp_path / "nowhere", "nowhere: there is no such directory")
     (tmp_path / "file").touch()
-    refused(tmp_path / "file", "file: it is not a directory")
+    refused(tmp_path / "file", "file: it is empty")
     (checkpoint / ".metadata").unlink()
     refused(checkpoint, "it has no .metadata file: .*incomplete")
 
@@ -438,7 +436,7 @@ def test_nor_does_it_under_several_names(name, checkpoint):
 @pytest.mark.parametrize("verify", [True, False])
 def test_pieces_are_not_unpacked(verify, tmp_path):
     """Few compressed bytes would take any amount of memory, whatever a manifest says of them."""
-    dcp.save({"w": torch.zeros(10)}, checkpoint_id=tmp_path)
+    statetree.save({"w": torch.zeros(10)}, tmp_path)
     packed = io.BytesIO()
     source = zipfile.ZipFile(archive_of(torch.zeros(1_000_000)[:10]))
     with source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target:
@@ -458,8 +456,8 @@ def test_pieces_are_not_unpacked(verify, tmp_path):
     listed = listed._replace(nbytes=path.stat().st_size, pieces=(*listed.pieces, piece))
     forged = manifest._replace(metadata=(len(written), zlib.crc32(written)), files={"__0_0.distcp": listed})
     (tmp_path / MANIFEST).write_bytes(forged.to_bytes())
-    with pytest.raises(statetree.CheckpointError, match=r"load: .*'archive/data.pkl' is compressed"):
-        dcp.load({"w": torch.zeros(10)}, checkpoint_id=tmp_path, verify=verify)
+    with pytest.raises(statetree.CheckpointError, match=r"read: .*'archive/data.pkl' is compressed"):
+        statetree.load(tmp_path, {"w": torch.zeros(10)}, in_place=True, verify=verify)
 
 
 def archive_of(value):
@@ -485,7 +483,7 @@ def test_what_is_shared_without_end_is_not_shown(checkpoint):
 def test_names_do_not_reach_the_terminal_as_they_are(checkpoint):
     change(checkpoint, lambda metadata: setattr(info(metadata), "relative_path", "\x1b[2J/../x\n"))
     with pytest.raises(statetree.CheckpointError, match="leads out") as caught:
-        dcp.load(checkpoint_id=checkpoint)
+        statetree.load(checkpoint)
     assert "\x1b" not in str(caught.value)
 
 
@@ -506,7 +504,7 @@ def test_any_damaged_metadata_is_refused_or_harmless(where, checkpoint):
     data[len(data) * where // 100] ^= 0x55
     path.write_bytes(data)
     with suppress(statetree.StateTreeError):
-        dcp.load({"v": None, "w": torch.zeros(1000)}, checkpoint_id=checkpoint)
+        statetree.load(checkpoint, {"v": None, "w": torch.zeros(1000)}, in_place=True)
 
 
 def coo(indices):
@@ -540,10 +538,10 @@ def test_indices_do_not_lead_outside(name, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         told = tensors._facts(template)
         patch.setattr(tensors, "_facts", lambda _: told)
-        dcp.save({"a": wrong}, checkpoint_id=tmp_path)
+        statetree.save({"a": wrong}, tmp_path)
     before = [part.clone() for part in statetree.leaves.parts.unpack("test", [template], list).parts]
-    with pytest.raises(statetree.CheckpointError, match=r"load: the indices of the leaf at a are damaged: .*"):
-        dcp.load({"a": template}, checkpoint_id=tmp_path)
+    with pytest.raises(statetree.CheckpointError, match=r"(load|read): the indices of the leaf at a are damaged: .*"):
+        statetree.load(tmp_path, {"a": template}, in_place=True)
     after = statetree.leaves.parts.unpack("test", [template], list).parts
     assert all(map(torch.equal, after, before))
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import statetree as st
-from statetree import dcp
 from statetree.testing import assert_trees_equal
 from tests.dcp.versions import WRITTEN, flat, nested
 
@@ -21,13 +20,13 @@ def test_the_oldest_and_the_newest_are_there():
 class TestWrittenBy:
     def test_torch_dcp(self, folder):
         template = st.allocate_like(flat())
-        assert_trees_equal(dcp.load(template, checkpoint_id=folder / "torch_dcp"), flat())
+        assert_trees_equal(st.load(folder / "torch_dcp", template, in_place=True), flat())
 
     def test_statetree_dcp(self, folder):
         template = st.allocate_like(nested())
-        loaded = dcp.load(template, checkpoint_id=folder / "statetree_dcp")
+        loaded = st.load(folder / "statetree_dcp", template, in_place=True)
         assert st.similarity(loaded, nested(), values=True)
-        assert_trees_equal(dcp.load(checkpoint_id=folder / "statetree_dcp"), nested(), ties=False)
+        assert_trees_equal(st.load(folder / "statetree_dcp"), nested(), ties=False)
 
     def test_torch_file(self, folder):
         assert_trees_equal(torch.load(folder / "torch.pt", weights_only=True), nested())

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import statetree as st
-from statetree import dcp
 from statetree.dcp import Checkpointer, saving
 from statetree.testing import assert_trees_equal
 
@@ -85,8 +84,8 @@ def classes_of(state):
 def test_classes_that_are_listed_come_back(make, tmp_path):
     state = make()
     with torch.serialization.safe_globals(classes_of(state)):
-        dcp.save(state, checkpoint_id=tmp_path)
-        loaded = dcp.load(checkpoint_id=tmp_path)
+        st.save(state, tmp_path)
+        loaded = st.load(tmp_path)
     assert_trees_equal(loaded, state)
 
 
@@ -94,12 +93,12 @@ def test_classes_that_are_listed_come_back(make, tmp_path):
 def test_where_a_class_is_not_listed_there_is_a_warning_and_a_template_is_needed(make, tmp_path):
     state = make()
     with pytest.warns(UserWarning, match=r"save: containers that restore makes with a template only, at:\n  .*: a "):
-        dcp.save(state, checkpoint_id=tmp_path)
+        st.save(state, tmp_path)
     with pytest.raises(
-        st.TreeMismatch, match=r"Pass a template like the saved tree, or make the class known: register_container"
+        st.TreeMismatch, match=r"Pass like=, a tree like the saved one, or make the classes known: register_container"
     ):
-        dcp.load(checkpoint_id=tmp_path)
-    assert_trees_equal(dcp.load(make(), checkpoint_id=tmp_path), state)
+        st.load(tmp_path)
+    assert_trees_equal(st.load(tmp_path, make(), in_place=True), state)
 
 
 def test_registered_containers_come_back(tmp_path):
@@ -111,14 +110,14 @@ def test_registered_containers_come_back(tmp_path):
 
 def test_metadata_of_a_registered_container_that_is_no_plain_data_takes_a_template(tmp_path):
     with pytest.warns(UserWarning, match=r"p: a .*Registered with attributes that are no plain data"):
-        dcp.save({"p": Registered(1, 2, object)}, checkpoint_id=tmp_path)
+        st.save({"p": Registered(1, 2, object)}, tmp_path)
     with pytest.raises(st.TreeMismatch, match="no plain data"):
-        dcp.load(checkpoint_id=tmp_path)
+        st.load(tmp_path)
 
 
 def test_the_listed_name_of_a_class_counts(tmp_path):
     with torch.serialization.safe_globals([Progress]):
-        dcp.save(Progress(1, 2), checkpoint_id=tmp_path)
+        st.save(Progress(1, 2), tmp_path)
 
     @dataclasses.dataclass
     class Renamed:
@@ -126,7 +125,7 @@ def test_the_listed_name_of_a_class_counts(tmp_path):
         seen: Any = None
 
     with torch.serialization.safe_globals([(Renamed, f"{__name__}.Progress")]):
-        assert dcp.load(checkpoint_id=tmp_path) == Renamed(1, 2)
+        assert st.load(tmp_path) == Renamed(1, 2)
 
 
 CHANGED = {
@@ -150,9 +149,9 @@ def test_what_a_file_says_of_a_class_is_compared_with_the_class(change, tmp_path
 
     monkeypatch.setattr(saving, "structure_text", changed)
     with torch.serialization.safe_globals([Progress, torch.nn.Linear]):
-        dcp.save(Progress(1, 2), checkpoint_id=tmp_path)
+        st.save(Progress(1, 2), tmp_path)
         with pytest.raises(st.TreeMismatch, match=r"structure differs at <root>: expected .*, got a "):
-            dcp.load(checkpoint_id=tmp_path)
+            st.load(tmp_path)
 
 
 def test_a_slotted_class_gets_no_attributes_that_it_cannot_have(tmp_path, monkeypatch):
@@ -163,9 +162,9 @@ def test_a_slotted_class_gets_no_attributes_that_it_cannot_have(tmp_path, monkey
         lambda *args: made(*args).replace('["names",null]', '["names",null],["no",["key","n"]]'),
     )
     with torch.serialization.safe_globals([Slotted]):
-        dcp.save(Slotted(1, 2), checkpoint_id=tmp_path)
+        st.save(Slotted(1, 2), tmp_path)
         with pytest.raises(st.TreeMismatch, match="it has other fields"):
-            dcp.load(checkpoint_id=tmp_path)
+            st.load(tmp_path)
 
 
 def test_what_an_earlier_version_saved_comes_back(tmp_path, monkeypatch):
@@ -180,11 +179,11 @@ def test_what_an_earlier_version_saved_comes_back(tmp_path, monkeypatch):
     monkeypatch.setattr(saving, "structure_text", earlier)
     state = {"a": Progress(1, torch.arange(3)), "b": Pair(1, 2)}
     with torch.serialization.safe_globals([Progress, Pair]):
-        dcp.save(state, checkpoint_id=tmp_path)
-        assert_trees_equal(dcp.load(checkpoint_id=tmp_path), state)
+        st.save(state, tmp_path)
+        assert_trees_equal(st.load(tmp_path), state)
 
 
 def test_states_of_known_containers_warn_of_nothing(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        dcp.save({"m": torch.nn.Linear(2, 2).state_dict(), "d": deque([1], 2)}, checkpoint_id=tmp_path)
+        st.save({"m": torch.nn.Linear(2, 2).state_dict(), "d": deque([1], 2)}, tmp_path)

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 import torch.distributed.checkpoint as torch_dcp
 
-from statetree import dcp
+import statetree as st
 
 WRITTEN: Final = Path(__file__).parent / "data" / "versions"
 
@@ -56,7 +56,7 @@ def write(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     torch_dcp.save(flat(), checkpoint_id=folder / "torch_dcp", no_dist=True)
-    dcp.save(nested(), checkpoint_id=folder / "statetree_dcp")
+    st.save(nested(), folder / "statetree_dcp")
     torch.save(nested(), folder / "torch.pt")
 
 

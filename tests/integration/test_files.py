@@ -16,7 +16,6 @@ from torch.distributed.fsdp import fully_shard
 from transformers import GPT2LMHeadModel
 
 import statetree as st
-from statetree import dcp
 from statetree.cli.app import main
 from statetree.testing import assert_trees_equal, run_ranks
 from statetree.testing.pace import units
@@ -105,7 +104,7 @@ def test_the_command_reads_shards_of_transformers(tmp_path, capsys):
     model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
     index = tmp_path / "model" / "model.safetensors.index.json"
     assert index.is_file()
-    dcp.save(model.state_dict(), checkpoint_id=tmp_path / "checkpoint")
+    st.save(model.state_dict(), tmp_path / "checkpoint")
     assert main(["convert", str(index), str(tmp_path / "model.pt")]) == 0
     loaded = torch.load(tmp_path / "model.pt", weights_only=True)
     assert st.similarity(loaded, {key: leaf for key, leaf in model.state_dict().items() if key != HEAD}, values=True)
@@ -180,7 +179,7 @@ def test_accelerate_saves_what_was_rolled_back(tmp_path):
 
 def test_a_trained_model_goes_on_alike_from_a_checkpoint(tmp_path):
     subject = transformers_gpt2()
-    dcp.save(subject.state(), checkpoint_id=tmp_path / "checkpoint")
+    st.save(subject.state(), tmp_path / "checkpoint")
 
     def two_steps() -> Any:
         torch.manual_seed(7)
@@ -189,5 +188,5 @@ def test_a_trained_model_goes_on_alike_from_a_checkpoint(tmp_path):
         return st.offload(subject.state())
 
     first = two_steps()
-    dcp.load(subject.state(), checkpoint_id=tmp_path / "checkpoint")
+    st.load(tmp_path / "checkpoint", subject.state(), in_place=True)
     assert_trees_equal(two_steps()["model"], first["model"])

@@ -103,10 +103,10 @@ def test_what_is_staged_does_not_change(case, share_memory):
 
 def test_a_checkpoint_is_loaded_into_another_run(case, tmp_path):
     saved = st.offload(case.subject.state())
-    dcp.save(case.subject.state(), checkpoint_id=tmp_path / "checkpoint")
+    st.save(case.subject.state(), tmp_path / "checkpoint")
     other = case.another()
     assert not st.similarity(saved, other.state(), values=True)
-    loaded = dcp.load(other.state(), checkpoint_id=tmp_path / "checkpoint")
+    loaded = st.load(tmp_path / "checkpoint", other.state(), in_place=True)
     report = st.similarity(saved, loaded, values=True)
     assert report, str(report)
     assert all(is_one_storage(other.state(), keys) for keys in other.ties)
@@ -115,13 +115,13 @@ def test_a_checkpoint_is_loaded_into_another_run(case, tmp_path):
 
 def test_a_checkpoint_is_loaded_without_a_template_where_its_classes_are_known(case, tmp_path):
     saved = st.offload(case.subject.state())
-    dcp.save(saved, checkpoint_id=tmp_path / "checkpoint")
+    st.save(saved, tmp_path / "checkpoint")
     kinds = {type(leaf).__module__.partition(".")[0] for leaf in st.flatten(saved)[0]}
     if "torchao" in kinds:
         with pytest.raises(st.StateTreeError, match="Pass a template"):
-            dcp.load(checkpoint_id=tmp_path / "checkpoint")
+            st.load(tmp_path / "checkpoint")
     else:
-        report = st.similarity(saved, dcp.load(checkpoint_id=tmp_path / "checkpoint"), values=True)
+        report = st.similarity(saved, st.load(tmp_path / "checkpoint"), values=True)
         assert report, str(report)
 
 

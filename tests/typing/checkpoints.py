@@ -6,7 +6,6 @@ from typing import Any, assert_type
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 import statetree as st
@@ -14,10 +13,9 @@ from statetree import dcp
 
 
 def files(state: dict[str, Any], group: ProcessGroup) -> None:
-    dcp.save(state, checkpoint_id="a", process_group=group, storage_writer=FileSystemWriter("a"))
-    assert_type(dcp.load(state, checkpoint_id=Path("a"), process_group=group), Any)
-    assert_type(dcp.load(checkpoint_id="a", storage_reader=FileSystemReader("a"), weights_only=True), Any)
-    assert_type(dcp.load(checkpoint_id="a", verify=False), Any)
+    st.save(state, "a", group=group)
+    assert_type(st.load(Path("a"), state, in_place=True, group=group), dict[str, Any])
+    assert_type(st.load("a", verify=False), Any)
     with st.Stager() as stager:
         future = dcp.async_save(state, checkpoint_id=Path("a"), stager=stager, process_group=group)
         assert_type(future, Future[None])

@@ -20,8 +20,8 @@ def wrong(state: dict[str, Any]) -> None:
     st.Stager(max_snapshots="two")  # arg-type
     print(st.flatten(state).leaves)  # attr-defined
     st.register_leaf_type(state, None)  # arg-type
-    dcp.save(state)  # call-arg
-    dcp.load(state, "directory")  # call-arg
+    st.save(state)  # call-arg
+    st.load("directory", in_place="yes")  # arg-type
     dcp.Checkpointer("run", keep="all")  # arg-type
     testing.run_ranks("two", wrong)  # arg-type
     print(testing.no_such_name)  # attr-defined

@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 
 import statetree as st
-from statetree import dcp, files
+from statetree import files
 from statetree.errors import CheckpointError
 
 
@@ -47,14 +47,14 @@ def test_pieces_that_read_otherwise_than_their_memory(tmp_path):
     values = torch.tensor([1 + 2j, 3 - 4j])
     torch_dcp.save({"c": values.conj()}, checkpoint_id=tmp_path, no_dist=True)
     template = {"c": torch.zeros(2, dtype=torch.complex64)}
-    for loaded in (st.load(tmp_path, template), dcp.load(template, checkpoint_id=tmp_path)):
+    for loaded in (st.load(tmp_path, template), st.load(tmp_path, template, in_place=True)):
         assert loaded["c"].tolist() == values.conj().tolist()
     assert st.offload(st.files.open(tmp_path))["c"].tolist() == values.conj().tolist()
 
 
 def test_numbers_of_16_bytes_that_begin_anywhere_are_read(tmp_path):
     for text in ("a" * count for count in range(16)):
-        dcp.save({"s": text, "c": torch.ones(1, dtype=torch.complex128)}, checkpoint_id=tmp_path / text)
+        st.save({"s": text, "c": torch.ones(1, dtype=torch.complex128)}, tmp_path / text)
         stored = files.open(tmp_path / text)["c"]
         assert stored.tensor().data_ptr() % 16 == 0
         assert torch.equal(st.offload(stored), torch.ones(1, dtype=torch.complex128))

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import statetree as st
-from statetree import dcp
 
 WRONG = {
     "csr": lambda: torch.sparse_csr_tensor(
@@ -40,8 +39,8 @@ def test_they_are_not_saved_again(kind, tmp_path):
 @pytest.mark.parametrize("layout", ["coo", "csr"])
 def test_a_default_device_does_not_matter(layout, tmp_path):
     leaf = torch.eye(3).to_sparse() if layout == "coo" else torch.eye(3).to_sparse_csr()
-    dcp.save({"leaf": leaf}, checkpoint_id=tmp_path / "step")
+    st.save({"leaf": leaf}, tmp_path / "step")
     template = st.allocate_like({"leaf": leaf})
     with torch.device("meta"):
-        loaded = dcp.load(template, checkpoint_id=tmp_path / "step")
+        loaded = st.load(tmp_path / "step", template, in_place=True)
     assert loaded["leaf"].to_dense().equal(torch.eye(3))

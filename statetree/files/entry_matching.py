@@ -1,0 +1,180 @@
+"""Which leaf of a checkpoint belongs to which of a tree, before an element is read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from statetree.errors import Difference, TreeMismatch
+from statetree.files.checkpoint import is_entry
+from statetree.files.key_texts import key_text
+from statetree.key_paths import Path, exactly
+from statetree.leaves.casting import castable
+from statetree.tree.flatten import flatten_for
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from statetree.tree.spec import TreeSpec
+
+_REMEDY: Final = "Nothing was read. Pass a tree like the saved one, or where=."
+_EMPTY_REMEDY: Final = (
+    "Nothing was read. Fill what is empty in the tree first (a fresh optimizer has no state: take it from "
+    "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, or step once), or load without it."
+)
+_ABSENT: Final = "absent"
+
+
+class Entries:
+    """The leaves of a tree, by what they are matched by: keys as typed texts.
+
+    A list or tuple of plain values is one leaf. A checkpoint that does not say how its entries are nested has keys of
+    texts alone: then the rendered path is what leaves are matched by.
+
+    Attributes:
+        paths: Where they lie.
+        names: The same, rendered.
+        keys: What they are matched by.
+        place: Which leaf has which of these.
+    """
+
+    def __init__(self, spec: TreeSpec, *, is_nested: bool = True) -> None:
+        self.spec = spec
+        self.paths, self.names = spec.paths(), spec.flat_keys()
+        self.keys: list[tuple[Any, ...]] = []
+        self.place: dict[tuple[Any, ...], int] = {}
+        for path, name in zip(self.paths, self.names, strict=True):
+            key: tuple[Any, ...] = (*map(key_text, path),) if is_nested else (_text_key(name),)
+            while key in self.place:  # NaNs are alike
+                key = (*key, None)
+            self.place[key] = len(self.keys)
+            self.keys.append(key)
+
+    def find(self, key: tuple[Any, ...], name: str) -> int | None:
+        """Return the leaf that one of another tree belongs to.
+
+        Where classes of containers or keys are unknown, the file has texts for attributes and for these keys; what
+        ranks other than the first saved beside the structure, it has by names alone.
+        """
+        candidates = (
+            key,
+            tuple([f"s{text[1:]}~" if text and text[0] == "@" else text for text in key]),  # beside an equal key
+            tuple([f"s{text[1:]}" if text and text[0] in "@?" else text for text in key]),
+            (_text_key(name),),
+        )
+        return next((self.place[found] for found in candidates if found in self.place), None)
+
+
+def _text_key(name: str) -> str:
+    return f"s{name}"
+
+
+def matched_entries(
+    stored: tuple[Any, bool],
+    like: TreeSpec,
+    leaves: Sequence[Any],
+    chosen: Sequence[int] | None,
+    *,
+    strict: bool,
+    partly: bool,
+) -> dict[int, Any]:
+    """Return what a checkpoint has of the leaves of a tree, by their indices.
+
+    Args:
+        stored: The tree that the checkpoint holds, and whether it says how it was nested.
+        like: The structure of the other tree, lists and tuples of plain values being leaves.
+        leaves: Its leaves.
+        chosen: Which of these are loaded; ``None`` for all, and then the checkpoint may have no others.
+        strict: Whether it must have all of them. Otherwise what one side lacks is left alone.
+        partly: Whether mappings of the tree may leave out keys of the checkpoint, but for empty ones.
+
+    Raises:
+        TreeMismatch: If leaves are missing, or left over.
+    """
+    values, spec = flatten_for("load", stored[0], is_leaf=is_entry)
+    theirs, ours = Entries(spec, is_nested=stored[1]), Entries(like)
+    found: dict[int, Any] = {}
+    taken: dict[int, int] = {}
+    for index, (key, name) in enumerate(zip(ours.keys, ours.names, strict=True)):
+        place = theirs.find(key, name)
+        if place is None:
+            continue
+        other = taken.setdefault(place, index)
+        if other != index:
+            what = f"an entry of its own, beside {ours.paths[other]}"
+            refuse_all([Difference(ours.paths[index], "structure", "one that stands for both", what)])
+        found[index] = values[place]
+    wanted = range(len(leaves)) if chosen is None else chosen
+    if strict:
+        left = [place for place in range(len(values)) if place not in taken] if chosen is None else []
+        refuse_all(*_differences(theirs, ours, leaves, [i for i in wanted if i not in found], left, partly=partly))
+    return {index: found[index] for index in wanted if index in found}
+
+
+def _differences(
+    theirs: Entries,
+    ours: Entries,
+    leaves: Sequence[Any],
+    missing: Sequence[int],
+    left: Collection[int],
+    *,
+    partly: bool,
+) -> tuple[list[Difference], str]:
+    """Return why leaves do not match, and the remedy."""
+    if not missing and not left:
+        return [], ""
+    inside = {key[:length] for key in theirs.place for length in range(len(key))}
+    by_name = dict(zip(theirs.names, theirs.paths, strict=True))
+    found: list[Difference] = []
+    is_empty = False
+    for index in missing:
+        path, wanted = ours.paths[index], "present"
+        if ours.keys[index] in inside or not path:
+            is_empty = is_empty or leaves[index] in ([], ())
+            found.append(Difference(path, "structure", "several entries", f"one ({type(leaves[index]).__qualname__})"))
+            continue
+        other = by_name.get(ours.names[index])
+        if other:
+            alike = f"the checkpoint has {', '.join(map(exactly, other))}"
+            wanted = f"the keys {', '.join(map(exactly, path))} ({alike})"
+        found.append(Difference(path, "missing", _ABSENT, wanted))
+    containers = _containers(ours.spec) if left else {}
+    told: set[Any] = set()
+    for key, place in theirs.place.items():
+        if place not in left:
+            continue
+        above = next(key[:length] for length in reversed(range(len(key) + 1)) if key[:length] in containers)
+        is_mapping, count = containers[above]
+        if not count:
+            is_empty = True
+            if above not in told:
+                told.add(above)
+                path = Path(theirs.paths[place][: len(above)])
+                found.append(Difference(path, "length", "entries", "an empty container"))
+        elif not (partly and is_mapping) and key[: len(above) + 1] not in ours.place:
+            found.append(Difference(theirs.paths[place], "missing", "present", _ABSENT))
+    return found, _EMPTY_REMEDY if is_empty else _REMEDY
+
+
+def _containers(spec: TreeSpec) -> dict[tuple[Any, ...], tuple[bool, int]]:
+    """Return for each container whether it is a mapping, and how many children it has."""
+    found: dict[tuple[Any, ...], tuple[bool, int]] = {(): (False, 1)}
+    pending: list[tuple[tuple[Any, ...], int]] = [((), spec.root())]
+    while pending:
+        keys, ref = pending.pop()
+        if ref < 0:
+            container, names = spec.nodes[~ref][:2]
+            found[keys] = container.keyed, len(names)
+            below = zip(names, spec.links()[~ref], strict=True)
+            pending += [((*keys, key_text(name)), child) for name, child in below]
+    return found
+
+
+def refuse_all(differences: Sequence[Difference], remedy: str = _REMEDY) -> None:
+    """Raise ``TreeMismatch`` if there are differences."""
+    if not differences:
+        return
+    if any(found.kind == "missing" for found in differences):
+        remedy += " With strict=False, what one side lacks is left alone."
+    if any(found.kind == "dtype" and castable(found.left, found.right) for found in differences):
+        remedy += " With cast=True, dtypes are converted."
+    raise TreeMismatch.between("load", differences, remedy)

@@ -1,0 +1,333 @@
+"""``load``: a checkpoint read into the layout of another tree, each rank its own boxes, or as it was saved."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, overload
+
+import torch
+
+from statetree.chunks.boxes import whole_box
+from statetree.errors import CheckpointError, Difference, TreeMismatch, UnsupportedLeaf, check_later
+from statetree.exchange.allocation import allocated
+from statetree.exchange.call import on_all_ranks
+from statetree.exchange.group import group_of
+from statetree.exchange.manifest import chunks_of, is_cuttable
+from statetree.files.checkpoint import StoredParts, is_entry
+from statetree.files.entry_matching import matched_entries, refuse_all
+from statetree.files.filling import Target, check_elements, fill
+from statetree.files.formats import opened
+from statetree.files.safe_pickle import StoredObject
+from statetree.files.stored import StoredTensor
+from statetree.leaves.builtin import is_distributed, settled, taken_over
+from statetree.leaves.casting import castable
+from statetree.leaves.copying import prepared_copy
+from statetree.leaves.location import located_error
+from statetree.leaves.lowering import is_made_of_tensors, lies_on_ranks, lower
+from statetree.leaves.replicas import replicated
+from statetree.spans.memory import memory_of
+from statetree.torch_internals import quietly
+from statetree.transforms.select import select
+from statetree.tree.flatten import flatten_for
+from statetree.tree.selection import selected
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable
+
+    from torch.distributed import ProcessGroup
+
+    from statetree.chunks.local import LocalChunks
+    from statetree.exchange.group import Group
+    from statetree.files.checkpoint import OpenedCheckpoint
+    from statetree.tree.selection import Where
+    from statetree.tree.spec import TreeSpec
+
+T = TypeVar("T")
+
+_UNKNOWN_REMEDY: Final = (
+    "Pass like=, a tree like the saved one, or make the classes known: register_container, or "
+    "torch.serialization.add_safe_globals."
+)
+
+
+# fmt: off
+@overload
+def load(
+    path: str | os.PathLike[str], like: None = None, *, in_place: bool = False,
+    through: Callable[[Any], Any] | None = None, where: Where | None = None, cast: bool = False, strict: bool = True,
+    verify: bool = True, weights_only: bool = True, group: ProcessGroup | None = None,
+) -> Any: ...
+@overload
+def load(
+    path: str | os.PathLike[str], like: T, *, in_place: bool = False,
+    through: Callable[[Any], Any] | None = None, where: Where | None = None, cast: bool = False, strict: bool = True,
+    verify: bool = True, weights_only: bool = True, group: ProcessGroup | None = None,
+) -> T: ...
+# fmt: on
+def load(
+    path: str | os.PathLike[str],
+    like: Any = None,
+    *,
+    in_place: bool = False,
+    through: Callable[[Any], Any] | None = None,
+    where: Where | None = None,
+    cast: bool = False,
+    strict: bool = True,
+    verify: bool = True,
+    weights_only: bool = True,
+    group: ProcessGroup | None = None,
+) -> Any:
+    """Load a checkpoint, in the layout of another tree or as it was saved.
+
+    Leaves are matched by their paths; where the format keeps names alone, by these (``model.layers.0.weight``). A list
+    or tuple of plain values is one leaf. Each rank reads the bytes of its own boxes and, where these lie close
+    together, at most as many between them. Beside the result, one bucket of 16 MiB is in memory.
+
+    Args:
+        path: Any checkpoint that ``statetree.files.open`` opens.
+        like: A tree that gives structure, layouts, devices and dtypes. Without ``in_place`` its contents do not matter,
+            and its tensors may be ``meta`` ones. Without it, what was saved comes back, on the CPU, whole.
+        in_place: Fill the tensors of ``like`` instead of fresh ones.
+        through: What becomes of the checkpoint's tree of stored tensors before it is matched: ``rename`` with rules,
+            say, or any transform that does not read.
+        where: Which leaves of ``like`` are loaded, as for ``select``; by default all. The others are ``like``'s own.
+            Without ``like``: which leaves of the checkpoint.
+        cast: Convert dtypes, as ``copy_into`` does.
+        strict: Whether the checkpoint must have all leaves to load, and (without ``where``) no others. Otherwise leaves
+            that only one side has are left alone.
+        verify: Whether what is read is compared with its checksums first, where the checkpoint has some.
+        weights_only: Whether the plain values of a DCP directory are read by the rules of
+            ``torch.load(weights_only=True)``. With ``False``, what the checkpoint holds may run any code.
+        group: The ranks that hold ``like``; by default all.
+
+    Returns:
+        A tree of the structure of ``like``, with fresh tensors, and the plain values of the checkpoint.
+
+    Aliasing:
+        Leaves that are not loaded are those of ``like``, and with ``in_place`` all tensors.
+
+    Collective:
+        If ``like`` holds distributed tensors, or a group is given: every rank of the group calls it, and none returns
+        before all have read. Otherwise there is no communication.
+
+    Raises:
+        TreeMismatch: If leaves are missing or left over, or shapes or dtypes differ, and nothing was read then. Or if
+            values are out of range, or tensors of ``like`` share memory that the checkpoint has different values for:
+            others may be filled then.
+        CheckpointError: If the checkpoint is missing, incomplete, damaged or hostile. If damage is found only while
+            data is read, tensors may be filled in part.
+        UnsupportedLeaf: If a leaf of ``like`` cannot be filled.
+
+    Example:
+        >>> import tempfile, statetree as st, torch
+        >>> path = tempfile.mkdtemp() + "/model.safetensors"
+        >>> st.save({"layer": {"w": torch.ones(2)}}, path)
+        >>> st.load(path, {"layer": {"w": torch.empty(2, device="meta")}})
+        {'layer': {'w': tensor([1., 1.])}}
+        >>> st.load(path)
+        {'layer.w': tensor([1., 1.])}
+    """
+    together = group is not None or any(map(lies_on_ranks, flatten_for("load", like)[0]))
+    ranks = group_of("load", group, None)
+    options = LoadOptions(in_place, cast, strict, verify, weights_only, where=where, through=through)
+    return load_tree(path, like, ranks, options, together=together)
+
+
+class LoadOptions(NamedTuple):
+    """How a checkpoint is loaded: as ``load`` has it, and ``partly``.
+
+    Attributes:
+        partly: Whether mappings of ``like`` may leave out keys of the checkpoint, but for empty ones.
+    """
+
+    in_place: bool = False
+    cast: bool = False
+    strict: bool = True
+    verify: bool = True
+    weights_only: bool = True
+    partly: bool = False
+    where: Where | None = None
+    through: Callable[[Any], Any] | None = None
+
+
+@quietly
+def load_tree(path: str | os.PathLike[str], like: Any, ranks: Group, options: LoadOptions, *, together: bool) -> Any:
+    """Do as ``load``.
+
+    Args:
+        path: As for ``load``.
+        like: As for ``load``.
+        ranks: The ranks that hold ``like``.
+        options: How it is loaded.
+        together: Whether all of the ranks load, and raise if one of them fails.
+    """
+    job = _Whole(options) if like is None else _Filled(like, options, ranks)
+
+    def plan() -> None:
+        checkpoint = opened(path, skip_foreign=True, verify=options.verify, weights_only=options.weights_only)
+        for file in checkpoint.files.paths:
+            check_later(checkpoint.files.check, file)
+        tree = checkpoint.tree if options.through is None else options.through(checkpoint.tree)
+        job.plan(tree, checkpoint)
+
+    if not together:
+        plan()
+        return job.read()
+    on_all_ranks("load", ranks, plan)
+    return on_all_ranks("load", ranks, job.read)
+
+
+class _Whole:
+    """Loads what was saved."""
+
+    def __init__(self, options: LoadOptions) -> None:
+        self._where = options.where
+        self._tree: Any = None
+
+    def plan(self, tree: Any, checkpoint: OpenedCheckpoint) -> None:
+        """Choose what is read, and refuse what would not come back as it was."""
+        self._tree = tree
+        if self._where is not None:
+            leaves, spec = flatten_for("load", tree)
+            mask = selected(self._where, spec, leaves, verb="load")
+            chosen = {path for path, is_meant in zip(spec.paths(), mask, strict=True) if is_meant}
+            self._tree = select(tree, lambda path, _: path in chosen)
+        if checkpoint.unknown:
+            raise TreeMismatch.between("load", checkpoint.unknown, _UNKNOWN_REMEDY)
+        leaves, spec = flatten_for("load", self._tree)
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, StoredParts):
+                path = spec.paths()[index]
+                msg = (
+                    f"load: the leaf at {path or '<root>'} was saved in parts: expected a strided tensor or a plain "
+                    f"value, got {leaf.name}. Pass like=, a tree like the saved one."
+                )
+                raise UnsupportedLeaf(msg, path)
+            _check_known(spec, index, leaf)
+        if checkpoint.foreign and self._where is None:
+            raise _not_admitted("load: the checkpoint holds objects", ", ".join(checkpoint.foreign[:5]))
+
+    def read(self) -> Any:
+        """Read it."""
+        return replicated("load", self._tree, memory_of("cpu"), copy=True)
+
+
+class _Filled:
+    """Loads in the layout of a tree."""
+
+    def __init__(self, like: Any, options: LoadOptions, ranks: Group) -> None:
+        self._like = like
+        self._options = options
+        self._ranks = ranks
+        self._result: list[Any] = []
+        self._targets: list[Target] = []
+        self._parts: dict[int, StoredParts] = {}
+        self._write: Callable[[], None] | None = None
+
+    def plan(self, tree: Any, checkpoint: OpenedCheckpoint) -> None:
+        """Match the trees, and take the memory that is filled."""
+        flat = partial(flatten_for, "load", is_leaf=is_entry)
+        outer, spec = flat(self._like)
+        self._lowered = lowered = lower("load", list(map(settled, outer)), spec, flat, wanted=is_made_of_tensors)
+        self._paths = lowered.spec.paths()
+        chosen = None
+        if self._options.where is not None:
+            mask = selected(self._options.where, lowered.outline.spec, lowered.outer, verb="load")
+            chosen = [index for index, owner in enumerate(lowered.outline.owners()) if mask[owner]]
+        options = {"strict": self._options.strict, "partly": self._options.partly}
+        stored = matched_entries((tree, checkpoint.is_nested), lowered.spec, lowered.leaves, chosen, **options)
+        for index, found in stored.items():
+            _check_known(lowered.spec, index, found)
+        boxes = {i: self._held(i) for i, found in stored.items() if self._reads_directly(found, lowered.leaves[i])}
+        refuse_all([found for index, held in boxes.items() for found in self._unfit(index, stored[index], held)])
+        values = {i: found for i, found in stored.items() if taken_over(found) or is_entry(found)}
+        values = {i: found for i, found in values.items() if not isinstance(found, StoredParts)}
+        refuse_all(
+            [
+                Difference(self._paths[index], "leaf type", "a plain value", _described(lowered.leaves[index]))
+                for index in values
+                if not (taken_over(lowered.leaves[index]) or is_entry(lowered.leaves[index]))
+            ]
+        )
+        filled = [leaf if i in stored and i not in values else None for i, leaf in enumerate(lowered.leaves)]
+        fresh = filled if self._options.in_place else allocated("load", filled, lowered.spec)
+        self._result = [fresh[i] if kept is not None else lowered.leaves[i] for i, kept in enumerate(filled)]
+        for index, value in values.items():
+            self._result[index] = value
+        for index, found in stored.items():
+            if index in boxes:
+                self._add_boxes(index, found)
+            elif isinstance(found, StoredParts):
+                self._parts[index] = found
+                self._targets += found.targets(self._paths[index], self._result[index])
+        for target in self._targets:
+            check_elements("load", target.tensor, target.path)
+        self._prepare_rest({i: stored[i] for i in stored.keys() - boxes.keys() - values.keys() - self._parts.keys()})
+
+    def _reads_directly(self, stored: Any, like: Any) -> bool:
+        return isinstance(stored, StoredTensor) and stored.is_strided and (is_distributed(like) or is_cuttable(like))
+
+    def _held(self, index: int) -> LocalChunks | None:
+        leaves = self._lowered.leaves
+        try:
+            return chunks_of(leaves[index], self._ranks)
+        except Exception as error:
+            raise located_error("load", "tell the chunks of", error, lambda: self._paths, leaves, index) from error
+
+    def _unfit(self, index: int, stored: StoredTensor, held: LocalChunks | None) -> list[Difference]:
+        """Return how shape and dtype differ."""
+        like, path = self._lowered.leaves[index], self._paths[index]
+        shape, dtype = (held.shape, held.dtype) if held else (tuple(like.shape), like.dtype)
+        found: list[Difference] = []
+        if tuple(stored.shape) != tuple(shape):
+            found.append(Difference(path, "shape", tuple(stored.shape), tuple(shape)))
+        if stored.dtype != dtype and not (self._options.cast and castable(stored.dtype, dtype)):
+            found.append(Difference(path, "dtype", stored.dtype, dtype))
+        if held is not None and held.partials is not None:
+            found.append(Difference(path, "placements", "elements", "Partial"))
+        if self._options.in_place and any(piece.is_inference() for piece in (held.pieces if held else [like])):
+            found.append(Difference(path, "writability", "values to load", "an inference tensor"))
+        return found
+
+    def _add_boxes(self, index: int, stored: StoredTensor) -> None:
+        leaf = self._result[index]
+        held = chunks_of(leaf, self._ranks)
+        whole = [(whole_box(leaf.shape), leaf)] if held is None else []
+        for box, piece in zip(held.boxes, held.pieces, strict=True) if held else whole:
+            tensor = piece.detach().as_subclass(torch.Tensor)
+            if tensor.numel():
+                self._targets.append(Target(self._paths[index], stored, box, tensor))
+
+    def _prepare_rest(self, stored: dict[int, Any]) -> None:
+        """Prepare copying leaves that are read whole: sparse tensors, and tensors inside of plain values."""
+        keys = self._lowered.spec.flat_keys()
+        sides = ({keys[i]: leaf for i, leaf in stored.items()}, {keys[i]: self._result[i] for i in stored})
+        copied, self._write = prepared_copy("load", *sides, cast=self._options.cast)
+        for index in stored:
+            self._result[index] = copied[keys[index]]
+
+    def read(self) -> Any:
+        """Fill the tensors, and return the tree."""
+        for index, parts in self._parts.items():
+            parts.check(self._paths[index], self._result[index])
+        fill("load", self._targets)
+        if self._write is not None:
+            self._write()
+        for index, parts in self._parts.items():
+            self._result[index] = parts.completed(self._paths[index], self._result[index])
+        return self._lowered.outline.lift("load", self._result, self._lowered.recipes)
+
+
+def _check_known(spec: TreeSpec, index: int, leaf: Any) -> None:
+    if isinstance(leaf, StoredObject) and not isinstance(leaf, StoredParts):
+        raise _not_admitted(f"load: the plain value at {spec.paths()[index] or '<root>'} cannot be read", leaf.name)
+
+
+def _not_admitted(what: str, name: str) -> CheckpointError:
+    remedy = "If you trust it, name the class with torch.serialization.add_safe_globals, or pass weights_only=False."
+    return CheckpointError(f"{what}: {name}: torch.load(weights_only=True) does not admit it. {remedy}")
+
+
+def _described(leaf: Any) -> str:
+    return "a tensor" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__qualname__}"
