@@ -68,7 +68,7 @@ class Conversion:
         >>> import statetree as st, torch
         >>> fused = st.Conversion(
         ...     [(["{i}.q", "{i}.k", "{i}.v"], "{i}.qkv", "(g q d) m, (g d) m, (g d) m -> (g (q + 1 + 1) d) m")],
-        ...     sizes={"d": 2},
+        ...     sizes={"q": 2, "d": 2},
         ... )
         >>> state = {"0.q": torch.ones(8, 3), "0.k": torch.zeros(4, 3), "0.v": torch.zeros(4, 3)}
         >>> fused(state)["0.qkv"].shape

@@ -146,7 +146,10 @@ class LeafMaker:
             key = (recipe.shape, *((self._place(leaf), block) for leaf, block in recipe.blocks))
             if key not in made:
                 made[key] = self._made(recipe)
-            result.append(made[key])
+            leaf, copy = made[key]
+            result.append(leaf)
+            for place, (source, _) in enumerate(recipe.blocks if copy is not None else ()):
+                self._copied.setdefault(source, set()).add((copy, place))
         if self._copied:
             self._check_ties(recipes)
         return result
@@ -155,13 +158,14 @@ class LeafMaker:
         value = self._leaves[leaf]
         return value.location() if _is_stored(value) else id(value)
 
-    def _made(self, recipe: Recipe) -> Any:
+    def _made(self, recipe: Recipe) -> tuple[Any, Any]:
+        """Return a leaf, and what is equal for the same copies if it is one."""
         first = self._leaves[recipe.sources[0]]
         only = recipe.blocks[0][1] if len(recipe.blocks) == 1 else None
         is_same = recipe.shape is None or (only and only.is_whole and self.shape(recipe.sources[0]) == recipe.shape)
         if _is_stored(first) and (not is_same or self._unlike(recipe)):
-            return self._stored(recipe, tuple(first.shape) if recipe.shape is None else recipe.shape)
-        return first if is_same else self._tensor(recipe, recipe.shape or ())
+            return self._stored(recipe, tuple(first.shape) if recipe.shape is None else recipe.shape), object()
+        return (first, None) if is_same else self._tensor(recipe, recipe.shape or ())
 
     def _identified(self, recipe: Recipe, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor as what those that it is made of are: parameters, with attributes."""
@@ -169,7 +173,7 @@ class LeafMaker:
         identity, attributes = identity_of(getattr(first, "outline", first))
         return tensor if identity is None else identity.restore(tensor, attributes)
 
-    def _tensor(self, recipe: Recipe, shape: tuple[int, ...]) -> torch.Tensor:
+    def _tensor(self, recipe: Recipe, shape: tuple[int, ...]) -> tuple[torch.Tensor, Any]:
         sources = {leaf: _plain(settled(self._leaves[leaf])) for leaf in recipe.sources}
         first = next(iter(sources.values()))
         blocks = [(sources[leaf], block) for leaf, block in recipe.blocks if 0 not in block.sizes]
@@ -177,6 +181,7 @@ class LeafMaker:
         view = None
         if len(memory) == 1 and blocks:
             view = view_over(shape, [(block, int(t.storage_offset()), t.stride()) for t, block in blocks])
+        key: Any = None
         if view is not None:
             fresh = first.as_strided(shape, *view)
         else:
@@ -187,10 +192,8 @@ class LeafMaker:
                     [block.target.view(copy, block.sizes) for _, block in blocks],
                     [block.source.view(tensor, block.sizes) for tensor, block in blocks],
                 )
-            for place, (leaf, _) in enumerate(recipe.blocks):
-                self._copied.setdefault(leaf, set()).add((key, place))
             fresh = self._copies[key].detach()
-        return self._identified(recipe, fresh)
+        return self._identified(recipe, fresh), key
 
     def _stored(self, recipe: Recipe, shape: tuple[int, ...]) -> Any:
         """Return a leaf that is made when it is read."""
@@ -219,8 +222,6 @@ class LeafMaker:
         leaf_type = leaf_type_of(type(values[0]))
         assert leaf_type is not None
         tied = [twin for twins in unlike.values() for twin in twins]
-        for place, (leaf, block) in enumerate(recipe.blocks):
-            self._copied.setdefault(leaf, set()).add((shape, block, place))
         return leaf_type.derived([*values, *tied], outline, fill)
 
     def _unlike(self, recipe: Recipe) -> dict[int, list[Any]]:
