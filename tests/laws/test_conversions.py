@@ -81,12 +81,13 @@ def test_stored_leaves_are_read_as_they_are_converted(drawn, name):
         st.save(drawn.left, path)
         found = drawn.conversion(st.files.open(path))
         assert all(type(leaf) is not torch.Tensor for leaf in st.flatten(found)[0])
-        assert_trees_equal(st.offload(found), drawn.right, ties=False, strides=False)
+        assert st.similarity(st.offload(found), drawn.right)
         st.save(found, f"{folder}/b.safetensors")
         stored = st.files.open(f"{folder}/b.safetensors")
         assert st.similarity(stored, drawn.right)
         assert st.similarity(drawn.conversion.inverse(stored), drawn.left)
-        for leaf, whole in zip(st.flatten(found)[0], st.flatten(drawn.right)[0], strict=True):
+        for key, whole in drawn.right.items():
+            leaf = found[key]
             box = tuple([slice(size // 3, size) for size in whole.shape])
             assert torch.equal(as_integers(leaf.read(box)), as_integers(whole[box].contiguous()))
 

@@ -11,7 +11,6 @@ from statetree.chunks.boxes import Box
 from statetree.chunks.regions import Block, Region, view_over
 from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
 from statetree.leaves.builtin import leaf_type_of, settled
-from statetree.leaves.ties import view_key
 from statetree.leaves.types.tensor import identity_of
 from statetree.spans.bits import safely_equal, same_bytes
 from statetree.spans.columns import Columns
@@ -185,7 +184,7 @@ class LeafMaker:
         if view is not None:
             fresh = first.as_strided(shape, *view)
         else:
-            key = (shape, *((view_key(t), block) for t, block in blocks))
+            key = (shape, *((_view_key(t), block) for t, block in blocks))
             if key not in self._copies:
                 copy = self._copies[key] = torch.empty(shape, dtype=first.dtype, device=first.device)
                 copy_each(
@@ -248,7 +247,7 @@ class LeafMaker:
         for pair in shared_elements(Columns([tensors[leaf] for leaf in chosen])):
             a, b = (chosen[index] for index in pair)
             copies = self._copied.get(a, set()), self._copied.get(b, set())
-            if any(copies) and (copies[0] != copies[1] or view_key(tensors[a]) != view_key(tensors[b])):
+            if any(copies) and (copies[0] != copies[1] or _view_key(tensors[a]) != _view_key(tensors[b])):
                 found.append(Difference(self.path(a), "ties", "a copy", f"what shares memory with {self.path(b)}"))
         if found:
             remedy = "They would not be tied any more: leave one out (select), or copy it before."
@@ -290,6 +289,13 @@ def _read(stored: Any, parts: Sequence[_Part], views: Sequence[torch.Tensor]) ->
 def _is_stored(value: Any) -> bool:
     leaf_type = leaf_type_of(type(value))
     return leaf_type is not None and leaf_type.stored
+
+
+def _view_key(tensor: torch.Tensor) -> Any:
+    """Return what is equal for tensors that are the same view, whatever the strides of dims of one element."""
+    steps = tuple([step if size > 1 else 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)])
+    place = storage_key(tensor.untyped_storage()), tensor.storage_offset(), tensor.dtype
+    return (*place, tensor.shape, steps, tensor.is_conj(), tensor.is_neg())
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
