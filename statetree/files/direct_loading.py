@@ -31,7 +31,7 @@ from statetree.tree.selection import selected
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.distributed import ProcessGroup
 
@@ -51,6 +51,7 @@ def load(
     path: str | os.PathLike[str],
     like: T,
     *,
+    through: Callable[[Any], Any] | None = None,
     where: Where | None = None,
     strict: bool = True,
     cast: bool = False,
@@ -68,6 +69,8 @@ def load(
             directory of ``statetree.dcp``, its ``load`` and ``Checkpointer.restore`` do that.
         like: A tree that gives structure, layouts, devices and dtypes. Its contents do not matter, and its tensors may
             be ``meta`` ones.
+        through: A conversion from the checkpoint's form to that of ``like``: of what it makes, each rank reads its own
+            part.
         where: Which leaves of ``like`` are loaded, as for ``select``; by default all. The others are ``like``'s own.
         strict: Whether the checkpoint must have all leaves to load, and no others. Otherwise leaves that only one side
             has are left alone.
@@ -97,11 +100,11 @@ def load(
         >>> st.load(path, {"layer": {"w": torch.empty(2, device="meta")}})
         {'layer': {'w': tensor([1., 1.])}}
     """
-    return _Loading(path, like, where, strict=strict, cast=cast).run(group, read_once=read_once)
+    return _Loading(path, like, through, where, strict=strict, cast=cast).run(group, read_once=read_once)
 
 
 class _Loading:
-    def __init__(self, path: Any, like: Any, where: Any, *, strict: bool, cast: bool) -> None:
+    def __init__(self, path: Any, like: Any, through: Any, where: Any, *, strict: bool, cast: bool) -> None:
         self._cast = cast
         flat = partial(flatten_for, "load")
         self._lowered = lower("load", *flat(like), flat, wanted=is_made_of_tensors)
@@ -109,7 +112,8 @@ class _Loading:
         self._paths: Sequence[Path] = self._spec.paths()
         keys = self._spec.flat_keys()
         checkpoint = opened(path)
-        self._files, stored = checkpoint.files, to_flat(checkpoint.tree)[0]
+        found = checkpoint.tree if through is None else through(checkpoint.tree)
+        self._files, stored = checkpoint.files, to_flat(found)[0]
         chosen: Sequence[int] = range(len(keys))
         if where is not None:
             mask = selected(where, self._lowered.outline.spec, self._lowered.outer, verb="load")
