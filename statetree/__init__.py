@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from statetree.transforms.audit import audit as audit
     from statetree.transforms.broadcast import broadcast as broadcast
     from statetree.transforms.cast import cast as cast
+    from statetree.transforms.combine import combine as combine
+    from statetree.transforms.conversions.conversion import Conversion as Conversion
     from statetree.transforms.copy_into import copy_into as copy_into
     from statetree.transforms.deltas.delta import Delta as Delta
     from statetree.transforms.deltas.delta import apply_delta as apply_delta
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from statetree.transforms.offload import offload as offload
     from statetree.transforms.partition import partition as partition
     from statetree.transforms.partition_replicas import partition_replicas as partition_replicas
+    from statetree.transforms.rename import Renaming as Renaming
     from statetree.transforms.rename import rename as rename
     from statetree.transforms.reshard import reshard as reshard
     from statetree.transforms.select import select as select
@@ -67,7 +70,6 @@ if TYPE_CHECKING:
     from statetree.tree.mapping import map_with_path as map_with_path
     from statetree.tree.mapping import to_flat as to_flat
     from statetree.tree.registry import register_container as register_container
-    from statetree.tree.rename_rules import Renaming as Renaming
     from statetree.tree.spec import TreeSpec as TreeSpec
 
 _NAMES = {
@@ -87,6 +89,8 @@ _NAMES = {
     "transforms.audit": "Audit audit",
     "transforms.broadcast": "broadcast",
     "transforms.cast": "cast",
+    "transforms.combine": "combine",
+    "transforms.conversions.conversion": "Conversion",
     "transforms.copy_into": "copy_into",
     "transforms.deltas.delta": "Delta apply_delta delta",
     "transforms.digest": "Digest digest",
@@ -96,7 +100,7 @@ _NAMES = {
     "transforms.offload": "offload",
     "transforms.partition": "partition",
     "transforms.partition_replicas": "partition_replicas",
-    "transforms.rename": "rename",
+    "transforms.rename": "Renaming rename",
     "transforms.reshard": "reshard",
     "transforms.select": "select",
     "transforms.similarity": "Similarity similarity",
@@ -105,7 +109,6 @@ _NAMES = {
     "tree.flatten": "flatten paths unflatten",
     "tree.mapping": "from_flat map_leaves map_with_path to_flat",
     "tree.registry": "register_container",
-    "tree.rename_rules": "Renaming",
     "tree.spec": "TreeSpec",
 }
 _MODULES = {name: f"statetree.{module}" for module, names in _NAMES.items() for name in names.split()}

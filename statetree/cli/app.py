@@ -204,6 +204,16 @@ def diff(
     help="Rename keys: {name} and * stand for a part between dots, ** for any number of parts (several times).",
 )  # fmt: skip
 @click.option(
+    "--rules", "rules_file", type=_CHECKPOINT, metavar="FILE.toml",
+    help="Convert names and tensors by the rules of a file: [[rules]] with left, right and pattern; [sizes]; ignore; "
+    "strict.",
+)  # fmt: skip
+@click.option("--inverse", is_flag=True, help="Apply the rules from right to left.")
+@click.option(
+    "--copy-others", "copies_others", is_flag=True,
+    help="Copy what lies beside the weights, too: config.json, the tokenizer.",
+)  # fmt: skip
+@click.option(
     "--shard-bytes", type=_bytes, metavar="SIZE",
     help="Begin a new file after so many bytes (5GB, 500MiB). X.safetensors is then written as "
     "X.safetensors.index.json and X-00001-of-….safetensors.",
@@ -216,6 +226,8 @@ def convert(
     destination: Path,
     patterns: Sequence[str],
     excluded: Sequence[str],
+    rules_file: Path | None,
+    inverse: bool,
     follow_links: bool,
     **options: Any,
 ) -> None:
@@ -228,15 +240,22 @@ def convert(
     Examples:
       statetree convert model.pt model.safetensors
       statetree convert --match 'model.**' --rename 'model.**=**' run.ckpt weights.safetensors
+      statetree convert --rules llama.toml --inverse --copy-others hub/ mine/model.safetensors
       statetree convert --cast bfloat16 --shard-bytes 5GB run/step-00001000 model.safetensors
     """
     from statetree.cli.convert import ConvertOptions
     from statetree.cli.convert import convert as write
     from statetree.cli.entries import Choice
+    from statetree.cli.rules import read_rules
 
+    if rules_file is not None:
+        options["conversion"] = read_rules(rules_file, inverse=inverse)
+    elif inverse:
+        msg = "convert: --inverse is for --rules: expected a file of rules, got none."
+        raise click.UsageError(msg)
     (checkpoint,) = _opened(source, follow_links=follow_links)
-    choice = Choice("convert", patterns, excluded)
-    for note in write(source, checkpoint, destination, ConvertOptions(choice, **options)):
+    given = ConvertOptions(Choice("convert", patterns, excluded), follow_links=follow_links, **options)
+    for note in write(source, checkpoint, destination, given):
         click.echo(f"note: {note}", err=True)
 
 

@@ -8,7 +8,8 @@ import torch
 
 from statetree.cli.entries import CheckpointEntry, Choice, entries_of
 from statetree.cli.rows import plural
-from statetree.errors import CheckpointError
+from statetree.cli.rules import copy_others
+from statetree.errors import CheckpointError, UnsupportedLeaf
 from statetree.files.formats import format_for, save
 from statetree.files.safe_pickle import StoredObject
 from statetree.files.shared_bytes import shared_bytes
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path as FilePath
 
     from statetree.files.checkpoint import OpenedCheckpoint
+    from statetree.transforms.conversions.conversion import Conversion
 
 
 class ConvertOptions(NamedTuple):
@@ -37,6 +39,9 @@ class ConvertOptions(NamedTuple):
     shard_bytes: int | None = None
     drop_values: bool = False
     force: bool = False
+    conversion: Conversion | None = None
+    copies_others: bool = False
+    follow_links: bool = False
 
 
 def convert(
@@ -68,14 +73,17 @@ def convert(
         paths = {entry.path for entry in kept}
         tree = select(tree, lambda path, _: any(Path(path[:count]) in paths for count in range(len(path) + 1)))
     try:
+        tree = tree if options.conversion is None else options.conversion(tree)
         tree = rename(tree, options.rules) if options.rules else tree
-    except ValueError as error:  # a rule that cannot be, or that matches nothing
+    except (ValueError, UnsupportedLeaf) as error:  # a rule that cannot be, or that matches nothing
         raise CheckpointError(str(error).replace("Change it, or pass missing_ok=True", "Change --rename")) from None
     if options.dtype is not None:
         tree = _converted(tree, options.dtype, keeps_ties=target.title == "torch file")
     checkpoint.verify()
     read, size = (source, *checkpoint.files.paths), options.shard_bytes
     save(tree, destination, overwrite=options.force, shard_bytes=size, metadata=checkpoint.metadata, protected=read)
+    if options.copies_others:
+        yield from copy_others(source, destination, follow_links=options.follow_links, force=options.force)
     if dropped:
         yield f"{_listed(list(dropped), ', ')}: dropped"
     yield from _notes(checkpoint, kept, target.title)

@@ -63,7 +63,7 @@ def converted(
     recipes = dict(unpacked.recipes)
     changing: dict[int, int] = {}  # the parts, and the leaf that each belongs to
     for place in chosen:
-        recipe, parts = _recast(verb, unpacked.recipe(place), dtype, paths[at[place]])
+        recipe, parts = recast(verb, unpacked.recipe(place), dtype, paths[at[place]])
         changing.update((part, at[place]) for part in parts)
         if not isinstance(recipe, int):
             recipes[place] = recipe
@@ -95,7 +95,7 @@ def _changes(leaf: Any, dtype: torch.dtype) -> bool:
     return isinstance(own, torch.dtype) and own.is_floating_point and own != dtype
 
 
-def _recast(verb: str, recipe: Recipe, dtype: torch.dtype, path: Path) -> tuple[Recipe, list[int]]:
+def recast(verb: str, recipe: Recipe, dtype: torch.dtype, path: Path) -> tuple[Recipe, list[int]]:
     """Return how a leaf is packed of converted parts, and which parts these are."""
     if isinstance(recipe, int):
         return recipe, [recipe]
@@ -107,7 +107,7 @@ def _recast(verb: str, recipe: Recipe, dtype: torch.dtype, path: Path) -> tuple[
         )
         raise UnsupportedLeaf(msg, path)
     count = len(recipe.leaf_type.essential(recipe.context, recipe.inner))
-    inner = [_recast(verb, part, dtype, path) for part in recipe.inner[:count]]
+    inner = [recast(verb, part, dtype, path) for part in recipe.inner[:count]]
     parts = [part for _, found in inner for part in found]
     fresh = (*(part for part, _ in inner), *recipe.inner[count:])
     return replace(recipe, context=recipe.leaf_type.with_dtype(recipe.context, dtype), inner=fresh), parts

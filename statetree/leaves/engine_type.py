@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from statetree.chunks.local import chunks_at, listed_chunks
@@ -56,6 +56,7 @@ class EngineLeafType(LeafType):
         has_elements: Whether values have elements at all (fake and uninitialized tensors have none).
         registered: Whether a user registered it, so that its context says what the parts do not.
         settles: Whether values may stand for tensors that a collective has not yet written: see ``settle``.
+        stored: Whether the elements of values lie in files, and are read when they are needed: see ``derived``.
         local_tensor: The name of the attribute that holds all of this rank's elements of a value, if there is one.
     """
 
@@ -65,6 +66,7 @@ class EngineLeafType(LeafType):
     has_elements: bool = True
     registered: bool = False
     settles: bool = False
+    stored: bool = False
     local_tensor: str | None = None
 
     def essential(self, context: Any, inner: Sequence[Any]) -> Sequence[Any]:  # noqa: ARG002 - for others
@@ -90,6 +92,16 @@ class EngineLeafType(LeafType):
             For each value what stands for it, or ``None`` if it is to be read now.
         """
         return [None] * len(values)
+
+    def derived(self, values: Sequence[Any], outline: torch.Tensor, fill: Callable[..., None]) -> Any:
+        """Return a leaf whose elements are made of those of stored values when they are read.
+
+        Args:
+            values: The values.
+            outline: What the leaf is like, on ``meta``.
+            fill: Fills a tensor with the elements of a box, from where this begins.
+        """
+        raise NotImplementedError
 
     def same_context(self, a: Any, b: Any) -> bool:  # noqa: ARG002 - for others
         """Whether two values whose facts agree agree in everything but the tensors inside. By default they do."""

@@ -120,7 +120,7 @@ def object_ties(
         else:
             partner = counterparts().get(part) if lost else None
             if partner is not None and all(
-                _lie_alike((parts.tensors[part], partner), (sources.tensors[source], targets.tensors[source]))
+                lie_alike((parts.tensors[part], partner), (sources.tensors[source], targets.tensors[source]))
                 for _, source in lost
             ):
                 found.views[part] = partner.detach()
@@ -130,7 +130,7 @@ def object_ties(
     return found
 
 
-def _lie_alike(pair: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]) -> bool:
+def lie_alike(pair: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]) -> bool:
     """Whether two tensors lie to each other as two others do, which are views of the same kinds."""
     for a, b in (pair, other):
         bits = a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()

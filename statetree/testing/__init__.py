@@ -12,7 +12,8 @@ The assertions look at torch for themselves and use none of the engines, so that
   ``stager_machine``: a stateful test of stagers
 - ``arguments``: checks of arguments; ``samples``, ``elements``, ``source_code``: classes, elements and values as code;
   ``dtensor_layout``: a DTensor as seen from all ranks at once; ``plans``: trees as the code that makes them
-- ``plan_strategies``, ``strategies``, ``layout_strategies``: what hypothesis draws (the extra ``testing``)
+- ``plan_strategies``, ``strategies``, ``layout_strategies``, ``conversion_strategies``: what hypothesis draws (the
+  extra ``testing``)
 - ``tensor_pickles``, ``rank_worker``, ``rank_process``, ``rank_pool``, ``rank_calls``: ranks as processes;
   ``single_process_ranks``: ``local_ranks``; ``pace``: limits of time; ``pytest_plugin``: fixtures
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         assert_trees_equal,
     )
     from statetree.testing.conformance_suite import conformance
+    from statetree.testing.conversion_strategies import conversions
     from statetree.testing.dtensor_layout import Layout
     from statetree.testing.laws import Law
     from statetree.testing.layout_strategies import layouts
@@ -50,6 +52,7 @@ __all__ = [
     "assert_trees_equal",
     "check_transform",
     "conformance",
+    "conversions",
     "laws",
     "layouts",
     "local_ranks",
@@ -67,12 +70,13 @@ if not TYPE_CHECKING:  # a type checker is to know which names there are
         **dict.fromkeys([name for name in __all__ if name.startswith("assert_")], "assertions"),
         "check_transform": "transform_check",
         "conformance": "conformance_suite",
+        "conversions": "conversion_strategies",
         "layouts": "layout_strategies",
         "local_ranks": "single_process_ranks",
         "run_ranks": "rank_calls",
         **dict.fromkeys(("state_trees", "tensors", "tied_trees"), "strategies"),
     }
-    _NEED_HYPOTHESIS = ("StagerMachine", "layouts", "state_trees", "tensors", "tied_trees")
+    _NEED_HYPOTHESIS = ("StagerMachine", "conversions", "layouts", "state_trees", "tensors", "tied_trees")
 
     def __getattr__(name: str) -> Any:
         """Import what is asked for, when it first is."""

@@ -2,18 +2,107 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+import reprlib
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from statetree.errors import TreeMismatch, shown
 from statetree.tree.flatten import flatten_for
-from statetree.tree.rename_rules import Match, Renaming
-from statetree.tree.renaming import located, renamed
+from statetree.tree.name_patterns import NamePattern, carried, shown_capture
+from statetree.tree.renaming import NewName, located, renamed
 from statetree.tree.selection import suggestion
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
 T = TypeVar("T")
+
+
+class _Rule(NamedTuple):
+    source: NamePattern
+    target: NamePattern
+
+    def apply(self, text: str) -> NewName | None:
+        found = self.source.match(text)
+        if found is None:
+            return None
+        made = self.target.fill(found.groupdict())
+        return NewName(made.text, carried(found, made))
+
+
+class Renaming:
+    """Rules by which paths get other names, for ``rename``: a conversion of names alone.
+
+    A rule is a pair of patterns. The first is matched against the whole rendered path of a leaf: ``{name}`` captures
+    one or more characters within one component, and the same again where it stands a second time; ``*`` captures within
+    one component and ``**`` any number of components, also none. The second says what the path becomes: captures by
+    their names, wildcards by their order. The first rule that matches a path is the one that counts, and what none
+    matches keeps its name. A backslash takes the meaning from the character after it.
+
+    Args:
+        rules: Pairs of patterns, or a mapping from one to the other.
+
+    Raises:
+        TypeError: If they are no pairs of texts.
+        ValueError: If the second pattern of a rule asks for what the first does not capture.
+
+    Example:
+        >>> import statetree as st
+        >>> rules = st.Renaming({"layers.{i}.{p}_proj.weight": "blocks.{i}.w{p}"})
+        >>> rules("layers.0.q_proj.weight"), rules("norm.weight")
+        ('blocks.0.wq', None)
+        >>> rules.inverse("blocks.0.wq")
+        'layers.0.q_proj.weight'
+    """
+
+    def __init__(self, rules: Mapping[str, str] | Iterable[tuple[str, str]]) -> None:
+        pairs: list[Any] = list(rules.items() if isinstance(rules, Mapping) else rules)
+        for pair in pairs:
+            if not isinstance(pair, (tuple, list)) or [isinstance(text, str) for text in pair] != [True, True]:
+                msg = f"rename: the rules are no pairs of patterns: expected two texts, got {reprlib.repr(pair)}."
+                raise TypeError(msg)
+        self._rules = [_Rule(NamePattern(source), NamePattern(target)) for source, target in pairs]
+        for source, target in self._rules:
+            lost = {*target.captures} - {*source.captures}
+            if lost:
+                what = ", ".join(sorted(map(shown_capture, lost)))
+                msg = f"rename: {target!r} asks for what {source!r} does not capture: expected no {what}. Capture it."
+                raise ValueError(msg)
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """The rules, as pairs of patterns."""
+        return [(rule.source.text, rule.target.text) for rule in self._rules]
+
+    @property
+    def inverse(self) -> Renaming:
+        """The rules the other way round.
+
+        They give back every name that a rule changed, as long as no other rule makes one that looks like it, and no
+        path that kept its name does, and it is clear where each capture ends. (``rename`` says if two paths collide.) A
+        list, a tuple or another class than dict does not come back where a rule takes its items apart
+        (``state.{i}.{n}`` to ``{n}.{i}``): they come back in a dict, under their indices or names.
+
+        Raises:
+            ValueError: If a rule does not keep all that it captures.
+        """
+        for source, target in self._rules:
+            if {*source.captures} != {*target.captures}:
+                msg = (
+                    f"rename: the rule from {source!r} to {target!r} has no inverse: expected the same captures on "
+                    "both sides. Write the inverse by hand."
+                )
+                raise ValueError(msg)
+        return Renaming([(target, source) for source, target in self.pairs])
+
+    def __call__(self, path: str) -> str | None:
+        """Return what a rendered path becomes, or ``None`` if no rule matches."""
+        return next((found.text for rule in self._rules if (found := rule.apply(path))), None)
+
+    def match(self, path: str) -> tuple[int, NewName] | None:
+        """Return the first rule that matches a rendered path, and what it makes of it; ``None`` if there is none."""
+        found = ((index, rule.apply(path)) for index, rule in enumerate(self._rules))
+        return next(((index, made) for index, made in found if made is not None), None)
+
+    def __repr__(self) -> str:
+        return f"Renaming({self.pairs!r})"
 
 
 def rename(tree: T, rules: Renaming | Mapping[str, str] | Iterable[tuple[str, str]], *, missing_ok: bool = False) -> T:
@@ -56,30 +145,32 @@ def rename(tree: T, rules: Renaming | Mapping[str, str] | Iterable[tuple[str, st
     """
     rules = rules if isinstance(rules, Renaming) else Renaming(rules)
     leaves, spec = flatten_for("rename", tree)
-    names: dict[int, Match] = {}
+    names: dict[int, NewName] = {}
     used: set[int] = set()
     texts = []
     for item in located(spec):
         texts.append(item.text)
         found = rules.match(item.text)
-        if found is not None:
-            if found.name and not item.text and not spec.nodes:
-                msg = (
-                    f"rename: a single leaf has no path to change: expected a container, got the rule "
-                    f"{rules.pairs[found.rule]}. Put the leaf into a dict."
-                )
-                raise TreeMismatch(msg)
-            used.add(found.rule)
-            names[item.ref] = found
-            if item.text and not found.name:
-                rule = rules.pairs[found.rule]
-                msg = f"rename: the path {item.text} would be lost: expected a name, got none. Change {rule}."
-                raise TreeMismatch(msg)
+        if found is None:
+            continue
+        index, name = found
+        rule = rules.pairs[index]
+        if name.text and not item.text and not spec.nodes:
+            msg = (
+                "rename: a single leaf has no path to change: expected a container, got the rule "
+                f"{rule}. Put the leaf into a dict."
+            )
+            raise TreeMismatch(msg)
+        if item.text and not name.text:
+            msg = f"rename: the path {item.text} would be lost: expected a name, got none. Change {rule}."
+            raise TreeMismatch(msg)
+        used.add(index)
+        names[item.ref] = name
     unused = [pair for index, pair in enumerate(rules.pairs) if index not in used]
     if unused and not missing_ok:
         lines = []
         for source, target in unused:
-            is_late = any(map(Renaming([(source, target)]).match, texts))
+            is_late = any(map(Renaming([(source, target)]), texts))
             why = " that no rule before it matches." if is_late else suggestion(source, texts)
             lines.append(f"no path matches the rule {source!r}{why}")
         raise TreeMismatch(f"rename: {shown(lines)} Change it, or pass missing_ok=True.")

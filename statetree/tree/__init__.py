@@ -7,7 +7,7 @@ containers. From the top to the bottom:
 - ``flatten``: the two directions, and their variants for copying.
 - ``selection``: which leaves are meant: globs over paths, and predicates.
 - ``pruning``, ``renaming``: a tree without some of its leaves; with leaves at other paths.
-- ``rename_rules``: names of paths made of others, by patterns.
+- ``name_patterns``: patterns of names with captures, matched and filled in.
 - ``matching``: which leaves of two trees correspond, mappings matched by their keys.
 - ``union``: a structure that has every key of several.
 - ``spec``: ``TreeSpec``, the structure without the leaves; to optree and back.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from difflib import SequenceMatcher
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from statetree.errors import TreeMismatch
@@ -11,11 +11,7 @@ from statetree.key_paths import Attr, Path, key_identity, render_key
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from statetree.tree.rename_rules import Match
     from statetree.tree.spec import TreeSpec
-
-#: A leaf, by its index, or an empty container, by that of its node.
-_Item = int
 
 
 class _Place:
@@ -23,23 +19,28 @@ class _Place:
 
     Attributes:
         origin: The node of the old tree that it is made like; -1 for a plain dict.
-        children: By their keys: a place, or an item.
+        children: By their keys: a place, or the ``ref`` of an item.
     """
 
     __slots__ = ("children", "keys", "origin")
 
     def __init__(self, origin: int) -> None:
         self.origin = origin
-        self.children: dict[
-            Any, _Place | _Item
-        ] = {}  # by what tells keys apart, also 0 and False, or "a" and Attr("a")
+        self.children: dict[Any, _Place | int] = {}  # by what tells keys apart, also 0 and False
         self.keys: dict[Any, Any] = {}
 
-    def child(self, key: Any, otherwise: _Place | _Item) -> _Place | _Item:
+    def child(self, key: Any, otherwise: _Place | int) -> _Place | int:
         """Return what is under a key; if nothing is, put something there."""
         identity = key_identity(key)
         self.keys.setdefault(identity, key)
         return self.children.setdefault(identity, otherwise)
+
+
+class NewName(NamedTuple):
+    """A new path, rendered, and for each component of it that was captured whole the component that it was."""
+
+    text: str
+    carried: Mapping[int, int]
 
 
 class Located(NamedTuple):
@@ -75,7 +76,89 @@ def located(spec: TreeSpec) -> Iterator[Located]:
         pending += [Located(child, (*keys, key), (*nodes, ~ref)) for key, child in rows]
 
 
-def renamed(verb: str, spec: TreeSpec, leaves: Sequence[Any], names: Mapping[int, Match]) -> Any:
+class _Item(NamedTuple):
+    """What is put into a new tree: its ``ref``, its name there, and what a message says of it."""
+
+    ref: int
+    name: str
+    origin: str
+
+
+class TreeBuilder:
+    """Puts a tree together from names.
+
+    Args:
+        verb: On whose behalf, for messages.
+        spec: The structure of the tree that containers are made like.
+        leaves: The leaves, by ``ref``.
+        root: The node of ``spec`` that the root is made like; -1 for a plain dict.
+    """
+
+    def __init__(self, verb: str, spec: TreeSpec, leaves: Sequence[Any], root: int = -1) -> None:
+        self._verb, self._spec, self._leaves = verb, spec, leaves
+        self._root = _Place(root)
+        self._items: dict[int, _Item] = {}
+
+    def put(self, ref: int, steps: Sequence[tuple[Any, int]], name: str, origin: str) -> None:
+        """Put something into the tree.
+
+        Args:
+            ref: The index of a leaf, or ``~index`` of the node of an empty container.
+            steps: The keys to it, each with the old node that the container there is made like (-1 for none).
+            name: Its name.
+            origin: What it was called.
+
+        Raises:
+            TreeMismatch: If there is something else, or its path leads through something.
+        """
+        item = self._items[ref] = _Item(ref, name, origin)
+        place = self._root
+        for key, node in steps[:-1]:
+            child = place.child(key, _Place(node))
+            if not isinstance(child, _Place):
+                self._refuse_through(item, self._items[child])
+            if child.origin < 0:
+                child.origin = node
+            place = child
+        found = place.child(steps[-1][0], ref)
+        while isinstance(found, _Place):
+            found = next(iter(found.children.values()))
+        if found != ref:
+            self._refuse_through(self._items[found], item)
+
+    def _refuse_through(self, item: _Item, leaf: _Item) -> NoReturn:
+        msg = (
+            f"{self._verb}: a path would go through a leaf: expected a container at {leaf.name!r}, got "
+            f"the leaf {_told(leaf)}, above {_told(item)}. Change a rule."
+        )
+        raise TreeMismatch(msg)
+
+    def tree(self) -> Any:
+        """Return the tree."""
+        made: dict[int, Any] = {}
+        pending: list[tuple[_Place, Path, bool]] = [(self._root, Path(), False)]
+        while pending:
+            place, path, is_ready = pending.pop()
+            inner = [(place.keys[at], child) for at, child in place.children.items() if isinstance(child, _Place)]
+            if not is_ready:
+                pending.append((place, path, True))
+                pending += [(child, path.child(key), False) for key, child in inner]
+                continue
+            values: dict[Any, Any] = {}
+            for at, child in place.children.items():
+                if isinstance(child, _Place):
+                    values[at] = made[id(child)]
+                else:
+                    values[at] = self._leaves[child] if child >= 0 else _empty(self._spec, ~child)
+            made[id(place)] = _container(self._verb, self._spec, place, values, path)
+        return made[id(self._root)]
+
+
+def _told(item: _Item) -> str:
+    return f"{item.origin or '<root>'}" + ("" if item.name == item.origin else f" (to {item.name})")
+
+
+def renamed(verb: str, spec: TreeSpec, leaves: Sequence[Any], names: Mapping[int, NewName]) -> Any:
     """Return a tree in which leaves have other paths.
 
     Containers keep their classes and attributes where their leaves go. A new name is cut into keys as the old one was:
@@ -94,35 +177,26 @@ def renamed(verb: str, spec: TreeSpec, leaves: Sequence[Any], names: Mapping[int
     if not spec.nodes:
         return leaves[0]
     flat = _flatness(spec)
-    root = _Place(~spec.root())
-    came_from: dict[int, Located] = {}
+    builder = TreeBuilder(verb, spec, leaves, ~spec.root())
     at: dict[str, Located] = {}
     for item in located(spec):
-        came_from[item.ref] = item
-        match = names.get(item.ref)
-        other = at.setdefault(item.text if match is None else match.name, item)
+        new = names.get(item.ref)
+        name = item.text if new is None else new.text
+        other = at.setdefault(name, item)
         # Without a new name there may be two: of a key with a dot, or of 0 and "0".
         if other is not item and not names.keys().isdisjoint((item.ref, other.ref)):
-            _refuse_twice(verb, item, other, names)
+            msg = (
+                f"{verb}: two leaves would get one path: expected one for each, got {name!r} for {other.text} and "
+                f"{item.text}. Change a rule, or leave one out with select."
+            )
+            raise TreeMismatch(msg)
         if not item.keys:  # the root itself is empty
             continue
         steps = [*zip(item.keys, (*item.nodes[1:], -1), strict=True)]
-        if match is not None and match.name != item.text:
-            steps = _steps(spec, item, match, flat)
-        place = root
-        for key, node in steps[:-1]:
-            child = place.child(key, _Place(node))
-            if not isinstance(child, _Place):
-                _refuse_through(verb, item, came_from[child], names)
-            if child.origin < 0:
-                child.origin = node
-            place = child
-        found = place.child(steps[-1][0], item.ref)
-        while isinstance(found, _Place):
-            found = next(iter(found.children.values()))
-        if found != item.ref:
-            _refuse_through(verb, came_from[found], item, names)
-    return _built(verb, spec, leaves, root)
+        if new is not None and name != item.text:
+            steps = _steps(spec, item, new, flat)
+        builder.put(item.ref, steps, name, item.text)
+    return builder.tree()
 
 
 def _flatness(spec: TreeSpec) -> list[bool]:
@@ -134,78 +208,65 @@ def _flatness(spec: TreeSpec) -> list[bool]:
     return [own or (usual and not deep) for own, deep in zip(dotted, nested, strict=True)]
 
 
-def _steps(spec: TreeSpec, item: Located, match: Match, flat: Sequence[bool]) -> list[tuple[Any, int]]:
+def _steps(spec: TreeSpec, item: Located, new: NewName, flat: Sequence[bool]) -> list[tuple[Any, int]]:
     """Return the keys of a new path, each with the old node that the container there is made like (-1 for none)."""
-    old, new = item.text.split("."), match.name.split(".")
-    cuts = _cuts(item, old, new)
-    carried = _carried(item, match)
+    old, texts = item.text.split("."), new.text.split(".")
+    starts = [0]
+    for key in item.keys:
+        starts.append(starts[-1] + render_key(key).count(".") + 1)
+    bounds = _bounds(old, texts, new.carried)
+    single = {
+        start: key
+        for key, (start, stop) in zip(item.keys, pairwise(starts), strict=True)
+        if stop == start + 1 and type(key) is not Attr
+    }
     steps: list[tuple[Any, int]] = []
     for index in range(len(item.keys)):
-        start, stop = cuts[index], cuts[index + 1]
+        start, stop = bounds[starts[index]], bounds[starts[index + 1]]
         if start == stop:  # the key is gone, and the container below it with it
             continue
         node = item.nodes[index]
         after = item.nodes[index + 1] if index + 1 < len(item.nodes) else -1
         places = [(start, stop)] if flat[node] else [(at, at + 1) for at in range(start, stop)]
-        texts = [".".join(new[begin:end]) for begin, end in places]
         typed = {render_key(key): key for key in spec.nodes[node][1]}
         numbered = bool(typed) and all(type(key) is int for key in typed.values())
+        keys: list[Any] = [".".join(texts[begin:end]) for begin, end in places]
         # The first key lies in the old container, the others in new ones.
-        first = typed.get(texts[0], int(texts[0]) if numbered and _is_index(texts[0]) else texts[0])
-        keys = [carried.get(place, text) for place, text in zip(places, [first, *texts[1:]], strict=True)]
+        keys[0] = typed.get(keys[0], int(keys[0]) if numbered and _is_index(keys[0]) else keys[0])
+        for place, (begin, end) in enumerate(places):  # a key that was captured whole is the same
+            was = new.carried.get(begin, -1)
+            if end == begin + 1 and was in single:
+                keys[place] = single[was]
         steps += [(key, -1) for key in keys[:-1]]
         steps.append((keys[-1], after))
     return steps
-
-
-def _carried(item: Located, match: Match) -> dict[tuple[int, int], Any]:
-    """Return the keys that were captured whole, by the components of the new path that they are."""
-    key_at: dict[int, Any] = {}
-    at = 0
-    for key in item.keys:
-        count = render_key(key).count(".") + 1
-        if count == 1 and type(key) is not Attr:
-            key_at[at] = key
-        at += count
-    return {(new, new + 1): key_at[old] for new, old in match.carried.items() if old in key_at}
 
 
 def _is_index(text: str) -> bool:
     return text.isascii() and text.isdigit() and str(int(text)) == text
 
 
-def _cuts(item: Located, old: Sequence[str], new: Sequence[str]) -> list[int]:
-    """Return where the new components are cut into those of each old key: ``len(item.keys) + 1`` positions."""
-    position_of = [0] * (len(old) + 1)
-    for _, a, b, c, d in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
-        for at in range(a, b + 1):  # where components were replaced, the last ones stand for the last ones
-            position_of[at] = max(c, d - (b - at)) if at > a else c
-    position_of[0], position_of[len(old)] = 0, len(new)
-    cuts, at = [0], 0
-    for key in item.keys:
-        at += render_key(key).count(".") + 1
-        cuts.append(position_of[at])
-    return cuts
+def _bounds(old: Sequence[str], new: Sequence[str], carried: Mapping[int, int]) -> list[int]:
+    """Return, for each component of an old path and its end, where the new path is cut there.
 
-
-def _built(verb: str, spec: TreeSpec, leaves: Sequence[Any], root: _Place) -> Any:
-    made: dict[int, Any] = {}
-    pending: list[tuple[_Place, Path, bool]] = [(root, Path(), False)]
-    while pending:
-        place, path, is_ready = pending.pop()
-        inner = [(place.keys[at], child) for at, child in place.children.items() if isinstance(child, _Place)]
-        if not is_ready:
-            pending.append((place, path, True))
-            pending += [(child, path.child(key), False) for key, child in inner]
-            continue
-        values: dict[Any, Any] = {}
-        for at, child in place.children.items():
-            if isinstance(child, _Place):
-                values[at] = made[id(child)]
-            else:
-                values[at] = leaves[child] if child >= 0 else _empty(spec, ~child)
-        made[id(place)] = _container(verb, spec, place, values, path)
-    return made[id(root)]
+    Components at the beginning and at the end that are alike, and those that were captured, belong together. Between
+    them the last ones stand for the last ones.
+    """
+    head = next(
+        (at for at, pair in enumerate(zip(old, new, strict=False)) if len({*pair}) > 1), min(len(old), len(new))
+    )
+    pairs = [(at, at) for at in range(head)]
+    ends = [(len(old), len(new))]
+    while min(ends[-1]) > head and old[ends[-1][0] - 1] == new[ends[-1][1] - 1]:
+        ends.append((ends[-1][0] - 1, ends[-1][1] - 1))
+    for was, now in sorted((was, now) for now, was in carried.items()):
+        if (not pairs or (was > pairs[-1][0] and now > pairs[-1][1])) and was < ends[-1][0] and now < ends[-1][1]:
+            pairs.append((was, now))
+    found = [0] * (len(old) + 1)
+    for (a, c), (b, d) in pairwise([(-1, -1), *pairs, *reversed(ends)]):
+        for at in range(max(1, a + 1), b + 1):
+            found[at] = d if at == b else c + 1 if at == a + 1 else max(c + 1, d - (b - at))
+    return found
 
 
 def _empty(spec: TreeSpec, node: int) -> Any:
@@ -247,27 +308,3 @@ def _container(verb: str, spec: TreeSpec, place: _Place, values: Mapping[Any, An
 
 def _own_identities(spec: TreeSpec, place: _Place) -> set[Any]:
     return set(map(key_identity, spec.nodes[place.origin][1])) if place.origin >= 0 else set()
-
-
-def _name(item: Located, names: Mapping[int, Match]) -> str:
-    return names[item.ref].name if item.ref in names else item.text
-
-
-def _told(item: Located, names: Mapping[int, Match]) -> str:
-    return f"{item.text or '<root>'}" + ("" if item.ref not in names else f" (to {names[item.ref].name})")
-
-
-def _refuse_twice(verb: str, item: Located, other: Located, names: Mapping[int, Match]) -> NoReturn:
-    msg = (
-        f"{verb}: two leaves would get one path: expected one for each, got {_name(item, names)!r} for "
-        f"{other.text} and {item.text}. Change a rule, or leave one out with select."
-    )
-    raise TreeMismatch(msg)
-
-
-def _refuse_through(verb: str, item: Located, leaf: Located, names: Mapping[int, Match]) -> NoReturn:
-    msg = (
-        f"{verb}: a path would go through a leaf: expected a container at {_name(leaf, names)!r}, got "
-        f"the leaf {_told(leaf, names)}, above {_told(item, names)}. Change a rule."
-    )
-    raise TreeMismatch(msg)

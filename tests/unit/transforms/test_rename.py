@@ -139,7 +139,7 @@ def test_what_is_not_captured_cannot_be_asked_for():
 
 @pytest.mark.parametrize(
     ("source", "target"),
-    [("a.{x}", "b"), ("{a}_{b}", "{b}_{a}"), ("a.*", "b"), ("**.a.**", "**.b.**"), ("{a}*", "{a}*")],
+    [("a.{x}", "b"), ("a.*", "b"), ("a.{x}.*", "b.{x}")],
     ids=str,
 )
 def test_what_loses_something_has_no_inverse(source, target):

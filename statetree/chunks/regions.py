@@ -1,0 +1,187 @@
+"""Regions: where the elements of a block lie in a tensor, whose axes may share dims and step over elements.
+
+A region takes indices in the axes of a block to indices of a tensor. A pattern says of each block where it lies in a
+tensor of either side; a box of either tensor (the rows that a rank or a file holds) is a few boxes in the axes, so that
+whoever holds them finds out what they have in common.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import product
+from operator import mul
+from typing import TYPE_CHECKING, NamedTuple
+
+from statetree.chunks.boxes import Box, Interval
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+
+class Region(NamedTuple):
+    """Where a block lies in a tensor.
+
+    Attributes:
+        start: Where its first element lies, in each dim.
+        dims: For each axis of the block the dim that it runs along.
+        steps: For each axis how many indices further its next element lies. Of axes that share a dim, a step is no
+            shorter than what those of shorter steps reach over.
+    """
+
+    start: tuple[int, ...]
+    dims: tuple[int, ...]
+    steps: tuple[int, ...]
+
+    def at(self, index: Sequence[int]) -> tuple[int, ...]:
+        """Return where an element of the block lies in the tensor."""
+        found = list(self.start)
+        for dim, step, place in zip(self.dims, self.steps, index, strict=True):
+            found[dim] += step * place
+        return tuple(found)
+
+    def moved(self, index: Sequence[int]) -> Region:
+        """Return where the block lies that begins at an element of this one."""
+        return self._replace(start=self.at(index))
+
+    def hull(self, sizes: Sequence[int]) -> Box:
+        """Return the smallest box of the tensor that the block lies in."""
+        last = self.at([size - 1 for size in sizes])
+        return Box(self.start, tuple([place + 1 for place in last]))
+
+    def strides(self, stride: Sequence[int]) -> tuple[int, ...]:
+        """Return the strides of the block's axes, from those of the tensor's dims."""
+        return tuple([stride[dim] * step for dim, step in zip(self.dims, self.steps, strict=True)])
+
+    def offset(self, stride: Sequence[int]) -> int:
+        """Return how far behind the tensor's first element the block's first one lies in memory."""
+        return sum(map(mul, self.start, stride))
+
+    def view(self, tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """Return the elements of the block, as a view of a tensor with a dim for each axis."""
+        stride = tensor.stride()
+        return tensor.as_strided(sizes, self.strides(stride), tensor.storage_offset() + self.offset(stride))
+
+    def boxes_within(self, box: Box, sizes: Sequence[int]) -> list[Box]:
+        """Return the elements of the block that lie in a box of the tensor, as boxes in the block's axes."""
+        choices: list[list[tuple[Interval, ...]]] = []
+        axes: list[int] = []
+        for dim, (first, low, high) in enumerate(zip(self.start, *box, strict=True)):
+            own = sorted([a for a, its in enumerate(self.dims) if its == dim], key=lambda a: -self.steps[a])
+            steps = tuple([(self.steps[axis], sizes[axis]) for axis in own])
+            choices.append(_cut(steps, low - first, high - first))
+            axes += own
+        order = sorted(range(len(axes)), key=axes.__getitem__)
+        found = []
+        for chosen in product(*choices):
+            bounds = [bound for part in chosen for bound in part]
+            ordered = [bounds[place] for place in order]
+            found.append(Box(tuple([low for low, _ in ordered]), tuple([high for _, high in ordered])))
+        return found
+
+
+@lru_cache(maxsize=4096)
+def _cut(axes: tuple[tuple[int, int], ...], low: int, high: int) -> list[tuple[Interval, ...]]:
+    """Return the indices that lead to places from ``low`` to ``high``, as boxes.
+
+    Args:
+        axes: The step and the size of each axis; falling steps.
+        low: The first place.
+        high: The place behind the last one.
+    """
+    if not axes:
+        return [()] if low <= 0 < high else []
+    (step, size), inner = axes[0], axes[1:]
+    reach = 1 + sum((count - 1) * width for width, count in inner)  # how far an index of the first axis extends
+    first, last = max(0, -(-(low - reach + 1) // step)), min(size, -(-high // step))
+    begin, end = max(first, -(-low // step)), min(last, (high - reach) // step + 1)  # of those that are whole
+    if begin >= end:
+        begin = end = last
+    whole = tuple([(0, count) for _, count in inner])
+    found: list[tuple[Interval, ...]] = []
+    for index in range(first, begin):
+        found += [((index, index + 1), *rest) for rest in _cut(inner, low - index * step, high - index * step)]
+    if begin < end:
+        found.append(((begin, end), *whole))
+    for index in range(end, last):
+        found += [((index, index + 1), *rest) for rest in _cut(inner, low - index * step, high - index * step)]
+    return found
+
+
+class Block(NamedTuple):
+    """Elements that go from one tensor to another.
+
+    Attributes:
+        sizes: The sizes of its axes.
+        source: Where it lies in the tensor that it comes from.
+        target: Where it lies in the other.
+    """
+
+    sizes: tuple[int, ...]
+    source: Region
+    target: Region
+
+    def simplified(self) -> Block:
+        """Return the block with as few axes as there can be: without those of one element, neighbours in one."""
+        axes: list[tuple[int, int, int, int, int]] = []
+        for size, *rest in zip(
+            self.sizes, self.source.dims, self.source.steps, self.target.dims, self.target.steps, strict=True
+        ):
+            dim, step, other_dim, other_step = rest
+            if size == 1:
+                continue
+            if axes:
+                wide, *above = axes[-1]
+                if above == [dim, step * size, other_dim, other_step * size]:
+                    axes[-1] = (wide * size, dim, step, other_dim, other_step)
+                    continue
+            axes.append((size, dim, step, other_dim, other_step))
+        sizes, dims, steps, other_dims, other_steps = zip(*axes, strict=True) if axes else ((),) * 5
+        return Block(sizes, Region(self.source.start, dims, steps), Region(self.target.start, other_dims, other_steps))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every element of the source goes to the same index of the target, if this is its only block."""
+        return self.source == self.target and not any(self.source.start) and set(self.source.steps) <= {1}
+
+
+def view_over(
+    shape: Sequence[int], blocks: Sequence[tuple[Block, int, Sequence[int]]]
+) -> tuple[tuple[int, ...], int] | None:
+    """Return the strides and the offset of a tensor over the memory that its blocks lie in, if it is a view of that.
+
+    Args:
+        shape: Its shape.
+        blocks: All of its blocks, each with where the tensor that it comes from begins in one memory, and its strides.
+    """
+    starts = [offset + block.source.offset(stride) for block, offset, stride in blocks]
+    found: dict[int, int] = {}
+    for block, _, stride in blocks:
+        rows = zip(block.sizes, block.source.strides(stride), block.target.dims, block.target.steps, strict=True)
+        for size, distance, dim, step in rows:
+            if size > 1 and (distance % step or found.setdefault(dim, distance // step) != distance // step):
+                return None
+    first = blocks[0][0].target.start
+    for (block, _, _), start in zip(blocks, starts, strict=True):  # dims along which no block has a second element
+        gaps = {dim: place - first[dim] for dim, place in enumerate(block.target.start) if place != first[dim]}
+        unknown = gaps.keys() - found.keys()
+        if len(unknown) == 1:
+            (dim,) = unknown
+            distance = start - starts[0] - sum(gap * found[other] for other, gap in gaps.items() if other != dim)
+            if distance % gaps[dim] or distance // gaps[dim] <= 0:
+                return None
+            found[dim] = distance // gaps[dim]
+    if any(size > 1 and dim not in found for dim, size in enumerate(shape)):
+        return None
+    strides = [found.get(dim, 0) for dim in range(len(shape))]
+    for dim in reversed(range(len(shape))):  # of one index: as if it were dense
+        if dim not in found:
+            strides[dim] = strides[dim + 1] * shape[dim + 1] if dim + 1 < len(shape) else 1
+    begin = starts[0] - sum(map(mul, first, strides))
+    if any(
+        start != begin + sum(map(mul, block.target.start, strides))
+        for (block, *_), start in zip(blocks, starts, strict=True)
+    ):
+        return None
+    return tuple(strides), begin

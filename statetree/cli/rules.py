@@ -1,0 +1,74 @@
+"""Rules of a conversion in a file, and what lies beside a checkpoint and goes along when it is converted."""
+
+from __future__ import annotations
+
+import shutil
+import tomllib
+from typing import TYPE_CHECKING, Any, Final
+
+from statetree.errors import CheckpointError
+from statetree.files.untrusted import printable
+from statetree.transforms.conversions.conversion import Conversion
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+#: The ends of names of files that hold weights, in any library's format.
+_WEIGHTS: Final = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json", ".distcp", ".metadata"),
+    *(".gguf", ".h5", ".msgpack", ".onnx", ".npz"),
+)
+_KEYS: Final = {"rules", "sizes", "ignore", "strict"}
+_RULE_KEYS: Final = {"left", "right", "pattern"}
+
+
+def read_rules(path: Path, *, inverse: bool) -> Conversion:
+    """Return the conversion that a TOML file describes: ``[[rules]]``, ``[sizes]``, ``ignore`` and ``strict``.
+
+    Raises:
+        CheckpointError: If it cannot be read, or describes none.
+    """
+    try:
+        given = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise _refused(path, f"it cannot be read: {reason}") from None
+    rules: Any = given.get("rules")
+    if not isinstance(rules, list) or not all(
+        isinstance(rule, dict) and {"left", "right"} <= rule.keys() for rule in rules
+    ):
+        raise _refused(path, "expected [[rules]], each with left and right")
+    unknown = sorted({*given} - _KEYS | {key for rule in rules for key in rule.keys() - _RULE_KEYS})
+    if unknown:
+        raise _refused(path, f"expected {', '.join(sorted(_KEYS | _RULE_KEYS))}, got {', '.join(unknown)}")
+    sizes, ignore = given.get("sizes", {}), given.get("ignore", [])
+    if not isinstance(sizes, dict) or not all(type(size) is int and size > 0 for size in sizes.values()):
+        raise _refused(path, "expected whole numbers as sizes")
+    if not isinstance(ignore, list) or not all(isinstance(glob, str) for glob in ignore):
+        raise _refused(path, "expected a list of globs as ignore")
+    try:
+        rows = [(rule["left"], rule["right"], rule.get("pattern")) for rule in rules]
+        conversion = Conversion(rows, sizes=sizes, ignore=ignore, strict=bool(given.get("strict", True)))
+    except (TypeError, ValueError) as error:
+        raise _refused(path, str(error).removeprefix("Conversion: ")) from None
+    return conversion.inverse if inverse else conversion
+
+
+def _refused(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"convert: the rules of {path} are none: {what}")
+
+
+def copy_others(source: Path, destination: Path, *, follow_links: bool, force: bool) -> Iterator[str]:
+    """Copy what lies beside a checkpoint and holds no weights: configuration, tokenizer. Yields notes."""
+    folder, target = source if source.is_dir() else source.parent, destination.parent
+    for file in sorted(folder.iterdir()):
+        if file.name.lower().endswith(_WEIGHTS) or not file.is_file():
+            continue
+        place = target / file.name
+        if file.is_symlink() and not follow_links:
+            yield f"{printable(file.name)}: a link, is not copied without --follow-links"
+        elif place.exists() and not force:
+            yield f"{printable(file.name)}: is there already, and stays without --force"
+        elif not (place.exists() and place.samefile(file)):
+            shutil.copyfile(file, place)

@@ -1,0 +1,270 @@
+"""``combine``: a tree whose elements are made of those of several."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+
+import torch
+
+from statetree.declare import leafwise
+from statetree.errors import Difference, TreeMismatch, note_leaf
+from statetree.leaves.builtin import facts, leaf_type_of, settled, taken_over
+from statetree.leaves.conversion import recast
+from statetree.leaves.pairing import fact_differences, paired_parts
+from statetree.leaves.parts import unpack
+from statetree.leaves.ties import lie_alike, view_key
+from statetree.leaves.types.tensor import identity_of
+from statetree.spans.columns import Columns
+from statetree.spans.layout import check_memory, extents, lay_out
+from statetree.spans.overlaps import once, shared_elements
+from statetree.torch_internals import copy_each, quietly, storage_key, torch_function_enabled
+from statetree.tree.flatten import flatten_for, unflatten
+from statetree.tree.matching import matched_where
+from statetree.tree.selection import selected
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from statetree.key_paths import Path
+    from statetree.tree.selection import Where
+
+T = TypeVar("T")
+
+
+class _Row(NamedTuple):
+    """A leaf of the first tree, and those of the others in its place."""
+
+    path: Path
+    leaves: Sequence[Any]
+
+
+@leafwise
+@quietly
+def combine(fn: Callable[..., torch.Tensor], tree: T, *others: Any, where: Where | None = None) -> T:
+    """Make a tree of several, element by element: averages, moving averages, interpolations.
+
+    Structure, layout, geometry, ties, classes and ``requires_grad`` are the first tree's, the dtype is that of what the
+    function returns. Leaves without floating-point or complex elements are the first tree's as they are. Of distributed
+    leaves, ranks combine what they hold: nothing communicates. Of stored leaves, a leaf is made that reads and combines
+    elements when it is read, a bucket at a time: so checkpoints may be larger than memory.
+
+    Args:
+        fn: Is called with the tensors of one part of each tree, once for those that are tied. It works elementwise.
+        tree: Any tree.
+        others: Trees of the same structure and layout.
+        where: Which leaves are combined, as for ``select``; all others are the first tree's.
+
+    Returns:
+        A fresh tree.
+
+    Aliasing:
+        Leaves that are not combined are the first tree's own.
+
+    Raises:
+        TreeMismatch: If trees differ in structure, shapes or layouts, placements are ``Partial``, tensors of the first
+            are tied and not those of the others, or the function returns another shape.
+        UnsupportedLeaf: If a leaf is made of several tensors (sparse, quantized).
+        Exception: What the function raises, with a note of the leaf's path.
+
+    Example:
+        >>> import statetree as st, torch
+        >>> average, model = {"w": torch.zeros(2), "step": 3}, {"w": torch.ones(2), "step": 4}
+        >>> st.combine(lambda old, new: old.lerp(new, 0.1), average, model)
+        {'w': tensor([0.1000, 0.1000]), 'step': 3}
+    """
+    leaves, spec = flatten_for("combine", tree)
+    paths = spec.paths()
+    wrong: list[Difference] = []
+    mask = [_is_floating(leaf) for leaf in leaves]
+    if where is not None:
+        mask = selected(where, spec, leaves, verb="combine")
+        plain = [path for path, leaf, flag in zip(paths, leaves, mask, strict=True) if flag and taken_over(leaf)]
+        wrong += [Difference(path, "leaf type", "a plain value", "a tensor") for path in plain]
+    meant = None if where is None else [path for path, flag in zip(paths, mask, strict=True) if flag]
+    columns = [leaves]
+    for other in others:
+        theirs, other_spec = flatten_for("combine", other)
+        found = matched_where("combine", (spec, leaves), (other_spec, theirs), where=meant)
+        wrong += [difference._replace(left=difference.right, right=difference.left) for difference in found.differences]
+        columns.append([theirs[partner] if partner >= 0 else None for partner in found.order])
+    chosen = [index for index, flag in enumerate(mask) if flag]
+    rows = [_Row(paths[index], [column[index] for column in columns]) for index in chosen]
+    wrong += [] if wrong else [difference for row in rows for difference in _differences(row)]
+    if wrong:
+        raise TreeMismatch.between("combine", wrong, "Combine trees that are alike.")
+    result = list(leaves)
+    later, now = _later(fn, dict(zip(chosen, rows, strict=True)))
+    for index, leaf in later.items():
+        result[index] = leaf
+    if now:
+        rest = [
+            leaf for leaf, flag in zip(leaves, mask, strict=True) if not (flag or taken_over(leaf) or _is_stored(leaf))
+        ]
+        for index, leaf in zip(now, _combined(fn, list(now.values()), rest), strict=True):
+            result[index] = leaf
+    return cast("T", unflatten(spec, result))
+
+
+def _is_stored(leaf: Any) -> bool:
+    leaf_type = leaf_type_of(type(leaf))
+    return leaf_type is not None and leaf_type.stored
+
+
+def _is_floating(leaf: Any) -> bool:
+    dtype = None if taken_over(leaf) else getattr(leaf, "dtype", None)
+    return isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
+
+
+def _differences(row: _Row) -> list[Difference]:
+    """Return where the leaves of a row are not alike."""
+    found = []
+    first: Mapping[str, Any] = {}
+    for leaf in row.leaves:
+        known = facts(leaf if _is_stored(leaf) else settled(leaf)).items()
+        own = {name: fact for name, fact in known if name not in ("dtype", "memory")}
+        found += [
+            Difference(row.path, "placements", p, "no Partial") for p in own.get("placements", ()) if p.is_partial()
+        ]
+        first = first or own
+        found += [Difference(row.path, kind, got, expected) for kind, expected, got in fact_differences(first, own)]
+    return found
+
+
+def _call(fn: Callable[..., torch.Tensor], path: Path, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    try:
+        with torch_function_enabled():
+            made: object = fn(*tensors)
+    except Exception as error:
+        note_leaf(error, path, tensors[0])
+        raise
+    if not isinstance(made, torch.Tensor) or made.shape != tensors[0].shape:
+        got = tuple(made.shape) if isinstance(made, torch.Tensor) else type(made).__qualname__
+        difference = Difference(path, "shape", got, tuple(tensors[0].shape))
+        raise TreeMismatch.between("combine", [difference], "Pass a function that works elementwise.")
+    return made.detach()
+
+
+def _later(fn: Callable[..., torch.Tensor], rows: dict[int, _Row]) -> tuple[dict[int, Any], dict[int, _Row]]:
+    """Return leaves that are made of stored ones when they are read, and the rows of the others."""
+    places = {
+        index: tuple([leaf.location() for leaf in row.leaves])
+        for index, row in rows.items()
+        if all(map(_is_stored, row.leaves))
+    }
+    outlines = {place[0]: rows[index].leaves[0].outline for index, place in places.items()}
+    mapped = {place: outline for place, outline in outlines.items() if not outline.is_meta}
+    pairs = shared_elements(Columns(list(map(_plain, mapped.values()))))
+    tied = {list(mapped)[index] for pair in pairs for index in pair}  # but they are not the same: they are read now
+    made: dict[Any, Any] = {}
+    found: dict[int, Any] = {}
+    for index, place in places.items():
+        row = rows[index]
+        leaf_type = leaf_type_of(type(row.leaves[0]))
+        if place[0] in tied or sum(other[0] == place[0] for other in set(places.values())) > 1 or leaf_type is None:
+            continue
+        if place not in made:
+            made[place] = leaf_type.derived(row.leaves, *_recipe(fn, row))
+        found[index] = made[place]
+    return found, {index: row for index, row in rows.items() if index not in found}
+
+
+def _recipe(fn: Callable[..., torch.Tensor], row: _Row) -> tuple[torch.Tensor, Callable[..., None]]:
+    """Return what a leaf is like that is made of stored ones, and what fills a box of it."""
+    outline = row.leaves[0].outline
+    dtype = _call(fn, row.path, [torch.ones(1, dtype=leaf.dtype) for leaf in row.leaves]).dtype
+    bare = torch.empty_strided(outline.shape, outline.stride(), dtype=dtype, device="meta")
+    identity, attributes = identity_of(outline)
+
+    def fill(start: Sequence[int], target: torch.Tensor) -> None:
+        box = [slice(begin, begin + size) for begin, size in zip(start, target.shape, strict=True)]
+        copy_each([target], [_call(fn, row.path, [leaf.read(box) for leaf in row.leaves])])
+
+    return bare if identity is None else identity.restore(bare, attributes), fill
+
+
+def _combined(fn: Callable[..., torch.Tensor], rows: Sequence[_Row], rest: Sequence[Any]) -> list[Any]:
+    """Return leaves in memory combined.
+
+    Args:
+        fn: The function.
+        rows: The leaves.
+        rest: Leaves of the first tree that stay as they are.
+    """
+    paths = [row.path for row in rows]
+    columns = [[settled(leaf) for leaf in column] for column in zip(*(row.leaves for row in rows), strict=True)]
+    first, *others = [unpack("combine", column, lambda: paths) for column in columns]
+    check_memory("combine", first.columns, lambda part: paths[first.owners[part]])
+    partners = [{(leaf, a): b for leaf, a, b in paired_parts(first, other) if b is not None} for other in others]
+    parts = [recast("combine", first.recipe(leaf), torch.float32, path)[1] for leaf, path in enumerate(paths)]
+    # Each view is combined once, however many tensors are the same one.
+    number_of: dict[Any, int] = {}
+    used: list[list[torch.Tensor]] = []
+    owners: list[Path] = []
+    places: dict[int, int] = {}
+    wrong: list[tuple[Path, str]] = []
+    for leaf, (path, own) in enumerate(zip(paths, parts, strict=True)):
+        for part in own:
+            facing = [other.parts[partner[leaf, part]] for other, partner in zip(others, partners, strict=True)]
+            tensors = list(map(_plain, [first.parts[part], *facing]))
+            place = places[part] = number_of.setdefault(view_key(tensors[0]), len(used))
+            if place == len(used):
+                used.append(tensors)
+                owners.append(path)
+            elif list(map(view_key, tensors)) != list(map(view_key, used[place])):
+                wrong.append((path, f"what is tied to {owners[place]}"))
+    held = [_plain(part) for part in unpack("combine", list(rest), list).parts]
+    real = [t for t in (*(tensors[0] for tensors in used), *held) if t.numel() and not t.is_meta]
+    row_of = {id(tensors[0]): number for number, tensors in enumerate(used)}
+    for pair in shared_elements(Columns(real)):
+        a, b = (row_of.get(id(real[index]), -1) for index in pair)
+        alike = min(a, b) >= 0 and all(
+            lie_alike((used[a][0], x), (used[b][0], y)) for x, y in zip(used[a][1:], used[b][1:], strict=True)
+        )
+        if not alike and max(a, b) >= 0:
+            wrong.append((owners[max(a, b)], "what shares its memory"))
+    if wrong:
+        found = [Difference(path, "ties", "values of its own", what) for path, what in dict.fromkeys(wrong)]
+        raise TreeMismatch.between("combine", found, "Combine trees that are tied alike, and all tied leaves or none.")
+    fresh = _as_they_lie(used, [_call(fn, path, tensors) for path, tensors in zip(owners, used, strict=True)])
+    recipes = dict(first.recipes)
+    made = list(first.parts)
+    for leaf, own in enumerate(parts):
+        for part in own:
+            made[part] = fresh[places[part]]
+        recipe = recast("combine", first.recipe(leaf), made[own[0]].dtype, paths[leaf])[0] if own else 0
+        if not isinstance(recipe, int):
+            recipes[leaf] = recipe
+    return replace(first, recipes=recipes).pack(made)
+
+
+def _as_they_lie(used: Sequence[Sequence[torch.Tensor]], results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return results with the strides and the overlap of the first tensors that they were made of."""
+    fresh = list(results)
+    for dtype in {tensors[0].dtype for tensors in used}:
+        members = [index for index, tensors in enumerate(used) if tensors[0].dtype == dtype]
+        columns = Columns([used[index][0] for index in members])
+        layout = lay_out(columns, extents(columns))
+        buffers: dict[int, torch.Tensor] = {}
+        users = Counter(layout.span_of)
+        for place, index in enumerate(members):
+            view, result, number = used[index][0], results[index], layout.span_of[place]
+            taken = {storage_key(tensor.untyped_storage()) for tensor in used[index]}
+            is_fresh = storage_key(result.untyped_storage()) not in taken and type(result) is torch.Tensor
+            if users[number] == 1 and is_fresh and result.stride() == view.stride() and layout.dense[number]:
+                continue
+            span = layout.spans[number]
+            count = (span.stop - span.start) // dtype.itemsize
+            buffer = buffers.setdefault(number, torch.empty(count, dtype=result.dtype, device=result.device))
+            fresh[index] = buffer.as_strided(view.shape, view.stride(), layout.offsets[place])
+            pair = once(fresh[index], result)
+            if pair is None:  # which as_strided alone can make
+                msg = "combine: a tensor overlaps itself: expected dims that do not interleave. Copy it before."
+                raise TreeMismatch(msg)
+            copy_each(*[[tensor] for tensor in pair])
+    return fresh
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().as_subclass(torch.Tensor)

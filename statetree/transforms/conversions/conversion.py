@@ -1,0 +1,267 @@
+"""``Conversion``: how two forms of a state belong together, both ways."""
+
+from __future__ import annotations
+
+import reprlib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from statetree.errors import Difference, TreeMismatch
+from statetree.key_paths import Path
+from statetree.torch_internals import quietly
+from statetree.transforms.conversions.leaves import LeafMaker, Recipe
+from statetree.transforms.conversions.rules import Rule
+from statetree.tree.flatten import flatten_for
+from statetree.tree.renaming import TreeBuilder
+from statetree.tree.selection import compiled_glob
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from statetree.transforms.conversions.rules import Place
+    from statetree.tree.spec import TreeSpec
+
+_REMEDY = "Change the rules or the tree."
+
+
+class _Instance(NamedTuple):
+    """Leaves that a rule takes together: those of one layer, say.
+
+    Attributes:
+        rule: The rule.
+        captures: What its names have in common.
+        leaves: The leaves at each place, by which of the tied names they lie under.
+    """
+
+    rule: Rule
+    captures: Mapping[str, str | None]
+    leaves: dict[Place, dict[int, int]]
+
+
+class Conversion:
+    """How two forms of a state belong together, in names and axes: a function from one to the other, with an inverse.
+
+    A rule is (left, right) or (left, right, pattern). A side is a path, or a list of them. In paths ``{name}`` captures
+    characters within a component, and ``*`` and ``**`` as in ``rename``; they are matched against whole rendered paths
+    of the tree that is given. Without a pattern tensors stay as they are, and the names of a list are tied: one leaf
+    under all of them, of which one is enough on the way back.
+
+    A pattern is in the notation of einops and einx: axes, products ``(a b)``, commas between the tensors of a list,
+    sums ``(a + b)`` for concatenation, ``1``. Summands pair with tensors in the order written; equal names are equal
+    sizes. What paths of one side capture and the other's do not is an axis there, with a leaf for each index. Sizes
+    follow from shapes, or are given.
+
+    Every rule takes each element to one place, so that ``inverse`` gives back what was there, bit for bit, ties
+    included. A rule that matches nothing is skipped. A tree of one level becomes one whose keys are whole names; others
+    become nested dicts, whose keys are the components, as texts.
+
+    Args:
+        rules: The rules.
+        sizes: The sizes of axes.
+        ignore: Globs of paths, on either side, that are left out.
+        strict: Whether a leaf that no rule takes is an error. If not, it is left out.
+
+    Raises:
+        TypeError: If a rule is none of these.
+        ValueError: If a pattern is none, or its sides do not have the same axes.
+
+    Example:
+        >>> import statetree as st, torch
+        >>> fused = st.Conversion(
+        ...     [(["{i}.q", "{i}.k", "{i}.v"], "{i}.qkv", "(g q d) m, (g d) m, (g d) m -> (g (q + 1 + 1) d) m")],
+        ...     sizes={"q": 2, "d": 2},
+        ... )
+        >>> state = {"0.q": torch.ones(8, 3), "0.k": torch.zeros(4, 3), "0.v": torch.zeros(4, 3)}
+        >>> fused(state)["0.qkv"].shape
+        torch.Size([16, 3])
+        >>> bool(st.similarity(fused.inverse(fused(state)), state))
+        True
+    """
+
+    def __init__(
+        self,
+        rules: Sequence[tuple[Any, ...]],
+        *,
+        sizes: Mapping[str, int] | None = None,
+        ignore: Sequence[str] = (),
+        strict: bool = True,
+    ) -> None:
+        self._rules = list(map(_rule, rules))
+        self._sizes = dict(sizes or {})
+        self._ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+        self._strict = strict
+
+    @property
+    def inverse(self) -> Conversion:
+        """The conversion the other way round."""
+        made = Conversion([], sizes=self._sizes, ignore=self._ignore, strict=self._strict)
+        made._rules = [rule.inverse for rule in self._rules]
+        return made
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{name}={size}" for name, size in self._sizes.items())
+        lines = [*map(str, self._rules), sizes and f"sizes: {sizes}", *(f"ignored: {glob}" for glob in self._ignore)]
+        return "\n".join(filter(None, lines))
+
+    def __repr__(self) -> str:
+        return f"Conversion({len(self._rules)} rules)"
+
+    @quietly
+    def __call__(self, tree: Any) -> Any:
+        """Return a tree in the other form.
+
+        Nothing communicates, and nothing is read: stored tensors become stored tensors, and of these only what is
+        needed is read when they are. Classes, ``requires_grad`` and attributes of tensors are kept.
+
+        Args:
+            tree: Any tree.
+
+        Returns:
+            A fresh tree.
+
+        Aliasing:
+            Leaves whose elements stay as they are are the tree's own, and others are views where a view will do.
+
+        Raises:
+            TreeMismatch: If a leaf is taken by no rule or by two, something is missing, sizes do not fit, tied names
+                hold different values, or two leaves would get one name. It names all places.
+            UnsupportedLeaf: If a pattern is for a leaf that is no strided tensor.
+        """
+        leaves, spec = flatten_for("Conversion", tree)
+        recipes = self._planned(leaves, spec)
+        made = LeafMaker("Conversion", leaves, spec).make(recipes)
+        builder = TreeBuilder("Conversion", spec, made)
+        is_flat = len(spec.nodes) == 1
+        texts = spec.rendered_paths()
+        for ref, recipe in enumerate(recipes):
+            for name in recipe.names:
+                keys = [name] if is_flat else name.split(".")
+                builder.put(ref, [(key, -1) for key in keys], name, texts[recipe.sources[0]])
+        return builder.tree()
+
+    def explain(self, tree: Any) -> str:
+        """Return, line by line, where each leaf of the result would come from, with shapes."""
+        leaves, spec = flatten_for("Conversion", tree)
+        texts = spec.rendered_paths()
+        lines = []
+        for recipe in self._planned(leaves, spec):
+            parts = ", ".join(f"{texts[index]} {_shape(leaves[index])}" for index in recipe.sources)
+            shape = _shape(leaves[recipe.sources[0]]) if recipe.shape is None else recipe.shape
+            pattern = f"  [{recipe.rule.pattern}]" if recipe.rule.pattern else ""
+            lines.append(f"{', '.join(recipe.names)} {shape} <- {parts}{pattern}")
+        return "\n".join(lines)
+
+    def _planned(self, leaves: Sequence[Any], spec: TreeSpec) -> list[Recipe]:
+        """Return how the leaves of the result are made, in the order of the leaves that they come from."""
+        wrong: list[Difference] = []
+        texts = spec.rendered_paths()
+        recipes = []
+        maker = LeafMaker("Conversion", leaves, spec)
+        for instance in self._instances(texts, wrong):
+            recipes += self._recipes(instance, maker, wrong)
+        taken: dict[str, str] = {}
+        for recipe in recipes:
+            for name in recipe.names:
+                origin = texts[recipe.sources[0]]
+                other = taken.setdefault(name, origin)
+                if other is not origin:
+                    wrong.append(Difference(Path((name,)), "origin", f"{other} and {origin}", "one leaf"))
+                if (back := self._way_back(name)) != (recipe.rule, recipe.place):
+                    wrong.append(Difference(Path((name,)), "way back", back[0], f"the rule {recipe.rule} alone"))
+        if wrong:
+            raise TreeMismatch.between("Conversion", wrong, _REMEDY)
+        return sorted(recipes, key=lambda recipe: min(recipe.sources))
+
+    def _way_back(self, name: str) -> tuple[Any, Any]:
+        """Return the rule that takes a name of the result on the way back, and which leaf it is then."""
+        if self._ignores(name):
+            return "none: it is ignored", None
+        hits = [(rule, hit) for rule in self._rules for hit in rule.matches(name, back=True)]
+        if len(hits) != 1:
+            return " and ".join(str(rule) for rule, _ in hits) or "none", None
+        rule, (place, _, match) = hits[0]
+        return rule, (place, {name: match[name] for name in rule.shared})
+
+    def _ignores(self, text: str) -> bool:
+        return any(compiled_glob(glob).fullmatch(text) for glob in self._ignore)
+
+    def _instances(self, texts: Sequence[str], wrong: list[Difference]) -> list[_Instance]:
+        """Return the leaves that each rule takes together, and add what no rule takes, or two do, to ``wrong``."""
+        found: dict[tuple[int, tuple[str | None, ...]], _Instance] = {}
+        for index, text in enumerate(texts):
+            if self._ignores(text):
+                continue
+            hits = [(number, hit) for number, rule in enumerate(self._rules) for hit in rule.matches(text)]
+            if not hits and self._strict:
+                wrong.append(Difference(Path((text,)), "rules", "none", "one that takes it"))
+            if len(hits) > 1:
+                got = " and ".join(str(self._rules[number]) for number, _ in hits)
+                wrong.append(Difference(Path((text,)), "rules", got, "one that takes it"))
+            if len(hits) != 1:
+                continue
+            number, (place, which, match) = hits[0]
+            rule = self._rules[number]
+            captures = {name: match[name] for name in rule.shared}
+            instance = found.setdefault((number, (*captures.values(),)), _Instance(rule, captures, {}))
+            other = instance.leaves.setdefault(place, {}).setdefault(which, index)
+            if other != index:
+                wrong.append(Difference(Path((text,)), "paths", "two that read alike", "one"))
+        return list(found.values())
+
+    def _recipes(self, instance: _Instance, maker: LeafMaker, wrong: list[Difference]) -> list[Recipe]:
+        rule, captures, present = instance
+        places, counts = rule.places(list(present), self._sizes)
+        before = len(wrong)
+        for place in places:
+            if place not in present:
+                name = rule.source[place[0]].name(0, captures, place[1])
+                wrong.append(Difference(Path((name,)), "missing", "absent", f"a leaf, as {rule} takes others"))
+        for place in present.keys() - set(places):
+            name = rule.source[place[0]].name(0, captures, place[1])
+            wrong.append(Difference(Path((name,)), "size", f"index {max(place[1])}", f"at most {counts}"))
+        if len(wrong) > before:
+            return []
+        firsts = {place: present[place][min(present[place])] for place in places}
+        twins = {place: [present[place][which] for which in sorted(present[place])[1:]] for place in places}
+        for place, others in twins.items():
+            wrong += maker.tie_differences(firsts[place], others)
+        shapes = []
+        for number, slot in enumerate(rule.source):
+            first, *rest = [firsts[place] for place in places if place[0] == number]
+            shapes.append(maker.shape(first) if slot.dims is not None else ())
+            wrong += [
+                Difference(maker.path(leaf), "shape", maker.shape(leaf), f"{shapes[-1]}, as {maker.path(first)} has")
+                for leaf in rest
+                if maker.shape(leaf) != shapes[-1]
+            ]
+        targets, odd = rule.targets(shapes, {**self._sizes, **counts})
+        wrong += [Difference(maker.path(firsts[places[0]]), "sizes", text, f"what fits {rule}") for text in odd]
+        recipes = []
+        for target in targets:
+            number, index = target.place
+            slot = rule.target[number]
+            names = [slot.name(which, captures, index) for which in range(len(slot.names))]
+            blocks = [(firsts[place], block) for place, block in target.blocks]
+            tied = {firsts[place]: twins[place] for place, _ in target.blocks if twins[place]}
+            shape = target.shape if rule.pattern is not None else None
+            recipes.append(Recipe(rule, (target.place, captures), names, shape, blocks, tied))
+            wrong += maker.kind_differences(recipes[-1])
+        return recipes
+
+
+def _rule(given: Any) -> Rule:
+    parts = list(given) if isinstance(given, (tuple, list)) else []
+    sides = [
+        [side] if isinstance(side, str) else list(side) for side in parts[:2] if isinstance(side, (str, list, tuple))
+    ]
+    is_named = len(sides) == 2 and all(side and all(isinstance(name, str) for name in side) for side in sides)
+    if not is_named or len(parts) > 3 or not all(isinstance(part, (str, type(None))) for part in parts[2:]):
+        msg = (
+            "Conversion: a rule is none: expected (left, right) or (left, right, pattern), paths or lists of paths and "
+            f"a text, got {reprlib.repr(given)}."
+        )
+        raise TypeError(msg)
+    return Rule(sides[0], sides[1], parts[2] if len(parts) == 3 else None)
+
+
+def _shape(leaf: Any) -> Any:
+    return tuple(leaf.shape) if hasattr(leaf, "shape") else type(leaf).__qualname__

@@ -1,0 +1,308 @@
+"""The leaves that a conversion makes: blocks of others, as views where a view will do."""
+
+from __future__ import annotations
+
+from operator import add, sub
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from statetree.chunks.boxes import Box
+from statetree.chunks.regions import Block, Region, view_over
+from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
+from statetree.leaves.builtin import leaf_type_of, settled
+from statetree.leaves.types.tensor import identity_of
+from statetree.spans.bits import safely_equal, same_bytes
+from statetree.spans.columns import Columns
+from statetree.spans.overlaps import shared_elements
+from statetree.torch_internals import copy_each, storage_key
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from statetree.key_paths import Path
+    from statetree.transforms.conversions.rules import Place, Rule
+    from statetree.tree.spec import TreeSpec
+
+
+class Recipe(NamedTuple):
+    """How a leaf is made of others.
+
+    Attributes:
+        rule: By which rule.
+        place: Which of the leaves that it makes, and the captures of its names.
+        names: Its names.
+        shape: Its shape; ``None`` if it is another leaf as it is.
+        blocks: The blocks that it is made of, each with the index of the leaf that it comes from.
+        twins: The leaves that have to be the same as one of these, since their names are tied.
+    """
+
+    rule: Rule
+    place: tuple[Place, Mapping[str, str | None]]
+    names: Sequence[str]
+    shape: tuple[int, ...] | None
+    blocks: Sequence[tuple[int, Block]]
+    twins: Mapping[int, Sequence[int]]
+
+    @property
+    def sources(self) -> list[int]:
+        """The leaves that it comes from."""
+        return list(dict.fromkeys(leaf for leaf, _ in self.blocks))
+
+
+class LeafMaker:
+    """Makes leaves of those of a tree.
+
+    Args:
+        verb: On whose behalf, for messages.
+        leaves: The leaves.
+        spec: The structure of the tree.
+    """
+
+    def __init__(self, verb: str, leaves: Sequence[Any], spec: TreeSpec) -> None:
+        self._verb, self._leaves, self._spec = verb, leaves, spec
+        self._paths: list[Path] = []
+        self._copies: dict[Any, torch.Tensor] = {}  # what was copied, by the views that it was copied from
+        self._copied: dict[int, set[Any]] = {}  # for each leaf that was, which copies
+
+    def path(self, leaf: int) -> Path:
+        """Return the path of a leaf."""
+        self._paths = self._paths or self._spec.paths()
+        return self._paths[leaf]
+
+    def shape(self, leaf: int) -> tuple[int, ...]:
+        """Return the shape of a leaf.
+
+        Raises:
+            UnsupportedLeaf: If it is no strided tensor.
+        """
+        value = self._leaves[leaf] if _is_stored(self._leaves[leaf]) else settled(self._leaves[leaf])
+        if _is_stored(value) and value.is_strided:
+            return tuple(value.shape)
+        leaf_type = leaf_type_of(type(value))
+        is_bare = leaf_type is not None and leaf_type.bare and not leaf_type.is_distributed(value)
+        if not is_bare or value.layout is not torch.strided or value.is_nested or value.is_quantized:
+            path = self.path(leaf)
+            msg = (
+                f"{self._verb}: a pattern is for the leaf at {path or '<root>'}: expected a strided tensor, got a "
+                f"{type(value).__qualname__}. Convert it before, or use a rule without a pattern."
+            )
+            raise UnsupportedLeaf(msg, path)
+        return tuple(value.shape)
+
+    def tie_differences(self, first: int, others: Sequence[int]) -> list[Difference]:
+        """Return what is different in leaves whose names are tied, if that can be told without reading them."""
+        one = self._leaves[first]
+        found = []
+        for index in others:
+            other = self._leaves[index]
+            if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+                same = one is other or safely_equal(
+                    *(tensor.detach().as_subclass(torch.Tensor) for tensor in (one, other))
+                )
+            elif _is_stored(one) and _is_stored(other):
+                same = one.dtype == other.dtype and one.shape == other.shape  # elements are compared when they are read
+            else:
+                same = safely_equal(one, other)
+            if not same:
+                found.append(Difference(self.path(index), "value", "another", f"that of {self.path(first)}, its tie"))
+        return found
+
+    def kind_differences(self, recipe: Recipe) -> list[Difference]:
+        """Return where the leaves that one is made of are no tensors of one kind."""
+        if recipe.shape is None:
+            return []
+        first, *rest = recipe.sources
+        expected = self._kind(first)
+        found = []
+        for leaf in rest:
+            for (name, got), (_, wanted) in zip(self._kind(leaf).items(), expected.items(), strict=True):
+                if not safely_equal(got, wanted):
+                    found.append(Difference(self.path(leaf), name, got, f"{wanted}, as {self.path(first)} has"))
+        return found
+
+    def _kind(self, leaf: int) -> dict[str, Any]:
+        value = self._leaves[leaf]
+        tensor = value.outline if _is_stored(value) else value
+        identity, attributes = identity_of(tensor)
+        return {
+            "dtype": value.dtype,
+            "device": value.device,
+            "leaf type": "stored" if _is_stored(value) else type(tensor).__qualname__,
+            "requires_grad": tensor.requires_grad,
+            "attributes": [identity and identity.attributes, *attributes],
+        }
+
+    def make(self, recipes: Sequence[Recipe]) -> list[Any]:
+        """Return the leaves.
+
+        Raises:
+            TreeMismatch: If a copy would cut a tie.
+        """
+        made: dict[Any, Any] = {}
+        result = []
+        for recipe in recipes:
+            key = (recipe.shape, *((self._place(leaf), block) for leaf, block in recipe.blocks))
+            if key not in made:
+                made[key] = self._made(recipe)
+            leaf, copy = made[key]
+            result.append(leaf)
+            for place, (source, _) in enumerate(recipe.blocks if copy is not None else ()):
+                self._copied.setdefault(source, set()).add((copy, place))
+        if self._copied:
+            self._check_ties(recipes)
+        return result
+
+    def _place(self, leaf: int) -> Any:
+        value = self._leaves[leaf]
+        return value.location() if _is_stored(value) else id(value)
+
+    def _made(self, recipe: Recipe) -> tuple[Any, Any]:
+        """Return a leaf, and what is equal for the same copies if it is one."""
+        first = self._leaves[recipe.sources[0]]
+        only = recipe.blocks[0][1] if len(recipe.blocks) == 1 else None
+        is_same = recipe.shape is None or (only and only.is_whole and self.shape(recipe.sources[0]) == recipe.shape)
+        if _is_stored(first) and (not is_same or self._unlike(recipe)):
+            return self._stored(recipe, tuple(first.shape) if recipe.shape is None else recipe.shape), object()
+        return (first, None) if is_same else self._tensor(recipe, recipe.shape or ())
+
+    def _identified(self, recipe: Recipe, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor as what those that it is made of are: parameters, with attributes."""
+        first = self._leaves[recipe.sources[0]]
+        identity, attributes = identity_of(getattr(first, "outline", first))
+        return tensor if identity is None else identity.restore(tensor, attributes)
+
+    def _tensor(self, recipe: Recipe, shape: tuple[int, ...]) -> tuple[torch.Tensor, Any]:
+        sources = {leaf: _plain(settled(self._leaves[leaf])) for leaf in recipe.sources}
+        first = next(iter(sources.values()))
+        blocks = [(sources[leaf], block) for leaf, block in recipe.blocks if 0 not in block.sizes]
+        memory = {(storage_key(t.untyped_storage()), t.is_conj(), t.is_neg()) for t in sources.values()}
+        view = None
+        if len(memory) == 1 and blocks:
+            view = view_over(shape, [(block, int(t.storage_offset()), t.stride()) for t, block in blocks])
+        key: Any = None
+        if view is not None:
+            fresh = first.as_strided(shape, *view)
+        else:
+            key = (shape, *((_view_key(t), block) for t, block in blocks))
+            if key not in self._copies:
+                copy = self._copies[key] = torch.empty(shape, dtype=first.dtype, device=first.device)
+                copy_each(
+                    [block.target.view(copy, block.sizes) for _, block in blocks],
+                    [block.source.view(tensor, block.sizes) for tensor, block in blocks],
+                )
+            fresh = self._copies[key].detach()
+        return self._identified(recipe, fresh), key
+
+    def _stored(self, recipe: Recipe, shape: tuple[int, ...]) -> Any:
+        """Return a leaf that is made when it is read."""
+        values = [self._leaves[leaf] for leaf in recipe.sources]
+        places = {leaf: place for place, leaf in enumerate(recipe.sources)}
+        blocks = [(places[leaf], block) for leaf, block in recipe.blocks if 0 not in block.sizes]
+        if recipe.shape is None:
+            whole = Region((0,) * len(shape), (*range(len(shape)),), (1,) * len(shape))
+            blocks = [(0, Block(shape, whole, whole))]
+        unlike = {places[leaf]: twins for leaf, twins in self._unlike(recipe).items()}
+        names = ", ".join(recipe.names)
+
+        def fill(start: Sequence[int], target: torch.Tensor) -> None:
+            box = Box((*start,), (*map(add, start, target.shape),))
+            for place, parts in _parts(blocks, box).items():
+                views = [region.view(target, sizes) for _, region, sizes in parts]
+                _read(values[place], parts, views)
+                for twin in unlike.get(place, ()):
+                    others = list(map(torch.empty_like, views))
+                    _read(twin, parts, others)
+                    if not all(map(same_bytes, views, others)):
+                        msg = f"Conversion: the tied names of {names} hold different values. Leave one out (select)."
+                        raise TreeMismatch(msg)
+
+        outline = self._identified(recipe, torch.empty(shape, dtype=values[0].dtype, device="meta"))
+        leaf_type = leaf_type_of(type(values[0]))
+        assert leaf_type is not None
+        tied = [twin for twins in unlike.values() for twin in twins]
+        return leaf_type.derived([*values, *tied], outline, fill)
+
+    def _unlike(self, recipe: Recipe) -> dict[int, list[Any]]:
+        """Return the stored leaves that have to be the same as others, and lie elsewhere."""
+        rows = {leaf: [self._leaves[twin] for twin in twins] for leaf, twins in recipe.twins.items()}
+        unlike = {leaf: [t for t in own if t.location() != self._leaves[leaf].location()] for leaf, own in rows.items()}
+        return {leaf: twins for leaf, twins in unlike.items() if twins}
+
+    def _check_ties(self, recipes: Sequence[Recipe]) -> None:
+        """Raise ``TreeMismatch`` if a tensor that was copied shares memory with another one, but not in the result.
+
+        What two blocks of one leaf become is apart, as they are. Leaves that are one view are tied still if the same
+        copies were made of them: each is made once.
+        """
+        tensors: dict[int, torch.Tensor] = {}
+        for leaf in {leaf for recipe in recipes for leaf in recipe.sources}:
+            tensor = getattr(self._leaves[leaf], "outline", self._leaves[leaf])
+            if isinstance(tensor, torch.Tensor) and _has_memory(tensor):
+                tensors[leaf] = _plain(tensor)
+        keys = {leaf: storage_key(tensor.untyped_storage()) for leaf, tensor in tensors.items()}
+        concerned = {key for leaf, key in keys.items() if leaf in self._copied}
+        chosen = [leaf for leaf, key in keys.items() if key in concerned]
+        found = []
+        for pair in shared_elements(Columns([tensors[leaf] for leaf in chosen])):
+            a, b = (chosen[index] for index in pair)
+            copies = self._copied.get(a, set()), self._copied.get(b, set())
+            if any(copies) and (copies[0] != copies[1] or _view_key(tensors[a]) != _view_key(tensors[b])):
+                found.append(Difference(self.path(a), "ties", "a copy", f"what shares memory with {self.path(b)}"))
+        if found:
+            remedy = "They would not be tied any more: leave one out (select), or copy it before."
+            raise TreeMismatch.between(self._verb, found, remedy)
+
+
+#: Parts of a tensor: where each lies in the tensor that it comes from, and in the other, and its sizes.
+_Part = tuple[Region, Region, tuple[int, ...]]
+
+
+def _parts(blocks: Sequence[tuple[int, Block]], box: Box) -> dict[int, list[_Part]]:
+    """Return what of some blocks lies in a box of their tensor, by where it comes from. The box begins at zero then."""
+    found: dict[int, list[_Part]] = {}
+    for place, block in blocks:
+        for part in block.target.boxes_within(box, block.sizes):
+            region = block.target.moved(part.start)
+            region = region._replace(start=(*map(sub, region.start, box.start),))
+            found.setdefault(place, []).append((block.source.moved(part.start), region, part.sizes))
+    return found
+
+
+def _read(stored: Any, parts: Sequence[_Part], views: Sequence[torch.Tensor]) -> None:
+    """Fill views with parts of a stored tensor."""
+    hulls = [region.hull(sizes) for region, _, sizes in parts]
+    start = tuple(map(min, zip(*[hull.start for hull in hulls], strict=True)))
+    hull = Box(start, tuple(map(max, zip(*[hull.stop for hull in hulls], strict=True))))
+    if len(parts) > 1 and 20 * hull.volume <= 21 * sum(
+        view.numel() for view in views
+    ):  # all of it is needed: in one go
+        whole = torch.empty(hull.sizes, dtype=stored.dtype, device="cpu")
+        stored.read_into(start, whole)
+        near = [region._replace(start=(*map(sub, region.start, start),)) for region, *_ in parts]
+        copy_each(views, [region.view(whole, view.shape) for region, view in zip(near, views, strict=True)])
+        return
+    for (region, *_), view in zip(parts, views, strict=True):
+        stored.read_block(region, view)
+
+
+def _is_stored(value: Any) -> bool:
+    leaf_type = leaf_type_of(type(value))
+    return leaf_type is not None and leaf_type.stored
+
+
+def _view_key(tensor: torch.Tensor) -> Any:
+    """Return what is equal for tensors that are the same view, whatever the strides of dims of one element."""
+    steps = tuple([step if size > 1 else 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)])
+    place = storage_key(tensor.untyped_storage()), tensor.storage_offset(), tensor.dtype
+    return (*place, tensor.shape, steps, tensor.is_conj(), tensor.is_neg())
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() if type(tensor) is torch.Tensor else tensor.detach().as_subclass(torch.Tensor)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    leaf_type = leaf_type_of(type(tensor))
+    is_strided = leaf_type is not None and leaf_type.bare and tensor.layout is torch.strided and not tensor.is_nested
+    return is_strided and not tensor.is_meta and tensor.numel() > 0

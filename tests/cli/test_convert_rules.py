@@ -1,0 +1,119 @@
+"""``statetree convert --rules``: names and tensors by the rules of a file, both ways."""
+
+import pytest
+import torch
+
+import statetree as st
+from statetree.testing import assert_trees_equal
+from tests.cli.test_convert import converted
+
+RULES = """
+ignore = ["**.inv_freq"]
+
+[[rules]]
+left = ["layers.{i}.q", "layers.{i}.k", "layers.{i}.v"]
+right = "h.{i}.qkv"
+pattern = "(g q d) m, (g d) m, (g d) m -> (g (q + 1 + 1) d) m"
+
+[[rules]]
+left = "norm"
+right = ["ln", "tied"]
+
+[sizes]
+q = 2
+d = 2
+"""
+
+
+def ramp(*shape, start=0):
+    return torch.arange(start, start + torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+
+
+@pytest.fixture
+def rules(tmp_path):
+    path = tmp_path / "rules.toml"
+    path.write_text(RULES)
+    return path
+
+
+@pytest.mark.parametrize("names", [("a.safetensors", "b.pt", "c.safetensors"), ("a.pt", "b", "c.pt")], ids="-".join)
+def test_there_and_back(names, rules, tmp_path, statetree):
+    state = {
+        "layers.0.k": ramp(4, 3, start=50),
+        "layers.0.q": ramp(8, 3),
+        "layers.0.v": ramp(4, 3, start=90),
+        "norm": ramp(3),
+    }
+    st.save({**state, "rotary.inv_freq": ramp(2)}, tmp_path / names[0])
+    converted(statetree, "--rules", rules, tmp_path / names[0], tmp_path / names[1])
+    found = st.offload(st.files.open(tmp_path / names[1]))
+    expected = torch.cat([state[f"layers.0.{key}"].view(2, -1, 2, 3) for key in "qkv"], 1)
+    assert torch.equal(found["h.0.qkv"], expected.reshape(16, 3))
+    assert torch.equal(found["tied"], state["norm"])
+    converted(statetree, "--rules", rules, "--inverse", tmp_path / names[1], tmp_path / names[2])
+    assert st.similarity(st.offload(st.files.open(tmp_path / names[2])), state)
+    converted(statetree, "--rules", rules, "--cast", "bfloat16", tmp_path / names[0], tmp_path / "d.safetensors")
+    narrow = st.offload(st.files.open(tmp_path / "d.safetensors"))
+    assert_trees_equal(narrow["h.0.qkv"], found["h.0.qkv"].bfloat16())
+
+
+def test_tied_names_that_differ_are_found_when_they_are_read(rules, tmp_path, statetree):
+    st.save({"ln": ramp(3), "tied": ramp(3, start=1)}, tmp_path / "a.safetensors")
+    ran = statetree("convert", "--rules", rules, "--inverse", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert ran.status == 2
+    assert "the tied names of norm hold different values" in ran.err
+    assert not (tmp_path / "b.safetensors").exists()
+
+
+def test_what_lies_beside_goes_along(rules, tmp_path, statetree):
+    folder, target = tmp_path / "hub", tmp_path / "mine"
+    folder.mkdir()
+    target.mkdir()
+    st.save({"norm": ramp(3)}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("[]")
+    (folder / "vocab.txt").symlink_to(folder / "config.json")
+    (folder / "pytorch_model.bin.index.json").write_text("no")
+    (target / "tokenizer.json").write_text("mine")
+    ran = converted(
+        statetree, "--rules", rules, "--copy-others", folder / "model.safetensors", target / "m.safetensors"
+    )
+    assert sorted(file.name for file in target.iterdir()) == ["config.json", "m.safetensors", "tokenizer.json"]
+    assert (target / "tokenizer.json").read_text() == "mine"
+    assert "vocab.txt: a link, is not copied without --follow-links" in ran.err
+    assert "tokenizer.json: is there already, and stays without --force" in ran.err
+    options = ("--copy-others", "--force", "--follow-links")
+    converted(statetree, *options, folder / "model.safetensors", target / "m.safetensors")
+    assert (target / "tokenizer.json").read_text() == "[]"
+    assert (target / "vocab.txt").read_text() == "{}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rules = 3", "expected [[rules]], each with left and right"),
+        ("[[rules]]\nleft = 'a'", "expected [[rules]], each with left and right"),
+        ("[[rules]]\nleft = 'a'\nright = 'b'\npatern = 'a -> a'", "got patern"),
+        ("rules = [{left = 'a', right = 3}]", "a rule is none"),
+        ("rules = [{left = 'a', right = 'b', pattern = 'a -> b'}]", "expected the same axes on both sides"),
+        ("rules = []\nsizes = {a = 'b'}", "expected whole numbers as sizes"),
+        ("rules = []\nignore = 3", "expected a list of globs as ignore"),
+        ("rules = [", "it cannot be read"),
+    ],
+)
+def test_rules_that_are_none_are_refused(text, message, tmp_path, statetree):
+    st.save({"a": ramp(3)}, tmp_path / "a.safetensors")
+    (tmp_path / "rules.toml").write_text(text)
+    ran = statetree("convert", "--rules", tmp_path / "rules.toml", tmp_path / "a.safetensors", tmp_path / "b.pt")
+    assert ran.status == 2
+    assert message in ran.err
+
+
+def test_what_the_rules_do_not_take_is_named(rules, tmp_path, statetree):
+    st.save({"a": ramp(3)}, tmp_path / "a.safetensors")
+    ran = statetree("convert", "--rules", rules, tmp_path / "a.safetensors", tmp_path / "b.pt")
+    assert (ran.status, "rules differs at a: expected one that takes it" in ran.err) == (2, True)
+    ran = statetree("convert", "--rules", tmp_path / "none.toml", tmp_path / "a.safetensors", tmp_path / "b.pt")
+    assert (ran.status, "it cannot be read: No such file" in ran.err) == (2, True)
+    ran = statetree("convert", "--inverse", tmp_path / "a.safetensors", tmp_path / "b.pt")
+    assert (ran.status, "--inverse is for --rules" in ran.err) == (2, True)

@@ -1,0 +1,203 @@
+"""``combine``: what is combined, what is kept, what is refused, and stored leaves larger than a bucket."""
+
+import pytest
+import torch
+from torch import nn
+
+import statetree as st
+from statetree.files import ranges, stored
+from statetree.testing import assert_trees_equal, run_ranks
+
+
+def numbers(start, count=6):
+    return torch.arange(start, start + count, dtype=torch.float32) / 3
+
+
+def mean(*tensors):
+    return sum(tensors) / len(tensors)
+
+
+def test_leaves_of_numbers_are_combined_and_all_others_are_the_first_ones():
+    first = {"w": numbers(1), "n": torch.arange(3), "c": torch.ones(2, dtype=torch.complex64), "s": 1.5, "o": [None]}
+    other = {"w": numbers(4), "n": torch.arange(3) + 1, "c": torch.ones(2, dtype=torch.complex64) * 3, "s": 2, "o": [1]}
+    found = st.combine(mean, first, other, first)
+    assert torch.equal(found["w"], (first["w"] + other["w"] + first["w"]) / 3)
+    assert torch.equal(found["c"], (first["c"] + other["c"] + first["c"]) / 3)
+    assert all(found[key] is first[key] for key in "ns")
+    assert found["o"] == [None]
+    assert_trees_equal(first["w"], numbers(1))
+
+
+def test_where_alone_says_which():
+    first, other = {"a": numbers(0), "n": torch.arange(3)}, {"a": numbers(9), "n": torch.arange(3) * 5, "more": 1}
+    found = st.combine(torch.maximum, first, other, where="n")
+    assert found["a"] is first["a"]
+    assert found["n"].tolist() == [0, 5, 10]
+    with pytest.raises(st.TreeMismatch, match="combine: no path matches 'b'"):
+        st.combine(mean, first, other, where="b")
+    with pytest.raises(st.TreeMismatch, match="combine: leaf type differs at s: expected a tensor, got a plain value"):
+        st.combine(mean, {"s": 1}, {"s": 2}, where="s")
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda base: base.view(2, 3).T,
+        lambda base: base[::2],
+        lambda base: base[1:2].expand(4, 1),
+        lambda base: base[2:2],
+        lambda base: base[3],
+        lambda base: nn.Parameter(base[1:3]),
+        lambda base: nn.Parameter(base.view(3, 2), requires_grad=False),
+        lambda base: nn.Buffer(base[1:3]),
+        lambda base: base.to("meta"),
+    ],
+    ids=["transposed", "strided", "expanded", "empty", "scalar", "parameter", "frozen", "buffer", "meta"],
+)
+@pytest.mark.parametrize("fn", [lambda a, b: a.double() + b, lambda a, b: a, lambda a, b: b.flip(0).flip(0)], ids=str)
+def test_geometry_and_identity_are_kept(view, fn):
+    leaf, other = view(numbers(5)), view(numbers(50)).detach().clone()
+    leaf.note = {"kept": 1}
+    if not leaf.dim():
+        fn = torch.add
+    found = st.combine(fn, {"x": leaf}, {"x": other})["x"]
+    expected = fn(leaf.detach(), other)
+    assert found.is_meta or torch.equal(found, expected)
+    assert (found.dtype, found.shape, found.stride()) == (expected.dtype, leaf.shape, leaf.stride())
+    assert (type(found), found.requires_grad, found.is_leaf) == (type(leaf), leaf.requires_grad, True)
+    assert found.note == {"kept": 1}
+    memory = {tensor.untyped_storage().data_ptr() for tensor in (leaf, other)} - {0}
+    assert found.untyped_storage().data_ptr() not in memory
+
+
+def tied(start):
+    base, weight = numbers(start, 10), nn.Parameter(numbers(start + 20))
+    return {"a": base[:6], "b": base[4:], "w": weight, "v": weight, "u": weight.view(2, 3), "own": numbers(start + 7)}
+
+
+def test_ties_are_kept():
+    calls = []
+
+    def fn(a, b):
+        calls.append(a.shape)
+        return a + 2 * b
+
+    found = st.combine(fn, tied(0), tied(100))
+    assert_trees_equal(found, {**(expected := tied_sum()), "own": numbers(7) + 2 * numbers(107)})
+    assert found["w"] is found["v"]
+    assert len(calls) == 5  # once for what is one view
+    assert expected["a"].shape == (6,)
+
+
+def tied_sum():
+    one, two = tied(0), tied(100)
+    base = one["a"].untyped_storage(), two["a"].untyped_storage()
+    whole = [torch.empty(0).set_(storage, 0, (10,)) for storage in base]
+    total, weight = whole[0] + 2 * whole[1], nn.Parameter(one["w"].detach() + 2 * two["w"].detach())
+    return {"a": total[:6], "b": total[4:], "w": weight, "v": weight, "u": weight.view(2, 3), "own": None}
+
+
+@pytest.mark.parametrize("key", ["b", "w", "u"])
+def test_ties_that_others_do_not_share_are_refused(key):
+    other = tied(100)
+    other[key] = other[key].detach().clone()
+    with pytest.raises(st.TreeMismatch, match=r"(?s)combine: .*ties at .: values of its own cannot go into"):
+        st.combine(mean, tied(0), other)
+
+
+def test_a_tie_to_what_is_not_combined_is_refused():
+    with pytest.raises(st.TreeMismatch, match="combine: ties at a: values of its own cannot go into what shares its"):
+        st.combine(mean, tied(0), tied(100), where="a")
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"x": numbers(0, 5)}, r"shape differs at x: expected \(6,\), got \(5,\)"),
+        ({"y": numbers(0)}, "missing at x: expected a leaf"),
+        ({"x": numbers(0).to_sparse()}, "differs at x"),
+        ({"x": 1}, "leaf type differs at x: expected Tensor, got plain value"),
+    ],
+    ids=["shape", "name", "sparse", "plain"],
+)
+def test_trees_that_are_not_alike_are_refused(other, message):
+    with pytest.raises(st.TreeMismatch, match=f"(?s)combine: .*{message}"):
+        st.combine(mean, {"x": numbers(0)}, other)
+
+
+def test_what_the_function_does_wrong_is_said_with_the_path():
+    tree = {"x": numbers(0)}
+    with pytest.raises(st.TreeMismatch, match=r"combine: shape differs at x: expected \(6,\), got \(\)"):
+        st.combine(torch.sum, tree)
+    with pytest.raises(st.TreeMismatch, match=r"combine: shape differs at x: .* got float"):
+        st.combine(lambda x: 1.0, tree)
+    with pytest.raises(ZeroDivisionError) as caught:
+        st.combine(lambda x: 1 / 0, tree)
+    assert "at x, Tensor torch.float32" in caught.value.__notes__[0]
+    with pytest.raises(st.UnsupportedLeaf, match=r"combine: .* at x: .* made of several"):
+        st.combine(mean, {"x": numbers(0).to_sparse()})
+
+
+@pytest.mark.parametrize("name", ["tree.safetensors", "tree.pt", "tree"])
+def test_stored_leaves_are_combined_when_they_are_read(name, tmp_path, monkeypatch):
+    trees = [{"w": numbers(i).view(2, 3), "b": numbers(i).bfloat16(), "n": torch.arange(i, i + 2)} for i in range(2)]
+    for folder, tree in zip("ab", trees, strict=True):
+        (tmp_path / folder).mkdir()
+        st.save(tree, tmp_path / folder / name)
+    calls = []
+
+    def fn(a, b):
+        calls.append(a.numel())
+        return (a + b).bfloat16()
+
+    expected = st.combine(lambda a, b: (a + b).bfloat16(), *trees)
+    found = st.combine(fn, *(st.files.open(tmp_path / folder / name) for folder in "ab"))
+    assert calls == [1, 1]  # to see the dtypes
+    assert [str(leaf)[:6] for leaf in st.flatten(found)[0]] == ["Stored"] * 3
+    for module in (ranges, stored):
+        monkeypatch.setattr(module, "BUCKET_BYTES", 12)
+    calls.clear()
+    st.save(found, tmp_path / "c.safetensors")
+    assert max(calls) * 2 <= 12
+    assert st.similarity(st.files.open(tmp_path / "c.safetensors"), expected)
+    assert st.similarity(st.offload(found), expected)
+    assert torch.equal(found["w"].read((slice(1, 2),)), expected["w"][1:])
+    assert st.similarity(st.combine(torch.add, found, expected), st.combine(torch.add, expected, expected))
+
+
+def test_stored_leaves_keep_their_ties(tmp_path):
+    torch.save(tied(0), tmp_path / "a.pt")
+    torch.save(tied(100), tmp_path / "b.pt")
+    found = st.combine(lambda a, b: a + 2 * b, *(st.files.open(tmp_path / name) for name in ("a.pt", "b.pt")))
+    assert_trees_equal(st.offload(found), {**tied_sum(), "own": numbers(7) + 2 * numbers(107)}, storages=False)
+    torch.save({**tied(100), "v": numbers(3)}, tmp_path / "c.pt")
+    with pytest.raises(st.TreeMismatch, match=r"(?s)combine: .*ties at"):
+        st.combine(mean, st.files.open(tmp_path / "a.pt"), st.files.open(tmp_path / "c.pt"))
+
+
+def combine_shards():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+
+    def spread(start, placement):
+        whole = nn.Parameter(numbers(start, 15).view(5, 3))
+        sharded = nn.Parameter(distribute_tensor(whole.detach(), mesh, [placement]))
+        return {"rows": sharded, "again": sharded, "whole": distribute_tensor(numbers(start), mesh, [Replicate()])}
+
+    first, other = spread(0, Shard(0)), spread(100, Shard(0))
+    found = st.combine(lambda a, b: (a + b).double(), first, other)
+    assert found["rows"] is found["again"]
+    for key in ("rows", "whole"):
+        assert (found[key].placements, found[key].dtype) == (first[key].placements, torch.float64)
+        assert torch.equal(found[key].full_tensor(), (first[key] + other[key]).full_tensor().double())
+    assert isinstance(found["rows"], nn.Parameter)
+    with pytest.raises(st.TreeMismatch, match=r"(?s)combine: .*placements differs"):
+        st.combine(mean, first, spread(0, Shard(1)))
+    with pytest.raises(st.TreeMismatch, match="placements differs at x: expected no Partial, got"):
+        st.combine(mean, {"x": DTensor.from_local(numbers(0), mesh, [Partial()])})
+
+
+def test_shards_are_combined_where_they_are():
+    run_ranks(2, combine_shards)
