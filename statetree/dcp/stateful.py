@@ -85,14 +85,26 @@ def _at(path: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _fitted(state: Any, stored: Any) -> Any:
+    """Return a template for what is stored of an object, with the leaves of its state.
+
+    An optimizer that has not stepped yet has no state; a loader's differs from one moment to the next. Where an own
+    path has no counterpart, it may be an entry of this rank alone, or an error: the load knows.
+    """
     leaves, spec = flatten_for("restore", state)
-    own = dict(zip(spec.paths(), leaves, strict=True))
+    own = {tuple(path): leaf for path, leaf in zip(spec.paths(), leaves, strict=True)}
     saved, outline = flatten_for("restore", stored)
-    if own.keys() >= set(outline.paths()):
+    paths = list(map(tuple, outline.paths()))
+    known = {path[:count] for path in paths for count in range(len(path) + 1)}
+    whole = set(paths)
+    if own.keys() >= whole or not all(path in known or whole & _above(path) for path in own):
         return state
-    # An optimizer that has not stepped yet has no state; a loader's differs from one moment to the next.
-    pairs = zip(outline.paths(), saved, strict=True)
-    return unflatten(outline, [own[path] if path in own else _memory_for(leaf) for path, leaf in pairs])
+    return unflatten(
+        outline, [own[path] if path in own else _memory_for(leaf) for path, leaf in zip(paths, saved, strict=True)]
+    )
+
+
+def _above(path: tuple[Any, ...]) -> set[tuple[Any, ...]]:
+    return {path[:count] for count in range(len(path))}
 
 
 def _memory_for(leaf: Any) -> Any:
