@@ -14,11 +14,7 @@ from statetree.integrations import RandomState
 
 
 class CheckpointIO(plugins.CheckpointIO):
-    """Saves what Lightning saves as a step of a run, in the background. Pass it as one of a trainer's ``plugins``.
-
-    Whatever path Lightning gives, a checkpoint becomes ``step-…`` in ``directory``; ``options`` are those of
-    ``Checkpointer``. For strategies in which one process writes whole checkpoints: a single device, and DDP.
-    """
+    """Saves what Lightning saves as ``step-…`` in ``directory``, in the background: a plugin for one device, or DDP."""
 
     def __init__(self, directory: Any, **options: Any) -> None:
         self._directory, self._options = directory, options

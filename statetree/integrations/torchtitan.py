@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointManager(BaseCheckpointManager):
-    """Saves in the background, and restores: set ``checkpoint=CheckpointManager.Config(enable=True)`` in the trainer."""
+    """Saves the trainer's states in the background: set ``checkpoint=CheckpointManager.Config(enable=True)`` there."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):
