@@ -109,7 +109,7 @@ $(OTHERS_STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 integration: $(OTHERS_STAMP)  ## Run transformers, peft, torchao, accelerate and safetensors on it
-	@$(OTHERS)/bin/python -m pytest tests/integration --numprocesses=2 $(ARGS)
+	@$(OTHERS)/bin/python -m pytest tests/integration tests/integrations --numprocesses=2 $(ARGS)
 
 fuzz: $(STAMP)  ## Damage checkpoints for ten minutes, and read them (ARGS="--minutes 1")
 	@$(BIN)/python -m tests.cli.fuzz $(ARGS)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from statetree.compose import chain as chain
     from statetree.compose import prepare as prepare
     from statetree.compose import stream as stream
+    from statetree.dcp.checkpointer import Checkpointer as Checkpointer
     from statetree.declare import collective as collective
     from statetree.declare import leafwise as leafwise
     from statetree.errors import CheckpointError as CheckpointError
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "compose": "chain prepare stream",
     "declare": "collective leafwise",
+    "dcp.checkpointer": "Checkpointer",
     "errors": "CheckpointError CyclicTree Difference RankMismatch StagerBusy StagerClosed StateTreeError TreeMismatch"
     " TreeTooDeep UnsupportedLeaf",
     "exchange.prepared": "Prepared",

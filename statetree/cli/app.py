@@ -117,6 +117,8 @@ def show(
 ) -> None:
     """Show what FILE holds: dtypes, shapes, sizes, and which tensors share bytes.
 
+    Of a folder that a Checkpointer fills, the steps are listed: when they were saved, their size, metric and metadata.
+
     Only headers are read, so that it takes no longer for a large file. On a terminal, entries are shown as a tree;
     otherwise one a line, under their whole keys.
 
@@ -126,11 +128,16 @@ def show(
       statetree show --depth 2 --sort size run/step-00001000
       statetree show --match '**.weight' --stats model.safetensors
       statetree show --verify model.pt
+      statetree show run
     """
     from statetree.cli.entries import Choice, listing_of
     from statetree.cli.show import ShowOptions, verified
     from statetree.cli.show import show as show_listing
+    from statetree.cli.steps import is_run, show_steps
 
+    if is_run(file):
+        show_steps(file, as_json=options["as_json"])
+        return
     (checkpoint,) = _opened(file, follow_links=follow_links)
     verdict = verified(file, checkpoint) if is_verified else ""
     show_listing(file, listing_of(checkpoint, Choice("show", patterns, excluded)), ShowOptions(**options))

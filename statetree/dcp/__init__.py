@@ -5,7 +5,8 @@ that the state can be loaded without a template; plain DCP reads all others. Fil
 
 - ``saving``: a state written by DCP. ``background``: ``async_save``, by a thread with a group of its own.
 - ``checkpointer``: ``Checkpointer``, over the directories that ``series`` keeps; ``restoring``: which of them is taken.
-  ``step_numbers``: steps, metrics and counts, checked.
+  ``step_numbers``: steps, metrics, metadata and counts, checked. ``schedule``: when to save. ``events``: what is told.
+  ``stateful``: objects with ``state_dict`` and ``load_state_dict``.
   ``async_stager``: for DCP's own saves.
 - ``flat_state``: the entries of a tree, with DCP's keys. ``tensors``: what is saved of a leaf; ``local_pieces``: of a
   distributed one.
@@ -23,5 +24,6 @@ that the state can be loaded without a template; plain DCP reads all others. Fil
 from statetree.dcp.async_stager import AsyncStager
 from statetree.dcp.background import async_save
 from statetree.dcp.checkpointer import Checkpointer
+from statetree.dcp.events import Event
 
-__all__ = ["AsyncStager", "Checkpointer", "async_save"]
+__all__ = ["AsyncStager", "Checkpointer", "Event", "async_save"]

@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
+import time
+from functools import partial
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex, TypeVar, overload
 
 from statetree.dcp.background import Background, SaveFuture, background_of, start
 from statetree.dcp.directory_writer import DirectoryWriter
+from statetree.dcp.events import Event, local_bytes, tell
 from statetree.dcp.failures import checkpoint_errors
+from statetree.dcp.file_manifest import read_manifest
 from statetree.dcp.groups import by_first, check_alive, check_same, from_all, is_first, raise_together, ranks_of
 from statetree.dcp.restoring import Restoration
-from statetree.dcp.saving import warn_of_values, write
-from statetree.dcp.series import Kept, Series, UnfinishedStep
-from statetree.dcp.step_numbers import as_int, as_metric, check_counts, check_step, warn_of_step
+from statetree.dcp.saving import write
+from statetree.dcp.schedule import Schedule
+from statetree.dcp.series import Kept, Series, UnfinishedStep, bytes_in
+from statetree.dcp.stateful import StatefulTree, saving
+from statetree.dcp.step_numbers import as_int, as_metadata, as_metric, check_counts, check_step, warn_of_step
 from statetree.declare import renew_after_fork
 from statetree.errors import CheckpointError, StagerBusy, StateTreeError
+from statetree.exchange.call import on_all_ranks
 from statetree.files.loading import LoadOptions, load_tree
 from statetree.files.urls import refuse_url
 from statetree.stager.stager import Stager
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import Future
+    from datetime import timedelta
     from types import TracebackType
 
     from torch.distributed import ProcessGroup
@@ -45,6 +53,9 @@ class Checkpointer:
     the calls must be the same on each, so that one thread should make them. Other processes may restore from the
     directory meanwhile.
 
+    Objects in a state that have ``state_dict`` and ``load_state_dict`` (modules, optimizers, schedulers, loaders) stand
+    for their states: what their ``state_dict()`` returns is saved, and ``restore`` passes it to ``load_state_dict``.
+
     Args:
         directory: Where the checkpoints go, the same one on every rank. It is made by the first save.
         stager: Stages the states of ``async_save``; by default one of its own, which ``close`` closes.
@@ -58,16 +69,19 @@ class Checkpointer:
             Each checkpoint is complete, whatever is removed beside it. Files are cut so that few are written again. A
             file is read and compared with the state before it is linked, so that damage does not spread. Where the
             file system has no links, all is written.
+        every: How many steps, or which time (a ``timedelta``), ``due`` lets pass between two checkpoints.
+        on_event: Called with an ``Event`` after each staging, save, removal and restore; for a save in the background
+            on its thread. What it raises is logged. The logger ``statetree`` has the same events.
         process_group: The ranks that save and restore; by default all.
 
     Collective:
-        Every rank of the group makes the same calls of ``save``, ``async_save`` and ``restore`` in the same order,
-        relative to other collectives as well: the first of them makes two gloo groups of the same ranks.
+        Every rank of the group makes the same calls of ``save``, ``async_save``, ``restore`` and ``due`` in the same
+        order, relative to other collectives as well: the first of them makes two gloo groups of the same ranks.
 
     Raises:
         CheckpointError: If the directory is a URL.
-        TypeError, ValueError: If ``keep``, ``keep_every`` or ``keep_best`` is no integer, or below one, or ``stager``
-            cannot stage.
+        TypeError, ValueError: If ``keep``, ``keep_every`` or ``keep_best`` is no integer, or below one, ``every`` is
+            neither an integer nor a time, or not positive, or ``stager`` cannot stage.
 
     Example:
         >>> import tempfile, torch
@@ -91,6 +105,8 @@ class Checkpointer:
         keep_every: int | None = None,
         keep_best: int | None = None,
         incremental: bool = False,
+        every: int | timedelta | None = None,
+        on_event: Callable[[Event], object] | None = None,
         process_group: ProcessGroup | None = None,
     ) -> None:
         refuse_url("Checkpointer", directory)
@@ -102,6 +118,8 @@ class Checkpointer:
         self._kept = Kept(keep, keep_every, keep_best)
         self._incremental = incremental
         self._series = Series(self.directory)
+        self._schedule = Schedule(every)
+        self._on_event = on_event
         self._process_group = process_group
         self._stager = Stager() if stager is None else stager
         self._owns_stager = stager is None
@@ -114,7 +132,56 @@ class Checkpointer:
         self._running: SaveFuture | None = None
         self._calling = threading.RLock()
 
-    def save(self, step: SupportsIndex, state: Any, *, metric: float | None = None) -> None:
+    @property
+    def signalled(self) -> int | None:
+        """The signal that ``due`` has answered to (see ``save_on``); ``None`` if none arrived."""
+        return self._schedule.signalled
+
+    def save_on(self, *signals: int) -> None:
+        """Save at a signal, such as ``signal.SIGTERM``: the next ``due`` is true, on all ranks, whichever got it.
+
+        A second one of a kind does what it did before this call. ``close`` undoes it. Called by the main thread, on
+        every rank.
+        """
+        self._schedule.save_on(*signals)
+
+    def due(self, step: SupportsIndex) -> bool:
+        """Whether to save now: at each multiple of ``every``, when that time has passed, or after a signal.
+
+        Args:
+            step: The step that was just done.
+
+        Collective:
+            Every rank calls it. With signals, or a time, they tell each other in one small exchange.
+
+        Raises:
+            ValueError: If the step is not an integer, or negative.
+
+        Example:
+            >>> import signal, tempfile
+            >>> with Checkpointer(tempfile.mkdtemp(), every=2) as checkpointer:
+            ...     checkpointer.save_on(signal.SIGTERM)
+            ...     for step in range(1, 6):
+            ...         if checkpointer.due(step):
+            ...             _ = checkpointer.async_save(step, {"step": step})
+            ...         if checkpointer.signalled:
+            ...             break
+            ...     checkpointer.steps()[:1]
+            [2]
+        """
+        step = as_int(step)
+        check_step("due", step)
+        with self._calling:
+            return self._schedule.due(step, lambda: self._background("due", "restore").group)
+
+    def save(
+        self,
+        step: SupportsIndex,
+        state: Any,
+        *,
+        metric: float | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
         """Save a state, and return when the checkpoint is complete and old ones are removed.
 
         Args:
@@ -123,25 +190,34 @@ class Checkpointer:
             state: Any tree.
             metric: How good the state is, lower being better (a validation loss; of an accuracy, the negative): see
                 ``keep_best``. The first rank's counts.
+            metadata: What else to know about it: a small dict of what JSON can hold (a configuration, a commit, tokens
+                seen), which ``metadata`` returns and ``statetree show`` shows. The first rank's counts.
 
         Raises:
             CheckpointError: If it cannot be written, or if an earlier save in the background failed: then this one was
                 not begun.
             ValueError: If the step is not an integer, or negative.
-            TypeError: If the metric is no number.
+            TypeError: If the metric is no number, or the metadata are more than JSON holds.
             RankMismatch: If the ranks pass different steps. All ranks raise. Or if this process is not in the group.
             UnsupportedLeaf, CyclicTree: As ``statetree.save``.
         """
         step = as_int(step)
-        metric = as_metric("save", metric)
+        write = partial(self._write, metric=as_metric("save", metric), metadata=as_metadata("save", metadata))
         with self._calling:
-            warn_of_values("save", state)
+            since = time.monotonic()
+            states = saving("save", state)
             foreground = self._begin("save")
             self._warn_of_step("save", step)
-            self._write("save", step, lambda: state, foreground.group, metric)
+            write("save", step, states, foreground.group, lambda: time.monotonic() - since)
 
     def async_save(
-        self, step: SupportsIndex, state: Any, *, metric: float | None = None, wait: bool = True
+        self,
+        step: SupportsIndex,
+        state: Any,
+        *,
+        metric: float | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        wait: bool = True,
     ) -> Future[None]:
         """Stage a state, and save it in the background.
 
@@ -152,6 +228,7 @@ class Checkpointer:
             step: The number of the checkpoint.
             state: Any tree.
             metric: As for ``save``.
+            metadata: As for ``save``.
             wait: Whether to wait for a save that is still running, or to refuse.
 
         Returns:
@@ -162,31 +239,47 @@ class Checkpointer:
             StagerBusy: With ``wait=False``, if a save is still running, on this rank or another. All ranks raise.
             CheckpointError: If an earlier save in the background failed. This one was not begun.
             ValueError: If the step is not an integer, or negative.
-            TypeError: If the metric is no number.
+            TypeError: If the metric is no number, or the metadata are more than JSON holds.
             StagerBusy, StagerClosed, UnsupportedLeaf: What staging raises on this rank. The others raise a
                 ``CheckpointError`` that names it. Nothing was begun, and the next call saves.
             RankMismatch: If this process is not in the group. The future raises it where ranks pass different steps.
         """
         step = as_int(step)
-        metric = as_metric("async_save", metric)
-
-        def stage_step() -> Any:
-            check_step("async_save", step)
-            return self._stager.stage(state)
-
+        write = partial(
+            self._write, metric=as_metric("async_save", metric), metadata=as_metadata("async_save", metadata)
+        )
         with self._calling:
-            warn_of_values("async_save", state)
+            since = time.monotonic()
+            states = saving("async_save", state)
             if not wait:
                 self._check_idle("async_save")
             background = self._begin("async_save")
             self._warn_of_step("async_save", step)
             agreeing = self._background("async_save", "restore").group
+            waits: list[float] = []
+
+            def stage_step() -> Any:
+                check_step("async_save", step)
+                began = time.monotonic()
+                staged = self._stager.stage(states())
+                ended = time.monotonic()
+                nbytes = 0 if self._on_event is None else local_bytes(staged)
+                self._tell(Event("stage", step, ended - began, nbytes, ended - since), agreeing)
+                return staged
+
             self._running = start(
                 background,
                 agreeing,
                 stage_step,
-                lambda staged: self._write("async_save", step, staged, background.group, metric),
+                lambda staged: write(
+                    "async_save",
+                    step,
+                    staged,
+                    background.group,
+                    lambda: waits[0] if waits else time.monotonic() - since,
+                ),
             )
+            waits.append(time.monotonic() - since)
             return self._running
 
     # fmt: off
@@ -217,7 +310,9 @@ class Checkpointer:
 
         Args:
             state: The template whose tensors are filled: see ``statetree.load``. Without it, the state comes back
-                as it was saved.
+                as it was saved. Objects in it with ``load_state_dict`` get what was saved of them: in the layouts of
+                their own ``state_dict()``, and where that lacks a path, as whole tensors on the CPU. (With ``where``,
+                they get the paths that it has.)
             step: Which one; by default the latest complete one.
             where: Which leaves are loaded, by default all: as for ``statetree.load``.
             fallback: Whether to load the newest older checkpoint that can be read if this one is damaged, with a
@@ -251,11 +346,22 @@ class Checkpointer:
             if step is not None:
                 check_step("restore", step)
 
-            def load(path: Path) -> Any:
-                options = LoadOptions(True, cast, strict, verify, weights_only, partly=True, where=where)  # noqa: FBT003
-                return load_tree(path, state, ranks_of("restore", group), options, together=True)
+            since = time.monotonic()
+            ranks = ranks_of("restore", group)
+            tree = on_all_ranks("restore", ranks, lambda: StatefulTree("restore", state))
 
-            return Restoration(self._series, group, step).run(load, fallback=fallback)
+            def load(path: Path) -> Any:
+                template = (
+                    tree.state if where is not None else on_all_ranks("restore", ranks, lambda: tree.template(path))
+                )
+                options = LoadOptions(True, cast, strict, verify, weights_only, partly=True, where=where)  # noqa: FBT003
+                return load_tree(path, template, ranks, options, together=True)
+
+            restoration = Restoration(self._series, group, step)
+            loaded = tree.loaded(restoration.run(load, fallback=fallback))
+            seconds, found = time.monotonic() - since, restoration.found
+            self._tell(Event("restore", found.step, seconds, bytes_in(self._series.path(found)), seconds), group)
+            return loaded
 
     def latest_step(self) -> int | None:
         """Return the highest step of a complete checkpoint; ``None`` if there is none."""
@@ -269,6 +375,23 @@ class Checkpointer:
         """Return the steps of the complete checkpoints, rising. Whatever else is in the directory is ignored."""
         return [checkpoint.step for checkpoint in self._series.complete()]
 
+    def path(self, step: SupportsIndex | None = None) -> Path:
+        """Return the directory of a complete checkpoint, by default the latest.
+
+        Raises:
+            CheckpointError: If there is none.
+        """
+        return self._series.path(self._series.find("path", None if step is None else as_int(step)))
+
+    def metadata(self, step: SupportsIndex | None = None) -> dict[str, Any]:
+        """Return the metadata that a complete checkpoint was saved with, by default the latest.
+
+        Raises:
+            CheckpointError: If there is none, or its manifest is damaged.
+        """
+        manifest = read_manifest(self.path(step))
+        return {} if manifest is None else dict(manifest.about)
+
     def close(self) -> None:
         """Wait for a save that is running, and release the stager's memory. Closing again does nothing.
 
@@ -277,6 +400,7 @@ class Checkpointer:
         """
         with self._calling:
             self._closed = True
+            self._schedule.close()
             try:
                 error = self._taken_error()  # this rank's own: not every rank need close
                 if error is not None:
@@ -344,10 +468,22 @@ class Checkpointer:
             msg = f"{verb}: a save is still running{where}: expected none. Wait for its future, or pass wait=True."
             raise StagerBusy(msg)
 
+    def _tell(self, event: Event, group: ProcessGroup | None) -> None:
+        tell(self._on_event, event, is_first=is_first(group))
+
     def _write(
-        self, verb: str, step: int, state: Callable[[], Any], group: ProcessGroup | None, metric: float | None
+        self,
+        verb: str,
+        step: int,
+        state: Callable[[], Any],
+        group: ProcessGroup | None,
+        waited: Callable[[], float],
+        *,
+        metric: float | None,
+        metadata: dict[str, Any],
     ) -> None:
         """Write a checkpoint under another name, then give it its own."""
+        since = time.monotonic()
         made: list[UnfinishedStep] = []
 
         def begin() -> tuple[Path, Path | None]:
@@ -363,21 +499,26 @@ class Checkpointer:
         try:
             with checkpoint_errors("save", self.directory):
                 path, base = by_first("save", group, begin)
-                writer = DirectoryWriter(path, incremental=self._incremental, base=base, metric=metric)
+                writer = DirectoryWriter(path, incremental=self._incremental, base=base, metric=metric, about=metadata)
                 write(state, path, group, writer)
-            self._publish(step, made, group)
+            nbytes, removed = self._publish(step, made, group)
         except BaseException:
             for unpublished in made:
                 unpublished.discard()
             raise
+        self._tell(Event("save", step, time.monotonic() - since, nbytes, waited()), group)
+        for gone, freed, seconds in removed:
+            self._tell(Event("removal", gone, seconds, freed, 0.0), group)
 
-    def _publish(self, step: int, made: Sequence[UnfinishedStep], group: ProcessGroup | None) -> None:
-        """Let the first rank, which made the directory, give it its name."""
+    def _publish(
+        self, step: int, made: Sequence[UnfinishedStep], group: ProcessGroup | None
+    ) -> tuple[int, list[tuple[int, int, float]]]:
+        """Let the first rank, which made the directory, give it its name. Returns its bytes, and what was removed."""
 
-        def publish() -> None:
+        def publish() -> tuple[int, list[tuple[int, int, float]]]:
             published = self._series.publish(made[0])
             try:
-                self._series.prune(self._kept, published)
+                return bytes_in(self._series.path(published)), self._series.prune(self._kept, published)
             except OSError as error:
                 msg = (
                     f"save: the checkpoint {self._series.path(published)} is complete, but older ones could not be "
@@ -386,7 +527,7 @@ class Checkpointer:
                 raise CheckpointError(msg) from error
 
         try:
-            by_first("save", group, publish)
+            return by_first("save", group, publish)
         except StateTreeError:
             raise
         except Exception as error:

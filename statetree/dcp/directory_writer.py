@@ -78,15 +78,23 @@ class DirectoryWriter(StorageWriter):
         incremental: Whether files are cut so that later saves find some to link.
         base: The directory of a checkpoint whose files may be linked to.
         metric: What the manifest says of how good the state is.
+        about: What else it says of it.
     """
 
     def __init__(
-        self, directory: Path, *, incremental: bool = False, base: Path | None = None, metric: float | None = None
+        self,
+        directory: Path,
+        *,
+        incremental: bool = False,
+        base: Path | None = None,
+        metric: float | None = None,
+        about: Mapping[str, Any] | None = None,
     ) -> None:
         self.checkpoint_id = directory
         self._incremental = incremental
         self._base = base
         self._metric = metric
+        self._about = dict(about or {})
         self._save = uuid.uuid4().hex
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -144,7 +152,7 @@ class DirectoryWriter(StorageWriter):
         metadata.storage_meta = self.storage_meta()
         stamp_version(metadata)
         data = pickle.dumps(metadata)
-        manifest = FileManifest(self._save, (len(data), zlib.crc32(data)), files, self._metric)
+        manifest = FileManifest(self._save, (len(data), zlib.crc32(data)), files, self._metric, self._about)
         _write_whole(self.checkpoint_id / MANIFEST, manifest.to_bytes())
         _write_whole(self.checkpoint_id / METADATA, data)
         sync(self.checkpoint_id)

@@ -12,6 +12,7 @@ import os
 import re
 import stat
 import zlib
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.errors import CheckpointError
@@ -63,12 +64,13 @@ class ManifestFile(NamedTuple):
 
 
 class FileManifest(NamedTuple):
-    """What a save wrote: its id, size and checksum of ``.metadata``, the data files by name, and the state's metric."""
+    """What a save wrote: its id, size and checksum of ``.metadata``, the data files by name, and what is said of it."""
 
     save: str
     metadata: tuple[int, int]
     files: Mapping[str, ManifestFile]
     metric: float | None = None
+    about: Mapping[str, Any] = MappingProxyType({})
 
     def to_bytes(self) -> bytes:
         """Return the manifest as a file: a line of JSON, and a line with its CRC-32."""
@@ -78,6 +80,8 @@ class FileManifest(NamedTuple):
         table = {"version": _VERSION, "save": self.save, "metadata": self.metadata, "files": files}
         if self.metric is not None:
             table["metric"] = self.metric
+        if self.about:
+            table["about"] = dict(self.about)
         line = json.dumps(table, separators=(",", ":")).encode()
         return line + f"\n{zlib.crc32(line):08x}\n".encode()
 
@@ -153,7 +157,8 @@ def _parsed(table: Any) -> FileManifest:
             raise ValueError
         files[name] = ManifestFile(save, _number(size), tuple([_piece(*row) for row in rows]))
     metric = table.get("metric")
-    return FileManifest(table["save"], (nbytes, checksum), files, None if metric is None else float(metric))
+    metric = None if metric is None else float(metric)
+    return FileManifest(table["save"], (nbytes, checksum), files, metric, dict(table.get("about", {})))
 
 
 def _piece(key: Any, chunk: Any, offset: Any, length: Any, checksum: Any, source: Any) -> ManifestPiece:

@@ -26,16 +26,20 @@ class Restoration:
         series: Where the checkpoints lie.
         group: The ranks that restore.
         step: The step that is asked for; ``None`` for the latest.
+
+    Attributes:
+        found: Which one was taken.
     """
 
     def __init__(self, series: Series, group: ProcessGroup | None, step: int | None) -> None:
+        self.found: StepDirectory
         self._series = series
         self._group = group
         self._step = step
 
     def run(self, load: Callable[[Path], Any], *, fallback: bool) -> Any:
         """Load the checkpoint; if it is damaged and ``fallback`` is set, the newest older one that can be read."""
-        found = self._by_first(partial(self._find, self._step))
+        found = self._by_first(partial(self._series.find, "restore", self._step))
         damaged: list[CheckpointError] = []
         while True:
             try:
@@ -62,7 +66,7 @@ class Restoration:
     def _load(self, found: StepDirectory, load: Callable[[Path], Any]) -> Any:
         """Load a checkpoint, or the one that took its place while it was read."""
         while True:
-            path = self._series.path(found)
+            self.found, path = found, self._series.path(found)
             with checkpoint_errors("load", path):
                 try:
                     return load(path)
@@ -72,25 +76,12 @@ class Restoration:
                         raise
                     found = another
 
-    def _find(self, step: int | None) -> StepDirectory:
-        complete = self._series.complete()
-        chosen = [found for found in complete if step is None or found.step == step]
-        if chosen:
-            return chosen[-1]
-        what = "a checkpoint" if step is None else f"one of step {step}"
-        there = ", ".join(str(found.step) for found in complete[-10:]) or "none"
-        msg = (
-            f"restore: there is no complete checkpoint in {self._series.directory}: expected {what}, got steps: "
-            f"{there}. Save one first, or pass the directory that holds them."
-        )
-        raise CheckpointError(msg)
-
     def _find_instead(self, gone: StepDirectory) -> StepDirectory | None:
         """Return what to restore where a checkpoint was removed while it was read. ``None`` if it is still there."""
-        if self._series.path(gone).exists():
+        if gone in self._series.all():
             return None
         if self._step is None or any(found.step == self._step for found in self._series.complete()):
-            return self._find(self._step)
+            return self._series.find("restore", self._step)
         msg = (
             f"restore: the checkpoint of step {self._step} in {self._series.directory} was removed while it was read: "
             "expected it to stay. Another process saves there: restore another step, or let it keep more. Tensors of "

@@ -1,7 +1,8 @@
 """A directory of checkpoints, one a step: their names, and how they appear, are replaced and disappear as a whole.
 
-A checkpoint is written under a name that begins with a dot, and gets its own when all of it is on the disk. Replacing a
-step is done by a second revision, after which the first is removed: a directory cannot be renamed onto another one.
+A checkpoint is written under a name that begins with a dot, and gets its own when all of it is on the disk. A directory
+cannot be renamed onto another one: a step that is replaced is first renamed to ``.step-….replaced-…``, where it still
+counts as the checkpoint of its step, so that nothing is lost if the process is killed before the next renaming.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import fcntl
 import os
 import re
 import shutil
+import time
 import uuid
 from contextlib import contextmanager, suppress
 from math import isnan
@@ -24,20 +26,28 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-_NAME: Final = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
-_LEFTOVER: Final = re.compile(r"\.step-\d{8,}(\.\d+)?\.(partial|removed)-[0-9a-f]{32}")
+_NAME: Final = re.compile(r"step-(\d{8,})|\.step-(\d{8,})\.replaced-[0-9a-f]{32}")
+_LEFTOVER: Final = re.compile(r"\.step-\d{8,}\.(partial|removed)-[0-9a-f]{32}")
 
 
 class StepDirectory(NamedTuple):
-    """A complete checkpoint in a series. Tuples of later ones are greater."""
+    """A complete checkpoint in a series. Tuples of later ones are greater.
+
+    Attributes:
+        step: Its step.
+        is_named: Whether it has the name of its step. (Else another is about to take its place.)
+        name: The name of its directory.
+        inode: What tells it from the one that takes its place.
+    """
 
     step: int
-    revision: int
+    is_named: bool
+    name: str
+    inode: int
 
-    @property
-    def name(self) -> str:
-        """The name of its directory."""
-        return f"step-{self.step:08}" + (f".{self.revision}" if self.revision else "")
+
+def _name_of(step: int) -> str:
+    return f"step-{step:08}"
 
 
 class Kept(NamedTuple):
@@ -62,6 +72,27 @@ def _is_gone(path: str) -> bool:
     return False
 
 
+def _changed(directory: Path) -> int:
+    """Return when names in a directory last changed."""
+    with suppress(OSError):
+        return os.stat(directory).st_mtime_ns
+    return 0
+
+
+def bytes_in(directory: Path) -> int:
+    """Return how many bytes the files of a checkpoint have."""
+    with suppress(OSError):  # it may be removed meanwhile
+        return sum(entry.stat().st_size for entry in os.scandir(directory))
+    return 0
+
+
+def _removed(directory: Path) -> float:
+    """Remove a directory, and return how many seconds it took."""
+    since = time.monotonic()
+    shutil.rmtree(directory, ignore_errors=True)
+    return time.monotonic() - since
+
+
 class Series:
     """The checkpoints in a directory. Only one rank uses it."""
 
@@ -69,38 +100,65 @@ class Series:
         self.directory = directory
 
     def complete(self) -> list[StepDirectory]:
-        """Return the complete checkpoints, of each step the latest revision, in the order of steps."""
-        return _latest(self._all())
+        """Return the complete checkpoints, one of each step, in the order of steps."""
+        return _latest(self.all())
 
-    def _all(self) -> list[StepDirectory]:
+    def all(self) -> list[StepDirectory]:
+        """Return the complete checkpoints, those that are being replaced included."""
         found: list[StepDirectory] = []
         for _ in range(_LOOKS):
-            found, is_gone = [], False
+            found, is_gone, before = [], False, _changed(self.directory)
             with suppress(FileNotFoundError, NotADirectoryError):
                 for entry in os.scandir(self.directory):
                     match = _NAME.fullmatch(entry.name)
                     if match and entry.is_dir():
-                        checkpoint = StepDirectory(int(match[1]), int(match[2] or 0))
+                        step = int(match[1] or match[2])
                         if not os.path.isfile(os.path.join(entry.path, METADATA)):
                             is_gone = is_gone or _is_gone(entry.path)
-                        elif checkpoint.name == entry.name:
-                            found.append(checkpoint)
-            if not is_gone:  # else what took its place may have come after the names were read
-                break
+                        elif _name_of(step) in entry.name.split("."):
+                            found.append(StepDirectory(step, match[1] is not None, entry.name, entry.inode()))
+            if not is_gone and before == _changed(self.directory):
+                break  # else what took its place may have come after the names were read
         return found
+
+    def find(self, verb: str, step: int | None) -> StepDirectory:
+        """Return the checkpoint of a step, or the latest.
+
+        Raises:
+            CheckpointError: If there is none.
+        """
+        complete = self.complete()
+        chosen = [found for found in complete if step is None or found.step == step]
+        if chosen:
+            return chosen[-1]
+        what = "a checkpoint" if step is None else f"one of step {step}"
+        there = ", ".join(str(found.step) for found in complete[-10:]) or "none"
+        msg = (
+            f"{verb}: there is no complete checkpoint in {self.directory}: expected {what}, got steps: {there}. Save "
+            "one first, or pass the directory that holds them."
+        )
+        raise CheckpointError(msg)
 
     def path(self, checkpoint: StepDirectory) -> Path:
         """Return the directory of a checkpoint."""
         return self.directory / checkpoint.name
 
     def begin(self, step: int) -> UnfinishedStep:
-        """Make a directory to write a checkpoint into, and remove what crashed saves left behind."""
+        """Make a directory to write a checkpoint into, and clean up after crashed saves.
+
+        Raises:
+            CheckpointError: If something that is no checkpoint has the name of the step.
+        """
         if not self.directory.is_dir():
             self.directory.mkdir(parents=True, exist_ok=True)
             sync(self.directory.parent)
         with self._alone():  # nobody takes what was just made, and is not yet locked, for a leftover
             self._clean()
-            path = self.directory / f".{StepDirectory(step, 0).name}.partial-{uuid.uuid4().hex}"
+            named = self.directory / _name_of(step)
+            if os.path.lexists(named) and not (named / METADATA).is_file():
+                msg = f"save: {named} is no complete checkpoint: expected one to replace, or nothing. Move it away."
+                raise CheckpointError(msg)
+            path = self.directory / f".{_name_of(step)}.partial-{uuid.uuid4().hex}"
             path.mkdir()
             return UnfinishedStep(path, step)
 
@@ -121,18 +179,17 @@ class Series:
             os.close(handle)
 
     def publish(self, partial: UnfinishedStep) -> StepDirectory:
-        """Give a checkpoint, which is on the disk, its name."""
+        """Give a checkpoint, which is on the disk, its name. One that has it stays until ``prune``, under another."""
+        path = self.directory / _name_of(partial.step)
+        aside = path.with_name(f".{path.name}.replaced-{uuid.uuid4().hex}")
         with self._alone():
-            revisions = [found.revision for found in self._all() if found.step == partial.step]
-            revision = max(revisions, default=-1) + 1
-            while os.path.lexists(self.path(StepDirectory(partial.step, revision))):  # something foreign has the name
-                revision += 1
-            checkpoint = StepDirectory(partial.step, revision)
+            with suppress(FileNotFoundError):
+                os.rename(path, aside)
             os.unlink(partial.path / _LOCK)
-            os.rename(partial.path, self.path(checkpoint))
+            os.rename(partial.path, path)
         sync(self.directory)
         partial.close()
-        return checkpoint
+        return StepDirectory(partial.step, is_named=True, name=path.name, inode=path.stat().st_ino)
 
     def best(self, count: int = 1) -> list[StepDirectory]:
         """Return the checkpoints of the lowest metric, the lowest first, of equal ones the latest first."""
@@ -151,23 +208,28 @@ class Series:
                 found.append((manifest.metric, -checkpoint.step, checkpoint))
         return [checkpoint for _, _, checkpoint in sorted(found)[:count]], unknown
 
-    def prune(self, keep: Kept, latest: StepDirectory) -> None:
-        """Remove superseded revisions, and all steps that are not kept; never the one just saved."""
+    def prune(self, keep: Kept, latest: StepDirectory) -> list[tuple[int, int, float]]:
+        """Remove what was replaced, and all steps that are not kept; never the one just saved.
+
+        Returns what was removed: its step, its bytes and the seconds that it took.
+        """
         with self._alone():
-            found = self._all()  # once: what another process publishes from here on is none of these
+            found = self.all()  # once: what another process publishes from here on is none of these
             complete = _latest(found)
             kept = {latest, *(complete if keep.latest is None else complete[-keep.latest :])}
             if keep.every is not None:
                 kept.update(checkpoint for checkpoint in complete if checkpoint.step % keep.every == 0)
             if keep.best is not None:
                 kept.update(*self._best(complete, keep.best))
-            removed = [self._without_name(self.path(checkpoint)) for checkpoint in found if checkpoint not in kept]
-        for path in removed:
-            shutil.rmtree(path, ignore_errors=True)
+            leaving = [checkpoint for checkpoint in found if checkpoint not in kept]
+            told = [(checkpoint.step, bytes_in(self.path(checkpoint))) for checkpoint in leaving]
+            removed = list(map(self._without_name, leaving))
+        return [(step, nbytes, _removed(path)) for (step, nbytes), path in zip(told, removed, strict=True)]
 
-    def _without_name(self, path: Path) -> Path:
+    def _without_name(self, checkpoint: StepDirectory) -> Path:
         """Take a checkpoint's name away, so that no half of it is ever seen. Of a link, remove the link."""
-        aside = path.with_name(f".{path.name}.removed-{uuid.uuid4().hex}")
+        path = self.path(checkpoint)
+        aside = path.with_name(f".{_name_of(checkpoint.step)}.removed-{uuid.uuid4().hex}")
         if path.is_symlink():
             path.unlink(missing_ok=True)
             return aside
@@ -177,6 +239,9 @@ class Series:
 
     def _clean(self) -> None:
         for entry in list(os.scandir(self.directory)):
+            match = _NAME.fullmatch(entry.name)
+            if match and match[2] and not os.path.lexists(self.directory / _name_of(int(match[2]))):
+                os.rename(entry.path, self.directory / _name_of(int(match[2])))  # killed between two renamings
             if not _LEFTOVER.fullmatch(entry.name):
                 continue
             if entry.is_symlink():

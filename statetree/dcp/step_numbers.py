@@ -1,13 +1,15 @@
-"""The numbers that a checkpointer is given: steps, metrics, and how many checkpoints are kept."""
+"""What a checkpointer is given beside states: steps, metrics, metadata, and how many checkpoints are kept."""
 
 from __future__ import annotations
 
+import json
 from operator import index
 from typing import TYPE_CHECKING, Any
 
 from statetree.errors import warn
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 
@@ -45,6 +47,15 @@ def as_metric(verb: str, metric: Any) -> float | None:
         return float(metric)
     except (TypeError, ValueError, RuntimeError) as error:
         msg = f"{verb}: metric must be a number, or None: expected a float, got {type(metric).__qualname__}. {error}"
+        raise TypeError(msg) from None
+
+
+def as_metadata(verb: str, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return metadata as they come back."""
+    try:
+        return dict(json.loads(json.dumps(dict(metadata or {}))))
+    except (TypeError, ValueError, RecursionError) as error:
+        msg = f"{verb}: metadata must be a dict of what JSON holds (texts, numbers, lists, dicts): {error}"
         raise TypeError(msg) from None
 
 

@@ -1,0 +1,64 @@
+"""``statetree show`` of a run's folder: its checkpoints, one a line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from statetree.cli.table import OutputLine, wrapped, write_lines
+from statetree.files.untrusted import human, printable
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def is_run(directory: Path) -> bool:
+    """Whether a path is a folder of steps, and no checkpoint itself."""
+    try:
+        is_checkpoint = (directory / ".metadata").exists() or not directory.is_dir()
+        return not is_checkpoint and any(entry.is_dir() for entry in directory.glob("step-*"))
+    except OSError:  # whoever opens it says so
+        return False
+
+
+def show_steps(directory: Path, *, as_json: bool) -> None:
+    """Print the steps of a run: when they were saved, their bytes, metric and metadata."""
+    steps = _steps_in(directory)
+    if as_json:
+        sys.stdout.write(f"{json.dumps({'run': str(directory), 'steps': steps}, indent=2)}\n")
+        return
+    total = human(sum(step["bytes"] for step in steps))
+    sys.stdout.write(wrapped(f"{printable(str(directory))}: {len(steps)} complete checkpoints, {total}") + "\n")
+    write_lines([_line(step) for step in steps])
+
+
+def _line(step: dict[str, Any]) -> OutputLine:
+    saved = datetime.fromisoformat(step["saved"]).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    metric = "" if step["metric"] is None else f"metric {step['metric']:g}"
+    about = [f"{key}={json.dumps(value)}" for key, value in step["metadata"].items()]
+    notes = printable(", ".join([*about, *([step["error"]] if "error" in step else [])]))
+    return OutputLine(step["name"], saved, metric, human(step["bytes"]), "", notes)
+
+
+def _steps_in(directory: Path) -> list[dict[str, Any]]:
+    from statetree.dcp.file_manifest import read_manifest
+    from statetree.dcp.metadata import METADATA
+    from statetree.dcp.series import Series, bytes_in
+    from statetree.errors import CheckpointError
+
+    series, found = Series(directory), []
+    for checkpoint in series.complete():
+        path = series.path(checkpoint)
+        saved = datetime.fromtimestamp((path / METADATA).stat().st_mtime, UTC).isoformat(timespec="seconds")
+        step = {"step": checkpoint.step, "name": checkpoint.name, "saved": saved, "bytes": bytes_in(path)}
+        step |= {"metric": None, "metadata": {}}
+        try:
+            manifest = read_manifest(path)
+        except CheckpointError as error:
+            step["error"] = str(error)
+        else:
+            step |= {} if manifest is None else {"metric": manifest.metric, "metadata": dict(manifest.about)}
+        found.append(step)
+    return found

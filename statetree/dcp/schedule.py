@@ -1,0 +1,79 @@
+"""When a checkpointer is to save: every so many steps or seconds, and when a signal says that the job is to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from statetree.dcp.groups import from_all
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed import ProcessGroup
+
+
+class Schedule:
+    """Says when to save.
+
+    Args:
+        every: A number of steps, a time, or neither.
+
+    Attributes:
+        signalled: The signal that arrived on any rank, once ``due`` has said so.
+    """
+
+    def __init__(self, every: int | timedelta | None) -> None:
+        if every is not None and type(every) is not int and not isinstance(every, timedelta):
+            msg = f"Checkpointer: every must be a number of steps, a timedelta, or None: got {every!r}."
+            raise TypeError(msg)
+        if not (every is None or (every > 0 if isinstance(every, int) else every > timedelta())):
+            msg = f"Checkpointer: every must be positive, or None: got {every}."
+            raise ValueError(msg)
+        self.signalled: int | None = None
+        self._every = every
+        self._since = time.monotonic()
+        self._arrived = 0
+        self._before: dict[int, Any] = {}
+        self._process = os.getpid()
+
+    def save_on(self, *signals: int) -> None:
+        """Have ``due`` answer to signals. The second of a kind does what it did before."""
+        for number in signals:
+            before = signal.signal(number, self._note)
+            self._before.setdefault(number, signal.SIG_DFL if before is None else before)
+
+    def _note(self, number: int, _frame: object) -> None:
+        signal.signal(number, self._before[number])
+        if os.getpid() != self._process:  # a forked worker ends as it would have
+            os.kill(os.getpid(), number)
+        self._arrived = number
+
+    def due(self, step: int, group: Callable[[], ProcessGroup | None]) -> bool:
+        """Whether to save. Where time or signals matter, the ranks tell each other: the first one's clock counts."""
+        is_due = type(self._every) is int and step > 0 and step % self._every == 0
+        if self._before or isinstance(self._every, timedelta):
+            is_late = (
+                isinstance(self._every, timedelta) and time.monotonic() - self._since > self._every.total_seconds()
+            )
+            arrived = self._arrived
+            told = from_all((is_late, arrived), group())
+            number = max(number for _, number in told)
+            is_due = is_due or told[0][0] or number > 0
+            self.signalled = number or self.signalled
+            self._arrived = 0 if self._arrived == arrived else self._arrived
+        if is_due:
+            self._since = time.monotonic()
+        return is_due
+
+    def close(self) -> None:
+        """Give the signals back."""
+        for number, before in self._before.items():
+            with suppress(ValueError):  # only the main thread may
+                if signal.getsignal(number) == self._note:
+                    signal.signal(number, before)
+        self._before.clear()

@@ -1,0 +1,38 @@
+"""Whole states that ``accelerator.save_state`` saves and ``load_state`` restores through a ``Checkpointer``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from statetree.dcp.checkpointer import Checkpointer
+
+
+class Registered:
+    """A state for ``accelerator.register_for_checkpointing``: accelerate's own files hold the number of its step.
+
+    Every rank saves its shards; what was saved is complete on the disk before accelerate writes that number. With
+    ``RandomState`` and a loader of torchdata in the state, a run goes on bit for bit in the middle of an epoch.
+
+    Args:
+        directory: Where the checkpoints go.
+        state: Any tree of tensors, values, and objects with ``state_dict`` and ``load_state_dict``.
+        options: As for ``Checkpointer``. What is kept must include each step that a folder of accelerate names.
+
+    Attributes:
+        state: The tree, after ``load_state`` the restored one.
+    """
+
+    def __init__(self, directory: Any, state: Any, **options: Any) -> None:
+        self.checkpointer = Checkpointer(directory, **options)
+        self.state = state
+
+    def state_dict(self) -> dict[str, int]:
+        """Save the state as the next step, and return its number."""
+        latest = self.checkpointer.latest_step()
+        step = 0 if latest is None else latest + 1
+        self.checkpointer.save(step, self.state)
+        return {"step": step}
+
+    def load_state_dict(self, saved: dict[str, int]) -> None:
+        """Restore the step of that number."""
+        self.state = self.checkpointer.restore(self.state, step=saved["step"])

@@ -1,0 +1,78 @@
+"""Lightning's checkpoints through a ``Checkpointer``: ``CheckpointIO`` writes them, ``Callback`` asks for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from lightning import pytorch
+from lightning.pytorch import plugins
+
+from statetree.dcp.checkpointer import Checkpointer
+from statetree.integrations import RandomState
+
+
+class CheckpointIO(plugins.CheckpointIO):
+    """Saves what Lightning saves as ``step-…`` in ``directory``, in the background: a plugin for one device, or DDP."""
+
+    def __init__(self, directory: Any, **options: Any) -> None:
+        self._directory, self._options = directory, options
+        self._made: Checkpointer | None = None
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        """The checkpointer, of this process alone: made when the process groups are."""
+        if self._made is None:
+            if dist.is_initialized():
+                own = [dist.get_rank()]
+                self._options["process_group"] = dist.new_group(own, backend="gloo", use_local_synchronization=True)
+            self._made = Checkpointer(self._directory, **self._options)
+        return self._made
+
+    def latest(self) -> Path | None:
+        """Return the latest checkpoint, if there is one, for ``trainer.fit(ckpt_path=...)``."""
+        return self.checkpointer.path() if self.checkpointer.steps() else None
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        self.checkpointer.async_save(checkpoint["global_step"], checkpoint, metadata={"path": str(path)})
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        step = Path(path).name.removeprefix("step-")
+        return self.checkpointer.restore(step=int(step), weights_only=weights_only is not False)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Leave it to the checkpointer."""
+
+    def teardown(self) -> None:
+        if self._made is not None:
+            self._made.close()
+
+
+class Callback(pytorch.Callback):
+    """Has a trainer with a ``CheckpointIO`` save whenever its checkpointer says so, and keeps the random state."""
+
+    _loaded: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return RandomState().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._loaded = state_dict
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._seen: int = trainer.global_step
+        if self._loaded:
+            RandomState().load_state_dict(self._loaded)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self._loaded and batch_idx:  # in the middle of an epoch, whose loader was begun once more
+            RandomState().load_state_dict(self._loaded)
+        self._loaded = None
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        io, step = trainer.strategy.checkpoint_io, trainer.global_step
+        if step != self._seen and trainer.strategy.broadcast(io.checkpointer.due(step)):
+            trainer.save_checkpoint(io.checkpointer.directory / f"step-{step:08}")
+            trainer.should_stop |= io.checkpointer.signalled is not None
+        self._seen = step

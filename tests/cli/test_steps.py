@@ -1,0 +1,50 @@
+"""``statetree show`` of a run's folder."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from statetree.dcp import Checkpointer
+
+
+@pytest.fixture
+def run(tmp_path):
+    with Checkpointer(tmp_path / "run") as saved:
+        saved.save(10, {"w": torch.zeros(1000)}, metric=0.25, metadata={"commit": "abc", "tokens": 5})
+        saved.save(20, {"w": torch.zeros(1000)})
+        saved.save(30, {"w": torch.zeros(1000)}, metadata={"note": "red\x1b[31m"})
+    (tmp_path / "run" / "step-00000030" / ".statetree_manifest").write_bytes(b"damaged")
+    return tmp_path / "run"
+
+
+def test_the_steps_of_a_run_are_listed(run, statetree):
+    ran = statetree("show", run)
+    assert (ran.status, ran.err) == (0, "")
+    first, *lines = ran.out.splitlines()
+    assert re.fullmatch(r".*/run: 3 complete checkpoints, \d+\.\d KiB", first)
+    date = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+    assert re.fullmatch(rf'step-00000010  {date}  metric 0\.25 +\d\.\d KiB  commit="abc", tokens=5', lines[0])
+    assert re.fullmatch(rf"step-00000020  {date} +\d\.\d KiB", lines[1])
+    assert re.fullmatch(rf"step-00000030  {date} +\d\.\d KiB  \.statetree_manifest is damaged: .*", lines[2])
+
+
+def test_the_steps_of_a_run_as_json(run, statetree):
+    found = statetree("show", "--json", run).json
+    assert [step["step"] for step in found["steps"]] == [10, 20, 30]
+    assert found["steps"][0]["metadata"] == {"commit": "abc", "tokens": 5}
+    assert [step["metric"] for step in found["steps"]] == [0.25, None, None]
+    assert "damaged" in found["steps"][2]["error"]
+    size = sum(file.stat().st_size for file in (run / "step-00000010").iterdir())
+    assert found["steps"][0]["bytes"] == size
+
+
+def test_metadata_are_harmless_on_a_terminal(tmp_path, statetree):
+    Checkpointer(tmp_path / "run").save(1, {}, metadata={"a\x1b[31m": "\x1b[2J"})
+    assert "\x1b" not in statetree("show", tmp_path / "run").out
+
+
+def test_a_step_is_shown_as_a_checkpoint(run, statetree):
+    assert "w " in statetree("show", run / "step-00000020").out

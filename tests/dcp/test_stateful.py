@@ -1,0 +1,165 @@
+"""Objects with ``state_dict`` and ``load_state_dict`` in a state that is saved and restored."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import statetree
+from statetree.dcp import Checkpointer
+from statetree.testing import assert_trees_equal, run_ranks
+
+
+class Loader:
+    """Its state has other keys from one moment to the next, as a data loader's has."""
+
+    def __init__(self):
+        self.position = 0
+
+    def state_dict(self):
+        return {"position": self.position, "inside": {"at": torch.tensor(self.position)}} if self.position else {}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+        assert state["inside"]["at"] == self.position
+
+
+@dataclasses.dataclass
+class AppState:
+    """What DCP's recipe shows: an object of one's own, here one that would be a container as well."""
+
+    value: torch.Tensor
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"] + 0
+
+
+def training(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    return {"model": model, "optim": [optimizer, scheduler], "loader": Loader(), "step": 0}
+
+
+def train(run, steps):
+    for _ in range(steps):
+        run["step"] += 1
+        run["loader"].position += 1
+        generator = torch.Generator().manual_seed(run["step"])
+        run["model"](torch.randn(8, 3, generator=generator)).square().sum().backward()
+        for each in run["optim"]:
+            each.step()
+        run["optim"][0].zero_grad()
+
+
+def states(run):
+    return run["model"].state_dict(), [each.state_dict() for each in run["optim"]], run["loader"].state_dict()
+
+
+@pytest.mark.parametrize("call", ["save", "async_save"])
+def test_a_run_is_saved_and_resumed_by_its_objects(call, tmp_path):
+    run = training(0)
+    train(run, 3)
+    with Checkpointer(tmp_path) as saved:
+        getattr(saved, call)(3, run)
+        train(run, 2)
+        resumed = training(1)
+        objects = dict(resumed)
+        resumed = saved.restore(resumed)
+    assert all(resumed[key] is objects[key] for key in ("model", "loader"))
+    assert resumed["optim"][0] is objects["optim"][0]
+    assert resumed["step"] == 3
+    train(resumed, 2)
+    assert_trees_equal(states(resumed), states(run))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_plain_dcp_reads_are_the_states(tmp_path):
+    run = training(0)
+    train(run, 1)
+    with Checkpointer(tmp_path) as saved:
+        saved.save(1, run)
+        assert_trees_equal(saved.restore()["model"], run["model"].state_dict())
+        weights = {"model": {"0.weight": torch.zeros(4, 3)}}
+        torch.distributed.checkpoint.load(weights, checkpoint_id=saved.path(), no_dist=True)
+    assert torch.equal(weights["model"]["0.weight"], run["model"][0].weight)
+
+
+def test_a_state_may_be_an_object(tmp_path):
+    own = AppState(torch.arange(3.0))
+    with Checkpointer(tmp_path) as saved:
+        saved.save(1, own)
+        fresh = AppState(torch.zeros(3))
+        assert saved.restore(fresh) is fresh
+        assert fresh.value.tolist() == [0, 1, 2]
+        assert saved.restore(fresh, where="value") is fresh
+
+
+def test_where_gives_an_object_the_paths_that_its_state_has(tmp_path):
+    run = training(0)
+    train(run, 2)
+    with Checkpointer(tmp_path) as saved:
+        saved.save(1, run)
+        other = training(1)
+        weight = other["model"][1].weight.detach().clone()
+        saved.restore({"model": other["model"]}, where="model.0.*")
+    assert torch.equal(other["model"][0].weight, run["model"][0].weight)
+    assert torch.equal(other["model"][1].weight, weight)
+
+
+def test_an_object_that_does_not_fit_is_named(tmp_path):
+    with Checkpointer(tmp_path) as saved:
+        saved.save(1, {"model": nn.Linear(2, 3)})
+        with pytest.raises(statetree.TreeMismatch, match=r"shape differs at model\.weight"):
+            saved.restore({"model": nn.Linear(2, 4)})
+        with pytest.raises(statetree.TreeMismatch, match=r"other"):
+            saved.restore({"other": nn.Linear(2, 3)})
+
+
+def test_what_state_dict_raises_is_raised_and_nothing_is_saved(tmp_path):
+    class Broken(AppState):
+        def state_dict(self):
+            raise ZeroDivisionError
+
+    broken = Broken(torch.zeros(1))
+    with Checkpointer(tmp_path) as saved:
+        with pytest.raises(statetree.CheckpointError, match="ZeroDivisionError"):
+            saved.save(1, [broken])
+        with pytest.raises(ZeroDivisionError):
+            saved.async_save(1, [broken])
+        saved.save(2, [AppState(torch.zeros(1))])
+        with pytest.raises(statetree.CheckpointError, match="ZeroDivisionError"):
+            saved.restore([broken])
+        assert saved.steps() == [2]
+
+
+class Sharded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        mesh = init_device_mesh("cpu", (2,))
+        self.weight = nn.Parameter(distribute_tensor(torch.arange(10.0), mesh, [Shard(0)]))
+
+
+def on_two_ranks(directory):
+    model = Sharded()
+    whole = model.weight.full_tensor().detach().clone()
+    with Checkpointer(directory) as saved:
+        saved.save(1, {"model": model})
+        with torch.no_grad():
+            model.weight.zero_()
+        saved.restore({"model": model})
+    assert isinstance(model.weight, DTensor)
+    assert torch.equal(model.weight.full_tensor(), whole)
+
+
+def test_a_sharded_model_is_filled_in_its_layout(tmp_path):
+    run_ranks(2, on_two_ranks, tmp_path)
