@@ -27,8 +27,8 @@ from statetree.dcp.saved_structure import (
 from statetree.dcp.saving import write
 from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint
-from statetree.files.safe_pickle import StoredObject
 from statetree.files.stored import StoredTensor, whole_tensors
+from statetree.files.unpickling import StoredObject
 from statetree.files.untrusted import printable, refuse
 from statetree.tree.spec import TreeSpec
 

@@ -11,7 +11,6 @@ from statetree.chunks.boxes import whole_box
 from statetree.dcp.groups import ranks_of
 from statetree.dcp.keys import without_addresses
 from statetree.dcp.local_pieces import LocalPieces
-from statetree.dcp.numpy_values import is_array_of_numbers
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange.manifest import chunks_of
 from statetree.key_paths import Path
@@ -35,6 +34,12 @@ if TYPE_CHECKING:
 TENSOR_ENTRY: Final = "tensor"
 PARTS_ENTRY: Final = "parts"
 VALUE_ENTRY: Final = "value"
+
+
+def is_array_of_numbers(value: Any) -> bool:
+    """Whether a value is an array of NumPy without objects: it may be large, and need not be pickled to look inside."""
+    cls = type(value)
+    return cls.__module__ == "numpy" and cls.__qualname__ == "ndarray" and value.dtype.kind in "biufc"
 
 
 class Content(NamedTuple):
