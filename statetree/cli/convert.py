@@ -11,9 +11,9 @@ from statetree.cli.rows import plural
 from statetree.cli.rules import copy_others
 from statetree.errors import CheckpointError, UnsupportedLeaf
 from statetree.files.formats import format_for, save
-from statetree.files.safe_pickle import StoredObject
 from statetree.files.shared_bytes import shared_bytes
 from statetree.files.stored import StoredTensor
+from statetree.files.unpickling import StoredObject
 from statetree.files.untrusted import printable
 from statetree.key_paths import Path
 from statetree.leaves.casting import castable

@@ -15,8 +15,8 @@ from statetree.cli.table import is_coloured, wrapped
 from statetree.errors import Difference
 from statetree.files.leaf_text import dtype_text, kind_of, leaf_text, short_value, type_text
 from statetree.files.page import write_page
-from statetree.files.safe_pickle import StoredObject
 from statetree.files.shared_bytes import shared_bytes
+from statetree.files.unpickling import StoredObject
 from statetree.files.untrusted import brief, printable, shape_text
 from statetree.key_paths import Path as TreePath
 from statetree.spans.element_differences import EXACT, Tolerance, Unequal

@@ -10,7 +10,7 @@ that the state can be loaded without a template; plain DCP reads all others. Fil
   ``async_stager``: for DCP's own saves.
 - ``flat_state``: the entries of a tree, with DCP's keys. ``tensors``: what is saved of a leaf; ``local_pieces``: of a
   distributed one.
-- ``plain_values``: values read as data, and made by what ``reconstructors`` and ``numpy_values`` admit.
+- ``plain_values``: values read as data.
 - ``saved_structure``: a ``TreeSpec`` as text, and back.
 - ``stored_directory``: directories as a format of ``statetree.files``; ``nesting``: how DCP itself nests entries;
   ``stored_parts``: leaves that were saved in parts.

@@ -1,8 +1,7 @@
 """DCP's metadata, read from a file that nobody vouches for.
 
-DCP pickles its metadata, and unpickling can run any code, or crash. Here the pickle is read as records; names of other
-classes than metadata consists of are refused, and DCP's own objects are made from what the records hold, once it was
-checked.
+DCP pickles its metadata, and unpickling can run any code, or crash. Here DCP's objects are made of checked arguments;
+names of other classes than metadata consists of are refused.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ import math
 import reprlib
 from contextlib import suppress
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+from operator import le
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from statetree.dcp.file_manifest import MANIFEST, FileManifest, read_manifest, regular_bytes, save_of
 from statetree.errors import CheckpointError
-from statetree.files.safe_pickle import BadPickle, Record, collection_paused, read_records
+from statetree.files.pickled_tensors import size_of
+from statetree.files.unpickling import BadPickle, Known, read_pickle
 from statetree.files.untrusted import inside, printable
 
 if TYPE_CHECKING:
@@ -36,26 +37,11 @@ if TYPE_CHECKING:
 
 METADATA: Final = ".metadata"
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
-_SIZE: Final = "torch.Size"
-_DTYPES: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-_PATHS: Final = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
-#: What torch 2.11 to 2.15 pickle as metadata.
-_ADMITTED: Final = frozenset(
-    [
-        *(f"{_METADATA}.{cls.__name__}" for cls in (BytesStorageMetadata, ChunkStorageMetadata, Metadata)),
-        *(f"{_METADATA}.{cls.__name__}" for cls in (MetadataIndex, StorageMeta, TensorProperties)),
-        f"{_METADATA}.TensorStorageMetadata",
-        f"{_METADATA}._MEM_FORMAT_ENCODING",
-        "torch.distributed.checkpoint.filesystem._StorageInfo",
-        "torch.serialization._get_layout",
-        *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in _PATHS),
-        *(_SIZE, *_DTYPES),
-    ]
-)
 _MAX_BYTES: Final = 2 << 30
 _MAX_TOLD: Final = 1000
-_MAX_DIMS: Final = 64
 _LARGEST: Final = 2**62
+
+T = TypeVar("T")
 
 
 class Stored(NamedTuple):
@@ -149,26 +135,15 @@ def _content(directory: Path) -> bytes:
 
 def _parsed(directory: Path, data: bytes) -> Metadata:
     try:
-        with collection_paused():
-            return _Reading(directory, _records(data)).metadata()
-    except CheckpointError:
-        raise
-    except Exception as error:  # noqa: BLE001 - records may hold anything, and be shared so often that their text has no end
-        what = str(error) if isinstance(error, BadPickle) else f"{type(error).__name__}: {_TEXT.repr(error.args)}"
+        metadata = _of(Metadata, read_pickle(data, _known)[0])
+        _check_stored(directory, metadata)
+    except BadPickle as bad:
         msg = (
-            f"load: the metadata of the checkpoint {directory} cannot be read: {printable(what[:500])}. It is damaged, "
-            f"hostile, or of an unknown version; {METADATA} was not executed. Load another checkpoint."
+            f"load: the metadata of the checkpoint {directory} cannot be read: {printable(str(bad)[:_MAX_TOLD])}. "
+            f"It is damaged, hostile, or of an unknown version; {METADATA} was not executed. Load another checkpoint."
         )
         raise CheckpointError(msg) from None
-
-
-def _records(data: bytes) -> Any:
-    records, names = read_records(data)
-    unknown = names - _ADMITTED
-    if unknown:
-        msg = f"it refers to {min(unknown)}, which metadata does not consist of"
-        raise BadPickle(msg)
-    return records
+    return metadata
 
 
 def _raise_unreadable(directory: Path, error: OSError) -> NoReturn:
@@ -187,150 +162,147 @@ def _raise_unreadable(directory: Path, error: OSError) -> NoReturn:
     raise CheckpointError(msg) from error
 
 
-class _Reading:
-    """Makes DCP's objects from the records of one pickle."""
-
-    def __init__(self, directory: Path, record: Any) -> None:
-        self._directory = directory
-        self._record = record
-        self._files: dict[str, os.stat_result] = {}
-
-    def metadata(self) -> Metadata:
-        state = self._state(self._record, "Metadata")
-        entries = {self._text(key): self._entry(key, entry) for key, entry in state["state_dict_metadata"].items()}
-        stored = {self._index(key): self._stored(info) for key, info in state["storage_data"].items()}
-        for key, entry in entries.items():
-            self._check_stored(key, entry, stored)
-        self._check_apart(stored)
-        told = state.get("planner_data")
-        paths = {key: path for key, path in told.items() if _is_path(key, path)} if type(told) is dict else {}
-        return Metadata(entries, paths, stored, StorageMeta(save_id=self._save_id(state)))
-
-    def _save_id(self, state: Any) -> str | None:
-        record = state.get("storage_meta")
-        told = record.state if _name_of(record) == "StorageMeta" else None
-        found = told.get("save_id") if type(told) is dict else None
-        return found if type(found) is str else None
-
-    def _check_apart(self, stored: Mapping[MetadataIndex, Stored]) -> None:
-        """Raise if pieces overlap: one piece for any number of entries would take any amount of memory."""
-        # One file may have several names: links.
-        ids = {name: (status.st_dev, status.st_ino) for name, status in self._files.items()}
-        places = sorted((ids[place.name], place.offset, place, index.fqn) for index, place in stored.items())
-        for (one, _, before, key), (another, _, after, other) in pairwise(places):
-            if one == another and after.offset < before.offset + before.length:
-                whose = f"{key!r}" if key == other else f"{key!r} and {other!r}"
-                self._damaged(f"the pieces of {whose} overlap in {after.name}")
-
-    def _state(self, record: Any, name: str) -> Any:
-        if _name_of(record) != name:
-            self._damaged(f"expected a {name}, got a {_name_of(record)}")
-        return record.state
-
-    def _damaged(self, what: str) -> None:
-        told = printable(what[:_MAX_TOLD])
-        msg = f"load: the metadata of the checkpoint {self._directory} is damaged: {told}. Load another checkpoint."
-        raise CheckpointError(msg)
-
-    def _text(self, value: Any) -> str:
-        if type(value) is not str:
-            self._damaged(f"expected the key of an entry, got a {type(value).__name__}")
-        return str(value)
-
-    def _number(self, value: Any, what: str) -> int:
-        if type(value) is not int or not 0 <= value <= _LARGEST:
-            self._damaged(f"expected {what}, got {reprlib.repr(value)}")
-        return int(value)
-
-    def _size(self, value: Any) -> torch.Size:
-        parts = value.args[0] if isinstance(value, Record) and value.name == _SIZE and value.args else None
-        if type(parts) is not tuple or len(parts) > _MAX_DIMS:
-            self._damaged(f"expected a size, got a {_name_of(value)}")
-        return torch.Size([self._number(part, "a size") for part in parts or ()])
-
-    def _entry(self, key: str, record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-        if _name_of(record) == "BytesStorageMetadata":
-            return BytesStorageMetadata()
-        state = self._state(record, "TensorStorageMetadata")
-        dtype = _DTYPES.get(getattr(self._state(state["properties"], "TensorProperties")[0], "name", ""))
-        if dtype is None:
-            self._damaged(f"expected the dtype of {key}")
-        assert dtype is not None
-        size = self._size(state["size"])
-        if math.prod(size) * dtype.itemsize > _LARGEST:
-            self._damaged(f"{key} has the impossible size {tuple(size)}")
-        chunks = [self._chunk(key, size, chunk) for chunk in state["chunks"]]
-        return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
-
-    def _chunk(self, key: str, whole: torch.Size, record: Any) -> ChunkStorageMetadata:
-        state = self._state(record, "ChunkStorageMetadata")
-        offsets, sizes = self._size(state["offsets"]), self._size(state["sizes"])
-        inside = len(offsets) == len(sizes) == len(whole) and all(
-            offset + size <= limit for offset, size, limit in zip(offsets, sizes, whole, strict=True)
-        )
-        if not inside:
-            self._damaged(
-                f"a piece of {key} lies at {tuple(offsets)} with the size {tuple(sizes)}: not in {tuple(whole)}"
-            )
-        return ChunkStorageMetadata(offsets, sizes)
-
-    def _index(self, record: Any) -> MetadataIndex:
-        state = self._state(record, "MetadataIndex")
-        offset = state.get("offset")
-        return MetadataIndex(self._text(state["fqn"]), None if offset is None else self._size(offset))
-
-    def _stored(self, record: Any) -> Stored:
-        state = self._state(record, "_StorageInfo")
-        name = self._text(state["relative_path"])
-        if state.get("transform_descriptors"):
-            msg = (
-                f"load: the checkpoint {self._directory} is transformed (compressed, say): "
-                "expected plain files. Load it with torch.distributed.checkpoint, and save it again."
-            )
-            raise CheckpointError(msg)
-        stored = Stored(name, self._number(state["offset"], "an offset"), self._number(state["length"], "a length"))
-        size = self._file(name).st_size
-        if stored.offset + stored.length > size:
-            self._damaged(
-                f"{name} is truncated: expected {stored.offset + stored.length} bytes or more, got {size} bytes"
-            )
-        return stored
-
-    def _file(self, name: str) -> os.stat_result:
-        if name not in self._files:
-            try:
-                self._files[name] = inside(self._directory, name, self._directory / METADATA).stat()
-            except (OSError, CheckpointError) as error:
-                self._damaged(str(error).removeprefix("read: ").rstrip("."))
-        return self._files[name]
-
-    def _check_stored(
-        self,
-        key: str,
-        entry: TensorStorageMetadata | BytesStorageMetadata,
-        stored: Mapping[MetadataIndex, Stored],
-    ) -> None:
-        if isinstance(entry, BytesStorageMetadata):
-            if MetadataIndex(key) not in stored:
-                self._damaged(f"it does not say where {key} is stored")
-            return
-        for chunk in entry.chunks:
-            place = stored.get(MetadataIndex(key, chunk.offsets))
-            if place is None:
-                self._damaged(f"it does not say where the piece of {key} at {tuple(chunk.offsets)} is stored")
-                return
-            need = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
-            if place.length < need:
-                self._damaged(f"a piece of {key} is stored in {place.length} bytes: expected {need} or more")
+def _damaged(what: str) -> NoReturn:
+    raise BadPickle(what)
 
 
-_TEXT: Final = reprlib.Repr()
-_TEXT.maxstring = _TEXT.maxother = 200
+def _of(cls: type[T], value: Any) -> T:
+    """Return a value that must be of a class."""
+    if type(value) is not cls:
+        _damaged(f"expected a {cls.__name__}, got a {type(value).__name__}")
+    return value
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _LARGEST:
+        _damaged(f"expected an offset or a length, got {reprlib.repr(value)}")
+    return value
+
+
+def _properties(state: Any) -> TensorProperties:
+    return TensorProperties(dtype=_of(torch.dtype, _of(tuple, state)[0]))
+
+
+def _chunk(state: Any) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(_of(torch.Size, state["offsets"]), _of(torch.Size, state["sizes"]))
+
+
+def _tensor(state: Any) -> TensorStorageMetadata:
+    chunks = [_of(ChunkStorageMetadata, chunk) for chunk in _of(list, state["chunks"])]
+    return TensorStorageMetadata(_of(TensorProperties, state["properties"]), _of(torch.Size, state["size"]), chunks)
+
+
+def _index(state: Any) -> MetadataIndex:
+    offset = state.get("offset")
+    return MetadataIndex(_of(str, state["fqn"]), None if offset is None else _of(torch.Size, offset))
+
+
+def _stored(state: Any) -> Stored:
+    if state.get("transform_descriptors"):
+        remedy = "Load it with torch.distributed.checkpoint, and save it again"
+        _damaged(f"it is transformed (compressed, say): expected plain files. {remedy}")
+    return Stored(_of(str, state["relative_path"]), _number(state["offset"]), _number(state["length"]))
+
+
+def _storage_meta(state: Any) -> StorageMeta:
+    save_id = state.get("save_id")
+    return StorageMeta(save_id=save_id if type(save_id) is str else None)
+
+
+def _metadata(state: Any) -> Metadata:
+    entries, stored = _of(dict, state["state_dict_metadata"]), _of(dict, state["storage_data"])
+    for key, entry in entries.items():
+        _of(str, key)
+        _of(BytesStorageMetadata if type(entry) is BytesStorageMetadata else TensorStorageMetadata, entry)
+    for index, place in stored.items():
+        _of(MetadataIndex, index)
+        _of(Stored, place)
+    paths, about = state.get("planner_data"), state.get("storage_meta")
+    paths = {key: path for key, path in paths.items() if _is_path(key, path)} if type(paths) is dict else {}
+    return Metadata(entries, paths, stored, about if type(about) is StorageMeta else StorageMeta())
 
 
 def _is_path(key: Any, path: Any) -> bool:
     return type(key) is str and type(path) is tuple and bool(path) and all(type(step) in (str, int) for step in path)
 
 
-def _name_of(record: Any) -> str:
-    return record.name.rpartition(".")[2] if isinstance(record, Record) else type(record).__name__
+def _ignored(*_: Any) -> None:
+    """Make nothing of what is not read here: layouts, memory formats, where the checkpoint was."""
+
+
+#: What torch 2.11 to 2.15 pickle as metadata.
+_KNOWN: Final[dict[str, Known]] = {
+    **{str(value): Known(value=value) for value in vars(torch).values() if isinstance(value, torch.dtype)},
+    "torch.Size": Known(lambda parts: torch.Size(size_of(parts))),
+    "torch.serialization._get_layout": Known(_ignored),
+    f"{_METADATA}._MEM_FORMAT_ENCODING": Known(_ignored),
+    f"{_METADATA}.BytesStorageMetadata": Known(lambda _: BytesStorageMetadata(), takes_state=True),
+    f"{_METADATA}.ChunkStorageMetadata": Known(_chunk, takes_state=True),
+    f"{_METADATA}.Metadata": Known(_metadata, takes_state=True),
+    f"{_METADATA}.MetadataIndex": Known(_index, takes_state=True),
+    f"{_METADATA}.StorageMeta": Known(_storage_meta, takes_state=True),
+    f"{_METADATA}.TensorProperties": Known(_properties, takes_state=True),
+    f"{_METADATA}.TensorStorageMetadata": Known(_tensor, takes_state=True),
+    "torch.distributed.checkpoint.filesystem._StorageInfo": Known(_stored, takes_state=True),
+    **{
+        f"{module}.{name}": Known(_ignored)
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+    },
+}
+
+
+def _known(name: str) -> Known:
+    if name not in _KNOWN:
+        _damaged(f"it refers to {name}, which metadata does not consist of")
+    return _KNOWN[name]
+
+
+def _check_stored(directory: Path, metadata: Metadata) -> None:
+    """Raise ``BadPickle`` unless all pieces are stored, inside of their tensor and their file, and apart.
+
+    One piece for any number of entries would take any amount of memory.
+    """
+    files = {name: _file(directory, name) for name in {place.name for place in metadata.storage_data.values()}}
+    for place in metadata.storage_data.values():
+        need, size = place.offset + place.length, files[place.name].st_size
+        if need > size:
+            _damaged(f"{place.name} is truncated: expected {need} bytes or more, got {size} bytes")
+    for key, entry in metadata.state_dict_metadata.items():
+        _check_entry(key, entry, metadata.storage_data)
+    # One file may have several names: links.
+    ids = {name: (status.st_dev, status.st_ino) for name, status in files.items()}
+    places = sorted((ids[place.name], place.offset, place, key.fqn) for key, place in metadata.storage_data.items())
+    for (one, _, before, key), (another, _, after, other) in pairwise(places):
+        if one == another and after.offset < before.offset + before.length:
+            whose = f"{key!r}" if key == other else f"{key!r} and {other!r}"
+            _damaged(f"the pieces of {whose} overlap in {after.name}")
+
+
+def _file(directory: Path, name: str) -> os.stat_result:
+    try:
+        return inside(directory, name, directory / METADATA).stat()
+    except (OSError, CheckpointError) as error:
+        _damaged(str(error).removeprefix("read: ").rstrip("."))
+
+
+def _check_entry(key: str, entry: TensorStorageMetadata | BytesStorageMetadata, stored: Mapping[Any, Stored]) -> None:
+    if isinstance(entry, BytesStorageMetadata):
+        if MetadataIndex(key) not in stored:
+            _damaged(f"it does not say where {key} is stored")
+        return
+    itemsize = entry.properties.dtype.itemsize
+    if math.prod(entry.size) * itemsize > _LARGEST:
+        _damaged(f"{key} has the impossible size {tuple(entry.size)}")
+    for chunk in entry.chunks:
+        where = f"at {tuple(chunk.offsets)}"
+        stops = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=False)]
+        is_inside = len(chunk.offsets) == len(chunk.sizes) == len(entry.size) and all(map(le, stops, entry.size))
+        if not is_inside:
+            _damaged(f"a piece of {key} lies {where} with the size {tuple(chunk.sizes)}: not in {tuple(entry.size)}")
+        place = stored.get(MetadataIndex(key, chunk.offsets))
+        if place is None:
+            _damaged(f"it does not say where the piece of {key} {where} is stored")
+        need = math.prod(chunk.sizes) * itemsize
+        if place.length < need:
+            _damaged(f"a piece of {key} is stored in {place.length} bytes: expected {need} or more")

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from statetree.dcp.reconstructors import CLASSES
 from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY, VALUE_ENTRY
 from statetree.errors import CheckpointError
 from statetree.files.key_texts import UnknownKey, key_of, key_text, shown_key
+from statetree.files.pickled_values import CLASSES
 from statetree.key_paths import Path
 from statetree.leaves.divided import DividedLeaf
 from statetree.tree.containers import Container

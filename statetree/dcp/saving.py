@@ -12,7 +12,6 @@ from statetree.dcp.failures import checkpoint_errors
 from statetree.dcp.flat_state import STRUCTURE_KEY, flat_state, free_key
 from statetree.dcp.groups import check_alive, ranks_of
 from statetree.dcp.internals import run_save
-from statetree.dcp.numpy_values import is_array_of_numbers
 from statetree.dcp.plain_values import why_not_restorable
 from statetree.dcp.save_planner import SavePlanner, ToSave
 from statetree.dcp.saved_structure import (
@@ -24,7 +23,7 @@ from statetree.dcp.saved_structure import (
     structure_text,
     why_not_rebuilt,
 )
-from statetree.dcp.tensors import PARTS_ENTRY, VALUE_ENTRY, compact, content_of, to_save
+from statetree.dcp.tensors import PARTS_ENTRY, VALUE_ENTRY, compact, content_of, is_array_of_numbers, to_save
 from statetree.errors import StateTreeError, UnsupportedLeaf, shown, warn, with_checks
 from statetree.files.checkpoint import is_entry
 from statetree.key_paths import Path

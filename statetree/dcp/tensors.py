@@ -10,7 +10,6 @@ import torch
 from statetree.chunks.boxes import whole_box
 from statetree.dcp.groups import ranks_of
 from statetree.dcp.local_pieces import LocalPieces
-from statetree.dcp.numpy_values import is_array_of_numbers
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange.manifest import chunks_of
 from statetree.files.filling import check_elements, refuse_leaf
@@ -36,6 +35,12 @@ if TYPE_CHECKING:
 TENSOR_ENTRY: Final = "tensor"
 PARTS_ENTRY: Final = "parts"
 VALUE_ENTRY: Final = "value"
+
+
+def is_array_of_numbers(value: Any) -> bool:
+    """Whether a value is an array of NumPy without objects: it may be large, and need not be pickled to look inside."""
+    cls = type(value)
+    return cls.__module__ == "numpy" and cls.__qualname__ == "ndarray" and value.dtype.kind in "biufc"
 
 
 class Content(NamedTuple):

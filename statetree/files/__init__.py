@@ -10,10 +10,10 @@ Files are not trusted: nothing in them is executed, sizes are compared with the 
 - ``page``: ``to_html``, a tree as one page to look at; ``shard_figures``: which rank holds which box.
 - ``leaf_text``: leaves in words; ``shared_bytes``: which of them share bytes.
 - ``publishing``: a checkpoint is written under a temporary name, and appears whole.
-- ``safetensors_format``, ``safetensors_header``; ``torch_format``, ``torch_legacy``, ``torch_pickles`` and
-  ``zip_archive``: the formats.
+- ``safetensors_format``, ``safetensors_header``; ``torch_format``, ``torch_legacy`` and ``zip_archive``: the formats.
 - ``hugging_face``: folders, and indices of several files.
-- ``safe_pickle``: pickles as records, nothing run or imported; ``pickled_values``: what these stand for.
+- ``unpickling``: pickles, of which nothing is run or imported; ``pickled_values``, ``pickled_tensors``: what the names
+  in them stand for.
 - ``untrusted``: names and texts out of files; ``urls``: paths that are none.
 - ``torch_writing``: ``torch.save`` that says what the system said.
 """
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from statetree.files.formats import register_format as register_format
     from statetree.files.formats import save as save
     from statetree.files.loading import load as load
-    from statetree.files.safe_pickle import StoredObject as StoredObject
     from statetree.files.stored import StoredTensor as StoredTensor
+    from statetree.files.unpickling import StoredObject as StoredObject
 
 _MODULES: Final = {
     **dict.fromkeys(("CheckpointFormat", "OpenedCheckpoint", "SaveOptions"), "checkpoint"),
     **dict.fromkeys(("open", "opened", "register_format", "save"), "formats"),
-    "StoredObject": "safe_pickle",
+    "StoredObject": "unpickling",
     "StoredTensor": "stored",
     "load": "loading",
 }

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from statetree.files.page import tree_fragments
-from statetree.files.safe_pickle import StoredObject
+from statetree.files.unpickling import StoredObject
 from statetree.leaves.builtin import is_plain
 from statetree.tree.html_fragments import cell
 

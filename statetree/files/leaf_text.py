@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import torch
 
-from statetree.files.safe_pickle import StoredObject
 from statetree.files.stored import StoredTensor
+from statetree.files.unpickling import StoredObject
 from statetree.files.untrusted import brief, printable, shape_text
 
 _REPR: Final = reprlib.Repr()

@@ -17,8 +17,8 @@ from statetree.files.checkpoint import StoredParts, is_entry
 from statetree.files.entry_matching import matched_entries, refuse_all
 from statetree.files.filling import Target, check_elements, fill
 from statetree.files.formats import opened
-from statetree.files.safe_pickle import StoredObject
 from statetree.files.stored import StoredTensor
+from statetree.files.unpickling import StoredObject
 from statetree.leaves.builtin import is_distributed, settled, taken_over
 from statetree.leaves.casting import castable
 from statetree.leaves.copying import prepared_copy

@@ -1,177 +1,231 @@
-"""The values that records of a pickle stand for: containers are made here, all else by rules that check arguments."""
+"""What names in pickles stand for: values of the standard library and of NumPy, made from checked arguments.
+
+Where a class checks what it is given, it is called as it is. None of these runs code, opens anything, or takes memory
+beyond what it is given. NumPy is imported when a pickle has a value of it.
+"""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
+import argparse
+import collections
+import datetime
+import enum
+import pathlib
+import random
+import re
+import sys
+import types
+import uuid
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
-
-from statetree.files.safe_pickle import BadPickle, Named, PersistentId, Record, StoredObject, check_depth
+from statetree.files.unpickling import BadPickle, Known, StoredObject
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Mapping
 
-_ATOMS: Final = frozenset([str, int, float, bool, type(None), bytes])
-_KEYS: Final = _ATOMS | {complex, tuple, torch.Size, torch.dtype, torch.device, StoredObject}
-_MAPPINGS: Final = (OrderedDict, Counter, defaultdict)
-
-
-class Rules:
-    """What the names in pickles stand for. As it is, it knows none.
-
-    Attributes:
-        foreign: Names that stand for nothing here: objects of them are not made.
-    """
-
-    foreign: Collection[str] = ()
-
-    def named(self, name: str) -> Any:
-        """Return what stands for a function or class that is not called."""
-        return Named(name)
-
-    def called(self, name: str, args: tuple[Any, ...]) -> Any:
-        """Return the result of a call."""
-        raise BadPickle(f"it makes a {name} in an unknown way{args and ''}")
-
-    def stored(self, pid: Any) -> Any:
-        """Return a storage by its persistent id."""
-        raise BadPickle(f"it refers to what is outside of it (a {type(pid).__name__})")
-
-    def set_state(self, target: Any, state: Any) -> bool:  # noqa: ARG002
-        """Set the state of the result of a call; return whether that is known."""
-        return False
+#: Classes that a value may be, or that a ``defaultdict`` may call.
+CLASSES: Final[Mapping[str, type]] = {
+    f"builtins.{cls.__name__}": cls
+    for cls in (bool, bytes, complex, dict, float, frozenset, int, list, object, set, str, tuple, type(None))
+} | {"builtins.long": int, "builtins.unicode": str, "collections.OrderedDict": collections.OrderedDict}
 
 
-def made(root: Any, rules: Rules) -> Any:
-    """Return the value that stands for what ``read_records`` returned.
-
-    Raises:
-        BadPickle: If it is nested too deeply, or if something in it cannot be made.
-    """
-    found: dict[int, Any] = {}
-
-    def of(value: Any) -> Any:
-        cls = type(value)
-        if cls in _ATOMS:
-            return value
-        if cls is type:
-            return StoredObject(value.name) if value.name in rules.foreign else rules.named(value.name)
-        return found.get(id(value), value)
-
-    try:
-        for value in check_depth(root, rules.foreign):
-            found[id(value)] = _made(value, of, rules)
-        return of(root)
-    except BadPickle:
-        raise
-    except Exception as error:  # noqa: BLE001 - what is made is given arguments of any kind
-        raise BadPickle(f"it is damaged ({type(error).__name__}: {str(error)[:100]})") from None
+def expect(holds: object, what: str) -> None:
+    """Raise ``BadPickle`` unless something holds."""
+    if not holds:
+        raise BadPickle(f"it makes {what} of something else")
 
 
-def _made(value: Any, of: Callable[[Any], Any], rules: Rules) -> Any:
-    cls = type(value)
-    if cls is dict:
-        keys = list(map(of, value))
-        check_keys(keys)
-        return dict(zip(keys, map(of, value.values()), strict=True))
-    if cls in (list, tuple, set, frozenset):
-        parts = list(map(of, value))
-        if cls in (set, frozenset):
-            check_keys(parts)
-        return cls(parts)
-    if cls is PersistentId:
-        return rules.stored(of(value.args)[0])
-    if not isinstance(value, Record):
-        return value
-    if value.name in rules.foreign:
-        return StoredObject(value.name)
-    args, state, items = of(value.args), of(value.state), of(value.items)
-    make = _BUILTIN.get(value.name)
-    target = rules.called(value.name, args) if make is None else make(*args)
-    if isinstance(target, StoredObject):
-        return target
-    if items is not None:
-        _put(target, items)
-    if value.state is not None and not _set_state(target, state) and not rules.set_state(target, state):
-        raise BadPickle(f"it sets the state of a {type(target).__name__}")
-    return target
-
-
-def _put(target: Any, items: list[Any]) -> None:
-    if type(target) is deque:
-        target.extend(items)
-        return
-    if type(target) not in _MAPPINGS or not all(type(item) is tuple and len(item) == 2 for item in items):
-        raise BadPickle(f"it sets items of a {type(target).__name__}")
-    check_keys([key for key, _ in items])
-    for key, value in items:
-        target[key] = value
-
-
-def _set_state(target: Any, state: Any) -> bool:
-    if type(target) is not OrderedDict or type(state) is not dict:
-        return False
-    set_state_attributes(target, state)
-    return True
-
-
-def set_state_attributes(target: Any, state: Any) -> None:
-    """Set the attributes of an object, none of which means anything to Python.
+def set_attributes(target: Any, state: Any) -> Any:
+    """Set attributes of an object, none of which means anything to Python, and return it.
 
     Raises:
         BadPickle: If one may.
     """
-    are_names = type(state) is dict and set(map(type, state)) <= {str}
     cls = type(target)
-    if not are_names or not all(
-        name.isidentifier() and not name.startswith("__") and not callable(getattr(cls, name, None)) for name in state
-    ):
-        raise BadPickle("it sets attributes that are no plain ones")
-    target.__dict__.update(state)
+    for name in state or ():
+        is_plain = type(name) is str and name.isidentifier() and not name.startswith("__")
+        if not is_plain or callable(getattr(cls, name, None)):
+            raise BadPickle("it sets attributes that are no plain ones")
+    target.__dict__.update(state or {})
+    return target
 
 
-def check_keys(keys: Iterable[Any]) -> None:
-    """Raise ``BadPickle`` unless keys are plain values, or tuples."""
-    for key in keys:
-        if type(key) not in _KEYS:
-            raise BadPickle(f"it has a {type(key).__name__} as a key")
+def find(name: str) -> Known | None:
+    """Return what a name stands for. Enumerations are known if their module is imported already."""
+    known = KNOWN.get(name)
+    if known is None:
+        module, _, own = name.rpartition(".")
+        cls = vars(sys.modules[module]).get(own) if module in sys.modules else None
+        return Known(partial(_member, cls)) if isinstance(cls, type) and issubclass(cls, enum.Enum) else None
+    return known
+
+
+def _member(cls: type[enum.Enum], value: Any) -> enum.Enum:
+    """Return the member of an enumeration that has a value, without running the code of its class."""
+    for member in cls.__members__.values():
+        own = member._value_
+        if type(own) is type(value) and own == value:
+            return member
+    if issubclass(cls, enum.Flag) and type(value) is int:
+        own, standard = (getattr(each._missing_, "__func__", None) for each in (cls, enum.Flag))
+        if own is standard and cls.__new__ is enum.Flag.__new__:  # combinations are made by Python's own code
+            return cls(value)
+    raise BadPickle(f"it has a value that no member of {cls.__qualname__} has")
 
 
 def _encoded(text: Any = b"", codec: Any = "latin1") -> bytes:
-    if codec not in ("latin1", "latin-1") or not isinstance(text, (str, bytes)):
-        raise BadPickle("it makes bytes in an unknown way")
+    expect(codec in ("latin1", "latin-1") and isinstance(text, (str, bytes)), "bytes")
     return text.encode("latin1") if isinstance(text, str) else text
 
 
-def _of_items(cls: Any) -> Callable[..., Any]:
-    def make(items: Any = ()) -> Any:
-        if type(items) not in (list, tuple, dict, set):
-            raise BadPickle(f"it makes a {cls.__name__} of a {type(items).__name__}")
-        check_keys(items if cls is set or type(items) is dict else [key for key, _ in items])
+def _moment(cls: Any) -> Callable[..., Any]:
+    # The class takes what it pickled as it is, days and hours that do not exist included. ``replace`` looks at them.
+    return lambda *args: cls(*args).replace()
+
+
+def _namespace(cls: type) -> Known:
+    def make(state: Any) -> Any:
         made = cls()
-        if cls is set:
-            made.update(items)
-        for key, value in () if cls is set else items.items() if type(items) is dict else items:
-            made[key] = value  # a Counter's update would add up
+        vars(made).update(**state)
         return made
 
-    return make
+    return Known(make, takes_state=True)
 
 
-def _complex(*parts: Any) -> complex:
-    if not 1 <= len(parts) <= 2 or not all(type(part) in (int, float) for part in parts):
-        raise BadPickle("it makes a complex number of something else")
-    return complex(*parts)
+def _random(state: Any) -> random.Random:
+    made = random.Random()
+    made.setstate(state)
+    return made
 
 
-#: Functions and classes that are called here, and not by rules.
-_BUILTIN: Final[dict[str, Callable[..., Any]]] = {
-    "collections.OrderedDict": _of_items(OrderedDict),
-    "collections.Counter": _of_items(Counter),
-    "builtins.set": _of_items(set),
-    "builtins.bytearray": lambda *args: bytearray(_encoded(*args)),
-    "builtins.complex": _complex,
-    "_codecs.encode": _encoded,
+def _numpy() -> Any:
+    try:
+        import numpy as np
+    except ImportError:
+        raise BadPickle("it has values of NumPy, which is not installed") from None
+    return np
+
+
+_DTYPE: Final = re.compile(r"[?biufcSUV]\d{0,9}")
+_SEEDS: Final = "numpy.random.bit_generator."
+_BIT_GENERATORS: Final = {
+    f"numpy.random.{module}.{name}": name
+    for module, name in (
+        *(("_mt19937", "MT19937"), ("_pcg64", "PCG64"), ("_pcg64", "PCG64DXSM")),
+        *(("_philox", "Philox"), ("_sfc64", "SFC64")),
+    )
 }
-MADE_HERE: Final = frozenset(_BUILTIN)
+#: NumPy copies these arrays, and positions in them, without a look: other ones would have it read outside.
+_STATE_ARRAYS: Final = {
+    "key": (("uint32", 624), ("uint64", 2)),
+    **dict.fromkeys(("state", "counter", "buffer"), (("uint64", 4),)),
+}
+_STATE_POSITIONS: Final = {"pos": 624, "buffer_pos": 4, "has_uint32": 1, "has_gauss": 1}
+
+
+def _dtype(state: Any, text: Any, *_flags: Any) -> Any:
+    _version, order, *parts = state[:5]
+    expect(_DTYPE.fullmatch(text) and order in ("<", ">", "|", "="), "a dtype")
+    expect(parts == [None, None, None] and len(state) == 8, "a dtype of simple values")  # no fields, no units of time
+    return _numpy().dtype(f"{order}{text}")
+
+
+def _scalar(dtype: Any, data: Any) -> Any:
+    return _numpy().frombuffer(data, dtype)[0] if data else dtype.type()
+
+
+def _array(state: Any, cls: StoredObject, *_args: Any) -> Any:
+    np = _numpy()
+    expect(cls.name == "numpy.ndarray", "an array")
+    _version, shape, dtype, by_columns, data = state
+    # NumPy's own ``__setstate__`` takes any shape, and addresses of objects.
+    flat = np.frombuffer(data, dtype) if data else np.empty(0, dtype)
+    return flat.reshape(shape, order="F" if by_columns else "C").copy(order="K")
+
+
+def _seed(state: Any, _cls: Any, _checksum: Any, inline: Any = None) -> Any:
+    entropy, spawned, _pool, pool_size, spawn_key = (state or inline)[:5]
+    expect(type(pool_size) is int and pool_size <= 1024, "a SeedSequence")
+    return _numpy().random.SeedSequence(entropy, spawn_key=spawn_key, pool_size=pool_size, n_children_spawned=spawned)
+
+
+def _bit_generator(state: Any, cls: Any) -> Any:
+    name: Any = _BIT_GENERATORS.get(cls.name) if isinstance(cls, StoredObject) else cls  # older versions pass its name
+    expect(name in _BIT_GENERATORS.values(), "a bit generator")
+    np = _numpy()
+    made = getattr(np.random, name)()
+    inner, seed = state if type(state) is tuple else (state, None)
+    if seed is None:
+        made.state = _checked(inner)
+    else:
+        expect(type(seed) is np.random.SeedSequence, "a bit generator")
+        made.__setstate__((_checked(inner), seed))
+    return made
+
+
+def _generator(name: str) -> Known:
+    def make(state: Any, inner: Any, *_more: Any) -> Any:
+        np = _numpy()
+        expect(isinstance(inner, np.random.BitGenerator), f"a {name}")
+        made = getattr(np.random, name)(inner)
+        if state is not None:
+            made.set_state(_checked(state))
+        return made
+
+    return Known(make, takes_state=True)
+
+
+def _checked(state: Any) -> Any:
+    """Return a random state, unless it is no sound one."""
+    inner = state.get("state")
+    for name, value in (*state.items(), *(inner.items() if type(inner) is dict else ())):
+        if isinstance(value, _numpy().ndarray):
+            expect(value.ndim == 1 and (str(value.dtype), value.size) in _STATE_ARRAYS[name], "a random state")
+        elif name in _STATE_POSITIONS:
+            expect(type(value) is int and 0 <= value <= _STATE_POSITIONS[name], "a random state")
+        else:
+            expect(type(value) in (int, float, str) or value is inner, "a random state")
+    return state
+
+
+KNOWN: Final[dict[str, Known]] = {
+    **{name: Known(value=cls) for name, cls in CLASSES.items()},
+    **{f"builtins.{cls.__name__}": Known(cls, cls) for cls in (complex, frozenset, set)},
+    "builtins.Ellipsis": Known(value=...),
+    "builtins.bytes": Known(lambda: b"", bytes),  # pickle makes empty ones by calling the class
+    "builtins.bytearray": Known(lambda *args: bytearray(_encoded(*args))),
+    "builtins.range": Known(range),
+    "builtins.slice": Known(slice),
+    "builtins.xrange": Known(range),
+    "_codecs.encode": Known(_encoded),
+    "collections.Counter": Known(collections.Counter),
+    "collections.OrderedDict": Known(
+        lambda state, *items: set_attributes(collections.OrderedDict(*items), state),
+        collections.OrderedDict,
+        takes_state=True,
+    ),
+    "collections.defaultdict": Known(collections.defaultdict),
+    "collections.deque": Known(collections.deque),
+    **{f"datetime.{cls.__name__}": Known(_moment(cls)) for cls in (datetime.date, datetime.datetime, datetime.time)},
+    **{f"datetime.{cls.__name__}": Known(cls) for cls in (datetime.timedelta, datetime.timezone)},
+    **{
+        f"{module}.{cls.__name__}": Known(cls)
+        for module in ("pathlib", "pathlib._local")
+        for cls in (pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
+    },
+    "argparse.Namespace": _namespace(argparse.Namespace),
+    "types.SimpleNamespace": _namespace(types.SimpleNamespace),
+    "random.Random": Known(_random, takes_state=True),
+    "uuid.UUID": Known(lambda state: uuid.UUID(int=state["int"]), takes_state=True),
+    "numpy.dtype": Known(_dtype, takes_state=True),
+    "numpy.ndarray": Known(),
+    **{f"numpy.{core}.multiarray.scalar": Known(_scalar) for core in ("core", "_core")},
+    **{f"numpy.{core}.multiarray._reconstruct": Known(_array, takes_state=True) for core in ("core", "_core")},
+    **dict.fromkeys((f"{_SEEDS}SeedSequence", *_BIT_GENERATORS), Known()),
+    f"{_SEEDS}__pyx_unpickle_SeedSequence": Known(_seed, takes_state=True),
+    "numpy.random._pickle.__bit_generator_ctor": Known(_bit_generator, takes_state=True),
+    "numpy.random._pickle.__generator_ctor": _generator("Generator"),
+    "numpy.random._pickle.__randomstate_ctor": _generator("RandomState"),
+}

@@ -6,7 +6,6 @@ import sys
 import warnings
 from functools import partial
 from pickle import PicklingError, UnpicklingError
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
@@ -15,13 +14,12 @@ from statetree.chunks.boxes import whole_box
 from statetree.errors import CheckpointError
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint
 from statetree.files.hugging_face import INDEX, SAFETENSORS_NAMES, TORCH_NAMES, file_in, read_index
-from statetree.files.ranges import OpenFiles
-from statetree.files.safe_pickle import BadPickle, Named
+from statetree.files.pickled_tensors import find, storages
 from statetree.files.shared_bytes import extent
 from statetree.files.stored import StoredPiece, StoredTensor, whole_tensors
 from statetree.files.torch_legacy import LEGACY, read_legacy
-from statetree.files.torch_pickles import StorageClass, foreign_names, read_pickle
-from statetree.files.torch_writing import save_as
+from statetree.files.torch_writing import gist, save_as
+from statetree.files.unpickling import BadPickle, read_pickle
 from statetree.files.untrusted import refuse
 from statetree.files.zip_archive import REWRITE, ZipMember, read_members
 from statetree.leaves.parts import unpack
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from statetree.files.checkpoint import SaveOptions
-    from statetree.files.ranges import FileRange
+    from statetree.files.ranges import FileRange, OpenFiles
 
 _MAX_PICKLE_BYTES: Final = 1 << 30
 #: Where members begin that processors can read any numbers from. (Those that torch writes begin at multiples of 64.)
@@ -112,16 +110,17 @@ class TorchArchive:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that typed storages, quantized and nested tensors are old or new
-                tree, self.foreign = read_pickle(data, partial(self.memory, device))
+                tree, self.foreign = read_pickle(data, find, storages(partial(self._memory, device)))
         except BadPickle as bad:
             self.refuse(f"the pickle in {self.prefix}data.pkl: {bad}")
         return tree
 
-    def memory(self, device: str, key: str, nbytes: int) -> torch.UntypedStorage:
+    def _memory(self, device: str, key: str, count: int, itemsize: int) -> torch.UntypedStorage:
         """Return the memory of a storage. Raises ``BadPickle`` if the archive has none of this key and size."""
         member = self.members.get(f"{self.prefix}data/{key}" if self._legacy_pickle is None else key)
         if member is None:
             raise BadPickle(f"it has a tensor on the storage {key[:40]!r}, which the archive does not hold")
+        nbytes = count * itemsize
         if nbytes != member.nbytes:
             raise BadPickle(f"it says that the storage {member.name!r} has {nbytes} bytes: it has {member.nbytes}")
         if key not in self._storages:
@@ -147,8 +146,6 @@ class TorchArchive:
 
     def stored(self, leaf: Any) -> Any:
         """Return what stands for a leaf of the tree, one object for each."""
-        if isinstance(leaf, (Named, StorageClass)):
-            return resolve_name(leaf.name)
         if isinstance(leaf, (torch.UntypedStorage, torch.storage.TypedStorage)):
             storage: Any = leaf
             with warnings.catch_warnings():
@@ -240,16 +237,12 @@ class TorchFormat(CheckpointFormat):
                 f"save: torch cannot save the tree: {type(error).__name__}: {str(error)[:200]}. Leave it out (select)."
             )
             raise CheckpointError(msg) from error
-        archive = TorchArchive(OpenFiles().open(folder / name))
-        try:
-            foreign = foreign_names(archive.pickle())
-        except BadPickle as bad:
-            msg = f"save: the tree holds what torch.load(weights_only=True) refuses: {bad}. Leave it out (select)."
-            raise CheckpointError(msg) from bad
-        if foreign:
-            what = f"the tree holds what torch.load(weights_only=True) refuses: {', '.join(foreign[:5])}"
+        try:  # what cannot be read without running its code is no checkpoint
+            torch.load(folder / name, map_location="cpu", mmap=True, weights_only=True)
+        except Exception as error:
+            what = f"the tree holds what torch.load(weights_only=True) refuses: {gist(error)}"
             msg = f"save: {what}. Leave it out (select), or convert it to plain values."
-            raise CheckpointError(msg)
+            raise CheckpointError(msg) from error
         return [name]
 
 

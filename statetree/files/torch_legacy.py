@@ -9,8 +9,10 @@ import pickletools
 import sys
 from typing import TYPE_CHECKING, Final
 
-from statetree.files.safe_pickle import BadPickle
-from statetree.files.torch_pickles import plain_pickle, storage_sizes
+import torch
+
+from statetree.files.pickled_tensors import find, storages
+from statetree.files.unpickling import BadPickle, read_pickle
 from statetree.files.untrusted import refuse
 
 if TYPE_CHECKING:
@@ -33,22 +35,24 @@ def read_legacy(place: FileRange) -> tuple[bytes, dict[str, tuple[int, int]]]:
         for _ in range(5):
             pickles.append(_pickle_at(place, at))
             at += len(pickles[-1])
-        _, version, machine, tree, keys = pickles
-        _check_machine(plain_pickle(version), plain_pickle(machine))
-        return tree, _storages(place, at, storage_sizes(tree), plain_pickle(keys))
+        sizes: dict[str, tuple[int, int]] = {}
+
+        def memory(key: str, count: int, itemsize: int) -> torch.UntypedStorage:
+            sizes[key] = count, itemsize
+            return torch.UntypedStorage(count * itemsize, device="meta")
+
+        version, machine, _, keys = (read_pickle(each, find, storages(memory))[0] for each in pickles[1:])
+        if version != 1001 or type(machine) is not dict:
+            refuse(place.label, "it is of an unknown version")
+        if machine.get("little_endian") is not (sys.byteorder == "little"):
+            refuse(place.label, "it has the byte order of another machine")
+        return pickles[3], _places(place, at, sizes, keys)
     except BadPickle as bad:
         refuse(place.label, f"a pickle of a file of torch before 1.6: {bad}")
 
 
-def _check_machine(version: object, told: object) -> None:
-    if version != 1001 or type(told) is not dict:
-        raise BadPickle("it is of an unknown version")
-    if told.get("little_endian") is not (sys.byteorder == "little"):
-        raise BadPickle("it has the byte order of another machine")
-
-
 def _pickle_at(place: FileRange, at: int) -> bytes:
-    """Return the pickle that begins at a place, without carrying it out: how long it is, nothing says."""
+    """Return the pickle that begins at an offset. How long it is, only its instructions say: none is carried out."""
     most = min(place.length - at, _MAX_PICKLE_BYTES)
     nbytes = min(most, 1 << 16)
     while True:
@@ -63,12 +67,12 @@ def _pickle_at(place: FileRange, at: int) -> bytes:
             return data[: last + 1]
 
 
-def _storages(place: FileRange, at: int, sizes: dict[str, tuple[int, int]], keys: object) -> dict[str, tuple[int, int]]:
+def _places(place: FileRange, at: int, sizes: dict[str, tuple[int, int]], keys: object) -> dict[str, tuple[int, int]]:
     if type(keys) is not list or not all(type(key) is str for key in keys) or sorted(keys) != sorted(sizes):
         raise BadPickle("it does not list the storages that the tree has")
     found = {}
     for key in keys:
-        itemsize, count = sizes[key]
+        count, itemsize = sizes[key]
         stored = int.from_bytes(place.read(at, _COUNT_BYTES, f"the size of the storage {key[:40]!r}"), "little")
         if stored != count:
             raise BadPickle(f"the storage {key[:40]!r} has {stored} elements: the tree says {count}")

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+#: The part of what ``torch.load`` says that is not advice for its callers.
+_REASON: Final = re.compile(
+    r"(?:WeightsUnpickler error: |(?=Unsupported (?:global|class|operand)|Trying to load))(.*?)(?:\. | Check the doc|$)"
+)
 
 
 class Stream:
@@ -49,3 +56,10 @@ def save_as(value: Any, path: Path) -> None:
     """Write a value to a file that is not there yet, as ``torch.save`` does."""
     with path.open("xb") as file:
         save_to(value, Stream(file))
+
+
+def gist(error: Exception) -> str:
+    """Return what an error of ``torch.load`` says that is of use to others than its callers."""
+    text = " ".join(str(error)[:10_000].split())
+    found = _REASON.search(text)
+    return (found[1] if found else text)[:200]

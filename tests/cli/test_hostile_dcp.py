@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
 
 from statetree.dcp.file_manifest import MANIFEST
-from tests.cli.hostile import Raw, archive, bomb
+from tests.cli.hostile import Raw, bomb
 from tests.cli.states import bits, write
-from tests.cli.test_hostile_torch import BOMBS
+from tests.cli.test_hostile_torch import nested_keys
 
 
 def refused(ran, *messages):
@@ -74,9 +74,8 @@ def test_code_in_the_metadata_does_not_run(where, directory, tmp_path, statetree
     assert not (tmp_path / "statetree_was_here").exists()
 
 
-@pytest.mark.parametrize("name", ["deep keys", "shared lists"])
-def test_metadata_cannot_crash_or_fill_the_process(name, directory, statetree):
-    (directory / ".metadata").write_bytes(BOMBS[name]())
+def test_deep_metadata_cannot_crash_the_process(directory, statetree):
+    (directory / ".metadata").write_bytes(nested_keys(1_000_000))
     refused(statetree("show", directory))
 
 
@@ -160,7 +159,7 @@ def test_code_in_pieces_of_tensors_does_not_run(directory, tmp_path, statetree):
     replace_bytes(directory, "w", saved(evil))
     refused(
         statetree("convert", directory, tmp_path / "b.pt"),
-        "the entry 'w': the pickle in archive/data.pkl: torch cannot load it",
+        "the entry 'w': it holds something else: expected a tensor",
     )
     assert not (tmp_path / "statetree_was_here").exists()
 
@@ -176,8 +175,6 @@ def test_damaged_values_are_named(data, directory, statetree):
 def test_bombs_in_values_are_refused(directory, tmp_path, statetree):
     replace_bytes(directory, "v.b", bomb(tmp_path / "bomb").read_bytes())
     refused(statetree("show", directory), "is compressed")
-    replace_bytes(directory, "v.b", archive(tmp_path / "bomb", BOMBS["shared lists"]()).read_bytes())
-    refused(statetree("show", directory), "the entry 'v.b'", "shared so often")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "[" * 10_000, '{"version":2}', 7])

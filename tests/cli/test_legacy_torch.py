@@ -82,7 +82,9 @@ def test_code_does_not_run(old, tmp_path, statetree):
 
 
 def test_numbers_that_torch_writes_and_does_not_read_are_not_saved(tmp_path):
-    with pytest.raises(st.CheckpointError, match=r"save: .*a number of more than 255 bytes\. Leave it out \(select\)"):
+    with pytest.raises(
+        st.CheckpointError, match=r"save: .* refuses: Unsupported operand 139\. Leave it out \(select\)"
+    ):
         st.save({"x": 10**700}, tmp_path / "t.pt")
     assert list(tmp_path.iterdir()) == []
     st.save({"x": 10**600}, tmp_path / "t.pt")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import array
 import collections
 import datetime
 import decimal
@@ -26,7 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh
 import statetree
 from statetree import dcp
 from statetree.dcp.plain_values import read_value, why_not_restorable
-from statetree.files.safe_pickle import BadPickle
 
 
 class Color(enum.Enum):
@@ -57,13 +55,11 @@ VALUES = {
     "a NumPy complex number": np.complex64(1 - 2j),
     "a NumPy text": np.str_("abc"),
     "NumPy bytes": np.bytes_(b"abc"),
-    "a NumPy time": np.datetime64("2020-01-02T03", "ns"),
     "an array": np.arange(6).reshape(2, 3),
     "an array by columns": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
     "an empty array": np.zeros((0, 3)),
     "an array of one": np.array(5),
     "an array of texts": np.array(["a", "bcd"]),
-    "an array of days": np.array(["2020-01-02"], dtype="M8[D]"),
     "a dtype": np.dtype("f4"),
     "NumPy's random state": np.random.RandomState(3).get_state(),
     "Python's random state": random.Random(3).getstate(),
@@ -74,10 +70,7 @@ VALUES = {
     "a time": datetime.time(1, 2, 3, 4),
     "a timedelta": datetime.timedelta(1, 2, 3),
     "a timezone": ZONE,
-    "a Decimal": decimal.Decimal("1.50"),
-    "a Fraction": fractions.Fraction(-1, 3),
     "a UUID": uuid.UUID(int=3),
-    "an array of the standard library": array.array("d", [1.0, 2.5]),
     "a frozenset": frozenset([1, (2, "a")]),
     "a set": {1, 2},
     "a range": range(3, 9, 2),
@@ -95,6 +88,7 @@ VALUES = {
     "a device": torch.device("cpu"),
     "a layout": torch.sparse_coo,
     "a class": float,
+    "a class in a Namespace": argparse.Namespace(c=int),
     "bytes": b"",
     "a bytearray": bytearray(b"x"),
     "a complex number": 1j,
@@ -161,8 +155,16 @@ def test_tensors_in_values_come_back(tmp_path):
 
 @pytest.mark.parametrize(
     "value",
-    [Config(3), len, functools.partial(int), np.array([1, "a"], dtype=object), [Config(1)], argparse.Namespace(c=int)],
-    ids=["object", "function", "partial", "objects", "list", "class"],
+    [
+        Config(3),
+        len,
+        functools.partial(int),
+        np.array([1, "a"], dtype=object),
+        [Config(1)],
+        decimal.Decimal("1.50"),
+        fractions.Fraction(1, 3),
+    ],
+    ids=["object", "function", "partial", "objects", "list", "decimal", "fraction"],
 )
 def test_the_rest_is_warned_of_at_once(value, tmp_path):
     state = {"deep": [{"x": value}], "w": torch.ones(2)}
@@ -242,7 +244,6 @@ HOSTILE = {
     ),
     "no day": Reduced(datetime.date, (b"\x07\xe8\x02\xff",)),
     "no hour": Reduced(datetime.datetime, (b"\x07\xe8\x02\x01\xff\xff\xff\xff\xff\xff",)),
-    "a long fraction": Reduced(fractions.Fraction, ("1e999999999",)),
     "no member": Reduced(Color, (7,)),
     "no index": Reduced(random.Random, (), (3, (0,) * 624 + (100_000,), None)),
     "a number of attributes": Reduced(types.SimpleNamespace, (), {1: 2}),
@@ -250,7 +251,6 @@ HOSTILE = {
     "an invalid state": Reduced(
         torch.Generator, (torch.device("cpu"),), (1, None, torch.full((5056,), 255, dtype=torch.uint8))
     ),
-    "a class that is left": collections.deque([argparse.Namespace(c=dict)]),
 }
 
 
@@ -276,7 +276,7 @@ def test_a_tensor_does_not_reach_beyond_its_storage():
     data = saved([torch.arange(5, dtype=torch.uint8)])
     wider = edited(data, lambda content: content.replace(b"K\x05\x85", b"K\x06\x85"))
     assert wider != data
-    with pytest.raises(BadPickle, match="on a storage, which would end at byte"):
+    with pytest.raises(statetree.CheckpointError, match="on a storage, which would end at byte"):
         read_value(wider)
 
 
@@ -295,14 +295,6 @@ def test_an_enum_is_not_imported_for(tmp_path):
     data = edited(saved(1), lambda content: pickled)
     assert "antigravity" in why_not_restorable(data)
     assert "antigravity" not in __import__("sys").modules
-
-
-def test_a_bomb_is_refused():
-    deep = b"\x80\x02" + b"](" * 5 + b"e" * 5 + b"."
-    shared = b"\x80\x02]q\x00" + b"".join(b"](h%ch%ceq%c" % (n, n, n + 1) for n in range(60)) + b"."
-    read_value(edited(saved(1), lambda content: deep))
-    with pytest.raises(BadPickle, match="shared so often"):
-        read_value(edited(saved(1), lambda content: shared))
 
 
 def test_scheduler_state_comes_back_without_a_template(tmp_path):

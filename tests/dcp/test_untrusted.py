@@ -132,13 +132,13 @@ for checkpoint in sys.argv[1:]:
 """
 
 BOMBS = {
-    "a deep key": (lambda: b"\x80\x04}(" + b")" + b"\x85" * 3_000_000 + b"K\x01u.", "expected a Metadata, got a dict"),
-    "a deep value": (lambda: b"\x80\x04" + b")" + b"\x85" * 500_000 + b".", "expected a Metadata, got a tuple"),
-    "a huge text": (lambda: b"\x80\x04X\xff\xff\xff\xff.", "cut off"),
+    "a deep key": (lambda: b"\x80\x04}(" + b")" + b"\x85" * 3_000_000 + b"K\x01u.", "nested too deeply"),
+    "a deep value": (lambda: b"\x80\x04" + b")" + b"\x85" * 500_000 + b".", "nested too deeply"),
+    "a huge text": (lambda: b"\x80\x04X\xff\xff\xff\xff.", "it is damaged (MemoryError"),
     "shared lists": (lambda: shared(60), "expected a Metadata, got a list"),
     "long sizes": (
         lambda: b"\x80\x04ctorch\nSize\n\x94(" + b"K\x01" * 100_000 + b"t\x85\x94" + b"h\x00h\x01R" * 50_000 + b".",
-        "expected a Metadata, got a Size",
+        "something else where a size is expected",
     ),
 }
 
@@ -190,7 +190,7 @@ def test_what_is_shared_often_is_not_shown_in_full(name, checkpoint):
     for _ in range(60):
         deep = [deep, deep]
     change(checkpoint, lambda metadata: setattr(info(metadata), name, deep))
-    refused(checkpoint, rf"expected an? {name}, got \[\[")
+    refused(checkpoint, r"expected an offset or a length, got \[\[")
 
 
 def change(directory, edit):
@@ -234,7 +234,7 @@ def pieces(metadata, *boxes):
 
 
 EDITS = {
-    "offset": (lambda m: setattr(info(m), "offset", -1), "expected an offset, got -1"),
+    "offset": (lambda m: setattr(info(m), "offset", -1), "expected an offset or a length, got -1"),
     "past the end": (lambda m: setattr(info(m), "offset", 10**6), "is truncated: expected"),
     "length": (lambda m: setattr(info(m), "length", 10), "stored in 10 bytes: expected 4000 or more"),
     "huge": (lambda m: setattr(m.state_dict_metadata["w"], "size", torch.Size([2**62])), "impossible size"),
@@ -492,7 +492,7 @@ def test_a_file_of_zeros_is_named(checkpoint):
     data.write_bytes(bytes(data.stat().st_size))
     refused(
         checkpoint,
-        r"__0_0\.distcp: the entry .*: it does not end as a zip archive",
+        r"__0_0\.distcp: the entry .*: it is no zip archive",
         {"v": None, "w": torch.zeros(1000)},
     )
 
