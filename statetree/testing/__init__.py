@@ -1,11 +1,9 @@
 """What tests of transforms need: trees drawn by hypothesis, strict assertions, and real ranks.
 
-The assertions look at torch for themselves and use none of the engines, so that they can judge these. Files, bottom up:
+Files, bottom up:
 
-- ``values``, ``messages``, ``objects``, ``pickled_state``, ``walk``, ``regions``: what a tree is made of, one record of
-  each object for all who look at one
-- ``findings``, ``element_pairs``, ``aliasing``, ``tensor_judge``, ``judge``: whether two trees are the same
-- ``recorded_structure``, ``sharing``, ``watch``, ``assertions``: what transforms leave alone
+- ``contents``: what a value holds, and what is true of it; ``differences``: where two trees differ, by aspects;
+  ``assertions``: what transforms leave alone
 - ``laws``: what may hold of a transform; ``known_states``, ``transform_examples``: the states that it is given;
   ``shrinking``, ``snippets``: counter-examples; ``transform_report``, ``transform_check``: ``check_transform``
 - ``silent_faults``, ``copy_faults``, ``stager_faults``, ``gather_faults``, ``conformance_suite``: ``conformance``;

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from statetree.testing.regions import raw_bytes
+from statetree.testing.contents import elements as raw_bytes
 
 
 def packed(value: Any) -> bytes:

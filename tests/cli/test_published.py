@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from statetree.testing import assert_trees_equal
+from tests.judge import assert_trees_equal
 from tests.cli.states import load
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import statetree
 from statetree.testing import Layout, run_ranks
-from statetree.testing.watch import Watch
+from tests.judge.watch import Watch
 from statetree.tree.spec import TreeSpec
 from tests.collectives.checks import attempt, blank, check_in_step
 from tests.pace import units

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 import statetree
 from statetree.exchange.description import Description
 from statetree.testing import Layout, run_ranks
-from statetree.testing.assertions import tree_differences
+from tests.judge import tree_differences
 from statetree.testing.plan_strategies import tied_plans, tree_plans
 from statetree.testing.plans import build
 from statetree.tree.registry import CONTAINERS

@@ -14,7 +14,7 @@ import statetree as st
 from statetree import compose
 from statetree.spans.layout import holds_memory
 from statetree.testing import Law, laws
-from statetree.testing.regions import raw_bytes, storage_of
+from tests.judge.regions import raw_bytes, storage_of
 from statetree.torch_internals import quietly
 from statetree.tree.atoms import is_atom_type
 

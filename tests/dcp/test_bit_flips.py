@@ -13,7 +13,7 @@ import torch
 
 import statetree
 from statetree import dcp
-from statetree.testing import assert_trees_equal
+from tests.judge import assert_trees_equal
 from tests.dcp.test_checksums import flip, make_state
 from tests.pace import units
 

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import statetree
 from statetree import dcp
-from statetree.testing import assert_trees_equal
+from tests.judge import assert_trees_equal
 
 # DCP warns wherever there is no process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 import statetree
 from statetree import dcp
 from statetree.dcp.keys import key_of
-from statetree.testing import assert_trees_equal
+from tests.judge import assert_trees_equal
 from statetree.testing.plan_strategies import plain_values, tensor_plans, tree_plans
 from statetree.testing.plans import GEOMETRIES, Node, Value, build
-from statetree.testing.regions import raw_bytes
+from tests.judge.regions import raw_bytes
 from statetree.testing.samples import Color, Thing
 from tests.pace import units
 

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as torch_dcp
 
 import statetree
 from statetree import dcp
-from statetree.testing import assert_trees_equal
+from tests.judge import assert_trees_equal
 
 BEFORE = Path(__file__).parent / "data" / "before"
 

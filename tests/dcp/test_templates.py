@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as torch_dcp
 
 import statetree
 from statetree import dcp
-from statetree.testing import assert_trees_equal
+from tests.judge import assert_trees_equal
 
 
 def saved_state():

@@ -7,7 +7,7 @@ import torch
 
 import statetree as st
 from statetree import dcp
-from statetree.testing import assert_trees_equal
+from tests.judge import assert_trees_equal
 from tests.dcp.versions import WRITTEN, flat, nested
 
 FOLDERS = sorted(folder for folder in WRITTEN.iterdir() if folder.is_dir())

@@ -18,7 +18,8 @@ from transformers import GPT2LMHeadModel
 import statetree as st
 from statetree import dcp
 from statetree.cli.app import main
-from statetree.testing import assert_trees_equal, run_ranks
+from statetree.testing import run_ranks
+from tests.judge import assert_trees_equal
 from statetree.testing.pace import units
 from tests.integration.subjects import VOCABULARY, gpt2, learn, transformers_gpt2
 from tests.ranks import close_ranks

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import statetree
-from statetree.testing import assert_trees_equal
+from tests.judge import assert_trees_equal
 from tests.cli.states import COMMON_DTYPES, bits
 
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)

@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from statetree.testing import assert_trees_equal
-from statetree.testing.assertions import tree_differences
+from tests.judge import assert_trees_equal
+from tests.judge import tree_differences
 from statetree.testing.plan_strategies import tied_plans, tree_plans
 from statetree.testing.plans import Node, TensorPlan, Value, ViewPlan, build
 from statetree.tree.matching import matched

@@ -7,7 +7,7 @@ from hypothesis import settings
 
 from statetree.testing import check_transform, laws
 from statetree.testing.known_states import STATES
-from statetree.testing.walk import walk
+from tests.judge.walk import walk
 from tests.contract.verbs import VERBS, Verb
 from tests.repack import repacked
 

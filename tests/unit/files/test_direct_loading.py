@@ -7,7 +7,7 @@ import torch
 
 import statetree as st
 from statetree.errors import TreeMismatch
-from statetree.testing import assert_trees_equal
+from tests.judge import assert_trees_equal
 from tests.cli.states import bits, flat_state, nested_state, tied_state, write
 
 NAMES = ["a.pt", "a.safetensors", "a"]

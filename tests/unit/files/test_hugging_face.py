@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import statetree as st
-from statetree.testing import assert_trees_equal
+from tests.judge import assert_trees_equal
 from tests.cli.states import bits
 
 STATE = {"a.w": bits(4, 3), "b.w": bits(5), "c.w": bits(2)}

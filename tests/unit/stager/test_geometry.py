@@ -12,7 +12,7 @@ from statetree.spans.columns import Columns
 from statetree.spans.layout import MIN_GAP_BYTES, copy_spans, extents, lay_out, make_views
 from statetree.spans.memory import Memory
 from statetree.stager.snapshot import Geometry
-from statetree.testing import assert_trees_equal
+from tests.judge import assert_trees_equal
 from statetree.torch_internals import quietly
 
 

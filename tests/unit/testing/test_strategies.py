@@ -14,7 +14,8 @@ from hypothesis import strategies as hyp
 
 import statetree as st
 import statetree.testing
-from statetree.testing import assert_pure, assert_trees_equal, state_trees, tensors, tied_trees
+from statetree.testing import state_trees, tensors, tied_trees
+from tests.judge import assert_pure, assert_trees_equal
 from statetree.testing.elements import DTYPES
 from statetree.testing.plan_strategies import (
     can_be_shown,

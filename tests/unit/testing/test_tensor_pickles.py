@@ -4,7 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from statetree.testing import assert_trees_equal, run_ranks, tied_trees
+from statetree.testing import run_ranks, tied_trees
+from tests.judge import assert_trees_equal
 from statetree.testing.tensor_pickles import packed
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import statetree as st
-from statetree.testing import Law, assert_trees_equal, check_transform, laws
+from statetree.testing import Law, check_transform, laws
+from tests.judge import assert_trees_equal
 from statetree.testing.known_states import STATES
 from statetree.testing.plans import Layout, Node, TensorPlan, Value, build, size
 from statetree.testing.shrinking import smallest
