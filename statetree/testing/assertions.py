@@ -257,7 +257,9 @@ def _memory(value: Any) -> tuple[int, int] | None:
         return base + place.start, base + place.end
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray):
-        low, high = (getattr(numpy, "byte_bounds", None) or numpy.lib.array_utils.byte_bounds)(value)  # before 2.0, since
+        low, high = (getattr(numpy, "byte_bounds", None) or numpy.lib.array_utils.byte_bounds)(
+            value
+        )  # before 2.0, since
         return low, high
     if isinstance(value, memoryview):
         return _memory(value.obj)

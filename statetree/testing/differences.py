@@ -112,7 +112,9 @@ def differences(
     report = similarity(*numbers).differences if numbers[0] else ()
     found += [Finding(VALUES, str(found)) for found in report if found.kind == "value"]
     if ties:
-        found += [Finding(TIES, text) for text in _changed_ties(regions, storages=storages, far=strides and same_geometry)]
+        found += [
+            Finding(TIES, text) for text in _changed_ties(regions, storages=storages, far=strides and same_geometry)
+        ]
         found += [Finding(TIES, text) for text in _changed_objects(objects)]
     return found
 
@@ -157,7 +159,7 @@ def region(tensor: torch.Tensor) -> Region:
 
 
 def _changed_ties(met: Sequence[Tie], *, storages: bool, far: bool) -> Iterator[str]:
-    """Compare which tensors share storages, and how those that do lie to their neighbours: what a copy may do is fine."""
+    """Compare which tensors share storages, and how those that do lie to their neighbours."""
     for side, other_side in ((1, 2), (2, 1)):
         here, there = ("left", "right") if side == 1 else ("right", "left")
         reaching: Tie | None = None

@@ -7,8 +7,8 @@ import torch
 
 import statetree as st
 from statetree import dcp
-from tests.judge import assert_trees_equal
 from tests.dcp.versions import WRITTEN, flat, nested
+from tests.judge import assert_trees_equal
 
 FOLDERS = sorted(folder for folder in WRITTEN.iterdir() if folder.is_dir())
 

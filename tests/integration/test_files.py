@@ -19,9 +19,9 @@ import statetree as st
 from statetree import dcp
 from statetree.cli.app import main
 from statetree.testing import run_ranks
-from tests.judge import assert_trees_equal
 from statetree.testing.pace import units
 from tests.integration.subjects import VOCABULARY, gpt2, learn, transformers_gpt2
+from tests.judge import assert_trees_equal
 from tests.ranks import close_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -10,9 +10,9 @@ import torch
 
 import statetree as st
 from statetree import dcp
+from tests.integration.subjects import SUBJECTS, Subject
 from tests.judge import assert_independent, assert_pure, assert_structure_preserved, assert_trees_equal
 from tests.pace import units
-from tests.integration.subjects import SUBJECTS, Subject
 
 pytestmark = [
     pytest.mark.filterwarnings(

@@ -34,7 +34,7 @@ class Finding(str):
 
     aspect: str
 
-    def __new__(cls, text: str, aspect: str) -> Finding:  # noqa: D102 - a string is made here
+    def __new__(cls, text: str, aspect: str) -> Finding:
         made = super().__new__(cls, text)
         made.aspect = aspect
         return made

@@ -16,13 +16,17 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import statetree as st
-from tests.judge import assert_independent, assert_pure, assert_structure_preserved, assert_trees_equal
-from tests.judge import tree_differences
+from tests.judge import (
+    assert_independent,
+    assert_pure,
+    assert_structure_preserved,
+    assert_trees_equal,
+    tree_differences,
+)
 from tests.judge.messages import brief
 from tests.trees import DISTRIBUTED_TREES, TREES, Ramp
 from tests.trees.corpus import Held
 from tests.trees.fields import Frozen, State
-
 
 
 def values(*shape, dtype=torch.float32):

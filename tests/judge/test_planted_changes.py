@@ -14,8 +14,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from tests.judge import assert_pure, assert_trees_equal
-from tests.judge import regions
+from tests.judge import assert_pure, assert_trees_equal, regions
 from tests.judge import watch as watch_module
 from tests.judge.watch import Watch
 from tests.trees import Ramp

@@ -9,9 +9,9 @@ from hypothesis import strategies as hyp
 
 import statetree as st
 from statetree import compose
-from tests.judge import assert_trees_equal
 from statetree.testing.plan_strategies import tied_plans, tree_plans
 from statetree.testing.plans import build
+from tests.judge import assert_trees_equal
 from tests.judge.watch import Watch
 from tests.laws.table import Table
 

@@ -16,7 +16,7 @@ from tests.trees import DISTRIBUTED_TREES, TREES
 def test_a_planted_fault_is_noticed(make):
     left, right = make()
     for one, other in ((left, right), (right, left)):
-        with pytest.raises(AssertionError, match="^assert_trees_equal: the trees differ in"):
+        with pytest.raises(AssertionError, match=r"^assert_trees_equal: the trees differ in"):
             assert_trees_equal(one, other)
 
 
@@ -46,7 +46,7 @@ def test_copies_are_equal_and_independent(tree):
 def test_shared_memory_and_history_are_noticed(make):
     left, right = make()
     for one, other in ((left, right), (right, left)):
-        with pytest.raises(AssertionError, match="^assert_independent: the trees are not independent"):
+        with pytest.raises(AssertionError, match=r"^assert_independent: the trees are not independent"):
             assert_independent(one, other, containers=False)
 
 
@@ -120,5 +120,7 @@ def test_a_report_names_the_places_and_counts_the_rest():
     left, right = ({"model": [{"w": torch.full((2,), number)}], "n": number} for number in (1, 2))
     with pytest.raises(AssertionError, match=r"in 2 places:\n  value differs at n: 1 against 2\n .* model\.0\.w"):
         assert_trees_equal(left, right)
-    with pytest.raises(AssertionError, match=r"differ in 30 places:\n  value differs at k0: 0 against 1(?s:.*)and 10 more"):
+    with pytest.raises(
+        AssertionError, match=r"differ in 30 places:\n  value differs at k0: 0 against 1(?s:.*)and 10 more"
+    ):
         assert_trees_equal({f"k{i}": i for i in range(30)}, {f"k{i}": i + 1 for i in range(30)})

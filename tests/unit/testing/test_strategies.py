@@ -15,7 +15,6 @@ from hypothesis import strategies as hyp
 import statetree as st
 import statetree.testing
 from statetree.testing import state_trees, tensors, tied_trees
-from tests.judge import assert_pure, assert_trees_equal
 from statetree.testing.elements import DTYPES
 from statetree.testing.plan_strategies import (
     can_be_shown,
@@ -41,6 +40,7 @@ from statetree.testing.plans import (
     code_of,
     samples,
 )
+from tests.judge import assert_pure, assert_trees_equal
 from tests.memory import storages
 from tests.pace import units
 from tests.trees.optimizers import OPTIMIZERS, OptimizerPlan, optimizer_plans

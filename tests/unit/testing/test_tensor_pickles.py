@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 
 from statetree.testing import run_ranks, tied_trees
-from tests.judge import assert_trees_equal
 from statetree.testing.tensor_pickles import packed
+from tests.judge import assert_trees_equal
 
 
 def sent(value):
