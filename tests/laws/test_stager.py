@@ -17,7 +17,7 @@ from hypothesis import strategies as hyp
 from hypothesis.stateful import initialize, rule
 
 import statetree as st
-from statetree.testing.stager_machine import HeldSnapshot, StagerMachine
+from tests.laws.stager_machine import HeldSnapshot, StagerMachine
 from tests.faults import fault
 from tests.pace import units
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 
 from statetree.testing import run_ranks, tied_trees
-from statetree.testing.tensor_pickles import packed
+from statetree.testing.rank_worker import packed
 from tests.judge import assert_trees_equal
 
 
