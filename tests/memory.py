@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from statetree.testing.regions import crossing, raw_bytes, region_of, storage_of
-from statetree.testing.walk import walk
+from tests.judge.regions import crossing, raw_bytes, region_of, storage_of
+from tests.judge.walk import walk
 
 
 def storages(tree: Any) -> list[torch.UntypedStorage]:

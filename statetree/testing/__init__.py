@@ -1,21 +1,16 @@
-"""What tests of transforms need: trees drawn by hypothesis, strict assertions, and real ranks.
+"""What tests of transforms need: trees drawn by hypothesis, assertions, laws, known faults, and real ranks.
 
-The assertions look at torch for themselves and use none of the engines, so that they can judge these. Files, bottom up:
+Files, bottom up:
 
-- ``values``, ``messages``, ``objects``, ``pickled_state``, ``walk``, ``regions``: what a tree is made of, one record of
-  each object for all who look at one
-- ``findings``, ``element_pairs``, ``aliasing``, ``tensor_judge``, ``judge``: whether two trees are the same
-- ``recorded_structure``, ``sharing``, ``watch``, ``assertions``: what transforms leave alone
-- ``laws``: what may hold of a transform; ``known_states``, ``transform_examples``: the states that it is given;
-  ``shrinking``, ``snippets``: counter-examples; ``transform_report``, ``transform_check``: ``check_transform``
-- ``silent_faults``, ``copy_faults``, ``stager_faults``, ``gather_faults``, ``conformance_suite``: ``conformance``;
-  ``stager_machine``: a stateful test of stagers
-- ``arguments``: checks of arguments; ``samples``, ``elements``, ``source_code``: classes, elements and values as code;
-  ``dtensor_layout``: a DTensor as seen from all ranks at once; ``plans``: trees as the code that makes them
-- ``plan_strategies``, ``strategies``, ``layout_strategies``, ``conversion_strategies``: what hypothesis draws (the
-  extra ``testing``)
-- ``tensor_pickles``, ``rank_worker``, ``rank_process``, ``rank_pool``, ``rank_calls``: ranks as processes;
-  ``single_process_ranks``: ``local_ranks``; ``pace``: limits of time; ``pytest_plugin``: fixtures
+- ``arguments``: checks of arguments
+- ``contents``: what a value holds, and what is true of it; ``differences``: where two trees differ, by aspects;
+  ``assertions``: what transforms leave alone
+- ``samples``, ``elements``, ``plans``: classes, elements, and trees as the code that makes them; ``layout``: a DTensor
+  as seen from all ranks at once; ``strategies``, ``conversion_strategies``: what hypothesis draws (extra ``testing``)
+- ``pace``: limits of time; ``rank_worker``, ``ranks``: ranks as processes; ``pytest_plugin``: a fixture
+- ``laws``: what may hold of a transform; ``states``: what it is given; ``transform_check``, ``report``:
+  ``check_transform``
+- ``copy_faults``, ``stager_faults``, ``gather_faults``, ``conformance_suite``: ``conformance``
 
 The plugin is imported by every session of pytest, so that importing this package imports neither torch nor hypothesis.
 """
@@ -36,16 +31,13 @@ if TYPE_CHECKING:
     from statetree.testing.dtensor_layout import Layout
     from statetree.testing.laws import Law
     from statetree.testing.layout_strategies import layouts
-    from statetree.testing.rank_calls import run_ranks
-    from statetree.testing.single_process_ranks import local_ranks
-    from statetree.testing.stager_machine import StagerMachine
+    from statetree.testing.ranks import run_ranks
     from statetree.testing.strategies import state_trees, tensors, tied_trees
     from statetree.testing.transform_check import check_transform
 
 __all__ = [
     "Law",
     "Layout",
-    "StagerMachine",
     "assert_independent",
     "assert_pure",
     "assert_structure_preserved",
@@ -55,7 +47,6 @@ __all__ = [
     "conversions",
     "laws",
     "layouts",
-    "local_ranks",
     "run_ranks",
     "state_trees",
     "tensors",
@@ -66,17 +57,15 @@ if not TYPE_CHECKING:  # a type checker is to know which names there are
     _MODULES = {
         "Law": "laws",
         "Layout": "dtensor_layout",
-        "StagerMachine": "stager_machine",
         **dict.fromkeys([name for name in __all__ if name.startswith("assert_")], "assertions"),
         "check_transform": "transform_check",
         "conformance": "conformance_suite",
         "conversions": "conversion_strategies",
         "layouts": "layout_strategies",
-        "local_ranks": "single_process_ranks",
-        "run_ranks": "rank_calls",
+        "run_ranks": "ranks",
         **dict.fromkeys(("state_trees", "tensors", "tied_trees"), "strategies"),
     }
-    _NEED_HYPOTHESIS = ("StagerMachine", "conversions", "layouts", "state_trees", "tensors", "tied_trees")
+    _NEED_HYPOTHESIS = ("conversions", "layouts", "state_trees", "tensors", "tied_trees")
 
     def __getattr__(name: str) -> Any:
         """Import what is asked for, when it first is."""

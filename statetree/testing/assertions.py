@@ -1,20 +1,22 @@
-"""What a test says of trees and transforms. None of it uses what it judges: no flattening, no spans."""
+"""What a test says of trees and transforms."""
 
 from __future__ import annotations
 
+import ctypes
+import pickle
+import sys
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from statetree.testing.findings import Strictness
-from statetree.testing.judge import Judge
-from statetree.testing.messages import raise_for
-from statetree.testing.recorded_structure import recorded_structure, structure_differences
-from statetree.testing.sharing import Holdings, shared_graphs, shared_memory, shared_objects
-from statetree.testing.watch import Watch
+import torch
+
+from statetree.testing.contents import brief, elements, facts, fingerprint, gradient, is_plain, parts, reduced, walk
+from statetree.testing.differences import differences, raise_for, region
+from statetree.tree.flatten import flatten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-    from statetree.testing.findings import Finding
+    from statetree.tree.spec import TreeSpec
 
 T = TypeVar("T")
 
@@ -35,8 +37,7 @@ def assert_trees_equal(
     be of the same type and bits (``nan`` is ``nan``, ``0.0`` is not ``-0.0``). Tensors must be of the same class,
     dtype, shape, layout and strides, with the same conjugate and negative bits, ``requires_grad``, attributes and
     bits of elements. Objects of unknown classes are compared by what pickle would make of them. Not compared are the
-    gradients and hooks of tensors, whether these are leaves of autograd or were made in inference mode, which arrays of
-    NumPy share memory, and the ties of those elements of a set that are equal to each other.
+    gradients and hooks of tensors.
 
     Args:
         a: Any value.
@@ -62,13 +63,104 @@ def assert_trees_equal(
         AssertionError: assert_trees_equal: the trees differ in 1 place:
           strides differ at w: (1, 2) against (3, 1)
     """
-    found = tree_differences(a, b, ties=ties, strides=strides, device=device, containers=containers, storages=storages)
-    raise_for("assert_trees_equal: the trees differ", found)
+    found = differences(a, b, ties=ties, strides=strides, device=device, containers=containers, storages=storages)
+    raise_for("assert_trees_equal: the trees differ", [text for _, text in found])
 
 
-def tree_differences(a: Any, b: Any, **strictness: bool) -> list[Finding]:
-    """Return what ``assert_trees_equal`` would report with the same options, one line for each place."""
-    return Judge(Strictness(**strictness)).run(a, b).found
+def assert_structure_preserved(transform: Callable[[Any], T], tree: Any) -> T:
+    """Assert that the result of a transform has the containers that its argument had before the call.
+
+    Of the same types, with the same keys in the same order, the same attributes and the same lengths; a leaf may have
+    become any other leaf, but no container.
+
+    Args:
+        transform: A function of one tree.
+        tree: Any tree.
+
+    Returns:
+        What the transform returned.
+
+    Raises:
+        AssertionError: It names the place where structures differ first.
+    """
+    before = flatten(tree)[1]
+    result = transform(tree)
+    after = flatten(result)[1]
+    if before != after:
+        raise_for("assert_structure_preserved: the structures differ", [_first_difference(before, after)])
+    return result
+
+
+def _first_difference(before: TreeSpec, after: TreeSpec) -> str:
+    for was, now in zip(before.walk(), after.walk(), strict=False):
+        sides = [f"{'a leaf' if at.cls is None else f'{at.cls.__qualname__} of {[*at.keys]}'}" for at in (was, now)]
+        if sides[0] != sides[1]:
+            return f"{was.path or '<root>'} was {sides[0]} and is {sides[1]}"
+    return "attributes, default factories or types of keys are others"
+
+
+class Watch:
+    """Remembers everything about a tree that a pure transform may not change."""
+
+    def __init__(self, tree: Any) -> None:
+        self._records = [(path or "<root>", value, *_record(value)) for path, value in walk(tree)]
+
+    def changes(self) -> list[str]:
+        """Return what is different now, one line for each place."""
+        found = []
+        for path, value, held, moment in self._records:
+            now, now_moment = _record(value)
+            if list(now) != list(held):
+                found.append(f"what {path} holds changed: {brief(list(held))} against {brief(list(now))}")
+            for step, part in held.items():
+                if step in now and now[step] is not part and not _same_plain(now[step], part):
+                    found.append(f"{path}{step} changed: {brief(part)} against {brief(now[step])}")
+            found += [
+                f"the {name} of {path} changed"
+                for name, was in moment.items()
+                if not (torch.equal(was, now_moment[name]) if name == "bytes" else was == now_moment[name])
+            ]
+        return found
+
+
+def _same_plain(one: Any, other: Any) -> bool:
+    return is_plain(one) and fingerprint(one) == fingerprint(other)
+
+
+def _record(value: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the parts of an object that stay the same ones, and what may change beside them."""
+    every = parts(value, everything=True)
+    held = {step: part for step, part in every.items() if not step.endswith("()")}
+    moment = {"class": type(value), **{name: fact for name, (_, fact) in facts(value).items()}}
+    plain = elements(value)
+    if isinstance(value, torch.Tensor):
+        hooks = [value._backward_hooks, getattr(value, "_post_accumulate_grad_hooks", None)]
+        moment |= {"gradient": id(gradient(value)), "hooks": [list((each or {}).values()) for each in hooks]}
+        moment |= {"is_leaf": value.is_leaf, "retains_grad": value.retains_grad}
+        if not value.is_inference():
+            moment["version"] = value._version
+    if plain is not None and not plain.is_meta and not isinstance(plain, torch._subclasses.FakeTensor):
+        storage = plain.untyped_storage()
+        moment |= {"memory": (storage.data_ptr(), storage.nbytes(), plain.storage_offset())}
+        moment["bytes"] = elements(storage).clone()  # type: ignore[union-attr]
+    elif plain is None and len(held) < len(every) and not isinstance(value, torch.Tensor):
+        moment["state"] = _state(value)
+    return held, moment
+
+
+def _state(value: Any) -> Any:
+    """Return what an object holds besides attributes: an array, a file in memory, a generator."""
+    try:
+        if isinstance(value, torch.Generator):
+            return value.get_state().tolist()
+        with memoryview(value) as view:
+            return view.format, view.shape, view.strides, view.readonly, view.tobytes()
+    except (TypeError, ValueError, BufferError):  # it has no such memory
+        pass
+    try:
+        return pickle.dumps(value)
+    except Exception:
+        return None
 
 
 def assert_pure(transform: Callable[[Any], T], tree: Any) -> T:
@@ -93,42 +185,14 @@ def assert_pure(transform: Callable[[Any], T], tree: Any) -> T:
         raise_for("assert_pure: the argument changed", watch.changes())
 
 
-def assert_structure_preserved(transform: Callable[[Any], T], tree: Any) -> T:
-    """Assert that the result of a transform has the containers that its argument had before the call.
-
-    Of the same types, with the same keys in the same order, the same attributes and the same lengths; a leaf may have
-    become any other leaf, but no container. Containers are subclasses of ``dict``, ``list``, ``tuple`` and ``deque``,
-    dataclasses and attrs classes. Of their attributes, other than fields, those that hold nothing but containers and
-    plain values (as the ``_metadata`` of a state dict does) must have the same values; in others there are leaves.
-
-    Args:
-        transform: A function of one tree.
-        tree: Any tree.
-
-    Returns:
-        What the transform returned.
-
-    Raises:
-        AssertionError: It names the places where structures differ.
-    """
-    before = recorded_structure(tree, leaves=False)
-    result = transform(tree)
-    found = structure_differences(before, recorded_structure(result, leaves=True))
-    raise_for("assert_structure_preserved: the structures differ", found)
-    return result
-
-
 def assert_independent(a: Any, b: Any, *, containers: bool = True) -> None:
     """Assert that two trees share nothing, so that what happens to one does not happen to the other.
 
-    They share memory if tensors or storages lie on one storage, or if the ranges of bytes from the first to the last
-    overlap of tensors, gradients, arrays of NumPy, and whatever else lets others write into its memory (``bytearray``,
-    ``array.array``, a ``memoryview``). They share what autograd has recorded of their tensors if a gradient would flow
-    through it into leaves of both. They share an object if the very same one is in both, and it can be changed:
-    containers, tensors, instances of dataclasses and of any other class, random generators. What has a hash of its
-    value promises not to change and may be in both: numbers, strings, tuples, frozen dataclasses (but not what lies in
-    these); so may functions, classes, modules, enums and loggers. All this is looked for at any depth, in opaque
-    objects too: in what pickle would make of them, and in attributes that it leaves out.
+    They share memory if tensors, gradients, storages, arrays of NumPy, or anything else that lets others write into its
+    memory, lie on one storage or over each other. They share what autograd has recorded of their tensors if a gradient
+    would flow through it into leaves of both. They share an object if the very same one is in both, and it can be
+    changed: what has a hash of its value promises not to change and may be in both, and so may functions, classes and
+    modules. All this is looked for at any depth, in opaque objects too.
 
     Args:
         a: Any value.
@@ -148,8 +212,91 @@ def assert_independent(a: Any, b: Any, *, containers: bool = True) -> None:
         AssertionError: assert_independent: the trees are not independent in 1 place:
           steps is the object at steps
     """
-    one, other = Holdings(a), Holdings(b)
-    found = [*shared_memory(one, other), *shared_graphs(one, other)]
+    mine, theirs = ({id(value): (path or "<root>", value) for path, value in walk(tree)} for tree in (a, b))
+    found = [*_shared_memory(mine, theirs), *_shared_history(mine, theirs)]
     if containers:
-        found += shared_objects(one, other)
+        both = [(path, value, mine[key][0]) for key, (path, value) in theirs.items() if key in mine]
+        found += [f"{path} is the object at {its}" for path, value, its in both if _is_changeable(value)]
     raise_for("assert_independent: the trees are not independent", found)
+
+
+_Held = dict[int, tuple[str, Any]]
+
+
+def _shared_memory(mine: _Held, theirs: _Held) -> Iterator[str]:
+    storages = {_storage(value): path for path, value in mine.values()}
+    ranges = []
+    for side, held in enumerate((mine, theirs)):
+        for path, value in held.values():
+            storage = _storage(value)
+            if side and storage is not None and storage in storages:
+                yield f"{path} lies on the storage of {storages[storage]}"
+            if (memory := _memory(value)) is not None:
+                ranges.append((*memory, side, path, storage))
+    reaching: list[Any] = [None, None]  # what reaches farthest, of each side
+    for start, end, side, path, storage in sorted(ranges, key=lambda each: each[:3]):
+        other = reaching[1 - side]
+        if other is not None and start < other[0] and (storage is None or storage != other[2]):
+            yield f"{(path, other[1])[1 - side]} lies in the memory of {(path, other[1])[side]}"
+        if reaching[side] is None or end > reaching[side][0]:
+            reaching[side] = end, path, storage
+
+
+def _storage(value: Any) -> int | None:
+    plain = elements(value)
+    return None if plain is None else plain.untyped_storage()._cdata
+
+
+def _memory(value: Any) -> tuple[int, int] | None:
+    """Return the addresses of a tensor, a storage, or whatever else lets others write into its memory."""
+    plain = elements(value)
+    if plain is not None:
+        if plain.is_meta or isinstance(plain, torch._subclasses.FakeTensor) or not plain.numel():
+            return None
+        base, place = plain.untyped_storage().data_ptr(), region(plain)
+        return base + place.start, base + place.end
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        low, high = (getattr(numpy, "byte_bounds", None) or numpy.lib.array_utils.byte_bounds)(
+            value
+        )  # before 2.0, since
+        return low, high
+    if isinstance(value, memoryview):
+        return _memory(value.obj)
+    try:
+        with memoryview(value) as view:
+            start = ctypes.addressof(ctypes.c_char.from_buffer(value))
+            return start, start + view.nbytes
+    except (TypeError, ValueError, BufferError):  # there is none, it is empty, or it is read-only
+        return None
+
+
+def _shared_history(mine: _Held, theirs: _Held) -> Iterator[str]:
+    """Name tensors that have operations of autograd in common: what is done with one changes the other's gradient."""
+    graphs = [_graph(held, others) for held, others in ((mine, theirs), (theirs, mine))]
+    met = {path: graphs[0][key][1] for key, (_, path) in graphs[1].items() if key in graphs[0]}
+    for path, its in met.items():
+        yield f"{path} has operations of autograd in common with {its}"
+
+
+def _graph(held: _Held, others: _Held) -> dict[int, tuple[Any, str]]:
+    """Return the operations and leaves below a tree's tensors, but for tensors that are in the other tree as well."""
+    found: dict[int, tuple[Any, str]] = {}
+    for key, (path, tensor) in held.items():
+        if key in others or not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
+            continue
+        pending = [tensor if tensor.is_leaf else tensor.grad_fn]
+        while pending:
+            step = pending.pop()
+            if step is not None and id(step) not in found:
+                found[id(step)] = step, path
+                pending += [node for node, _ in getattr(step, "next_functions", ())]
+                pending.append(getattr(step, "variable", None))  # the leaf below an AccumulateGrad
+    return found
+
+
+def _is_changeable(value: Any) -> bool:
+    """Whether an object may change: all may but those with a hash of their value, and those that pickle by name."""
+    if isinstance(value, torch.Tensor):
+        return True
+    return type(value).__hash__ in (None, object.__hash__) and not isinstance(reduced(value), str)

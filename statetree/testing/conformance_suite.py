@@ -11,7 +11,7 @@ from typing import Any
 from statetree.testing import copy_faults, gather_faults, stager_faults
 from statetree.testing.arguments import refuse
 from statetree.testing.pace import units
-from statetree.testing.rank_calls import run_ranks
+from statetree.testing.ranks import run_ranks
 from statetree.testing.silent_faults import COPY, GATHER, STAGER, SilentFault, faults_of
 
 PASSES, FAILS, REFUSES, UNSUPPORTED = "passes", "FAILS", "refuses", "unsupported"

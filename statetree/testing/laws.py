@@ -19,15 +19,14 @@ from statetree import compose
 from statetree.errors import TreeMismatch
 from statetree.leaves.builtin import holds_tensor
 from statetree.testing.assertions import (
+    Watch,
     assert_independent,
     assert_pure,
     assert_structure_preserved,
     assert_trees_equal,
-    tree_differences,
 )
-from statetree.testing.findings import GEOMETRY, STRUCTURE, TIES, VALUES
-from statetree.testing.messages import raise_for
-from statetree.testing.watch import Watch
+from statetree.testing.contents import GEOMETRY, STRUCTURE, TIES, VALUES
+from statetree.testing.differences import differences, raise_for
 from statetree.transforms.offload import offload
 from statetree.tree.flatten import flatten_for_copy, unflatten
 from statetree.tree.mapping import map_leaves
@@ -91,8 +90,8 @@ def _keeps(
 
     def check(transform: Transform, state: Make) -> None:
         result = transform(state())
-        found = tree_differences(seen(state()), seen(result), ties=ties, storages=storages, further=True)
-        raise_for(f"{name}: not kept", [finding for finding in found if finding.aspect == aspect])
+        found = differences(seen(state()), seen(result), ties=ties, storages=storages)
+        raise_for(f"{name}: not kept", [text for of, text in found if of == aspect])
 
     return Law(name, statement, check, _DOCS + name.replace("_", "-"))
 

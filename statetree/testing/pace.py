@@ -18,11 +18,9 @@ LEAST_S = 2.0
 
 
 def units(count: float) -> float:
-    """Return how many seconds some units are.
+    """Return how many seconds some units are: a unit is how long a process takes to start and to import torch.
 
-    A unit is how long a process takes to start and to import torch, as every rank does: about two seconds on an idle
-    machine. It is measured once, at the first call or where the first rank is started, and processes that are started
-    afterwards know it.
+    It is measured once, at the first call or where the first rank is started; processes that are started later know it.
     """
     if _VARIABLE not in os.environ:
         with unit_measured():

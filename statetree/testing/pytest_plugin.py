@@ -1,32 +1,26 @@
-"""The plugin of statetree for pytest: two fixtures and a marker, whose names begin with ``statetree_``.
+"""The plugin of statetree for pytest: a fixture and a marker, whose names begin with ``statetree_``.
 
 Every session of pytest imports it where statetree is installed: it has no other names, so that it is in nobody's way,
-and imports torch when a fixture is used.
+and imports torch when the fixture is used.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 #: How many units a call on ranks may take, and how many a collective waits.
 CALL_UNITS, COLLECTIVE_UNITS = 30, 15
-DEFAULT_WORLD_SIZE = 2
 
 
 class RanksFixture:
-    """Real ranks of a world size: call it with a function, and it returns what each rank returned.
+    """Real ranks of a world size: call it as ``run_ranks``, without the size, and it returns what each rank returned.
 
-    It takes what ``statetree.testing.run_ranks`` takes. Deadlines are multiples of what a process takes to start here
-    and now, so that a busy machine does not fail a test.
-
-    Attributes:
-        world_size: How many there are.
+    Deadlines are multiples of what a process takes to start here and now: a busy machine does not fail a test.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -54,7 +48,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run a test for each of its world sizes."""
     if "statetree_ranks" in metafunc.fixturenames:
         marker = metafunc.definition.get_closest_marker("statetree_world_sizes")
-        sizes = marker.args if marker else (DEFAULT_WORLD_SIZE,)
+        sizes = marker.args if marker else (2,)
         metafunc.parametrize("statetree_ranks", sizes, indirect=True, ids=[f"{size} ranks" for size in sizes])
 
 
@@ -62,12 +56,3 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def statetree_ranks(request: pytest.FixtureRequest) -> RanksFixture:
     """Real ranks, two unless the test is marked with ``statetree_world_sizes``."""
     return RanksFixture(request.param)
-
-
-@pytest.fixture
-def statetree_local_ranks() -> Iterator[Callable[[int], Any]]:
-    """A function of a number of ranks, which from then on all are in this process until the test ends."""
-    from statetree.testing import local_ranks
-
-    with ExitStack() as stack:
-        yield lambda world_size: stack.enter_context(local_ranks(world_size))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import faulthandler
+import io
 import multiprocessing
 import os
 import pickle
@@ -19,8 +21,6 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from statetree.testing.tensor_pickles import packed
-
 if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
@@ -34,18 +34,6 @@ LATE_S = 30.0
 CALL, ANSWER, STACK = "call", "answer{}", "stack{}"
 #: The variable that names the interfaces on which gloo listens.
 INTERFACES = "GLOO_SOCKET_IFNAME"
-
-
-class Answer(NamedTuple):
-    """How a call ended on one rank.
-
-    The value is pickled by itself: whether it can be unpickled elsewhere, the rank cannot know.
-    """
-
-    status: str
-    value: bytes
-    traceback: str
-    is_worn: bool
 
 
 class Surroundings(NamedTuple):
@@ -138,7 +126,7 @@ def _answer(call: bytes, stack: IO[str]) -> bytes:
         caller.take_over()
         fn, args = pickle.loads(rest)
         value = fn(*args)
-        return pickle.dumps(Answer("returned", packed(value), "", _is_worn()))
+        return pickle.dumps(("returned", packed(value), "", _is_worn()))
     except BaseException as error:
         return _failure(error)
     finally:
@@ -153,7 +141,7 @@ def _failure(error: BaseException) -> bytes:
         pickle.loads(value)
     except Exception:
         value = pickle.dumps(None)
-    return pickle.dumps(Answer("raised", value, text, is_worn=True))
+    return pickle.dumps(("raised", value, text, True))
 
 
 def is_in_step(timeout_s: float) -> bool:
@@ -171,3 +159,35 @@ def is_in_step(timeout_s: float) -> bool:
 
 def _is_worn() -> bool:
     return bool(not dist.is_initialized()) or len(os.listdir("/dev/fd")) > MAX_OPEN_FILES
+
+
+def packed(value: Any) -> bytes:
+    """Pickle a value, in which storages stay what they are: shared, of their size, and of their device.
+
+    Torch's own way to pickle tensors gives each a storage of its own, and cannot pickle storages by themselves.
+    """
+    stream = io.BytesIO()
+    _TensorPickler(stream).dump(value)
+    return stream.getvalue()
+
+
+class _TensorPickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.storage.TypedStorage):
+            return _typed, (value._untyped_storage, value.dtype)
+        if type(value) is torch.UntypedStorage:
+            on_host = None if value.device.type == "meta" else value.cpu()
+            content = b"" if on_host is None else ctypes.string_at(on_host.data_ptr(), value.nbytes())
+            return _storage, (content, value.nbytes(), str(value.device))
+        return NotImplemented
+
+
+def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def _storage(content: bytes, nbytes: int, device: str) -> torch.UntypedStorage:
+    storage = torch.UntypedStorage(nbytes, device=device)
+    if content:
+        storage.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8).untyped_storage())
+    return storage

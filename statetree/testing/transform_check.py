@@ -11,7 +11,7 @@ from statetree.testing.arguments import check_at_least, check_world_sizes, needi
 from statetree.testing.known_states import STATES, states_on_ranks
 from statetree.testing.pace import units
 from statetree.testing.plans import Node, build, size
-from statetree.testing.rank_calls import run_ranks
+from statetree.testing.ranks import run_ranks
 from statetree.testing.shrinking import smallest
 from statetree.testing.snippets import snippet
 from statetree.testing.transform_report import Report, Verdict

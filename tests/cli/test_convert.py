@@ -15,9 +15,9 @@ import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import statetree as st
-from statetree.testing import assert_trees_equal
 from tests.cli.hostile import Raw, Storage, archive, pickle_of
 from tests.cli.states import bits, flat_state, load, nested_state, tied_state, write
+from tests.judge import assert_trees_equal
 from tests.trees import TREES, quiet
 
 NAMES = ["a.pt", "a.safetensors", "a"]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import statetree as st
-from statetree.testing import assert_trees_equal
 from tests.cli.states import bits
+from tests.judge import assert_trees_equal
 
 
 @pytest.fixture

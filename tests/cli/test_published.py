@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from statetree.testing import assert_trees_equal
 from tests.cli.states import load
+from tests.judge import assert_trees_equal
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import statetree
 from statetree.exchange.group import Group
-from statetree.testing.assertions import tree_differences
+from tests.judge import tree_differences
 
 
 def attempt(call: Callable[[], Any]) -> tuple[str, str]:

@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 import statetree
 from statetree.testing import Layout, run_ranks
-from statetree.testing.watch import Watch
 from tests.collectives.checks import attempt, blank, check_in_step
 from tests.collectives.models import state_of, whole
+from tests.judge.watch import Watch
 
 RANKS = pytest.mark.parametrize("world_size", [2, 4])
 

@@ -10,10 +10,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import statetree as st
-from statetree.testing import assert_trees_equal, laws
-from statetree.testing.regions import storage_of
-from statetree.testing.walk import walk
 from tests.contract.verbs import VERBS, identity
+from tests.judge import assert_trees_equal, laws
+from tests.judge.regions import storage_of
+from tests.judge.walk import walk
 from tests.memory import covered_bytes, plain_tensors, storages
 from tests.products import product
 from tests.trees import TREES

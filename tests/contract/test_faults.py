@@ -9,11 +9,10 @@ import torch
 
 import statetree as st
 from statetree.spans import memory as buffers
-from statetree.testing import assert_trees_equal
-from statetree.testing.assertions import tree_differences
-from statetree.testing.watch import Watch
 from tests.contract.verbs import VERBS, Verb, staged
 from tests.faults import STEPS, fail_each
+from tests.judge import assert_trees_equal, tree_differences
+from tests.judge.watch import Watch
 from tests.trees.corpus import Held, Ramp
 
 PINNED = [

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 
 import statetree as st
-from statetree.testing import Layout, assert_trees_equal, run_ranks
-from statetree.testing.watch import Watch
+from statetree.testing import Layout, run_ranks
 from tests.collectives.checks import attempt, blank, check_in_step
 from tests.faults import Fault
+from tests.judge import assert_trees_equal
+from tests.judge.watch import Watch
 from tests.pace import units
 
 #: How long a rank waits for one that has left it in the middle of things, and how late it may be on a busy machine.

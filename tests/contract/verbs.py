@@ -13,10 +13,12 @@ import torch
 import statetree as st
 from statetree import compose
 from statetree.spans.layout import holds_memory
-from statetree.testing import Law, laws
-from statetree.testing.regions import raw_bytes, storage_of
+from statetree.testing import Law
+from statetree.testing.laws import leaf_by_leaf
 from statetree.torch_internals import quietly
 from statetree.tree.atoms import is_atom_type
+from tests.judge import laws
+from tests.judge.regions import raw_bytes, storage_of
 
 
 class Verb(NamedTuple):
@@ -93,7 +95,7 @@ def in_small_buckets(tree: Any) -> Any:
 
 def streamed(tree: Any) -> Any:
     with mock.patch.object(compose, "BUCKET_BYTES", 100):
-        return laws.leaf_by_leaf(st.offload, tree)
+        return leaf_by_leaf(st.offload, tree)
 
 
 def staged(tree: Any, **options: Any) -> Any:

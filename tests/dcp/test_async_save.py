@@ -11,7 +11,7 @@ import torch
 import statetree
 from statetree import dcp
 from statetree.dcp import saving
-from statetree.testing import assert_trees_equal
+from tests.judge import assert_trees_equal
 from tests.pace import units
 
 

@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import statetree
 from statetree import dcp
-from statetree.testing import assert_trees_equal, run_ranks
+from statetree.testing import run_ranks
+from tests.judge import assert_trees_equal
 from tests.pace import units
 
 # DCP warns wherever there is no process group.

@@ -13,8 +13,8 @@ import torch
 
 import statetree
 from statetree import dcp
-from statetree.testing import assert_trees_equal
 from tests.dcp.test_checksums import flip, make_state
+from tests.judge import assert_trees_equal
 from tests.pace import units
 
 FLIPS = int(os.environ.get("STATETREE_FLIPS") or 10_000)

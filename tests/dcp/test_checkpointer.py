@@ -11,7 +11,7 @@ import torch
 
 import statetree
 from statetree.dcp import AsyncStager, Checkpointer, data_files, saving, series
-from statetree.testing import assert_trees_equal
+from tests.judge import assert_trees_equal
 from tests.pace import units
 
 #: Many tests here save steps in any order.

@@ -18,7 +18,8 @@ from statetree.dcp import data_files
 from statetree.dcp.data_files import DataFiles, check_entry
 from statetree.files import ranges
 from statetree.files.ranges import OpenFiles
-from statetree.testing import assert_trees_equal, run_ranks
+from statetree.testing import run_ranks
+from tests.judge import assert_trees_equal
 
 DATA = "__0_0.distcp"
 

@@ -9,7 +9,7 @@ import torch
 
 import statetree
 from statetree.spans.layout import holds_memory
-from statetree.testing import assert_trees_equal
+from tests.judge import assert_trees_equal
 from tests.trees import DISTRIBUTED_TREES, TREES, quiet
 
 

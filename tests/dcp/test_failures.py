@@ -20,7 +20,8 @@ import statetree
 from statetree import dcp
 from statetree.dcp import piece_sources, saving
 from statetree.dcp.directory_writer import DirectoryWriter
-from statetree.testing import assert_trees_equal, run_ranks
+from statetree.testing import run_ranks
+from tests.judge import assert_trees_equal
 from tests.pace import units
 
 

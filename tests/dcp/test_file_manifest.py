@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as torch_dcp
 import statetree
 from statetree import dcp
 from statetree.dcp.file_manifest import MANIFEST, read_manifest
-from statetree.testing import assert_trees_equal
+from tests.judge import assert_trees_equal
 
 DATA = "__0_0.distcp"
 

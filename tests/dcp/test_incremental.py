@@ -18,7 +18,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import statetree
 from statetree import dcp
 from statetree.dcp.file_manifest import MANIFEST, read_manifest
-from statetree.testing import assert_trees_equal, run_ranks
+from statetree.testing import run_ranks
+from tests.judge import assert_trees_equal
 
 
 def state_of(step, size=1000):

@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import statetree
-from statetree.testing import assert_trees_equal
+from tests.judge import assert_trees_equal
 
 # DCP warns wherever there is no process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

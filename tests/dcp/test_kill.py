@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from statetree.dcp import Checkpointer
-from statetree.testing import assert_trees_equal
+from tests.judge import assert_trees_equal
 from tests.pace import units
 
 pytestmark = pytest.mark.slow

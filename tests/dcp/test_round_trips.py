@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 import statetree
 from statetree import dcp
 from statetree.files.key_texts import key_of
-from statetree.testing import assert_trees_equal
 from statetree.testing.plan_strategies import plain_values, tensor_plans, tree_plans
 from statetree.testing.plans import GEOMETRIES, Node, Value, build
-from statetree.testing.regions import raw_bytes
 from statetree.testing.samples import Color, Thing
+from tests.judge import assert_trees_equal
+from tests.judge.regions import raw_bytes
 from tests.pace import units
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # where waiting for the disk costs nothing

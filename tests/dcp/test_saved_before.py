@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 
 import statetree
-from statetree.testing import assert_trees_equal
+from tests.judge import assert_trees_equal
 
 BEFORE = Path(__file__).parent / "data" / "before"
 

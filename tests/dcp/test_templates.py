@@ -9,7 +9,7 @@ import torch
 
 import statetree
 from statetree import dcp
-from statetree.testing import assert_trees_equal
+from tests.judge import assert_trees_equal
 
 
 def saved_state():

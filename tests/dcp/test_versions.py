@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import statetree as st
-from statetree.testing import assert_trees_equal
 from tests.dcp.versions import WRITTEN, flat, nested
+from tests.judge import assert_trees_equal
 
 FOLDERS = sorted(folder for folder in WRITTEN.iterdir() if folder.is_dir())
 

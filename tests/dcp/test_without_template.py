@@ -13,7 +13,7 @@ import torch
 
 import statetree as st
 from statetree.dcp import Checkpointer, saving
-from statetree.testing import assert_trees_equal
+from tests.judge import assert_trees_equal
 
 
 @dataclasses.dataclass

@@ -17,9 +17,10 @@ from transformers import GPT2LMHeadModel
 
 import statetree as st
 from statetree.cli.app import main
-from statetree.testing import assert_trees_equal, run_ranks
+from statetree.testing import run_ranks
 from statetree.testing.pace import units
 from tests.integration.subjects import VOCABULARY, gpt2, learn, transformers_gpt2
+from tests.judge import assert_trees_equal
 from tests.ranks import close_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

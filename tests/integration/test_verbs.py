@@ -10,14 +10,9 @@ import torch
 
 import statetree as st
 from statetree import dcp
-from statetree.testing import (
-    assert_independent,
-    assert_pure,
-    assert_structure_preserved,
-    assert_trees_equal,
-    units,
-)
 from tests.integration.subjects import SUBJECTS, Subject
+from tests.judge import assert_independent, assert_pure, assert_structure_preserved, assert_trees_equal
+from tests.pace import units
 
 pytestmark = [
     pytest.mark.filterwarnings(

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from statetree.testing import assert_trees_equal
 from statetree.testing.plan_strategies import tied_plans, tree_plans
 from statetree.testing.plans import build
-from statetree.testing.regions import raw_bytes, storage_of
-from statetree.testing.watch import Watch
+from tests.judge import assert_trees_equal
+from tests.judge.regions import raw_bytes, storage_of
+from tests.judge.watch import Watch
 from tests.laws.table import DoesNotApply, Table
 
 plans = hyp.one_of(tree_plans(max_leaves=8), tied_plans(max_leaves=8))

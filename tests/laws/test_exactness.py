@@ -4,9 +4,9 @@ from hypothesis import example, given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from statetree.testing import assert_trees_equal
 from statetree.testing.plan_strategies import tied_plans, tree_plans
 from statetree.testing.plans import Again, Node, build
+from tests.judge import assert_trees_equal
 from tests.laws.drawn import with_shared_containers
 from tests.memory import covered_bytes, storages
 from tests.trees.optimizers import optimizer_plans

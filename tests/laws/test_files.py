@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import statetree
-from statetree.testing import assert_trees_equal
 from tests.cli.states import COMMON_DTYPES, bits
+from tests.judge import assert_trees_equal
 
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=6)

@@ -9,11 +9,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from statetree.testing import assert_trees_equal
-from statetree.testing.assertions import tree_differences
 from statetree.testing.elements import DTYPES
 from statetree.testing.plan_strategies import plain_values, tensor_plans, tied_plans, tree_plans
 from statetree.testing.plans import Again, Value, build
+from tests.judge import assert_trees_equal, tree_differences
 from tests.laws.drawn import with_shared_containers
 from tests.laws.table import DoesNotApply, Table
 from tests.trees.optimizers import optimizer_plans

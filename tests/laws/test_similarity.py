@@ -5,9 +5,9 @@ from hypothesis import strategies as hyp
 
 import statetree as st
 from statetree.testing import laws as of_transforms
-from statetree.testing.assertions import tree_differences
 from statetree.testing.plan_strategies import tied_plans, tree_plans
 from statetree.testing.plans import build
+from tests.judge import tree_differences
 from tests.laws.drawn import near
 from tests.laws.table import Table
 

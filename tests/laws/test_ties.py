@@ -8,9 +8,9 @@ from hypothesis import strategies as hyp
 
 import statetree as st
 from statetree import compose
-from statetree.testing import assert_trees_equal
 from statetree.testing.plan_strategies import tied_plans
 from statetree.testing.plans import build
+from tests.judge import assert_trees_equal
 
 
 @given(plan=tied_plans(), bucket_bytes=hyp.integers(1, 300))

@@ -29,10 +29,11 @@ from hypothesis import strategies as hyp
 from torch.distributed.tensor import DTensor
 
 import statetree as st
-from statetree.testing import Layout, assert_trees_equal, layouts, run_ranks
+from statetree.testing import Layout, layouts, run_ranks
 from statetree.testing.elements import DTYPES
 from statetree.testing.plan_strategies import plain_values, tensor_plans
 from statetree.testing.plans import Node, TensorPlan, Value, ViewPlan, build
+from tests.judge import assert_trees_equal
 from tests.laws.batches import as_many, batches, each
 
 try:

@@ -7,8 +7,8 @@ from hypothesis import settings
 
 from statetree.testing import check_transform, laws
 from statetree.testing.known_states import STATES
-from statetree.testing.walk import walk
 from tests.contract.verbs import VERBS, Verb
+from tests.judge.walk import walk
 from tests.repack import repacked
 
 

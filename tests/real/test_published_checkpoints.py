@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import statetree as st
-from statetree.testing import assert_trees_equal
+from tests.judge import assert_trees_equal
 
 pytestmark = pytest.mark.slow
 

@@ -52,9 +52,3 @@ def checks() -> None:
     found = testing.conformance(copy=st.offload)
     assert_type(found.failed, list[str])
     assert_type(found["alias_kept"].said, str)
-    with testing.local_ranks(2):
-        pass
-
-
-class Machine(testing.StagerMachine):
-    """A test of a stager of one's own."""

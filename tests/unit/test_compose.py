@@ -9,8 +9,8 @@ import torch
 import statetree as st
 from statetree import compose, declare
 from statetree.compose import Chain
-from statetree.testing import assert_trees_equal
-from statetree.testing.watch import Watch
+from tests.judge import assert_trees_equal
+from tests.judge.watch import Watch
 
 
 class Box:

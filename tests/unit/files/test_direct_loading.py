@@ -7,8 +7,8 @@ import torch
 
 import statetree as st
 from statetree.errors import TreeMismatch
-from statetree.testing import assert_trees_equal
 from tests.cli.states import bits, flat_state, nested_state, tied_state, write
+from tests.judge import assert_trees_equal
 
 NAMES = ["a.pt", "a.safetensors", "a"]
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import statetree as st
-from statetree.testing import assert_trees_equal
 from tests.cli.states import bits
+from tests.judge import assert_trees_equal
 
 STATE = {"a.w": bits(4, 3), "b.w": bits(5), "c.w": bits(2)}
 SHARDS = {"a.w": "one.bin", "b.w": "two.bin", "c.w": "one.bin"}

@@ -13,8 +13,8 @@ from statetree.errors import CheckpointError, TreeMismatch, UnsupportedLeaf
 from statetree.files import CheckpointFormat, OpenedCheckpoint, StoredTensor, opened, register_format
 from statetree.files import open as open_file
 from statetree.files.formats import _FORMATS
-from statetree.testing import assert_trees_equal
 from tests.cli.states import bits, flat_state, nested_state, tied_state, write
+from tests.judge import assert_trees_equal
 from tests.trees import quiet
 
 NAMES = ["a.pt", "a.safetensors", "a"]

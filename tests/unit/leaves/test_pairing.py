@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import statetree as st
-from statetree.testing import assert_trees_equal
 from tests.geometries import forget_geometries
+from tests.judge import assert_trees_equal
 
 
 def ramp(count, start=0):

@@ -12,8 +12,7 @@ from statetree.leaves.types.fake import FAKE, UNINITIALIZED
 from statetree.leaves.types.storage import STORAGE
 from statetree.leaves.types.tensor import TENSOR
 from statetree.leaves.types.wrapper import WRAPPER
-from statetree.testing import assert_independent, assert_trees_equal
-from statetree.testing.assertions import tree_differences
+from tests.judge import assert_independent, assert_trees_equal, tree_differences
 from tests.repack import copies, repacked, unpacked
 from tests.trees import DISTRIBUTED_TREES, TREES
 from tests.trees.classes import PlainSubclass, SubclassOfParameter, TwoTensors

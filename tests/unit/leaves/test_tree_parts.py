@@ -10,7 +10,7 @@ import statetree as st
 from statetree.declare import leafwise
 from statetree.leaves import TreeParts, take_apart
 from statetree.spans import memory_of, replicate
-from statetree.testing import assert_independent, assert_pure, assert_trees_equal
+from tests.judge import assert_independent, assert_pure, assert_trees_equal
 from tests.trees import TREES
 from tests.trees.classes import PlainSubclass
 from tests.trees.corpus import Held

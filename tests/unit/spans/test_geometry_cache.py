@@ -18,10 +18,10 @@ import statetree as st
 from benchmarks.memory import give_back_freed_memory
 from statetree.spans import geometry_cache
 from statetree.spans.columns import Columns
-from statetree.testing import assert_trees_equal
-from statetree.testing.regions import raw_bytes
 from statetree.torch_internals import geometry_guard
 from tests.geometries import forget_geometries
+from tests.judge import assert_trees_equal
+from tests.judge.regions import raw_bytes
 from tests.memory import shares_memory, storages
 from tests.pace import units
 from tests.products import product

@@ -23,10 +23,10 @@ from statetree.spans.layout import (
 )
 from statetree.spans.memory import LARGE_BYTES, Memory
 from statetree.spans.replicate import replicate_columns
-from statetree.testing import assert_trees_equal
-from statetree.testing.regions import raw_bytes
-from statetree.testing.watch import Watch
 from statetree.torch_internals import WITHOUT_KERNELS, quietly
+from tests.judge import assert_trees_equal
+from tests.judge.regions import raw_bytes
+from tests.judge.watch import Watch
 from tests.memory import shares_memory, storages
 
 GAP = MIN_GAP_BYTES

@@ -15,7 +15,7 @@ from hypothesis import strategies as hyp
 import statetree as st
 from statetree.spans import memory as buffers
 from statetree.spans.memory import LARGE_BYTES, SLAB_BYTES, Memory
-from statetree.testing import assert_trees_equal
+from tests.judge import assert_trees_equal
 from tests.pace import units
 
 resource = pytest.importorskip("resource")

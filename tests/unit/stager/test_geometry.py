@@ -12,8 +12,8 @@ from statetree.spans.columns import Columns
 from statetree.spans.layout import MIN_GAP_BYTES, copy_spans, extents, lay_out, make_views
 from statetree.spans.memory import Memory
 from statetree.stager.snapshot import Geometry
-from statetree.testing import assert_trees_equal
 from statetree.torch_internals import quietly
+from tests.judge import assert_trees_equal
 
 
 def ramp(count, start=0, dtype=torch.float32):

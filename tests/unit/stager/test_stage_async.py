@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import statetree as st
-from statetree.testing import assert_trees_equal
 from tests.faults import fail_each
+from tests.judge import assert_trees_equal
 from tests.pace import units
 from tests.soak import SNAPSHOTS, Model, assert_is_of_turn, eight_threads, stage_fresh_tensors
 

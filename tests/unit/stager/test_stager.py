@@ -23,10 +23,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import statetree as st
 from statetree.spans import memory as buffers
 from statetree.stager import stager as module
-from statetree.testing import assert_trees_equal
-from statetree.testing.regions import raw_bytes
-from statetree.testing.watch import Watch
 from tests.faults import Fault, fail_each
+from tests.judge import assert_trees_equal
+from tests.judge.regions import raw_bytes
+from tests.judge.watch import Watch
 from tests.memory import scribble, shares_memory, storages
 from tests.pace import units
 

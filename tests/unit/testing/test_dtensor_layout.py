@@ -1,4 +1,6 @@
 import pickle
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from random import Random
@@ -11,6 +13,7 @@ from hypothesis import strategies as hyp
 
 from statetree.testing import Layout, layouts, run_ranks
 from statetree.testing.dtensor_layout import meshes, over_later_dims
+from tests.pace import units
 
 
 def built(layout):
@@ -203,3 +206,31 @@ def test_meshes_hold_each_rank_once(world_size):
         for dim in range(torch.tensor(mesh).ndim):
             assert torch.equal(torch.tensor(mesh), torch.tensor(mesh).sort(dim).values)
     assert all(torch.tensor(mesh).numel() == world_size for mesh in meshes(world_size, subsets=False))
+
+
+@pytest.mark.parametrize(
+    "count", [pytest.param(1, marks=pytest.mark.slow), 5, pytest.param(32, marks=pytest.mark.slow)]
+)
+def test_layouts_agree_with_torch_on_many_ranks_in_one_process(count):
+    mode = pytest.importorskip("torch.distributed._local_tensor", reason="this torch has no LocalTensorMode")
+    from torch.distributed.tensor import distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():  # by a test before, in this process: another one has none
+        name = f"{__file__}::test_layouts_agree_with_torch_on_many_ranks_in_one_process[{count}]"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", name]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=units(60))
+        assert done.returncode == 0, done.stdout
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    try:
+        with mode.LocalTensorMode(count):
+            for placements in (("S0",), ("S1",), ("R",)):
+                layout = Layout((7, 3), tuple(range(count)), placements)
+                made = distribute_tensor(layout.full(), layout.device_mesh(), layout.torch_placements())
+                found = made.to_local()._local_tensors
+                assert len(found) == count
+                for rank, local in found.items():
+                    assert torch.equal(local, layout.local(rank)), (rank, placements)
+    finally:
+        dist.destroy_process_group()

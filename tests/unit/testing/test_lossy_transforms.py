@@ -5,7 +5,8 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 import statetree as st
-from statetree.testing import assert_trees_equal, check_transform, state_trees
+from statetree.testing import check_transform, state_trees
+from tests.judge import assert_trees_equal
 
 FLOATS = (torch.float32, torch.float64)
 

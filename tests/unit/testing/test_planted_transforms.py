@@ -9,7 +9,7 @@ import torch
 import statetree as st
 from statetree.testing import check_transform, laws
 from statetree.testing.snippets import MAX_LINES
-from tests.unit.testing.test_planted_faults import FAULTS
+from tests.judge.test_planted_faults import FAULTS
 
 PLANTED = []
 EARLIER = {}

@@ -5,10 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from statetree.testing import Layout, local_ranks
 from statetree.testing.pace import units
 
 ROOT = Path(__file__).parents[3]
@@ -66,7 +64,7 @@ def test_what_is_seen_of_the_plugin(request):
     (plugin,) = [each for name, each in request.config.pluginmanager.list_name_plugin() if "statetree" in name]
     ours = [name for name, value in vars(plugin).items() if isinstance(value, type(pytest.fixture(lambda: None)))]
     ours += [line.split("(")[0] for line in request.config.getini("markers") if "statetree" in line]
-    assert sorted(ours) == ["statetree_local_ranks", "statetree_ranks", "statetree_world_sizes"]
+    assert sorted(ours) == ["statetree_ranks", "statetree_world_sizes"]
     hooks = [name for name in vars(plugin) if name.startswith("pytest_")]
     assert sorted(hooks) == ["pytest_configure", "pytest_generate_tests"]  # no option
 """
@@ -129,35 +127,3 @@ def test_a_suite_with_the_same_names_runs_as_before(tmp_path):
     done = pytest_run(tmp_path, FOREIGN)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 passed" in done.stdout
-
-
-pytest.importorskip("torch.distributed._local_tensor", reason="this torch has no LocalTensorMode")
-
-
-@pytest.mark.parametrize(
-    "count", [pytest.param(1, marks=pytest.mark.slow), 5, pytest.param(32, marks=pytest.mark.slow)]
-)
-def test_layouts_agree_with_torch_on_many_ranks_in_one_process(statetree_local_ranks, count):
-    from torch.distributed.tensor import distribute_tensor
-
-    if dist.is_initialized():  # by a test before, in this process: another one has none
-        name = f"{__file__}::test_layouts_agree_with_torch_on_many_ranks_in_one_process[{count}]"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", name]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=units(60))
-        assert done.returncode == 0, done.stdout
-        return
-    statetree_local_ranks(count)
-    for placements in (("S0",), ("S1",), ("R",)):
-        layout = Layout((7, 3), tuple(range(count)), placements)
-        made = distribute_tensor(layout.full(), layout.device_mesh(), layout.torch_placements())
-        found = made.to_local()._local_tensors
-        assert len(found) == count
-        for rank, local in found.items():
-            assert torch.equal(local, layout.local(rank)), (rank, placements)
-
-
-@pytest.mark.usefixtures("one_rank_group")
-def test_a_group_that_is_there_already_is_left_alone():
-    with pytest.raises(RuntimeError, match="there is a default process group already"), local_ranks(2):
-        pass
-    assert dist.get_world_size() == 1

@@ -4,8 +4,9 @@ import pytest
 import torch
 from hypothesis import given
 
-from statetree.testing import assert_trees_equal, run_ranks, tied_trees
-from statetree.testing.tensor_pickles import packed
+from statetree.testing import run_ranks, tied_trees
+from statetree.testing.rank_worker import packed
+from tests.judge import assert_trees_equal
 
 
 def sent(value):

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 import statetree as st
-from statetree.testing import Law, assert_trees_equal, check_transform, laws
+from statetree.testing import Law, check_transform, laws
 from statetree.testing.known_states import STATES
 from statetree.testing.plans import Layout, Node, TensorPlan, Value, build, size
 from statetree.testing.shrinking import smallest
 from statetree.testing.snippets import MAX_LINES, snippet
 from statetree.testing.transform_examples import drawn_plans
+from tests.judge import assert_trees_equal
 
 
 def is_tensor(value):

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import statetree as st
-from statetree.testing import assert_independent, assert_trees_equal
-from statetree.testing.regions import raw_bytes
-from statetree.testing.watch import Watch
+from tests.judge import assert_independent, assert_trees_equal
+from tests.judge.regions import raw_bytes
+from tests.judge.watch import Watch
 from tests.memory import shares_memory, storages
 
 Point = namedtuple("Point", "x y")

@@ -15,11 +15,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import statetree as st
 from statetree.leaves.casting import castable
-from statetree.testing import assert_trees_equal
-from statetree.testing.regions import raw_bytes
-from statetree.testing.watch import Watch
 from statetree.torch_internals import can_negate, resolved
 from tests.faults import fail_each
+from tests.judge import assert_trees_equal
+from tests.judge.regions import raw_bytes
+from tests.judge.watch import Watch
 from tests.memory import shares_memory
 from tests.trees.classes import TwoTensors
 from tests.trees.tensors import BITS, DTYPES, of_bytes, with_bits

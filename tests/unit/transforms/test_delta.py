@@ -7,9 +7,9 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 import statetree as st
-from statetree.testing import assert_trees_equal
-from statetree.testing.watch import Watch
 from statetree.transforms.deltas import state_parts
+from tests.judge import assert_trees_equal
+from tests.judge.watch import Watch
 
 
 def states(dtype=torch.float32):

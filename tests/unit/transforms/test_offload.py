@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import statetree as st
-from statetree.testing import assert_independent, assert_trees_equal
-from statetree.testing.watch import Watch
+from tests.judge import assert_independent, assert_trees_equal
+from tests.judge.watch import Watch
 from tests.memory import scribble, shares_memory, storages
 
 

@@ -15,9 +15,9 @@ import torch
 
 import statetree as st
 from statetree import Path
-from statetree.testing import assert_trees_equal
-from statetree.testing.watch import Watch
 from statetree.torch_internals import can_negate
+from tests.judge import assert_trees_equal
+from tests.judge.watch import Watch
 from tests.trees import TREES
 from tests.trees.classes import TwoTensors
 from tests.trees.tensors import BITS, DTYPES, of_bytes, with_bits

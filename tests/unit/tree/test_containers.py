@@ -21,8 +21,8 @@ import torch
 from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE
 
 import statetree as st
-from statetree.testing import assert_trees_equal
 from statetree.tree.registry import CONTAINERS, container_of, declare_leaf_class
+from tests.judge import assert_trees_equal
 from tests.pace import units
 from tests.trees.containers import (
     AttrDict,

@@ -11,10 +11,9 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 import statetree as st
-from statetree.testing import assert_trees_equal
-from statetree.testing.assertions import tree_differences
 from statetree.tree.flatten import flatten_for_copy, unflatten_copy
 from statetree.tree.traversal import MAX_DEPTH
+from tests.judge import assert_trees_equal, tree_differences
 from tests.pace import units
 from tests.trees import TREES, Ramp
 from tests.trees.containers import DictWithAttributes, ListWithAttributes, ListWithSlots, Point, TupleWithAttributes

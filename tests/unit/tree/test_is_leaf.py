@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import statetree as st
-from statetree.testing import assert_trees_equal
+from tests.judge import assert_trees_equal
 from tests.trees import TREES
 from tests.trees.containers import ListWithAttributes
 

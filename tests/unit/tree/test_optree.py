@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import statetree as st
-from statetree.testing import assert_trees_equal
 from statetree.tree.registry import NAMESPACE
 from statetree.tree.spec import TreeSpec
+from tests.judge import assert_trees_equal
 from tests.trees import TREES
 from tests.trees.containers import (
     AttrDict,

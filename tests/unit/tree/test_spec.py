@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import statetree as st
-from statetree.testing import assert_trees_equal
-from statetree.testing.assertions import tree_differences
 from statetree.tree.spec import TreeSpec
+from tests.judge import assert_trees_equal, tree_differences
 from tests.trees import TREES
 from tests.trees.containers import (
     BarePoint,

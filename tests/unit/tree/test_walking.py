@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import statetree as st
-from statetree.testing import assert_trees_equal
 from statetree.tree.spec import TreeSpec, Visit
 from statetree.tree.traversal import Frozen, freeze
+from tests.judge import assert_trees_equal
 from tests.trees import TREES
 from tests.trees.containers import DictWithAttributes, ListWithAttributes, Point
 from tests.trees.fields import Registered

@@ -14,7 +14,8 @@ from benchmarks.memory import peak_of
 from statetree.leaves import take_apart
 from statetree.leaves.builtin import OPAQUE
 from statetree.leaves.types.arrays import is_array
-from statetree.testing import assert_independent, run_ranks
+from statetree.testing import run_ranks
+from tests.judge import assert_independent
 
 MANY = 3000  # NumPy makes its arrays on the very bytes that they were pickled into, if these are many
 

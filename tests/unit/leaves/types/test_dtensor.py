@@ -11,7 +11,7 @@ import statetree as st
 from statetree.leaves.builtin import leaf_type_of
 from statetree.leaves.types.async_collective import ASYNC_COLLECTIVE
 from statetree.leaves.types.dtensor import DTENSOR
-from statetree.testing import assert_independent, assert_trees_equal
+from tests.judge import assert_independent, assert_trees_equal
 from tests.repack import repacked, unpacked
 from tests.trees import DISTRIBUTED_TREES
 

@@ -16,7 +16,7 @@ import torch
 
 import statetree as st
 from statetree.leaves.builtin import OPAQUE
-from statetree.testing import assert_independent, assert_trees_equal
+from tests.judge import assert_independent, assert_trees_equal
 from tests.repack import repacked, unpacked
 from tests.trees import Ramp
 from tests.trees.classes import TwoTensors

@@ -9,7 +9,7 @@ from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 import statetree as st
 from statetree.leaves.builtin import leaf_type_of
 from statetree.leaves.types.sharded_tensor import SHARDED
-from statetree.testing import assert_trees_equal
+from tests.judge import assert_trees_equal
 from tests.repack import repacked, unpacked
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")

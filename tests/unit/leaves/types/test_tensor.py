@@ -10,7 +10,7 @@ import statetree as st
 from statetree.leaves.types.fake import FAKE, UNINITIALIZED
 from statetree.leaves.types.storage import STORAGE
 from statetree.leaves.types.tensor import TENSOR
-from statetree.testing import assert_trees_equal
+from tests.judge import assert_trees_equal
 from tests.pace import units
 from tests.repack import repacked, unpacked
 from tests.trees import TREES, Ramp

@@ -5,7 +5,7 @@ import torch
 
 import statetree as st
 from statetree.leaves.types.wrapper import WRAPPER
-from statetree.testing import assert_trees_equal
+from tests.judge import assert_trees_equal
 from tests.repack import repacked
 from tests.trees.classes import TwoTensors
 

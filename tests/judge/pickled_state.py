@@ -6,7 +6,7 @@ import copyreg
 import types
 from typing import TYPE_CHECKING, Any
 
-from statetree.testing.objects import caches_of, stands_on_c
+from tests.judge.objects import caches_of, stands_on_c
 
 if TYPE_CHECKING:
     from collections.abc import Callable

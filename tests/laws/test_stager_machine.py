@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 import statetree as st
-from statetree.testing import StagerMachine
+from tests.laws.stager_machine import StagerMachine
 
 FEW = settings(
     max_examples=60,

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from statetree.testing.values import IDENTITIES, PLAIN, bits_of_number
+from tests.judge.values import IDENTITIES, PLAIN, bits_of_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from statetree.testing.values import bits_of_number
+from tests.judge.values import bits_of_number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,9 +12,9 @@ import torch
 from hypothesis import strategies as hyp
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from statetree.testing.assertions import assert_trees_equal
 from statetree.testing.conformance_suite import StagerAdapter
 from statetree.tree.flatten import flatten
+from tests.judge import assert_trees_equal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,16 +51,6 @@ class StagerMachine(RuleBasedStateMachine):
         make: A function that makes a stager: an object with ``stage``, and perhaps ``wait`` and ``close``, as
             ``conformance`` takes it.
         refusals: Errors with which a stage may be refused, as one is while too many staged trees are held.
-
-    Example:
-        >>> import statetree as st
-        >>> from hypothesis import settings
-        >>> from hypothesis.stateful import run_state_machine_as_test
-        >>> from statetree.testing import StagerMachine
-        >>> class OfOurs(StagerMachine):
-        ...     make = staticmethod(st.Stager)
-        ...     refusals = (st.StagerBusy,)
-        >>> run_state_machine_as_test(OfOurs, settings=settings(max_examples=5, deadline=None, database=None))
     """
 
     make: Callable[[], Any]

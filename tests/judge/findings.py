@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.testing.element_pairs import pair_up
-from statetree.testing.messages import SHOWN_ALONE, brief, contrast, place
-from statetree.testing.objects import attributes_of
+from tests.judge.element_pairs import pair_up
+from tests.judge.messages import SHOWN_ALONE, brief, contrast, place
+from tests.judge.objects import attributes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from statetree.testing.aliasing import Met
-    from statetree.testing.regions import View
+    from tests.judge.aliasing import Met
+    from tests.judge.regions import View
 
 STRUCTURE, GEOMETRY, VALUES, TIES = "structure", "geometry", "values", "ties"
 #: What a difference begins with that is none of geometry.
@@ -34,7 +34,7 @@ class Finding(str):
 
     aspect: str
 
-    def __new__(cls, text: str, aspect: str) -> Finding:  # noqa: D102 - a string is made here
+    def __new__(cls, text: str, aspect: str) -> Finding:
         made = super().__new__(cls, text)
         made.aspect = aspect
         return made

@@ -15,8 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from statetree.testing import assert_trees_equal
-from statetree.testing.assertions import tree_differences
+from tests.judge import assert_trees_equal, tree_differences
 from tests.trees import Ramp
 from tests.trees.classes import SlottedSubclass, TwoTensors, Unflattened, subclassed
 from tests.trees.containers import (

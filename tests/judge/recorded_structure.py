@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from statetree.testing.findings import Strictness
-from statetree.testing.judge import Judge
-from statetree.testing.objects import Contents, contents_of, is_container
-from statetree.testing.walk import walk
+from tests.judge.findings import Strictness
+from tests.judge.judge import Judge
+from tests.judge.objects import Contents, contents_of, is_container
+from tests.judge.walk import walk
 
 if TYPE_CHECKING:
-    from statetree.testing.findings import Finding
+    from tests.judge.findings import Finding
 
 
 class AnyLeaf(NamedTuple):

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.testing.aliasing import Met, changed_identities, changed_ties
-from statetree.testing.findings import GEOMETRY, STRUCTURE, TIES, VALUES
-from statetree.testing.messages import place
-from statetree.testing.objects import contents_of, is_collection, is_container, is_record
-from statetree.testing.pickled_state import holds_attributes_only, reduced, refuses_pickle
-from statetree.testing.tensor_judge import TensorJudge
-from statetree.testing.values import IDENTITIES, PLAIN, same_plain
-from statetree.testing.walk import has_no_parts
+from tests.judge.aliasing import Met, changed_identities, changed_ties
+from tests.judge.findings import GEOMETRY, STRUCTURE, TIES, VALUES
+from tests.judge.messages import place
+from tests.judge.objects import contents_of, is_collection, is_container, is_record
+from tests.judge.pickled_state import holds_attributes_only, reduced, refuses_pickle
+from tests.judge.tensor_judge import TensorJudge
+from tests.judge.values import IDENTITIES, PLAIN, same_plain
+from tests.judge.walk import has_no_parts
 
 if TYPE_CHECKING:
-    from statetree.testing.findings import Strictness
-    from statetree.testing.objects import Contents
+    from tests.judge.findings import Strictness
+    from tests.judge.objects import Contents
 
 
 class Judge(TensorJudge):

@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import statetree as st
-from statetree.testing import assert_independent, assert_trees_equal
-from statetree.testing.assertions import tree_differences
+from tests.judge import assert_independent, assert_trees_equal, tree_differences
 from tests.trees import Ramp
 from tests.trees.classes import SlottedSubclass, TwoTensors, Unflattened, subclassed
 from tests.trees.containers import DictWithAttributes, ListWithSlots, Point

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.testing.messages import place
-from statetree.testing.objects import is_sharded
-from statetree.testing.pickled_state import reduced
-from statetree.testing.regions import Region, crossing, region_of, storage_of
-from statetree.testing.walk import inner_tensors, walk_with_paths
+from tests.judge.messages import place
+from tests.judge.objects import is_sharded
+from tests.judge.pickled_state import reduced
+from tests.judge.regions import Region, crossing, region_of, storage_of
+from tests.judge.walk import inner_tensors, walk_with_paths
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from statetree.testing.findings import VALUES, Findings
-from statetree.testing.messages import brief, place
-from statetree.testing.objects import PLURAL, facts_of, is_fake, is_sharded, is_wrapper
-from statetree.testing.pickled_state import reduced
-from statetree.testing.regions import Region, View, bits_of, raw_bytes, region_of, storage_of
-from statetree.testing.walk import layout_parts, scales_of
+from tests.judge.findings import VALUES, Findings
+from tests.judge.messages import brief, place
+from tests.judge.objects import PLURAL, facts_of, is_fake, is_sharded, is_wrapper
+from tests.judge.pickled_state import reduced
+from tests.judge.regions import Region, View, bits_of, raw_bytes, region_of, storage_of
+from tests.judge.walk import layout_parts, scales_of
 
 
 class TensorJudge(Findings):

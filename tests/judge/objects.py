@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from statetree.testing.messages import brief
+from tests.judge.messages import brief
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

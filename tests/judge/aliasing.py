@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from statetree.testing.regions import View
+    from tests.judge.regions import View
 
 #: Tensors on one storage that lie further apart than this may come out closer together, or on two storages.
 FAR_BYTES = 1 << 20

@@ -14,9 +14,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from statetree.testing import assert_pure, assert_trees_equal, regions
-from statetree.testing import watch as watch_module
-from statetree.testing.watch import Watch
+from tests.judge import assert_pure, assert_trees_equal, regions
+from tests.judge import watch as watch_module
+from tests.judge.watch import Watch
 from tests.trees import Ramp
 from tests.trees.classes import TwoTensors, Unflattened, subclassed
 from tests.trees.containers import ListWithAttributes, ListWithSlots

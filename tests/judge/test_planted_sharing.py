@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import statetree as st
-from statetree.testing import assert_independent
+from tests.judge import assert_independent
 from tests.trees import DISTRIBUTED_TREES, TREES, Ramp
 from tests.trees.classes import TwoTensors, Unflattened
 from tests.trees.containers import ListWithAttributes

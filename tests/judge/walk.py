@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.testing.objects import contents_of, is_collection, is_sharded
-from statetree.testing.pickled_state import holds_attributes_only, reduced
-from statetree.testing.values import IDENTITIES, PLAIN
+from tests.judge.objects import contents_of, is_collection, is_sharded
+from tests.judge.pickled_state import holds_attributes_only, reduced
+from tests.judge.values import IDENTITIES, PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

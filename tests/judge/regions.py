@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from statetree.testing.walk import inner_tensors
+from tests.judge.walk import inner_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.testing.messages import SHOWN_ALONE, contrast, place, raise_for
-from statetree.testing.objects import Contents, Same, answers, caches_of, contents_of, facts_of, is_collection
-from statetree.testing.pickled_state import holds_attributes_only
-from statetree.testing.regions import raw_bytes, storage_of
-from statetree.testing.values import PLAIN, same_plain
-from statetree.testing.walk import gradient_of, walk_with_paths
+from tests.judge.messages import SHOWN_ALONE, contrast, place, raise_for
+from tests.judge.objects import Contents, Same, answers, caches_of, contents_of, facts_of, is_collection
+from tests.judge.pickled_state import holds_attributes_only
+from tests.judge.regions import raw_bytes, storage_of
+from tests.judge.values import PLAIN, same_plain
+from tests.judge.walk import gradient_of, walk_with_paths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 import pytest
 import torch
 
-from statetree.testing import assert_structure_preserved
+from tests.judge import assert_structure_preserved
 from tests.trees.containers import DictWithAttributes, ListWithAttributes, ListWithSlots, Point, TypedPoint
 from tests.trees.fields import Failure, Frozen, Slotted, State
 
