@@ -283,8 +283,12 @@ def check_later(check: Callable[..., None], *args: Any) -> None:
 
 def check_now() -> None:
     """Check what was left to be checked, for a verb that does something with what it has read."""
-    for check, *args in _LATER.checks or ():
-        check(*args)
+    checks = _LATER.checks or {}
+    done = 0
+    while done < len(checks):  # a check may leave another one to be made
+        for check, *args in list(checks)[done:]:
+            done += 1
+            check(*args)
 
 
 def with_checks(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

@@ -13,9 +13,10 @@ import re
 import stat
 import zlib
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from statetree.errors import CheckpointError
+from statetree.files.remote import RemotePath
 from statetree.files.untrusted import refuse
 
 if TYPE_CHECKING:
@@ -111,6 +112,8 @@ def regular_bytes(path: Path, limit: int) -> bytes:
         OSError: If it cannot be opened.
         CheckpointError: If it is no regular file (reading a pipe would wait for ever), or larger than the limit.
     """
+    if isinstance(place := cast("Any", path), RemotePath):
+        return place.fetch(limit)
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with open(handle, "rb") as file:
         status = os.fstat(handle)

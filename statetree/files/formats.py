@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from statetree.errors import CheckpointError, with_checks
 from statetree.exchange.call import on_all_ranks
 from statetree.exchange.group import group_of
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint, SaveOptions
-from statetree.files.publishing import write_whole
+from statetree.files.publishing import Together, upload_whole, write_whole
 from statetree.files.ranges import OpenFiles
+from statetree.files.remote import RemoteFiles, RemotePath
 from statetree.files.safetensors_format import SafetensorsFormat
 from statetree.files.torch_format import TorchFormat
 from statetree.files.untrusted import refuse
-from statetree.files.urls import refuse_url
+from statetree.files.urls import is_url
 from statetree.leaves.lowering import lies_on_ranks
 from statetree.transforms.gather import gather
 from statetree.tree.flatten import flatten_for
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from statetree.exchange.group import Group
+
+T = TypeVar("T")
 
 _FORMATS: Final[list[CheckpointFormat]] = [TorchFormat(), SafetensorsFormat()]
 #: A format in a package above this one, which is loaded when a directory is met.
@@ -80,9 +84,8 @@ def opened(
 
     Arguments: as ``open``, and ``load``.
     """
-    refuse_url("read", path, "Download it first.")
-    place = Path(path)
-    files = OpenFiles(follow_links=follow_links, verify=verify, weights_only=weights_only)
+    options: dict[str, Any] = {"follow_links": follow_links, "verify": verify, "weights_only": weights_only}
+    place, files = (_far(path), RemoteFiles(**options)) if is_url(path) else (Path(path), OpenFiles(**options))
     try:
         beginning = _beginning(place, files)
         found = next((known for known in _formats() if known.recognises(place, beginning)), None)
@@ -94,10 +97,15 @@ def opened(
         refuse(place, f"it cannot be read: {error.strerror or error}", "Check its permissions, and the disk.")
 
 
+def _far(url: str | os.PathLike[str]) -> Path:
+    """Return the place that a URL names. A ``Path`` of it has lost a slash."""
+    return RemotePath.of(re.sub(r"^([A-Za-z][\w+.:-]+):/(?=[^/])", r"\1://", os.fspath(url)))
+
+
 def _beginning(path: Path, files: OpenFiles) -> bytes:
     if path.is_dir():
         return b""
-    if not path.suffix and not os.path.lexists(path):
+    if not path.suffix and not path.exists() and not path.is_symlink():
         refuse(path, "there is no such directory or file", "Check the name.")
     if (path.name == ".metadata" or path.suffix == ".distcp") and (path.parent / ".metadata").is_file():
         refuse(path, "it is one file of a DCP directory", "Pass the directory.")
@@ -217,8 +225,7 @@ def save(
         >>> st.files.open(path)
         {'layers.0': StoredTensor(float32, [2])}
     """
-    refuse_url("save", path, "Save it to a local one, and upload that.")
-    place = Path(path)
+    place = _far(path) if is_url(path) else Path(path)
     place = place if place.name and place.name != ".." else place.resolve()
     if not place.name or place.name == "-":
         msg = f"save: cannot write {str(place)!r}: expected the name of a file or directory. Choose another name."
@@ -229,23 +236,28 @@ def save(
         place = place.with_name(f"{place.name}.index.json")
     whole = partial(write_whole, place, is_directory=found.is_directory, overwrite=overwrite, protected=protected)
     ranks = group_of("save", group, None)
-    if found.by_all_ranks and ranks.identity is not None:
-        options = replace(options, group=ranks.identity)
-        _save_by_all(whole, ranks, lambda folder: found.write(tree, folder, place.name, options))
-        return
-    on_ranks = not found.by_all_ranks and any(map(lies_on_ranks, flatten_for("save", tree)[0]))
-    is_gathered = on_ranks or (group is not None and not found.by_all_ranks)
+    by_all = found.by_all_ranks and ranks.identity is not None
+    on_ranks = not by_all and any(map(lies_on_ranks, flatten_for("save", tree)[0]))
+    is_gathered = not by_all and (on_ranks or group is not None)
     if is_gathered:
         tree = gather(tree, dst=0, device="cpu", group=group)
+    if by_all:
+        options = replace(options, group=ranks.identity)
 
-    def write() -> None:
-        if ranks.rank == 0 or not is_gathered:
-            whole(lambda folder: with_checks(found.write, tree, folder, place.name, options))
+    def write(folder: Path) -> list[str]:
+        return with_checks(found.write, tree, folder, place.name, options) if ranks.rank == 0 or not is_gathered else []
 
-    if is_gathered:
-        on_all_ranks("save", ranks, write)
+    together: Together = partial(on_all_ranks, "save", ranks) if by_all or is_gathered else _alone
+    if isinstance(far := cast("Any", place), RemotePath):
+        upload_whole(far, write, together, is_directory=found.is_directory, overwrite=overwrite)
+    elif by_all:
+        _save_by_all(whole, ranks, write)
     else:
-        write()
+        together(lambda: whole(write) if ranks.rank == 0 or not is_gathered else None)
+
+
+def _alone(action: Callable[[], T]) -> T:
+    return action()
 
 
 def _save_by_all(

@@ -8,13 +8,17 @@ import os
 import re
 import shutil
 import uuid
-from typing import TYPE_CHECKING, Final, NoReturn
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from statetree.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
-    from pathlib import Path
+    from collections.abc import Collection, Iterable, Sequence
+
+    from statetree.files.remote import RemotePath
 
 _METADATA: Final = ".metadata"
 #: What statetree.dcp writes beside it.
@@ -113,6 +117,54 @@ def write_whole(
         _refuse(path, error.strerror or str(error), remedy)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+#: Has every rank that takes part do something, and all raise if one fails.
+Together = Callable[[Callable[[], Any]], Any]
+
+
+def upload_whole(
+    place: RemotePath, write: Callable[[Path], list[str]], together: Together, *, is_directory: bool, overwrite: bool
+) -> None:
+    """Write a checkpoint to a local folder, on each rank its own, and upload its files.
+
+    The one that speaks of the others comes last, on the rank that wrote it, and goes first where an old checkpoint is
+    replaced: what is read at any time is a whole checkpoint, or none. Other files of an old one are left.
+
+    Args:
+        place: Where it goes.
+        write: As for ``write_whole``; on ranks that do not speak of the others it returns nothing.
+        together: Has all ranks do something.
+        is_directory: As for ``write_whole``.
+        overwrite: As for ``write_whole``.
+    """
+    home = place if is_directory else place.parent
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        names: list[str] = []
+
+        def prepare() -> None:
+            names.extend(write(folder))
+            there = [name for name in names if (home / name).exists()]
+            if there and not overwrite:
+                msg = f"save: cannot write {home / there[0]}: it exists already. {_OTHER_NAME}"
+                raise CheckpointError(msg)
+            if len(names) > 1:
+                (home / names[-1]).unlink()
+
+        def upload() -> None:
+            for file in sorted(folder.iterdir()):
+                if file.name not in names[-1:]:
+                    (home / file.name).upload(file)
+
+        together(prepare)
+        together(upload)
+
+        def commit() -> None:
+            for last in names[-1:]:
+                (home / last).upload(folder / last)
+
+        together(commit)
 
 
 def _publish(folder: Path, names: Sequence[str], home: Path, old: Iterable[Path]) -> None:

@@ -23,7 +23,7 @@ _CHUNK_BYTES: Final = 1 << 20
 BUCKET_BYTES: Final = 16 << 20
 
 
-class _Identity(NamedTuple):
+class FileIdentity(NamedTuple):
     """What stays the same for a file that nobody writes or replaces.
 
     ``status_ns`` is the time of the last change to anything about it. A new name is such a change, and the next
@@ -37,11 +37,13 @@ class _Identity(NamedTuple):
     status_ns: int
 
     @classmethod
-    def of(cls, about: os.stat_result) -> _Identity:
+    def of(cls, about: os.stat_result) -> FileIdentity:
+        """Return what ``os.stat`` says of it."""
         status_ns = about.st_ctime_ns if about.st_nlink == 1 else 0
         return cls(about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, status_ns)
 
-    def is_as(self, other: _Identity) -> bool:
+    def is_as(self, other: FileIdentity) -> bool:
+        """Whether it is the same file, with the same content."""
         return self[:4] == other[:4] and (self.status_ns == other.status_ns or 0 in (self.status_ns, other.status_ns))
 
 
@@ -56,7 +58,10 @@ class OpenFiles:
 
     Attributes:
         nbytes_read: How many bytes were read, for tests that count them. Mapped memory is not counted.
+        is_remote: Whether bytes have to be fetched, and no memory is mapped.
     """
+
+    is_remote = False
 
     def __init__(self, *, follow_links: bool = False, verify: bool | None = None, weights_only: bool = True) -> None:
         self.follow_links = follow_links
@@ -64,7 +69,7 @@ class OpenFiles:
         self.weights_only = weights_only
         self.nbytes_read = 0
         self._handles: OrderedDict[Path, int] = OrderedDict()
-        self._identities: dict[Path, _Identity] = {}
+        self._identities: dict[Path, FileIdentity] = {}
         self._absolute: dict[Path, str] = {}  # the current directory may be another one by then
         self._mapped: dict[Path, Any] = {}
 
@@ -95,7 +100,7 @@ class OpenFiles:
         """How many bytes the files have together."""
         return sum(identity.nbytes for identity in self._identities.values())
 
-    def identity(self, path: Path) -> _Identity:
+    def identity(self, path: Path) -> FileIdentity:
         """Return what a file was when it was opened."""
         if path not in self._identities:
             self.handle(path)
@@ -127,11 +132,11 @@ class OpenFiles:
             self._identities[path] = self._identified(path, handle)
         return handle
 
-    def _identified(self, path: Path, handle: int) -> _Identity:
+    def _identified(self, path: Path, handle: int) -> FileIdentity:
         about = os.fstat(handle)
         if not stat.S_ISREG(about.st_mode):
             refuse(path, "it is no regular file", "Pass a checkpoint: a file, or a directory.")
-        return _Identity.of(about)
+        return FileIdentity.of(about)
 
     def check(self, path: Path) -> None:
         """Raise ``CheckpointError`` if a file was cut off, written or replaced since it was opened.
@@ -144,11 +149,24 @@ class OpenFiles:
         if found.nbytes < known.nbytes:
             refuse(path, f"it was cut off while it was read: expected {known.nbytes} bytes, got {found.nbytes}")
         try:
-            there = _Identity.of(os.stat(self._absolute[path]))
+            there = FileIdentity.of(os.stat(self._absolute[path]))
         except OSError as error:
             refuse(path, f"it was removed while it was read: {error.strerror or error}", "Open what is there now.")
         if not (found.is_as(known) and there.is_as(known)):
             refuse(path, "it was changed while it was read: expected the file that was opened", "Open it again.")
+
+    def fill(self, path: Path, view: memoryview, offset: int, label: str) -> None:
+        """Fill memory with the bytes of a file from an offset on. ``label`` is what they are called in messages."""
+        done = 0
+        while done < len(view):
+            try:
+                count = os.preadv(self.handle(path), [view[done:]], offset + done)
+            except OSError as error:
+                refuse(label, f"it cannot be read: {error.strerror or error}", "Check its permissions, and the disk.")
+            if not count:
+                refuse(label, f"it ends after {done} of {len(view)} bytes: it was cut off while it was read")
+            self.nbytes_read += count
+            done += count
 
     def mapped(self, path: Path, start: int, nbytes: int) -> torch.UntypedStorage:
         """Return bytes of a file as a storage, without reading them. Writing to it does not change the file."""
@@ -237,18 +255,7 @@ class FileRange:
         if self._held is not None:
             view[:] = self._held[start : start + len(view)]
             return
-        done = 0
-        while done < len(view):
-            try:
-                count = os.preadv(self.files.handle(self.path), [view[done:]], self.start + start + done)
-            except OSError as error:
-                refuse(
-                    self.label, f"it cannot be read: {error.strerror or error}", "Check its permissions, and the disk."
-                )
-            if not count:
-                refuse(self.label, f"it ends after {done} of {len(view)} bytes: it was cut off while it was read")
-            self.files.nbytes_read += count
-            done += count
+        self.files.fill(self.path, view, self.start + start, self.label)
 
     def blocks(self, start: int, length: int) -> Iterator[memoryview]:
         """Yield bytes block by block, in memory that the next block takes again."""

@@ -56,7 +56,7 @@ class TorchArchive:
     def __init__(self, place: FileRange) -> None:
         self.place = place
         self.foreign: list[str] = []
-        self._storages: dict[str, torch.UntypedStorage] = {}
+        self._storages: dict[tuple[str, str], torch.UntypedStorage] = {}
         self._places: dict[int, FileRange] = {}
         self._unverified: dict[int, ZipMember] = {}
         self._stored: dict[int, StoredTensor] = {}
@@ -123,14 +123,14 @@ class TorchArchive:
         nbytes = count * itemsize
         if nbytes != member.nbytes:
             raise BadPickle(f"it says that the storage {member.name!r} has {nbytes} bytes: it has {member.nbytes}")
-        if key not in self._storages:
+        if (device, key) not in self._storages:
             place = self.place.part(member.start, member.nbytes, member.name)
             mapped = place.mapped() if device == "cpu" else torch.UntypedStorage(nbytes, device=device)
-            self._storages[key] = mapped if member.start % _ALIGNMENT == 0 else mapped.clone()
-            self._places[storage_key(self._storages[key])] = place
+            self._storages[device, key] = mapped if member.start % _ALIGNMENT == 0 else mapped.clone()
+            self._places[storage_key(self._storages[device, key])] = place
             if self.place.files.verify and member.crc is not None:
-                self._unverified[storage_key(self._storages[key])] = member
-        return self._storages[key]
+                self._unverified[storage_key(self._storages[device, key])] = member
+        return self._storages[device, key]
 
     def piece(self, tensor: Any) -> StoredPiece | None:
         """Return where the elements of a strided tensor lie; ``None`` if it is none, but something else in the tree."""
@@ -211,7 +211,11 @@ class TorchFormat(CheckpointFormat):
 
         def read(shard: FileRange) -> Any:
             archives.append(TorchArchive(shard))
-            return map_leaves(archives[-1].stored, archives[-1].read())
+            tree = archives[-1].read("meta" if files.is_remote else "cpu")
+            tensors = [leaf for leaf in flatten(tree)[0] if files.is_remote and isinstance(leaf, torch.Tensor)]
+            if any(archives[-1].piece(tensor) is None for tensor in tensors):
+                tree = archives[-1].read()  # of what is made of several tensors, all are needed
+            return map_leaves(archives[-1].stored, tree)
 
         def read_mapping(shard: FileRange) -> dict[str, Any]:
             tree = read(shard)

@@ -12,9 +12,14 @@ from statetree.errors import CheckpointError
 _URL: Final = re.compile(r"[A-Za-z][\w+.:-]+:/")
 
 
+def is_url(path: Any) -> bool:
+    """Whether a path looks like a URL."""
+    name = os.fspath(path)
+    return isinstance(name, str) and _URL.match(name) is not None
+
+
 def refuse_url(verb: str, path: Any, remedy: str = "Pass the path of a file or directory.") -> None:
     """Raise ``CheckpointError`` if a path looks like a URL."""
-    name = os.fspath(path)
-    if isinstance(name, str) and _URL.match(name):
-        msg = f"{verb}: {name} is no path: expected a local one, got a URL. {remedy}"
+    if is_url(path):
+        msg = f"{verb}: {os.fspath(path)} is no path: expected a local one, got a URL. {remedy}"
         raise CheckpointError(msg)

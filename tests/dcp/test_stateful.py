@@ -137,7 +137,7 @@ def test_what_state_dict_raises_is_raised_and_nothing_is_saved(tmp_path):
         with pytest.raises(ZeroDivisionError):
             saved.async_save(1, [broken])
         saved.save(2, [AppState(torch.zeros(1))])
-        with pytest.raises(statetree.CheckpointError, match="ZeroDivisionError"):
+        with pytest.raises(ZeroDivisionError):
             saved.restore([broken])
         assert saved.steps() == [2]
 

@@ -1,0 +1,249 @@
+"""Checkpoints behind URLs, by fsspec: paths like those of ``pathlib``, and files of which ranges are fetched.
+
+What fsspec knows as a file system (``s3://``, ``hf://``, ``memory://``, ``https://``) is as good as a disk: a rank
+fetches the ranges that it needs. ``fsspec`` (the extra ``remote``) is loaded when the first URL comes.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final, cast
+from weakref import WeakValueDictionary
+
+from statetree.errors import CheckpointError, check_later
+from statetree.files.ranges import FileIdentity, OpenFiles
+from statetree.files.untrusted import refuse
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    import torch
+
+#: Ranges are fetched in parts of so many bytes, several at a time.
+_PART_BYTES: Final = 8 << 20
+_AT_ONCE: Final = 8
+#: What changes with a file's content, as file systems name it.
+_MARKS: Final = ("ETag", "etag", "LastModified", "mtime", "created", "checksum", "sha256", "blob_id", "size")
+
+
+class RemotePath:
+    """A place in a file system of fsspec. It does what is asked of a ``pathlib.Path`` here.
+
+    Args:
+        system: The file system.
+        path: The place, without the protocol.
+    """
+
+    def __init__(self, system: Any, path: str) -> None:
+        self.system = system
+        self.path = path.rstrip("/")
+
+    @classmethod
+    def of(cls, url: str) -> Path:
+        """Return the place that a URL names: to its users, a path.
+
+        Raises:
+            CheckpointError: If fsspec, or what it needs for the protocol, is not installed, or does not know it.
+        """
+        try:
+            system, path = import_module("fsspec.core").url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            msg = f"{url}: cannot be reached: {error}. Install statetree[remote], and what fsspec has for the protocol."
+            raise CheckpointError(msg) from error
+        return cast("Path", cls(system, path))
+
+    def __fspath__(self) -> str:
+        return str(self)
+
+    def __str__(self) -> str:
+        return str(self.system.unstrip_protocol(self.path))
+
+    def __repr__(self) -> str:
+        return f"RemotePath({str(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RemotePath) and (self.system, self.path) == (other.system, other.path)
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    def __lt__(self, other: RemotePath) -> bool:
+        return self.path < other.path
+
+    def __truediv__(self, name: str) -> RemotePath:
+        return RemotePath(self.system, f"{self.path}/{name}")
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self.path.rpartition("/")[2]
+
+    @property
+    def suffix(self) -> str:
+        """What the name ends in, from its last dot on."""
+        stem, dot, end = self.name.rpartition(".")
+        return f".{end}" if dot and stem and end else ""
+
+    @property
+    def parent(self) -> RemotePath:
+        """The folder that it lies in."""
+        return RemotePath(self.system, self.path.rpartition("/")[0])
+
+    def with_name(self, name: str) -> RemotePath:
+        """Return the place of another name in the same folder."""
+        return self.parent / name
+
+    def info(self) -> dict[str, Any]:
+        """Ask what lies there now. Raises ``FileNotFoundError`` if nothing does."""
+        self.system.invalidate_cache(self.parent.path)
+        found: dict[str, Any] = self.system.info(self.path)
+        return found
+
+    def _kind(self) -> str:
+        try:
+            return str(self.info().get("type", "file"))
+        except FileNotFoundError:
+            return ""
+
+    def is_dir(self) -> bool:
+        """Whether it is a folder, or a DCP directory on a server that does not tell of folders."""
+        return self._kind() == "directory" or (not self.suffix and (self / ".metadata").is_file())
+
+    def is_file(self) -> bool:
+        """Whether it is a file."""
+        return self._kind() == "file"
+
+    def is_symlink(self) -> bool:
+        """Whether it is a link: there are none."""
+        return False
+
+    def exists(self) -> bool:
+        """Whether anything lies there."""
+        return bool(self._kind())
+
+    def resolve(self) -> RemotePath:
+        """Return the place itself: there are no links."""
+        return self
+
+    def is_relative_to(self, other: RemotePath) -> bool:
+        """Whether it lies in a folder, or is it."""
+        return self.path == other.path or self.path.startswith(f"{other.path}/")
+
+    def stat(self) -> Any:
+        """Return size and kind, as ``os.stat`` does."""
+        inode = zlib.crc32(self.path.encode())
+        return SimpleNamespace(st_size=int(self.info()["size"]), st_mode=stat.S_IFREG, st_dev=0, st_ino=inode)
+
+    def iterdir(self) -> Iterator[RemotePath]:
+        """Yield what lies in a folder."""
+        self.system.invalidate_cache(self.path)
+        for found in self.system.ls(self.path, detail=False):
+            if found.rstrip("/") != self.path:
+                yield RemotePath(self.system, found)
+
+    def glob(self, pattern: str) -> Iterator[RemotePath]:
+        """Yield what matches a pattern."""
+        for found in self.system.glob(f"{self.path}/{pattern}"):
+            yield RemotePath(self.system, found)
+
+    def fetch(self, limit: int) -> bytes:
+        """Return the content of a small file.
+
+        Raises:
+            OSError: If there is none.
+            CheckpointError: If it is larger than the limit.
+        """
+        size = int(self.info()["size"])
+        if size > limit:
+            msg = f"{self.name} has {size} bytes: expected at most {limit}"
+            raise CheckpointError(msg)
+        return bytes(self.system.cat_file(self.path))
+
+    def upload(self, file: Path) -> None:
+        """Put a local file there. It is there as a whole, or not at all, if the file system has it so."""
+        self.system.makedirs(self.parent.path, exist_ok=True)
+        self.system.put_file(os.fspath(file), self.path)
+
+    def unlink(self) -> None:
+        """Remove the file, if there is one."""
+        if self.exists():
+            self.system.rm_file(self.path)
+
+
+class RemoteFiles(OpenFiles):
+    """The files of a checkpoint behind a URL. Nothing is held open, and no memory is mapped: ranges are fetched."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._memory: WeakValueDictionary[Any, torch.UntypedStorage] = WeakValueDictionary()
+
+    is_remote = True
+
+    def identity(self, path: Path) -> FileIdentity:
+        """Return what a file was when it was first looked at."""
+        if path not in self._identities:
+            self._identities[path] = self._now(path)
+        return self._identities[path]
+
+    def _now(self, path: Path) -> FileIdentity:
+        place = cast("RemotePath", path)
+        try:
+            info = place.info()
+        except FileNotFoundError:
+            refuse(path, "there is no such file", "Check the name.")
+        except OSError as error:
+            refuse(path, f"it cannot be reached: {error}", "Check the URL, and what it takes to read it.")
+        if info.get("size") is None:
+            refuse(path, "the server does not say how large it is: expected one that serves ranges", "Download it.")
+        mark = zlib.crc32(repr([str(info.get(name)) for name in _MARKS]).encode())
+        return FileIdentity(0, zlib.crc32(str(path).encode()), int(info["size"]), mark, 0)
+
+    def check(self, path: Path) -> None:
+        """Have it looked at once more when the verb ends: each look is a request."""
+        check_later(self._look_again, path)
+
+    def _look_again(self, path: Path) -> None:
+        if not self._now(path).is_as(self.identity(path)):
+            refuse(path, "it was changed while it was read: expected the file that was opened", "Open it again.")
+
+    def fill(self, path: Path, view: memoryview, offset: int, label: str) -> None:
+        """Fill memory with the bytes of a file from an offset on, several parts at a time."""
+        system, place = cast("RemotePath", path).system, cast("RemotePath", path).path
+
+        def fetch(first: int) -> None:
+            part = view[first : first + _PART_BYTES]
+            data = system.cat_file(place, start=offset + first, end=offset + first + len(part))
+            if len(data) != len(part):
+                refuse(label, f"it ends after {len(data)} of {len(part)} bytes: it was cut off while it was read")
+            part[:] = data
+
+        starts = range(0, len(view), _PART_BYTES)
+        try:
+            if len(starts) < 2:
+                list(map(fetch, starts))
+            else:
+                with ThreadPoolExecutor(_AT_ONCE) as pool:
+                    list(pool.map(fetch, starts))
+        except OSError as error:
+            refuse(label, f"it cannot be read: {error}", "Check the URL, and what it takes to read it.")
+        self.nbytes_read += len(view)
+
+    def mapped(self, path: Path, start: int, nbytes: int) -> torch.UntypedStorage:
+        """Return bytes of a file as a storage, which is fetched, once for all who hold it."""
+        import torch
+
+        from statetree.files.strided_reading import memory_view
+
+        found = self._memory.get((path, start, nbytes))
+        if found is None:
+            found = torch.UntypedStorage(nbytes, device="cpu")
+            data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(found)
+            self.fill(path, memory_view(data), start, str(path))
+            self._memory[path, start, nbytes] = found
+        return found

@@ -1,0 +1,132 @@
+"""Checkpoints behind URLs: the same trees as on a disk, of which only what is needed is fetched."""
+
+from __future__ import annotations
+
+import fsspec
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import statetree as st
+from statetree.errors import CheckpointError, TreeMismatch
+from statetree.files import formats
+from statetree.testing import run_ranks
+from tests.cli.states import bits, tied_state
+from tests.judge import assert_trees_equal
+
+STATE = {"model": {"w": bits(200, 300), "b": bits(3, dtype=torch.bfloat16)}, "step": 3}
+NAMES = ["a.safetensors", "a.pt", "directory"]
+
+
+@pytest.fixture
+def memory():
+    system = fsspec.filesystem("memory")
+    system.store.clear()
+    system.pseudo_dirs[:] = [""]
+    yield system
+    system.store.clear()
+
+
+def state_for(name):
+    return {"model": STATE["model"]} if name.endswith("safetensors") else STATE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_saved_comes_back(name, memory):
+    url, state = f"memory://run/{name}", state_for(name)
+    st.save(state, url)
+    like = st.map_leaves(lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, torch.Tensor) else 0, state)
+    assert_trees_equal(st.load(url, like), state)
+    assert_trees_equal(st.from_flat(*st.to_flat(like)), like)
+    assert_trees_equal(st.load(url, like, in_place=True), state)
+    assert torch.equal(next(iter(st.to_flat(st.load(url, where="**.b"))[0].values())), state["model"]["b"])
+    st.save({"other": torch.ones(2)}, url)
+    assert torch.equal(st.load(url)["other"], torch.ones(2))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_what_is_needed_is_fetched(name, memory):
+    url = f"memory://run/{name}"
+    st.save({"large": bits(500, 1000), "small": bits(7)}, url)
+    checkpoint = formats.opened(url)
+    assert checkpoint.files.nbytes_read < 30_000
+    before = checkpoint.files.nbytes_read
+    assert torch.equal(checkpoint.tree["large"].read((slice(10, 12),)), bits(500, 1000)[10:12])
+    assert checkpoint.files.nbytes_read - before < 20_000
+
+
+def test_ties_of_torch_files_come_back(memory):
+    st.save(tied_state(), "memory://run/a.pt")
+    assert_trees_equal(st.load("memory://run/a.pt"), tied_state())
+
+
+def test_sparse_tensors_come_back(memory):
+    state = {"s": torch.eye(3).to_sparse(), "w": bits(4)}
+    st.save(state, "memory://run/a.pt")
+    assert_trees_equal(st.load("memory://run/a.pt"), state)
+
+
+def test_several_files_are_read_by_their_index(memory):
+    st.save({"a": bits(900), "b": bits(800)}, "memory://run/m.safetensors", shard_bytes=3600)
+    assert len([name for name in memory.store if "-of-" in name]) == 2
+    loaded = st.load("memory://run/m.safetensors.index.json")
+    assert_trees_equal(loaded, {"a": bits(900), "b": bits(800)})
+    assert_trees_equal(st.load("memory://run/m.safetensors.index.json", where="b"), {"b": bits(800)})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_changes_meanwhile_is_an_error(name, memory):
+    url = f"memory://run/{name}"
+    st.save({"w": bits(50)}, url)
+    tree = st.files.open(url)
+    st.save({"w": bits(50, start=3)}, url)
+    with pytest.raises(CheckpointError, match="it was changed while it was read"):
+        st.offload(tree)
+
+
+def test_what_is_not_there_is_named(memory):
+    for url in ("memory://run/x.pt", "memory://run/x"):
+        with pytest.raises(CheckpointError, match=r"read: memory://.*run/x.*: there is no such"):
+            st.load(url)
+    with pytest.raises(CheckpointError, match=r"nowhere://a: cannot be reached: .*statetree\[remote\]"):
+        st.load("nowhere://a")
+
+
+def test_nothing_is_replaced_where_that_is_not_allowed(memory):
+    st.save({"w": bits(5)}, "memory://run/a.pt")
+    with pytest.raises(CheckpointError, match="it exists already"):
+        st.save({"w": bits(6)}, "memory://run/a.pt", overwrite=False)
+    assert torch.equal(st.load("memory://run/a.pt")["w"], bits(5))
+
+
+def test_a_misfit_is_told_before_elements_are_fetched(memory):
+    st.save({"w": bits(5)}, "memory://run/a.safetensors")
+    with pytest.raises(TreeMismatch, match="shape differs at w"):
+        st.load("memory://run/a.safetensors", {"w": torch.zeros(6)})
+
+
+def test_a_flipped_bit_is_an_error(memory):
+    st.save({"w": bits(500)}, "memory://run/directory")
+    name = next(name for name in memory.store if name.endswith(".distcp"))
+    data = bytearray(memory.cat_file(name))
+    data[data.index(bits(500).numpy().tobytes()) + 5] ^= 1
+    memory.pipe_file(name, bytes(data))
+    with pytest.raises(CheckpointError, match=r"the entry 'w': .*checksum"):
+        st.load("memory://run/directory")
+
+
+def by_all_ranks(folder):
+    url = f"file://{folder}/run/directory"
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = {"w": distribute_tensor(torch.arange(10.0), mesh, [Shard(0)]), "n": 1}
+    st.save(state, url)
+    like = {"w": distribute_tensor(torch.zeros(10), mesh, [Shard(0)]), "n": 0}
+    loaded = st.load(url, like)
+    return loaded["w"].full_tensor().tolist(), loaded["n"]
+
+
+def test_every_rank_uploads_and_fetches_its_own_part(tmp_path):
+    assert run_ranks(2, by_all_ranks, tmp_path) == [(list(map(float, range(10))), 1)] * 2
+    assert st.load(tmp_path / "run" / "directory")["w"].tolist() == list(range(10))
