@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import traceback
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from statetree.dcp.groups import from_all, group_for, raise_together
 from statetree.dcp.internals import count_groups, is_alive
 from statetree.dcp.saving import warn_of_values, write
-from statetree.errors import chain_of
+from statetree.errors import StateTreeError, chain_of
 from statetree.files.urls import refuse_url
 from statetree.stager.stager import Stager
 from statetree.stager.workers import submit
@@ -234,3 +234,36 @@ def _release(error: BaseException) -> None:
             error.add_note("statetree: raised at\n" + traceback.format_tb(found.__traceback__)[-1].rstrip())
         # DCP's functions hold all there is in their closures, which clearing their frames leaves alone.
         found.__traceback__ = None
+
+
+class RunningSave:
+    """The save in the background of a series, of which there is one at a time.
+
+    Attributes:
+        future: Its future; ``None`` without one.
+    """
+
+    def __init__(self) -> None:
+        self.future: SaveFuture | None = None
+
+    def settle(self, verb: str, group: Callable[[], ProcessGroup | None]) -> None:
+        """Wait for the save, and raise what it raised on any rank, unless its future has."""
+        if self.future is None:
+            return
+        error = self.error()
+        try:
+            ranks = group()
+        except StateTreeError:
+            if error is not None:
+                raise error from None
+            raise
+        remedy = "This call began nothing. Make it again, once the cause is mended."
+        raise_together(verb, error, "the last save in the background failed", remedy, ranks)
+
+    def error(self) -> BaseException | None:
+        """Wait for the save, and return what it raised and nobody was told."""
+        if self.future is None:
+            return None
+        wait([self.future])  # an interrupt while waiting leaves it to the next call
+        running, self.future = self.future, None
+        return running.undelivered()

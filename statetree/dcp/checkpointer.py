@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import threading
 import time
 from functools import partial
@@ -10,28 +9,26 @@ from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex, TypeVar, overload
 
-from statetree.dcp.background import Background, SaveFuture, background_of, start
-from statetree.dcp.directory_writer import DirectoryWriter
+from statetree.dcp.background import Background, RunningSave, background_of, start
 from statetree.dcp.events import Event, local_bytes, tell
-from statetree.dcp.failures import checkpoint_errors
 from statetree.dcp.file_manifest import read_manifest
-from statetree.dcp.groups import by_first, check_alive, check_same, from_all, is_first, raise_together, ranks_of
+from statetree.dcp.groups import check_same, is_first
+from statetree.dcp.mirror import MirroredSeries
 from statetree.dcp.restoring import Restoration
-from statetree.dcp.saving import write
 from statetree.dcp.schedule import Schedule
-from statetree.dcp.series import Kept, Series, UnfinishedStep, bytes_in
-from statetree.dcp.stateful import StatefulTree, saving
+from statetree.dcp.series import Kept, Series, bytes_in
+from statetree.dcp.stateful import saving
 from statetree.dcp.step_numbers import as_int, as_metadata, as_metric, check_counts, check_step, warn_of_step
+from statetree.dcp.step_writer import StepWriter
 from statetree.declare import renew_after_fork
-from statetree.errors import CheckpointError, StagerBusy, StateTreeError
-from statetree.exchange.call import on_all_ranks
-from statetree.files.loading import LoadOptions, load_tree
+from statetree.errors import CheckpointError, StateTreeError
+from statetree.files.loading import LoadOptions
 from statetree.files.urls import refuse_url
 from statetree.stager.stager import Stager
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
     from concurrent.futures import Future
     from datetime import timedelta
     from types import TracebackType
@@ -43,7 +40,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Checkpointer:
+class Checkpointer(Schedule):
     """Saves the states of a run, step by step, and restores the latest.
 
     A checkpoint appears as ``step-…`` in the directory once it is completely on disk, so after a crash the last
@@ -69,6 +66,9 @@ class Checkpointer:
             Each checkpoint is complete, whatever is removed beside it. Files are cut so that few are written again. A
             file is read and compared with the state before it is linked, so that damage does not spread. Where the
             file system has no links, all is written.
+        mirror: A URL that fsspec knows (``s3://bucket/run``; extra ``remote``), to which complete steps are uploaded in
+            the background. Retention holds there, too, and ``restore`` takes the newest complete step of either. An
+            upload that fails is logged, and tried again at the next save; ``close`` waits for uploads.
         every: How many steps, or which time (a ``timedelta``), ``due`` lets pass between two checkpoints.
         on_event: Called with an ``Event`` after each staging, save, removal and restore; for a save in the background
             on its thread. What it raises is logged. The logger ``statetree`` has the same events.
@@ -105,6 +105,7 @@ class Checkpointer:
         keep_every: int | None = None,
         keep_best: int | None = None,
         incremental: bool = False,
+        mirror: str | None = None,
         every: int | timedelta | None = None,
         on_event: Callable[[Event], object] | None = None,
         process_group: ProcessGroup | None = None,
@@ -116,10 +117,12 @@ class Checkpointer:
             raise TypeError(msg)
         self.directory = Path(directory)
         self._kept = Kept(keep, keep_every, keep_best)
-        self._incremental = incremental
-        self._series = Series(self.directory)
-        self._schedule = Schedule(every)
         self._on_event = on_event
+        told = partial(tell, on_event, is_first=True)
+        self._mirror = None if mirror is None else MirroredSeries(self.directory, mirror, self._kept, told)
+        self._series = self._mirror or Series(self.directory)
+        self._steps = StepWriter(self._series, self._kept, self._tell, incremental=incremental)
+        super().__init__(every)
         self._process_group = process_group
         self._stager = Stager() if stager is None else stager
         self._owns_stager = stager is None
@@ -129,50 +132,12 @@ class Checkpointer:
 
     def _start_idle(self) -> None:
         """Begin without a save. In a forked process the parent's thread is gone, and nobody would release the lock."""
-        self._running: SaveFuture | None = None
+        self._running = RunningSave()
         self._calling = threading.RLock()
 
-    @property
-    def signalled(self) -> int | None:
-        """The signal that ``due`` has answered to (see ``save_on``); ``None`` if none arrived."""
-        return self._schedule.signalled
-
-    def save_on(self, *signals: int) -> None:
-        """Save at a signal, such as ``signal.SIGTERM``: the next ``due`` is true, on all ranks, whichever got it.
-
-        A second one of a kind does what it did before this call. ``close`` undoes it. Called by the main thread, on
-        every rank.
-        """
-        self._schedule.save_on(*signals)
-
-    def due(self, step: SupportsIndex) -> bool:
-        """Whether to save now: at each multiple of ``every``, when that time has passed, or after a signal.
-
-        Args:
-            step: The step that was just done.
-
-        Collective:
-            Every rank calls it. With signals, or a time, they tell each other in one small exchange.
-
-        Raises:
-            ValueError: If the step is not an integer, or negative.
-
-        Example:
-            >>> import signal, tempfile
-            >>> with Checkpointer(tempfile.mkdtemp(), every=2) as checkpointer:
-            ...     checkpointer.save_on(signal.SIGTERM)
-            ...     for step in range(1, 6):
-            ...         if checkpointer.due(step):
-            ...             _ = checkpointer.async_save(step, {"step": step})
-            ...         if checkpointer.signalled:
-            ...             break
-            ...     checkpointer.steps()[:1]
-            [2]
-        """
-        step = as_int(step)
-        check_step("due", step)
+    def _group_that_agrees(self) -> ProcessGroup | None:
         with self._calling:
-            return self._schedule.due(step, lambda: self._background("due", "restore").group)
+            return self._background("due", "restore").group
 
     def save(
         self,
@@ -202,7 +167,7 @@ class Checkpointer:
             UnsupportedLeaf, CyclicTree: As ``statetree.save``.
         """
         step = as_int(step)
-        write = partial(self._write, metric=as_metric("save", metric), metadata=as_metadata("save", metadata))
+        write = partial(self._steps.write, metric=as_metric("save", metric), metadata=as_metadata("save", metadata))
         with self._calling:
             since = time.monotonic()
             states = saving("save", state)
@@ -217,7 +182,6 @@ class Checkpointer:
         *,
         metric: float | None = None,
         metadata: Mapping[str, Any] | None = None,
-        wait: bool = True,
     ) -> Future[None]:
         """Stage a state, and save it in the background.
 
@@ -229,14 +193,12 @@ class Checkpointer:
             state: Any tree.
             metric: As for ``save``.
             metadata: As for ``save``.
-            wait: Whether to wait for a save that is still running, or to refuse.
 
         Returns:
             A future that is done when the checkpoint is complete. Its ``result`` raises the error of a failed save; if
             it is not called, the next call raises it.
 
         Raises:
-            StagerBusy: With ``wait=False``, if a save is still running, on this rank or another. All ranks raise.
             CheckpointError: If an earlier save in the background failed. This one was not begun.
             ValueError: If the step is not an integer, or negative.
             TypeError: If the metric is no number, or the metadata are more than JSON holds.
@@ -246,13 +208,11 @@ class Checkpointer:
         """
         step = as_int(step)
         write = partial(
-            self._write, metric=as_metric("async_save", metric), metadata=as_metadata("async_save", metadata)
+            self._steps.write, metric=as_metric("async_save", metric), metadata=as_metadata("async_save", metadata)
         )
         with self._calling:
             since = time.monotonic()
             states = saving("async_save", state)
-            if not wait:
-                self._check_idle("async_save")
             background = self._begin("async_save")
             self._warn_of_step("async_save", step)
             agreeing = self._background("async_save", "restore").group
@@ -267,7 +227,7 @@ class Checkpointer:
                 self._tell(Event("stage", step, ended - began, nbytes, ended - since), agreeing)
                 return staged
 
-            self._running = start(
+            self._running.future = start(
                 background,
                 agreeing,
                 stage_step,
@@ -280,7 +240,7 @@ class Checkpointer:
                 ),
             )
             waits.append(time.monotonic() - since)
-            return self._running
+            return self._running.future
 
     # fmt: off
     @overload
@@ -347,18 +307,9 @@ class Checkpointer:
                 check_step("restore", step)
 
             since = time.monotonic()
-            ranks = ranks_of("restore", group)
-            tree = on_all_ranks("restore", ranks, lambda: StatefulTree("restore", state))
-
-            def load(path: Path) -> Any:
-                template = (
-                    tree.state if where is not None else on_all_ranks("restore", ranks, lambda: tree.template(path))
-                )
-                options = LoadOptions(True, cast, strict, verify, weights_only, partly=True, where=where)  # noqa: FBT003
-                return load_tree(path, template, ranks, options, together=True)
-
+            options = LoadOptions(True, cast, strict, verify, weights_only, partly=True, where=where)  # noqa: FBT003
             restoration = Restoration(self._series, group, step)
-            loaded = tree.loaded(restoration.run(load, fallback=fallback))
+            loaded = restoration.run(state, options, fallback=fallback)
             seconds, found = time.monotonic() - since, restoration.found
             self._tell(Event("restore", found.step, seconds, bytes_in(self._series.path(found)), seconds), group)
             return loaded
@@ -400,14 +351,16 @@ class Checkpointer:
         """
         with self._calling:
             self._closed = True
-            self._schedule.close()
+            self._give_back()
             try:
-                error = self._taken_error()  # this rank's own: not every rank need close
+                error = self._running.error()  # this rank's own: not every rank need close
                 if error is not None:
                     raise error
             finally:
                 if self._owns_stager:
                     self._stager.close()
+                if self._mirror is not None:
+                    self._mirror.wait()
 
     def __enter__(self) -> Self:
         return self
@@ -426,7 +379,8 @@ class Checkpointer:
         if self._closed:
             msg = f"{verb}: the Checkpointer of {self.directory} is closed: expected an open one. Make a new one."
             raise CheckpointError(msg)
-        self._settle(verb)
+        background = self._background(verb, "restore")
+        self._running.settle(verb, lambda: background.group)
         return self._background(verb, purpose)
 
     def _background(self, verb: str, purpose: str) -> Background:
@@ -438,101 +392,5 @@ class Checkpointer:
             return
         warn_of_step(verb, step, self.latest_step(), self.directory)
 
-    def _settle(self, verb: str) -> None:
-        """Wait for the save in the background, and raise what it raised on any rank, unless its future has."""
-        if self._running is None:
-            return
-        error = self._taken_error()
-        try:
-            group = self._background(verb, "restore").group
-        except StateTreeError:
-            if error is not None:
-                raise error from None
-            raise
-        remedy = "This call began nothing. Make it again, once the cause is mended."
-        raise_together(verb, error, "the last save in the background failed", remedy, group)
-
-    def _taken_error(self) -> BaseException | None:
-        """Wait for the save in the background, and return what it raised and nobody was told."""
-        if self._running is None:
-            return None
-        concurrent.futures.wait([self._running])  # an interrupt while waiting leaves it to the next call
-        running, self._running = self._running, None
-        return running.undelivered()
-
-    def _check_idle(self, verb: str) -> None:
-        busy = self._running is not None and not self._running.done()
-        ranks = [rank for rank, flag in enumerate(from_all(busy, self._background(verb, "restore").group)) if flag]
-        if ranks:
-            where = f" on rank {', '.join(map(str, ranks))}" if len(ranks) > 1 or ranks != [0] else ""
-            msg = f"{verb}: a save is still running{where}: expected none. Wait for its future, or pass wait=True."
-            raise StagerBusy(msg)
-
     def _tell(self, event: Event, group: ProcessGroup | None) -> None:
         tell(self._on_event, event, is_first=is_first(group))
-
-    def _write(
-        self,
-        verb: str,
-        step: int,
-        state: Callable[[], Any],
-        group: ProcessGroup | None,
-        waited: Callable[[], float],
-        *,
-        metric: float | None,
-        metadata: dict[str, Any],
-    ) -> None:
-        """Write a checkpoint under another name, then give it its own."""
-        since = time.monotonic()
-        made: list[UnfinishedStep] = []
-
-        def begin() -> tuple[Path, Path | None]:
-            """Return where to write, and the checkpoint whose files may be linked to."""
-            made.append(self._series.begin(step))
-            complete = self._series.complete() if self._incremental else []
-            return made[0].path, self._series.path(complete[-1]) if complete else None
-
-        check_alive("save", group)
-        with checkpoint_errors("save", self.directory):
-            check_same(verb, "step", repr(step), group)
-        check_step(verb, step)
-        try:
-            with checkpoint_errors("save", self.directory):
-                path, base = by_first("save", group, begin)
-                writer = DirectoryWriter(path, incremental=self._incremental, base=base, metric=metric, about=metadata)
-                write(state, path, group, writer)
-            nbytes, removed = self._publish(step, made, group)
-        except BaseException:
-            for unpublished in made:
-                unpublished.discard()
-            raise
-        self._tell(Event("save", step, time.monotonic() - since, nbytes, waited()), group)
-        for gone, freed, seconds in removed:
-            self._tell(Event("removal", gone, seconds, freed, 0.0), group)
-
-    def _publish(
-        self, step: int, made: Sequence[UnfinishedStep], group: ProcessGroup | None
-    ) -> tuple[int, list[tuple[int, int, float]]]:
-        """Let the first rank, which made the directory, give it its name. Returns its bytes, and what was removed."""
-
-        def publish() -> tuple[int, list[tuple[int, int, float]]]:
-            published = self._series.publish(made[0])
-            try:
-                return bytes_in(self._series.path(published)), self._series.prune(self._kept, published)
-            except OSError as error:
-                msg = (
-                    f"save: the checkpoint {self._series.path(published)} is complete, but older ones could not be "
-                    f"removed: {type(error).__name__}: {error}. Mend the cause: the next save tries again."
-                )
-                raise CheckpointError(msg) from error
-
-        try:
-            return by_first("save", group, publish)
-        except StateTreeError:
-            raise
-        except Exception as error:
-            msg = (
-                f"save: this rank could not be told that the checkpoint of step {step} is complete: "
-                f"{type(error).__name__}: {error}. It is if Checkpointer.steps lists it."
-            )
-            raise CheckpointError(msg) from error

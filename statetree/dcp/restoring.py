@@ -5,10 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from statetree.dcp.data_files import DataFiles
 from statetree.dcp.failures import checkpoint_errors
-from statetree.dcp.groups import by_first
+from statetree.dcp.groups import by_first, ranks_of
+from statetree.dcp.stateful import StatefulTree
 from statetree.errors import CheckpointError, StateTreeError, warn
+from statetree.exchange.call import on_all_ranks
+from statetree.files.formats import opened
+from statetree.files.loading import load_tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from statetree.dcp.series import Series, StepDirectory
+    from statetree.files.loading import LoadOptions
 
 
 class Restoration:
@@ -37,8 +41,26 @@ class Restoration:
         self._group = group
         self._step = step
 
-    def run(self, load: Callable[[Path], Any], *, fallback: bool) -> Any:
-        """Load the checkpoint; if it is damaged and ``fallback`` is set, the newest older one that can be read."""
+    def run(self, state: Any, options: LoadOptions, *, fallback: bool) -> Any:
+        """Load the checkpoint; if it is damaged and ``fallback`` is set, the newest older one that can be read.
+
+        Args:
+            state: The template, or ``None``. Objects in it with ``load_state_dict`` get what was saved of them.
+            options: How it is loaded.
+            fallback: Whether an older one is taken.
+        """
+        ranks = ranks_of("restore", self._group)
+        tree = on_all_ranks("restore", ranks, lambda: StatefulTree("restore", state))
+
+        def load(path: Path) -> Any:
+            template = tree.state
+            if options.where is None:
+                template = on_all_ranks("restore", ranks, lambda: tree.template(path))
+            return load_tree(path, template, ranks, options, together=True)
+
+        return tree.loaded(self._run(load, fallback=fallback))
+
+    def _run(self, load: Callable[[Path], Any], *, fallback: bool) -> Any:
         found = self._by_first(partial(self._series.find, "restore", self._step))
         damaged: list[CheckpointError] = []
         while True:
@@ -78,7 +100,7 @@ class Restoration:
 
     def _find_instead(self, gone: StepDirectory) -> StepDirectory | None:
         """Return what to restore where a checkpoint was removed while it was read. ``None`` if it is still there."""
-        if gone in self._series.all():
+        if gone in [*self._series.all(), *self._series.complete()]:
             return None
         if self._step is None or any(found.step == self._step for found in self._series.complete()):
             return self._series.find("restore", self._step)
@@ -94,7 +116,7 @@ class Restoration:
         for found in reversed(self._series.complete()):
             if found.step < damaged.step:
                 try:
-                    DataFiles(self._series.path(found)).check()
+                    opened(self._series.path(found)).check()
                 except (CheckpointError, OSError):
                     continue
                 return found

@@ -7,13 +7,12 @@ import signal
 import time
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from statetree.dcp.groups import from_all
+from statetree.dcp.step_numbers import as_int, check_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.distributed import ProcessGroup
 
 
@@ -24,7 +23,7 @@ class Schedule:
         every: A number of steps, a time, or neither.
 
     Attributes:
-        signalled: The signal that arrived on any rank, once ``due`` has said so.
+        signalled: The signal that ``due`` has answered to; ``None`` if none arrived on any rank.
     """
 
     def __init__(self, every: int | timedelta | None) -> None:
@@ -41,8 +40,15 @@ class Schedule:
         self._before: dict[int, Any] = {}
         self._process = os.getpid()
 
+    def _group_that_agrees(self) -> ProcessGroup | None:
+        raise NotImplementedError
+
     def save_on(self, *signals: int) -> None:
-        """Have ``due`` answer to signals. The second of a kind does what it did before."""
+        """Save at a signal, such as ``signal.SIGTERM``: the next ``due`` is true, on all ranks, whichever got it.
+
+        A second one of a kind does what it did before this call. ``close`` undoes it. Called by the main thread, on
+        every rank.
+        """
         for number in signals:
             before = signal.signal(number, self._note)
             self._before.setdefault(number, signal.SIG_DFL if before is None else before)
@@ -53,15 +59,41 @@ class Schedule:
             os.kill(os.getpid(), number)
         self._arrived = number
 
-    def due(self, step: int, group: Callable[[], ProcessGroup | None]) -> bool:
-        """Whether to save. Where time or signals matter, the ranks tell each other: the first one's clock counts."""
+    def due(self, step: SupportsIndex) -> bool:
+        """Whether to save now: at each multiple of ``every``, when that time has passed, or after a signal.
+
+        Args:
+            step: The step that was just done.
+
+        Collective:
+            Every rank calls it. With signals, or a time, they tell each other in one small exchange: the first rank's
+            clock counts.
+
+        Raises:
+            ValueError: If the step is not an integer, or negative.
+
+        Example:
+            >>> import signal, tempfile
+            >>> from statetree import Checkpointer
+            >>> with Checkpointer(tempfile.mkdtemp(), every=2) as checkpointer:
+            ...     checkpointer.save_on(signal.SIGTERM)
+            ...     for step in range(1, 6):
+            ...         if checkpointer.due(step):
+            ...             _ = checkpointer.async_save(step, {"step": step})
+            ...         if checkpointer.signalled:
+            ...             break
+            ...     checkpointer.steps()[:1]
+            [2]
+        """
+        step = as_int(step)
+        check_step("due", step)
         is_due = type(self._every) is int and step > 0 and step % self._every == 0
         if self._before or isinstance(self._every, timedelta):
             is_late = (
                 isinstance(self._every, timedelta) and time.monotonic() - self._since > self._every.total_seconds()
             )
             arrived = self._arrived
-            told = from_all((is_late, arrived), group())
+            told = from_all((is_late, arrived), self._group_that_agrees())
             number = max(number for _, number in told)
             is_due = is_due or told[0][0] or number > 0
             self.signalled = number or self.signalled
@@ -70,8 +102,8 @@ class Schedule:
             self._since = time.monotonic()
         return is_due
 
-    def close(self) -> None:
-        """Give the signals back."""
+    def _give_back(self) -> None:
+        """Leave signals to whoever had them before."""
         for number, before in self._before.items():
             with suppress(ValueError):  # only the main thread may
                 if signal.getsignal(number) == self._note:

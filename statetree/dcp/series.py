@@ -46,7 +46,8 @@ class StepDirectory(NamedTuple):
     inode: int
 
 
-def _name_of(step: int) -> str:
+def name_of(step: int) -> str:
+    """Return the name of the directory of a step."""
     return f"step-{step:08}"
 
 
@@ -103,6 +104,10 @@ class Series:
         """Return the complete checkpoints, one of each step, in the order of steps."""
         return _latest(self.all())
 
+    def local(self) -> list[StepDirectory]:
+        """Return those that lie in the directory, whatever a mirror has."""
+        return self.complete()
+
     def all(self) -> list[StepDirectory]:
         """Return the complete checkpoints, those that are being replaced included."""
         found: list[StepDirectory] = []
@@ -115,7 +120,7 @@ class Series:
                         step = int(match[1] or match[2])
                         if not os.path.isfile(os.path.join(entry.path, METADATA)):
                             is_gone = is_gone or _is_gone(entry.path)
-                        elif _name_of(step) in entry.name.split("."):
+                        elif name_of(step) in entry.name.split("."):
                             found.append(StepDirectory(step, match[1] is not None, entry.name, entry.inode()))
             if not is_gone and before == _changed(self.directory):
                 break  # else what took its place may have come after the names were read
@@ -154,11 +159,11 @@ class Series:
             sync(self.directory.parent)
         with self._alone():  # nobody takes what was just made, and is not yet locked, for a leftover
             self._clean()
-            named = self.directory / _name_of(step)
+            named = self.directory / name_of(step)
             if os.path.lexists(named) and not (named / METADATA).is_file():
                 msg = f"save: {named} is no complete checkpoint: expected one to replace, or nothing. Move it away."
                 raise CheckpointError(msg)
-            path = self.directory / f".{_name_of(step)}.partial-{uuid.uuid4().hex}"
+            path = self.directory / f".{name_of(step)}.partial-{uuid.uuid4().hex}"
             path.mkdir()
             return UnfinishedStep(path, step)
 
@@ -180,7 +185,7 @@ class Series:
 
     def publish(self, partial: UnfinishedStep) -> StepDirectory:
         """Give a checkpoint, which is on the disk, its name. One that has it stays until ``prune``, under another."""
-        path = self.directory / _name_of(partial.step)
+        path = self.directory / name_of(partial.step)
         aside = path.with_name(f".{path.name}.replaced-{uuid.uuid4().hex}")
         with self._alone():
             with suppress(FileNotFoundError):
@@ -229,7 +234,7 @@ class Series:
     def _without_name(self, checkpoint: StepDirectory) -> Path:
         """Take a checkpoint's name away, so that no half of it is ever seen. Of a link, remove the link."""
         path = self.path(checkpoint)
-        aside = path.with_name(f".{_name_of(checkpoint.step)}.removed-{uuid.uuid4().hex}")
+        aside = path.with_name(f".{name_of(checkpoint.step)}.removed-{uuid.uuid4().hex}")
         if path.is_symlink():
             path.unlink(missing_ok=True)
             return aside
@@ -240,8 +245,8 @@ class Series:
     def _clean(self) -> None:
         for entry in list(os.scandir(self.directory)):
             match = _NAME.fullmatch(entry.name)
-            if match and match[2] and not os.path.lexists(self.directory / _name_of(int(match[2]))):
-                os.rename(entry.path, self.directory / _name_of(int(match[2])))  # killed between two renamings
+            if match and match[2] and not os.path.lexists(self.directory / name_of(int(match[2]))):
+                os.rename(entry.path, self.directory / name_of(int(match[2])))  # killed between two renamings
             if not _LEFTOVER.fullmatch(entry.name):
                 continue
             if entry.is_symlink():

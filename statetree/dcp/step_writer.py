@@ -1,0 +1,116 @@
+"""One checkpoint of a series written: under another name, until all ranks have written their parts of it."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from statetree.dcp.directory_writer import DirectoryWriter
+from statetree.dcp.events import Event
+from statetree.dcp.failures import checkpoint_errors
+from statetree.dcp.groups import by_first, check_alive, check_same, is_first
+from statetree.dcp.mirror import MirroredSeries
+from statetree.dcp.saving import write
+from statetree.dcp.series import bytes_in
+from statetree.dcp.step_numbers import check_step
+from statetree.errors import CheckpointError, StateTreeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from torch.distributed import ProcessGroup
+
+    from statetree.dcp.series import Kept, Series, UnfinishedStep
+
+
+class StepWriter:
+    """Writes the checkpoints of a series.
+
+    Args:
+        series: Where they go.
+        kept: Which of them stay.
+        tell: Is told of what was saved and removed.
+        incremental: Whether files in which nothing changed become links.
+    """
+
+    def __init__(
+        self,
+        series: Series,
+        kept: Kept,
+        tell: Callable[[Event, ProcessGroup | None], None],
+        *,
+        incremental: bool,
+    ) -> None:
+        self._series = series
+        self._kept = kept
+        self._tell = tell
+        self._incremental = incremental
+
+    def write(
+        self,
+        verb: str,
+        step: int,
+        state: Callable[[], Any],
+        group: ProcessGroup | None,
+        waited: Callable[[], float],
+        *,
+        metric: float | None,
+        metadata: dict[str, Any],
+    ) -> None:
+        """Write a checkpoint under another name, then give it its own."""
+        since = time.monotonic()
+        made: list[UnfinishedStep] = []
+
+        def begin() -> tuple[Path, Path | None]:
+            """Return where to write, and the checkpoint whose files may be linked to."""
+            made.append(self._series.begin(step))
+            complete = self._series.local() if self._incremental else []
+            return made[0].path, self._series.path(complete[-1]) if complete else None
+
+        check_alive("save", group)
+        with checkpoint_errors("save", self._series.directory):
+            check_same(verb, "step", repr(step), group)
+        check_step(verb, step)
+        try:
+            with checkpoint_errors("save", self._series.directory):
+                path, base = by_first("save", group, begin)
+                writer = DirectoryWriter(path, incremental=self._incremental, base=base, metric=metric, about=metadata)
+                write(state, path, group, writer)
+            nbytes, removed = self._publish(step, made, group)
+        except BaseException:
+            for unpublished in made:
+                unpublished.discard()
+            raise
+        if isinstance(self._series, MirroredSeries) and is_first(group):
+            self._series.upload_later()
+        self._tell(Event("save", step, time.monotonic() - since, nbytes, waited()), group)
+        for gone, freed, seconds in removed:
+            self._tell(Event("removal", gone, seconds, freed, 0.0), group)
+
+    def _publish(
+        self, step: int, made: Sequence[UnfinishedStep], group: ProcessGroup | None
+    ) -> tuple[int, list[tuple[int, int, float]]]:
+        """Let the first rank, which made the directory, give it its name. Returns its bytes, and what was removed."""
+
+        def publish() -> tuple[int, list[tuple[int, int, float]]]:
+            published = self._series.publish(made[0])
+            try:
+                return bytes_in(self._series.path(published)), self._series.prune(self._kept, published)
+            except OSError as error:
+                msg = (
+                    f"save: the checkpoint {self._series.path(published)} is complete, but older ones could not be "
+                    f"removed: {type(error).__name__}: {error}. Mend the cause: the next save tries again."
+                )
+                raise CheckpointError(msg) from error
+
+        try:
+            return by_first("save", group, publish)
+        except StateTreeError:
+            raise
+        except Exception as error:
+            msg = (
+                f"save: this rank could not be told that the checkpoint of step {step} is complete: "
+                f"{type(error).__name__}: {error}. It is if Checkpointer.steps lists it."
+            )
+            raise CheckpointError(msg) from error

@@ -1,0 +1,160 @@
+"""A mirror of a series of checkpoints: complete or not there, kept like the series, never in the way of training."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import time
+
+import fsspec
+import pytest
+import torch
+import torch.distributed as dist
+from fsspec.implementations.memory import MemoryFileSystem
+
+import statetree as st
+from statetree import Checkpointer
+from statetree.testing import run_ranks
+from tests.judge import assert_trees_equal
+from tests.pace import units
+
+
+def state(step):
+    return {"w": torch.arange(4.0) + step, "step": step}
+
+
+@pytest.fixture
+def far():
+    system = fsspec.filesystem("memory")
+    system.store.clear()
+    system.pseudo_dirs[:] = [""]
+    yield system
+    system.store.clear()
+
+
+def mirrored(system):
+    return sorted(name.split("/")[2] for name in system.store if name.endswith("/.metadata"))
+
+
+def test_complete_steps_are_uploaded_and_come_back_from_there(tmp_path, far):
+    events = []
+    with Checkpointer(tmp_path / "near", mirror="memory://far", on_event=events.append) as saved:
+        saved.save(1, state(1))
+        saved.async_save(2, state(2))
+    assert mirrored(far) == ["step-00000001", "step-00000002"]
+    assert sorted(event.step for event in events if event.kind == "upload") == [1, 2]
+    assert all(event.bytes > 0 and event.waited == 0 for event in events if event.kind == "upload")
+    with Checkpointer(tmp_path / "another machine", mirror="memory://far") as other:
+        assert other.steps() == [1, 2]
+        assert_trees_equal(other.restore(), state(2))
+        template = state(0)
+        assert other.restore(template, step=1)["w"] is template["w"]
+        assert_trees_equal(template["w"], state(1)["w"])
+    assert_trees_equal(st.load("memory://far/step-00000001"), state(1))
+
+
+def test_the_newest_of_either_is_taken(tmp_path, far):
+    with Checkpointer(tmp_path / "one", mirror="memory://far") as saved:
+        saved.save(5, state(5))
+    with Checkpointer(tmp_path / "two") as saved:
+        saved.save(3, state(3))
+    with Checkpointer(tmp_path / "two", mirror="memory://far") as both:
+        assert_trees_equal(both.restore(), state(5))
+        assert_trees_equal(both.restore(step=3), state(3))
+
+
+def test_retention_holds_on_both_sides(tmp_path, far):
+    with Checkpointer(tmp_path, mirror="memory://far", keep=2, keep_every=10, keep_best=1) as saved:
+        for step, metric in ((9, 0.1), (10, 3), (11, 2), (12, 4), (13, 5)):
+            saved.save(step, state(step), metric=metric)
+    kept = ["step-00000009", "step-00000010", "step-00000012", "step-00000013"]
+    assert sorted(os.listdir(tmp_path)) == kept
+    assert mirrored(far) == kept
+    assert sorted({name.split("/")[2] for name in far.store}) == kept
+
+
+def test_steps_of_another_machine_are_kept_by_the_same_rule(tmp_path, far):
+    with Checkpointer(tmp_path / "one", mirror="memory://far", keep=2) as saved:
+        saved.save(1, state(1))
+        saved.save(2, state(2))
+    with Checkpointer(tmp_path / "two", mirror="memory://far", keep=2) as saved:
+        saved.save(3, state(3))
+    assert mirrored(far) == ["step-00000002", "step-00000003"]
+
+
+def test_a_step_that_is_replaced_is_uploaded_again(tmp_path, far):
+    with Checkpointer(tmp_path, mirror="memory://far") as saved:
+        saved.save(1, state(1))
+    with Checkpointer(tmp_path, mirror="memory://far") as saved, pytest.warns(UserWarning, match="not above"):
+        saved.save(1, state(7))
+    assert_trees_equal(st.load("memory://far/step-00000001"), state(7))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_mirror_that_fails_never_stops_the_training(tmp_path, far, monkeypatch, caplog):
+    def put_file(self, *args, **kwargs):
+        raise OSError("the network is down")
+
+    caplog.set_level(logging.WARNING, "statetree")
+    with monkeypatch.context() as broken, Checkpointer(tmp_path, mirror="memory://far") as saved:
+        broken.setattr(MemoryFileSystem, "put_file", put_file)
+        saved.save(1, state(1))
+        assert_trees_equal(saved.restore(), state(1))
+    assert "the network is down" in caplog.text
+    assert mirrored(far) == []
+    with Checkpointer(tmp_path, mirror="memory://far") as saved:
+        saved.save(2, state(2))
+    assert mirrored(far) == ["step-00000001", "step-00000002"]
+
+
+def test_what_is_no_url_or_not_known_is_refused(tmp_path):
+    with pytest.raises(st.CheckpointError, match="mirror must be a URL"):
+        Checkpointer(tmp_path, mirror="far")
+    with pytest.raises(st.CheckpointError, match="cannot be reached"):
+        Checkpointer(tmp_path, mirror="nowhere://far")
+
+
+def save_for_ever(near, far, started):
+    with Checkpointer(near, mirror=f"file://{far}", keep=3) as saved:
+        for step in range(1, 1000):
+            saved.save(max(saved.steps(), default=0) + 1, {"w": torch.full((200_000,), float(step))})
+            started.set()
+
+
+@pytest.mark.parametrize("count", [3, pytest.param(30, marks=pytest.mark.slow)], ids="{} kills".format)
+def test_a_kill_in_mid_upload_leaves_whole_steps(count, tmp_path):
+    near, far = tmp_path / "near", tmp_path / "far"
+    far.mkdir()
+    context = multiprocessing.get_context("spawn")
+    for number in range(count):
+        started = context.Event()
+        process = context.Process(target=save_for_ever, args=(near, far, started))
+        process.start()
+        assert started.wait(units(60))
+        time.sleep(0.003 * number)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(units(30))
+        with Checkpointer(tmp_path / f"fresh {number}", mirror=f"file://{far}") as fresh:
+            for step in fresh.steps():
+                assert fresh.restore(step=step)["w"].unique().numel() == 1
+    with Checkpointer(near, mirror=f"file://{far}", keep=3) as saved:
+        last = saved.latest_step() + 1
+        saved.save(last, {"w": torch.zeros(3)})
+    assert [name for name in sorted(os.listdir(far)) if (far / name / ".metadata").exists()] == sorted(os.listdir(far))
+    assert f"step-{last:08}" in os.listdir(far)
+
+
+def save_on_ranks(folder):
+    with Checkpointer(folder / "near", mirror=f"file://{folder}/far") as saved:
+        saved.save(1, {"w": torch.ones(3), "rank": 0})
+        dist.barrier()
+    with Checkpointer(folder / "empty", mirror=f"file://{folder}/far") as other:
+        return other.restore()["w"].tolist(), other.steps()
+
+
+def test_ranks_restore_from_the_mirror(tmp_path):
+    (tmp_path / "far").mkdir()
+
+    assert run_ranks(2, save_on_ranks, tmp_path)[0] == ([1.0, 1.0, 1.0], [1])
