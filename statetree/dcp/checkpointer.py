@@ -110,7 +110,7 @@ class Checkpointer(Schedule):
         on_event: Callable[[Event], object] | None = None,
         process_group: ProcessGroup | None = None,
     ) -> None:
-        refuse_url("Checkpointer", directory)
+        refuse_url("Checkpointer", directory, "Pass a local directory, and the URL as mirror=.")
         check_counts(keep=keep, keep_every=keep_every, keep_best=keep_best)
         if stager is not None and (isinstance(stager, type) or not callable(getattr(stager, "stage", None))):
             msg = f"Checkpointer: stager must have a stage method: expected a Stager or an AsyncStager, got {stager!r}."

@@ -172,4 +172,4 @@ class MirroredSeries(Series):
             match = _NAME.fullmatch(place.name)
             if match and int(match[1]) not in kept:
                 (place / METADATA).unlink()
-                place.system.rm(place.path, recursive=True)
+                place.remove()

@@ -20,7 +20,7 @@ from statetree.files.ranges import FileIdentity, OpenFiles
 from statetree.files.untrusted import refuse
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     import torch
@@ -101,9 +101,19 @@ class RemotePath:
 
     def info(self) -> dict[str, Any]:
         """Ask what lies there now. Raises ``FileNotFoundError`` if nothing does."""
-        self.system.invalidate_cache(self.parent.path)
-        found: dict[str, Any] = self.system.info(self.path)
+        self._ask(self.system.invalidate_cache, self.parent.path)
+        found: dict[str, Any] = self._ask(self.system.info, self.path)
         return found
+
+    def _ask(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Return what the file system answers: whatever class of error it raises, it is one of reaching it."""
+        try:
+            return function(*args, **options)
+        except OSError:
+            raise
+        except Exception as error:
+            msg = f"{self} cannot be reached: {type(error).__name__}: {error}"
+            raise OSError(msg) from error
 
     def _kind(self) -> str:
         try:
@@ -142,15 +152,19 @@ class RemotePath:
 
     def iterdir(self) -> Iterator[RemotePath]:
         """Yield what lies in a folder."""
-        self.system.invalidate_cache(self.path)
-        for found in self.system.ls(self.path, detail=False):
+        self._ask(self.system.invalidate_cache, self.path)
+        for found in self._ask(self.system.ls, self.path, detail=False):
             if found.rstrip("/") != self.path:
                 yield RemotePath(self.system, found)
 
     def glob(self, pattern: str) -> Iterator[RemotePath]:
         """Yield what matches a pattern."""
-        for found in self.system.glob(f"{self.path}/{pattern}"):
+        for found in self._ask(self.system.glob, f"{self.path}/{pattern}"):
             yield RemotePath(self.system, found)
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Return a range of the file."""
+        return bytes(self._ask(self.system.cat_file, self.path, start=start, end=stop))
 
     def fetch(self, limit: int) -> bytes:
         """Return the content of a small file.
@@ -163,17 +177,21 @@ class RemotePath:
         if size > limit:
             msg = f"{self.name} has {size} bytes: expected at most {limit}"
             raise CheckpointError(msg)
-        return bytes(self.system.cat_file(self.path))
+        return bytes(self._ask(self.system.cat_file, self.path))
 
     def upload(self, file: Path) -> None:
         """Put a local file there. It is there as a whole, or not at all, if the file system has it so."""
-        self.system.makedirs(self.parent.path, exist_ok=True)
-        self.system.put_file(os.fspath(file), self.path)
+        self._ask(self.system.makedirs, self.parent.path, exist_ok=True)
+        self._ask(self.system.put_file, os.fspath(file), self.path)
 
     def unlink(self) -> None:
         """Remove the file, if there is one."""
         if self.exists():
-            self.system.rm_file(self.path)
+            self._ask(self.system.rm_file, self.path)
+
+    def remove(self) -> None:
+        """Remove a folder with all that lies in it."""
+        self._ask(self.system.rm, self.path, recursive=True)
 
 
 class RemoteFiles(OpenFiles):
@@ -214,11 +232,11 @@ class RemoteFiles(OpenFiles):
 
     def fill(self, path: Path, view: memoryview, offset: int, label: str) -> None:
         """Fill memory with the bytes of a file from an offset on, several parts at a time."""
-        system, place = cast("RemotePath", path).system, cast("RemotePath", path).path
+        place = cast("RemotePath", path)
 
         def fetch(first: int) -> None:
             part = view[first : first + _PART_BYTES]
-            data = system.cat_file(place, start=offset + first, end=offset + first + len(part))
+            data = place.read(offset + first, offset + first + len(part))
             if len(data) != len(part):
                 refuse(label, f"it ends after {len(data)} of {len(part)} bytes: it was cut off while it was read")
             part[:] = data

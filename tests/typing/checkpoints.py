@@ -32,7 +32,7 @@ def series(state: dict[str, Any]) -> None:
         assert_type(checkpointer, dcp.Checkpointer)
         checkpointer.save(1, state, metric=0.5)
         assert_type(checkpointer.best_step(), int | None)
-        assert_type(checkpointer.async_save(2, state, wait=False), Future[None])
+        assert_type(checkpointer.async_save(2, state), Future[None])
         assert_type(checkpointer.restore(state), dict[str, Any])
         assert_type(checkpointer.restore(state, step=1, where="model.**", verify=False), dict[str, Any])
         assert_type(checkpointer.restore(step=1, weights_only=True), Any)
