@@ -25,8 +25,14 @@ CONVERSION = st.Conversion(RULES, sizes={"q": 4, "d": 4, "two": 2})
 def trainer_state(layers=2, width=64):
     """Return a state whose elements are unique."""
     shapes = {
-        **{"q": (64, width), "k": (16, width), "v": (16, width), "w1": (24, width), "w3": (24, width)},
-        **{"rotary": (32, width), "moe": (4, 8, width), "norm": (width,)},
+        "q": (64, width),
+        "k": (16, width),
+        "v": (16, width),
+        "w1": (24, width),
+        "w3": (24, width),
+        "rotary": (32, width),
+        "moe": (4, 8, width),
+        "norm": (width,),
     }
     state, start = {}, 0
     for i in range(layers):

@@ -426,7 +426,7 @@ def test_distributed_trees_are_the_same_as_themselves(tree):
 
 
 #: What applies verbs, and leaves it to others to judge what comes of it.
-APPLYING = {"laws", "stager_machine", "transform_check", "transform_examples"}
+APPLYING = {"conversion_strategies", "laws", "stager_machine", "transform_check", "transform_examples"}
 JUDGING = sorted(file for file in PACKAGE.glob("*.py") if file.stem not in APPLYING)
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from statetree.chunks.axis_blocks import AxisBlock, AxisRegion, view_over
 from statetree.chunks.boxes import Box
-from statetree.chunks.regions import Block, Region, view_over
 from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
 from statetree.leaves.builtin import leaf_type_of, settled
 from statetree.leaves.types.tensor import identity_of
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from statetree.key_paths import Path
-    from statetree.transforms.conversions.rules import Place, Rule
+    from statetree.transforms.conversions.rule import Place, Rule
     from statetree.tree.spec import TreeSpec
 
 
-class Recipe(NamedTuple):
+class LeafPlan(NamedTuple):
     """How a leaf is made of others.
 
     Attributes:
@@ -41,7 +41,7 @@ class Recipe(NamedTuple):
     place: tuple[Place, Mapping[str, str | None]]
     names: Sequence[str]
     shape: tuple[int, ...] | None
-    blocks: Sequence[tuple[int, Block]]
+    blocks: Sequence[tuple[int, AxisBlock]]
     twins: Mapping[int, Sequence[int]]
 
     @property
@@ -97,9 +97,7 @@ class LeafMaker:
         for index in others:
             other = self._leaves[index]
             if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-                same = one is other or safely_equal(
-                    *(tensor.detach().as_subclass(torch.Tensor) for tensor in (one, other))
-                )
+                same = one is other or safely_equal(_plain(one), _plain(other))
             elif _is_stored(one) and _is_stored(other):
                 same = one.dtype == other.dtype and one.shape == other.shape  # elements are compared when they are read
             else:
@@ -108,11 +106,11 @@ class LeafMaker:
                 found.append(Difference(self.path(index), "value", "another", f"that of {self.path(first)}, its tie"))
         return found
 
-    def kind_differences(self, recipe: Recipe) -> list[Difference]:
+    def kind_differences(self, plan: LeafPlan) -> list[Difference]:
         """Return where the leaves that one is made of are no tensors of one kind."""
-        if recipe.shape is None:
+        if plan.shape is None:
             return []
-        first, *rest = recipe.sources
+        first, *rest = plan.sources
         expected = self._kind(first)
         found = []
         for leaf in rest:
@@ -133,7 +131,7 @@ class LeafMaker:
             "attributes": [identity and identity.attributes, *attributes],
         }
 
-    def make(self, recipes: Sequence[Recipe]) -> list[Any]:
+    def make(self, plans: Sequence[LeafPlan]) -> list[Any]:
         """Return the leaves.
 
         Raises:
@@ -141,41 +139,41 @@ class LeafMaker:
         """
         made: dict[Any, Any] = {}
         result = []
-        for recipe in recipes:
-            key = (recipe.shape, *((self._place(leaf), block) for leaf, block in recipe.blocks))
+        for plan in plans:
+            key = (plan.shape, *((self._place(leaf), block) for leaf, block in plan.blocks))
             if key not in made:
-                made[key] = self._made(recipe)
+                made[key] = self._made(plan)
             leaf, copy = made[key]
             result.append(leaf)
-            for place, (source, _) in enumerate(recipe.blocks if copy is not None else ()):
+            for place, (source, _) in enumerate(plan.blocks if copy is not None else ()):
                 self._copied.setdefault(source, set()).add((copy, place))
         if self._copied:
-            self._check_ties(recipes)
+            self._check_ties(plans)
         return result
 
     def _place(self, leaf: int) -> Any:
         value = self._leaves[leaf]
         return value.location() if _is_stored(value) else id(value)
 
-    def _made(self, recipe: Recipe) -> tuple[Any, Any]:
+    def _made(self, plan: LeafPlan) -> tuple[Any, Any]:
         """Return a leaf, and what is equal for the same copies if it is one."""
-        first = self._leaves[recipe.sources[0]]
-        only = recipe.blocks[0][1] if len(recipe.blocks) == 1 else None
-        is_same = recipe.shape is None or (only and only.is_whole and self.shape(recipe.sources[0]) == recipe.shape)
-        if _is_stored(first) and (not is_same or self._unlike(recipe)):
-            return self._stored(recipe, tuple(first.shape) if recipe.shape is None else recipe.shape), object()
-        return (first, None) if is_same else self._tensor(recipe, recipe.shape or ())
+        first = self._leaves[plan.sources[0]]
+        only = plan.blocks[0][1] if len(plan.blocks) == 1 else None
+        is_same = plan.shape is None or (only and only.is_whole and self.shape(plan.sources[0]) == plan.shape)
+        if _is_stored(first) and (not is_same or self._unlike(plan)):
+            return self._stored(plan, tuple(first.shape) if plan.shape is None else plan.shape), object()
+        return (first, None) if is_same else self._tensor(plan, plan.shape or ())
 
-    def _identified(self, recipe: Recipe, tensor: torch.Tensor) -> torch.Tensor:
+    def _identified(self, plan: LeafPlan, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor as what those that it is made of are: parameters, with attributes."""
-        first = self._leaves[recipe.sources[0]]
+        first = self._leaves[plan.sources[0]]
         identity, attributes = identity_of(getattr(first, "outline", first))
         return tensor if identity is None else identity.restore(tensor, attributes)
 
-    def _tensor(self, recipe: Recipe, shape: tuple[int, ...]) -> tuple[torch.Tensor, Any]:
-        sources = {leaf: _plain(settled(self._leaves[leaf])) for leaf in recipe.sources}
+    def _tensor(self, plan: LeafPlan, shape: tuple[int, ...]) -> tuple[torch.Tensor, Any]:
+        sources = {leaf: _plain(settled(self._leaves[leaf])) for leaf in plan.sources}
         first = next(iter(sources.values()))
-        blocks = [(sources[leaf], block) for leaf, block in recipe.blocks if 0 not in block.sizes]
+        blocks = [(sources[leaf], block) for leaf, block in plan.blocks if 0 not in block.sizes]
         memory = {(storage_key(t.untyped_storage()), t.is_conj(), t.is_neg()) for t in sources.values()}
         view = None
         if len(memory) == 1 and blocks:
@@ -192,18 +190,18 @@ class LeafMaker:
                     [block.source.view(tensor, block.sizes) for tensor, block in blocks],
                 )
             fresh = self._copies[key].detach()
-        return self._identified(recipe, fresh), key
+        return self._identified(plan, fresh), key
 
-    def _stored(self, recipe: Recipe, shape: tuple[int, ...]) -> Any:
+    def _stored(self, plan: LeafPlan, shape: tuple[int, ...]) -> Any:
         """Return a leaf that is made when it is read."""
-        values = [self._leaves[leaf] for leaf in recipe.sources]
-        places = {leaf: place for place, leaf in enumerate(recipe.sources)}
-        blocks = [(places[leaf], block) for leaf, block in recipe.blocks if 0 not in block.sizes]
-        if recipe.shape is None:
-            whole = Region((0,) * len(shape), (*range(len(shape)),), (1,) * len(shape))
-            blocks = [(0, Block(shape, whole, whole))]
-        unlike = {places[leaf]: twins for leaf, twins in self._unlike(recipe).items()}
-        names = ", ".join(recipe.names)
+        values = [self._leaves[leaf] for leaf in plan.sources]
+        places = {leaf: place for place, leaf in enumerate(plan.sources)}
+        blocks = [(places[leaf], block) for leaf, block in plan.blocks if 0 not in block.sizes]
+        if plan.shape is None:
+            whole = AxisRegion.box([0] * len(shape))
+            blocks = [(0, AxisBlock(shape, whole, whole))]
+        unlike = {places[leaf]: twins for leaf, twins in self._unlike(plan).items()}
+        names = ", ".join(plan.names)
 
         def fill(start: Sequence[int], target: torch.Tensor) -> None:
             box = Box((*start,), (*map(add, start, target.shape),))
@@ -217,26 +215,26 @@ class LeafMaker:
                         msg = f"Conversion: the tied names of {names} hold different values. Leave one out (select)."
                         raise TreeMismatch(msg)
 
-        outline = self._identified(recipe, torch.empty(shape, dtype=values[0].dtype, device="meta"))
+        outline = self._identified(plan, torch.empty(shape, dtype=values[0].dtype, device="meta"))
         leaf_type = leaf_type_of(type(values[0]))
         assert leaf_type is not None
         tied = [twin for twins in unlike.values() for twin in twins]
         return leaf_type.derived([*values, *tied], outline, fill)
 
-    def _unlike(self, recipe: Recipe) -> dict[int, list[Any]]:
+    def _unlike(self, plan: LeafPlan) -> dict[int, list[Any]]:
         """Return the stored leaves that have to be the same as others, and lie elsewhere."""
-        rows = {leaf: [self._leaves[twin] for twin in twins] for leaf, twins in recipe.twins.items()}
+        rows = {leaf: [self._leaves[twin] for twin in twins] for leaf, twins in plan.twins.items()}
         unlike = {leaf: [t for t in own if t.location() != self._leaves[leaf].location()] for leaf, own in rows.items()}
         return {leaf: twins for leaf, twins in unlike.items() if twins}
 
-    def _check_ties(self, recipes: Sequence[Recipe]) -> None:
+    def _check_ties(self, plans: Sequence[LeafPlan]) -> None:
         """Raise ``TreeMismatch`` if a tensor that was copied shares memory with another one, but not in the result.
 
         What two blocks of one leaf become is apart, as they are. Leaves that are one view are tied still if the same
         copies were made of them: each is made once.
         """
         tensors: dict[int, torch.Tensor] = {}
-        for leaf in {leaf for recipe in recipes for leaf in recipe.sources}:
+        for leaf in {leaf for plan in plans for leaf in plan.sources}:
             tensor = getattr(self._leaves[leaf], "outline", self._leaves[leaf])
             if isinstance(tensor, torch.Tensor) and _has_memory(tensor):
                 tensors[leaf] = _plain(tensor)
@@ -255,10 +253,10 @@ class LeafMaker:
 
 
 #: Parts of a tensor: where each lies in the tensor that it comes from, and in the other, and its sizes.
-_Part = tuple[Region, Region, tuple[int, ...]]
+_Part = tuple[AxisRegion, AxisRegion, tuple[int, ...]]
 
 
-def _parts(blocks: Sequence[tuple[int, Block]], box: Box) -> dict[int, list[_Part]]:
+def _parts(blocks: Sequence[tuple[int, AxisBlock]], box: Box) -> dict[int, list[_Part]]:
     """Return what of some blocks lies in a box of their tensor, by where it comes from. The box begins at zero then."""
     found: dict[int, list[_Part]] = {}
     for place, block in blocks:
@@ -272,8 +270,8 @@ def _parts(blocks: Sequence[tuple[int, Block]], box: Box) -> dict[int, list[_Par
 def _read(stored: Any, parts: Sequence[_Part], views: Sequence[torch.Tensor]) -> None:
     """Fill views with parts of a stored tensor."""
     hulls = [region.hull(sizes) for region, _, sizes in parts]
-    start = tuple(map(min, zip(*[hull.start for hull in hulls], strict=True)))
-    hull = Box(start, tuple(map(max, zip(*[hull.stop for hull in hulls], strict=True))))
+    start = tuple([min(places) for places in zip(*[hull.start for hull in hulls], strict=True)])
+    hull = Box(start, tuple([max(places) for places in zip(*[hull.stop for hull in hulls], strict=True)]))
     if len(parts) > 1 and 20 * hull.volume <= 21 * sum(
         view.numel() for view in views
     ):  # all of it is needed: in one go

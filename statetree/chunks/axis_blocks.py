@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Region(NamedTuple):
+class AxisRegion(NamedTuple):
     """Where a block lies in a tensor.
 
     Attributes:
@@ -34,6 +34,11 @@ class Region(NamedTuple):
     dims: tuple[int, ...]
     steps: tuple[int, ...]
 
+    @classmethod
+    def box(cls, start: Sequence[int]) -> AxisRegion:
+        """Return where a box lies: each axis is a dim."""
+        return cls(tuple(start), tuple(range(len(start))), (1,) * len(start))
+
     def at(self, index: Sequence[int]) -> tuple[int, ...]:
         """Return where an element of the block lies in the tensor."""
         found = list(self.start)
@@ -41,7 +46,7 @@ class Region(NamedTuple):
             found[dim] += step * place
         return tuple(found)
 
-    def moved(self, index: Sequence[int]) -> Region:
+    def moved(self, index: Sequence[int]) -> AxisRegion:
         """Return where the block lies that begins at an element of this one."""
         return self._replace(start=self.at(index))
 
@@ -109,7 +114,7 @@ def _cut(axes: tuple[tuple[int, int], ...], low: int, high: int) -> list[tuple[I
     return found
 
 
-class Block(NamedTuple):
+class AxisBlock(NamedTuple):
     """Elements that go from one tensor to another.
 
     Attributes:
@@ -119,10 +124,10 @@ class Block(NamedTuple):
     """
 
     sizes: tuple[int, ...]
-    source: Region
-    target: Region
+    source: AxisRegion
+    target: AxisRegion
 
-    def simplified(self) -> Block:
+    def simplified(self) -> AxisBlock:
         """Return the block with as few axes as there can be: without those of one element, neighbours in one."""
         axes: list[tuple[int, int, int, int, int]] = []
         for size, *rest in zip(
@@ -138,7 +143,9 @@ class Block(NamedTuple):
                     continue
             axes.append((size, dim, step, other_dim, other_step))
         sizes, dims, steps, other_dims, other_steps = zip(*axes, strict=True) if axes else ((),) * 5
-        return Block(sizes, Region(self.source.start, dims, steps), Region(self.target.start, other_dims, other_steps))
+        return AxisBlock(
+            sizes, AxisRegion(self.source.start, dims, steps), AxisRegion(self.target.start, other_dims, other_steps)
+        )
 
     @property
     def is_whole(self) -> bool:
@@ -147,7 +154,7 @@ class Block(NamedTuple):
 
 
 def view_over(
-    shape: Sequence[int], blocks: Sequence[tuple[Block, int, Sequence[int]]]
+    shape: Sequence[int], blocks: Sequence[tuple[AxisBlock, int, Sequence[int]]]
 ) -> tuple[tuple[int, ...], int] | None:
     """Return the strides and the offset of a tensor over the memory that its blocks lie in, if it is a view of that.
 
