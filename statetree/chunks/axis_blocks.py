@@ -12,12 +12,13 @@ from itertools import product
 from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from statetree.chunks.boxes import Box, Interval
+from statetree.chunks.layouts import ChunkLayout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import torch
 
 
 class AxisRegion(NamedTuple):
@@ -112,6 +113,29 @@ def _cut(axes: tuple[tuple[int, int], ...], low: int, high: int) -> list[tuple[I
     for index in range(end, last):
         found += [((index, index + 1), *rest) for rest in _cut(inner, low - index * step, high - index * step)]
     return found
+
+
+def block_layout(layout: ChunkLayout, region: AxisRegion, sizes: tuple[int, ...]) -> ChunkLayout:
+    """Return which boxes of a block ranks hold, from those that they hold of the tensor that it lies in."""
+    known = layout.blocks.get((region, sizes))
+    if known is None:
+        starts, stops, which = layout.distinct
+        found = [
+            region.boxes_within(Box(tuple(start), tuple(stop)), sizes)
+            for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
+        ]
+        counts = torch.tensor([len(boxes) for boxes in found], dtype=torch.int64)
+        first = counts.cumsum(0) - counts
+        own = counts[which]
+        # For each row of the layout, the boxes of its box, one after the other.
+        within = torch.arange(int(own.sum())) - (own.cumsum(0) - own).repeat_interleave(own)
+        rows = first[which].repeat_interleave(own) + within
+        corners = torch.tensor([[box.start, box.stop] for boxes in found for box in boxes], dtype=torch.int64)
+        corners = corners.view(-1, 2, len(sizes))[rows]
+        ranks = layout.ranks.repeat_interleave(own)
+        made = ChunkLayout(sizes, ranks, corners[:, 0], corners[:, 1], disjoint=layout.disjoint)
+        known = layout.blocks[region, sizes] = made
+    return known
 
 
 class AxisBlock(NamedTuple):

@@ -73,3 +73,35 @@ def load_through(path):
 def test_each_rank_reads_its_own_bytes(file, tmp_path):
     st.save(trainer_state(), tmp_path / file)
     run_ranks(2, load_through, str(tmp_path / file))
+
+
+def engine_like(dim=0, dtype=torch.float32):
+    """Return a state of the engine's form, without its elements."""
+    return spread({key: torch.zeros(leaf.shape, dtype=dtype) for key, leaf in CONVERSION(trainer_state()).items()}, dim)
+
+
+def check_holds(found, whole):
+    for key, leaf in found.items():
+        local = leaf.full_tensor() if hasattr(leaf, "full_tensor") else leaf
+        assert torch.equal(local, whole[key].to(local.dtype)), key
+
+
+def reshard_fused():
+    state = trainer_state()
+    whole = CONVERSION(state)
+    for mine in (0, 1):
+        trainer = spread(state, mine)
+        for theirs in (0, 1):
+            converted = CONVERSION(trainer)
+            like = engine_like(theirs)
+            found = st.reshard(converted, like)
+            assert {key: type(leaf) for key, leaf in found.items()} == {key: type(leaf) for key, leaf in like.items()}
+            check_holds(found, whole)
+            placed = engine_like(theirs)
+            again = st.reshard(converted, placed, in_place=True)
+            assert all(again[key] is placed[key] for key in placed if "ln" not in key)
+            check_holds(placed, whole)
+
+
+def test_fused_tensors_go_from_shard_to_shard():
+    run_ranks(2, reshard_fused)

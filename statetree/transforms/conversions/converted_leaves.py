@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from statetree.chunks.axis_blocks import AxisBlock, AxisRegion, view_over
+from statetree.chunks.axis_blocks import AxisBlock, AxisRegion
 from statetree.chunks.boxes import Box
 from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
 from statetree.leaves.builtin import leaf_type_of, settled
+from statetree.leaves.location import located_error
+from statetree.leaves.parts import unpack
+from statetree.leaves.types.converted import AxisPart, ConvertedLeaf, assembled
 from statetree.leaves.types.tensor import identity_of
 from statetree.spans.bits import safely_equal, same_bytes
 from statetree.spans.columns import Columns
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from statetree.key_paths import Path
+    from statetree.leaves.engine_type import EngineLeafType
     from statetree.transforms.conversions.rule import Place, Rule
     from statetree.tree.spec import TreeSpec
 
@@ -77,10 +81,10 @@ class LeafMaker:
             UnsupportedLeaf: If it is no strided tensor.
         """
         value = self._leaves[leaf] if _is_stored(self._leaves[leaf]) else settled(self._leaves[leaf])
-        if _is_stored(value) and value.is_strided:
+        if (_is_stored(value) and value.is_strided) or _is_spread(value):
             return tuple(value.shape)
         leaf_type = leaf_type_of(type(value))
-        is_bare = leaf_type is not None and leaf_type.bare and not leaf_type.is_distributed(value)
+        is_bare = leaf_type is not None and leaf_type.bare
         if not is_bare or value.layout is not torch.strided or value.is_nested or value.is_quantized:
             path = self.path(leaf)
             msg = (
@@ -96,7 +100,9 @@ class LeafMaker:
         found = []
         for index in others:
             other = self._leaves[index]
-            if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+            if _is_spread(one) or _is_spread(other):  # what ranks hold they could compare only together
+                same = one is other or _place_of(one) == _place_of(other)
+            elif isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
                 same = one is other or safely_equal(_plain(one), _plain(other))
             elif _is_stored(one) and _is_stored(other):
                 same = one.dtype == other.dtype and one.shape == other.shape  # elements are compared when they are read
@@ -114,13 +120,18 @@ class LeafMaker:
         expected = self._kind(first)
         found = []
         for leaf in rest:
-            for (name, got), (_, wanted) in zip(self._kind(leaf).items(), expected.items(), strict=True):
+            own = self._kind(leaf)
+            for name, wanted in expected.items():
+                got = own.get(name, "another kind")
                 if not safely_equal(got, wanted):
                     found.append(Difference(self.path(leaf), name, got, f"{wanted}, as {self.path(first)} has"))
         return found
 
     def _kind(self, leaf: int) -> dict[str, Any]:
         value = self._leaves[leaf]
+        if _is_spread(value):
+            cls = "parameter" if getattr(value, "is_parameter", isinstance(value, torch.nn.Parameter)) else "tensor"
+            return {"dtype": value.dtype, "leaf type": f"distributed {cls}", "requires_grad": value.requires_grad}
         tensor = value.outline if _is_stored(value) else value
         identity, attributes = identity_of(tensor)
         return {
@@ -162,6 +173,8 @@ class LeafMaker:
         is_same = plan.shape is None or (only and only.is_whole and self.shape(plan.sources[0]) == plan.shape)
         if _is_stored(first) and (not is_same or self._unlike(plan)):
             return self._stored(plan, tuple(first.shape) if plan.shape is None else plan.shape), object()
+        if not is_same and _is_spread(first):
+            return self._spread(plan, plan.shape or ()), None
         return (first, None) if is_same else self._tensor(plan, plan.shape or ())
 
     def _identified(self, plan: LeafPlan, tensor: torch.Tensor) -> torch.Tensor:
@@ -172,25 +185,37 @@ class LeafMaker:
 
     def _tensor(self, plan: LeafPlan, shape: tuple[int, ...]) -> tuple[torch.Tensor, Any]:
         sources = {leaf: _plain(settled(self._leaves[leaf])) for leaf in plan.sources}
-        first = next(iter(sources.values()))
-        blocks = [(sources[leaf], block) for leaf, block in plan.blocks if 0 not in block.sizes]
-        memory = {(storage_key(t.untyped_storage()), t.is_conj(), t.is_neg()) for t in sources.values()}
-        view = None
-        if len(memory) == 1 and blocks:
-            view = view_over(shape, [(block, int(t.storage_offset()), t.stride()) for t, block in blocks])
-        key: Any = None
-        if view is not None:
-            fresh = first.as_strided(shape, *view)
-        else:
-            key = (shape, *((_view_key(t), block) for t, block in blocks))
-            if key not in self._copies:
-                copy = self._copies[key] = torch.empty(shape, dtype=first.dtype, device=first.device)
-                copy_each(
-                    [block.target.view(copy, block.sizes) for _, block in blocks],
-                    [block.source.view(tensor, block.sizes) for tensor, block in blocks],
-                )
-            fresh = self._copies[key].detach()
-        return self._identified(plan, fresh), key
+        blocks = [(block, sources[leaf]) for leaf, block in plan.blocks]
+        key = (shape, *((_view_key(tensor), block) for block, tensor in blocks))
+        if key not in self._copies:
+            self._copies[key] = assembled(shape, blocks)
+        fresh = self._copies[key].detach()
+        is_copy = fresh.numel() and storage_key(fresh.untyped_storage()) != storage_key(blocks[0][1].untyped_storage())
+        return self._identified(plan, fresh), key if is_copy else None
+
+    def _spread(self, plan: LeafPlan, shape: tuple[int, ...]) -> Any:
+        """Return a leaf that is made of distributed ones: these themselves, if it was made of one before."""
+        rows = []
+        for index, block in plan.blocks:
+            try:
+                rows.append((*_origin_of(settled(self._leaves[index]), block.source, block.sizes), block))
+            except UnsupportedLeaf as error:
+                raise located_error(
+                    self._verb, "convert", error, self._spec.paths, list(self._leaves), index
+                ) from error
+        leaf, leaf_type, region, block = rows[0]
+        is_whole = AxisBlock(block.sizes, region, block.target).simplified().is_whole
+        if len(rows) == 1 and is_whole and tuple(leaf_type.global_shape(leaf)[0]) == shape:
+            return leaf
+        first = self._leaves[plan.sources[0]]
+        is_parameter = getattr(first, "is_parameter", isinstance(first, torch.nn.Parameter))
+        return ConvertedLeaf(
+            shape,
+            [block.target for *_, block in rows],
+            [AxisPart(leaf, leaf_type, region, block.sizes) for leaf, leaf_type, region, block in rows],
+            is_parameter=is_parameter,
+            requires_grad=first.requires_grad,
+        )
 
     def _stored(self, plan: LeafPlan, shape: tuple[int, ...]) -> Any:
         """Return a leaf that is made when it is read."""
@@ -282,6 +307,47 @@ def _read(stored: Any, parts: Sequence[_Part], views: Sequence[torch.Tensor]) ->
         return
     for (region, *_), view in zip(parts, views, strict=True):
         stored.read_block(region, view)
+
+
+def _origin_of(value: Any, region: AxisRegion, sizes: Sequence[int]) -> tuple[Any, EngineLeafType, AxisRegion]:
+    """Return the distributed tensor that a block comes from, its leaf type, and where it lies in that.
+
+    Args:
+        value: The tensor that it lies in: that one, or one that was converted.
+        region: Where it lies there.
+        sizes: The sizes of its axes.
+
+    Raises:
+        UnsupportedLeaf: If that is made of other blocks, or of what was moved.
+    """
+    if not isinstance(value, ConvertedLeaf):
+        leaf_type = leaf_type_of(type(value))
+        assert leaf_type is not None
+        return value, leaf_type, region
+    wanted = {axis: place for place, axis in enumerate(zip(region.dims, region.steps, sizes, strict=True))}
+    for part, own in zip(value.parts, value.regions, strict=True):
+        axes = list(zip(own.dims, own.steps, part.shape, strict=True))
+        if own.start == region.start and set(axes) == wanted.keys() and not part.is_moved:
+            order = sorted(range(len(axes)), key=lambda axis: wanted[axes[axis]])
+            inner = part.region
+            dims, steps = ([column[axis] for axis in order] for column in (inner.dims, inner.steps))
+            return part.leaf, part.leaf_type, inner._replace(dims=tuple(dims), steps=tuple(steps))
+    msg = (
+        "the leaf at %PATH% was converted before: expected the blocks that it was made of, where they were, got "
+        "others. Gather or reshard it first."
+    )
+    raise UnsupportedLeaf(msg)
+
+
+def _is_spread(value: Any) -> bool:
+    """Whether ranks hold chunks of a tensor, or of those that it was converted from."""
+    leaf_type = leaf_type_of(type(value))
+    return leaf_type is not None and (leaf_type.is_distributed(value) or isinstance(value, ConvertedLeaf))
+
+
+def _place_of(value: Any) -> Any:
+    parts = unpack("Conversion", [value], list, memory=False).parts
+    return type(value), [_view_key(part) for part in parts]
 
 
 def _is_stored(value: Any) -> bool:
