@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from statetree.chunks.axis_blocks import AxisBlock, AxisRegion
+from statetree.chunks.axis_blocks import AxisBlock, AxisRegion, view_over
 from statetree.chunks.boxes import Box
 from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
 from statetree.leaves.builtin import leaf_type_of, settled
@@ -203,10 +203,12 @@ class LeafMaker:
                 raise located_error(
                     self._verb, "convert", error, self._spec.paths, list(self._leaves), index
                 ) from error
-        leaf, leaf_type, region, block = rows[0]
-        is_whole = AxisBlock(block.sizes, region, block.target).simplified().is_whole
-        if len(rows) == 1 and is_whole and tuple(leaf_type.global_shape(leaf)[0]) == shape:
-            return leaf
+        leaf, leaf_type, *_ = rows[0]
+        if all(other is leaf for other, *_ in rows) and tuple(leaf_type.global_shape(leaf)[0]) == shape:
+            dense = torch.empty(shape, device="meta").stride()
+            blocks = [(AxisBlock(block.sizes, region, block.target), 0, dense) for *_, region, block in rows]
+            if view_over(shape, blocks) == (dense, 0):  # every element is where it was
+                return leaf
         first = self._leaves[plan.sources[0]]
         is_parameter = getattr(first, "is_parameter", isinstance(first, torch.nn.Parameter))
         return ConvertedLeaf(
