@@ -131,7 +131,7 @@ def block_layout(layout: ChunkLayout, region: AxisRegion, sizes: tuple[int, ...]
         within = torch.arange(int(own.sum())) - (own.cumsum(0) - own).repeat_interleave(own)
         rows = first[which].repeat_interleave(own) + within
         corners = torch.tensor([[box.start, box.stop] for boxes in found for box in boxes], dtype=torch.int64)
-        corners = corners.view(-1, 2, len(sizes))[rows]
+        corners = corners.view(int(counts.sum()), 2, len(sizes))[rows]
         ranks = layout.ranks.repeat_interleave(own)
         made = ChunkLayout(sizes, ranks, corners[:, 0], corners[:, 1], disjoint=layout.disjoint)
         known = layout.blocks[region, sizes] = made
