@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from statetree.transforms.broadcast import broadcast as broadcast
     from statetree.transforms.cast import cast as cast
     from statetree.transforms.combine import combine as combine
-    from statetree.transforms.conversions.conversion import Conversion as Conversion
+    from statetree.transforms.conversions.rule_set import Conversion as Conversion
     from statetree.transforms.copy_into import copy_into as copy_into
     from statetree.transforms.deltas.delta import Delta as Delta
     from statetree.transforms.deltas.delta import apply_delta as apply_delta
@@ -92,7 +92,7 @@ _NAMES = {
     "transforms.broadcast": "broadcast",
     "transforms.cast": "cast",
     "transforms.combine": "combine",
-    "transforms.conversions.conversion": "Conversion",
+    "transforms.conversions.rule_set": "Conversion",
     "transforms.copy_into": "copy_into",
     "transforms.deltas.delta": "Delta apply_delta delta",
     "transforms.digest": "Digest digest",

@@ -7,6 +7,7 @@ All of it follows from metadata, offsets and sizes, and nothing communicates. Fr
 - ``ranks``: who takes part in a collective, and where these ranks are in a mesh.
 - ``reductions``: how partial values of elements (`Partial`) are put together.
 - ``cuts``: how the dims of an inner tensor follow those of the distributed tensor around it.
+- ``patterns``: axes in the notation of einops and einx; ``axis_blocks``: where blocks of axes lie in tensors.
 - ``boxes``: boxes cut into slabs, and whether some cover a whole.
 """
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -52,6 +52,7 @@ class ChunkLayout:
         self.disjoint = disjoint
         self._boxes: dict[int, list[Box]] = {}
         self._replicas: torch.Tensor | None = None
+        self.blocks: dict[Any, ChunkLayout] = {}  # those of blocks in the tensor, as they were asked for
         self.ranks, self.starts, self.stops = ranks, starts, stops
 
     @cached_property

@@ -153,7 +153,7 @@ def _block_names(tensors: Sequence[Dims]) -> list[list[str]]:
     return [
         [name for strand in strands for name, _ in strand.steps]
         for dims in tensors
-        for strands in product(*(_strands(dim, _Ones())[0] for dim in dims))
+        for strands in product(*[_strands(dim, _Ones())[0] for dim in dims])
     ]
 
 
@@ -165,7 +165,7 @@ def block_axes(tensors: Sequence[Dims]) -> list[list[frozenset[str]]]:
 def written_out(dims: Dims, sizes: Mapping[str, int]) -> tuple[tuple[int, ...], list[Sequence[Strand]]]:
     """Return the shape of a tensor, and its blocks: for each the axes that lie in each dim."""
     rows = [_strands(dim, sizes) for dim in dims]
-    return tuple([size for _, size in rows]), list(product(*(strands for strands, _ in rows)))
+    return tuple([size for _, size in rows]), list(product(*[strands for strands, _ in rows]))
 
 
 def equations(dims: Dims, shape: Sequence[int], label: str) -> list[Equation]:

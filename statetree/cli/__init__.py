@@ -3,6 +3,7 @@
 - ``app``: the arguments; ``process``: streams, signals and the exit status.
 - ``show``: the command ``show``; ``rows``: a checkpoint as rows and groups of rows; ``table``: lines of columns;
   ``statistics``: what ``--stats`` says of elements.
-- ``convert``: the command ``convert``; ``entries``: the entries of any checkpoint, and their rows.
+- ``convert``: the command ``convert``; ``rules_file``: its rules, and what goes along; ``entries``: the entries of any
+  checkpoint, and their rows.
 - ``diff``: the command ``diff``; ``stored_comparison``: the elements of two files.
 """

@@ -253,7 +253,7 @@ def convert(
     from statetree.cli.convert import ConvertOptions
     from statetree.cli.convert import convert as write
     from statetree.cli.entries import Choice
-    from statetree.cli.rules import read_rules
+    from statetree.cli.rules_file import read_rules
 
     if rules_file is not None:
         options["conversion"] = read_rules(rules_file, inverse=inverse)

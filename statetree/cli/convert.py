@@ -8,7 +8,7 @@ import torch
 
 from statetree.cli.entries import CheckpointEntry, Choice, entries_of
 from statetree.cli.rows import plural
-from statetree.cli.rules import copy_others
+from statetree.cli.rules_file import copy_others
 from statetree.errors import CheckpointError, UnsupportedLeaf
 from statetree.files.formats import format_for, save
 from statetree.files.shared_bytes import shared_bytes
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path as FilePath
 
     from statetree.files.checkpoint import OpenedCheckpoint
-    from statetree.transforms.conversions.conversion import Conversion
+    from statetree.transforms.conversions.rule_set import Conversion
 
 
 class ConvertOptions(NamedTuple):

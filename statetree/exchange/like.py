@@ -72,8 +72,8 @@ class LikeDestination(Destination):
         self.manifests = [like]
         self._group = group
         self._options = options
-        source.divide(like.divided(), group)
-        like.divide(source.divided(), group)
+        source.divide(like.recipes, group)
+        like.divide(source.recipes, group)
         self._partners, self._missing = partners_of(source, like, options)
         self._leaf_of = {partner: index for index, partner in enumerate(self._partners) if partner >= 0}
         matched = [index for index in source.order if self._partners[index] >= 0]

@@ -23,7 +23,7 @@ from statetree.spans.layout import check_memory
 from statetree.tree.flatten import flatten, flatten_for_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from statetree.chunks.layouts import ChunkLayout
     from statetree.chunks.local import LocalChunks
@@ -92,11 +92,10 @@ class Manifest:
         )
         self.replace(lowered.spec, lowered.leaves, None, ranks)
 
-    def divide(self, paths: Iterable[Path], ranks: Ranks) -> None:
-        """Divide those leaves that are divided in a tree with which this one is matched."""
-        also = frozenset(paths) - self.divided()
-        if also and self.outer:
-            also |= self.divided()
+    def divide(self, recipes: Mapping[Path, Recipe], ranks: Ranks) -> None:
+        """Divide those leaves that are divided in a tree with which this one is matched, as they are there."""
+        also = {**recipes, **self.recipes}
+        if len(also) > len(self.recipes) and self.outer:
             self._lower(lower(self.verb, self.outer, self.outline.spec, self._flatten, also=also), ranks)
 
     def divided(self) -> frozenset[Path]:

@@ -5,7 +5,8 @@ Files are not trusted: nothing in them is executed, sizes are compared with the 
 - ``formats``: ``open``, ``save`` and ``register_format``; ``checkpoint``: what a format has to do.
 - ``loading``: ``load``; ``entry_matching``: which leaf belongs to which, by ``key_texts``;
   ``filling``: memory filled from files.
-- ``stored``: the leaf that stands for a tensor in a file, and its leaf type; ``unread``: what a predicate sees of it.
+- ``stored``: the leaf that stands for a tensor in a file, and its leaf type; ``unread``: what a predicate sees of it;
+  ``derived``: the one that stands for a tensor that is made of stored ones when it is read.
 - ``ranges``: ranges of bytes of open files, every read of which is checked; ``strided_reading``: elements in them.
 - ``page``: ``to_html``, a tree as one page to look at; ``shard_figures``: which rank holds which box.
 - ``leaf_text``: leaves in words; ``shared_bytes``: which of them share bytes.

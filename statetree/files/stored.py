@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
-from collections.abc import Callable, Sequence
+from importlib import import_module
 from itertools import chain
-from operator import add, mul, sub
+from operator import mul, sub
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
+from statetree.chunks.axis_blocks import AxisRegion
 from statetree.chunks.boxes import Box, in_slabs, whole_box
-from statetree.chunks.regions import Region
 from statetree.errors import CheckpointError, UnsupportedLeaf, check_later, with_checks
 from statetree.files.ranges import BUCKET_BYTES
 from statetree.files.strided_reading import NUMBERS, read_strided
@@ -24,20 +24,17 @@ from statetree.leaves.copying import copied_leaves
 from statetree.leaves.engine_type import EngineLeafType
 from statetree.leaves.parts import unpack
 from statetree.leaves.registry import register_leaf_type
-from statetree.leaves.types.tensor import identity_of
 from statetree.spans.layout import extent_bytes
 from statetree.torch_internals import copy_each, quietly, set_bits, storage_key
 from statetree.tree.flatten import flatten_for, unflatten
 from statetree.tree.stand_ins import STAND_INS, StandIn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from statetree.files.ranges import FileRange
 
 
-#: Fills a tensor with the elements of a box, which begins somewhere.
-Fill = Callable[[Sequence[int], torch.Tensor], None]
 #: Processors that read numbers wherever they begin (in DCP's files, that is anywhere), but none of 16 bytes at once.
 _UNALIGNED: Final = ("x86_64", "AMD64", "aarch64", "arm64")
 #: Up to here, elements may be repeated as often as they like.
@@ -240,16 +237,10 @@ class StoredTensor:
             start: Where the box begins.
             target: Any plain tensor, on any device.
         """
-        dims = range(len(self.shape))
-        self.read_block(Region(tuple(start), tuple(dims), tuple([1 for _ in dims])), target)
+        self.read_block(AxisRegion.box(start), target)
 
-    def read_block(self, region: Region, target: torch.Tensor) -> None:
-        """Fill a tensor with the elements of a block, and convert them to its dtype.
-
-        Args:
-            region: Where the block lies.
-            target: Any plain tensor, with a dim for each axis of the block.
-        """
+    def read_block(self, region: AxisRegion, target: torch.Tensor) -> None:
+        """Fill a plain tensor, which has a dim for each axis of a block, with its elements, converted to its dtype."""
         assert self._find is not None, "no strided tensor"
         self._check()
         if not target.numel():
@@ -307,74 +298,6 @@ class StoredTensor:
             return id(self)
         places = [(str(p.place.path), p.place.start, p.offset, p.stride, p.box, p.bits) for p in self._pieces()]
         return (*places, self.dtype, self._kept.dtype)
-
-
-class DerivedTensor(StoredTensor):
-    """A tensor whose elements are made of those of stored tensors when they are read.
-
-    Args:
-        outline: The tensor that it stands for, on ``meta``.
-        sources: The stored tensors.
-        fill: Fills a tensor of the outline's dtype with the elements of a box that begins somewhere.
-    """
-
-    def __init__(self, outline: torch.Tensor, sources: Sequence[StoredTensor], fill: Fill) -> None:
-        super().__init__(outline, lambda: None, None)
-        self._sources, self._make = sources, fill
-
-    @property
-    def is_strided(self) -> bool:
-        """Whether boxes of it can be read."""
-        return True
-
-    def to(self, dtype: torch.dtype) -> StoredTensor:
-        """Return a tensor whose elements are converted as they are read."""
-        if dtype == self.dtype:
-            return self
-        made = DerivedTensor(self.outline.detach().to(dtype), self._sources, self._make)
-        made._kept = self._kept
-        return made
-
-    @quietly
-    def tensor(self) -> torch.Tensor:
-        """Return the tensor, which is read anew each time."""
-        identity, attributes = identity_of(self.outline)
-        return self.read() if identity is None else identity.restore(self.read(), attributes)
-
-    def look_again(self) -> None:
-        """Have the files checked once more, when the verb ends that reads its elements."""
-        for source in self._sources:
-            source.look_again()
-
-    def part(self, index: Sequence[slice]) -> torch.Tensor:
-        """Return the elements of a box."""
-        return self.read(index)
-
-    def read_block(self, region: Region, target: torch.Tensor) -> None:
-        """Fill a tensor with the elements of a block, a bucket at a time, and convert them to its dtype."""
-        hull = region.hull(target.shape)
-        if not target.numel():
-            return
-        if hull.sizes != tuple(target.shape):  # what is made of it needs other axes than the dims
-            whole = torch.empty(hull.sizes, dtype=self.dtype, device="cpu")
-            self.read_into(hull.start, whole)
-            copy_each([target], [region._replace(start=(0,) * whole.dim()).view(whole, target.shape)])
-            return
-        for box in in_slabs(whole_box(target.shape), max(1, -(-target.nbytes // BUCKET_BYTES))):
-            place, start = target[(*map(slice, box.start, box.stop),)], (*map(add, hull.start, box.start),)
-            if place.dtype == self._kept.dtype and place.device.type == "cpu":
-                self._make(start, place)
-                continue
-            scratch = torch.empty(box.sizes, dtype=self._kept.dtype, device="cpu")
-            self._make(start, scratch)
-            if place.dtype == scratch.dtype:
-                copy_each([place], [scratch])
-            else:
-                convert_into(scratch, place, "what is made of stored tensors")
-
-    def location(self) -> Any:
-        """Return what is equal for the same tensor alone."""
-        return id(self)
 
 
 def _look_again(place: FileRange) -> None:
@@ -459,9 +382,9 @@ class StoredType(EngineLeafType):
         tied = [any(users[key] > 1 for key in own) for own in keys]
         return [None if is_tied else later(value) for value, is_tied in zip(values, tied, strict=True)]
 
-    def derived(self, values: Sequence[Any], outline: torch.Tensor, fill: Fill) -> Any:
+    def derived(self, values: Sequence[Any], outline: torch.Tensor, fill: Callable[..., None]) -> Any:
         """Return a stored tensor whose elements are made of those of others when they are read."""
-        return DerivedTensor(outline, values, fill)
+        return import_module("statetree.files.derived").DerivedTensor(outline, values, fill)  # which stands on this
 
     def describe(self, value: Any) -> Mapping[str, Any]:
         """Return the facts of the tensor, without reading it."""
@@ -473,5 +396,5 @@ def _read_whole(stored: StoredTensor) -> Any:
 
 
 register_leaf_type(StoredTensor, StoredType(), subclasses=True)
-for _cls in (StoredTensor, DerivedTensor):
-    STAND_INS[_cls] = StandIn(_read_whole, lambda stored: unread(stored.outline, lambda: _read_whole(stored)))
+STAND_IN: Final = StandIn(_read_whole, lambda stored: unread(stored.outline, lambda: _read_whole(stored)))
+STAND_INS[StoredTensor] = STAND_IN

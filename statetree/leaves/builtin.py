@@ -33,6 +33,7 @@ _BY_NAME: Final[dict[str, tuple[str, str]]] = {
     "torch.distributed.tensor._shards_wrapper.LocalShardsWrapper": ("local_shards", "LOCAL_SHARDS"),
     "torch._subclasses.fake_tensor.FakeTensor": ("fake", "FAKE"),
     "statetree.leaves.types.part.LeafPart": ("part", "PART"),
+    "statetree.leaves.types.converted.ConvertedLeaf": ("converted", "CONVERTED"),
     "torchao.optim.subclass_8bit.OptimState8bit": ("low_bit", "LOW_BIT"),
     "torchao.optim.subclass_4bit.OptimState4bit": ("low_bit", "LOW_BIT"),
     "torchao.optim.subclass_fp8.OptimStateFp8": ("low_bit", "LOW_BIT"),

@@ -118,6 +118,7 @@ class Recipe:
             if it is an attribute; otherwise ``None``.
         parts: The leaf's own parts, in a flat list.
         whole: Its global shape and strides, if it is the local tensor of a ``DTensor``, or lies in one.
+        text: What it is beside its parts.
     """
 
     leaf: Any
@@ -126,6 +127,7 @@ class Recipe:
     inner: Sequence[Recipe | Attribute | None]
     parts: Sequence[Any]
     whole: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    text: str = ""
 
     def lift(self, parts: Sequence[Any]) -> Any:
         """Return the leaf again, of other parts: each rank's own chunks, or whole tensors."""
@@ -179,6 +181,8 @@ def _chunks(part: Any) -> Sequence[tuple[torch.Tensor, tuple[int, ...]]]:
 def _given(old: Any, new: Any) -> Any:
     """Return what ``pack`` is given for a part, in the form in which ``unpack`` returned it."""
     as_list = isinstance(old, ListedPart) and old.listed.is_listed
+    if isinstance(new, LeafPart) and new.stays_part:
+        return new
     if isinstance(new, LeafPart):
         return list(new.tensors) if as_list else new.tensors[0]
     return [new] if as_list else new

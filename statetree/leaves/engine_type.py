@@ -12,6 +12,7 @@ from statetree.leaves.leaf_type import LeafType
 if TYPE_CHECKING:
     import torch
 
+    from statetree.chunks.axis_blocks import AxisRegion
     from statetree.chunks.local import LocalChunks
     from statetree.chunks.ranks import Ranks
 
@@ -102,6 +103,10 @@ class EngineLeafType(LeafType):
             fill: Fills a tensor with the elements of a box, from where this begins.
         """
         raise NotImplementedError
+
+    def blocks(self, value: Any) -> Sequence[tuple[AxisRegion, tuple[int, ...]]] | None:  # noqa: ARG002 - for others
+        """Return where the parts of a value lie in it, with their sizes, if it was made of blocks of other tensors."""
+        return None
 
     def same_context(self, a: Any, b: Any) -> bool:  # noqa: ARG002 - for others
         """Whether two values whose facts agree agree in everything but the tensors inside. By default they do."""

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from statetree.chunks.cuts import Cut
+from statetree.errors import TreeMismatch
 from statetree.leaves.builtin import is_distributed, leaf_type_of, settled
 from statetree.leaves.divided import Attribute, DividedLeaf, Outline, Recipe
+from statetree.leaves.laid_out import laid_out
 from statetree.leaves.leaf_numbers import value_text
 from statetree.leaves.location import located_error
 from statetree.leaves.parts import hides_distributed
@@ -54,7 +56,7 @@ def lower(
     spec: TreeSpec,
     flatten: Callable[[Any], tuple[list[Any], TreeSpec]],
     *,
-    also: frozenset[Path] = frozenset(),
+    also: Mapping[Path, Recipe] | None = None,
     wanted: Callable[[Any], bool] | None = None,
 ) -> Lowered:
     """Divide those leaves of a tree that are made of several distributed tensors.
@@ -64,22 +66,29 @@ def lower(
         leaves: The leaves of the tree.
         spec: Its structure.
         flatten: Takes a tree apart as this one was.
-        also: The paths of others to divide: those that are divided in a tree that this one is matched with.
+        also: Others to divide: those that are divided in a tree that this one is matched with, as they are there.
         wanted: Says of a leaf that is made of tensors (``is_divisible``) whether it is divided in any case.
 
     Raises:
         UnsupportedLeaf: If a leaf cannot be taken apart.
     """
-    recipes: dict[Path, Recipe] = {}
+    recipes: dict[Path, Any] = {}
     divided: dict[int, DividedLeaf] = {}
     paths: list[Path] = spec.paths() if also else []
     index = 0
     try:
         for index, leaf in enumerate(leaves):
-            chosen = (bool(also) and paths[index] in also) or (wanted is not None and wanted(leaf))
+            partner = also.get(paths[index]) if also else None
+            found = None if partner is None else laid_out(verb, leaf, paths[index], partner)
+            if found is not None:
+                divided[index], recipes[paths[index]] = found
+                continue
+            chosen = partner is not None or (wanted is not None and wanted(leaf))
             if _is_several(leaf) or (chosen and is_divisible(leaf)):
                 paths = paths or spec.paths()
                 divided[index], recipes[paths[index]] = _divide(leaf)
+    except TreeMismatch:
+        raise
     except Exception as error:
         raise located_error(verb, "take apart", error, spec.paths, leaves, index) from error
     if not divided:
@@ -161,7 +170,8 @@ def _assembled(
         parts[name] = inside
         inner.append(recipe)
         flat += [inside] if recipe is None else recipe.parts
-    return DividedLeaf(_text(leaf, leaf_type), parts), Recipe(leaf, leaf_type, context, inner, flat, whole)
+    text = _text(leaf, leaf_type)
+    return DividedLeaf(text, parts), Recipe(leaf, leaf_type, context, inner, flat, whole, text)
 
 
 def _divide_local(

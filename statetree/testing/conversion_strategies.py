@@ -13,7 +13,7 @@ import torch
 from hypothesis import note
 from hypothesis import strategies as st
 
-from statetree.transforms.conversions.conversion import Conversion
+from statetree.transforms.conversions.rule_set import Conversion
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

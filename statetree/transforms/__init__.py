@@ -1,7 +1,8 @@
 """The transforms, one file a verb: short declarations over the engines.
 
 - over trees: ``select``, ``partition``, ``merge``, ``update``, ``rename``
-- over leaves: ``cast``
+- ``conversions/``: ``Conversion``
+- over leaves: ``cast``, ``combine``
 - over spans: ``allocate_like``, ``offload``
 - over pairs of leaves: ``copy_into``, ``similarity``
 - ``deltas/``: ``delta``, ``apply_delta``

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class _Row(NamedTuple):
+class _Counterparts(NamedTuple):
     """A leaf of the first tree, and those of the others in its place."""
 
     path: Path
@@ -90,7 +90,7 @@ def combine(fn: Callable[..., torch.Tensor], tree: T, *others: Any, where: Where
         wrong += [difference._replace(left=difference.right, right=difference.left) for difference in found.differences]
         columns.append([theirs[partner] if partner >= 0 else None for partner in found.order])
     chosen = [index for index, flag in enumerate(mask) if flag]
-    rows = [_Row(paths[index], [column[index] for column in columns]) for index in chosen]
+    rows = [_Counterparts(paths[index], [column[index] for column in columns]) for index in chosen]
     wrong += [] if wrong else [difference for row in rows for difference in _differences(row)]
     if wrong:
         raise TreeMismatch.between("combine", wrong, "Combine trees that are alike.")
@@ -117,7 +117,7 @@ def _is_floating(leaf: Any) -> bool:
     return isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
 
 
-def _differences(row: _Row) -> list[Difference]:
+def _differences(row: _Counterparts) -> list[Difference]:
     """Return where the leaves of a row are not alike."""
     found = []
     first: Mapping[str, Any] = {}
@@ -146,7 +146,9 @@ def _call(fn: Callable[..., torch.Tensor], path: Path, tensors: Sequence[torch.T
     return made.detach()
 
 
-def _later(fn: Callable[..., torch.Tensor], rows: dict[int, _Row]) -> tuple[dict[int, Any], dict[int, _Row]]:
+def _later(
+    fn: Callable[..., torch.Tensor], rows: dict[int, _Counterparts]
+) -> tuple[dict[int, Any], dict[int, _Counterparts]]:
     """Return leaves that are made of stored ones when they are read, and the rows of the others."""
     places = {
         index: tuple([leaf.location() for leaf in row.leaves])
@@ -170,7 +172,7 @@ def _later(fn: Callable[..., torch.Tensor], rows: dict[int, _Row]) -> tuple[dict
     return found, {index: row for index, row in rows.items() if index not in found}
 
 
-def _recipe(fn: Callable[..., torch.Tensor], row: _Row) -> tuple[torch.Tensor, Callable[..., None]]:
+def _recipe(fn: Callable[..., torch.Tensor], row: _Counterparts) -> tuple[torch.Tensor, Callable[..., None]]:
     """Return what a leaf is like that is made of stored ones, and what fills a box of it."""
     outline = row.leaves[0].outline
     dtype = _call(fn, row.path, [torch.ones(1, dtype=leaf.dtype) for leaf in row.leaves]).dtype
@@ -184,7 +186,7 @@ def _recipe(fn: Callable[..., torch.Tensor], row: _Row) -> tuple[torch.Tensor, C
     return bare if identity is None else identity.restore(bare, attributes), fill
 
 
-def _combined(fn: Callable[..., torch.Tensor], rows: Sequence[_Row], rest: Sequence[Any]) -> list[Any]:
+def _combined(fn: Callable[..., torch.Tensor], rows: Sequence[_Counterparts], rest: Sequence[Any]) -> list[Any]:
     """Return leaves in memory combined.
 
     Args:
@@ -193,7 +195,7 @@ def _combined(fn: Callable[..., torch.Tensor], rows: Sequence[_Row], rest: Seque
         rest: Leaves of the first tree that stay as they are.
     """
     paths = [row.path for row in rows]
-    columns = [[settled(leaf) for leaf in column] for column in zip(*(row.leaves for row in rows), strict=True)]
+    columns = [[settled(leaf) for leaf in column] for column in zip(*[row.leaves for row in rows], strict=True)]
     first, *others = [unpack("combine", column, lambda: paths) for column in columns]
     check_memory("combine", first.columns, lambda part: paths[first.owners[part]])
     partners = [{(leaf, a): b for leaf, a, b in paired_parts(first, other) if b is not None} for other in others]

@@ -117,7 +117,7 @@ def distribute(
 def _sent(run: Exchange, full: Any, like: Manifest, how: LikeOptions) -> SourceTree:
     """Return the source's tree, and which of its leaves go into distributed ones, or are converted."""
     source = _whole(run.manifest(full))
-    source.divide(like.divided(), run.group)
+    source.divide(like.recipes, run.group)
     partners, _ = partners_of(source, like, how)
     matched = [index for index in source.order if partners[index] >= 0]
     for index in set(source.order).difference(matched):

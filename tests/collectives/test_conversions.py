@@ -73,3 +73,68 @@ def load_through(path):
 def test_each_rank_reads_its_own_bytes(file, tmp_path):
     st.save(trainer_state(), tmp_path / file)
     run_ranks(2, load_through, str(tmp_path / file))
+
+
+def engine_like(dim=0, dtype=torch.float32):
+    """Return a state of the engine's form, without its elements."""
+    return spread({key: torch.zeros(leaf.shape, dtype=dtype) for key, leaf in CONVERSION(trainer_state()).items()}, dim)
+
+
+def check_holds(found, whole):
+    for key, leaf in found.items():
+        local = leaf.full_tensor() if hasattr(leaf, "full_tensor") else leaf
+        assert torch.equal(local, whole[key].to(local.dtype)), key
+
+
+def reshard_fused():
+    state = trainer_state()
+    whole = CONVERSION(state)
+    for mine in (0, 1):
+        trainer = spread(state, mine)
+        for theirs in (0, 1):
+            converted = CONVERSION(trainer)
+            like = engine_like(theirs)
+            found = st.reshard(converted, like)
+            assert {key: type(leaf) for key, leaf in found.items()} == {key: type(leaf) for key, leaf in like.items()}
+            check_holds(found, whole)
+            placed = engine_like(theirs)
+            again = st.reshard(converted, placed, in_place=True)
+            assert all(again[key] is placed[key] for key in placed if "ln" not in key)
+            check_holds(placed, whole)
+
+
+def test_fused_tensors_go_from_shard_to_shard():
+    run_ranks(2, reshard_fused)
+
+
+def every_verb():
+    from statetree.leaves.types.converted import ConvertedLeaf
+
+    state = trainer_state()
+    whole = CONVERSION(state)
+    trainer = spread(state)
+    converted = CONVERSION(trainer)
+    assert {type(leaf) for key, leaf in converted.items() if "ln" not in key} == {ConvertedLeaf}
+    assert all(leaf is trainer[key] for key, leaf in CONVERSION.inverse(converted).items())
+    check_holds(st.gather(converted), whole)
+    assert st.similarity(
+        st.gather(converted, dst=0),
+        st.allocate_like(whole, device="meta") if dist.get_rank() else whole,
+        values=not dist.get_rank(),
+    )
+    check_holds(st.gather(st.offload(converted)), whole)
+    check_holds(st.reshard(converted, {key: torch.empty(leaf.shape) for key, leaf in whole.items()}), whole)
+    check_holds(st.reshard(converted, engine_like(1, torch.bfloat16), cast=True), whole)
+    with pytest.raises(st.TreeMismatch, match="shape differs at 0.qkv"):
+        st.reshard(converted, {**engine_like(), "0.qkv": torch.zeros(3, 4)})
+    place = engine_like(1, torch.bfloat16)
+    with st.prepare(st.reshard, converted, place, in_place=True, cast=True) as sync:
+        for step in range(3):
+            for leaf in trainer.values():
+                (leaf.to_local() if hasattr(leaf, "to_local") else leaf).mul_(1 + step)
+            sync()
+            check_holds(place, CONVERSION(st.gather(trainer)))
+
+
+def test_verbs_take_converted_leaves():
+    run_ranks(2, every_verb)

@@ -33,6 +33,9 @@ class LeafPart(ABC):
 
     __slots__ = ("dtype", "shape", "tensors")
 
+    #: Whether its leaf is made of parts, and not of their tensors.
+    stays_part = False
+
     def __init__(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype, shape: Sequence[int]) -> None:
         self.tensors = tensors
         self.dtype = dtype

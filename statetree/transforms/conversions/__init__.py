@@ -2,7 +2,7 @@
 
 From the top to the bottom:
 
-- ``conversion``: ``Conversion``, its rules applied to all names of a tree.
-- ``leaves``: leaves made of blocks of others: views, copies, and what is read later.
-- ``rules``: one rule: its names, its pattern, and what becomes of one set of leaves.
+- ``rule_set``: ``Conversion``, its rules applied to all names of a tree.
+- ``converted_leaves``: leaves made of blocks of others: views, copies, and what is read later.
+- ``rule``: one rule: its names, its pattern, and what becomes of one set of leaves.
 """

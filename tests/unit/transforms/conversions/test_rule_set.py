@@ -280,7 +280,7 @@ def test_conversions_can_be_looked_at():
     assert str(conversion.inverse.inverse) == str(conversion)
     assert repr(conversion) == "Conversion(2 rules)"
     assert conversion.explain({**attention(), "embed": ramp(3)}) == (
-        f"0.qkv (16, 3) <- 0.q (8, 3), 0.k (4, 3), 0.v (4, 3)  [{FUSED[2]}]\ntokens, head (3,) <- embed (3,)"
+        f"0.qkv (16, 3) <- 0.q (8, 3), 0.k (4, 3), 0.v (4, 3)\n  {FUSED[2]}\ntokens, head (3,) <- embed (3,)"
     )
 
 

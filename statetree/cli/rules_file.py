@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from statetree.errors import CheckpointError
 from statetree.files.untrusted import printable
-from statetree.transforms.conversions.conversion import Conversion
+from statetree.transforms.conversions.rule_set import Conversion
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,15 +12,16 @@ from itertools import product
 from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from statetree.chunks.boxes import Box, Interval
+from statetree.chunks.layouts import ChunkLayout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
 
-
-class Region(NamedTuple):
+class AxisRegion(NamedTuple):
     """Where a block lies in a tensor.
 
     Attributes:
@@ -34,6 +35,11 @@ class Region(NamedTuple):
     dims: tuple[int, ...]
     steps: tuple[int, ...]
 
+    @classmethod
+    def box(cls, start: Sequence[int]) -> AxisRegion:
+        """Return where a box lies: each axis is a dim."""
+        return cls(tuple(start), tuple(range(len(start))), (1,) * len(start))
+
     def at(self, index: Sequence[int]) -> tuple[int, ...]:
         """Return where an element of the block lies in the tensor."""
         found = list(self.start)
@@ -41,7 +47,7 @@ class Region(NamedTuple):
             found[dim] += step * place
         return tuple(found)
 
-    def moved(self, index: Sequence[int]) -> Region:
+    def moved(self, index: Sequence[int]) -> AxisRegion:
         """Return where the block lies that begins at an element of this one."""
         return self._replace(start=self.at(index))
 
@@ -109,7 +115,30 @@ def _cut(axes: tuple[tuple[int, int], ...], low: int, high: int) -> list[tuple[I
     return found
 
 
-class Block(NamedTuple):
+def block_layout(layout: ChunkLayout, region: AxisRegion, sizes: tuple[int, ...]) -> ChunkLayout:
+    """Return which boxes of a block ranks hold, from those that they hold of the tensor that it lies in."""
+    known = layout.blocks.get((region, sizes))
+    if known is None:
+        starts, stops, which = layout.distinct
+        found = [
+            region.boxes_within(Box(tuple(start), tuple(stop)), sizes)
+            for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
+        ]
+        counts = torch.tensor([len(boxes) for boxes in found], dtype=torch.int64)
+        first = counts.cumsum(0) - counts
+        own = counts[which]
+        # For each row of the layout, the boxes of its box, one after the other.
+        within = torch.arange(int(own.sum())) - (own.cumsum(0) - own).repeat_interleave(own)
+        rows = first[which].repeat_interleave(own) + within
+        corners = torch.tensor([[box.start, box.stop] for boxes in found for box in boxes], dtype=torch.int64)
+        corners = corners.view(int(counts.sum()), 2, len(sizes))[rows]
+        ranks = layout.ranks.repeat_interleave(own)
+        made = ChunkLayout(sizes, ranks, corners[:, 0], corners[:, 1], disjoint=layout.disjoint)
+        known = layout.blocks[region, sizes] = made
+    return known
+
+
+class AxisBlock(NamedTuple):
     """Elements that go from one tensor to another.
 
     Attributes:
@@ -119,10 +148,10 @@ class Block(NamedTuple):
     """
 
     sizes: tuple[int, ...]
-    source: Region
-    target: Region
+    source: AxisRegion
+    target: AxisRegion
 
-    def simplified(self) -> Block:
+    def simplified(self) -> AxisBlock:
         """Return the block with as few axes as there can be: without those of one element, neighbours in one."""
         axes: list[tuple[int, int, int, int, int]] = []
         for size, *rest in zip(
@@ -138,7 +167,9 @@ class Block(NamedTuple):
                     continue
             axes.append((size, dim, step, other_dim, other_step))
         sizes, dims, steps, other_dims, other_steps = zip(*axes, strict=True) if axes else ((),) * 5
-        return Block(sizes, Region(self.source.start, dims, steps), Region(self.target.start, other_dims, other_steps))
+        return AxisBlock(
+            sizes, AxisRegion(self.source.start, dims, steps), AxisRegion(self.target.start, other_dims, other_steps)
+        )
 
     @property
     def is_whole(self) -> bool:
@@ -147,7 +178,7 @@ class Block(NamedTuple):
 
 
 def view_over(
-    shape: Sequence[int], blocks: Sequence[tuple[Block, int, Sequence[int]]]
+    shape: Sequence[int], blocks: Sequence[tuple[AxisBlock, int, Sequence[int]]]
 ) -> tuple[tuple[int, ...], int] | None:
     """Return the strides and the offset of a tensor over the memory that its blocks lie in, if it is a view of that.
 

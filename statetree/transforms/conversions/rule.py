@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from statetree.chunks.axis_blocks import AxisBlock, AxisRegion
 from statetree.chunks.patterns import (
     Dims,
     Equation,
@@ -16,7 +17,6 @@ from statetree.chunks.patterns import (
     solve,
     written_out,
 )
-from statetree.chunks.regions import Block, Region
 from statetree.tree.name_patterns import NamePattern, shown_capture
 
 if TYPE_CHECKING:
@@ -47,12 +47,12 @@ class Slot(NamedTuple):
 Place = tuple[int, tuple[int, ...]]
 
 
-class Target(NamedTuple):
+class PlannedLeaf(NamedTuple):
     """A leaf that a rule makes, and the blocks that it is made of, each with the leaf that it comes from."""
 
     place: Place
     shape: tuple[int, ...]
-    blocks: list[tuple[Place, Block]]
+    blocks: list[tuple[Place, AxisBlock]]
 
 
 class Rule:
@@ -81,13 +81,13 @@ class Rule:
         if own and pattern is None:
             raise self._refused(f"a pattern with the axis {min(own)}", "none")
         tensors: tuple[Sequence[Dims | None], ...] = ([None], [None]) if pattern is None else parse_pattern(pattern)
-        self.shared = (*sorted(shared),)
+        self.shared = tuple(sorted(shared))
         self.source, self.target = (
             self._slots(names, dims, own) for names, dims in zip((left, right), tensors, strict=True)
         )
         if pattern is not None:
             self._check_axes()
-        self._arranged: dict[Any, tuple[Target, ...]] = {}
+        self._arranged: dict[Any, list[PlannedLeaf]] = {}
 
     def __str__(self) -> str:
         names = [side[0] if len(side) == 1 else f"[{', '.join(side)}]" for side in (self.left, self.right)]
@@ -110,7 +110,7 @@ class Rule:
         groups = [patterns] if len(tensors) == 1 else [[pattern] for pattern in patterns]
         slots = []
         for group, dims in zip(groups, tensors, strict=True):
-            axes = [tuple(name for name in pattern.captures if name in own) for pattern in group]
+            axes = [tuple([name for name in pattern.captures if name in own]) for pattern in group]
             if len({frozenset(each) for each in axes}) > 1:
                 raise self._refused("the same captures in tied names", " and ".join(pattern.text for pattern in group))
             slots.append(Slot(tuple(group), axes[0], dims))
@@ -155,12 +155,12 @@ class Rule:
         counts |= {axis: sizes[axis] for axis in counts if axis in sizes}
         places: list[Place] = []
         for number, slot in enumerate(self.source):
-            places += [(number, place) for place in product(*(range(counts.get(axis, 0)) for axis in slot.axes))]
+            places += [(number, place) for place in product(*[range(counts.get(axis, 0)) for axis in slot.axes])]
         return places, counts
 
     def targets(
         self, shapes: Sequence[tuple[int, ...]], sizes: Mapping[str, int]
-    ) -> tuple[Sequence[Target], Sequence[str]]:
+    ) -> tuple[Sequence[PlannedLeaf], Sequence[str]]:
         """Return what becomes of tensors.
 
         Args:
@@ -171,8 +171,8 @@ class Rule:
             The leaves, and what does not fit, in texts.
         """
         if self.pattern is None:
-            whole = Region((), (), ())
-            return [Target((0, ()), shapes[0], [((0, ()), Block((), whole, whole))])], ()
+            whole = AxisRegion((), (), ())
+            return [PlannedLeaf((0, ()), shapes[0], [((0, ()), AxisBlock((), whole, whole))])], ()
         key = (*shapes, *sizes.items())
         if key not in self._arranged:
             given = []
@@ -191,28 +191,30 @@ class Rule:
             self._arranged[key] = self._arrange(known)
         return self._arranged[key], ()
 
-    def _arrange(self, sizes: Mapping[str, int]) -> tuple[Target, ...]:
+    def _arrange(self, sizes: Mapping[str, int]) -> list[PlannedLeaf]:
         sides = [[written_out(slot.dims or (), sizes) for slot in slots] for slots in (self.source, self.target)]
         rows, others = ([(n, strands) for n, (_, blocks) in enumerate(side) for strands in blocks] for side in sides)
-        found: dict[Place, Target] = {}
+        found: dict[Place, PlannedLeaf] = {}
         for (number, strands), (other, other_strands) in zip(rows, others, strict=True):
             axes, other_axes = self.source[number].axes, self.target[other].axes
             # An axis that lies along leaves on one side has one index in each of them, and so on the other side.
             names = [name for strand in strands for name, _ in strand.steps if name not in other_axes]
-            for there in product(*(range(sizes[axis]) for axis in other_axes)):
+            for there in product(*[range(sizes[axis]) for axis in other_axes]):
                 source = _region(strands, dict(zip(other_axes, there, strict=True)), names)
-                target = found.setdefault((other, there), Target((other, there), sides[1][other][0], []))
-                for here in product(*(range(sizes[axis]) for axis in axes)):
+                target = found.setdefault((other, there), PlannedLeaf((other, there), sides[1][other][0], []))
+                for here in product(*[range(sizes[axis]) for axis in axes]):
                     region = _region(other_strands, dict(zip(axes, here, strict=True)), names)
-                    block = Block(tuple([sizes[name] for name in names]), source, region)
+                    block = AxisBlock(tuple([sizes[name] for name in names]), source, region)
                     target.blocks.append(((number, here), block.simplified()))
-        return tuple(found.values())
+        return list(found.values())
 
 
-def _region(strands: Sequence[Strand], fixed: Mapping[str, int], names: Sequence[str]) -> Region:
+def _region(strands: Sequence[Strand], fixed: Mapping[str, int], names: Sequence[str]) -> AxisRegion:
     start = [s.offset + sum(step * fixed[name] for name, step in s.steps if name in fixed) for s in strands]
     where = {name: (dim, step) for dim, strand in enumerate(strands) for name, step in strand.steps}
-    return Region(tuple(start), tuple([where[name][0] for name in names]), tuple([where[name][1] for name in names]))
+    return AxisRegion(
+        tuple(start), tuple([where[name][0] for name in names]), tuple([where[name][1] for name in names])
+    )
 
 
 def _told(equation: Equation, known: Mapping[str, int]) -> str:

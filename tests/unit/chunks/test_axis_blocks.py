@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as hyp
 
+from statetree.chunks.axis_blocks import AxisBlock, AxisRegion, view_over
 from statetree.chunks.boxes import Box
-from statetree.chunks.regions import Block, Region, view_over
 
 
 @hyp.composite
@@ -25,7 +25,7 @@ def regions(draw):
         start.append(draw(hyp.integers(0, 2)))
         shape.append(start[-1] + reach + draw(hyp.integers(0, 2)))
     axes = draw(hyp.permutations(axes))
-    region = Region(tuple(start), tuple([dim for dim, *_ in axes]), tuple([step for _, step, _ in axes]))
+    region = AxisRegion(tuple(start), tuple([dim for dim, *_ in axes]), tuple([step for _, step, _ in axes]))
     return region, tuple([size for *_, size in axes]), tuple(shape)
 
 
@@ -67,7 +67,7 @@ def test_a_block_is_simplified_to_the_same_elements(one, other, again):
     source, target = (
         region._replace(dims=region.dims[:count], steps=region.steps[:count]) for region, *_ in (one, other)
     )
-    block = Block(sizes, source, source if again else target)
+    block = AxisBlock(sizes, source, source if again else target)
     simple = block.simplified()
 
     def pairs(block):
@@ -81,6 +81,6 @@ def test_a_block_is_simplified_to_the_same_elements(one, other, again):
 def test_a_tensor_of_one_block_is_a_view_if_its_strides_say_so(drawn):
     region, sizes, shape = drawn
     memory = torch.arange(torch.Size(shape).numel()).view(shape)
-    target = Region((0,) * len(sizes), tuple(range(len(sizes))), (1,) * len(sizes))
-    strides, offset = view_over(sizes, [(Block(sizes, region, target), 0, memory.stride())])
+    target = AxisRegion((0,) * len(sizes), tuple(range(len(sizes))), (1,) * len(sizes))
+    strides, offset = view_over(sizes, [(AxisBlock(sizes, region, target), 0, memory.stride())])
     assert torch.equal(memory.as_strided(sizes, strides, offset), region.view(memory, sizes))

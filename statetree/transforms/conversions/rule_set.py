@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from statetree.errors import Difference, TreeMismatch
 from statetree.key_paths import Path
 from statetree.torch_internals import quietly
-from statetree.transforms.conversions.leaves import LeafMaker, Recipe
-from statetree.transforms.conversions.rules import Rule
+from statetree.transforms.conversions.converted_leaves import LeafMaker, LeafPlan
+from statetree.transforms.conversions.rule import Rule
 from statetree.tree.flatten import flatten_for
 from statetree.tree.renaming import TreeBuilder
 from statetree.tree.selection import compiled_glob
@@ -17,7 +17,7 @@ from statetree.tree.selection import compiled_glob
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from statetree.transforms.conversions.rules import Place
+    from statetree.transforms.conversions.rule import Place
     from statetree.tree.spec import TreeSpec
 
 _REMEDY = "Change the rules or the tree."
@@ -127,15 +127,15 @@ class Conversion:
             UnsupportedLeaf: If a pattern is for a leaf that is no strided tensor.
         """
         leaves, spec = flatten_for("Conversion", tree)
-        recipes = self._planned(leaves, spec)
-        made = LeafMaker("Conversion", leaves, spec).make(recipes)
+        plans = self._planned(leaves, spec)
+        made = LeafMaker("Conversion", leaves, spec).make(plans)
         builder = TreeBuilder("Conversion", spec, made)
         is_flat = len(spec.nodes) == 1
         texts = spec.rendered_paths()
-        for ref, recipe in enumerate(recipes):
-            for name in recipe.names:
+        for ref, plan in enumerate(plans):
+            for name in plan.names:
                 keys = [name] if is_flat else name.split(".")
-                builder.put(ref, [(key, -1) for key in keys], name, texts[recipe.sources[0]])
+                builder.put(ref, [(key, -1) for key in keys], name, texts[plan.sources[0]])
         return builder.tree()
 
     def explain(self, tree: Any) -> str:
@@ -143,33 +143,33 @@ class Conversion:
         leaves, spec = flatten_for("Conversion", tree)
         texts = spec.rendered_paths()
         lines = []
-        for recipe in self._planned(leaves, spec):
-            parts = ", ".join(f"{texts[index]} {_shape(leaves[index])}" for index in recipe.sources)
-            shape = _shape(leaves[recipe.sources[0]]) if recipe.shape is None else recipe.shape
-            pattern = f"  [{recipe.rule.pattern}]" if recipe.rule.pattern else ""
-            lines.append(f"{', '.join(recipe.names)} {shape} <- {parts}{pattern}")
+        for plan in self._planned(leaves, spec):
+            parts = ", ".join(f"{texts[index]} {_shape(leaves[index])}" for index in plan.sources)
+            shape = _shape(leaves[plan.sources[0]]) if plan.shape is None else plan.shape
+            pattern = f"\n  {plan.rule.pattern}" if plan.rule.pattern else ""
+            lines.append(f"{', '.join(plan.names)} {shape} <- {parts}{pattern}")
         return "\n".join(lines)
 
-    def _planned(self, leaves: Sequence[Any], spec: TreeSpec) -> list[Recipe]:
+    def _planned(self, leaves: Sequence[Any], spec: TreeSpec) -> list[LeafPlan]:
         """Return how the leaves of the result are made, in the order of the leaves that they come from."""
         wrong: list[Difference] = []
         texts = spec.rendered_paths()
-        recipes = []
+        plans = []
         maker = LeafMaker("Conversion", leaves, spec)
         for instance in self._instances(texts, wrong):
-            recipes += self._recipes(instance, maker, wrong)
+            plans += self._leaf_plans(instance, maker, wrong)
         taken: dict[str, str] = {}
-        for recipe in recipes:
-            for name in recipe.names:
-                origin = texts[recipe.sources[0]]
+        for plan in plans:
+            for name in plan.names:
+                origin = texts[plan.sources[0]]
                 other = taken.setdefault(name, origin)
                 if other is not origin:
                     wrong.append(Difference(Path((name,)), "origin", f"{other} and {origin}", "one leaf"))
-                if (back := self._way_back(name)) != (recipe.rule, recipe.place):
-                    wrong.append(Difference(Path((name,)), "way back", back[0], f"the rule {recipe.rule} alone"))
+                if (back := self._way_back(name)) != (plan.rule, plan.place):
+                    wrong.append(Difference(Path((name,)), "way back", back[0], f"the rule {plan.rule} alone"))
         if wrong:
             raise TreeMismatch.between("Conversion", wrong, _REMEDY)
-        return sorted(recipes, key=lambda recipe: min(recipe.sources))
+        return sorted(plans, key=lambda plan: min(plan.sources))
 
     def _way_back(self, name: str) -> tuple[Any, Any]:
         """Return the rule that takes a name of the result on the way back, and which leaf it is then."""
@@ -207,7 +207,7 @@ class Conversion:
                 wrong.append(Difference(Path((text,)), "paths", "two that read alike", "one"))
         return list(found.values())
 
-    def _recipes(self, instance: _Instance, maker: LeafMaker, wrong: list[Difference]) -> list[Recipe]:
+    def _leaf_plans(self, instance: _Instance, maker: LeafMaker, wrong: list[Difference]) -> list[LeafPlan]:
         rule, captures, present = instance
         places, counts = rule.places(list(present), self._sizes)
         before = len(wrong)
@@ -235,7 +235,7 @@ class Conversion:
             ]
         targets, odd = rule.targets(shapes, {**self._sizes, **counts})
         wrong += [Difference(maker.path(firsts[places[0]]), "sizes", text, f"what fits {rule}") for text in odd]
-        recipes = []
+        plans = []
         for target in targets:
             number, index = target.place
             slot = rule.target[number]
@@ -243,9 +243,9 @@ class Conversion:
             blocks = [(firsts[place], block) for place, block in target.blocks]
             tied = {firsts[place]: twins[place] for place, _ in target.blocks if twins[place]}
             shape = target.shape if rule.pattern is not None else None
-            recipes.append(Recipe(rule, (target.place, captures), names, shape, blocks, tied))
-            wrong += maker.kind_differences(recipes[-1])
-        return recipes
+            plans.append(LeafPlan(rule, (target.place, captures), names, shape, blocks, tied))
+            wrong += maker.kind_differences(plans[-1])
+        return plans
 
 
 def _rule(given: Any) -> Rule:

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from statetree.chunks.axis_blocks import AxisBlock, AxisRegion, view_over
 from statetree.chunks.boxes import Box
-from statetree.chunks.regions import Block, Region, view_over
 from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
 from statetree.leaves.builtin import leaf_type_of, settled
+from statetree.leaves.location import located_error
+from statetree.leaves.parts import unpack
+from statetree.leaves.types.converted import AxisPart, ConvertedLeaf, assembled
 from statetree.leaves.types.tensor import identity_of
 from statetree.spans.bits import safely_equal, same_bytes
 from statetree.spans.columns import Columns
@@ -21,11 +24,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from statetree.key_paths import Path
-    from statetree.transforms.conversions.rules import Place, Rule
+    from statetree.leaves.engine_type import EngineLeafType
+    from statetree.transforms.conversions.rule import Place, Rule
     from statetree.tree.spec import TreeSpec
 
 
-class Recipe(NamedTuple):
+class LeafPlan(NamedTuple):
     """How a leaf is made of others.
 
     Attributes:
@@ -41,7 +45,7 @@ class Recipe(NamedTuple):
     place: tuple[Place, Mapping[str, str | None]]
     names: Sequence[str]
     shape: tuple[int, ...] | None
-    blocks: Sequence[tuple[int, Block]]
+    blocks: Sequence[tuple[int, AxisBlock]]
     twins: Mapping[int, Sequence[int]]
 
     @property
@@ -77,10 +81,10 @@ class LeafMaker:
             UnsupportedLeaf: If it is no strided tensor.
         """
         value = self._leaves[leaf] if _is_stored(self._leaves[leaf]) else settled(self._leaves[leaf])
-        if _is_stored(value) and value.is_strided:
+        if (_is_stored(value) and value.is_strided) or _is_spread(value):
             return tuple(value.shape)
         leaf_type = leaf_type_of(type(value))
-        is_bare = leaf_type is not None and leaf_type.bare and not leaf_type.is_distributed(value)
+        is_bare = leaf_type is not None and leaf_type.bare
         if not is_bare or value.layout is not torch.strided or value.is_nested or value.is_quantized:
             path = self.path(leaf)
             msg = (
@@ -96,10 +100,10 @@ class LeafMaker:
         found = []
         for index in others:
             other = self._leaves[index]
-            if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-                same = one is other or safely_equal(
-                    *(tensor.detach().as_subclass(torch.Tensor) for tensor in (one, other))
-                )
+            if _is_spread(one) or _is_spread(other):  # what ranks hold they could compare only together
+                same = one is other or _place_of(one) == _place_of(other)
+            elif isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+                same = one is other or safely_equal(_plain(one), _plain(other))
             elif _is_stored(one) and _is_stored(other):
                 same = one.dtype == other.dtype and one.shape == other.shape  # elements are compared when they are read
             else:
@@ -108,21 +112,26 @@ class LeafMaker:
                 found.append(Difference(self.path(index), "value", "another", f"that of {self.path(first)}, its tie"))
         return found
 
-    def kind_differences(self, recipe: Recipe) -> list[Difference]:
+    def kind_differences(self, plan: LeafPlan) -> list[Difference]:
         """Return where the leaves that one is made of are no tensors of one kind."""
-        if recipe.shape is None:
+        if plan.shape is None:
             return []
-        first, *rest = recipe.sources
+        first, *rest = plan.sources
         expected = self._kind(first)
         found = []
         for leaf in rest:
-            for (name, got), (_, wanted) in zip(self._kind(leaf).items(), expected.items(), strict=True):
+            own = self._kind(leaf)
+            for name, wanted in expected.items():
+                got = own.get(name, "another kind")
                 if not safely_equal(got, wanted):
                     found.append(Difference(self.path(leaf), name, got, f"{wanted}, as {self.path(first)} has"))
         return found
 
     def _kind(self, leaf: int) -> dict[str, Any]:
         value = self._leaves[leaf]
+        if _is_spread(value):
+            cls = "parameter" if getattr(value, "is_parameter", isinstance(value, torch.nn.Parameter)) else "tensor"
+            return {"dtype": value.dtype, "leaf type": f"distributed {cls}", "requires_grad": value.requires_grad}
         tensor = value.outline if _is_stored(value) else value
         identity, attributes = identity_of(tensor)
         return {
@@ -133,7 +142,7 @@ class LeafMaker:
             "attributes": [identity and identity.attributes, *attributes],
         }
 
-    def make(self, recipes: Sequence[Recipe]) -> list[Any]:
+    def make(self, plans: Sequence[LeafPlan]) -> list[Any]:
         """Return the leaves.
 
         Raises:
@@ -141,69 +150,85 @@ class LeafMaker:
         """
         made: dict[Any, Any] = {}
         result = []
-        for recipe in recipes:
-            key = (recipe.shape, *((self._place(leaf), block) for leaf, block in recipe.blocks))
+        for plan in plans:
+            key = (plan.shape, *((self._place(leaf), block) for leaf, block in plan.blocks))
             if key not in made:
-                made[key] = self._made(recipe)
+                made[key] = self._made(plan)
             leaf, copy = made[key]
             result.append(leaf)
-            for place, (source, _) in enumerate(recipe.blocks if copy is not None else ()):
+            for place, (source, _) in enumerate(plan.blocks if copy is not None else ()):
                 self._copied.setdefault(source, set()).add((copy, place))
         if self._copied:
-            self._check_ties(recipes)
+            self._check_ties(plans)
         return result
 
     def _place(self, leaf: int) -> Any:
         value = self._leaves[leaf]
         return value.location() if _is_stored(value) else id(value)
 
-    def _made(self, recipe: Recipe) -> tuple[Any, Any]:
+    def _made(self, plan: LeafPlan) -> tuple[Any, Any]:
         """Return a leaf, and what is equal for the same copies if it is one."""
-        first = self._leaves[recipe.sources[0]]
-        only = recipe.blocks[0][1] if len(recipe.blocks) == 1 else None
-        is_same = recipe.shape is None or (only and only.is_whole and self.shape(recipe.sources[0]) == recipe.shape)
-        if _is_stored(first) and (not is_same or self._unlike(recipe)):
-            return self._stored(recipe, tuple(first.shape) if recipe.shape is None else recipe.shape), object()
-        return (first, None) if is_same else self._tensor(recipe, recipe.shape or ())
+        first = self._leaves[plan.sources[0]]
+        only = plan.blocks[0][1] if len(plan.blocks) == 1 else None
+        is_same = plan.shape is None or (only and only.is_whole and self.shape(plan.sources[0]) == plan.shape)
+        if _is_stored(first) and (not is_same or self._unlike(plan)):
+            return self._stored(plan, tuple(first.shape) if plan.shape is None else plan.shape), object()
+        if not is_same and _is_spread(first):
+            return self._spread(plan, plan.shape or ()), None
+        return (first, None) if is_same else self._tensor(plan, plan.shape or ())
 
-    def _identified(self, recipe: Recipe, tensor: torch.Tensor) -> torch.Tensor:
+    def _identified(self, plan: LeafPlan, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor as what those that it is made of are: parameters, with attributes."""
-        first = self._leaves[recipe.sources[0]]
+        first = self._leaves[plan.sources[0]]
         identity, attributes = identity_of(getattr(first, "outline", first))
         return tensor if identity is None else identity.restore(tensor, attributes)
 
-    def _tensor(self, recipe: Recipe, shape: tuple[int, ...]) -> tuple[torch.Tensor, Any]:
-        sources = {leaf: _plain(settled(self._leaves[leaf])) for leaf in recipe.sources}
-        first = next(iter(sources.values()))
-        blocks = [(sources[leaf], block) for leaf, block in recipe.blocks if 0 not in block.sizes]
-        memory = {(storage_key(t.untyped_storage()), t.is_conj(), t.is_neg()) for t in sources.values()}
-        view = None
-        if len(memory) == 1 and blocks:
-            view = view_over(shape, [(block, int(t.storage_offset()), t.stride()) for t, block in blocks])
-        key: Any = None
-        if view is not None:
-            fresh = first.as_strided(shape, *view)
-        else:
-            key = (shape, *((_view_key(t), block) for t, block in blocks))
-            if key not in self._copies:
-                copy = self._copies[key] = torch.empty(shape, dtype=first.dtype, device=first.device)
-                copy_each(
-                    [block.target.view(copy, block.sizes) for _, block in blocks],
-                    [block.source.view(tensor, block.sizes) for tensor, block in blocks],
-                )
-            fresh = self._copies[key].detach()
-        return self._identified(recipe, fresh), key
+    def _tensor(self, plan: LeafPlan, shape: tuple[int, ...]) -> tuple[torch.Tensor, Any]:
+        sources = {leaf: _plain(settled(self._leaves[leaf])) for leaf in plan.sources}
+        blocks = [(block, sources[leaf]) for leaf, block in plan.blocks]
+        key = (shape, *((_view_key(tensor), block) for block, tensor in blocks))
+        if key not in self._copies:
+            self._copies[key] = assembled(shape, blocks)
+        fresh = self._copies[key].detach()
+        is_copy = fresh.numel() and storage_key(fresh.untyped_storage()) != storage_key(blocks[0][1].untyped_storage())
+        return self._identified(plan, fresh), key if is_copy else None
 
-    def _stored(self, recipe: Recipe, shape: tuple[int, ...]) -> Any:
+    def _spread(self, plan: LeafPlan, shape: tuple[int, ...]) -> Any:
+        """Return a leaf that is made of distributed ones: these themselves, if it was made of one before."""
+        rows = []
+        for index, block in plan.blocks:
+            try:
+                rows.append((*_origin_of(settled(self._leaves[index]), block.source, block.sizes), block))
+            except UnsupportedLeaf as error:
+                raise located_error(
+                    self._verb, "convert", error, self._spec.paths, list(self._leaves), index
+                ) from error
+        leaf, leaf_type, *_ = rows[0]
+        if all(other is leaf for other, *_ in rows) and tuple(leaf_type.global_shape(leaf)[0]) == shape:
+            dense = torch.empty(shape, device="meta").stride()
+            blocks = [(AxisBlock(block.sizes, region, block.target), 0, dense) for *_, region, block in rows]
+            if view_over(shape, blocks) == (dense, 0):  # every element is where it was
+                return leaf
+        first = self._leaves[plan.sources[0]]
+        is_parameter = getattr(first, "is_parameter", isinstance(first, torch.nn.Parameter))
+        return ConvertedLeaf(
+            shape,
+            [block.target for *_, block in rows],
+            [AxisPart(leaf, leaf_type, region, block.sizes) for leaf, leaf_type, region, block in rows],
+            is_parameter=is_parameter,
+            requires_grad=first.requires_grad,
+        )
+
+    def _stored(self, plan: LeafPlan, shape: tuple[int, ...]) -> Any:
         """Return a leaf that is made when it is read."""
-        values = [self._leaves[leaf] for leaf in recipe.sources]
-        places = {leaf: place for place, leaf in enumerate(recipe.sources)}
-        blocks = [(places[leaf], block) for leaf, block in recipe.blocks if 0 not in block.sizes]
-        if recipe.shape is None:
-            whole = Region((0,) * len(shape), (*range(len(shape)),), (1,) * len(shape))
-            blocks = [(0, Block(shape, whole, whole))]
-        unlike = {places[leaf]: twins for leaf, twins in self._unlike(recipe).items()}
-        names = ", ".join(recipe.names)
+        values = [self._leaves[leaf] for leaf in plan.sources]
+        places = {leaf: place for place, leaf in enumerate(plan.sources)}
+        blocks = [(places[leaf], block) for leaf, block in plan.blocks if 0 not in block.sizes]
+        if plan.shape is None:
+            whole = AxisRegion.box([0] * len(shape))
+            blocks = [(0, AxisBlock(shape, whole, whole))]
+        unlike = {places[leaf]: twins for leaf, twins in self._unlike(plan).items()}
+        names = ", ".join(plan.names)
 
         def fill(start: Sequence[int], target: torch.Tensor) -> None:
             box = Box((*start,), (*map(add, start, target.shape),))
@@ -217,26 +242,26 @@ class LeafMaker:
                         msg = f"Conversion: the tied names of {names} hold different values. Leave one out (select)."
                         raise TreeMismatch(msg)
 
-        outline = self._identified(recipe, torch.empty(shape, dtype=values[0].dtype, device="meta"))
+        outline = self._identified(plan, torch.empty(shape, dtype=values[0].dtype, device="meta"))
         leaf_type = leaf_type_of(type(values[0]))
         assert leaf_type is not None
         tied = [twin for twins in unlike.values() for twin in twins]
         return leaf_type.derived([*values, *tied], outline, fill)
 
-    def _unlike(self, recipe: Recipe) -> dict[int, list[Any]]:
+    def _unlike(self, plan: LeafPlan) -> dict[int, list[Any]]:
         """Return the stored leaves that have to be the same as others, and lie elsewhere."""
-        rows = {leaf: [self._leaves[twin] for twin in twins] for leaf, twins in recipe.twins.items()}
+        rows = {leaf: [self._leaves[twin] for twin in twins] for leaf, twins in plan.twins.items()}
         unlike = {leaf: [t for t in own if t.location() != self._leaves[leaf].location()] for leaf, own in rows.items()}
         return {leaf: twins for leaf, twins in unlike.items() if twins}
 
-    def _check_ties(self, recipes: Sequence[Recipe]) -> None:
+    def _check_ties(self, plans: Sequence[LeafPlan]) -> None:
         """Raise ``TreeMismatch`` if a tensor that was copied shares memory with another one, but not in the result.
 
         What two blocks of one leaf become is apart, as they are. Leaves that are one view are tied still if the same
         copies were made of them: each is made once.
         """
         tensors: dict[int, torch.Tensor] = {}
-        for leaf in {leaf for recipe in recipes for leaf in recipe.sources}:
+        for leaf in {leaf for plan in plans for leaf in plan.sources}:
             tensor = getattr(self._leaves[leaf], "outline", self._leaves[leaf])
             if isinstance(tensor, torch.Tensor) and _has_memory(tensor):
                 tensors[leaf] = _plain(tensor)
@@ -255,10 +280,10 @@ class LeafMaker:
 
 
 #: Parts of a tensor: where each lies in the tensor that it comes from, and in the other, and its sizes.
-_Part = tuple[Region, Region, tuple[int, ...]]
+_Part = tuple[AxisRegion, AxisRegion, tuple[int, ...]]
 
 
-def _parts(blocks: Sequence[tuple[int, Block]], box: Box) -> dict[int, list[_Part]]:
+def _parts(blocks: Sequence[tuple[int, AxisBlock]], box: Box) -> dict[int, list[_Part]]:
     """Return what of some blocks lies in a box of their tensor, by where it comes from. The box begins at zero then."""
     found: dict[int, list[_Part]] = {}
     for place, block in blocks:
@@ -272,8 +297,8 @@ def _parts(blocks: Sequence[tuple[int, Block]], box: Box) -> dict[int, list[_Par
 def _read(stored: Any, parts: Sequence[_Part], views: Sequence[torch.Tensor]) -> None:
     """Fill views with parts of a stored tensor."""
     hulls = [region.hull(sizes) for region, _, sizes in parts]
-    start = tuple(map(min, zip(*[hull.start for hull in hulls], strict=True)))
-    hull = Box(start, tuple(map(max, zip(*[hull.stop for hull in hulls], strict=True))))
+    start = tuple([min(places) for places in zip(*[hull.start for hull in hulls], strict=True)])
+    hull = Box(start, tuple([max(places) for places in zip(*[hull.stop for hull in hulls], strict=True)]))
     if len(parts) > 1 and 20 * hull.volume <= 21 * sum(
         view.numel() for view in views
     ):  # all of it is needed: in one go
@@ -284,6 +309,47 @@ def _read(stored: Any, parts: Sequence[_Part], views: Sequence[torch.Tensor]) ->
         return
     for (region, *_), view in zip(parts, views, strict=True):
         stored.read_block(region, view)
+
+
+def _origin_of(value: Any, region: AxisRegion, sizes: Sequence[int]) -> tuple[Any, EngineLeafType, AxisRegion]:
+    """Return the distributed tensor that a block comes from, its leaf type, and where it lies in that.
+
+    Args:
+        value: The tensor that it lies in: that one, or one that was converted.
+        region: Where it lies there.
+        sizes: The sizes of its axes.
+
+    Raises:
+        UnsupportedLeaf: If that is made of other blocks, or of what was moved.
+    """
+    if not isinstance(value, ConvertedLeaf):
+        leaf_type = leaf_type_of(type(value))
+        assert leaf_type is not None
+        return value, leaf_type, region
+    wanted = {axis: place for place, axis in enumerate(zip(region.dims, region.steps, sizes, strict=True))}
+    for part, own in zip(value.parts, value.regions, strict=True):
+        axes = list(zip(own.dims, own.steps, part.shape, strict=True))
+        if own.start == region.start and set(axes) == wanted.keys() and not part.is_moved:
+            order = sorted(range(len(axes)), key=lambda axis: wanted[axes[axis]])
+            inner = part.region
+            dims, steps = ([column[axis] for axis in order] for column in (inner.dims, inner.steps))
+            return part.leaf, part.leaf_type, inner._replace(dims=tuple(dims), steps=tuple(steps))
+    msg = (
+        "the leaf at %PATH% was converted before: expected the blocks that it was made of, where they were, got "
+        "others. Gather or reshard it first."
+    )
+    raise UnsupportedLeaf(msg)
+
+
+def _is_spread(value: Any) -> bool:
+    """Whether ranks hold chunks of a tensor, or of those that it was converted from."""
+    leaf_type = leaf_type_of(type(value))
+    return leaf_type is not None and (leaf_type.is_distributed(value) or isinstance(value, ConvertedLeaf))
+
+
+def _place_of(value: Any) -> Any:
+    parts = unpack("Conversion", [value], list, memory=False).parts
+    return type(value), [_view_key(part) for part in parts]
 
 
 def _is_stored(value: Any) -> bool:

@@ -1,0 +1,96 @@
+"""What stands for a tensor that is made of stored ones: converted, or combined, when its elements are asked for."""
+
+from __future__ import annotations
+
+from operator import add
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from statetree.chunks.boxes import in_slabs, whole_box
+from statetree.files.ranges import BUCKET_BYTES
+from statetree.files.stored import STAND_IN, StoredTensor, convert_into
+from statetree.leaves.types.tensor import identity_of
+from statetree.torch_internals import copy_each, quietly
+from statetree.tree.stand_ins import STAND_INS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from statetree.chunks.axis_blocks import AxisRegion
+
+
+class DerivedTensor(StoredTensor):
+    """A tensor whose elements are made of those of stored tensors when they are read.
+
+    Args:
+        outline: The tensor that it stands for, on ``meta``.
+        sources: The stored tensors.
+        fill: Fills a tensor of the outline's dtype with the elements of a box that begins somewhere.
+    """
+
+    def __init__(
+        self,
+        outline: torch.Tensor,
+        sources: Sequence[StoredTensor],
+        fill: Callable[[Sequence[int], torch.Tensor], None],
+    ) -> None:
+        super().__init__(outline, lambda: None, None)
+        self._sources, self._make = sources, fill
+
+    @property
+    def is_strided(self) -> bool:
+        """Whether boxes of it can be read."""
+        return True
+
+    def to(self, dtype: torch.dtype) -> StoredTensor:
+        """Return a tensor whose elements are converted as they are read."""
+        if dtype == self.dtype:
+            return self
+        made = DerivedTensor(self.outline.detach().to(dtype), self._sources, self._make)
+        made._kept = self._kept
+        return made
+
+    @quietly
+    def tensor(self) -> torch.Tensor:
+        """Return the tensor, which is read anew each time."""
+        identity, attributes = identity_of(self.outline)
+        return self.read() if identity is None else identity.restore(self.read(), attributes)
+
+    def look_again(self) -> None:
+        """Have the files checked once more, when the verb ends that reads its elements."""
+        for source in self._sources:
+            source.look_again()
+
+    def part(self, index: Sequence[slice]) -> torch.Tensor:
+        """Return the elements of a box."""
+        return self.read(index)
+
+    def read_block(self, region: AxisRegion, target: torch.Tensor) -> None:
+        """Fill a tensor with the elements of a block, a bucket at a time, and convert them to its dtype."""
+        hull = region.hull(target.shape)
+        if not target.numel():
+            return
+        if hull.sizes != tuple(target.shape):  # what is made of it needs other axes than the dims
+            whole = torch.empty(hull.sizes, dtype=self.dtype, device="cpu")
+            self.read_into(hull.start, whole)
+            copy_each([target], [region._replace(start=(0,) * whole.dim()).view(whole, target.shape)])
+            return
+        for box in in_slabs(whole_box(target.shape), max(1, -(-target.nbytes // BUCKET_BYTES))):
+            place, start = target[(*map(slice, box.start, box.stop),)], (*map(add, hull.start, box.start),)
+            if place.dtype == self._kept.dtype and place.device.type == "cpu":
+                self._make(start, place)
+                continue
+            scratch = torch.empty(box.sizes, dtype=self._kept.dtype, device="cpu")
+            self._make(start, scratch)
+            if place.dtype == scratch.dtype:
+                copy_each([place], [scratch])
+            else:
+                convert_into(scratch, place, "what is made of stored tensors")
+
+    def location(self) -> Any:
+        """Return what is equal for the same tensor alone."""
+        return id(self)
+
+
+STAND_INS[DerivedTensor] = STAND_IN

@@ -1,0 +1,175 @@
+"""Converted leaves: tensors made of blocks of distributed ones, which no placement can express."""
+
+from __future__ import annotations
+
+from copy import copy
+from operator import sub
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from statetree.chunks.axis_blocks import AxisBlock, AxisRegion, block_layout, view_over
+from statetree.chunks.local import LocalChunks, location_of
+from statetree.chunks.ranks import Ranks, own_ranks
+from statetree.errors import UnsupportedLeaf
+from statetree.leaves.engine_type import EngineLeafType
+from statetree.leaves.types.part import LeafPart
+from statetree.torch_internals import copy_each, storage_key
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from statetree.chunks.boxes import Box
+
+
+class AxisPart(LeafPart):
+    """A block of a distributed tensor, in its axes: ranks hold the boxes that their chunks have of it.
+
+    Args:
+        leaf: The distributed tensor.
+        leaf_type: Its leaf type.
+        region: Where the block lies in it.
+        sizes: The sizes of its axes.
+
+    Attributes:
+        leaf: The distributed tensor.
+        leaf_type: Its leaf type.
+        boxes: This rank's boxes of the block.
+        region: Where the block lies.
+        is_moved: Whether its tensors lie elsewhere than in the leaf.
+    """
+
+    __slots__ = ("boxes", "is_moved", "leaf", "leaf_type", "region")
+    stays_part = True
+
+    def __init__(self, leaf: Any, leaf_type: EngineLeafType, region: AxisRegion, sizes: Sequence[int]) -> None:
+        everyone = own_ranks()
+        alone = leaf_type.local_chunks(leaf, Ranks(0, [everyone.global_ranks[everyone.rank]]))
+        if alone.partials is not None:
+            msg = "the leaf at %PATH% is Partial: expected elements to convert. Redistribute it first."
+            raise UnsupportedLeaf(msg)
+        self.boxes: list[Box] = []
+        tensors = []
+        if 0 in sizes:
+            alone = alone._replace(boxes=[], pieces=[])
+        for held, piece in zip(alone.boxes, alone.pieces, strict=True):
+            for box in region.boxes_within(held, sizes):
+                inside = region.moved(box.start)
+                inside = inside._replace(start=(*map(sub, inside.start, held.start),))
+                self.boxes.append(box)
+                tensors.append(inside.view(piece.detach(), box.sizes))
+        super().__init__(tensors, alone.dtype, sizes)
+        self.region = region
+        self.leaf, self.leaf_type = leaf, leaf_type
+        self.is_moved = False
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> AxisPart:
+        """Return the same part of other tensors."""
+        made = copy(self)
+        made.tensors, made.is_moved = tensors, True
+        made.dtype = tensors[0].dtype if tensors else self.dtype
+        return made
+
+    def local_chunks(self, ranks: Ranks) -> LocalChunks:
+        """Return which boxes this rank holds, and where the others are, if that is known."""
+        whole = self.leaf_type.local_chunks(self.leaf, ranks)
+        layout = None if whole.layout is None else block_layout(whole.layout, self.region, self.shape)
+        on_meta = " on meta" if any(tensor.is_meta for tensor in self.tensors) else ""
+        text = f"a block{on_meta} {self.dtype} {self.shape} at {tuple(self.region)} of {whole.text}"
+        places = tuple([location_of(tensor) for tensor in self.tensors])
+        tie = (places or id(self), self.shape)
+        device = self.tensors[0].device.type if self.tensors else whole.device
+        return LocalChunks(text, whole.detail, self.shape, self.dtype, layout, self.boxes, self.tensors, tie, device)
+
+
+class ConvertedLeaf:
+    """A tensor made of blocks of distributed ones: what moves or copies leaves takes it as one.
+
+    Args:
+        shape: Its shape.
+        regions: Where each of its blocks lies in it.
+        parts: The blocks.
+        is_parameter: Whether it is a parameter where it is whole.
+        requires_grad: Whether it requires gradients then.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        regions: Sequence[AxisRegion],
+        parts: Sequence[AxisPart],
+        *,
+        is_parameter: bool = False,
+        requires_grad: bool = False,
+    ) -> None:
+        self.shape = torch.Size(shape)
+        self.regions = regions
+        self.parts = parts
+        self.is_parameter = is_parameter
+        self.requires_grad = requires_grad
+
+    def __repr__(self) -> str:
+        return f"ConvertedLeaf({str(self.dtype).removeprefix('torch.')}, {list(self.shape)})"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its elements."""
+        return self.parts[0].dtype
+
+    def of(self, parts: Sequence[Any]) -> Any:
+        """Return the same of other parts; of whole ones, a tensor."""
+        made = copy(self)
+        made.parts = parts
+        if all(isinstance(part, AxisPart) for part in parts):
+            return made
+        blocks = [
+            (AxisBlock(tuple(part.shape), AxisRegion.box([0] * part.dim()), region), part)
+            for region, part in zip(self.regions, parts, strict=True)
+        ]
+        whole = assembled(self.shape, blocks)
+        if self.is_parameter:
+            return torch.nn.Parameter(whole, requires_grad=self.requires_grad)
+        return whole.requires_grad_(self.requires_grad)
+
+
+def assembled(shape: Sequence[int], blocks: Sequence[tuple[AxisBlock, torch.Tensor]]) -> torch.Tensor:
+    """Return a tensor made of blocks of others: a view, or a copy where they do not lie as one would."""
+    first = blocks[0][1]
+    memory = {(storage_key(tensor.untyped_storage()), tensor.is_conj(), tensor.is_neg()) for _, tensor in blocks}
+    filled = [(block, tensor) for block, tensor in blocks if 0 not in block.sizes]
+    if len(memory) == 1 and filled:
+        rows = [(block, int(tensor.storage_offset()), tensor.stride()) for block, tensor in filled]
+        view = view_over(shape, rows)
+        if view is not None:
+            return first.as_strided(shape, *view)
+    made = torch.empty(tuple(shape), dtype=first.dtype, device=first.device)
+    copy_each(
+        [block.target.view(made, block.sizes) for block, _ in filled],
+        [block.source.view(tensor, block.sizes) for block, tensor in filled],
+    )
+    return made
+
+
+class ConvertedType(EngineLeafType):
+    """``ConvertedLeaf``: its blocks."""
+
+    name = "converted tensor"
+
+    def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
+        return value.parts, value
+
+    def pack(self, context: Any, parts: Sequence[Any]) -> Any:
+        return context.of(parts)
+
+    def elements_only(self, context: Any) -> bool:
+        return True
+
+    def blocks(self, value: Any) -> Sequence[tuple[AxisRegion, tuple[int, ...]]]:
+        """Return where the blocks of a value lie in it, and their sizes."""
+        return [(region, part.shape) for region, part in zip(value.regions, value.parts, strict=True)]
+
+    def describe(self, value: Any) -> Mapping[str, Any]:
+        return {"dtype": value.dtype, "shape": value.shape, "blocks": [*map(tuple, value.regions)]}
+
+
+CONVERTED = ConvertedType()
