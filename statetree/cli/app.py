@@ -247,6 +247,23 @@ def convert(
         click.echo(f"note: {note}", err=True)
 
 
+@cli.command("prove-resume", context_settings={"ignore_unknown_options": True})
+@click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option(
+    "--kill-at", type=click.IntRange(1), required=True, metavar="N", help="Kill it at its first save from N on."
+)
+def prove_resume(script: Path, arguments: Sequence[str], kill_at: int) -> int:
+    """Run SCRIPT whole, then kill and resume it, and say what it forgot to save.
+
+    It must save with a Checkpointer, in one process; its checkpoints go to a temporary folder. The exit status is 0 if
+    all later saves have the same bits, and 1 if not.
+    """
+    from statetree.cli.prove_resume import prove_resume as prove
+
+    return prove(script, arguments, kill_at)
+
+
 def _opened(*paths: Path, follow_links: bool) -> list[OpenedCheckpoint]:
     from statetree.files.formats import opened
 
