@@ -67,7 +67,7 @@ def _run(folder: Path, kill_at: int, script: Path, arguments: Sequence[str]) -> 
     record = folder.with_name("record")
     record.write_text("")
     command = [sys.executable, "-m", __name__, str(folder), str(record), str(kill_at), str(script), *arguments]
-    status = subprocess.run(command, stdout=sys.stderr, check=False).returncode
+    status = subprocess.run(command, stdout=2, check=False).returncode
     if status != (0 if kill_at < 0 else -signal.SIGKILL):
         what = "success" if kill_at < 0 else f"a save at step {kill_at} or later"
         msg = f"prove-resume: {script} ended with status {status}: expected {what}."
