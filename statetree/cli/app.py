@@ -264,6 +264,28 @@ def prove_resume(script: Path, arguments: Sequence[str], kill_at: int) -> int:
     return prove(script, arguments, kill_at)
 
 
+@cli.command()
+@click.argument("name", metavar="PACKAGE.MODULE:FUNCTION")
+@click.option("--as", "kind", type=click.Choice(["stager", "copy", "gather", "save", "transform"]), help="What it is.")
+@click.option("--load", metavar="PACKAGE.MODULE:FUNCTION", help="The load of a save: a function of a path.")
+def doctor(name: str, kind: str | None, load: str | None) -> int:
+    """Examine a stager, a copy, a gather, a transform of states, or a save with its load, and say what is wrong.
+
+    A stager is a class, or a function that makes one; a save is a function of a state and a path. Without --as, the
+    kind is guessed. A transform may break a law on purpose: that is yours to judge. It needs the extra testing. The
+    exit status is 0 if nothing is wrong, and 1 if something is.
+
+    \b
+    Examples:
+      statetree doctor copy:deepcopy
+      statetree doctor torch.distributed._state_dict_utils:_copy_state_dict
+      statetree doctor my.checkpoints:save --load my.checkpoints:load
+    """
+    from statetree.cli.doctor import doctor as examine
+
+    return examine(name, kind, load)
+
+
 def _opened(*paths: Path, follow_links: bool) -> list[OpenedCheckpoint]:
     from statetree.files.formats import opened
 

@@ -28,6 +28,7 @@ from statetree.declare import renew_after_fork
 from statetree.errors import CheckpointError, StagerBusy, StateTreeError
 from statetree.files.urls import refuse_url
 from statetree.stager.stager import Stager
+from statetree.watching import phase
 
 if TYPE_CHECKING:
     import os
@@ -261,7 +262,8 @@ class Checkpointer:
             def stage_step() -> Any:
                 check_step("async_save", step)
                 began = time.monotonic()
-                staged = self._stager.stage(states())
+                with phase("checkpointer.stage"):
+                    staged = self._stager.stage(states())
                 ended = time.monotonic()
                 nbytes = 0 if self._on_event is None else local_bytes(staged)
                 self._tell(Event("stage", step, ended - began, nbytes, ended - since), agreeing)
@@ -495,7 +497,7 @@ class Checkpointer:
             check_same(verb, "step", repr(step), group)
         check_step(verb, step)
         try:
-            with checkpoint_errors("save", self.directory):
+            with checkpoint_errors("save", self.directory), phase("checkpointer.save"):
                 path, base = by_first("save", group, begin)
                 writer = DirectoryWriter(path, incremental=self._incremental, base=base, metric=metric, about=metadata)
                 write(state, path, group, writer)

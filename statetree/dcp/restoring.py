@@ -11,6 +11,7 @@ from statetree.dcp.data_files import DataFiles
 from statetree.dcp.failures import checkpoint_errors
 from statetree.dcp.groups import by_first
 from statetree.errors import CheckpointError, warn
+from statetree.watching import phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,7 +70,7 @@ class Restoration:
         """Load a checkpoint, or the one that took its place while it was read."""
         while True:
             self.found, path = found, self._series.path(found)
-            with checkpoint_errors("load", path):
+            with checkpoint_errors("load", path), phase("checkpointer.restore"):
                 try:
                     return load(path)
                 except CheckpointException:  # the same one on every rank
