@@ -393,3 +393,8 @@ def check_sparse_indices(leaf: torch.Tensor) -> None:
         names = ("crow", "col") if leaf.layout in (torch.sparse_csr, torch.sparse_bsr) else ("ccol", "row")
         first, second = (getattr(leaf, f"{name}_indices")() for name in names)
         torch._validate_sparse_compressed_tensor_args(first, second, leaf.values(), leaf.shape, leaf.layout)
+
+
+def is_profiling() -> bool:
+    """Whether torch's profiler records this thread."""
+    return torch._C._autograd._profiler_enabled()

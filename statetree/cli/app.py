@@ -266,6 +266,45 @@ def convert(
         click.echo(f"note: {note}", err=True)
 
 
+@cli.command("prove-resume", context_settings={"ignore_unknown_options": True})
+@click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option(
+    "--kill-at", type=click.IntRange(1), required=True, metavar="N", help="Kill it at its first save from N on."
+)
+def prove_resume(script: Path, arguments: Sequence[str], kill_at: int) -> int:
+    """Run SCRIPT whole, then kill and resume it, and say what it forgot to save.
+
+    It must save with a Checkpointer, in one process; its checkpoints go to a temporary folder. The exit status is 0 if
+    all later saves have the same bits, and 1 if not.
+    """
+    from statetree.cli.prove_resume import prove_resume as prove
+
+    return prove(script, arguments, kill_at)
+
+
+@cli.command()
+@click.argument("name", metavar="PACKAGE.MODULE:FUNCTION")
+@click.option("--as", "kind", type=click.Choice(["stager", "copy", "gather", "save", "transform"]), help="What it is.")
+@click.option("--load", metavar="PACKAGE.MODULE:FUNCTION", help="The load of a save: a function of a path.")
+def doctor(name: str, kind: str | None, load: str | None) -> int:
+    """Examine a stager, a copy, a gather, a transform of states, or a save with its load, and say what is wrong.
+
+    A stager is a class, or a function that makes one; a save is a function of a state and a path. Without --as, the
+    kind is guessed. A transform may break a law on purpose: that is yours to judge. It needs the extra testing. The
+    exit status is 0 if nothing is wrong, and 1 if something is.
+
+    \b
+    Examples:
+      statetree doctor copy:deepcopy
+      statetree doctor torch.distributed._state_dict_utils:_copy_state_dict
+      statetree doctor my.checkpoints:save --load my.checkpoints:load
+    """
+    from statetree.cli.doctor import doctor as examine
+
+    return examine(name, kind, load)
+
+
 def _opened(*paths: Path, follow_links: bool) -> list[OpenedCheckpoint]:
     from statetree.files.formats import opened
 

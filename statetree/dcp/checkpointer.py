@@ -25,6 +25,7 @@ from statetree.errors import CheckpointError, StateTreeError
 from statetree.files.loading import LoadOptions
 from statetree.files.urls import refuse_url
 from statetree.stager.stager import Stager
+from statetree.watching import phase
 
 if TYPE_CHECKING:
     import os
@@ -221,7 +222,8 @@ class Checkpointer(Schedule):
             def stage_step() -> Any:
                 check_step("async_save", step)
                 began = time.monotonic()
-                staged = self._stager.stage(states())
+                with phase("checkpointer.stage"):
+                    staged = self._stager.stage(states())
                 ended = time.monotonic()
                 nbytes = 0 if self._on_event is None else local_bytes(staged)
                 self._tell(Event("stage", step, ended - began, nbytes, ended - since), agreeing)

@@ -12,6 +12,7 @@ from statetree.errors import CheckpointError, StateTreeError, warn
 from statetree.exchange.call import on_all_ranks
 from statetree.files.formats import opened
 from statetree.files.loading import load_tree
+from statetree.watching import phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,7 +90,7 @@ class Restoration:
         """Load a checkpoint, or the one that took its place while it was read."""
         while True:
             self.found, path = found, self._series.path(found)
-            with checkpoint_errors("load", path):
+            with checkpoint_errors("load", path), phase("checkpointer.restore"):
                 try:
                     return load(path)
                 except StateTreeError:  # on every rank alike

@@ -14,6 +14,7 @@ from statetree.dcp.saving import write
 from statetree.dcp.series import bytes_in
 from statetree.dcp.step_numbers import check_step
 from statetree.errors import CheckpointError, StateTreeError
+from statetree.watching import phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -73,7 +74,7 @@ class StepWriter:
             check_same(verb, "step", repr(step), group)
         check_step(verb, step)
         try:
-            with checkpoint_errors("save", self._series.directory):
+            with checkpoint_errors("save", self._series.directory), phase("checkpointer.save"):
                 path, base = by_first("save", group, begin)
                 writer = DirectoryWriter(path, incremental=self._incremental, base=base, metric=metric, about=metadata)
                 write(state, path, group, writer)

@@ -53,6 +53,8 @@ class Callback(pytorch.Callback):
     """Has a trainer with a ``CheckpointIO`` save whenever its checkpointer says so, and keeps the random state."""
 
     _loaded: Any = None
+    _is_due = False
+    _seen = -1
 
     def state_dict(self) -> dict[str, Any]:
         return RandomState().state_dict()
@@ -60,19 +62,21 @@ class Callback(pytorch.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._seen: int = trainer.global_step
-        if self._loaded:
-            RandomState().load_state_dict(self._loaded)
-
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if self._loaded and batch_idx:  # in the middle of an epoch, whose loader was begun once more
+        if self._loaded:  # what was drawn since, when the loader was begun once more, was drawn before
             RandomState().load_state_dict(self._loaded)
-        self._loaded = None
+            self._loaded, self._seen = None, trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        io, step = trainer.strategy.checkpoint_io, trainer.global_step
-        if step != self._seen and trainer.strategy.broadcast(io.checkpointer.due(step)):
-            trainer.save_checkpoint(io.checkpointer.directory / f"step-{step:08}")
+        step = trainer.global_step
+        due = step != self._seen and trainer.strategy.checkpoint_io.checkpointer.due(step)
+        self._is_due, self._seen = trainer.strategy.broadcast(due) or self._is_due, step
+        if not trainer.is_last_batch:  # else after the next: Lightning does not resume exactly between two epochs
+            self.on_train_end(trainer)
+
+    def on_train_end(self, trainer: Any, *_: Any) -> None:
+        io = trainer.strategy.checkpoint_io
+        if self._is_due:
+            trainer.save_checkpoint(io.checkpointer.directory / f"step-{trainer.global_step:08}")
             trainer.should_stop |= io.checkpointer.signalled is not None
-        self._seen = step
+        self._is_due = False

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 RUNS = [
     ("transformers", 9, ["transformers", "accelerate"], []),
     ("lightning", 7, ["lightning", "torchdata"], ["3"]),  # in the middle of an epoch
-    ("lightning", 7, ["lightning", "torchdata"], ["5"]),  # at its end
+    ("lightning", 9, ["lightning", "torchdata"], ["5"]),  # due at its end
     ("accelerate", 8, ["accelerate", "torchdata"], []),
     ("torchtitan", 8, ["torchtitan"], []),
 ]

@@ -1,0 +1,109 @@
+"""``statetree doctor``: what is wrong with somebody's stager, copy, gather, save or transform, in sentences."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import tempfile
+from importlib import import_module
+from operator import attrgetter
+from typing import Any, Final
+
+import click
+
+from statetree.cli.process import DIFFERENT, SAME
+from statetree.errors import StateTreeError
+
+KINDS: Final = ("stager", "copy", "gather", "save", "transform")
+#: What must hold of a save and its load. (Of a transform, nothing need.)
+_SAVED: Final = ("accepts", "pure", "structure", "geometry", "values")
+
+
+def doctor(name: str, kind: str | None, load: str | None) -> int:
+    """Examine what a name stands for, and print a page about it."""
+    sys.path.insert(0, os.getcwd())  # as python -m does
+    found, loader = _imported(name), load and _imported(load)
+    kind = kind or _kind_of(found, has_load=loader is not None)
+    click.echo(f"{name} is examined as a {kind}{'' if kind != 'save' else f' with {load}'}.")
+    if kind in ("stager", "copy", "gather"):
+        return _conformance(kind, found)
+    if kind == "save" and loader is None:
+        msg = "doctor: a save is examined with its load: expected --load package.module:function."
+        raise StateTreeError(msg)
+    return _laws(_round_trip(found, loader) if kind == "save" else found, kind)
+
+
+def _imported(name: str) -> Any:
+    module, _, path = name.partition(":")
+    try:
+        return attrgetter(path)(import_module(module))
+    except (ImportError, AttributeError, ValueError) as error:
+        msg = f"doctor: {name} cannot be imported: expected package.module:function. {type(error).__name__}: {error}"
+        raise StateTreeError(msg) from error
+
+
+def _kind_of(found: Any, *, has_load: bool) -> str:
+    """Guess what it is: from its methods, its name, its arguments, and what it makes of a small state."""
+    import torch
+
+    if has_load or hasattr(found, "stage"):
+        return "save" if has_load else "stager"
+    if "gather" in getattr(found, "__name__", ""):
+        return "gather"
+    empty = inspect.Parameter.empty
+    needed = [each for each in inspect.signature(found).parameters.values() if each.default is empty and each.kind < 2]
+    if len(needed) != 1:
+        return "save" if needed else "stager"
+    state = {"w": torch.arange(3.0)}
+    try:
+        copied = found(state)["w"]
+        return "copy" if torch.equal(copied, state["w"]) and copied is not state["w"] else "transform"
+    except Exception:  # noqa: BLE001 - which states it takes, the examination says
+        return "transform"
+
+
+def _round_trip(save: Any, load: Any) -> Any:
+    def saved_and_loaded(state: Any) -> Any:
+        with tempfile.TemporaryDirectory() as folder:
+            save(state, f"{folder}/checkpoint")
+            return load(f"{folder}/checkpoint")
+
+    return saved_and_loaded
+
+
+def _conformance(kind: str, found: Any) -> int:
+    from statetree.testing import conformance
+
+    report = conformance(**{kind: found})
+    for verdict in report.verdicts:
+        if verdict.outcome == "FAILS":
+            click.echo(f"\nIt fails where {verdict.fault.name}: {verdict.fault.statement}\n  Noticed: {verdict.said}")
+            click.echo(
+                f"  Lines that show it (call {verdict.fault.name} with yours):\n{_indented(verdict.fault.source)}"
+            )
+    refused = [verdict.fault.name for verdict in report.verdicts if verdict.outcome == "refuses"]
+    click.echo(
+        f"\n{len(report.failed)} of {len(report.verdicts)} checks find a wrong result, of which nothing was said."
+    )
+    click.echo(f"Refused with an error: {', '.join(refused) or 'nothing'}.")
+    return DIFFERENT if report.failed else SAME
+
+
+def _laws(transform: Any, kind: str) -> int:
+    from statetree.testing import check_transform
+
+    report = check_transform(transform, examples=60)
+    required = _SAVED if kind == "save" else ()
+    for verdict in report.verdicts:
+        if verdict.holds is False and (not required or verdict.law.name in required):
+            click.echo(f"\nIt does not hold that: {verdict.law.statement}\n  {verdict.error}")
+            click.echo(f"  Lines that show it:\n{_indented(verdict.source)}")
+    broken = [name for name in report.broken if not required or name in required]
+    held = [verdict.law.name for verdict in report.verdicts if verdict.holds]
+    click.echo(f"\nLaws that hold: {', '.join(held)}. That do not: {', '.join(broken) or 'none'}.")
+    return DIFFERENT if broken else SAME
+
+
+def _indented(source: str) -> str:
+    return "\n".join(f"    {line}".rstrip() for line in source.strip().splitlines())

@@ -1,0 +1,141 @@
+"""``statetree prove-resume``: whether a training script that is killed goes on as if it had not been.
+
+The script runs three times, each in a process of its own: whole, killed, resumed. At each save of a ``Checkpointer``
+the digests of what is saved are recorded, and of what the process holds beside it: what was forgotten is among these.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from statetree.cli.process import DIFFERENT, FAILED, SAME
+from statetree.errors import StateTreeError, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    Record = dict[int, dict[str, Any]]
+
+
+def prove_resume(script: Path, arguments: Sequence[str], kill_at: int) -> int:
+    """Run a script three times, and print whether the killed run was resumed bit for bit."""
+    with tempfile.TemporaryDirectory() as folder:
+        whole = _run(Path(folder, "whole"), -1, script, arguments)
+        killed = _run(Path(folder, "killed"), kill_at, script, arguments)
+        resumed = _run(Path(folder, "killed"), -1, script, arguments)
+    for step in killed:
+        if names := _differing("saved", whole, killed, step):
+            click.echo(f"{script} differs from run to run, before any kill, at step {step}: {shown(names)}. Seed it.")
+            return FAILED
+    steps = [step for step in resumed if step in whole]
+    if not steps or min(steps) == min(whole):
+        click.echo(f"{script} began anew after the kill: it restores nothing, or saved nothing before step {kill_at}.")
+        return DIFFERENT
+    for step in steps:
+        if names := _differing("saved", whole, resumed, step):
+            forgotten = _differing("beside", whole, resumed, step)
+            # What an optimizer holds differs whenever something else was forgotten.
+            forgotten = [name for name in forgotten if not name.startswith("optimizer ")] or forgotten
+            click.echo(f"killed at step {kill_at}, resumed, and different at step {step}.")
+            click.echo(f"forgotten: {', '.join(forgotten) or 'nothing that this command looks at'}")
+            click.echo(f"so these of the state differ:\n  {shown(names)}")
+            return DIFFERENT
+    click.echo(f"killed at step {kill_at}, and resumed bit for bit: compared at steps {', '.join(map(str, steps))}.")
+    return SAME
+
+
+def _differing(which: str, one: Record, other: Record, step: int) -> list[str]:
+    left, right = (record[step][which] if step in record else {} for record in (one, other))
+    return [name for name in {**left, **right} if left.get(name) != right.get(name)]
+
+
+def _run(folder: Path, kill_at: int, script: Path, arguments: Sequence[str]) -> Record:
+    """Run the script with its checkpoints in a folder, and return what was recorded at each step."""
+    record = folder.with_name("record")
+    record.write_text("")
+    command = [sys.executable, "-m", __name__, str(folder), str(record), str(kill_at), str(script), *arguments]
+    status = subprocess.run(command, stdout=2, check=False).returncode
+    if status != (0 if kill_at < 0 else -signal.SIGKILL):
+        what = "success" if kill_at < 0 else f"a save at step {kill_at} or later"
+        msg = f"prove-resume: {script} ended with status {status}: expected {what}."
+        raise StateTreeError(msg)
+    return dict(map(json.loads, record.read_text().splitlines()))
+
+
+def _beside(batches: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield what a process holds beside the state that it saves."""
+    import torch
+
+    yield "random state of torch", torch.get_rng_state()
+    yield "random state of Python", random.getstate()
+    if "numpy" in sys.modules:
+        yield "random state of NumPy", sys.modules["numpy"].random.get_state()
+    yield from batches.items()
+    for value in gc.get_objects():
+        cls = type(value)  # what an object says of its class may be anything
+        if issubclass(cls, torch.optim.lr_scheduler.LRScheduler):
+            yield f"scheduler {cls.__qualname__}", value.state_dict()
+        elif issubclass(cls, torch.optim.Optimizer):
+            yield f"optimizer {cls.__qualname__}", value.state_dict()
+
+
+def _child(folder: str, record: str, kill_at: int, script: str) -> None:
+    """Run the script, with its checkpoints in our folder and a record of each save."""
+    from torch.utils.data import DataLoader
+
+    from statetree.dcp.checkpointer import Checkpointer
+    from statetree.dcp.stateful import StatefulTree
+    from statetree.transforms.digest import digest
+
+    make, iterate, batches = Checkpointer.__init__, DataLoader.__iter__, dict[str, Any]()
+
+    def made(self: Any, directory: Any, **options: Any) -> None:
+        make(self, Path(folder, str(directory).strip("./").replace("/", "_")), **options)
+
+    def recorded(save: Any) -> Any:
+        def recording(self: Any, step: Any, state: Any, **options: Any) -> Any:
+            leaves, beside = digest(StatefulTree("save", state).state).leaves, dict[str, int]()
+            for name, value in _beside(batches):
+                with suppress(StateTreeError):
+                    found = digest(value)
+                    if not {*found.leaves.values()} <= {*leaves.values()}:  # else it is saved
+                        beside[name] = beside.get(name, 0) ^ found.tree
+            with open(record, "a", encoding="utf-8") as file:
+                file.write(json.dumps([int(step), {"saved": dict(leaves), "beside": beside}]) + "\n")
+            if 0 <= kill_at <= step:
+                self.close()  # what was saved in the background is complete
+                os.kill(os.getpid(), signal.SIGKILL)
+            return save(self, step, state, **options)
+
+        return recording
+
+    def watched(inner: Iterator[Any]) -> Iterator[Any]:
+        for batches["batches of the DataLoader"] in inner:
+            yield batches["batches of the DataLoader"]
+
+    patched: Any = Checkpointer  # and the class of loaders: this process is for nothing else
+    patched.__init__, patched.save, patched.async_save = made, recorded(Checkpointer.save), recorded(patched.async_save)
+    patched = DataLoader
+    patched.__iter__ = lambda self: watched(iterate(self))
+    random.seed(0)  # these begin at random
+    with suppress(ImportError):
+        __import__("numpy").random.seed(0)
+    sys.argv, sys.path[0] = sys.argv[4:], str(Path(script).resolve().parent)
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    _child(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])

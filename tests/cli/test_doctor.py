@@ -1,0 +1,76 @@
+"""``statetree doctor``, on torch's own and on ours."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from statetree.testing import laws
+
+HERE = __name__
+
+
+def torch_copy(state):
+    return _copy_state_dict(state, _create_cpu_state_dict(state))
+
+
+def make_stager():
+    return DefaultStager(StagingOptions(False, False, False, False))
+
+
+def negative(state):
+    return {name: -leaf if isinstance(leaf, torch.Tensor) else leaf for name, leaf in state.items()}
+
+
+def save(state, path):
+    torch.save(state, path)
+
+
+def load(path):
+    return torch.load(path, weights_only=False)
+
+
+def load_halved(path):
+    half = {torch.float32: torch.float16}
+    return {name: leaf.to(half.get(leaf.dtype, leaf.dtype)) for name, leaf in load(path).items()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "fault"),
+    [
+        (["copy:deepcopy"], "copy", "It fails where parameter_tied_to_its_tensor: A parameter that is tied"),
+        (["--as", "copy", f"{HERE}:torch_copy"], "copy", "It fails where"),
+        ([f"{HERE}:make_stager"], "stager", "It fails where torn_snapshot: What was staged does not change"),
+        (["statetree:Stager"], "stager", None),
+        (["statetree:offload"], "copy", None),
+        ([f"{HERE}:negative"], "transform", f"It does not hold that: {laws.values.statement}"),
+        ([f"{HERE}:save", "--load", f"{HERE}:load_halved"], "save", f"It does not hold that: {laws.values.statement}"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, list) else "",
+)
+def test_what_is_wrong_is_said_with_lines_that_show_it(arguments, kind, fault, statetree):
+    ran = statetree("doctor", *arguments)
+    assert f"is examined as a {kind}" in ran.out.splitlines()[0], ran.err
+    assert ran.status == (fault is not None)
+    if fault is not None:
+        assert fault in ran.out
+        lines = [line.removeprefix("    ") for line in ran.out.split(fault)[1].split("\nIt ")[0].splitlines()]
+        start = next(at for at, line in enumerate(lines) if line.startswith(("import ", "from ")))
+        end = max(at for at, line in enumerate(lines) if line.startswith(" "))
+        compile("\n".join(lines[start : end + 1]), "shown", "exec")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing.there:f"], r"doctor: nothing.there:f cannot be imported: expected package.module:function. ModuleN"),
+        (["copy:deep"], r"doctor: copy:deep cannot be imported: .* AttributeError"),
+        (["torch:save"], r"doctor: a save is examined with its load: expected --load"),
+    ],
+)
+def test_what_cannot_be_examined_is_told_so(arguments, message, statetree):
+    ran = statetree("doctor", *arguments)
+    assert ran.status == 2
+    assert message.split(" .* ")[0] in ran.err

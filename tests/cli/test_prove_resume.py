@@ -1,0 +1,69 @@
+"""``statetree prove-resume``, on a loop that forgets something."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("resumable.py")
+FORGOTTEN = {
+    "scheduler": "scheduler CosineAnnealingLR",
+    "random": "random state of torch",
+    "optimizer": "optimizer AdamW",
+    "loader": "batches of the DataLoader",
+}
+
+
+@pytest.mark.slow
+def test_a_loop_that_forgets_nothing_is_resumed(statetree):
+    ran = statetree("prove-resume", SCRIPT, "nothing", "--kill-at", "7")
+    assert ran.out == "killed at step 7, and resumed bit for bit: compared at steps 8, 10, 12, 14, 16, 18, 20.\n"
+    assert ran.status == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forgotten", FORGOTTEN)
+def test_what_a_loop_forgets_is_named(forgotten, statetree):
+    ran = statetree("prove-resume", "--kill-at", "7", SCRIPT, forgotten)
+    assert "killed at step 7, resumed, and different at step 8." in ran.out
+    assert f"forgotten: {FORGOTTEN[forgotten]}\n" in ran.out
+    assert "model.0.weight" in ran.out
+    assert ran.status == 1
+
+
+UNSEEDED = """
+import os, statetree
+with statetree.Checkpointer("run") as saved:
+    for step in range(1, 4):
+        saved.save(step, {"x": os.urandom(4)})
+"""
+ANEW = """
+import statetree
+with statetree.Checkpointer("run", keep=None) as saved:
+    for step in range(1, 4):
+        if step not in saved.steps():
+            saved.save(step, {"x": step})
+        else:
+            saved.save(step, {"x": step})
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.* is not above")
+@pytest.mark.parametrize(
+    ("text", "kill_at", "status", "said"),
+    [
+        (UNSEEDED, 2, 2, r"differs from run to run, before any kill, at step 1: x. Seed it."),
+        (ANEW, 2, 1, r"began anew after the kill: it restores nothing"),
+        (ANEW, 9, 2, r"ended with status 0: expected a save at step 9 or later"),
+        ("1 / 0", 9, 2, r"ended with status 1: expected success"),
+    ],
+    ids=["unseeded", "anew", "never", "fails"],
+)
+def test_a_script_that_cannot_be_proved_is_told_so(text, kill_at, status, said, tmp_path, statetree):
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    ran = statetree("prove-resume", script, "--kill-at", str(kill_at))
+    assert said in ran.out + ran.err
+    assert ran.status == status
