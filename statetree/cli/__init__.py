@@ -4,5 +4,5 @@
 - ``show``: the command ``show``; ``rows``: a checkpoint as rows and groups of rows; ``table``: lines of columns;
   ``statistics``: what ``--stats`` says of elements.
 - ``convert``: the command ``convert``; ``entries``: the entries of any checkpoint, and their rows.
-- ``diff``: the command ``diff``; ``stored_comparison``: the elements of two files.
+- ``diff``: the command ``diff``, which stands on ``similarity``.
 """

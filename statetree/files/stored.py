@@ -120,6 +120,13 @@ class StoredTensor:
         self._find = find
         self._kept = outline  # as it is stored
 
+    @classmethod
+    def at(cls, place: FileRange, dtype: torch.dtype, shape: Sequence[int]) -> StoredTensor:
+        """Return a tensor whose elements, in row-major order, are the bytes of a range of a file."""
+        outline = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        pieces = [StoredPiece(whole_box(outline.shape), place, outline.stride())]
+        return cls(outline, lambda: place.files.check(place.path), lambda _: pieces)
+
     def __repr__(self) -> str:
         return f"StoredTensor({str(self.dtype).removeprefix('torch.')}, {list(self.shape)})"
 
