@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 
-from statetree.chunks.boxes import in_slabs, whole_box
-from statetree.chunks.local import chunks_at
-from statetree.errors import Difference, TreeMismatch, check_later
+from statetree.chunks.boxes import whole_box
+from statetree.errors import Difference, TreeMismatch
 from statetree.exchange.allocation import allocated
 from statetree.exchange.group import group_of
 from statetree.exchange.manifest import chunks_of, is_cuttable
@@ -20,11 +19,8 @@ from statetree.key_paths import Path
 from statetree.leaves.builtin import is_distributed
 from statetree.leaves.casting import castable
 from statetree.leaves.copying import prepared_copy
-from statetree.leaves.engine_type import EngineLeafType
 from statetree.leaves.lowering import is_made_of_tensors, lower
-from statetree.leaves.registry import register_leaf_type
 from statetree.torch_internals import quietly
-from statetree.transforms.reshard import reshard
 from statetree.tree.flatten import flatten_for
 from statetree.tree.mapping import to_flat
 from statetree.tree.selection import selected
@@ -36,14 +32,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from statetree.chunks.local import LocalChunks
-    from statetree.chunks.ranks import Ranks
     from statetree.exchange.group import Group
     from statetree.tree.selection import Where
 
 _REMEDY: Final = "Nothing was read. Pass a tree of the checkpoint's structure, or where=."
-#: Smaller tensors are read by one rank.
-_SLAB_BYTES: Final = 1 << 20
-
 T = TypeVar("T")
 
 
@@ -55,13 +47,12 @@ def load(
     strict: bool = True,
     cast: bool = False,
     group: ProcessGroup | None = None,
-    read_once: bool = False,
 ) -> T:
     """Load a checkpoint in the layout of another tree.
 
     Leaves are matched by their flat keys (``model.layers.0.weight``), as ``to_flat`` gives them. Each rank reads the
-    bytes of its own boxes and, where these lie close together, at most as many between them. Beside the result, one
-    bucket of 16 MiB is in memory.
+    bytes of its own boxes and, where these lie close together, at most as many between them, and communicates nothing.
+    Beside the result, one bucket of 16 MiB is in memory.
 
     Args:
         path: Any checkpoint that ``statetree.files.open`` opens. Checksums of elements are not compared: for a
@@ -73,17 +64,12 @@ def load(
             has are left alone.
         cast: Convert dtypes, as ``copy_into`` does.
         group: The ranks that hold ``like``; by default all.
-        read_once: Have each rank read a part of the checkpoint, and the ranks exchange it: every byte is read once in
-            the group. By default each rank reads what it needs, without communication.
 
     Returns:
         A tree of the structure of ``like``, with fresh tensors, and the plain values of the checkpoint.
 
     Aliasing:
         Leaves that are not loaded are those of ``like``.
-
-    Collective:
-        With ``read_once``: every rank of the group calls it.
 
     Raises:
         TreeMismatch: If leaves are missing or left over, or shapes or dtypes differ, or values are out of range, or
@@ -97,7 +83,7 @@ def load(
         >>> st.load(path, {"layer": {"w": torch.empty(2, device="meta")}})
         {'layer': {'w': tensor([1., 1.])}}
     """
-    return _Loading(path, like, where, strict=strict, cast=cast).run(group, read_once=read_once)
+    return _Loading(path, like, where, strict=strict, cast=cast).run(group)
 
 
 class _Loading:
@@ -108,8 +94,7 @@ class _Loading:
         self._leaves, self._spec = self._lowered.leaves, self._lowered.spec
         self._paths: Sequence[Path] = self._spec.paths()
         keys = self._spec.flat_keys()
-        checkpoint = opened(path)
-        self._files, stored = checkpoint.files, to_flat(checkpoint.tree)[0]
+        stored = to_flat(opened(path).tree)[0]
         chosen: Sequence[int] = range(len(keys))
         if where is not None:
             mask = selected(where, self._lowered.outline.spec, self._lowered.outer, verb="load")
@@ -131,21 +116,16 @@ class _Loading:
         return isinstance(stored, StoredTensor) and stored.is_strided and (is_distributed(like) or is_cuttable(like))
 
     @quietly
-    def run(self, process_group: ProcessGroup | None, *, read_once: bool) -> Any:
-        for path in self._files.paths:  # also those that other ranks read for this one
-            check_later(self._files.check, path)
+    def run(self, process_group: ProcessGroup | None) -> Any:
         group = group_of("load", process_group, None)
         direct = [index for index, is_direct in self._is_direct.items() if is_direct]
         self._check(direct, {index: chunks_of(self._leaves[index], group) for index in direct})
         result = list(self._leaves)
-        if read_once:
-            self._exchange(direct, group, process_group, result)
-        left = self._stored.keys() - (direct if read_once else ())
-        fresh = allocated("load", [leaf if i in left else None for i, leaf in enumerate(self._leaves)], self._spec)
-        if not read_once:
-            self._fill(direct, group, fresh)
-            for index in direct:
-                result[index] = fresh[index]
+        chosen = [leaf if index in self._stored else None for index, leaf in enumerate(self._leaves)]
+        fresh = allocated("load", chosen, self._spec)
+        self._fill(direct, group, fresh)
+        for index in direct:
+            result[index] = fresh[index]
         keys, rest = self._spec.flat_keys(), [index for index in self._stored if not self._is_direct[index]]
         sides = ({keys[i]: self._stored[i] for i in rest}, {keys[i]: fresh[i] for i in rest})
         copied, write = prepared_copy("load", *sides, cast=self._cast)
@@ -180,46 +160,6 @@ class _Loading:
                     targets.append(Target(self._paths[index], self._stored[index], box, tensor))
         fill("load", targets)
 
-    def _exchange(self, direct: Sequence[int], group: Group, process_group: Any, result: list[Any]) -> None:
-        """Read a part of each leaf on each rank, and exchange them."""
-        wrong = [i for i in direct if self._stored[i].dtype != self._leaves[i].dtype]
-        if wrong:
-            msg = "load: read_once does not convert dtypes: expected cast=False. Load without read_once, or cast after."
-            raise TreeMismatch(msg)
-        keys = self._spec.flat_keys()
-        source = {keys[i]: StoredShare(self._stored[i], number, group) for number, i in enumerate(direct)}
-        moved = reshard(source, {keys[i]: self._leaves[i] for i in direct}, group=process_group)
-        for index in direct:
-            result[index] = moved[keys[index]]
-
-
-class StoredShare:
-    """A stored tensor of which each rank of a group reads a part."""
-
-    def __init__(self, stored: StoredTensor, number: int, group: Group) -> None:
-        self.stored = stored
-        self.number = number
-        self.group = group
-
-
-class ShareType(EngineLeafType):
-    """``StoredShare``: distributed, each rank of the group holds the slabs that it reads."""
-
-    distributed = True
-
-    def global_shape(self, value: Any) -> tuple[Sequence[int], torch.dtype]:
-        """Return shape and dtype of the stored tensor."""
-        return value.stored.shape, value.stored.dtype
-
-    def local_chunks(self, value: Any, ranks: Ranks) -> LocalChunks:  # noqa: ARG002 - as the base class has it
-        """Return this rank's slabs: of a small tensor, one rank has all."""
-        stored, number, group = value.stored, value.number, value.group
-        whole = whole_box(stored.shape)
-        slabs = in_slabs(whole, group.size) if stored.nbytes > _SLAB_BYTES else [whole]
-        mine = [box for place, box in enumerate(slabs) if (place + number) % group.size == group.rank]
-        pieces = [stored.part((*map(slice, box.start, box.stop),)) for box in mine]
-        return chunks_at(value, tuple(stored.shape), stored.dtype, pieces, [box.start for box in mine])
-
 
 def refuse_all(differences: Sequence[Difference]) -> None:
     """Raise ``TreeMismatch`` if there are differences."""
@@ -234,6 +174,3 @@ def with_options(remedy: str, differences: Sequence[Difference]) -> str:
     if any(found.kind == "dtype" and castable(found.left, found.right) for found in differences):
         remedy += " With cast=True, dtypes are converted."
     return remedy
-
-
-register_leaf_type(StoredShare, ShareType())

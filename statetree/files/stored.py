@@ -230,11 +230,6 @@ class StoredTensor:
         self.read_into(start, target)
         return target
 
-    def part(self, index: Sequence[slice]) -> torch.Tensor:
-        """Return the elements of a box: mapped, where the tensor is stored in one piece, and otherwise read."""
-        is_mapped = not self.outline.is_meta or (self.is_strided and len(self._pieces()) == 1)
-        return self.tensor()[tuple(index)] if is_mapped else self.read(index)
-
     def read_into(self, start: Sequence[int], target: torch.Tensor) -> None:
         """Fill a tensor with the elements of a box of its shape, and convert them to its dtype.
 

@@ -61,7 +61,6 @@ def load_in_every_way(path, name):
         "load": loaded,
         "reshard": st.reshard(stored, like),
         "distribute": st.distribute(stored, like),
-        "once": st.load(path, like, read_once=True),
     }
     for key, found in results.items():
         assert isinstance(found["a"], DTensor), key

@@ -59,7 +59,6 @@ VERBS = {
 LOADS = {
     "load": lambda path: st.load(path, empty()),
     "load with where": lambda path: st.load(path, empty(), where="w"),
-    "load with read_once": lambda path: st.load(path, empty(), read_once=True),
     "load and cast": lambda path: st.load(path, {**empty(), "w": torch.zeros(40, 100).bfloat16()}, cast=True),
 }
 
@@ -120,23 +119,6 @@ def test_loading_from_a_file_that_changes_meanwhile_says_so(load, path, writer):
     with pytest.raises(CheckpointError, match=f"{data_of(path)}: it was changed while it was read"):
         LOADS[load](path)
     assert calls
-
-
-def test_files_that_other_ranks_read_are_looked_at(tmp_path, monkeypatch):
-    st.save({"a": bits(9), "b": bits(8)}, tmp_path / "m.safetensors", shard_bytes=36)
-    files = sorted(tmp_path.glob("*-of-*"))
-    for file in files:
-        os.utime(file, (1e9, 1e9))
-    assert len(files) == 2
-
-    def part(self, index, original=StoredTensor.part):
-        files[1].write_bytes(files[1].read_bytes())  # which this rank reads nothing of
-        return original(self, index)
-
-    monkeypatch.setattr(StoredTensor, "part", part)
-    like = {"a": torch.zeros_like(bits(9))}
-    with pytest.raises(CheckpointError, match=f"{files[1]}: it was changed while it was read"):
-        st.load(tmp_path / "m.safetensors.index.json", like, strict=False, read_once=True)
 
 
 @pytest.mark.parametrize("replace", ["another in its place", "removed", "times put back"])
