@@ -60,17 +60,17 @@ def _formats() -> Iterator[CheckpointFormat]:
 def opened(path: str | os.PathLike[str], *, skip_foreign: bool = False, follow_links: bool = False) -> OpenedCheckpoint:
     """Open a checkpoint, and return what is known of it beside its tree. Arguments: as ``open``."""
     refuse_url("read", path, "Download it first.")
-    place = Path(path)
+    checkpoint = Path(path)
     files = OpenFiles(follow_links=follow_links)
     try:
-        beginning = _beginning(place, files)
-        found = next((known for known in _formats() if known.recognises(place, beginning)), None)
+        beginning = _beginning(checkpoint, files)
+        found = next((known for known in _formats() if known.recognises(checkpoint, beginning)), None)
         if found is None:
             expected = ", ".join(f"a {known.title}" for known in _formats())
-            refuse(place, f"it is of no known format: expected {expected}", "Pass a checkpoint.")
-        return found.open(place, files, skip_foreign=skip_foreign)
+            refuse(checkpoint, f"it is of no known format: expected {expected}", "Pass a checkpoint.")
+        return found.open(checkpoint, files, skip_foreign=skip_foreign)
     except OSError as error:
-        refuse(place, f"it cannot be read: {error.strerror or error}", "Check its permissions, and the disk.")
+        refuse(checkpoint, f"it cannot be read: {error.strerror or error}", "Check its permissions, and the disk.")
 
 
 def _beginning(path: Path, files: OpenFiles) -> bytes:
@@ -80,10 +80,10 @@ def _beginning(path: Path, files: OpenFiles) -> bytes:
         refuse(path, "there is no such directory or file", "Check the name.")
     if (path.name == ".metadata" or path.suffix == ".distcp") and (path.parent / ".metadata").is_file():
         refuse(path, "it is one file of a DCP directory", "Pass the directory.")
-    place = files.open(path)
-    if not place.length:
+    file = files.open(path)
+    if not file.length:
         refuse(path, "it is empty", "Its writing broke off, or has not begun: get another copy.")
-    beginning = place.read(0, min(place.length, 64), "its beginning")
+    beginning = file.read(0, min(file.length, 64), "its beginning")
     for text, (what, remedy) in _OTHERS.items():
         if beginning.lstrip().lower().startswith(text.lower()):
             refuse(path, f"it is {what}", remedy)
@@ -170,7 +170,7 @@ def save(
             only a part of them.
 
     Raises:
-        CheckpointError: If the format cannot hold a leaf, the place cannot be written, or a protected file is there.
+        CheckpointError: If the format cannot hold a leaf, it cannot be written, or a protected file is there.
         UnsupportedLeaf: If a leaf is distributed.
 
     Example:
@@ -181,18 +181,18 @@ def save(
         {'layers.0': StoredTensor(float32, [2])}
     """
     refuse_url("save", path, "Save it to a local one, and upload that.")
-    place = Path(path)
-    place = place if place.name and place.name != ".." else place.resolve()
-    if not place.name or place.name == "-":
-        msg = f"save: cannot write {str(place)!r}: expected the name of a file or directory. Choose another name."
+    target = Path(path)
+    target = target if target.name and target.name != ".." else target.resolve()
+    if not target.name or target.name == "-":
+        msg = f"save: cannot write {str(target)!r}: expected the name of a file or directory. Choose another name."
         raise CheckpointError(msg)
-    found = format_for(place)
+    found = format_for(target)
     options = SaveOptions(shard_bytes, dict(metadata or {}))
-    if shard_bytes is not None and found.suffixes and place.name.endswith(".safetensors"):
-        place = place.with_name(f"{place.name}.index.json")
+    if shard_bytes is not None and found.suffixes and target.name.endswith(".safetensors"):
+        target = target.with_name(f"{target.name}.index.json")
     write_whole(
-        place,
-        lambda folder: with_checks(found.write, tree, folder, place.name, options),
+        target,
+        lambda folder: with_checks(found.write, tree, folder, target.name, options),
         is_directory=found.is_directory,
         overwrite=overwrite,
         protected=protected,

@@ -50,10 +50,10 @@ class SafetensorsFormat(CheckpointFormat):
 
     def open(self, path: Path, files: OpenFiles, *, skip_foreign: bool) -> OpenedCheckpoint:  # noqa: ARG002
         """Open a file, or the index of several."""
-        place = files.open((file_in(path, SAFETENSORS_NAMES) or path) if path.is_dir() else path)
+        file = files.open((file_in(path, SAFETENSORS_NAMES) or path) if path.is_dir() else path)
         metadata: dict[str, str] = {}
         read = partial(_read, metadata=metadata)
-        tree = read_index(place, read) if place.path.name.lower().endswith(INDEX) else read(place)
+        tree = read_index(file, read) if file.path.name.lower().endswith(INDEX) else read(file)
         return OpenedCheckpoint(tree, self.title, files, metadata=metadata, is_nested=False)
 
     def write(self, tree: Any, folder: Path, name: str, options: SaveOptions) -> list[str]:
@@ -80,11 +80,11 @@ class SafetensorsFormat(CheckpointFormat):
         return [*names, f"{stem}{_SUFFIX}{INDEX}"]
 
 
-def _read(place: FileRange, metadata: dict[str, str]) -> dict[str, StoredTensor]:
+def _read(file: FileRange, metadata: dict[str, str]) -> dict[str, StoredTensor]:
     """Return the tensors of one file, and add its texts to others."""
-    entries, texts, begin = read_header(place)
+    entries, texts, begin = read_header(file)
     metadata.update(texts)
-    data = place.part(begin, place.length - begin, "the data")
+    data = file.part(begin, file.length - begin, "the data")
     return {
         entry.key: StoredTensor.at(
             data.part(entry.begin, entry.stop - entry.begin, f"the tensor {entry.key!r}"),
