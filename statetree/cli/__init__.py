@@ -5,5 +5,5 @@
   ``statistics``: what ``--stats`` says of elements.
 - ``convert``: the command ``convert``; ``rules_file``: its rules, and what goes along; ``entries``: the entries of any
   checkpoint, and their rows.
-- ``diff``: the command ``diff``; ``stored_comparison``: the elements of two files.
+- ``diff``: the command ``diff``, which stands on ``similarity``.
 """

@@ -5,6 +5,7 @@ What a command does is imported when it is called, so that help and completion d
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from statetree.cli.process import DIFFERENT, FAILED, SAME, run
-from statetree.files.untrusted import printable
+from statetree.files.untrusted import printable, refuse
 from statetree.files.urls import refuse_url
 
 if TYPE_CHECKING:
@@ -57,21 +58,32 @@ def _rule(text: str) -> tuple[str, str]:
 
 
 class _LocalPath(click.Path):
-    """A path. What is a URL is refused while it has both slashes."""
+    """A path. A URL is refused while it has both slashes."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         refuse_url("statetree", value)
         return super().convert(value, param, ctx)
 
 
-_CHECKPOINT = _LocalPath(path_type=Path)
+class _Checkpoint(_LocalPath):
+    """A checkpoint to read. That it is missing is said before torch is imported, which takes longer than all else."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = super().convert(value, param, ctx)
+        if not os.path.lexists(path):
+            refuse(path, "there is no such file or directory", "Check the name.")
+        return path
+
+
+_PATH = _LocalPath(path_type=Path)
+_CHECKPOINT = _Checkpoint(path_type=Path)
 _match = click.option(
     "--match", "patterns", multiple=True, metavar="GLOB",
     help="Only entries that match: * is a part of a key between dots, ** any number of parts (several times).",
 )  # fmt: skip
 _exclude = click.option("--exclude", "excluded", multiple=True, metavar="GLOB", help="No entries that match.")
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-_html = click.option("--html", "page", type=_CHECKPOINT, metavar="FILE", help="Write a page to look at, too.")
+_html = click.option("--html", "page", type=_PATH, metavar="FILE", help="Write a page to look at, too.")
 _follow_links = click.option(
     "--follow-links", is_flag=True,
     help="Let the files that an index lists be links to elsewhere, as in Hugging Face's cache.",
@@ -104,6 +116,10 @@ def cli() -> None:
 @_json
 @_html
 @click.option("--stats", is_flag=True, help="Read elements: min, max, mean, std, and how many are NaN, inf and zero.")
+@click.option("--histogram", is_flag=True, help="With --stats, how many elements lie where between min and max, too.")
+@click.option(
+    "--values", "key", metavar="KEY", help="Print the elements of one tensor, or one value, and nothing else."
+)
 @click.option("--verify", "is_verified", is_flag=True, help="Compare all bytes with the stored checksums, too.")
 @_follow_links
 def show(
@@ -113,6 +129,7 @@ def show(
     page: Path | None,
     is_verified: bool,
     follow_links: bool,
+    key: str | None,
     **options: Any,
 ) -> None:
     """Show what FILE holds: dtypes, shapes, sizes, and which tensors share bytes.
@@ -127,11 +144,12 @@ def show(
       statetree show model.pt
       statetree show --depth 2 --sort size run/step-00001000
       statetree show --match '**.weight' --stats model.safetensors
+      statetree show --values model.norm.weight model.safetensors
       statetree show --verify model.pt
       statetree show run
     """
     from statetree.cli.entries import Choice, listing_of
-    from statetree.cli.show import ShowOptions, verified
+    from statetree.cli.show import ShowOptions, show_values, verified
     from statetree.cli.show import show as show_listing
     from statetree.cli.steps import is_run, show_steps
 
@@ -139,6 +157,9 @@ def show(
         show_steps(file, as_json=options["as_json"])
         return
     (checkpoint,) = _opened(file, follow_links=follow_links)
+    if key is not None:
+        show_values(file, checkpoint.tree, key)
+        return
     verdict = verified(file, checkpoint) if is_verified else ""
     show_listing(file, listing_of(checkpoint, Choice("show", patterns, excluded)), ShowOptions(**options))
     if page is not None:
@@ -160,6 +181,7 @@ def show(
 @_json
 @_html
 @click.option("--stat", is_flag=True, help="Print a summary only.")
+@click.option("--top", type=click.IntRange(1), metavar="N", help="Show the first N differences only.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing: the exit status tells.")
 @_follow_links
 def diff(
@@ -198,7 +220,7 @@ def diff(
 
 @cli.command()
 @click.argument("source", type=_CHECKPOINT)
-@click.argument("destination", type=_CHECKPOINT)
+@click.argument("destination", type=_PATH)
 @_match
 @_exclude
 @click.option(

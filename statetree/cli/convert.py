@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from statetree.cli.entries import CheckpointEntry, Choice, entries_of
+from statetree.cli.entries import CheckpointEntry, Choice, entries_of, selection
 from statetree.cli.rows import plural
 from statetree.cli.rules_file import copy_others
 from statetree.errors import CheckpointError, UnsupportedLeaf
@@ -15,7 +15,6 @@ from statetree.files.shared_bytes import shared_bytes
 from statetree.files.stored import StoredTensor
 from statetree.files.unpickling import StoredObject
 from statetree.files.untrusted import printable
-from statetree.key_paths import Path
 from statetree.leaves.casting import castable
 from statetree.transforms.cast import cast
 from statetree.transforms.rename import rename
@@ -70,8 +69,7 @@ def convert(
     kept = [entry for entry in chosen if entry.key not in dropped]
     tree = checkpoint.tree
     if kept and len(kept) < len(entries_of(tree)):
-        paths = {entry.path for entry in kept}
-        tree = select(tree, lambda path, _: any(Path(path[:count]) in paths for count in range(len(path) + 1)))
+        tree = select(tree, selection(kept))
     try:
         tree = tree if options.conversion is None else options.conversion(tree)
         tree = rename(tree, options.rules) if options.rules else tree

@@ -5,27 +5,28 @@ from __future__ import annotations
 import json
 import math
 import sys
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from statetree.cli.entries import selection
 from statetree.cli.rows import plural
-from statetree.cli.stored_comparison import compare_elements
 from statetree.cli.table import is_coloured, wrapped
-from statetree.errors import Difference
-from statetree.files.leaf_text import dtype_text, kind_of, leaf_text, short_value, type_text
+from statetree.errors import Difference, with_checks
+from statetree.files.leaf_text import leaf_text, short_value
 from statetree.files.page import write_page
 from statetree.files.shared_bytes import shared_bytes
+from statetree.files.stored import StoredTensor
 from statetree.files.unpickling import StoredObject
-from statetree.files.untrusted import brief, printable, shape_text
+from statetree.files.untrusted import brief, printable
 from statetree.key_paths import Path as TreePath
-from statetree.spans.element_differences import EXACT, Tolerance, Unequal
+from statetree.spans.bits import same_bytes
+from statetree.spans.element_differences import EXACT, Tolerance, Unequal, tensor_difference
 from statetree.transforms.similarity import MAX_DIFFERENCES, Similarity, similarity
 from statetree.tree.atoms import same_value
-from statetree.tree.flatten import flatten_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from statetree.cli.entries import CheckpointEntry, Choice
@@ -42,6 +43,7 @@ class DiffOptions(NamedTuple):
     stat: bool = False
     quiet: bool = False
     page: Path | None = None
+    top: int | None = None
 
 
 class Found(NamedTuple):
@@ -55,9 +57,18 @@ class Found(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """What was found: differences, how many entries were compared, those of which too little is known, and notes."""
+    """What was found.
+
+    Attributes:
+        differences: What differs: of structure, a thousand at most.
+        num_found: How many differences there are.
+        num_compared: How many entries were compared.
+        undecided: Those of which too little is known.
+        notes: What else there is to say.
+    """
 
     differences: list[Found]
+    num_found: int
     num_compared: int
     undecided: list[str]
     notes: list[str]
@@ -72,7 +83,7 @@ def diff(paths: Sequence[Path], left: OpenedCheckpoint, right: OpenedCheckpoint,
     """Print how two checkpoints differ. Returns whether they do; ``None`` if that cannot be told."""
     found = compare(left, right, options)
     if options.as_json:
-        sys.stdout.write(f"{json.dumps(_as_json(paths, found), indent=2)}\n")
+        sys.stdout.write(f"{json.dumps(_as_json(paths, found, options), indent=2)}\n")
     elif not options.quiet:
         sys.stdout.writelines(f"{wrapped(line)}\n" for line in _lines(paths, found, options))
     if options.page is not None:
@@ -80,99 +91,78 @@ def diff(paths: Sequence[Path], left: OpenedCheckpoint, right: OpenedCheckpoint,
             Difference(TreePath((each.key,)), each.kind, each.left, each.right, each.elements and each.elements.max_abs)
             for each in found.differences
         ]
-        write_page(left.tree, options.page, Similarity(tuple(rows[:MAX_DIFFERENCES]), len(rows), options.values))
+        write_page(left.tree, options.page, Similarity(tuple(rows[:MAX_DIFFERENCES]), found.num_found, options.values))
     return None if found.is_undecided else bool(found.differences)
 
 
 def compare(left: OpenedCheckpoint, right: OpenedCheckpoint, options: DiffOptions) -> Comparison:
-    """Compare two checkpoints: entries by their keys; containers, too, where both formats have them."""
-    ours, theirs = options.choice.of(left.tree, right.tree)
-    one, other = ({entry.key: entry for entry in entries} for entries in (ours, theirs))
-    shared = [(entry, other[key]) for key, entry in one.items() if key in other]
-    found = [Found(e.key, "missing", leaf_text(e.leaf), "nothing") for e in ours if e.key not in other]
-    found += [Found(e.key, "missing", "nothing", leaf_text(e.leaf)) for e in theirs if e.key not in one]
-    notes: list[str] = []
+    """Compare two checkpoints: their structure where both have one, and otherwise entries by their keys."""
+    choice, notes = options.choice, []
+    ours, theirs = choice.of(left.tree, right.tree)
+    one, other = ({entry.key: entry.leaf for entry in entries} for entries in (ours, theirs))
+    trees: tuple[Any, Any] = one, other
+    where = None
     if left.is_nested and right.is_nested:
-        found += _structure(left.tree, right.tree, shared, options.choice)
-    undecided = []
-    for a, b in shared:
-        if options.quiet and found:
-            break
-        found += _leaves(a.key, a.leaf, b.leaf, options)
-        if options.values and isinstance(a.leaf, StoredObject) and isinstance(b.leaf, StoredObject):
-            undecided.append(a.key)
+        trees = left.tree, right.tree
+        where = selection([*ours, *theirs]) if choice.patterns or choice.excluded else None
+    report = similarity(*trees, where=where, values=False)
+    structure = [each for each in report.differences if each.kind != "ties"]  # of those, too little is said
+    found = [_of_structure(difference, one, other) for difference in structure]
+    shared = [key for key in one if key in other]
     keeps_ties = [side.title == "torch file" for side in (left, right)]
     if all(keeps_ties):
-        found += _ties(ours, theirs, {a.key for a, _ in shared})
+        found += _ties(ours, theirs, set(shared))
     elif any(keeps_ties):
         notes.append(f"ties were not compared: a {(left, right)[keeps_ties[0]].title} has none")
+    differing = {difference.key for difference in found}
+    undecided = []
+    for key in shared if options.values else ():
+        if options.quiet and found:
+            break
+        a, b = one[key], other[key]
+        if isinstance(a, StoredObject) and isinstance(b, StoredObject):
+            undecided.append(key)
+        elif type(a) not in (list, tuple) or not any(each.startswith(f"{key}.") for each in differing):
+            found += _values(key, a, b, options.tolerance)
     if undecided:
         notes.append(f"not loaded, and compared by name alone: {brief(', '.join(undecided), 200)}")
-    found.sort(key=_rank)
-    return Comparison(found, len({**one, **other}), undecided, notes)
+    found.sort(key=lambda each: (each.kind == "value", -each.elements.size if each.elements else 0.0))
+    notes += [report.hint] * bool(report.hint)
+    count = len(found) + report.count - len(report.differences)
+    return Comparison(found, count, len({**one, **other}), undecided, notes)
 
 
-_ORDER: Final = ("structure", "missing", "type", "dtype", "shape", "ties", "value")
+def _of_structure(found: Difference, one: Mapping[str, Any], other: Mapping[str, Any]) -> Found:
+    key = str(found.path)
+    if found.kind != "missing":
+        return Found(key or "<root>", found.kind, str(found.left), str(found.right))
+    left, right = (
+        "nothing" if side == "absent" else leaf_text(leaves[key]) if key in leaves else str(side)
+        for side, leaves in ((found.left, one), (found.right, other))
+    )
+    return Found(key, found.kind, left, right)
 
 
-def _rank(found: Found) -> tuple[int, float]:
-    """Return where a difference is listed: by its kind, and elements that differ most first."""
-    return _ORDER.index(found.kind), -found.elements.size if found.elements else 0.0
-
-
-def _structure(
-    left: Any, right: Any, shared: Sequence[tuple[CheckpointEntry, CheckpointEntry]], choice: Choice
-) -> Iterator[Found]:
-    """Return where containers, or the types of keys, differ."""
-    ours, theirs = _containers(left), _containers(right)
-    is_other = False
-    for key, (path, family, size) in {**theirs, **ours}.items():
-        known, other = ours.get(key, (path, "", 0))[1], theirs.get(key, (path, "", 0))[1]
-        if known and other and known != other:
-            is_other = True
-            yield Found(key or "<root>", "structure", known, other)
-        elif not (known and other) and not size and not choice.patterns and not choice.excluded:
-            sides = (f"an empty {known}", "nothing") if known else ("nothing", f"an empty {family}")
-            yield Found(key, "missing", sides[0], sides[1])
-    for a, b in shared:
-        if a.path != b.path and not is_other:
-            one, other = (f"the keys {brief(repr(tuple(path)))}" for path in (a.path, b.path))
-            yield Found(a.key, "structure", one, other)
-
-
-def _containers(tree: Any) -> dict[str, tuple[Any, str, int]]:
-    """Return what every container is, and how many children it has, by its path as text."""
-    spec = flatten_for("read", tree)[1]
-    return {
-        str(path): (path, "mapping" if issubclass(cls, dict) else cls.__name__, len(keys))
-        for path, cls, keys, _ in spec.walk()
-        if cls is not None
-    }
-
-
-def _leaves(key: str, a: Any, b: Any, options: DiffOptions) -> Iterator[Found]:
-    """Return how two leaves differ."""
-    if kind_of(a) != kind_of(b) or (kind_of(a) == "value" and type_text(a) != type_text(b)):
-        yield Found(key, "type", leaf_text(a), leaf_text(b))
-        return
-    if kind_of(a) == "value":
-        if options.values and not isinstance(a, StoredObject) and not same_value(a, b):
+def _values(key: str, a: Any, b: Any, tolerance: Tolerance) -> Iterator[Found]:
+    """Return how the values of two leaves differ whose types, dtypes and shapes agree."""
+    if not isinstance(a, StoredTensor) or not isinstance(b, StoredTensor):
+        if type(a) is type(b) and not same_value(a, b):
             yield Found(key, "value", short_value(a), short_value(b))
-        return
-    if a.dtype != b.dtype:
-        yield Found(key, "dtype", dtype_text(a.dtype), dtype_text(b.dtype))
-    if a.shape != b.shape:
-        yield Found(key, "shape", shape_text(a.shape), shape_text(b.shape))
-    elif a.is_strided and options.values:
-        unequal = compare_elements(a, b, options.tolerance)
+    elif not a.is_strided or not b.is_strided:
+        report = similarity({"": a}, {"": b}, rtol=tolerance.rtol, atol=tolerance.atol)
+        for found in report.differences:
+            if found.kind == "value":
+                yield Found(key, "value", str(found.left), str(found.right))
+                return
+    elif (a.dtype, a.shape) == (b.dtype, b.shape) and a.location() != b.location():
+        unequal = with_checks(_unequal, a, b, tolerance)
         if unequal is not None:
             yield Found(key, "value", unequal.left, unequal.right, unequal)
-    elif not a.is_strided:
-        for found in similarity({"": a}, {"": b}, values=options.values).differences:
-            if found.kind != "dtype":
-                kind = "value" if found.kind == "value" else "type"
-                yield Found(key, kind, str(found.left), str(found.right))
-                return
+
+
+def _unequal(a: StoredTensor, b: StoredTensor, tolerance: Tolerance) -> Unequal | None:
+    left, right = a.tensor(), b.tensor()
+    return None if same_bytes(left, right) else tensor_difference(left, right, tolerance)
 
 
 def _ties(left: Sequence[CheckpointEntry], right: Sequence[CheckpointEntry], keys: set[str]) -> Iterator[Found]:
@@ -200,7 +190,8 @@ def _lines(paths: Sequence[Path], found: Comparison, options: DiffOptions) -> It
     if found.differences and not options.stat:
         yield paint(f"--- {paths[0]}", "red")
         yield paint(f"+++ {paths[1]}", "green")
-    for difference in () if options.stat else found.differences:
+    shown = [] if options.stat else found.differences[: options.top]
+    for difference in shown:
         key, left, right = printable(difference.key), paint(difference.left, "red"), paint(difference.right, "green")
         if difference.kind == "missing":
             gone = difference.right == "nothing"
@@ -209,6 +200,8 @@ def _lines(paths: Sequence[Path], found: Comparison, options: DiffOptions) -> It
             yield f"~ {key}: {left} on the left, {right} on the right"
         else:
             yield f"~ {key}: {difference.kind} {left} against {right}{_elements(difference.elements)}"
+    if shown and found.num_found > len(shown):
+        yield f"… and {found.num_found - len(shown):,} more"
     yield _summary(found, options)
     yield from (f"note: {printable(note)}" for note in found.notes)
 
@@ -234,17 +227,18 @@ def _summary(found: Comparison, options: DiffOptions) -> str:
     counts = [f"{sum(other.kind == kind for other in found.differences)} {kind}" for kind in kinds]
     measured = [size for each in found.differences if each.elements and (size := each.elements.max_abs) is not None]
     largest = f"; elements differ by at most {max(measured):.3g}" if options.stat and measured else ""
-    return f"{plural(len(found.differences), 'difference')} ({', '.join(counts)}); {compared}{largest}"
+    return f"{plural(found.num_found, 'difference')} ({', '.join(counts)}); {compared}{largest}"
 
 
-def _as_json(paths: Sequence[Path], found: Comparison) -> dict[str, Any]:
+def _as_json(paths: Sequence[Path], found: Comparison, options: DiffOptions) -> dict[str, Any]:
     return {
         "left": str(paths[0]),
         "right": str(paths[1]),
         "same": None if found.is_undecided else not found.differences,
         "compared": found.num_compared,
         "undecided": found.undecided,
-        "differences": [_difference_json(difference) for difference in found.differences],
+        "count": found.num_found,
+        "differences": [_difference_json(difference) for difference in found.differences[: options.top]],
         "notes": found.notes,
     }
 

@@ -15,7 +15,7 @@ from statetree.tree.flatten import flatten_for
 from statetree.tree.selection import selected
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from statetree.files.checkpoint import OpenedCheckpoint
     from statetree.key_paths import Path
@@ -33,6 +33,12 @@ def entries_of(tree: Any) -> list[CheckpointEntry]:
     """Return the entries of a tree."""
     leaves, spec = flatten_for("read", tree, is_leaf=is_entry)
     return list(map(CheckpointEntry, spec.paths(), spec.flat_keys(), leaves))
+
+
+def selection(entries: Sequence[CheckpointEntry]) -> Callable[[Path, Any], bool]:
+    """Return a predicate of paths and leaves that holds for entries, and what lies in them."""
+    paths = {tuple(entry.path) for entry in entries}
+    return lambda path, _: any(tuple(path[:count]) in paths for count in range(len(path) + 1))
 
 
 class Choice(NamedTuple):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 import sys
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from statetree.cli.entries import entries_of
 from statetree.cli.rows import Listing, Row, RowGroup, counted, grouped, plural, sorting
 from statetree.cli.table import OutputLine, wrapped, write_lines
 from statetree.errors import CheckpointError
+from statetree.files.stored import StoredTensor
 from statetree.files.untrusted import human, printable
 
 if TYPE_CHECKING:
@@ -26,6 +29,24 @@ class ShowOptions(NamedTuple):
     sort: str = "file"
     as_json: bool = False
     stats: bool = False
+    histogram: bool = False
+
+
+def show_values(path: Path, tree: Any, key: str) -> None:
+    """Print the elements of one tensor as torch does, or a plain value.
+
+    Raises:
+        CheckpointError: If there is none of this key.
+    """
+    found = {entry.key: entry.leaf for entry in entries_of(tree)}
+    if key not in found:
+        near = get_close_matches(key, found, 1)
+        hint = f"Is it {printable(near[0])}?" if near else "Show the file without --values to see its keys."
+        msg = f"show: {printable(str(path))} has no entry {printable(key)}. {hint}"
+        raise CheckpointError(msg)
+    leaf = found[key]
+    text = str(leaf.tensor()) if isinstance(leaf, StoredTensor) else repr(leaf)
+    sys.stdout.write("\n".join(map(printable, text.splitlines())) + "\n")
 
 
 def show(path: Path, listing: Listing, options: ShowOptions) -> None:
@@ -40,17 +61,18 @@ def show(path: Path, listing: Listing, options: ShowOptions) -> None:
     write_lines(lines(grouped(listing.rows, options.depth), options))
 
 
-def _line(item: Row | RowGroup, name: str, total: int, *, stats: bool) -> OutputLine:
+def _line(item: Row | RowGroup, name: str, total: int, options: ShowOptions) -> OutputLine:
     share = f"{item.own_bytes / total:.1%}" if total else ""
     if isinstance(item, RowGroup):
         return OutputLine(name, *item.cells, human(item.own_bytes), share, ", ".join(item.notes), is_group=True)
     if item.kind == "value":
         return OutputLine(name, *item.cells, "", "", "")
     notes = item.notes
-    if stats:
-        from statetree.cli.statistics import statistics_of, stats_text
+    if options.stats:
+        from statetree.cli.statistics import bars, statistics_of, stats_text
 
         notes.append(stats_text(statistics_of(item.leaf)))
+        notes.append(bars(item.leaf) if options.histogram else "")
     share = "" if item.tied_to and not item.own_bytes else share
     return OutputLine(name, *item.cells, human(item.nbytes), share, ", ".join(filter(None, notes)))
 
@@ -65,7 +87,7 @@ def _tree_lines(root: RowGroup, options: ShowOptions) -> Iterator[OutputLine]:
         if isinstance(item, RowGroup) and len(item.below) == 1:
             pending.append((item.below[0], level, f"{label}."))  # a chain of groups takes one line
             continue
-        yield _line(item, "  " * level + label, root.own_bytes, stats=options.stats)
+        yield _line(item, "  " * level + label, root.own_bytes, options)
         if isinstance(item, RowGroup):
             pending += [(below, level + 1, "") for below in reversed(in_order(item.below))]
 
@@ -85,7 +107,7 @@ def _flat_lines(root: RowGroup, options: ShowOptions) -> Iterator[OutputLine]:
     if options.sort != "file":
         found.sort(key=lambda pair: pair[1] if options.sort == "name" else -pair[0].own_bytes)
     total = root.own_bytes
-    return (_line(item, name, total, stats=options.stats) for item, name in found)
+    return (_line(item, name, total, options) for item, name in found)
 
 
 def _as_json(path: Path, listing: Listing, options: ShowOptions) -> dict[str, Any]:
@@ -97,22 +119,23 @@ def _as_json(path: Path, listing: Listing, options: ShowOptions) -> dict[str, An
         "parameters": listing.num_parameters,
         "metadata": listing.metadata,
         "not_loaded": sorted(listing.not_loaded),
-        "entries": [_entry_json(row, stats=options.stats) for row in sorting(options.sort)(listing.rows)],
+        "entries": [_entry_json(row, options) for row in sorting(options.sort)(listing.rows)],
     }
 
 
-def _entry_json(row: Row, *, stats: bool) -> dict[str, Any]:
+def _entry_json(row: Row, options: ShowOptions) -> dict[str, Any]:
     if row.kind == "value":
         is_json = math.isfinite(row.leaf) if isinstance(row.leaf, float) else isinstance(row.leaf, str | int | None)
         value = row.leaf if is_json else row.text
         return {"key": row.key, "sort": "value", "type": row.dtype, "value": value}
     found = {"key": row.key, "sort": row.kind, "dtype": row.dtype, "shape": list(row.shape), "bytes": row.nbytes}
     found |= {"tied_to": row.tied_to} if row.tied_to else {}
-    if stats:
-        from statetree.cli.statistics import statistics_of
+    if options.stats:
+        from statetree.cli.statistics import histogram, statistics_of
 
         numbers = statistics_of(row.leaf)
         found["stats"] = None if numbers is None else numbers._asdict()
+        found |= {"histogram": histogram(row.leaf)} if options.histogram else {}
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from statetree.files.stored import StoredTensor
+
+
+_BINS: Final = 16
+_BARS: Final = " ▁▂▃▄▅▆▇█"
 
 
 class Statistics(NamedTuple):
@@ -49,6 +53,26 @@ def statistics_of(stored: StoredTensor) -> Statistics | None:
     if not count:
         return Statistics(None, None, None, None, nan, inf, zero)
     return Statistics(least, most, mean, math.sqrt(squares / count), nan, inf, zero)
+
+
+def histogram(stored: StoredTensor) -> list[int]:
+    """Return how many finite elements lie in each of 16 intervals of one size between the least and the most."""
+    found = statistics_of(stored)
+    if found is None or found.least is None or found.most is None:
+        return []
+    counts = torch.zeros(_BINS, dtype=torch.float64, device="cpu")
+    for elements in pieces_of(stored):
+        wide = as_wide(elements)
+        assert wide is not None, "they have statistics"
+        wide = wide.abs() if wide.is_complex() else wide
+        counts += torch.histc(wide[wide.isfinite()], _BINS, found.least, found.most)
+    return [int(count) for count in counts]
+
+
+def bars(stored: StoredTensor) -> str:
+    """Return a histogram in bars."""
+    counts = histogram(stored)
+    return "".join(_BARS[-(-count * (len(_BARS) - 1) // max(counts))] for count in counts)
 
 
 def pieces_of(stored: StoredTensor) -> Iterator[torch.Tensor]:

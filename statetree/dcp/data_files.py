@@ -71,10 +71,10 @@ class DataFiles:
             CheckpointError: If it is not of the size, or not of the save, that the manifest says.
         """
         if name not in self._opened:
-            place = self.files.open(self._directory / name)
+            file = self.files.open(self._directory / name)
             if self._listed is not None:
-                check_file(place, self._listed[name])
-            self._opened[name] = place
+                check_file(file, self._listed[name])
+            self._opened[name] = file
         return self._opened[name]
 
     def check(self) -> None:
@@ -84,8 +84,8 @@ class DataFiles:
 
     def value(self, key: str, *, verify: bool) -> bytes:
         """Return what was written of a plain value."""
-        place = self._entry(MetadataIndex(key), verify=verify)
-        return place.read(0, place.length, "its bytes")
+        entry = self._entry(MetadataIndex(key), verify=verify)
+        return entry.read(0, entry.length, "its bytes")
 
     def tensor(self, key: str, *, verify: bool = False) -> StoredTensor:
         """Return a tensor. Where its pieces lie in their entries is read when its elements are.
@@ -120,20 +120,20 @@ class DataFiles:
         stored = self._stored[index]
         file = self.open(stored.name)
         self.files.check(file.path)
-        place = file.part(stored.offset, stored.length, f"the entry {index.fqn!r}")
+        entry = file.part(stored.offset, stored.length, f"the entry {index.fqn!r}")
         if not verify:
-            return place
-        if place.length <= _SMALL_BYTES:
-            place = place.in_memory()
+            return entry
+        if entry.length <= _SMALL_BYTES:
+            entry = entry.in_memory()
         if self._listed is None:
-            check_entry(place)
-            return place
-        expected, found = self._checksums.get((stored.name, stored.offset)), place.checksum(0, place.length)
+            check_entry(entry)
+            return entry
+        expected, found = self._checksums.get((stored.name, stored.offset)), entry.checksum(0, entry.length)
         if found != expected:
-            check_entry(place)  # this may say more exactly where
+            check_entry(entry)  # this may say more exactly where
             told = "none" if expected is None else f"{expected:08x}"
-            refuse(place.label, f"it is damaged: expected the checksum {told}, got {found:08x}")
-        return place
+            refuse(entry.label, f"it is damaged: expected the checksum {told}, got {found:08x}")
+        return entry
 
     def _piece(self, index: MetadataIndex, dtype: torch.dtype, box: Box, *, verify: bool) -> StoredPiece:
         """Return where the elements of a piece of a tensor lie.
@@ -142,7 +142,7 @@ class DataFiles:
             CheckpointError: If its entry is no tensor of this dtype and of the shape of the box.
         """
         if index in self._pieces:
-            self.files.check(self._pieces[index].place.path)
+            self.files.check(self._pieces[index].file.path)
             return self._pieces[index]
         archive = TorchArchive(self._entry(index, verify=verify))
         tensor = archive.read("meta")
@@ -151,7 +151,7 @@ class DataFiles:
             got = "none" if piece is None else f"{tensor.dtype} {piece.box.sizes}"
             archive.refuse(f"it holds something else: expected a tensor of {dtype} {box.sizes}, got {got}")
         self._pieces[index] = piece._replace(box=box)
-        if archive.place.is_held:  # only the last one stays in memory: the next box may lie in it, too
+        if archive.file.is_held:  # only the last one stays in memory: the next box may lie in it, too
             self._pieces.pop(self._held, None)
             self._held = index
         return self._pieces[index]
@@ -178,7 +178,7 @@ def check_covered(metadata: Metadata, key: str, wanted: Box) -> None:
     raise CheckpointError(msg)
 
 
-def check_entry(place: FileRange) -> None:
+def check_entry(entry: FileRange) -> None:
     """Compare all that ``torch.load`` reads of an entry with the entry's own checksums.
 
     What the archive says of its members has none, but is there twice, or leads to other bytes if it is changed.
@@ -186,12 +186,12 @@ def check_entry(place: FileRange) -> None:
     Raises:
         CheckpointError: If a byte of it is not what was written, or if it has no checksums.
     """
-    members = read_members(place).values()
+    members = read_members(entry).values()
     if not any(member.crc for member in members):
         what = (
             "it has no checksums: expected those that torch.save writes unless "
             "torch.serialization.set_crc32_options(False) is set"
         )
-        refuse(place.label, what, "Pass verify=False to read it all the same.")
+        refuse(entry.label, what, "Pass verify=False to read it all the same.")
     for member in members:
-        member.verify(place)
+        member.verify(entry)

@@ -214,9 +214,9 @@ def _metadata(state: Any) -> Metadata:
     for key, entry in entries.items():
         _of(str, key)
         _of(BytesStorageMetadata if type(entry) is BytesStorageMetadata else TensorStorageMetadata, entry)
-    for index, place in stored.items():
+    for index, piece in stored.items():
         _of(MetadataIndex, index)
-        _of(Stored, place)
+        _of(Stored, piece)
     paths, about = state.get("planner_data"), state.get("storage_meta")
     paths = {key: path for key, path in paths.items() if _is_path(key, path)} if type(paths) is dict else {}
     return Metadata(entries, paths, stored, about if type(about) is StorageMeta else StorageMeta())
@@ -263,17 +263,17 @@ def _check_stored(directory: Path, metadata: Metadata) -> None:
 
     One piece for any number of entries would take any amount of memory.
     """
-    files = {name: _file(directory, name) for name in {place.name for place in metadata.storage_data.values()}}
-    for place in metadata.storage_data.values():
-        need, size = place.offset + place.length, files[place.name].st_size
+    files = {name: _file(directory, name) for name in {piece.name for piece in metadata.storage_data.values()}}
+    for piece in metadata.storage_data.values():
+        need, size = piece.offset + piece.length, files[piece.name].st_size
         if need > size:
-            _damaged(f"{place.name} is truncated: expected {need} bytes or more, got {size} bytes")
+            _damaged(f"{piece.name} is truncated: expected {need} bytes or more, got {size} bytes")
     for key, entry in metadata.state_dict_metadata.items():
         _check_entry(key, entry, metadata.storage_data)
     # One file may have several names: links.
     ids = {name: (status.st_dev, status.st_ino) for name, status in files.items()}
-    places = sorted((ids[place.name], place.offset, place, key.fqn) for key, place in metadata.storage_data.items())
-    for (one, _, before, key), (another, _, after, other) in pairwise(places):
+    pieces = sorted((ids[piece.name], piece.offset, piece, key.fqn) for key, piece in metadata.storage_data.items())
+    for (one, _, before, key), (another, _, after, other) in pairwise(pieces):
         if one == another and after.offset < before.offset + before.length:
             whose = f"{key!r}" if key == other else f"{key!r} and {other!r}"
             _damaged(f"the pieces of {whose} overlap in {after.name}")
@@ -300,9 +300,9 @@ def _check_entry(key: str, entry: TensorStorageMetadata | BytesStorageMetadata, 
         is_inside = len(chunk.offsets) == len(chunk.sizes) == len(entry.size) and all(map(le, stops, entry.size))
         if not is_inside:
             _damaged(f"a piece of {key} lies {where} with the size {tuple(chunk.sizes)}: not in {tuple(entry.size)}")
-        place = stored.get(MetadataIndex(key, chunk.offsets))
-        if place is None:
+        piece = stored.get(MetadataIndex(key, chunk.offsets))
+        if piece is None:
             _damaged(f"it does not say where the piece of {key} {where} is stored")
         need = math.prod(chunk.sizes) * itemsize
-        if place.length < need:
-            _damaged(f"a piece of {key} is stored in {place.length} bytes: expected {need} or more")
+        if piece.length < need:
+            _damaged(f"a piece of {key} is stored in {piece.length} bytes: expected {need} or more")

@@ -86,7 +86,7 @@ class SaveOptions:
 
 
 class CheckpointFormat:
-    """A format of checkpoints. Derive from it, and pass an instance to ``register_format``.
+    """A format of checkpoints: derive from it, define ``open`` and ``write``, and pass one to ``register_format``.
 
     Attributes:
         title: What it is called in messages.
@@ -100,16 +100,16 @@ class CheckpointFormat:
     is_directory: bool = False
     by_all_ranks: bool = False
 
-    def recognises(self, path: Path, beginning: bytes) -> bool:
-        """Return whether a path is of this format, by its first bytes (none for a directory)."""
-        raise NotImplementedError
+    def recognises(self, path: Path, beginning: bytes) -> bool:  # noqa: ARG002 - for formats that are known by it
+        """Return whether a path is of this format: by its suffix, or by its first bytes (none for a directory)."""
+        return path.name.lower().endswith(self.suffixes) and path.is_dir() == self.is_directory
 
     def open(self, path: Path, files: OpenFiles, *, skip_foreign: bool) -> OpenedCheckpoint:
         """Open a checkpoint.
 
         Args:
             path: Where it is.
-            files: Opens files.
+            files: Opens files: ``files.open(path)`` is a range, of which ``read`` and ``part`` take others.
             skip_foreign: Whether objects of classes that are not loaded become ``StoredObject``, and are listed. They
                 are refused otherwise.
         """

@@ -62,16 +62,16 @@ def fill(verb: str, targets: Sequence[Target]) -> None:
 
     Raises:
         TreeMismatch: If values are too large for the dtype of their tensor; it may be filled in part, and others are.
-            Or if one place would receive several values. Which it holds then is not said, unless it is one tensor that
-            overlaps itself: that keeps what it held.
+            Or if one element would receive several values: it may hold any of them, except that a tensor that overlaps
+            itself keeps what it held.
     """
     found: list[Difference] = []
     filled: set[Any] = set()
     for target in targets:
-        place = location_of(target.tensor)
-        if place in filled:
+        location = location_of(target.tensor)
+        if location in filled:
             continue  # it is compared below
-        filled.add(place)
+        filled.add(location)
         if not overlaps_itself(target.tensor.shape, target.tensor.stride()):
             target.read(verb, target.tensor)
             continue

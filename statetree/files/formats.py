@@ -85,16 +85,16 @@ def opened(
     Arguments: as ``open``, and ``load``.
     """
     options: dict[str, Any] = {"follow_links": follow_links, "verify": verify, "weights_only": weights_only}
-    place, files = (_far(path), RemoteFiles(**options)) if is_url(path) else (Path(path), OpenFiles(**options))
+    checkpoint, files = (_far(path), RemoteFiles(**options)) if is_url(path) else (Path(path), OpenFiles(**options))
     try:
-        beginning = _beginning(place, files)
-        found = next((known for known in _formats() if known.recognises(place, beginning)), None)
+        beginning = _beginning(checkpoint, files)
+        found = next((known for known in _formats() if known.recognises(checkpoint, beginning)), None)
         if found is None:
             expected = ", ".join(f"a {known.title}" for known in _formats())
-            refuse(place, f"it is of no known format: expected {expected}", "Pass a checkpoint.")
-        return found.open(place, files, skip_foreign=skip_foreign)
+            refuse(checkpoint, f"it is of no known format: expected {expected}", "Pass a checkpoint.")
+        return found.open(checkpoint, files, skip_foreign=skip_foreign)
     except OSError as error:
-        refuse(place, f"it cannot be read: {error.strerror or error}", "Check its permissions, and the disk.")
+        refuse(checkpoint, f"it cannot be read: {error.strerror or error}", "Check its permissions, and the disk.")
 
 
 def _far(url: str | os.PathLike[str]) -> Path:
@@ -109,10 +109,10 @@ def _beginning(path: Path, files: OpenFiles) -> bytes:
         refuse(path, "there is no such directory or file", "Check the name.")
     if (path.name == ".metadata" or path.suffix == ".distcp") and (path.parent / ".metadata").is_file():
         refuse(path, "it is one file of a DCP directory", "Pass the directory.")
-    place = files.open(path)
-    if not place.length:
+    file = files.open(path)
+    if not file.length:
         refuse(path, "it is empty", "Its writing broke off, or has not begun: get another copy.")
-    beginning = place.read(0, min(place.length, 64), "its beginning")
+    beginning = file.read(0, min(file.length, 64), "its beginning")
     for text, (what, remedy) in _OTHERS.items():
         if beginning.lstrip().lower().startswith(text.lower()):
             refuse(path, f"it is {what}", remedy)
@@ -225,16 +225,16 @@ def save(
         >>> st.files.open(path)
         {'layers.0': StoredTensor(float32, [2])}
     """
-    place = _far(path) if is_url(path) else Path(path)
-    place = place if place.name and place.name != ".." else place.resolve()
-    if not place.name or place.name == "-":
-        msg = f"save: cannot write {str(place)!r}: expected the name of a file or directory. Choose another name."
+    target = _far(path) if is_url(path) else Path(path)
+    target = target if target.name and target.name != ".." else target.resolve()
+    if not target.name or target.name == "-":
+        msg = f"save: cannot write {str(target)!r}: expected the name of a file or directory. Choose another name."
         raise CheckpointError(msg)
-    found = format_for(place)
+    found = format_for(target)
     options = SaveOptions(shard_bytes, dict(metadata or {}))
-    if shard_bytes is not None and found.suffixes and place.name.endswith(".safetensors"):
-        place = place.with_name(f"{place.name}.index.json")
-    whole = partial(write_whole, place, is_directory=found.is_directory, overwrite=overwrite, protected=protected)
+    if shard_bytes is not None and found.suffixes and target.name.endswith(".safetensors"):
+        target = target.with_name(f"{target.name}.index.json")
+    whole = partial(write_whole, target, is_directory=found.is_directory, overwrite=overwrite, protected=protected)
     ranks = group_of("save", group, None)
     by_all = found.by_all_ranks and ranks.identity is not None
     on_ranks = not by_all and any(map(lies_on_ranks, flatten_for("save", tree)[0]))
@@ -245,10 +245,12 @@ def save(
         options = replace(options, group=ranks.identity)
 
     def write(folder: Path) -> list[str]:
-        return with_checks(found.write, tree, folder, place.name, options) if ranks.rank == 0 or not is_gathered else []
+        return (
+            with_checks(found.write, tree, folder, target.name, options) if ranks.rank == 0 or not is_gathered else []
+        )
 
     together: Together = partial(on_all_ranks, "save", ranks) if by_all or is_gathered else _alone
-    if isinstance(far := cast("Any", place), RemotePath):
+    if isinstance(far := cast("Any", target), RemotePath):
         upload_whole(far, write, together, is_directory=found.is_directory, overwrite=overwrite)
     elif by_all:
         _save_by_all(whole, ranks, write)

@@ -32,18 +32,18 @@ def file_in(folder: Path, names: Sequence[str]) -> Path | None:
     return found[0] if found else None
 
 
-def read_index(place: FileRange, read: Callable[[FileRange], dict[str, Any]]) -> dict[str, Any]:
+def read_index(file: FileRange, read: Callable[[FileRange], dict[str, Any]]) -> dict[str, Any]:
     """Return what the files hold that an index lists, in its order.
 
     Raises:
         CheckpointError: If it is damaged, leads out of its directory, or does not list just what the files hold.
     """
-    path = place.path
-    index = parsed(place, place.read(0, bounded(place, place.length, "the index"), "the index"), "the index")
+    path = file.path
+    index = parsed(file, file.read(0, bounded(file, file.length, "the index"), "the index"), "the index")
     weights = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weights, dict) or not all(type(name) is str for name in weights.values()):
         refuse(path, "it has no weight_map from names of tensors to names of files")
-    shards = {name: place.files.listed(path.parent, name, path) for name in dict.fromkeys(weights.values())}
+    shards = {name: file.files.listed(path.parent, name, path) for name in dict.fromkeys(weights.values())}
     found = {name: read(shard) for name, shard in shards.items()}
     tree = {}
     for key, name in weights.items():

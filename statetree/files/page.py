@@ -75,13 +75,13 @@ def to_html(
 
 def write_page(tree: Any, path: str | os.PathLike[str], found: Similarity | None = None) -> None:
     """Write the page of a tree, with what was found where it was compared with another one."""
-    place = Path(path)
+    target = Path(path)
 
     def write(folder: Path) -> list[str]:
-        (folder / place.name).write_text("".join(_page(tree, found)), "utf-8")
-        return [place.name]
+        (folder / target.name).write_text("".join(_page(tree, found)), "utf-8")
+        return [target.name]
 
-    write_whole(place, write, is_directory=False, overwrite=True)
+    write_whole(target, write, is_directory=False, overwrite=True)
 
 
 def _page(tree: Any, found: Similarity | None) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from statetree.files import pickled_values
-from statetree.files.pickled_values import expect, set_attributes
+from statetree.files.pickled_values import require, set_attributes
 from statetree.files.unpickling import BadPickle, Known, StoredObject
 from statetree.spans.layout import extent_bytes
 from statetree.torch_internals import set_bits
@@ -183,12 +183,12 @@ def _with_attributes(function: Any, cls: Any, args: Any, state: Any) -> Any:
 def _with_state(made: torch.Tensor, state: Any) -> torch.Tensor:
     """Return a tensor with its attributes: a mapping, or one and that of its slots, of which there are none."""
     attributes = state[0] if type(state) is tuple and len(state) == 2 and not state[1] else state
-    expect(attributes is None or type(attributes) is dict, "attributes")
+    require(attributes is None or type(attributes) is dict, "attributes")
     return set_attributes(made, attributes)  # type: ignore[no-any-return]  # what it is given
 
 
 def _device(kind: Any, *index: Any) -> torch.device:
-    expect(type(kind) is str and len(kind) <= 40, "a device")
+    require(type(kind) is str and len(kind) <= 40, "a device")
     return torch.device(kind, *index)
 
 

@@ -31,7 +31,7 @@ CLASSES: Final[Mapping[str, type]] = {
 } | {"builtins.long": int, "builtins.unicode": str, "collections.OrderedDict": collections.OrderedDict}
 
 
-def expect(holds: object, what: str) -> None:
+def require(holds: object, what: str) -> None:
     """Raise ``BadPickle`` unless something holds."""
     if not holds:
         raise BadPickle(f"it makes {what} of something else")
@@ -76,7 +76,7 @@ def _member(cls: type[enum.Enum], value: Any) -> enum.Enum:
 
 
 def _encoded(text: Any = b"", codec: Any = "latin1") -> bytes:
-    expect(codec in ("latin1", "latin-1") and isinstance(text, (str, bytes)), "bytes")
+    require(codec in ("latin1", "latin-1") and isinstance(text, (str, bytes)), "bytes")
     return text.encode("latin1") if isinstance(text, str) else text
 
 
@@ -127,8 +127,8 @@ _STATE_POSITIONS: Final = {"pos": 624, "buffer_pos": 4, "has_uint32": 1, "has_ga
 
 def _dtype(state: Any, text: Any, *_flags: Any) -> Any:
     _version, order, *parts = state[:5]
-    expect(_DTYPE.fullmatch(text) and order in ("<", ">", "|", "="), "a dtype")
-    expect(parts == [None, None, None] and len(state) == 8, "a dtype of simple values")  # no fields, no units of time
+    require(_DTYPE.fullmatch(text) and order in ("<", ">", "|", "="), "a dtype")
+    require(parts == [None, None, None] and len(state) == 8, "a dtype of simple values")  # no fields, no units of time
     return _numpy().dtype(f"{order}{text}")
 
 
@@ -138,7 +138,7 @@ def _scalar(dtype: Any, data: Any) -> Any:
 
 def _array(state: Any, cls: StoredObject, *_args: Any) -> Any:
     np = _numpy()
-    expect(cls.name == "numpy.ndarray", "an array")
+    require(cls.name == "numpy.ndarray", "an array")
     _version, shape, dtype, by_columns, data = state
     # NumPy's own ``__setstate__`` takes any shape, and addresses of objects.
     flat = np.frombuffer(data, dtype) if data else np.empty(0, dtype)
@@ -147,20 +147,20 @@ def _array(state: Any, cls: StoredObject, *_args: Any) -> Any:
 
 def _seed(state: Any, _cls: Any, _checksum: Any, inline: Any = None) -> Any:
     entropy, spawned, _pool, pool_size, spawn_key = (state or inline)[:5]
-    expect(type(pool_size) is int and pool_size <= 1024, "a SeedSequence")
+    require(type(pool_size) is int and pool_size <= 1024, "a SeedSequence")
     return _numpy().random.SeedSequence(entropy, spawn_key=spawn_key, pool_size=pool_size, n_children_spawned=spawned)
 
 
 def _bit_generator(state: Any, cls: Any) -> Any:
     name: Any = _BIT_GENERATORS.get(cls.name) if isinstance(cls, StoredObject) else cls  # older versions pass its name
-    expect(name in _BIT_GENERATORS.values(), "a bit generator")
+    require(name in _BIT_GENERATORS.values(), "a bit generator")
     np = _numpy()
     made = getattr(np.random, name)()
     inner, seed = state if type(state) is tuple else (state, None)
     if seed is None:
         made.state = _checked(inner)
     else:
-        expect(type(seed) is np.random.SeedSequence, "a bit generator")
+        require(type(seed) is np.random.SeedSequence, "a bit generator")
         made.__setstate__((_checked(inner), seed))
     return made
 
@@ -168,7 +168,7 @@ def _bit_generator(state: Any, cls: Any) -> Any:
 def _generator(name: str) -> Known:
     def make(state: Any, inner: Any, *_more: Any) -> Any:
         np = _numpy()
-        expect(isinstance(inner, np.random.BitGenerator), f"a {name}")
+        require(isinstance(inner, np.random.BitGenerator), f"a {name}")
         made = getattr(np.random, name)(inner)
         if state is not None:
             made.set_state(_checked(state))
@@ -182,11 +182,11 @@ def _checked(state: Any) -> Any:
     inner = state.get("state")
     for name, value in (*state.items(), *(inner.items() if type(inner) is dict else ())):
         if isinstance(value, _numpy().ndarray):
-            expect(value.ndim == 1 and (str(value.dtype), value.size) in _STATE_ARRAYS[name], "a random state")
+            require(value.ndim == 1 and (str(value.dtype), value.size) in _STATE_ARRAYS[name], "a random state")
         elif name in _STATE_POSITIONS:
-            expect(type(value) is int and 0 <= value <= _STATE_POSITIONS[name], "a random state")
+            require(type(value) is int and 0 <= value <= _STATE_POSITIONS[name], "a random state")
         else:
-            expect(type(value) in (int, float, str) or value is inner, "a random state")
+            require(type(value) in (int, float, str) or value is inner, "a random state")
     return state
 
 

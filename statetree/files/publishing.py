@@ -74,10 +74,10 @@ def write_whole(
     overwrite: bool,
     protected: Collection[Path] = (),
 ) -> None:
-    """Write a checkpoint to a folder beside its place, and rename its files. What was there stays if writing fails.
+    """Write a checkpoint to a folder beside it, and rename its files. What was there stays if writing fails.
 
     Args:
-        path: Its place.
+        path: Where it is written.
         write: Writes files into a folder and returns their names, the one that speaks of the others last.
         is_directory: Whether the folder itself is the checkpoint.
         overwrite: Whether what is there is replaced.
@@ -86,21 +86,21 @@ def write_whole(
     Raises:
         CheckpointError: If it cannot be written.
     """
-    place = path.parent.resolve() / path.name
-    check_destination(place, is_directory=is_directory, overwrite=overwrite)
-    _check_protected(path, [place], protected)
-    folder = place.with_name(f".{place.name[:_LONGEST_NAME]}.partial-{uuid.uuid4().hex}")
+    target = path.parent.resolve() / path.name
+    check_destination(target, is_directory=is_directory, overwrite=overwrite)
+    _check_protected(path, [target], protected)
+    folder = target.with_name(f".{target.name[:_LONGEST_NAME]}.partial-{uuid.uuid4().hex}")
     try:
         folder.mkdir()
         names = write(folder)
         for name in names:
             sync(folder / name)
         sync(folder)
-        check_destination(place, is_directory=is_directory, overwrite=overwrite)
-        home = place if is_directory else place.parent
-        old = [] if not place.exists() else list(place.iterdir()) if is_directory else _shards_of(place)
+        check_destination(target, is_directory=is_directory, overwrite=overwrite)
+        home = target if is_directory else target.parent
+        old = [] if not target.exists() else list(target.iterdir()) if is_directory else _shards_of(target)
         if is_directory and not old:
-            folder.rename(place)
+            folder.rename(target)
         else:
             there = [home / name for name in names if os.path.lexists(home / name)]
             if there and not overwrite:
@@ -108,7 +108,7 @@ def write_whole(
             _check_protected(path, [*there, *old], protected)
             _publish(folder, names, home, old)
             sync(home)
-        sync(place.parent)
+        sync(target.parent)
     except (OSError, CheckpointError) as failure:
         error = failure.__cause__ if isinstance(failure, CheckpointError) else failure
         if not isinstance(error, OSError):

@@ -244,9 +244,9 @@ class FileRange:
         """Return bytes. Little enough of them: memory is taken for all."""
         if self._held is not None and 0 <= start <= start + length <= self.length:
             return bytes(self._held[start : start + length])
-        place = self.part(start, length, entry)
+        part = self.part(start, length, entry)
         found = bytearray(length)
-        place.fill(memoryview(found), 0)
+        part.fill(memoryview(found), 0)
         self.files.check(self.path)
         return bytes(found)
 
@@ -259,11 +259,11 @@ class FileRange:
 
     def blocks(self, start: int, length: int) -> Iterator[memoryview]:
         """Yield bytes block by block, in memory that the next block takes again."""
-        place = self.part(start, length, "what is verified")
+        part = self.part(start, length, "what is verified")
         block = memoryview(bytearray(min(length, _CHUNK_BYTES)))
         for at in range(0, length, _CHUNK_BYTES):
             view = block[: length - at]
-            place.fill(view, at)
+            part.fill(view, at)
             yield view
         if self._held is None:
             self.files.check(self.path)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from statetree.chunks.boxes import whole_box
 from statetree.errors import CheckpointError
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint
 from statetree.files.hugging_face import INDEX, SAFETENSORS_NAMES, file_in, read_index
@@ -20,7 +19,7 @@ from statetree.files.safetensors_header import (
     is_header,
     read_header,
 )
-from statetree.files.stored import StoredPiece, StoredTensor
+from statetree.files.stored import StoredTensor
 from statetree.files.strided_reading import memory_view
 from statetree.files.untrusted import is_text, printable
 from statetree.tree.mapping import to_flat
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
     from statetree.files.checkpoint import SaveOptions
     from statetree.files.ranges import FileRange, OpenFiles
-    from statetree.files.safetensors_header import HeaderEntry
 
 _NAME_OF: Final = {getattr(torch, of): name for name, (of, _) in DTYPES.items()}
 _SUFFIX: Final = ".safetensors"
@@ -52,10 +50,10 @@ class SafetensorsFormat(CheckpointFormat):
 
     def open(self, path: Path, files: OpenFiles, *, skip_foreign: bool) -> OpenedCheckpoint:  # noqa: ARG002
         """Open a file, or the index of several."""
-        place = files.open((file_in(path, SAFETENSORS_NAMES) or path) if path.is_dir() else path)
+        file = files.open((file_in(path, SAFETENSORS_NAMES) or path) if path.is_dir() else path)
         metadata: dict[str, str] = {}
         read = partial(_read, metadata=metadata)
-        tree = read_index(place, read) if place.path.name.lower().endswith(INDEX) else read(place)
+        tree = read_index(file, read) if file.path.name.lower().endswith(INDEX) else read(file)
         return OpenedCheckpoint(tree, self.title, files, metadata=metadata, is_nested=False)
 
     def write(self, tree: Any, folder: Path, name: str, options: SaveOptions) -> list[str]:
@@ -82,19 +80,19 @@ class SafetensorsFormat(CheckpointFormat):
         return [*names, f"{stem}{_SUFFIX}{INDEX}"]
 
 
-def _read(place: FileRange, metadata: dict[str, str]) -> dict[str, StoredTensor]:
+def _read(file: FileRange, metadata: dict[str, str]) -> dict[str, StoredTensor]:
     """Return the tensors of one file, and add its texts to others."""
-    entries, texts, begin = read_header(place)
+    entries, texts, begin = read_header(file)
     metadata.update(texts)
-    data = place.part(begin, place.length - begin, "the data")
-    return {entry.key: _stored(data, entry) for entry in entries}
-
-
-def _stored(data: FileRange, entry: HeaderEntry) -> StoredTensor:
-    outline = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
-    place = data.part(entry.begin, entry.stop - entry.begin, f"the tensor {entry.key!r}")
-    pieces = [StoredPiece(whole_box(entry.shape), place, outline.stride())]
-    return StoredTensor(outline, lambda: place.files.check(place.path), lambda _: pieces)
+    data = file.part(begin, file.length - begin, "the data")
+    return {
+        entry.key: StoredTensor.at(
+            data.part(entry.begin, entry.stop - entry.begin, f"the tensor {entry.key!r}"),
+            getattr(torch, entry.dtype),
+            entry.shape,
+        )
+        for entry in entries
+    }
 
 
 def _tensors(tree: Any) -> dict[str, Any]:

@@ -60,76 +60,76 @@ def is_header(beginning: bytes) -> bool:
     return beginning[8:9] == b"{" and int.from_bytes(beginning[:8], "little") <= MAX_HEADER_BYTES
 
 
-def read_header(place: FileRange) -> tuple[list[HeaderEntry], dict[str, str], int]:
+def read_header(file: FileRange) -> tuple[list[HeaderEntry], dict[str, str], int]:
     """Return the tensors and the texts that the header of a file lists, and where the data begin.
 
     Raises:
         CheckpointError: If it is damaged, or does not account for every byte of the data.
     """
-    if place.length < 8:
-        refuse(place.path, f"it ends after {place.length} bytes: expected a safetensors file")
-    size = int.from_bytes(place.read(0, 8, "the size of the header"), "little")
-    header = parsed(place, place.read(8, bounded(place, size, "the header"), "the header"), "the header")
+    if file.length < 8:
+        refuse(file.path, f"it ends after {file.length} bytes: expected a safetensors file")
+    size = int.from_bytes(file.read(0, 8, "the size of the header"), "little")
+    header = parsed(file, file.read(8, bounded(file, size, "the header"), "the header"), "the header")
     if not isinstance(header, dict):
-        refuse(place.path, "the header is no JSON object")
+        refuse(file.path, "the header is no JSON object")
     metadata = header.pop(METADATA, None) or {}
     if not isinstance(metadata, dict) or not all(type(value) is str for value in metadata.values()):
-        refuse(place.path, "the header has metadata that are no texts")
+        refuse(file.path, "the header has metadata that are no texts")
     if not all(map(is_text, [*header, *metadata, *metadata.values()])):
-        refuse(place.path, "the header has names or metadata that are no texts")
-    entries = [_entry(place, key, entry) for key, entry in header.items()]
+        refuse(file.path, "the header has names or metadata that are no texts")
+    entries = [_entry(file, key, entry) for key, entry in header.items()]
     end = 0
     for begin, stop, key in sorted((entry.begin, entry.stop, entry.key) for entry in entries):
         if begin != end:
             problem = "overlaps another one" if begin < end else "leaves a gap before it"
-            refuse(place.path, f"the tensor {key!r} begins at byte {begin} and {problem}: expected {end}")
+            refuse(file.path, f"the tensor {key!r} begins at byte {begin} and {problem}: expected {end}")
         end = stop
-    if end != place.length - 8 - size:
-        what = f"the header accounts for {end} bytes of data: the file has {place.length - 8 - size}"
-        refuse(place.path, what)
+    if end != file.length - 8 - size:
+        what = f"the header accounts for {end} bytes of data: the file has {file.length - 8 - size}"
+        refuse(file.path, what)
     return entries, metadata, 8 + size
 
 
-def bounded(place: FileRange, size: int, what: str) -> int:
+def bounded(file: FileRange, size: int, what: str) -> int:
     """Return the size of a part that is read whole, if there is no need to be afraid of it."""
     if size > MAX_HEADER_BYTES:
-        refuse(place.path, f"{what} has {size} bytes: expected at most {MAX_HEADER_BYTES}")
+        refuse(file.path, f"{what} has {size} bytes: expected at most {MAX_HEADER_BYTES}")
     return size
 
 
-def parsed(place: FileRange, text: bytes, what: str) -> Any:
+def parsed(file: FileRange, text: bytes, what: str) -> Any:
     """Return what JSON says, in which no name is listed twice."""
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(items)
         if len(made) != len(items):
             twice = Counter(key for key, _ in items).most_common(1)[0][0]
-            refuse(place.path, f"{what} has {twice!r} twice")
+            refuse(file.path, f"{what} has {twice!r} twice")
         return made
 
     try:
         return json.loads(text.decode("utf-8"), object_pairs_hook=pairs)  # of bytes, it would guess the encoding
     except (ValueError, RecursionError) as error:
-        refuse(place.path, f"{what} is no JSON: {str(error)[:100]}")
+        refuse(file.path, f"{what} is no JSON: {str(error)[:100]}")
 
 
-def _entry(place: FileRange, key: str, entry: Any) -> HeaderEntry:
+def _entry(file: FileRange, key: str, entry: Any) -> HeaderEntry:
     try:
         name, shape, (begin, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
         dtype, itemsize = DTYPES.get(name, ("", 0))
         is_sound = isinstance(shape, list) and all(type(part) is int and part >= 0 for part in [*shape, begin, stop])
     except (KeyError, TypeError, ValueError):
-        refuse(place.path, f"the header of the tensor {key!r} is damaged")
+        refuse(file.path, f"the header of the tensor {key!r} is damaged")
     if not is_sound or len(shape) > 64:
-        refuse(place.path, f"the header of the tensor {key!r} has an impossible shape or place")
+        refuse(file.path, f"the header of the tensor {key!r} has an impossible shape or offset")
     if not dtype:
-        refuse(place.path, f"the tensor {key!r} has the dtype {str(name)[:20]!r}, which torch does not have")
+        refuse(file.path, f"the tensor {key!r} has the dtype {str(name)[:20]!r}, which torch does not have")
     need = math.prod(shape) * itemsize
     if name == PACKED:
         if not shape or shape[-1] % 2:
-            refuse(place.path, f"the tensor {key!r} has an odd number of elements of half a byte")
+            refuse(file.path, f"the tensor {key!r} has an odd number of elements of half a byte")
         need, shape = need // 2, [*shape[:-1], shape[-1] // 2]
     if stop - begin != need or max(need, *entry["shape"], 0) > 2**62:
         what = f"the tensor {key!r} has {stop - begin} bytes: expected {need} for shape {str(entry['shape'])[:60]}"
-        refuse(place.path, what)
+        refuse(file.path, what)
     return HeaderEntry(key, dtype, tuple(shape), begin, stop)

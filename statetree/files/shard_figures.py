@@ -58,9 +58,9 @@ class ShardFigures:
         for (cut, number), count in zip(self._numbers.items(), self._counts, strict=True):
             yield f"<figure id=shards{number}><div class=shards>"
             for top, left, height, width, ranks in cut:
-                place = f"top:{top / 10}%;left:{left / 10}%;height:{height / 10}%;width:{width / 10}%"
+                style = f"top:{top / 10}%;left:{left / 10}%;height:{height / 10}%;width:{width / 10}%"
                 colour, text = f"hsl({ranks[0] * 137 % 360} 60% 75%)", ", ".join(map(str, ranks))
-                yield f'<span style="{place};background:{colour}" title="{text}">{text}</span>'
+                yield f'<span style="{style};background:{colour}" title="{text}">{text}</span>'
             noun = "tensor" if count == 1 else "tensors"
             yield f"</div><figcaption>shards {number}: the ranks of {count:,} {noun}</figcaption></figure>"
 
@@ -78,4 +78,4 @@ def _cut(shape: Sequence[int], held: dict[int, list[Box]]) -> Cut:
                 start, stop = (0, 1) if at is None else (box.start[at], box.stop[at])
                 spans.append((round(1000 * start / size), round(1000 * (stop - start) / size)))
             ranks.setdefault((spans[0][0], spans[1][0], spans[0][1], spans[1][1]), set()).add(rank)
-    return tuple([(*place, tuple(sorted(of))) for place, of in sorted(ranks.items())])
+    return tuple([(*span, tuple(sorted(of))) for span, of in sorted(ranks.items())])

@@ -48,7 +48,7 @@ class StoredPiece(NamedTuple):
     """
 
     box: Box
-    place: FileRange
+    file: FileRange
     stride: tuple[int, ...]
     offset: int = 0
     bits: tuple[bool, bool] = (False, False)
@@ -122,6 +122,13 @@ class StoredTensor:
         self._find = find
         self._kept = outline  # as it is stored
 
+    @classmethod
+    def at(cls, file: FileRange, dtype: torch.dtype, shape: Sequence[int]) -> StoredTensor:
+        """Return a tensor whose elements, in row-major order, are the bytes of a range of a file."""
+        outline = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        pieces = [StoredPiece(whole_box(outline.shape), file, outline.stride())]
+        return cls(outline, lambda: file.files.check(file.path), lambda _: pieces)
+
     def __repr__(self) -> str:
         return f"StoredTensor({str(self.dtype).removeprefix('torch.')}, {list(self.shape)})"
 
@@ -152,7 +159,7 @@ class StoredTensor:
         return list(self._find(whole_box(self.shape)))
 
     @property
-    def is_bare(self) -> bool:
+    def is_plain(self) -> bool:
         """Whether there is nothing to it but its elements, one after the other."""
         tensor = self.outline
         is_plain = self.is_strided and type(tensor) is torch.Tensor and tensor.is_contiguous() and not vars(tensor)
@@ -191,11 +198,11 @@ class StoredTensor:
         pieces = self._pieces()
         if self.is_as_stored and len(pieces) == 1 and pieces[0].box.sizes == tuple(self.shape):
             piece = pieces[0]
-            mapped = piece.place.mapped()
+            mapped = piece.file.mapped()
             self.look_again()
             found = torch.empty(0, dtype=self.dtype, device="cpu")
             itemsize = self.dtype.itemsize
-            is_aligned = piece.place.start % itemsize == 0 or (itemsize < 16 and platform.machine() in _UNALIGNED)
+            is_aligned = piece.file.start % itemsize == 0 or (itemsize < 16 and platform.machine() in _UNALIGNED)
             if is_aligned and not any(piece.bits) and tuple(piece.stride) == tuple(self.stride()):
                 return found.set_(mapped, piece.offset, self.shape, piece.stride)
         return self.read()
@@ -206,7 +213,7 @@ class StoredTensor:
             check_later(self._check)
             return
         for piece in self._pieces():
-            _look_again(piece.place)
+            _look_again(piece.file)
 
     @quietly
     def read(self, index: Sequence[slice] = ()) -> torch.Tensor:
@@ -224,11 +231,6 @@ class StoredTensor:
         target = torch.empty(sizes, dtype=self.dtype, device="cpu")
         self.read_into(start, target)
         return target
-
-    def part(self, index: Sequence[slice]) -> torch.Tensor:
-        """Return the elements of a box: mapped, where the tensor is stored in one piece, and otherwise read."""
-        is_mapped = not self.outline.is_meta or (self.is_strided and len(self._pieces()) == 1)
-        return self.tensor()[tuple(index)] if is_mapped else self.read(index)
 
     def read_into(self, start: Sequence[int], target: torch.Tensor) -> None:
         """Fill a tensor with the elements of a box of its shape, and convert them to its dtype.
@@ -250,30 +252,30 @@ class StoredTensor:
             for box in region.boxes_within(piece.box, sizes):
                 part = region.moved(box.start)
                 offset = piece.offset + sum(map(mul, map(sub, part.start, piece.box.start), piece.stride))
-                place = piece._replace(stride=part.strides(piece.stride))
-                self._fill(target[(*map(slice, box.start, box.stop),)], place, offset)
-                _look_again(piece.place)
+                part_piece = piece._replace(stride=part.strides(piece.stride))
+                self._fill(target[(*map(slice, box.start, box.stop),)], part_piece, offset)
+                _look_again(piece.file)
 
     def _fill(self, target: torch.Tensor, piece: StoredPiece, offset: int) -> None:
         kept, has_bits = self._kept, any(piece.bits)
         number = NUMBERS[kept.dtype.itemsize]
         is_plain = target.device.type == "cpu" and target.dtype == kept.dtype
         if is_plain and not has_bits and not target.is_conj() and not target.is_neg():
-            read_strided(piece.place, target.view(number), offset, piece.stride)
+            read_strided(piece.file, target.view(number), offset, piece.stride)
             return
         whole = whole_box(target.shape)
         for box in in_slabs(whole, max(1, -(-target.numel() * kept.dtype.itemsize // BUCKET_BYTES))):
             scratch = torch.empty(box.sizes, dtype=kept.dtype, device="cpu")
             read_strided(
-                piece.place, scratch.view(number), offset + sum(map(mul, box.start, piece.stride)), piece.stride
+                piece.file, scratch.view(number), offset + sum(map(mul, box.start, piece.stride)), piece.stride
             )
             if has_bits:
                 set_bits(scratch, conj=piece.bits[0], neg=piece.bits[1])
-            place = target[(*map(slice, box.start, box.stop),)]
-            if place.dtype == kept.dtype:
-                copy_each([place], [scratch])
+            part = target[(*map(slice, box.start, box.stop),)]
+            if part.dtype == kept.dtype:
+                copy_each([part], [scratch])
             else:
-                convert_into(scratch, place, piece.place.label)
+                convert_into(scratch, part, piece.file.label)
 
     @property
     def is_repetitive(self) -> bool:
@@ -296,13 +298,13 @@ class StoredTensor:
         """Return what is equal for stored tensors that are the same view on the same bytes."""
         if self._find is None:
             return id(self)
-        places = [(str(p.place.path), p.place.start, p.offset, p.stride, p.box, p.bits) for p in self._pieces()]
-        return (*places, self.dtype, self._kept.dtype)
+        views = [(str(p.file.path), p.file.start, p.offset, p.stride, p.box, p.bits) for p in self._pieces()]
+        return (*views, self.dtype, self._kept.dtype)
 
 
-def _look_again(place: FileRange) -> None:
-    if not place.is_held:
-        check_later(place.files.check, place.path)
+def _look_again(file: FileRange) -> None:
+    if not file.is_held:
+        check_later(file.files.check, file.path)
 
 
 def whole_tensors(tree: Any, *, keeps_strides: bool, on_ranks: bool = False) -> Any:
@@ -377,7 +379,7 @@ class StoredType(EngineLeafType):
         def later(value: StoredTensor) -> StoredTensor | None:
             if value.dtype == dtype or not value.dtype.is_floating_point:
                 return value
-            return value.to(dtype) if value.is_bare and value.is_as_stored and castable(value.dtype, dtype) else None
+            return value.to(dtype) if value.is_plain and value.is_as_stored and castable(value.dtype, dtype) else None
 
         tied = [any(users[key] > 1 for key in own) for own in keys]
         return [None if is_tied else later(value) for value, is_tied in zip(values, tied, strict=True)]

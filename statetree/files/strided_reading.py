@@ -30,13 +30,13 @@ def memory_view(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
 
 
-def read_strided(place: FileRange, target: torch.Tensor, offset: int, stride: Sequence[int]) -> None:
+def read_strided(file: FileRange, target: torch.Tensor, offset: int, stride: Sequence[int]) -> None:
     """Fill a tensor with the elements that lie at strides from an offset, both counted in elements.
 
     Elements that lie close together are read at once with what is between them, which is at most as much again.
 
     Args:
-        place: Where they lie.
+        file: Where they lie.
         target: A tensor on the CPU, of one of ``NUMBERS``.
         offset: Where its first element lies.
         stride: How far apart its elements lie, in each dim.
@@ -45,13 +45,13 @@ def read_strided(place: FileRange, target: torch.Tensor, offset: int, stride: Se
     for step, dim in dims:
         if not step:  # an expanded dim: its elements are one
             first = target.narrow(dim, 0, 1)
-            read_strided(place, first, offset, stride)
+            read_strided(file, first, offset, stride)
             target.copy_(first.expand_as(target))
             return
     order = [dim for _, dim in reversed(dims)]
     rest = [dim for dim in range(target.dim()) if dim not in order]
     flat = target.permute(rest + order)[(0,) * len(rest)] if rest else target.permute(order)
-    _read(place, flat, [stride[dim] for dim in order], offset)
+    _read(file, flat, [stride[dim] for dim in order], offset)
 
 
 def _is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -64,7 +64,7 @@ def _is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
-def _read(place: FileRange, target: torch.Tensor, stride: Sequence[int], offset: int) -> None:
+def _read(file: FileRange, target: torch.Tensor, stride: Sequence[int], offset: int) -> None:
     """Fill a tensor whose elements lie at falling strides from an offset. All are there: the caller has looked."""
     pending = [(target, offset)]
     while pending:
@@ -74,10 +74,10 @@ def _read(place: FileRange, target: torch.Tensor, stride: Sequence[int], offset:
         size, steps = part.dtype.itemsize, stride[len(stride) - part.dim() :]
         span = 1 + sum((count - 1) * step for count, step in zip(part.shape, steps, strict=True))
         if part.is_contiguous() and _is_row_major(part.shape, steps):
-            place.fill(memory_view(part), at * size)
+            file.fill(memory_view(part), at * size)
         elif span <= 2 * part.numel() and span * size <= BUCKET_BYTES:
             scratch = torch.empty(span, dtype=part.dtype, device="cpu")
-            place.fill(memory_view(scratch), at * size)
+            file.fill(memory_view(scratch), at * size)
             part.copy_(scratch.as_strided(part.shape, steps))
         elif span > 2 * part.numel() and part.dim() > 1:
             pending += [(row, at + index * steps[0]) for index, row in enumerate(part.unbind(0))][::-1]

@@ -53,8 +53,8 @@ class TorchArchive:
         foreign: The classes and functions that its pickle names and ``weights_only`` does not admit, once it is read.
     """
 
-    def __init__(self, place: FileRange) -> None:
-        self.place = place
+    def __init__(self, file: FileRange) -> None:
+        self.file = file
         self.foreign: list[str] = []
         self._storages: dict[tuple[str, str], torch.UntypedStorage] = {}
         self._places: dict[int, FileRange] = {}
@@ -62,11 +62,11 @@ class TorchArchive:
         self._stored: dict[int, StoredTensor] = {}
         self.prefix = ""
         self._legacy_pickle: bytes | None = None
-        if place.length >= len(LEGACY) and place.read(0, len(LEGACY), "its beginning") == LEGACY:
-            self._legacy_pickle, storages = read_legacy(place)
+        if file.length >= len(LEGACY) and file.read(0, len(LEGACY), "its beginning") == LEGACY:
+            self._legacy_pickle, storages = read_legacy(file)
             self.members = {name: ZipMember(name, *found, None) for name, found in storages.items()}
         else:
-            self.members = read_members(place)
+            self.members = read_members(file)
             self._check_members()
 
     def _check_members(self) -> None:
@@ -87,14 +87,14 @@ class TorchArchive:
 
     def refuse(self, what: str, *remedy: str) -> NoReturn:
         """Raise ``CheckpointError``."""
-        refuse(self.place.label, what, *remedy)
+        refuse(self.file.label, what, *remedy)
 
     def content(self, name: str, limit: int = _MAX_PICKLE_BYTES) -> bytes:
         """Return the bytes of a member that is small."""
         member = self.members[f"{self.prefix}{name}"]
         if member.nbytes > limit:
             self.refuse(f"the member {member.name!r} has {member.nbytes} bytes: expected at most {limit}")
-        return self.place.read(member.start, member.nbytes, f"the member {member.name!r}")
+        return self.file.read(member.start, member.nbytes, f"the member {member.name!r}")
 
     def pickle(self) -> bytes:
         """Return the pickle of the tree."""
@@ -124,11 +124,11 @@ class TorchArchive:
         if nbytes != member.nbytes:
             raise BadPickle(f"it says that the storage {member.name!r} has {nbytes} bytes: it has {member.nbytes}")
         if (device, key) not in self._storages:
-            place = self.place.part(member.start, member.nbytes, member.name)
-            mapped = place.mapped() if device == "cpu" else torch.UntypedStorage(nbytes, device=device)
+            file = self.file.part(member.start, member.nbytes, member.name)
+            mapped = file.mapped() if device == "cpu" else torch.UntypedStorage(nbytes, device=device)
             self._storages[device, key] = mapped if member.start % _ALIGNMENT == 0 else mapped.clone()
-            self._places[storage_key(self._storages[device, key])] = place
-            if self.place.files.verify and member.crc is not None:
+            self._places[storage_key(self._storages[device, key])] = file
+            if self.file.files.verify and member.crc is not None:
                 self._unverified[storage_key(self._storages[device, key])] = member
         return self._storages[device, key]
 
@@ -136,12 +136,12 @@ class TorchArchive:
         """Return where the elements of a strided tensor lie; ``None`` if it is none, but something else in the tree."""
         is_strided = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
         is_view = is_strided and not tensor.is_nested and not tensor.is_quantized
-        place = self._places.get(storage_key(tensor.untyped_storage())) if is_view else None
-        if place is None:
+        file = self._places.get(storage_key(tensor.untyped_storage())) if is_view else None
+        if file is None:
             return None
         whole = whole_box(tensor.shape)
         return StoredPiece(
-            whole, place, tensor.stride(), int(tensor.storage_offset()), (tensor.is_conj(), tensor.is_neg())
+            whole, file, tensor.stride(), int(tensor.storage_offset()), (tensor.is_conj(), tensor.is_neg())
         )
 
     def stored(self, leaf: Any) -> Any:
@@ -165,12 +165,12 @@ class TorchArchive:
         for part in unpack("read", [leaf], list).parts if self._unverified else ():
             member = self._unverified.get(storage_key(part.untyped_storage()))
             if member is not None:
-                member.verify(self.place)
+                member.verify(self.file)
                 self._unverified.pop(storage_key(part.untyped_storage()), None)  # other threads may have been here
         return pieces
 
     def _check(self, tensor: torch.Tensor | None) -> None:
-        self.place.files.check(self.place.path)
+        self.file.files.check(self.file.path)
         try:
             if tensor is not None:
                 self._verified(tensor)
@@ -187,7 +187,7 @@ class TorchArchive:
         """
         members = [member for member in self.members.values() if member.crc is not None]
         for member in members:
-            member.verify(self.place)
+            member.verify(self.file)
         return len(members)
 
 
@@ -206,7 +206,7 @@ class TorchFormat(CheckpointFormat):
 
     def open(self, path: Path, files: OpenFiles, *, skip_foreign: bool) -> OpenedCheckpoint:
         """Open a file, or the index of several."""
-        place = files.open((file_in(path, TORCH_NAMES) or path) if path.is_dir() else path)
+        file = files.open((file_in(path, TORCH_NAMES) or path) if path.is_dir() else path)
         archives: list[TorchArchive] = []
 
         def read(shard: FileRange) -> Any:
@@ -221,7 +221,7 @@ class TorchFormat(CheckpointFormat):
             tree = read(shard)
             return dict(tree) if isinstance(tree, dict) else archives[-1].refuse("it holds no mapping")
 
-        tree = read_index(place, read_mapping) if place.path.name.lower().endswith(INDEX) else read(place)
+        tree = read_index(file, read_mapping) if file.path.name.lower().endswith(INDEX) else read(file)
         foreign = list(dict.fromkeys(name for archive in archives for name in archive.foreign))
         if foreign and not skip_foreign:
             what = f"it holds objects that torch.load(weights_only=True) refuses ({', '.join(foreign[:5])})"

@@ -24,7 +24,7 @@ _MAX_PICKLE_BYTES: Final = 1 << 30
 _COUNT_BYTES: Final = 8
 
 
-def read_legacy(place: FileRange) -> tuple[bytes, dict[str, tuple[int, int]]]:
+def read_legacy(file: FileRange) -> tuple[bytes, dict[str, tuple[int, int]]]:
     """Return the pickle of the tree, and where each storage begins and how many bytes it has, by key.
 
     Raises:
@@ -33,7 +33,7 @@ def read_legacy(place: FileRange) -> tuple[bytes, dict[str, tuple[int, int]]]:
     try:
         at, pickles = 0, []
         for _ in range(5):
-            pickles.append(_pickle_at(place, at))
+            pickles.append(_pickle_at(file, at))
             at += len(pickles[-1])
         sizes: dict[str, tuple[int, int]] = {}
 
@@ -43,20 +43,20 @@ def read_legacy(place: FileRange) -> tuple[bytes, dict[str, tuple[int, int]]]:
 
         version, machine, _, keys = (read_pickle(each, find, storages(memory))[0] for each in pickles[1:])
         if version != 1001 or type(machine) is not dict:
-            refuse(place.label, "it is of an unknown version")
+            refuse(file.label, "it is of an unknown version")
         if machine.get("little_endian") is not (sys.byteorder == "little"):
-            refuse(place.label, "it has the byte order of another machine")
-        return pickles[3], _places(place, at, sizes, keys)
+            refuse(file.label, "it has the byte order of another machine")
+        return pickles[3], _places(file, at, sizes, keys)
     except BadPickle as bad:
-        refuse(place.label, f"a pickle of a file of torch before 1.6: {bad}")
+        refuse(file.label, f"a pickle of a file of torch before 1.6: {bad}")
 
 
-def _pickle_at(place: FileRange, at: int) -> bytes:
+def _pickle_at(file: FileRange, at: int) -> bytes:
     """Return the pickle that begins at an offset. How long it is, only its instructions say: none is carried out."""
-    most = min(place.length - at, _MAX_PICKLE_BYTES)
+    most = min(file.length - at, _MAX_PICKLE_BYTES)
     nbytes = min(most, 1 << 16)
     while True:
-        data = place.read(at, nbytes, "a pickle")
+        data = file.read(at, nbytes, "a pickle")
         try:
             last = max(begin or 0 for _, _, begin in pickletools.genops(data))
         except ValueError:  # it is cut off here, or damaged
@@ -67,19 +67,19 @@ def _pickle_at(place: FileRange, at: int) -> bytes:
             return data[: last + 1]
 
 
-def _places(place: FileRange, at: int, sizes: dict[str, tuple[int, int]], keys: object) -> dict[str, tuple[int, int]]:
+def _places(file: FileRange, at: int, sizes: dict[str, tuple[int, int]], keys: object) -> dict[str, tuple[int, int]]:
     if type(keys) is not list or not all(type(key) is str for key in keys) or sorted(keys) != sorted(sizes):
         raise BadPickle("it does not list the storages that the tree has")
     found = {}
     for key in keys:
         count, itemsize = sizes[key]
-        stored = int.from_bytes(place.read(at, _COUNT_BYTES, f"the size of the storage {key[:40]!r}"), "little")
+        stored = int.from_bytes(file.read(at, _COUNT_BYTES, f"the size of the storage {key[:40]!r}"), "little")
         if stored != count:
             raise BadPickle(f"the storage {key[:40]!r} has {stored} elements: the tree says {count}")
         found[key] = (at + _COUNT_BYTES, count * itemsize)
         at += _COUNT_BYTES + count * itemsize
-        if at > place.length:
-            raise BadPickle(f"the storage {key[:40]!r} would end at byte {at} of {place.length}")
-    if at != place.length:
-        raise BadPickle(f"{place.length - at} bytes lie behind the last storage")
+        if at > file.length:
+            raise BadPickle(f"the storage {key[:40]!r} would end at byte {at} of {file.length}")
+    if at != file.length:
+        raise BadPickle(f"{file.length - at} bytes lie behind the last storage")
     return found

@@ -34,37 +34,37 @@ class ZipMember(NamedTuple):
     nbytes: int
     crc: int | None
 
-    def verify(self, place: FileRange) -> None:
+    def verify(self, file: FileRange) -> None:
         """Compare it with its checksum. Raises ``CheckpointError`` if they do not agree."""
-        found = place.checksum(self.start, self.nbytes)
+        found = file.checksum(self.start, self.nbytes)
         if found != self.crc:
-            refuse(place.label, f"the member {self.name!r} has the checksum {found:08x}: expected {self.crc or 0:08x}")
+            refuse(file.label, f"the member {self.name!r} has the checksum {found:08x}: expected {self.crc or 0:08x}")
 
 
 class _Reader(io.RawIOBase):
     """A range of a file, as ``zipfile`` reads it."""
 
-    def __init__(self, place: FileRange) -> None:
-        self._place, self._at = place, 0
+    def __init__(self, file: FileRange) -> None:
+        self._file, self._at = file, 0
 
     def seekable(self) -> bool:
         return True
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = max(0, offset + (0, self._at, self._place.length)[whence])
+        self._at = max(0, offset + (0, self._at, self._file.length)[whence])
         return self._at
 
     def tell(self) -> int:
         return self._at
 
     def read(self, size: int = -1) -> bytes:
-        left = max(0, self._place.length - self._at)
-        found = self._place.read(self._at, left if size < 0 else min(size, left), "the list of members")
+        left = max(0, self._file.length - self._at)
+        found = self._file.read(self._at, left if size < 0 else min(size, left), "the list of members")
         self._at += len(found)
         return found
 
 
-def read_members(place: FileRange) -> dict[str, ZipMember]:
+def read_members(file: FileRange) -> dict[str, ZipMember]:
     """Return the members by name.
 
     Raises:
@@ -72,38 +72,38 @@ def read_members(place: FileRange) -> dict[str, ZipMember]:
             overlap each other, are marked as directories, or lie outside of it.
     """
     try:
-        archive = ZipFile(_Reader(place))
+        archive = ZipFile(_Reader(file))
     except (BadZipFile, NotImplementedError, ValueError, struct.error) as error:
-        refuse(place.label, f"it is no zip archive: {error}")
-    end = place.length - _END.size
-    if _END.unpack(place.read(end, _END.size, "the end of the archive")) != (b"PK\x05\x06", 0):
-        refuse(place.label, "it does not end as a zip archive: something was added")
-    found = sorted((info.header_offset, _member(place, info)) for info in archive.infolist())
+        refuse(file.label, f"it is no zip archive: {error}")
+    end = file.length - _END.size
+    if _END.unpack(file.read(end, _END.size, "the end of the archive")) != (b"PK\x05\x06", 0):
+        refuse(file.label, "it does not end as a zip archive: something was added")
+    found = sorted((info.header_offset, _member(file, info)) for info in archive.infolist())
     if len({member.name.casefold() for _, member in found}) < len(found):  # torch takes any of them
-        refuse(place.label, "two of its members have one name, but for small and capital letters")
+        refuse(file.label, "two of its members have one name, but for small and capital letters")
     stop = 0
     for begin, member in [*found, (archive.start_dir, None)]:
         if begin < stop:
             refuse(
-                place.label, f"{f'the member {member.name!r}' if member else 'the list of members'} overlaps a member"
+                file.label, f"{f'the member {member.name!r}' if member else 'the list of members'} overlaps a member"
             )
         stop = member.start + member.nbytes if member else begin
     return {member.name: member for _, member in found}
 
 
-def _member(place: FileRange, info: ZipInfo) -> ZipMember:
+def _member(file: FileRange, info: ZipInfo) -> ZipMember:
     what = f"the member {info.filename!r}"
     if info.compress_type != ZIP_STORED:
-        refuse(place.label, f"{what} is compressed: torch writes none, and it may be a zip bomb", REWRITE)
+        refuse(file.label, f"{what} is compressed: torch writes none, and it may be a zip bomb", REWRITE)
     if info.external_attr & _IS_DIRECTORY:
-        refuse(place.label, f"{what} is marked as a directory")
+        refuse(file.label, f"{what} is marked as a directory")
     if info.flag_bits & _ENCRYPTED or info.compress_size != info.file_size:
         sizes = f"{info.compress_size} and {info.file_size} bytes"
-        refuse(place.label, f"{what} is encrypted, or lies about its size ({sizes})")
+        refuse(file.label, f"{what} is encrypted, or lies about its size ({sizes})")
     name = info.orig_filename.encode("utf-8" if info.flag_bits & _UTF8 else "cp437")
-    head = place.read(info.header_offset, _LOCAL.size + len(name), what)
+    head = file.read(info.header_offset, _LOCAL.size + len(name), what)
     signature, name_bytes, extra_bytes = _LOCAL.unpack_from(head)
     if signature != b"PK\x03\x04" or head[_LOCAL.size :] != name:
-        refuse(place.label, f"{what} is not where the list of members says")
+        refuse(file.label, f"{what} is not where the list of members says")
     start = info.header_offset + _LOCAL.size + name_bytes + extra_bytes
     return ZipMember(info.filename, start, info.file_size, info.CRC)

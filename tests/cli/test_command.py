@@ -43,6 +43,19 @@ def test_the_statuses(files):
     assert "Traceback" not in ran.stderr
 
 
+def test_a_missing_file_is_named_before_torch_is_imported(tmp_path):
+    code = (
+        "import sys; from statetree.cli.app import main\n"
+        "status = main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(status)"
+    )
+    for args in (["show"], ["diff", __file__], ["convert"]):
+        more = ["new.pt"] * (args == ["convert"])
+        command = [sys.executable, "-c", code, *args, str(tmp_path / "none.pt"), *more]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=units(60), check=False)
+        assert ran.returncode == 2, ran.stderr
+        assert "none.pt: there is no such file or directory. Check the name." in ran.stderr
+
+
 def test_a_reader_that_goes_away_is_no_error(files):
     with subprocess.Popen(
         [sys.executable, "-m", "statetree", "show", files[0]], stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -305,7 +318,9 @@ def test_colours_are_left_out_where_they_are_not_wanted(name, value, files, stat
 
 
 @pytest.mark.parametrize("arguments", [["show"], ["diff", "a.pt"], ["convert", "a.pt"]], ids=" ".join)
-def test_urls_are_refused_with_both_slashes(arguments, statetree):
+def test_urls_are_refused_with_both_slashes(arguments, tmp_path, monkeypatch, statetree):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.pt").touch()
     ran = statetree(*arguments, "s3://bucket/model.pt")
     assert ran.status == 2
     assert ran.err == (

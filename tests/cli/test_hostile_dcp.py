@@ -208,7 +208,7 @@ def test_truncated_metadata_is_refused(directory, statetree):
 
 
 def test_directories_that_are_none(tmp_path, statetree):
-    refused(statetree("show", tmp_path / "nowhere"), "there is no such directory")
+    refused(statetree("show", tmp_path / "nowhere"), "there is no such file or directory")
     refused(statetree("show", tmp_path), "no .metadata file")
     (tmp_path / "file").touch()
     refused(statetree("show", tmp_path / "file"), "it is empty")

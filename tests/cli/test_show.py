@@ -357,3 +357,22 @@ def test_torch_is_not_imported_for_help(args):
     """It takes seconds."""
     ran = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *args], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_the_values_of_one_key_are_printed(tmp_path, statetree):
+    path = write({"model": {"w": torch.arange(6.0).view(2, 3)}, "note": "a\x1bb"}, tmp_path / "a.pt")
+    ran = statetree("show", "--values", "model.w", path)
+    assert ran.out == "tensor([[0., 1., 2.],\n        [3., 4., 5.]])\n"
+    assert statetree("show", "--values", "note", path).out == "'a\\x1bb'\n"
+    ran = statetree("show", "--values", "model.v", path)
+    assert (ran.status, ran.out) == (2, "")
+    assert "has no entry model.v. Is it model.w?" in ran.err
+
+
+def test_histograms_say_where_elements_lie(tmp_path, statetree):
+    weights = torch.cat([torch.arange(16.0), torch.zeros(4), torch.tensor([float("nan"), float("inf")])])
+    path = write({"w": weights, "n": torch.zeros(0), "c": torch.tensor([3 + 4j, 0])}, tmp_path / "a.pt")
+    ran = statetree("show", "--json", "--stats", "--histogram", path)
+    found = {entry["key"]: entry["histogram"] for entry in ran.json["entries"]}
+    assert found == {"w": [5, *[1] * 15], "n": [], "c": [1, *[0] * 14, 1]}
+    assert "█" + "▂" * 15 in statetree("show", "--stats", "--histogram", path).out

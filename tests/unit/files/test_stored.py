@@ -199,7 +199,7 @@ def test_boxes_of_any_strides_are_read(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("step", "most"), [(1, 1.0), (2, 2.0), (3, 2.0), (50, 1.0)])
 def test_reading_is_joined_up_to_twice_the_bytes_needed(step, most, tmp_path):
     stored = open_file(write({"w": torch.arange(40_000)[::step]}, tmp_path / "a.pt"))
-    files = stored["w"]._pieces()[0].place.files
+    files = stored["w"]._pieces()[0].file.files
     before = files.nbytes_read
     assert torch.equal(stored["w"].read(), torch.arange(40_000)[::step])
     assert (files.nbytes_read - before) / stored["w"].nbytes <= most
