@@ -383,4 +383,6 @@ def _read_whole(stored: StoredTensor) -> Any:
 
 
 register_leaf_type(StoredTensor, StoredType())
-STAND_INS[StoredTensor] = StandIn(_read_whole, lambda stored: unread(stored.outline, lambda: _read_whole(stored)))
+STAND_INS[StoredTensor] = StandIn(
+    _read_whole, lambda stored: unread(stored.outline, lambda: _read_whole(stored)), StoredTensor.location
+)
