@@ -15,6 +15,7 @@ from statetree.files.direct_loading import with_options
 from statetree.key_paths import Path, exactly, render_key
 from statetree.leaves.casting import castable
 from statetree.tree.matching import ABSENT, matched
+from statetree.tree.spec import container_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -231,8 +232,7 @@ class TemplateMatching:
 
     def _shown(self, ref: int) -> str:
         if ref < 0:
-            container, keys = self._spec.nodes[~ref][:2]
-            return f"{container.cls.__qualname__} of {len(keys)}"
+            return container_text(self._spec, ref)
         value, sort = self._entries[ref].value, self._contents[ref].sort
         if sort == VALUE_ENTRY and isinstance(value, (list, tuple)):
             return f"{type(value).__qualname__} of {len(value)}"

@@ -19,12 +19,12 @@ from statetree.leaves.divided import Attribute, DividedLeaf, Outline, Recipe
 from statetree.leaves.leaf_numbers import value_text
 from statetree.leaves.location import located_error
 from statetree.leaves.parts import hides_distributed
-from statetree.leaves.types.part import LeafPart, ListedPart
+from statetree.leaves.types.part import LeafPart, ListedPart, WholePart
 from statetree.spans.sums import ALL, whole_sums
 
 if TYPE_CHECKING:
     from statetree.key_paths import Path
-    from statetree.leaves.engine_type import EngineLeafType
+    from statetree.leaves.engine_type import DistributedPart, EngineLeafType
     from statetree.tree.spec import TreeSpec
 
 
@@ -136,13 +136,21 @@ def _divide(leaf: Any) -> tuple[DividedLeaf, Recipe]:
     inner, context = leaf_type.unpack_parts(leaf)
     if leaf_type.local_tensor is None:
         rows = leaf_type.distributed_parts(leaf)
-        given = [part if row is None else ListedPart(row) for part, row in zip(inner, rows, strict=True)]
+        given = [_listed(part, row, among=rows) for part, row in zip(inner, rows, strict=True)]
         return _assembled(leaf, leaf_type, context, given)
     from statetree.leaves.types.dtensor import part_maker
 
     inside = _divide_local(settled(inner[0]), part_maker(leaf), (*map(Cut, range(leaf.dim())),), leaf.stride())
     _, recipe = _assembled(leaf, leaf_type, context, [inside, *inner[1:]])
     return inside[0], recipe
+
+
+def _listed(part: Any, row: DistributedPart | None, among: Sequence[Any]) -> Any:
+    """Return what stands for a part of a leaf of which ``layout`` says a row."""
+    if row is not None:
+        return ListedPart(row)
+    is_chosen_alike = any(among) and type(part) is torch.Tensor and part.layout is torch.strided
+    return WholePart(part) if is_chosen_alike else part
 
 
 def _assembled(
