@@ -77,7 +77,7 @@ def lower(
     try:
         for index, leaf in enumerate(leaves):
             chosen = (bool(also) and paths[index] in also) or (wanted is not None and wanted(leaf))
-            if _is_several(leaf) or (chosen and is_divisible(leaf)):
+            if is_several(leaf) or (chosen and is_divisible(leaf)):
                 paths = paths or spec.paths()
                 divided[index], recipes[paths[index]] = _divide(leaf)
     except Exception as error:
@@ -92,10 +92,10 @@ def lower(
 
 def lies_on_ranks(leaf: Any) -> bool:
     """Whether the ranks of a group hold different chunks of a leaf, or of parts of it."""
-    return is_distributed(leaf) or _is_several(leaf)
+    return is_distributed(leaf) or is_several(leaf)
 
 
-def _is_several(leaf: Any) -> bool:
+def is_several(leaf: Any) -> bool:
     """Whether a leaf is made of several tensors that are distributed, or one, but not as it stands."""
     if type(leaf) is torch.Tensor:
         return False
@@ -165,7 +165,7 @@ def _assembled(
         if place >= elements:
             inner.append(Attribute(part))
             continue
-        inside, recipe = part if type(part) is tuple else _divide(part) if _is_several(part) else (part, None)
+        inside, recipe = part if type(part) is tuple else _divide(part) if is_several(part) else (part, None)
         parts[name] = inside
         inner.append(recipe)
         flat += [inside] if recipe is None else recipe.parts

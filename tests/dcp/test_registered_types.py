@@ -11,6 +11,8 @@ from statetree import dcp
 from statetree.testing import run_ranks
 from tests.collectives.test_custom_chunks import FULL, blocks_of
 
+pytestmark = pytest.mark.filterwarnings("ignore:save. leaves that restore makes with a template only")
+
 
 class Scaled:
     def __init__(self, values, scale, zeros):

@@ -17,6 +17,8 @@ import statetree
 from statetree import dcp
 from statetree.testing import assert_trees_equal
 
+pytestmark = pytest.mark.filterwarnings("ignore:save. leaves that restore makes with a template only")
+
 BEFORE = Path(__file__).parent / "data" / "before"
 
 

@@ -11,6 +11,8 @@ import statetree
 from statetree import dcp
 from statetree.testing import assert_trees_equal
 
+pytestmark = pytest.mark.filterwarnings("ignore:save. leaves that restore makes with a template only")
+
 
 def make_state(start=0.0):
     return {

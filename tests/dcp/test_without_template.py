@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 import statetree as st
 from statetree import dcp
 from statetree.dcp import Checkpointer, saving
+from statetree.errors import StateTreeError
 from statetree.testing import assert_trees_equal
+from tests.trees import quiet
 
 
 @dataclasses.dataclass
@@ -188,3 +191,25 @@ def test_states_of_known_containers_warn_of_nothing(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         dcp.save({"m": torch.nn.Linear(2, 2).state_dict(), "d": deque([1], 2)}, checkpoint_id=tmp_path)
+
+
+IN_PARTS = {
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "csr": lambda: torch.eye(3).to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.arange(3.0), 0.1, 0, torch.qint8),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged),
+    "wrapper": lambda: TwoTensor(torch.ones(2), torch.zeros(2)),
+    "storage": lambda: torch.ones(2).untyped_storage(),
+}
+
+
+@pytest.mark.parametrize("kind", IN_PARTS)
+def test_leaves_of_several_tensors_are_warned_of(kind, tmp_path):
+    with quiet():
+        state = {"plain": torch.ones(2), "n": [IN_PARTS[kind]()]}
+    with pytest.warns(UserWarning, match=r"save: leaves that restore makes with a template only, at:\n  n\.0\nPass it one"):
+        dcp.save(state, checkpoint_id=tmp_path)
+    with pytest.raises(StateTreeError, match=r"at n\.0.*template"):
+        dcp.load(checkpoint_id=tmp_path)
+    with quiet():
+        assert st.similarity(dcp.load(st.offload(state), checkpoint_id=tmp_path), state)
