@@ -61,7 +61,7 @@ class TorchArchive:
         self._stored: dict[int, StoredTensor] = {}
         self.prefix = ""
         self._legacy_pickle: bytes | None = None
-        if place.length >= len(LEGACY) and place.read(0, len(LEGACY), "its beginning") == LEGACY:
+        if place.length >= len(LEGACY[0]) and place.read(0, len(LEGACY[0]), "its beginning") in LEGACY:
             self._legacy_pickle, storages = read_legacy(place)
             self.members = {name: ZipMember(name, *found, None) for name, found in storages.items()}
         else:
