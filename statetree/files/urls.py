@@ -15,6 +15,6 @@ _URL: Final = re.compile(r"[A-Za-z][\w+.:-]+:/")
 def refuse_url(verb: str, path: Any, remedy: str = "Pass the path of a file or directory.") -> None:
     """Raise ``CheckpointError`` if a path looks like a URL."""
     name = os.fspath(path)
-    if isinstance(name, str) and _URL.match(name):
+    if isinstance(name, str) and _URL.match(name.lstrip()):
         msg = f"{verb}: {name} is no path: expected a local one, got a URL. {remedy}"
         raise CheckpointError(msg)
