@@ -107,7 +107,7 @@ def warn_of_values(verb: str, state: Any) -> None:
         chosen = [index for index, leaf in enumerate(leaves) if not _comes_back(leaf)]
         found = [(spec.paths()[index], type(leaves[index]), _why_not(leaves[index])) for index in chosen]
         containers = list(_not_rebuilt(spec))
-        parts = [spec.paths()[index] for index, leaf in enumerate(leaves) if _is_saved_in_parts(leaf)]
+        parts = [str(spec.paths()[index]) or "<root>" for index, leaf in enumerate(leaves) if _is_saved_in_parts(leaf)]
     except StateTreeError:  # the save itself raises it
         return
     if containers:
@@ -117,7 +117,7 @@ def warn_of_values(verb: str, state: Any) -> None:
         )
         warn(msg)
     if parts:
-        msg = f"{verb}: leaves that restore makes with a template only, at:\n  {shown(list(map(str, parts)))}\nPass it one."
+        msg = f"{verb}: leaves that restore makes with a template only, at:\n  {shown(parts)}\nPass it one."
         warn(msg)
     lines = [f"{path or '<root>'} ({cls.__qualname__}): {why}" for path, cls, why in found if why]
     if lines:

@@ -99,7 +99,9 @@ def _mapped(
     results: list[Any] = []
     append = results.append
     sides = (first, *columns)
-    stored = [leaf for side in sides for leaf in _below(side, deep=deep) if type(leaf) in STAND_INS] if STAND_INS else []
+    stored = (
+        [leaf for side in sides for leaf in _below(side, deep=deep) if type(leaf) in STAND_INS] if STAND_INS else []
+    )
     read = reader(stored)
     if deep and stored:
         read = partial(_read_below, read)

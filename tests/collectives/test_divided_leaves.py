@@ -417,7 +417,9 @@ def tell_in_words():
         attempt(lambda: st.reshard({"w": value}, {"w": double}, cast=True)),
         attempt(lambda: st.reshard({"w": value}, {"w": torch.zeros(10, 7)})),
         attempt(lambda: st.reshard({"w": value}, {"v": value})),
-        attempt(lambda: st.gather({"w": value, "only": value} if dist.get_rank() else {"w": 1, "only": value}, union=True)),
+        attempt(
+            lambda: st.gather({"w": value, "only": value} if dist.get_rank() else {"w": 1, "only": value}, union=True)
+        ),
     ]
     missing = []
     st.reshard({"w": value, "z": value}, {"w": value, "y": value}, strict=False, on_missing=missing.append)

@@ -207,7 +207,9 @@ IN_PARTS = {
 def test_leaves_of_several_tensors_are_warned_of(kind, tmp_path):
     with quiet():
         state = {"plain": torch.ones(2), "n": [IN_PARTS[kind]()]}
-    with pytest.warns(UserWarning, match=r"save: leaves that restore makes with a template only, at:\n  n\.0\nPass it one"):
+    with pytest.warns(
+        UserWarning, match=r"save: leaves that restore makes with a template only, at:\n  n\.0\nPass it one"
+    ):
         dcp.save(state, checkpoint_id=tmp_path)
     with pytest.raises(StateTreeError, match=r"at n\.0.*template"):
         dcp.load(checkpoint_id=tmp_path)

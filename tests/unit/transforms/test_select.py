@@ -187,7 +187,7 @@ def test_update_calls_a_function_once_for_each_memory():
 def test_update_calls_no_function_twice_for_the_same_elements(other):
     w = torch.arange(6.0)
     for tree in ([w, other(w)], [other(w), w]):
-        with pytest.raises(st.TreeMismatch, match="at 1: .* elements that it shares with 0. The function was not"):
+        with pytest.raises(st.TreeMismatch, match=r"at 1: .* elements that it shares with 0\. The function was not"):
             st.update(tree, "*", lambda leaf: pytest.fail("called"))
         assert st.update(tree, "0", lambda leaf: 5) == [5, tree[1]]
         assert st.update(tree, "*", 5) == [5, 5]
