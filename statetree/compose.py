@@ -26,7 +26,7 @@ from statetree.leaves.parts import unpack
 from statetree.leaves.ties import tied_leaves
 from statetree.torch_internals import quietly
 from statetree.tree.flatten import flatten_for_copy, unflatten
-from statetree.tree.stand_ins import STAND_INS, read_leaf
+from statetree.tree.stand_ins import STAND_INS, reader
 
 if TYPE_CHECKING:
     from statetree.exchange.group import Group
@@ -75,7 +75,7 @@ def _applied(step: Step, tree: Any) -> Any:
     if STAND_INS and not is_ours:
         leaves, spec = flatten_for_copy(tree, holds_tensor, verb="chain")
         if not STAND_INS.keys().isdisjoint(map(type, leaves)):
-            tree = unflatten(spec, list(map(read_leaf, leaves)))
+            tree = unflatten(spec, list(map(reader(leaves), leaves)))
     return step(tree)
 
 

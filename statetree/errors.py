@@ -13,7 +13,7 @@ import warnings
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, ParamSpec, TypeVar
 
-from statetree.key_paths import is_tensor, nearest, printable
+from statetree.key_paths import is_tensor, literal, nearest, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -205,7 +205,7 @@ def prefix_hint(left: Iterable[str], right: Iterable[str], told: tuple[str, str]
             and {above + name.removeprefix(above + prefix) for name in longer} == shorter
         ):
             tree = told[longer is theirs]
-            rule = f"{{{f'{above}{prefix}**'!r}: {f'{above}**'!r}}}"
+            rule = f"{{{f'{literal(above + prefix)}**'!r}: {f'{literal(above)}**'!r}}}"
             return f"The names differ by the prefix {prefix!r} of the {tree} tree: rename(tree, {rule}) takes it away."
     return ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from difflib import get_close_matches
@@ -240,6 +241,11 @@ def unique_keys(plain: list[str], paths: Sequence[tuple[Any, ...]]) -> list[str]
 
 #: How many paths are compared with a mistyped one character by character.
 _COMPARED: Final = 300
+
+
+def literal(text: str) -> str:
+    """Return a glob that matches a text and nothing else: wildcards and braces are quoted by backslashes."""
+    return re.sub(r"([\\*{}])", r"\\\1", text)
 
 
 def nearest(text: str, keys: Iterable[str], *, cutoff: float = 0.6) -> str | None:

@@ -27,7 +27,10 @@ from statetree.dcp.tensors import PARTS_ENTRY, VALUE_ENTRY, compact, content_of,
 from statetree.errors import StateTreeError, UnsupportedLeaf, shown, warn, with_checks
 from statetree.files.checkpoint import is_entry
 from statetree.key_paths import Path
-from statetree.leaves.builtin import leaf_type_of
+from statetree.leaves.builtin import is_distributed, leaf_type_of, taken_over
+from statetree.leaves.lowering import is_several
+from statetree.leaves.types.special import QUANTIZED
+from statetree.torch_internals import WITHOUT_KERNELS
 from statetree.tree.flatten import flatten_for
 
 if TYPE_CHECKING:
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
 
 
 def warn_of_values(verb: str, state: Any) -> None:
-    """Warn of containers and plain values that do not come back by default, each with its path.
+    """Warn of what does not come back by default (containers, leaves, plain values), each with its path.
 
     Args:
         verb: On whose behalf.
@@ -52,6 +55,7 @@ def warn_of_values(verb: str, state: Any) -> None:
         chosen = [index for index, leaf in enumerate(leaves) if not _comes_back(leaf)]
         found = [(spec.paths()[index], type(leaves[index]), _why_not(leaves[index])) for index in chosen]
         containers = list(_not_rebuilt(spec))
+        parts = [str(spec.paths()[index]) or "<root>" for index, leaf in enumerate(leaves) if _is_saved_in_parts(leaf)]
     except StateTreeError:  # the save itself raises it
         return
     if containers:
@@ -59,6 +63,9 @@ def warn_of_values(verb: str, state: Any) -> None:
             f"{verb}: containers that restore makes with a template only, at:\n  {shown(containers)}\nPass it one, "
             "or make their classes known: register_container, or torch.serialization.add_safe_globals."
         )
+        warn(msg)
+    if parts:
+        msg = f"{verb}: leaves that restore makes with a template only, at:\n  {shown(parts)}\nPass it one."
         warn(msg)
     lines = [f"{path or '<root>'} ({cls.__qualname__}): {why}" for path, cls, why in found if why]
     if lines:
@@ -80,6 +87,22 @@ def _not_rebuilt(spec: TreeSpec) -> Iterator[str]:
         why = "" if ref >= 0 else why_not_rebuilt(form.nodes[~ref], known)
         if why:
             yield f"{path_of(texts) or '<root>'}: {why}"
+
+
+#: Strided tensors of these dtypes are saved as tensors of others.
+_IN_PARTS: Final = WITHOUT_KERNELS | frozenset(QUANTIZED)
+
+
+def _is_saved_in_parts(leaf: Any) -> bool:
+    """Whether a leaf is made of several tensors, so that a template has to say how (quantized, nested, wrappers)."""
+    if type(leaf) is torch.Tensor:
+        if leaf.layout is not torch.strided and not leaf.is_nested:
+            return False  # sparse: what it is made of says how
+        if not leaf.is_nested and leaf.dtype not in _IN_PARTS:
+            return False
+    elif type(leaf) in _COMING_BACK or taken_over(leaf):
+        return False
+    return is_several(leaf) or (not is_distributed(leaf) and content_of("save", leaf, Path()).sort == PARTS_ENTRY)
 
 
 #: Classes of values that always come back. Asking that of every number in a state would take as long as saving it.

@@ -99,7 +99,7 @@ def opened(
 
 def _far(url: str | os.PathLike[str]) -> Path:
     """Return the place that a URL names. A ``Path`` of it has lost a slash."""
-    return RemotePath.of(re.sub(r"^([A-Za-z][\w+.:-]+):/(?=[^/])", r"\1://", os.fspath(url)))
+    return RemotePath.of(re.sub(r"^([A-Za-z][\w+.:-]+):/(?=[^/])", r"\1://", os.fspath(url).lstrip()))
 
 
 def _beginning(path: Path, files: OpenFiles) -> bytes:
@@ -245,9 +245,9 @@ def save(
         options = replace(options, group=ranks.identity)
 
     def write(folder: Path) -> list[str]:
-        return (
-            with_checks(found.write, tree, folder, target.name, options) if ranks.rank == 0 or not is_gathered else []
-        )
+        if is_gathered and ranks.rank:
+            return []
+        return with_checks(found.write, tree, folder, target.name, options)
 
     together: Together = partial(on_all_ranks, "save", ranks) if by_all or is_gathered else _alone
     if isinstance(far := cast("Any", target), RemotePath):

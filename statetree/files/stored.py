@@ -398,5 +398,7 @@ def _read_whole(stored: StoredTensor) -> Any:
 
 
 register_leaf_type(StoredTensor, StoredType(), subclasses=True)
-STAND_IN: Final = StandIn(_read_whole, lambda stored: unread(stored.outline, lambda: _read_whole(stored)))
+STAND_IN: Final = StandIn(
+    _read_whole, lambda stored: unread(stored.outline, lambda: _read_whole(stored)), StoredTensor.location
+)
 STAND_INS[StoredTensor] = STAND_IN

@@ -62,7 +62,7 @@ class TorchArchive:
         self._stored: dict[int, StoredTensor] = {}
         self.prefix = ""
         self._legacy_pickle: bytes | None = None
-        if file.length >= len(LEGACY) and file.read(0, len(LEGACY), "its beginning") == LEGACY:
+        if file.length >= len(LEGACY[0]) and file.read(0, len(LEGACY[0]), "its beginning") in LEGACY:
             self._legacy_pickle, storages = read_legacy(file)
             self.members = {name: ZipMember(name, *found, None) for name, found in storages.items()}
         else:

@@ -18,8 +18,8 @@ from statetree.files.untrusted import refuse
 if TYPE_CHECKING:
     from statetree.files.ranges import FileRange
 
-#: What these files begin with.
-LEGACY: Final = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+#: What these files begin with: a number, pickled in one of the protocols that ``torch.load(weights_only=True)`` reads.
+LEGACY: Final = tuple([protocol + b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19." for protocol in (b"\x80\x02", b"\x80\x03")])
 _MAX_PICKLE_BYTES: Final = 1 << 30
 _COUNT_BYTES: Final = 8
 

@@ -15,7 +15,7 @@ _URL: Final = re.compile(r"[A-Za-z][\w+.:-]+:/")
 def is_url(path: Any) -> bool:
     """Whether a path looks like a URL."""
     name = os.fspath(path)
-    return isinstance(name, str) and _URL.match(name) is not None
+    return isinstance(name, str) and _URL.match(name.lstrip()) is not None
 
 
 def refuse_url(verb: str, path: Any, remedy: str = "Pass the path of a file or directory.") -> None:

@@ -40,6 +40,12 @@ class DividedLeaf:
         self.text = text
         self.parts = parts
 
+    @staticmethod
+    def _statetree_text(metadata: tuple[str, Sequence[str]]) -> str:
+        """Say what stands in a lowered tree, in the words of somebody who knows the leaf alone."""
+        text = metadata[0].replace("torch.dtype torch.", "torch.").replace("NoneType None", "None")
+        return f"a leaf ({text}) made of {', '.join(metadata[1])}"
+
     def full_text(self) -> str:
         """Return the text, and those of parts that are divided themselves."""
         inside = [part.full_text() for part in self.parts.values() if isinstance(part, DividedLeaf)]

@@ -21,12 +21,12 @@ from statetree.leaves.laid_out import laid_out
 from statetree.leaves.leaf_numbers import value_text
 from statetree.leaves.location import located_error
 from statetree.leaves.parts import hides_distributed
-from statetree.leaves.types.part import LeafPart, ListedPart
+from statetree.leaves.types.part import LeafPart, ListedPart, WholePart
 from statetree.spans.sums import ALL, whole_sums
 
 if TYPE_CHECKING:
     from statetree.key_paths import Path
-    from statetree.leaves.engine_type import EngineLeafType
+    from statetree.leaves.engine_type import DistributedPart, EngineLeafType
     from statetree.tree.spec import TreeSpec
 
 
@@ -84,7 +84,7 @@ def lower(
                 divided[index], recipes[paths[index]] = found
                 continue
             chosen = partner is not None or (wanted is not None and wanted(leaf))
-            if _is_several(leaf) or (chosen and is_divisible(leaf)):
+            if is_several(leaf) or (chosen and is_divisible(leaf)):
                 paths = paths or spec.paths()
                 divided[index], recipes[paths[index]] = _divide(leaf)
     except TreeMismatch:
@@ -101,10 +101,10 @@ def lower(
 
 def lies_on_ranks(leaf: Any) -> bool:
     """Whether the ranks of a group hold different chunks of a leaf, or of parts of it."""
-    return is_distributed(leaf) or _is_several(leaf)
+    return is_distributed(leaf) or is_several(leaf)
 
 
-def _is_several(leaf: Any) -> bool:
+def is_several(leaf: Any) -> bool:
     """Whether a leaf is made of several tensors that are distributed, or one, but not as it stands."""
     if type(leaf) is torch.Tensor:
         return False
@@ -145,13 +145,21 @@ def _divide(leaf: Any) -> tuple[DividedLeaf, Recipe]:
     inner, context = leaf_type.unpack_parts(leaf)
     if leaf_type.local_tensor is None:
         rows = leaf_type.distributed_parts(leaf)
-        given = [part if row is None else ListedPart(row) for part, row in zip(inner, rows, strict=True)]
+        given = [_listed(part, row, among=rows) for part, row in zip(inner, rows, strict=True)]
         return _assembled(leaf, leaf_type, context, given)
     from statetree.leaves.types.dtensor import part_maker
 
     inside = _divide_local(settled(inner[0]), part_maker(leaf), (*map(Cut, range(leaf.dim())),), leaf.stride())
     _, recipe = _assembled(leaf, leaf_type, context, [inside, *inner[1:]])
     return inside[0], recipe
+
+
+def _listed(part: Any, row: DistributedPart | None, among: Sequence[Any]) -> Any:
+    """Return what stands for a part of a leaf of which ``layout`` says a row."""
+    if row is not None:
+        return ListedPart(row)
+    is_chosen_alike = any(among) and type(part) is torch.Tensor and part.layout is torch.strided
+    return WholePart(part) if is_chosen_alike else part
 
 
 def _assembled(
@@ -166,7 +174,7 @@ def _assembled(
         if place >= elements:
             inner.append(Attribute(part))
             continue
-        inside, recipe = part if type(part) is tuple else _divide(part) if _is_several(part) else (part, None)
+        inside, recipe = part if type(part) is tuple else _divide(part) if is_several(part) else (part, None)
         parts[name] = inside
         inner.append(recipe)
         flat += [inside] if recipe is None else recipe.parts

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from statetree.errors import Difference
-from statetree.leaves.builtin import facts, leaf_type_of, settled, taken_over
+from statetree.leaves.builtin import facts, is_distributed, leaf_type_of, settled, taken_over
 from statetree.leaves.location import located_error
-from statetree.leaves.parts import AtomRecipe, PackedRecipe, Recipe, Unpacked, are_views
+from statetree.leaves.parts import AtomRecipe, PackedRecipe, Recipe, Unpacked, are_views, hides_distributed
 from statetree.spans.bits import safely_equal
 from statetree.spans.columns import Columns
 from statetree.spans.geometry_cache import recognise
@@ -203,7 +203,8 @@ def _leaf_difference(a: Any, b: Any, *, plain: bool, total: bool) -> Iterator[tu
             yield ("type", type(a).__qualname__, type(b).__qualname__)
         return
     try:
-        left, right = facts(settled(a)), facts(settled(b))
+        a, b = settled(a), settled(b)
+        left, right = _facts_here(a), _facts_here(b)
     except Exception as error:
         if not total:
             raise
@@ -211,7 +212,28 @@ def _leaf_difference(a: Any, b: Any, *, plain: bool, total: bool) -> Iterator[tu
         reason = str(error).replace("the leaf at %PATH%", "it")
         yield ("leaf type", f"{type(a).__qualname__} ({reason})", type(b).__qualname__)
         return
-    yield from fact_differences(left, right)
+    found = list(fact_differences(left, right))
+    yield from found
+    if not found and isinstance(a, torch.Tensor) and not is_distributed(a) and any(map(hides_distributed, (a, b))):
+        for x, y in zip(_made_of(a), _made_of(b), strict=False):
+            yield from _leaf_difference(x, y, plain=plain, total=total)
+
+
+def _facts_here(leaf: Any) -> Mapping[str, Any]:
+    """Return the facts of a leaf, and which elements of the whole its parts are, where its class says so."""
+    leaf_type = leaf_type_of(type(leaf))
+    if leaf_type is None or not (leaf_type.registered and leaf_type.distributed):
+        return facts(leaf)
+    rows = [row and (row.shape, *row.offsets) for row in leaf_type.distributed_parts(leaf)]
+    return {**facts(leaf), "layout": tuple(rows)}
+
+
+def _made_of(leaf: Any) -> Sequence[Any]:
+    """Return the tensors that a leaf is made of: they may be distributed."""
+    leaf_type = leaf_type_of(type(leaf))
+    assert leaf_type is not None
+    inner, context = leaf_type.unpack(leaf)
+    return leaf_type.essential(context, inner)
 
 
 def fact_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from statetree.errors import note_leaf
+from statetree.errors import Difference, StateTreeError, TreeMismatch, note_leaf
+from statetree.key_paths import Path
+from statetree.leaves.parts import unpack
 from statetree.leaves.ties import view_key
+from statetree.spans.columns import Columns
+from statetree.spans.overlaps import shared_elements
+from statetree.torch_internals import quietly
 from statetree.tree.atoms import HOLE
 from statetree.tree.flatten import flatten_for, unflatten
 from statetree.tree.selection import selected
-from statetree.tree.stand_ins import read_leaf
+from statetree.tree.stand_ins import place_of, reader
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from statetree.tree.selection import Where
+    from statetree.tree.spec import TreeSpec
 
 T = TypeVar("T")
 
@@ -26,9 +35,9 @@ def update(tree: T, where: Where, value_or_fn: Any, *, missing_ok: bool = False)
         tree: Any tree. It does not change.
         where: Which leaves, as for ``select``. A ``HOLE`` stays one.
         value_or_fn: The new leaf, or a function from the old leaf to the new one. It is called once for tensors
-            that are the same view on one memory (as the tied entries of a ``state_dict()`` are): its result takes the
-            place of all of them; where it returns what it was given, perhaps written to, each stays. A stored tensor
-            is read before.
+            of one class that are the same view on one memory (as the tied entries of a ``state_dict()`` are): its
+            result takes the place of all of them; where it returns what it was given, perhaps written to, each stays.
+            A stored tensor is read before.
         missing_ok: Whether a glob or path may match nothing.
 
     Returns:
@@ -38,7 +47,8 @@ def update(tree: T, where: Where, value_or_fn: Any, *, missing_ok: bool = False)
         The other leaves are the tree's own, and the new ones are put in as they are.
 
     Raises:
-        TreeMismatch: If a glob or path matches nothing.
+        TreeMismatch: If a glob or path matches nothing, or a function is to be called for tensors that share elements
+            otherwise (another view, or a ``Parameter`` and its ``.data``): it could write these twice.
         CyclicTree: If a container holds itself.
         Exception: What the function raises, with a note of the leaf's path.
 
@@ -49,22 +59,54 @@ def update(tree: T, where: Where, value_or_fn: Any, *, missing_ok: bool = False)
     """
     leaves, spec = flatten_for("update", tree)
     mask = selected(where, spec, leaves, verb="update", missing_ok=missing_ok)
+    chosen = [index for index, leaf in enumerate(leaves) if mask[index] and leaf is not HOLE]
     result = list(leaves)
-    made: dict[Any, tuple[Any, Any]] = {}  # what the function was given first, and what it returned
-    for index, leaf in enumerate(leaves):
-        if not mask[index] or leaf is HOLE:
-            continue
-        if not callable(value_or_fn):
+    if not callable(value_or_fn):
+        for index in chosen:
             result[index] = value_or_fn
-            continue
-        key = view_key(leaf) if isinstance(leaf, torch.Tensor) else None
+        return cast("T", unflatten(spec, result))
+    keys = [_key(leaves[index]) for index in chosen]
+    _refuse_entangled(spec, leaves, chosen, keys)
+    read = reader(leaves[index] for index in chosen)
+    made: dict[Any, tuple[Any, Any]] = {}  # what the function was given first, and what it returned
+    for index, key in zip(chosen, keys, strict=True):
+        leaf = leaves[index]
         if key is None or key not in made:
             try:
-                given = read_leaf(leaf)
-                made[key] = leaf, value_or_fn(given)
+                given = read(leaf)
+                made[key] = given, value_or_fn(given)
             except Exception as error:
                 note_leaf(error, spec.paths()[index], leaf)
                 raise
         given, returned = made[key]
-        result[index] = leaf if returned is given else returned
+        result[index] = leaf if returned is given and isinstance(leaf, torch.Tensor) else returned
     return cast("T", unflatten(spec, result))
+
+
+def _key(leaf: Any) -> Any:
+    """Return what is equal for tensors that a function is called for once, and ``None`` for other leaves."""
+    return (type(leaf), view_key(leaf)) if isinstance(leaf, torch.Tensor) else place_of(leaf)
+
+
+@quietly
+def _refuse_entangled(spec: TreeSpec, leaves: Sequence[Any], chosen: Sequence[int], keys: Sequence[Any]) -> None:
+    """Raise ``TreeMismatch`` if a function would be called twice for the same elements."""
+    tensors: list[torch.Tensor] = []
+    owners: list[int] = []
+    for place, index in enumerate(chosen):
+        if not isinstance(leaves[index], torch.Tensor):
+            continue
+        with suppress(StateTreeError):  # of what cannot be taken apart nothing is known but the object
+            parts = unpack("update", [leaves[index]], lambda: [Path()]).parts
+            known = [part for part in parts if not part.is_meta and part.data_ptr()]
+            tensors += known
+            owners += [place] * len(known)
+    found: list[Difference] = []
+    paths = spec.paths()
+    for one, other in shared_elements(Columns(tensors)):
+        first, second = sorted((owners[one], owners[other]))
+        if keys[first] != keys[second]:
+            shared = f"elements that it shares with {paths[chosen[first]]}"
+            found.append(Difference(paths[chosen[second]], "memory", shared, "elements of its own, or the same view"))
+    if found:
+        raise TreeMismatch.between("update", found, "The function was not called. Choose one of them (where).")

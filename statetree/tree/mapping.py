@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from statetree.errors import Difference, TreeMismatch, note_leaf
 from statetree.key_paths import Path
 from statetree.tree.flatten import flatten_for, unflatten
 from statetree.tree.matching import matched
-from statetree.tree.stand_ins import STAND_INS, read_leaf
+from statetree.tree.stand_ins import STAND_INS, reader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +50,8 @@ def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = 
 
     Args:
         fn: Called once a leaf, in the order of ``flatten``. What it returns is put in as one leaf. Of a stored tensor
-            (of ``statetree.files``) it gets the tensor, which is read right before.
+            (of ``statetree.files``) it gets the tensor, which is read right before; those that are the same view on
+            the same bytes are one tensor. In what ``is_leaf`` says is a leaf they are read, too.
         tree: Gives the structure.
         rest: Trees of the same structure. Mappings are matched by their keys, whatever their order.
         is_leaf: As for ``flatten``.
@@ -71,7 +73,7 @@ def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = 
     """
     leaves, spec = flatten_for("map_leaves", tree, is_leaf=is_leaf)
     columns = [aligned("map_leaves", spec, leaves, other, is_leaf=is_leaf) for other in rest]
-    return unflatten(spec, _mapped(fn, leaves, columns, spec))
+    return unflatten(spec, _mapped(fn, leaves, columns, spec, deep=is_leaf is not None))
 
 
 @overload
@@ -91,19 +93,37 @@ def map_with_path(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     return unflatten(spec, _mapped(fn, spec.paths(), [leaves, *columns], spec))
 
 
-def _mapped(fn: Callable[..., Any], first: Sequence[Any], columns: Sequence[list[Any]], spec: TreeSpec) -> list[Any]:
+def _mapped(
+    fn: Callable[..., Any], first: Sequence[Any], columns: Sequence[list[Any]], spec: TreeSpec, *, deep: bool = False
+) -> list[Any]:
     results: list[Any] = []
     append = results.append
-    stand_in = bool(STAND_INS) and any(not STAND_INS.keys().isdisjoint(map(type, side)) for side in (first, *columns))
+    sides = (first, *columns)
+    stored = (
+        [leaf for side in sides for leaf in _below(side, deep=deep) if type(leaf) in STAND_INS] if STAND_INS else []
+    )
+    read = reader(stored)
+    if deep and stored:
+        read = partial(_read_below, read)
     try:
-        for row in zip(first, *columns, strict=True):
-            append(fn(*[read_leaf(leaf) for leaf in row]) if stand_in else fn(*row))
+        for row in zip(*sides, strict=True):
+            append(fn(*map(read, row)) if stored else fn(*row))
     except Exception as error:
         index = len(results)
         leaf = first[index] if not columns or not isinstance(first[index], Path) else columns[0][index]
         note_leaf(error, spec.paths()[index], leaf)
         raise
     return results
+
+
+def _below(leaves: Sequence[Any], *, deep: bool) -> Sequence[Any]:
+    """Return leaves, with ``deep`` down to those of containers that are leaves to a user."""
+    return flatten_for("map_leaves", list(leaves))[0] if deep else leaves
+
+
+def _read_below(read: Callable[[Any], Any], leaf: Any) -> Any:
+    leaves, spec = flatten_for("map_leaves", leaf)
+    return leaf if STAND_INS.keys().isdisjoint(map(type, leaves)) else unflatten(spec, list(map(read, leaves)))
 
 
 def to_flat(tree: Any, *, is_leaf: IsLeaf = None) -> tuple[dict[str, Any], TreeSpec]:

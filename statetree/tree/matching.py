@@ -10,7 +10,7 @@ from statetree.errors import Difference
 from statetree.key_paths import Path, key_identity
 from statetree.tree.atoms import HOLE
 from statetree.tree.selection import selected_in
-from statetree.tree.spec import TreeSpec, same_aux
+from statetree.tree.spec import TreeSpec, container_text, same_aux
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -245,6 +245,6 @@ def _by_key(keys: Sequence[Any], refs: Sequence[int]) -> dict[Any, tuple[Any, in
 
 def _describe(spec: TreeSpec, leaves: Sequence[Any], ref: int) -> str:
     if ref >= 0:
-        return f"a leaf ({type(leaves[ref]).__qualname__})"
-    kind, keys, *_ = spec.nodes[~ref]
-    return f"{kind.cls.__qualname__} of {len(keys)}"
+        cls = type(leaves[ref])
+        return getattr(cls, "_statetree_text", f"a leaf ({cls.__qualname__})")
+    return container_text(spec, ref)

@@ -183,11 +183,6 @@ def glob_parts(glob: str, wildcard: Callable[[str], str], capture: Callable[[str
     return parts
 
 
-def literal(text: str) -> str:
-    """Return a glob that matches a text and nothing else: wildcards and braces are quoted by backslashes."""
-    return re.sub(r"([\\*{}])", r"\\\1", text)
-
-
 def suggestion(pattern: str | Path, texts: Sequence[str]) -> str:
     """Return the end of a sentence that says that a pattern matches no path: what may have been meant."""
     if isinstance(pattern, str) and any(map(compiled_glob(f"{pattern}.**").fullmatch, texts)):

@@ -306,6 +306,13 @@ def _same_node(a: Node, b: Node) -> bool:
     return same_aux(a, b)
 
 
+def container_text(spec: TreeSpec, ref: int) -> str:
+    """Say what container of a structure there is, for messages."""
+    kind, keys, aux, *_ = spec.nodes[~ref]
+    text = getattr(kind.cls, "_statetree_text", None)
+    return f"{kind.cls.__qualname__} of {len(keys)}" if text is None else text(aux)
+
+
 def same_aux(a: Node, b: Node) -> bool:
     """Whether the auxiliary data of two nodes is equal."""
     return same_value(a[2], b[2])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from statetree.errors import Difference
 from statetree.key_paths import Path, key_identity
 from statetree.tree.flatten import flatten_for_copy
-from statetree.tree.spec import TreeSpec, same_aux
+from statetree.tree.spec import TreeSpec, container_text, same_aux
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -109,4 +109,4 @@ def _unlike(specs: Sequence[TreeSpec], refs: Mapping[int, int]) -> tuple[str, st
 
 
 def _described(spec: TreeSpec, ref: int) -> str:
-    return "a leaf" if ref >= 0 else f"{spec.nodes[~ref][0].cls.__qualname__} of {len(spec.nodes[~ref][1])}"
+    return "a leaf" if ref >= 0 else container_text(spec, ref)

@@ -16,9 +16,9 @@ def state():
     return {**state, "tied": state["w"], "part": state["w"][1:].t(), "none": torch.zeros(0)}
 
 
-@pytest.fixture
-def old(state, tmp_path):
-    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+@pytest.fixture(params=[2, 3], ids=["protocol 2", "protocol 3"])
+def old(request, state, tmp_path):
+    torch.save(state, tmp_path / "old.pt", pickle_protocol=request.param, _use_new_zipfile_serialization=False)
     return tmp_path / "old.pt"
 
 

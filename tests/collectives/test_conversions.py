@@ -125,7 +125,7 @@ def every_verb():
     check_holds(st.gather(st.offload(converted)), whole)
     check_holds(st.reshard(converted, {key: torch.empty(leaf.shape) for key, leaf in whole.items()}), whole)
     check_holds(st.reshard(converted, engine_like(1, torch.bfloat16), cast=True), whole)
-    with pytest.raises(st.TreeMismatch, match="shape differs at 0.qkv"):
+    with pytest.raises(st.TreeMismatch, match=r"shape differs at 0\.qkv"):
         st.reshard(converted, {**engine_like(), "0.qkv": torch.zeros(3, 4)})
     place = engine_like(1, torch.bfloat16)
     with st.prepare(st.reshard, converted, place, in_place=True, cast=True) as sync:

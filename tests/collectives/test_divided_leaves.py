@@ -334,3 +334,101 @@ def choose_and_carry():
 @RANKS
 def test_where_ties_and_attributes_reach_their_parts(world_size):
     run_ranks(world_size, choose_and_carry)
+
+
+def compare_layouts():
+    mesh, other = mesh_of(dist.get_world_size()), mesh_of(1, dist.get_world_size())
+    summands = TwoTensor(
+        DTensor.from_local(A.clone(), mesh, [Partial()], run_check=False), distribute_tensor(B, mesh, [Replicate()])
+    )
+    values = around(mesh, [Replicate()])
+    elsewhere = around(other, [Replicate(), Replicate()])
+    plain = TwoTensor(A.clone(), B.clone())
+    for one, two in ((summands, values), (values, elsewhere), (plain, values)):
+        for left, right in ((one, two), (two, one)):
+            before = [part.clone() for part in locals_of(right)]
+            assert not st.similarity({"w": left}, {"w": right})
+            name, message = attempt(lambda left=left, right=right: st.copy_into({"w": left}, {"w": right}))
+            assert name == "TreeMismatch"
+            assert "differs at w" in message
+            assert all(map(torch.equal, locals_of(right), before))
+    assert st.similarity({"w": values}, {"w": around(mesh, [Replicate()])})
+    assert st.similarity({"w": summands}, {"w": summands})
+
+
+def test_layouts_inside_of_wrappers_are_compared():
+    run_ranks(2, compare_layouts)
+
+
+class PlacedRows(Rows):
+    def __init__(self, codes, table, first):
+        super().__init__(codes, table, "")
+        self.first = first
+
+
+class PlacedRowsType(st.LeafType):
+    def unpack(self, value):
+        return [value.codes, value.table], value.first
+
+    def pack(self, context, parts):
+        return PlacedRows(*parts, 0 if len(parts[0]) == 10 else context)
+
+    def describe(self, value):
+        return {}
+
+    def layout(self, value):
+        return [((10, 7), [(value.first, 0)]), None]
+
+
+def place_rows():
+    st.register_leaf_type(PlacedRows, PlacedRowsType())
+    first, last = bounds()
+    here = {"w": PlacedRows(A[first:last].clone(), torch.arange(4.0), first)}
+    there = {"w": PlacedRows(torch.zeros(last - first, 7), torch.zeros(4), 10 - (last - first) - first)}
+    assert not st.similarity(here, there, values=False)
+    name, message = attempt(lambda: st.copy_into(here, there))
+    assert name == "TreeMismatch"
+    assert "layout differs at w" in message
+    assert not there["w"].codes.any()
+    assert st.similarity(here, st.offload(here))
+    # A part that is whole on every rank has to be the same on all: nobody could say which one is meant.
+    like = {"w": PlacedRows(torch.zeros(last - first, 7), torch.zeros(4), first)}
+    assert torch.equal(st.reshard(here, like)["w"].table, torch.arange(4.0))
+    with st.prepare(st.gather, here) as gathered:
+        assert torch.equal(gathered()["w"].table, torch.arange(4.0))
+    here["w"].table += dist.get_rank()
+    for call in (st.gather, st.digest, lambda tree: st.reshard(tree, like, in_place=True)):
+        name, message = attempt(lambda call=call: call(here))
+        assert name == "RankMismatch"
+        assert "ranks hold alike" in message
+        check_in_step()
+    assert not like["w"].codes.any()
+
+
+def test_classes_of_users_say_where_their_chunks_are_and_agree_on_the_rest():
+    run_ranks(2, place_rows)
+
+
+def tell_in_words():
+    mesh = mesh_of(dist.get_world_size())
+    value = wrapped(mesh, [Shard(0)])
+    double = wrapped(mesh, [Shard(0)], A.double(), B.double())
+    messages = [
+        attempt(lambda: st.reshard({"w": value}, {"w": double}, cast=True)),
+        attempt(lambda: st.reshard({"w": value}, {"w": torch.zeros(10, 7)})),
+        attempt(lambda: st.reshard({"w": value}, {"v": value})),
+        attempt(
+            lambda: st.gather({"w": value, "only": value} if dist.get_rank() else {"w": 1, "only": value}, union=True)
+        ),
+    ]
+    missing = []
+    st.reshard({"w": value, "z": value}, {"w": value, "y": value}, strict=False, on_missing=missing.append)
+    assert sorted({str(found.path) for found in missing}) == ["y.a", "y.b", "z.a", "z.b"]
+    text = f"{messages} {[str(found) for found in missing]}"
+    assert "expected a leaf (TwoTensor dtype torch.float64, metadata None) made of a, b" in messages[0][1]
+    assert "got a leaf (TwoTensor dtype torch.float32, metadata None) made of a, b" in messages[0][1]
+    assert not any(name in text for name in ("DividedLeaf", "MeshPart", "ListedPart")), text
+
+
+def test_messages_name_the_leaf_and_not_what_stands_for_it():
+    run_ranks(2, tell_in_words)

@@ -6,6 +6,8 @@ import torch
 import statetree as st
 from statetree import dcp
 
+pytestmark = pytest.mark.filterwarnings("ignore:save. leaves that restore makes with a template only")
+
 
 def expanded(values):
     return {"e": values[:, None].expand(4, 5), "x": values * 2}

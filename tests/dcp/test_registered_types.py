@@ -10,6 +10,8 @@ import statetree
 from statetree.testing import run_ranks
 from tests.collectives.test_custom_chunks import FULL, blocks_of
 
+pytestmark = pytest.mark.filterwarnings("ignore:save. leaves that restore makes with a template only")
+
 
 class Scaled:
     def __init__(self, values, scale, zeros):

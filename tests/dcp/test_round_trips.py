@@ -26,6 +26,8 @@ from tests.judge import assert_trees_equal
 from tests.judge.regions import raw_bytes
 from tests.pace import units
 
+pytestmark = pytest.mark.filterwarnings("ignore:save. leaves that restore makes with a template only")
+
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # where waiting for the disk costs nothing
 FILLABLE = [name for name in GEOMETRIES if name not in {"meta", "expanded"}]
 

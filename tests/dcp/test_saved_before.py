@@ -16,6 +16,8 @@ import torch.distributed.checkpoint as torch_dcp
 import statetree
 from tests.judge import assert_trees_equal
 
+pytestmark = pytest.mark.filterwarnings("ignore:save. leaves that restore makes with a template only")
+
 BEFORE = Path(__file__).parent / "data" / "before"
 
 

@@ -11,6 +11,8 @@ import statetree
 from statetree import dcp
 from tests.judge import assert_trees_equal
 
+pytestmark = pytest.mark.filterwarnings("ignore:save. leaves that restore makes with a template only")
+
 
 def make_state(start=0.0):
     return {

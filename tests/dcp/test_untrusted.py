@@ -33,6 +33,8 @@ from statetree.dcp.file_manifest import MANIFEST
 from statetree.dcp.saved_structure import read_structure
 from tests.pace import units
 
+pytestmark = pytest.mark.filterwarnings("ignore:save. leaves that restore makes with a template only")
+
 
 @pytest.fixture
 def checkpoint(tmp_path):

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 import statetree as st
 from statetree.dcp import Checkpointer, saving
+from statetree.errors import StateTreeError
 from tests.judge import assert_trees_equal
+from tests.trees import quiet
 
 
 @dataclasses.dataclass
@@ -187,3 +190,25 @@ def test_states_of_known_containers_warn_of_nothing(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         st.save({"m": torch.nn.Linear(2, 2).state_dict(), "d": deque([1], 2)}, tmp_path)
+
+
+IN_PARTS = {
+    "quantized": lambda: torch.quantize_per_tensor(torch.arange(3.0), 0.1, 0, torch.qint8),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged),
+    "wrapper": lambda: TwoTensor(torch.ones(2), torch.zeros(2)),
+    "storage": lambda: torch.ones(2).untyped_storage(),
+}
+
+
+@pytest.mark.parametrize("kind", IN_PARTS)
+def test_leaves_of_several_tensors_are_warned_of(kind, tmp_path):
+    with quiet():
+        state = {"plain": torch.ones(2), "n": [IN_PARTS[kind]()]}
+    with pytest.warns(
+        UserWarning, match=r"save: leaves that restore makes with a template only, at:\n  n\.0\nPass it one"
+    ):
+        st.save(state, tmp_path)
+    with pytest.raises(StateTreeError, match=r"n\.0.*like="):
+        st.load(tmp_path)
+    with quiet():
+        assert st.similarity(st.load(tmp_path, st.offload(state)), state)

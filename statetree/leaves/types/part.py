@@ -7,10 +7,10 @@ leaf is made of several, ``lowering`` puts a part in the place of each.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from statetree.chunks.local import chunks_at
-from statetree.leaves.engine_type import EngineLeafType
+from statetree.leaves.engine_type import DistributedPart, EngineLeafType
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from statetree.chunks.local import LocalChunks
     from statetree.chunks.ranks import Ranks
-    from statetree.leaves.engine_type import DistributedPart
 
 
 class LeafPart(ABC):
@@ -32,6 +31,8 @@ class LeafPart(ABC):
     """
 
     __slots__ = ("dtype", "shape", "tensors")
+    #: In messages.
+    _statetree_text: ClassVar[str] = "a distributed tensor"
 
     #: Whether its leaf is made of parts, and not of their tensors.
     stays_part = False
@@ -75,6 +76,24 @@ class ListedPart(LeafPart):
     def local_chunks(self, ranks: Ranks) -> LocalChunks:
         """Return which boxes this rank holds."""
         return chunks_at(self, self.shape, self.dtype, self.tensors, self.listed.offsets)
+
+
+class WholePart(ListedPart):
+    """A part that is whole on every rank, of a leaf of which other parts are not."""
+
+    __slots__ = ()
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(DistributedPart([tensor], tuple(tensor.shape), [(0,) * tensor.dim()], is_listed=False))
+
+    @property
+    def is_assumed_equal(self) -> bool:
+        """Whether ranks that hold different chunks of the leaf are taken to hold the same of this part."""
+        return True
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> WholePart:
+        """Return the same part of other tensors."""
+        return WholePart(tensors[0])
 
 
 class PartType(EngineLeafType):

@@ -106,6 +106,37 @@ def test_a_users_function_gets_tensors_one_leaf_after_the_other(name, tmp_path):
         assert_trees_equal(st.offload(sides[0]), one, ties=False)
 
 
+def test_a_users_function_gets_one_tensor_for_those_that_are_tied(tmp_path):
+    w = bits(4, 3)
+    stored = open_file(write({"a": w, "b": [w], "c": w[1:]}, tmp_path / "a.pt"))
+    for made in (
+        st.map_leaves(lambda leaf: leaf, stored),
+        st.map_with_path(lambda _, leaf: leaf, stored),
+        st.update(stored, "**", lambda leaf: leaf),
+        st.chain(lambda tree: tree)(stored),
+    ):
+        assert made["a"] is made["b"][0]
+        assert made["a"] is not made["c"]
+        assert_trees_equal(made, {"a": w, "b": [w], "c": w[1:]}, ties=False)
+    calls = []
+    made = st.update(stored, ["a", "b.0"], lambda leaf: calls.append(leaf) or leaf.double())
+    assert made["a"] is made["b"][0]
+    assert len(calls) == 1
+
+
+def test_what_is_a_leaf_to_a_user_holds_tensors(tmp_path):
+    state = {"x": {"w": bits(4, 3), "n": [bits(5)]}, "y": bits(2)}
+    stored = open_file(write(state, tmp_path / "a.pt"))
+
+    def looked(leaf, other):
+        assert not any(isinstance(inner, StoredTensor) for inner in st.flatten([leaf, other])[0])
+        return leaf
+
+    found = st.map_leaves(looked, stored, stored, is_leaf=lambda value: isinstance(value, dict) and "w" in value)
+    assert_trees_equal(found, state, ties=False)
+    assert isinstance(stored["x"]["w"], StoredTensor)
+
+
 def test_leaves_are_read_right_before_the_function_gets_them(tmp_path):
     stored = open_file(write({"a": bits(1000), "b": bits(2000)}, tmp_path / "a.pt"))
     path = tmp_path / "a.pt"

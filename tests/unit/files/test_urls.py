@@ -9,7 +9,13 @@ import torch
 import statetree as st
 from statetree.errors import CheckpointError
 
-URLS = ["s3://bucket/run/model.pt", "https://example.com/model.safetensors", "hf://org/model", "file:///tmp/a"]
+URLS = [
+    "s3://bucket/run/model.pt",
+    "https://example.com/model.safetensors",
+    "hf://org/model",
+    "file:///tmp/a",
+    " s3://bucket/run",
+]
 
 
 @pytest.mark.parametrize("url", URLS)

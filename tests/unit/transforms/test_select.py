@@ -161,16 +161,36 @@ def test_update_calls_a_function_once_for_each_memory():
     assert found["a.weight"] is found["b.weight"]
     assert found["a.weight"].equal(-expected)
     parameter = torch.nn.Parameter(torch.arange(3.0))
-    found = st.update([parameter, parameter.detach()], "*", lambda leaf: leaf.detach().add_(1))
+    found = st.update([parameter, parameter], "*", lambda leaf: leaf.detach().add_(1))
     assert found[0] is found[1]
     assert parameter.tolist() == [1, 2, 3]
     flat = torch.arange(6.0)
-    found = st.update([flat, flat[:3], flat.view(2, 3), flat.view(torch.int32)], "*", lambda leaf: leaf.clone())
-    assert len(set(map(id, found))) == 4
-    assert found[1].equal(flat[:3])
+    found = st.update([flat[:3], flat[3:]], "*", lambda leaf: leaf.mul_(2))
+    assert flat.tolist() == [0, 2, 4, 6, 8, 10]
     # What holds no memory is told by the object alone.
     empty = [torch.empty(3, device="meta"), torch.empty(3, device="meta"), torch.empty(0), torch.empty(0)]
     assert len(set(map(id, st.update(empty, "*", lambda leaf: leaf.clone())))) == 4
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda w: w.view(2, 3),
+        lambda w: w[1:],
+        lambda w: w.view(torch.int32),
+        torch.nn.Parameter,
+        lambda w: w.as_subclass(type("Plain", (torch.Tensor,), {})),
+        lambda w: torch.sparse_coo_tensor(torch.arange(6).view(1, 6), w, (9,)),
+    ],
+    ids=["shape", "part", "dtype", "parameter", "subclass", "inside a sparse tensor"],
+)
+def test_update_calls_no_function_twice_for_the_same_elements(other):
+    w = torch.arange(6.0)
+    for tree in ([w, other(w)], [other(w), w]):
+        with pytest.raises(st.TreeMismatch, match=r"at 1: .* elements that it shares with 0\. The function was not"):
+            st.update(tree, "*", lambda leaf: pytest.fail("called"))
+        assert st.update(tree, "0", lambda leaf: 5) == [5, tree[1]]
+        assert st.update(tree, "*", 5) == [5, 5]
 
 
 def test_they_read_no_element():

@@ -397,6 +397,19 @@ def test_a_prefix_is_told_with_the_rename_that_mends_it(prefixed, plain, rules):
 
 
 @pytest.mark.parametrize(
+    ("prefixed", "plain", "rules"),
+    [
+        ({"{a}*.w": 1, "{a}*.b": 2}, {"w": 1, "b": 2}, {r"\{a\}\*.**": "**"}),
+        ({"m*": {"x*.a": 1, "x*.b": 2}}, {"m*": {"a": 1, "b": 2}}, {r"m\*.x\*.**": r"m\*.**"}),
+    ],
+    ids=["prefix", "above"],
+)
+def test_what_a_prefix_holds_of_wildcards_is_quoted(prefixed, plain, rules):
+    assert f"rename(tree, {rules}) takes it away" in st.similarity(prefixed, plain).hint
+    assert st.similarity(st.rename(prefixed, rules), plain)
+
+
+@pytest.mark.parametrize(
     ("a", "b"),
     [
         ({"module.a": 1, "module.b": 2}, {"a": 1, "c": 2}),

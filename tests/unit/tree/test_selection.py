@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import statetree as st
-from statetree.key_paths import nearest
-from statetree.tree.selection import literal, selected, selected_in
+from statetree.key_paths import literal, nearest
+from statetree.tree.selection import selected, selected_in
 
 FLAT = {"a.b.w": 0, "a.c.w": 1, "a.w": 2, "w": 3, "b": 4}
 NESTED = {"a": {"b": {"w": 0}, "c": {"w": 1}, "w": 2}, "w": 3, "b": 4}
