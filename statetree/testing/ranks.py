@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import math
 import multiprocessing
 import multiprocessing.connection
 import numbers
@@ -143,10 +142,12 @@ class Rank:
         self.process = context.Process(target=serve, args=arguments, daemon=True)
 
     def start(self) -> None:
+        """Start the process."""
         with self._its_end, unit_measured():  # closed here, so that only the process has it
             self.process.start()
 
     def notify(self) -> None:
+        """Tell the rank that there is a call."""
         self.has_answered = False
         with contextlib.suppress(OSError):  # it has ended, as will be seen
             self._end.send_bytes(b"call")
@@ -163,6 +164,7 @@ class Rank:
         return self.has_answered or has_ended
 
     def waited_for(self) -> list[Any]:
+        """Return what is ready when ``has_finished`` may have changed."""
         return [self.process.sentinel, *([] if self._end.closed else [self._end])]
 
     def outcome(self) -> tuple[Outcome, bool]:
@@ -253,7 +255,9 @@ class RankPool:
         pending, outcomes = list(self._ranks), {}
         while pending:
             left = max(0.0, deadline - time.monotonic())
-            multiprocessing.connection.wait([end for rank in pending for end in rank.waited_for()], min(left, MAX_WAIT_S))
+            multiprocessing.connection.wait(
+                [end for rank in pending for end in rank.waited_for()], min(left, MAX_WAIT_S)
+            )
             done = [rank for rank in pending if rank.has_finished()]
             if not done and not left:
                 break
@@ -304,10 +308,10 @@ def _pool(world_size: int, collective_timeout: float, *, fresh: bool) -> Iterato
 
 def _seconds(name: str, value: Any) -> float:
     is_number = isinstance(value, numbers.Real)
-    if is_number and value >= 0:
-        return min(float(value), NO_LIMIT_S)
-    expected = "a number of seconds that is not negative, or math.inf for no limit"
-    refuse(f"run_ranks: {name}", expected, value, ValueError if is_number else TypeError)
+    if not (is_number and value >= 0):
+        expected = "a number of seconds that is not negative, or math.inf for no limit"
+        refuse(f"run_ranks: {name}", expected, value, ValueError if is_number else TypeError)
+    return min(float(value), NO_LIMIT_S)
 
 
 def _pickled(fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> bytes:

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from statetree.errors import UnsupportedLeaf
 from statetree.testing import laws as known
-from statetree.testing.arguments import check_at_least, check_world_sizes, needing_hypothesis, refuse
-from statetree.testing.known_states import STATES, states_on_ranks
+from statetree.testing.arguments import check_at_least, needing_hypothesis, refuse
 from statetree.testing.pace import units
-from statetree.testing.plans import Node, build, size
+from statetree.testing.plans import build
 from statetree.testing.ranks import run_ranks
-from statetree.testing.shrinking import smallest
-from statetree.testing.snippets import snippet
-from statetree.testing.transform_report import Report, Verdict
+from statetree.testing.report import Report, Verdict, snippet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from types import ModuleType
 
     from statetree.testing.laws import Law, Transform
-    from statetree.testing.transform_examples import Where
+    from statetree.testing.states import Where
 
-#: What a law says of one state.
-HOLDS, FAILS, HANGS, REFUSED, SAYS_NOTHING = "holds", "fails", "hangs", "refused", "says nothing"
+#: What a law says of one state; of several ranks, the first of these that one says.
+FAILS, HANGS, REFUSED, SAYS_NOTHING, HOLDS = OUTCOMES = ("fails", "hangs", "refused", "says nothing", "holds")
 #: How many states go to the ranks at once.
 BATCH = 20
 
@@ -84,19 +81,24 @@ def check_transform(
     check_at_least("check_transform: examples", examples, 1)
     if not (where is None or callable(where)):
         refuse("check_transform: where", "a predicate of a path and a leaf", where, TypeError)
-    world_sizes = (ranks,) if isinstance(ranks, int) else ranks
-    if world_sizes is not None:
-        check_world_sizes("check_transform: ranks", world_sizes)
+    world_sizes: Sequence[int | None] = (ranks,) if isinstance(ranks, int) or ranks is None else ranks
+    if ranks is not None:
+        if not world_sizes:
+            refuse("check_transform: ranks", "world sizes, such as (1, 2)", ranks, TypeError)
+        for size in world_sizes:
+            check_at_least("check_transform: ranks", size, 1)
     every = known.ALL if ranks is None else known.COLLECTIVE
     chosen = list(every) if laws is None else [_known(law) for law in laws]
     if inverse is not None:
         chosen.append(known.round_trip(inverse))
+    with needing_hypothesis("check_transform"):
+        from statetree.testing.states import plans_for
     verdicts: dict[str, Verdict] = {}
-    for world_size in world_sizes or (None,):
-        found = _plans(world_size, examples, where, seed)
+    for world_size in world_sizes:
+        plans = plans_for(world_size, examples, where, seed)
         for law in chosen:
             if law.name not in verdicts or verdicts[law.name].holds is not False:
-                verdict = _judged(law, fn, found, world_size, where)
+                verdict = _judged(law, fn, plans, world_size, where)
                 verdicts[law.name] = verdict.after(verdicts.get(law.name))
     report = Report(fn, tuple(verdicts.values()))
     if laws is not None and not report:
@@ -105,58 +107,34 @@ def check_transform(
 
 
 def _known(law: Any) -> Law:
-    if isinstance(law, known.Law):
-        return law
-    found: Any = getattr(known, str(law), None)
+    found: Any = law if isinstance(law, known.Law) else getattr(known, str(law), None)
     if not isinstance(found, known.Law):
         names = ", ".join(each.name for each in known.ALL)
         refuse("check_transform: laws", f"laws, or names of some ({names}, and others)", law)
     return found
 
 
-def _examples() -> ModuleType:
-    """Return the module that draws states, if hypothesis is there."""
-    with needing_hypothesis("check_transform"):
-        from statetree.testing import transform_examples
-    return transform_examples
-
-
-def _plans(world_size: int | None, examples: int, where: Where | None, seed: int) -> list[Any]:
-    """Return plans, the smallest first: those that are known, as many as are asked for, and drawn ones."""
-    drawn = _examples()
-    found = list(STATES if world_size is None else states_on_ranks(world_size))[:examples]
-    if len(found) < examples:
-        found += drawn.drawn_plans(world_size, examples - len(found), seed)
-    if where is not None:
-        found = [drawn.only(where, plan) for plan in found]
-    # Many transforms take containers alone, and strangers read these more easily.
-    return sorted(
-        {repr(plan): plan for plan in found}.values(), key=lambda plan: (not isinstance(plan, Node), size(plan))
-    )
-
-
 def _judged(law: Law, transform: Transform, plans: list[Any], world_size: int | None, where: Where | None) -> Verdict:
     """Look for the first state for which a law does not hold, and make it small."""
-    look = functools.partial(_outcomes, law, transform, world_size)
-    counts = dict.fromkeys((HOLDS, FAILS, HANGS, REFUSED, SAYS_NOTHING), 0)
+    from statetree.testing.states import only, smallest
+
+    def fails(other: Any) -> bool:
+        return (where is None or only(where, other) == other) and outcome(law, transform, other)[0] == FAILS
+
+    counts: Counter[str] = Counter()
     refusal = ""
-    for plan, (found, said) in zip(plans, look(plans), strict=False):
+    for plan, (found, said) in zip(plans, _outcomes(law, transform, world_size, plans), strict=False):
         counts[found] += 1
         refusal = refusal or (said if found == REFUSED else "")
         if found in (FAILS, HANGS):
             small = plan
-            if found == FAILS:  # of those that hang, each would be waited for
-                small = smallest(plan, lambda other: _is_drawn(other, where) and next(look([other]))[0] == FAILS)
-                said = next(look([small]))[1] or said
+            if world_size is None:  # those with ranks are small already
+                small = smallest(plan, fails)
+                said = outcome(law, transform, small)[1] or said
             source = snippet(law, transform, small, world_size)
             return Verdict(law, holds=False, examples=counts[HOLDS], refused=counts[REFUSED], error=said, source=source)
     holds = True if counts[HOLDS] else None
     return Verdict(law, holds=holds, examples=counts[HOLDS], refused=counts[REFUSED], error=refusal)
-
-
-def _is_drawn(plan: Any, where: Where | None) -> bool:
-    """Whether all leaves of a plan are such as are wanted."""
-    return where is None or repr(_examples().only(where, plan)) == repr(plan)
 
 
 def _outcomes(law: Law, transform: Transform, world_size: int | None, plans: list[Any]) -> Iterator[tuple[str, str]]:
@@ -169,9 +147,10 @@ def _outcomes(law: Law, transform: Transform, world_size: int | None, plans: lis
 
 
 def _on_ranks(law: Law, transform: Transform, world_size: int, plans: list[Any]) -> Iterator[tuple[str, str]]:
+    limits = units(20), units(2)
     try:
         found = run_ranks(
-            world_size, _each_outcome, law, transform, plans, timeout=units(20), collective_timeout=units(2)
+            world_size, _each_outcome, law, transform, plans, timeout=limits[0], collective_timeout=limits[1]
         )
     except AssertionError as error:  # a rank hangs, or has left the others in the middle of things
         if len(plans) == 1:
@@ -180,8 +159,7 @@ def _on_ranks(law: Law, transform: Transform, world_size: int, plans: list[Any])
             for plan in plans:
                 yield from _on_ranks(law, transform, world_size, [plan])
         return
-    order = (FAILS, REFUSED, SAYS_NOTHING, HOLDS)
-    yield from (min(on_ranks, key=lambda each: order.index(each[0])) for on_ranks in zip(*found, strict=True))
+    yield from (min(on_ranks, key=lambda each: OUTCOMES.index(each[0])) for on_ranks in zip(*found, strict=True))
 
 
 def _each_outcome(law: Law, transform: Transform, plans: list[Any]) -> list[tuple[str, str]]:

@@ -17,8 +17,8 @@ from hypothesis import strategies as hyp
 from hypothesis.stateful import initialize, rule
 
 import statetree as st
-from tests.laws.stager_machine import HeldSnapshot, StagerMachine
 from tests.faults import fault
+from tests.laws.stager_machine import HeldSnapshot, StagerMachine
 from tests.pace import units
 
 STEPS = 100 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 50
