@@ -12,7 +12,7 @@ from typing import Any
 from statetree.testing import faults
 from statetree.testing.arguments import refuse
 from statetree.testing.pace import units
-from statetree.testing.ranks import run_ranks
+from statetree.testing.rank_calls import run_ranks
 
 #: What an implementation is, by what the checks call it: a copy of a state, a stager, or a gather of it on all ranks.
 COPY, STAGER, GATHER = "copy", "stager", "gather"

@@ -11,8 +11,8 @@ import statetree as st
 from statetree.testing import Law, check_transform, laws
 from statetree.testing.dtensor_layout import Layout
 from statetree.testing.plans import Node, TensorPlan, Value, build
-from statetree.testing.report import snippet
 from statetree.testing.states import STATES, drawn_plans, size, smallest
+from statetree.testing.transform_check import snippet
 from tests.judge import assert_trees_equal
 
 #: How long a test is at most that shows a counter-example.

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from statetree.testing.arguments import check_at_least, refuse
 from statetree.testing.pace import unit_measured, units
-from statetree.testing.rank_worker import ANSWER, CALL, STACK, Surroundings, is_in_step, pickled_call, serve
+from statetree.testing.rank_worker import ANSWER, CALL, STACK, is_in_step, pickled_call, serve, surroundings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -138,7 +138,7 @@ class Rank:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)  # without effect if the server runs
         self._end, self._its_end = context.Pipe()
-        arguments = (rank, world_size, folder, collective_timeout, self._its_end, Surroundings.here())
+        arguments = (rank, world_size, folder, collective_timeout, self._its_end, surroundings())
         self.process = context.Process(target=serve, args=arguments, daemon=True)
 
     def start(self) -> None:
