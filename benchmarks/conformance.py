@@ -20,7 +20,7 @@ from statetree.testing import conformance
 from statetree.testing.conformance_suite import FAULTS
 
 if TYPE_CHECKING:
-    from statetree.testing.silent_faults import SilentFault
+    from statetree.testing.conformance_suite import SilentFault
 
 PAGE = Path(__file__).parents[1] / "docs" / "conformance.md"
 MARK = "<!-- What follows is written by `python -m benchmarks.conformance`. -->\n"

@@ -106,11 +106,11 @@ def _old_objects_are_frozen() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _ranks_start_fast_and_are_waited_for() -> None:
     """Ranks are waited for as long as tests are: what ``run_ranks`` takes for granted is for machines that are idle."""
-    from statetree.testing import ranks
+    from statetree.testing import rank_calls
 
-    ranks.PRELOADED.extend(NEEDED_ON_RANKS)
+    rank_calls.PRELOADED.extend(NEEDED_ON_RANKS)
     limits = {"timeout": units(RANKS_LIMIT), "collective_timeout": units(COLLECTIVE_LIMIT)}
-    ranks.run_ranks.__kwdefaults__ |= limits
+    rank_calls.run_ranks.__kwdefaults__ |= limits
 
 
 # A plan that is used again is compared with the one that would be made now; ranks take over the environment.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from statetree.testing import ranks, run_ranks
+from statetree.testing import rank_calls, run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from statetree.testing.ranks import Outcome
+    from statetree.testing.rank_calls import Outcome
 
 
 def rank_outcomes(
@@ -21,13 +21,13 @@ def rank_outcomes(
     Ranks may raise, hang, or be killed. Unlike there, one that failed does not cut the others short.
     """
     limits = {**run_ranks.__kwdefaults__, **limits}
-    seconds = ranks._seconds("timeout", limits["timeout"])
-    call = ranks._pickled(fn, args, seconds)
-    with ranks._pool(world_size, limits["collective_timeout"], fresh=fresh) as pool:
+    seconds = rank_calls._seconds("timeout", limits["timeout"])
+    call = rank_calls._pickled(fn, args, seconds)
+    with rank_calls._pool(world_size, limits["collective_timeout"], fresh=fresh) as pool:
         return pool.call(call, deadline=time.monotonic() + seconds, grace_s=seconds)
 
 
 def close_ranks() -> None:
     """End the processes that ``run_ranks`` keeps. The next call starts others."""
-    with ranks._lock:
-        ranks._close_kept()
+    with rank_calls._lock:
+        rank_calls._close_kept()

@@ -5,12 +5,12 @@ Files, bottom up:
 - ``arguments``: checks of arguments
 - ``contents``: what a value holds, and what is true of it; ``differences``: where two trees differ, by aspects;
   ``assertions``: what transforms leave alone
-- ``samples``, ``elements``, ``plans``: classes, elements, and trees as the code that makes them; ``layout``: a DTensor
-  as seen from all ranks at once; ``strategies``, ``conversion_strategies``: what hypothesis draws (extra ``testing``)
-- ``pace``: limits of time; ``rank_worker``, ``ranks``: ranks as processes; ``pytest_plugin``: a fixture
-- ``laws``: what may hold of a transform; ``states``: what it is given; ``transform_check``, ``report``:
-  ``check_transform``
-- ``copy_faults``, ``stager_faults``, ``gather_faults``, ``conformance_suite``: ``conformance``
+- ``samples``, ``elements``, ``plans``: classes, elements, and trees as the code that makes them; ``dtensor_layout``: a
+  DTensor as seen from all ranks at once; ``strategies``, ``layout_strategies``, ``conversion_strategies``: what hypothesis draws
+  (the extra ``testing``)
+- ``pace``: limits of time; ``rank_worker``, ``rank_calls``: ranks as processes; ``pytest_plugin``: a fixture
+- ``laws``: what may hold of a transform; ``states``: what it is given; ``transform_check``: ``check_transform``
+- ``faults``, ``conformance_suite``: ``conformance``
 
 The plugin is imported by every session of pytest, so that importing this package imports neither torch nor hypothesis.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from statetree.testing.dtensor_layout import Layout
     from statetree.testing.laws import Law
     from statetree.testing.layout_strategies import layouts
-    from statetree.testing.ranks import run_ranks
+    from statetree.testing.rank_calls import run_ranks
     from statetree.testing.strategies import state_trees, tensors, tied_trees
     from statetree.testing.transform_check import check_transform
 
@@ -62,7 +62,7 @@ if not TYPE_CHECKING:  # a type checker is to know which names there are
         "conformance": "conformance_suite",
         "conversions": "conversion_strategies",
         "layouts": "layout_strategies",
-        "run_ranks": "ranks",
+        "run_ranks": "rank_calls",
         **dict.fromkeys(("state_trees", "tensors", "tied_trees"), "strategies"),
     }
     _NEED_HYPOTHESIS = ("conversions", "layouts", "state_trees", "tensors", "tied_trees")

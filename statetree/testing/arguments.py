@@ -37,22 +37,6 @@ def check_at_least(name: str, given: object, least: int) -> None:
         refuse(name, f"at least {least}", given)
 
 
-def check_world_sizes(name: str, given: object) -> None:
-    """Refuse what are no numbers of ranks, or none."""
-    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
-        refuse(name, "world sizes, such as (1, 2)", given, TypeError)
-    for size in given:
-        check_at_least(name, size, 1)
-
-
-def check_shape(name: str, given: object) -> None:
-    """Refuse what is no shape of a tensor."""
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        refuse(name, "a tuple of sizes", given, TypeError)
-    for size in given:
-        check_at_least(name, size, 0)
-
-
 @contextlib.contextmanager
 def needing_hypothesis(name: str) -> Iterator[None]:
     """Import what needs hypothesis, or say what to install."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import pickle
 import sys
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from statetree.testing.contents import brief, elements, facts, fingerprint, gradient, is_plain, parts, reduced, walk
-from statetree.testing.differences import differences, raise_for, region
+from statetree.testing.differences import differences, raise_for
 from statetree.tree.flatten import flatten
 
 if TYPE_CHECKING:
@@ -188,9 +189,9 @@ def assert_pure(transform: Callable[[Any], T], tree: Any) -> T:
 def assert_independent(a: Any, b: Any, *, containers: bool = True) -> None:
     """Assert that two trees share nothing, so that what happens to one does not happen to the other.
 
-    They share memory if tensors, gradients, storages, arrays of NumPy, or anything else that lets others write into its
-    memory, lie on one storage or over each other. They share what autograd has recorded of their tensors if a gradient
-    would flow through it into leaves of both. They share an object if the very same one is in both, and it can be
+    They share memory if tensors, gradients or storages lie on one storage, and if arrays of NumPy, or anything else
+    that lets others write into its memory, lie over these. They share history if a gradient would flow through what
+    autograd has recorded into leaves of both. They share an object if the very same one is in both, and it can be
     changed: what has a hash of its value promises not to change and may be in both, and so may functions, classes and
     modules. All this is looked for at any depth, in opaque objects too.
 
@@ -224,51 +225,37 @@ _Held = dict[int, tuple[str, Any]]
 
 
 def _shared_memory(mine: _Held, theirs: _Held) -> Iterator[str]:
-    storages = {_storage(value): path for path, value in mine.values()}
-    ranges = []
-    for side, held in enumerate((mine, theirs)):
-        for path, value in held.values():
-            storage = _storage(value)
-            if side and storage is not None and storage in storages:
-                yield f"{path} lies on the storage of {storages[storage]}"
-            if (memory := _memory(value)) is not None:
-                ranges.append((*memory, side, path, storage))
-    reaching: list[Any] = [None, None]  # what reaches farthest, of each side
-    for start, end, side, path, storage in sorted(ranges, key=lambda each: each[:3]):
-        other = reaching[1 - side]
-        if other is not None and start < other[0] and (storage is None or storage != other[2]):
-            yield f"{(path, other[1])[1 - side]} lies in the memory of {(path, other[1])[side]}"
-        if reaching[side] is None or end > reaching[side][0]:
-            reaching[side] = end, path, storage
+    places = [(*memory, side, path) for side, held in enumerate((mine, theirs)) for path, memory in _memory(held)]
+    reaching: dict[int, tuple[int, str]] = {}  # what reaches farthest, of each side
+    for start, end, side, path in sorted(places):
+        farthest, its = reaching.get(1 - side, (0, ""))
+        if start < farthest:
+            yield "{1} lies in the memory of {0}".format(*((path, its) if side == 0 else (its, path)))
+        if end > reaching.get(side, (0, ""))[0]:
+            reaching[side] = end, path
 
 
-def _storage(value: Any) -> int | None:
-    plain = elements(value)
-    return None if plain is None else plain.untyped_storage()._cdata
-
-
-def _memory(value: Any) -> tuple[int, int] | None:
-    """Return the addresses of a tensor, a storage, or whatever else lets others write into its memory."""
-    plain = elements(value)
-    if plain is not None:
-        if plain.is_meta or isinstance(plain, torch._subclasses.FakeTensor) or not plain.numel():
-            return None
-        base, place = plain.untyped_storage().data_ptr(), region(plain)
-        return base + place.start, base + place.end
+def _memory(held: _Held) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield the addresses of storages, and of whatever else lets others write into its memory."""
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.ndarray):
-        low, high = (getattr(numpy, "byte_bounds", None) or numpy.lib.array_utils.byte_bounds)(
-            value
-        )  # before 2.0, since
-        return low, high
-    if isinstance(value, memoryview):
-        return _memory(value.obj)
-    try:
-        with memoryview(value) as view:
-            start = ctypes.addressof(ctypes.c_char.from_buffer(value))
-            return start, start + view.nbytes
-    except (TypeError, ValueError, BufferError):  # there is none, it is empty, or it is read-only
-        return None
+    for path, value in held.values():
+        plain = elements(value)
+        start = end = 0
+        if plain is not None:
+            storage = plain.untyped_storage()
+            has_memory = not (plain.is_meta or isinstance(plain, torch._subclasses.FakeTensor))
+            start = storage.data_ptr() if has_memory else storage._cdata  # its own address, which no other has
+            end = start + (storage.nbytes() if has_memory else 1)
+        elif numpy is not None and isinstance(value, numpy.ndarray):
+            bounds = getattr(numpy, "byte_bounds", None) or numpy.lib.array_utils.byte_bounds  # before 2.0, and since
+            start, end = bounds(value)
+        else:
+            buffer = value.obj if isinstance(value, memoryview) else value
+            with contextlib.suppress(TypeError, ValueError, BufferError), memoryview(buffer) as view:
+                start = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+                end = start + view.nbytes
+        if start < end:
+            yield path, (start, end)
 
 
 def _shared_history(mine: _Held, theirs: _Held) -> Iterator[str]:
@@ -299,4 +286,5 @@ def _is_changeable(value: Any) -> bool:
     """Whether an object may change: all may but those with a hash of their value, and those that pickle by name."""
     if isinstance(value, torch.Tensor):
         return True
-    return type(value).__hash__ in (None, object.__hash__) and not isinstance(reduced(value), str)
+    by_identity: tuple[Any, ...] = (None, object.__hash__)
+    return type(value).__hash__ in by_identity and not isinstance(reduced(value), str)

@@ -5,23 +5,64 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from statetree.testing import copy_faults, gather_faults, stager_faults
+from statetree.testing import faults
 from statetree.testing.arguments import refuse
 from statetree.testing.pace import units
-from statetree.testing.ranks import run_ranks
-from statetree.testing.silent_faults import COPY, GATHER, STAGER, SilentFault, faults_of
+from statetree.testing.rank_calls import run_ranks
 
-PASSES, FAILS, REFUSES, UNSUPPORTED = "passes", "FAILS", "refuses", "unsupported"
-#: All faults that we know of, in the order of tables.
-FAULTS: tuple[SilentFault, ...] = (
-    *faults_of(COPY, copy_faults),
-    *faults_of(STAGER, stager_faults),
-    *faults_of(GATHER, gather_faults),
-)
+#: What an implementation is, by what the checks call it: a copy of a state, a stager, or a gather of it on all ranks.
+COPY, STAGER, GATHER = "copy", "stager", "gather"
+_KINDS = {"copied": COPY, "stager": STAGER, "gather": GATHER}
+FAILS, REFUSES, PASSES, UNSUPPORTED = "FAILS", "refuses", "passes", "unsupported"
 Function = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class SilentFault:
+    """A fault that no error tells: a wrong result is returned, and nothing is raised.
+
+    Attributes:
+        check: A function of an implementation, which raises ``AssertionError`` if it has the fault.
+    """
+
+    check: Callable[[Any], None] = dataclasses.field(repr=False)
+
+    @property
+    def kind(self) -> str:
+        """What kind of implementation may have it: ``copy``, ``stager`` or ``gather``."""
+        return _KINDS[next(iter(inspect.signature(self.check).parameters))]
+
+    @property
+    def name(self) -> str:
+        """One word or a few."""
+        return self.check.__name__
+
+    @property
+    def statement(self) -> str:
+        """What holds where it is absent, in one line."""
+        return str(self.check.__doc__)
+
+    @property
+    def source(self) -> str:
+        """The check as a program that uses torch alone: whoever runs it adds a call with an implementation."""
+        text = inspect.getsource(self.check)
+        imports = inspect.getsource(faults).partition('"""\n\n')[2].partition("\n\n\n")[0]
+        helpers = [
+            inspect.getsource(made) for made in _functions() if made.__name__[0] == "_" and made.__name__ in text
+        ]
+        return "\n\n\n".join([imports, *map(str.rstrip, helpers), text])
+
+
+def _functions() -> list[Callable[[Any], None]]:
+    return [made for made in vars(faults).values() if inspect.isfunction(made) and made.__module__ == faults.__name__]
+
+
+#: All faults that we know of, in the order of tables.
+FAULTS = tuple([SilentFault(made) for made in _functions() if made.__name__[0] != "_"])
 
 
 class _Refused(Exception):
@@ -79,7 +120,7 @@ class Conformance:
     verdicts: tuple[FaultVerdict, ...]
 
     def __bool__(self) -> bool:
-        return all(verdict.outcome != FAILS for verdict in self.verdicts)
+        return not self.failed
 
     def __getitem__(self, name: str) -> FaultVerdict:
         return {verdict.fault.name: verdict for verdict in self.verdicts}[name]
@@ -134,6 +175,9 @@ def conformance(
     given = {COPY: copy, STAGER: stager, GATHER: gather}
     if not any(given.values()) or not all(value is None or callable(value) for value in given.values()):
         refuse("conformance", "functions as copy, stager or gather", given, TypeError)
+    documented = unsupported or {}
+    if unknown := documented.keys() - {fault.name for fault in FAULTS}:
+        refuse("conformance: unsupported", f"names of faults ({', '.join(each.name for each in FAULTS)})", unknown)
     found = []
     for fault in FAULTS:
         if fault.kind == COPY and copy is not None:
@@ -142,20 +186,13 @@ def conformance(
             found.append(_looked_at(fault, functools.partial(_with_stager, fault, stager)))
         if fault.kind == GATHER and gather is not None:
             found.append(_on_ranks(fault, gather, world_size))
-    documented = unsupported or {}
-    if unknown := documented.keys() - {fault.name for fault in FAULTS}:
-        refuse("conformance: unsupported", f"names of faults ({', '.join(each.name for each in FAULTS)})", unknown)
-    return Conformance(tuple(_marked(verdict, documented) for verdict in found))
+    for at, verdict in enumerate(found):
+        if verdict.outcome != PASSES and verdict.fault.name in documented:
+            found[at] = FaultVerdict(verdict.fault, UNSUPPORTED, documented[verdict.fault.name])
+    return Conformance(tuple(found))
 
 
-def _marked(verdict: FaultVerdict, documented: Mapping[str, str]) -> FaultVerdict:
-    said = documented.get(verdict.fault.name)
-    if said is None or verdict.outcome == PASSES:
-        return verdict
-    return dataclasses.replace(verdict, outcome=UNSUPPORTED, said=said)
-
-
-def _refusing(function: Callable[..., Any]) -> Callable[..., Any]:
+def _refusing(function: Function) -> Function:
     """Tell what an implementation raises from what a check does."""
 
     @functools.wraps(function)
@@ -189,16 +226,13 @@ def _with_stager(fault: SilentFault, make: Callable[[], Any]) -> None:
 
 
 def _on_ranks(fault: SilentFault, gather: Function, world_size: int) -> FaultVerdict:
-    limits = units(10), units(2)
+    call, limits = functools.partial(_on_this_rank, fault.name, gather), (units(10), units(2))
     try:
-        found = run_ranks(
-            world_size, _on_this_rank, fault.name, gather, timeout=limits[0], collective_timeout=limits[1]
-        )
+        found = run_ranks(world_size, call, timeout=limits[0], collective_timeout=limits[1])
     except AssertionError as error:
         return FaultVerdict(fault, FAILS, f"ranks hang or leave each other: {error}")
     order = (FAILS, REFUSES, PASSES)
-    outcome, said = min(found, key=lambda each: order.index(each[0]))
-    return FaultVerdict(fault, outcome, said)
+    return FaultVerdict(fault, *min(found, key=lambda each: order.index(each[0])))
 
 
 def _on_this_rank(name: str, gather: Function) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Descriptions of DTensors that can be sent to ranks, drawn by hypothesis, and worked out without any collective."""
+"""Descriptions of DTensors that can be sent to ranks, and worked out without any collective."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from statetree.testing.arguments import check_one_of, check_shape, refuse
+from statetree.testing.arguments import check_at_least, check_one_of, refuse
 from statetree.testing.elements import DTYPES, numbered
-from statetree.testing.source_code import PrintsAsCode
+from statetree.testing.plans import Plan
 
 #: How the local tensors of a layout may lie in their storages.
 LOCAL_GEOMETRIES = ("contiguous", "transposed", "inside")
@@ -24,8 +24,8 @@ _SUMMED = (
 )
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class Layout(PrintsAsCode):
+@dataclasses.dataclass(frozen=True)
+class Layout(Plan):
     """A DTensor as seen from all ranks at once.
 
     Attributes:
@@ -34,7 +34,7 @@ class Layout(PrintsAsCode):
         placements: One for each dim of the mesh: ``R`` (replicate), ``S1`` (shard dim 1), ``S1/2`` (strided: dim 1 is
             cut in two, and each piece is sharded), ``P`` (partial sums, of a dtype in which they are exact).
         dtype: The dtype.
-        geometry: How local tensors lie in their storages: one of ``LOCAL_GEOMETRIES``.
+        geometry: How local tensors lie in their storages: ``contiguous``, ``transposed`` or ``inside``.
 
     Example:
         >>> import torch
@@ -53,7 +53,10 @@ class Layout(PrintsAsCode):
     geometry: str = "contiguous"
 
     def __post_init__(self) -> None:
-        check_shape("Layout: shape", self.shape)
+        if not isinstance(self.shape, tuple):
+            refuse("Layout: shape", "a tuple of sizes", self.shape, TypeError)
+        for side in self.shape:
+            check_at_least("Layout: shape", side, 0)
         if not _is_mesh(self.mesh):
             refuse("Layout: mesh", "ranks, each once, in nested tuples of equal lengths", self.mesh)
         if len(self.placements) != len(mesh_shape(self.mesh)):
@@ -75,10 +78,16 @@ class Layout(PrintsAsCode):
         indices = self.indices(rank)
         if indices is None:
             return None
-        weight = math.prod(
-            place + 1 for place, kind in zip(self._coordinate(rank) or (), self.placements, strict=True) if kind == "P"
-        )
-        return _laid_out(_times(self._elements(), weight).flatten()[indices], self.geometry)
+        places = zip(self._coordinate(rank) or (), self.placements, strict=True)
+        weight = math.prod(place + 1 for place, kind in places if kind == "P")
+        tensor = _times(self._elements(), weight).flatten()[indices]
+        if self.geometry == "transposed" and tensor.ndim > 1:
+            return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+        if self.geometry == "inside":
+            larger = torch.full((tensor.numel() + 8,), 99, dtype=tensor.dtype, device="cpu")
+            larger[5:-3] = tensor.flatten()
+            return larger[5:-3].view(tensor.shape)
+        return tensor
 
     def indices(self, rank: int) -> torch.Tensor | None:
         """Return where the elements that a rank holds are in the flattened whole, or ``None`` outside the mesh."""
@@ -89,8 +98,7 @@ class Layout(PrintsAsCode):
         for place, size, kind in zip(coordinate, mesh_shape(self.mesh), self.placements, strict=True):
             if kind[0] == "S":
                 dim, factor = _parsed(kind)
-                pieces = [_chunk(piece, size, place, dim) for piece in held.chunk(factor, dim)]
-                held = torch.cat(pieces, dim)
+                held = torch.cat([_chunk(piece, size, place, dim) for piece in held.chunk(factor, dim)], dim)
         return held
 
     def build(self) -> Any:
@@ -133,43 +141,36 @@ class Layout(PrintsAsCode):
         return tuple(found[0]) if found else None
 
 
-def meshes(world_size: int, *, subsets: bool = True) -> list[tuple[Any, ...]]:
-    """Return meshes of up to three dims over some ranks, as nested tuples; the plainest first.
-
-    The ranks rise in every dim: torch's own collectives take a dim's ranks for sorted, whatever their coordinates are.
-
-    Args:
-        world_size: How many ranks there are.
-        subsets: Whether there are meshes that leave ranks out.
-    """
-    everyone = range(world_size)
-    found = _grids(everyone, 3)
-    if subsets and world_size > 1:
-        for ranks in (everyone[:-1], everyone[1:], everyone[:: world_size - 1], everyone[-1:]):
-            found += _grids(ranks, 2)
-    return sorted(dict.fromkeys(found), key=lambda mesh: len(mesh_shape(mesh)))
-
-
-def _grids(ranks: range, most_dims: int) -> list[tuple[Any, ...]]:
-    """Return the meshes of some ranks, by rows and by columns, those of fewer dims first."""
-    flat = torch.tensor(ranks, device="cpu")
-    sizes = [size for size in range(1, len(ranks) + 1) if len(ranks) % size == 0]
-    found = []
-    for dims in range(1, most_dims + 1):
-        for shape in itertools.product(sizes, repeat=dims):
-            if math.prod(shape) == len(ranks):
-                by_columns = flat.reshape(shape[::-1]).permute(*reversed(range(dims)))
-                found += [_nested(flat.reshape(shape).tolist()), _nested(by_columns.tolist())]
-    return found
-
-
-def _nested(ranks: Any) -> Any:
-    return tuple(map(_nested, ranks)) if isinstance(ranks, list) else ranks
-
-
 def mesh_shape(mesh: tuple[Any, ...]) -> tuple[int, ...]:
     """Return how long a mesh is in each of its dims."""
     return tuple(torch.tensor(mesh, device="cpu").shape)
+
+
+def total(size: int) -> int:
+    """Return the sum of what the ranks of a dim of this size weigh: 1, 2, 3 and so on."""
+    return size * (size + 1) // 2
+
+
+def largest_sum(dtype: torch.dtype) -> int:
+    """Return up to which number all sums in a dtype are exact, in whatever order: 0 if torch does not sum it."""
+    if dtype not in _SUMMED:
+        return 0
+    is_whole = not (dtype.is_floating_point or dtype.is_complex)
+    return torch.iinfo(dtype).max if is_whole else round(2 / torch.finfo(dtype).eps)
+
+
+def over_later_dims(placements: tuple[str, ...], mesh: tuple[Any, ...]) -> tuple[str, ...]:
+    """Return placements in which, of two dims of the mesh that shard one dim, the earlier shards what the later cuts.
+
+    This is how FSDP shards what tensor parallelism has sharded.
+    """
+    sizes = mesh_shape(mesh)
+    result = list(placements)
+    for one, other in itertools.combinations(range(len(placements)), 2):
+        if placements[one] == placements[other] and placements[one][0] == "S":
+            _, factor = _parsed(result[one])
+            result[one] = f"{placements[one]}/{factor * sizes[other]}"
+    return tuple(result)
 
 
 @functools.cache
@@ -183,10 +184,8 @@ def _torch_placement(kind: str) -> Any:
     """Return a placement of torch. Strided ones are private: tried with torch 2.11 and 2.13."""
     from torch.distributed.tensor import Partial, Replicate, Shard, placement_types
 
-    if kind == "R":
-        return Replicate()
-    if kind == "P":
-        return Partial()
+    if kind[0] != "S":
+        return Replicate() if kind == "R" else Partial()
     dim, factor = _parsed(kind)
     return placement_types._StridedShard(dim, split_factor=factor) if "/" in kind else Shard(dim)
 
@@ -203,31 +202,8 @@ def _chunk(tensor: torch.Tensor, count: int, index: int, dim: int) -> torch.Tens
     return tensor.narrow(dim, start, min(length, tensor.shape[dim] - start))
 
 
-def _laid_out(tensor: torch.Tensor, geometry: str) -> torch.Tensor:
-    if geometry == "transposed" and tensor.ndim > 1:
-        return tensor.transpose(0, -1).contiguous().transpose(0, -1)
-    if geometry == "inside":
-        larger = torch.full((tensor.numel() + 8,), 99, dtype=tensor.dtype, device="cpu")
-        larger[5 : 5 + tensor.numel()] = tensor.flatten()
-        return larger[5 : 5 + tensor.numel()].view(tensor.shape)
-    return tensor
-
-
 def _times(tensor: torch.Tensor, factor: int) -> torch.Tensor:
     return tensor if factor == 1 else tensor * factor  # not every dtype can be multiplied
-
-
-def total(size: int) -> int:
-    """Return the sum of what the ranks of a dim of this size weigh: 1, 2, 3 and so on."""
-    return size * (size + 1) // 2
-
-
-def largest_sum(dtype: torch.dtype) -> int:
-    """Return up to which number all sums in a dtype are exact, in whatever order: 0 if torch does not sum it."""
-    if dtype not in _SUMMED:
-        return 0
-    is_whole = not (dtype.is_floating_point or dtype.is_complex)
-    return torch.iinfo(dtype).max if is_whole else round(2 / torch.finfo(dtype).eps)
 
 
 def _is_mesh(mesh: Any) -> bool:
@@ -237,17 +213,3 @@ def _is_mesh(mesh: Any) -> bool:
         return False
     is_filled = isinstance(mesh, tuple) and ranks.dtype is torch.int64 and ranks.numel() > 0
     return is_filled and int(ranks.min()) >= 0 and len(ranks.unique()) == ranks.numel()
-
-
-def over_later_dims(placements: tuple[str, ...], mesh: tuple[Any, ...]) -> tuple[str, ...]:
-    """Return placements in which, of two dims of the mesh that shard one dim, the earlier shards what the later cuts.
-
-    This is how FSDP shards what tensor parallelism has sharded.
-    """
-    sizes = mesh_shape(mesh)
-    result = list(placements)
-    for one, other in itertools.combinations(range(len(placements)), 2):
-        if placements[one] == placements[other] and placements[one][0] == "S":
-            _, factor = _parsed(result[one])
-            result[one] = f"{placements[one]}/{factor * sizes[other]}"
-    return tuple(result)

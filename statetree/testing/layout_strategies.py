@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from typing import TYPE_CHECKING, Any
@@ -12,17 +11,9 @@ import torch
 from hypothesis import strategies as st
 
 from statetree.testing.arguments import check_at_least, check_some_of
-from statetree.testing.dtensor_layout import (
-    LOCAL_GEOMETRIES,
-    Layout,
-    largest_sum,
-    mesh_shape,
-    meshes,
-    over_later_dims,
-    total,
-)
+from statetree.testing.dtensor_layout import LOCAL_GEOMETRIES, Layout, largest_sum, mesh_shape, over_later_dims, total
 from statetree.testing.elements import DTYPES
-from statetree.testing.plan_strategies import shapes
+from statetree.testing.strategies import shapes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,46 +46,31 @@ def layouts(
     check_at_least("world_size", world_size, 1)
     check_some_of("dtypes", dtypes, DTYPES)
     found = meshes(world_size, subsets=subsets)
-    drawn = functools.partial(_layouts, world_size, dtypes=st.sampled_from(dtypes), partial=partial)
-    plain = [drawn(shapes(max_dims=max_dims, max_side=max_side), _by_dims(found)) for _ in range(2)]
-    if not strided or max_dims == 0:
-        return plain[0]
     deep = [mesh for mesh in found if len(mesh_shape(mesh)) > 1]
-    wide = [mesh for mesh in deep if sum(size > 1 for size in mesh_shape(mesh)) > 1]
-    sharded = drawn(shapes(min_dims=1, max_dims=max_dims, max_side=max_side), _by_dims(wide or deep))
-    return st.one_of(*plain, _strided(sharded, max_side))  # a third; one that is given twice would count once
+    wide = [mesh for mesh in deep if sum(size > 1 for size in mesh_shape(mesh)) > 1] or deep
 
+    @st.composite
+    def drawn(draw: st.DrawFn) -> Layout:
+        is_strided = draw(st.integers(0, 2)) == 2 and strided and max_dims > 0
+        shape = draw(shapes(min_dims=int(is_strided), max_dims=max_dims, max_side=max_side))
+        # Drawn from one list, most meshes would have as many dims as can be: there are more such.
+        by_dims = itertools.groupby(wide if is_strided else found, lambda mesh: len(mesh_shape(mesh)))
+        mesh = draw(st.one_of(*(st.sampled_from(list(alike)) for _, alike in by_dims)))
+        dtype = draw(st.sampled_from(dtypes))
+        count = math.prod(mesh_shape(mesh))
+        if not shape and count < world_size:
+            shape = (1,)  # DTensor.from_local does not take the shape of a scalar outside the mesh
+        sums = partial and largest_sum(dtype) >= total(count)
+        kinds = ["R", *(f"S{dim}" for dim in range(len(shape))), *(["P"] if sums else [])]
+        placements = draw(st.tuples(*[st.sampled_from(kinds) for _ in mesh_shape(mesh)]))
+        layout = Layout(shape, mesh, placements, dtype, draw(st.sampled_from(LOCAL_GEOMETRIES)))
+        return draw(_strided(layout, max_side)) if is_strided else layout
 
-def _by_dims(found: list[tuple[Any, ...]]) -> st.SearchStrategy[tuple[Any, ...]]:
-    # Drawn from one list, most meshes would have as many dims as can be: there are more such.
-    return st.one_of(
-        *(st.sampled_from(list(meshes)) for _, meshes in itertools.groupby(found, lambda mesh: len(mesh_shape(mesh))))
-    )
-
-
-@st.composite
-def _layouts(
-    draw: st.DrawFn,
-    world_size: int,
-    shapes: st.SearchStrategy[Any],
-    meshes: st.SearchStrategy[Any],
-    *,
-    dtypes: st.SearchStrategy[torch.dtype],
-    partial: bool,
-) -> Layout:
-    shape, mesh, dtype = draw(shapes), draw(meshes), draw(dtypes)
-    count = math.prod(mesh_shape(mesh))
-    if not shape and count < world_size:
-        shape = (1,)  # DTensor.from_local does not take the shape of a scalar outside the mesh
-    sums = partial and largest_sum(dtype) >= total(count)
-    kinds = ["R", *(f"S{dim}" for dim in range(len(shape))), *(["P"] if sums else [])]
-    placements = draw(st.tuples(*[st.sampled_from(kinds) for _ in mesh_shape(mesh)]))
-    return Layout(shape, mesh, placements, dtype, draw(st.sampled_from(LOCAL_GEOMETRIES)))
+    return drawn()
 
 
 @st.composite
-def _strided(draw: st.DrawFn, layouts: st.SearchStrategy[Layout], max_side: int) -> Layout:
-    layout = draw(layouts)
+def _strided(draw: st.DrawFn, layout: Layout, max_side: int) -> Layout:
     dim = draw(st.integers(0, len(layout.shape) - 1))
     shape = list(layout.shape)
     shape[dim] = draw(st.integers(min(2, max_side), max_side))
@@ -102,5 +78,34 @@ def _strided(draw: st.DrawFn, layouts: st.SearchStrategy[Layout], max_side: int)
     pair = draw(st.sampled_from(list(itertools.combinations(range(len(layout.placements)), 2))))
     others = ("R" if kind == f"S{dim}" else kind for kind in layout.placements)
     placements = tuple(f"S{dim}" if place in pair else kind for place, kind in enumerate(others))
-    placements = over_later_dims(placements, layout.mesh)
-    return dataclasses.replace(layout, shape=tuple(shape), placements=placements)
+    return dataclasses.replace(layout, shape=tuple(shape), placements=over_later_dims(placements, layout.mesh))
+
+
+def meshes(world_size: int, *, subsets: bool = True) -> list[tuple[Any, ...]]:
+    """Return meshes of up to three dims over some ranks, as nested tuples; the plainest first.
+
+    The ranks rise in every dim: torch's own collectives take a dim's ranks for sorted, whatever their coordinates are.
+    """
+    everyone = range(world_size)
+    found = _grids(everyone, 3)
+    if subsets and world_size > 1:
+        for ranks in (everyone[:-1], everyone[1:], everyone[:: world_size - 1], everyone[-1:]):
+            found += _grids(ranks, 2)
+    return sorted(dict.fromkeys(found), key=lambda mesh: len(mesh_shape(mesh)))
+
+
+def _grids(ranks: range, most_dims: int) -> list[tuple[Any, ...]]:
+    """Return the meshes of some ranks, by rows and by columns, those of fewer dims first."""
+    flat = torch.tensor(ranks, device="cpu")
+    sizes = [size for size in range(1, len(ranks) + 1) if len(ranks) % size == 0]
+    found = []
+    for dims in range(1, most_dims + 1):
+        for shape in itertools.product(sizes, repeat=dims):
+            if math.prod(shape) == len(ranks):
+                by_columns = flat.reshape(shape[::-1]).permute(*reversed(range(dims)))
+                found += [_nested(flat.reshape(shape).tolist()), _nested(by_columns.tolist())]
+    return found
+
+
+def _nested(ranks: Any) -> Any:
+    return tuple(map(_nested, ranks)) if isinstance(ranks, list) else ranks

@@ -1,4 +1,4 @@
-"""Plans: descriptions of trees that can be drawn, pickled and made smaller, and the code that makes the trees.
+"""Plans: descriptions of trees that can be drawn, pickled and replaced in part, and the code that makes the trees.
 
 Not public. ``build`` runs the code of a plan: it makes an equal tree on new memory every time, and what a test shows of
 a tree is how it was made.
@@ -6,18 +6,19 @@ a tree is how it was made.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import enum
 import functools
 import math
-from collections import Counter, OrderedDict, defaultdict, deque
+import struct
+import types
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from statetree.testing import samples
-from statetree.testing.dtensor_layout import Layout
 from statetree.testing.elements import DIFFERENTIABLE, numbered
-from statetree.testing.source_code import PrintsAsCode, code, has_code
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -43,27 +44,27 @@ _WITHOUT_GRADIENT = {"requires_grad": "{}", "parameter": WRAPS["frozen"], "compu
 USUAL_WRAPS = tuple(wrap for wrap in WRAPS if wrap != "computed")
 #: How a view may look at a storage of 24 numbers.
 VIEWS: dict[str, Callable[[str, int, int], str]] = {
-    "whole": lambda base, start, stop: base,
-    "alias": lambda base, start, stop: f"{base}.view(24)",
+    "whole": lambda base, *_: base,
+    "alias": lambda base, *_: f"{base}.view(24)",
     "slice": lambda base, start, stop: f"{base}.view(24)[{start}:{stop}]",
     "steps": lambda base, start, stop: f"{base}.view(24)[{start}:{stop}:3]",
-    "transposed": lambda base, start, stop: f"{base}.t()",
+    "transposed": lambda base, *_: f"{base}.t()",
     "rows": lambda base, start, stop: f"{base}[{start // 6}:{stop // 6}]",
     "columns": lambda base, start, stop: f"{base}[:, {start // 4}:{stop // 4}]",
-    "element": lambda base, start, stop: f"{base}.view(24)[{min(start, 23)}]",
+    "element": lambda base, start, _: f"{base}.view(24)[{min(start, 23)}]",
     "expanded": lambda base, start, stop: f"{base}.view(24)[{start}:{stop}].expand(2, {stop - start})",
-    "overlapping": lambda base, start, stop: f"{base}.as_strided((3, 3), (1, 2), {min(start, 16)})",
+    "overlapping": lambda base, start, _: f"{base}.as_strided((3, 3), (1, 2), {min(start, 16)})",
     "bytes": lambda base, start, stop: f"{base}.view(24).view(torch.uint8)[{start}:{stop + 3}]",
-    "complex": lambda base, start, stop: f"torch.view_as_complex({base}.view(12, 2)).conj()",
+    "complex": lambda base, *_: f"torch.view_as_complex({base}.view(12, 2)).conj()",
     "parameter": lambda base, start, stop: f"torch.nn.Parameter({base}.view(24)[{start}:{stop}])",
-    "detached": lambda base, start, stop: f"torch.nn.Parameter({base}).detach()",
-    "storage": lambda base, start, stop: f"{base}.untyped_storage()",
+    "detached": lambda base, *_: f"torch.nn.Parameter({base}).detach()",
+    "storage": lambda base, *_: f"{base}.untyped_storage()",
 }
 MAPPINGS = {
     "dict": "{{{}}}",
-    "OrderedDict": "OrderedDict({{{}}})",
-    "defaultdict": "defaultdict(samples.a_factory, {{{}}})",
-    "Counter": "Counter({{{}}})",
+    "OrderedDict": "collections.OrderedDict({{{}}})",
+    "defaultdict": "collections.defaultdict(samples.a_factory, {{{}}})",
+    "Counter": "collections.Counter({{{}}})",
     "DictSubclass": "samples.DictSubclass({{{}}})",
 }
 SEQUENCES = {
@@ -71,8 +72,8 @@ SEQUENCES = {
     "tuple": "({})",
     "ListSubclass": "samples.ListSubclass([{}])",
     "TupleSubclass": "samples.TupleSubclass([{}])",
-    "deque": "deque([{}])",
-    "bounded": "deque([{}], maxlen=5)",
+    "deque": "collections.deque([{}])",
+    "bounded": "collections.deque([{}], maxlen=5)",
 }
 PAIRS = {
     "NamedPair": "samples.NamedPair({})",
@@ -80,30 +81,30 @@ PAIRS = {
     "FrozenPair": "samples.FrozenPair({})",
     "SlottedPair": 'samples.having(samples.SlottedPair({}), sum="sum")',
     "return_type": "torch.return_types.max([{}])",
-    **({"AttrsPair": "samples.AttrsPair({})"} if hasattr(samples, "AttrsPair") else {}),
 }
 NODES = (*MAPPINGS, *SEQUENCES, *PAIRS, "Thing")
 WITH_ATTRIBUTES = ("OrderedDict", "DictSubclass", "ListSubclass", "TupleSubclass")
-_COLLECTIONS = {cls.__name__: cls for cls in (Counter, OrderedDict, defaultdict, deque)}
+_PLAIN = (type(None), bool, int, str, bytes, torch.dtype, torch.Size)
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class Value(PrintsAsCode):
+class Plan:
+    """Says how a tree is made."""
+
+    def build(self) -> Any:
+        """Make the tree."""
+        return code_of(self).run()
+
+
+@dataclasses.dataclass(frozen=True)
+class Value(Plan):
     """A plain value as a leaf."""
 
     value: Any
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class Node(PrintsAsCode):
-    """How a container or an opaque object is made of its children.
-
-    Attributes:
-        kind: One of ``NODES``.
-        children: Plans of what it holds.
-        keys: Their keys, in mappings.
-        attributes: Names and plans of instance attributes.
-    """
+@dataclasses.dataclass(frozen=True)
+class Node(Plan):
+    """A container or an opaque object: one of ``NODES``, of its children, their keys, and named attributes."""
 
     kind: str
     children: tuple[Any, ...] = ()
@@ -111,28 +112,16 @@ class Node(PrintsAsCode):
     attributes: tuple[tuple[str, Any], ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class Again(PrintsAsCode):
-    """What the tree holds already, once more: the same object, not an equal one.
-
-    Attributes:
-        index: Which of the containers and tensors before it, modulo their number. If there are none, it is ``None``.
-    """
+@dataclasses.dataclass(frozen=True)
+class Again(Plan):
+    """The same object once more: which of the containers and tensors before it, modulo their number, or ``None``."""
 
     index: int = 0
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class TensorPlan(PrintsAsCode):
-    """How a tensor is made.
-
-    Attributes:
-        shape: Its shape. (``channels_last`` adds a dim of size 1 in front.)
-        dtype: Its dtype.
-        geometry: How it lies in its storage: one of ``GEOMETRIES``.
-        wrap: What class it is of, and what else it has: one of ``WRAPS``.
-        elements: Which elements it has: one of ``ELEMENTS``.
-    """
+@dataclasses.dataclass(frozen=True)
+class TensorPlan(Plan):
+    """A tensor: a geometry of ``GEOMETRIES`` (``channels_last`` adds a dim), one of ``WRAPS``, and of ``ELEMENTS``."""
 
     shape: tuple[int, ...] = (2,)
     dtype: torch.dtype = torch.float32
@@ -141,16 +130,9 @@ class TensorPlan(PrintsAsCode):
     elements: str = "counted"
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class ViewPlan(PrintsAsCode):
-    """How a view is made of a storage of 24 numbers that others share.
-
-    Attributes:
-        base: Which storage.
-        kind: How it is looked at: one of ``VIEWS``.
-        start: Where the view begins, for kinds that can begin anywhere.
-        stop: Where it ends.
-    """
+@dataclasses.dataclass(frozen=True)
+class ViewPlan(Plan):
+    """One of ``VIEWS`` of a storage of 24 numbers that others share, from a start to a stop."""
 
     base: int = 0
     kind: str = "whole"
@@ -158,21 +140,11 @@ class ViewPlan(PrintsAsCode):
     stop: int = 24
 
 
-def children_of(plan: Any) -> list[Any]:
-    """Return the plans of what a container or an object holds."""
-    return [*plan.children, *dict(plan.attributes).values()] if isinstance(plan, Node) else []
-
-
-def size(plan: Any) -> tuple[int, int]:
-    """Return how large a plan is: how many parts it has, and how long it is to read."""
-    return 1 + sum(size(child)[0] for child in children_of(plan)), len(repr(plan))
-
-
 class Code:
     """The body of a function without arguments that makes what a plan does.
 
     Args:
-        plan: A plan, or anything that prints as code and has ``build``, as layouts do.
+        plan: A plan.
         named: Which of the containers and tensors get a name, since they come again.
 
     Attributes:
@@ -193,16 +165,18 @@ class Code:
 
     def run(self) -> Any:
         """Make the value."""
-        names = {"torch": torch, "samples": samples, "Layout": Layout, **_COLLECTIONS, **self.objects}
+        names = {"torch": torch, "samples": samples, "collections": collections, **self.objects}
         exec(_compiled("\n ".join(["def state():", *self.lines])), names)
         return names["state"]()
 
-    def source(self) -> str:
-        """Return the function, with what it imports."""
-        body = "\n    ".join(
-            ["def state():", *(f"{name} = {value!r}" for name, value in self.objects.items()), *self.lines]
-        )
-        return "\n".join([*imports(body), "", "", body])
+    def source(self, *names: str) -> str:
+        """Return the function, with what it imports, and with further names of ``statetree.testing``."""
+        values = [f"{name} = {value!r}" for name, value in self.objects.items() if not isinstance(value, type)]
+        body = "\n    ".join(["def state():", *values, *self.lines])
+        ours = sorted([*names, *(name for name in ("Layout", "samples") if f"{name}." in body or f"{name}(" in body)])
+        imports = [f"import {name}" for name in ("collections", "torch") if f"{name}." in body]
+        imports += [f"from statetree.testing import {', '.join(ours)}"] if ours else []
+        return "\n".join([*imports, "", "", body])
 
     def _written(self, plan: Any) -> str:
         """Return an expression for a plan, after lines that it needs before it."""
@@ -222,8 +196,8 @@ class Code:
             expression = wraps[plan.wrap].format(tensor, note=note)
         elif isinstance(plan, ViewPlan):
             expression = VIEWS[plan.kind](self._base(plan.base), *sorted((plan.start, plan.stop)))
-        else:
-            self.objects |= {} if isinstance(plan, Layout) else {type(plan).__name__: type(plan)}
+        else:  # a layout, or a plan of somebody else's
+            self.objects[type(plan).__name__] = type(plan)
             expression = f"{plan!r}.build()"
         self._made += 1
         return f"(part{self._made - 1} := {expression})" if self._made - 1 in self._named else expression
@@ -243,11 +217,11 @@ class Code:
         return f"samples.having({', '.join([expression, *attributes])})" if attributes else expression
 
     def _value(self, value: Any) -> str:
-        if has_code(value):
-            return code(value)
-        name = f"value{len(self.objects)}"
-        self.objects[name] = value
-        return name
+        text = code(value)
+        if text is None:
+            text = f"value{len(self.objects)}"
+            self.objects[text] = value
+        return text
 
     def _numbers(self, shape: tuple[int, ...], dtype: torch.dtype, elements: str = "counted") -> str:
         first, self._next = self._next, self._next + math.prod(shape)
@@ -289,15 +263,29 @@ def _compiled(source: str) -> Any:
     return compile(source, "<state>", "exec")
 
 
-def imports(body: str) -> list[str]:
-    """Return the imports that code needs of what states are made of."""
-    of_ours = [name for name in ("Layout", "samples") if f"{name}." in body or f"{name}(" in body]
-    lines = {
-        "from collections import": [name for name in _COLLECTIONS if f"{name}(" in body],
-        "import": ["torch"] if "torch." in body else [],
-        "from statetree.testing import": of_ours,
-    }
-    return [f"{head} {', '.join(names)}" for head, names in lines.items() if names]
+def code(value: Any) -> str | None:
+    """Return an expression for a plain value; ``None`` if there is none."""
+    cls: type = type(value)
+    if cls is float:
+        bits = struct.unpack("<q", struct.pack("<d", value))[0]
+        return repr(value) if math.isfinite(value) else f"torch.tensor({bits}).view(torch.float64).item()"
+    if cls is complex:
+        return f"complex({code(value.real)}, {code(value.imag)})"
+    if cls in (tuple, frozenset, samples.NamedPair):
+        items = [code(item) for item in value]
+        if None in items:
+            return None
+        listed = ", ".join(filter(None, items if cls is tuple else sorted(filter(None, items))))
+        if cls is samples.NamedPair:
+            return f"samples.NamedPair({', '.join(filter(None, items))})"
+        return f"({listed}{',' if len(items) == 1 else ''})" if cls is tuple else f"frozenset([{listed}])"
+    if cls is str and value.isprintable() and not set(value) & set("\"'\\"):
+        return f'"{value}"'
+    if isinstance(value, (type, types.FunctionType, enum.Enum)):
+        name = f"{cls.__name__}.{value.name}" if isinstance(value, enum.Enum) else value.__name__
+        is_ours = value.__module__ == samples.__name__
+        return f"samples.{name}" if is_ours else name if value is int else None
+    return f"torch.{value!r}" if cls is torch.device else repr(value) if cls in _PLAIN else None
 
 
 def code_of(plan: Any) -> Code:
@@ -308,4 +296,4 @@ def code_of(plan: Any) -> Code:
 
 def build(plan: Any) -> Any:
     """Return the tree of a plan. What is no plan is returned as it is."""
-    return code_of(plan).run() if isinstance(plan, PrintsAsCode) else plan
+    return plan.build() if isinstance(plan, Plan) else plan

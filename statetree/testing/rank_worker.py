@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import datetime
 import faulthandler
 import io
@@ -16,10 +15,12 @@ import socket
 import sys
 import threading
 import traceback
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+from statetree.testing.contents import elements
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,35 +33,61 @@ MAX_OPEN_FILES = 512
 LATE_S = 30.0
 #: The files of a group: the call, which all ranks read; and how it ended on each rank, and where it hangs.
 CALL, ANSWER, STACK = "call", "answer{}", "stack{}"
-#: The variable that names the interfaces on which gloo listens.
-INTERFACES = "GLOO_SOCKET_IFNAME"
+#: How modules and files are found, and the environment variables.
+Surroundings = tuple[list[str], dict[str, str], str]
 
 
-class Surroundings(NamedTuple):
-    """What a rank takes over from its caller: how modules and files are found, and the environment variables."""
+def surroundings() -> Surroundings:
+    """Return those of this process."""
+    try:
+        directory = os.getcwd()
+    except FileNotFoundError:  # it was removed
+        directory = os.curdir
+    return sys.path, dict(os.environ), directory
 
-    path: list[str]
-    environment: dict[str, str]
-    directory: str
 
-    @classmethod
-    def here(cls) -> Surroundings:
-        """Return those of this process."""
-        try:
-            directory = os.getcwd()
-        except FileNotFoundError:  # it was removed
-            directory = os.curdir
-        return cls(sys.path, dict(os.environ), directory)
+def _take_over(path: list[str], environment: dict[str, str], directory: str) -> None:
+    """Make the caller's surroundings those of this process. By default, gloo listens on the loopback only."""
+    sys.path[:] = path
+    loopback = [("GLOO_SOCKET_IFNAME", name) for _, name in socket.if_nameindex() if name.startswith("lo")]
+    environment = {**dict(loopback[:1]), **environment}
+    if os.environ != environment:
+        os.environ.clear()
+        os.environ.update(environment)
+    os.chdir(directory)
 
-    def take_over(self) -> None:
-        """Make them those of this process. Unless they name an interface, gloo listens on the loopback only."""
-        sys.path[:] = self.path
-        loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
-        environment = {**({INTERFACES: loopback} if loopback else {}), **self.environment}
-        if os.environ != environment:
-            os.environ.clear()
-            os.environ.update(environment)
-        os.chdir(self.directory)
+
+def packed(value: Any) -> bytes:
+    """Pickle a value. Storages stay shared, which torch pickles with each tensor by itself."""
+    stream = io.BytesIO()
+    _TensorPickler(stream).dump(value)
+    return stream.getvalue()
+
+
+class _TensorPickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.storage.TypedStorage):
+            return _typed, (value._untyped_storage, value.dtype)
+        if type(value) is torch.UntypedStorage:
+            content = None if value.device.type == "meta" else bytes(elements(value).cpu().numpy())  # type: ignore[union-attr]
+            return _storage, (content, value.nbytes(), str(value.device))
+        return NotImplemented
+
+
+def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def _storage(content: bytes | None, nbytes: int, device: str) -> torch.UntypedStorage:
+    storage = torch.UntypedStorage(nbytes, device=device)
+    if content:
+        storage.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8).untyped_storage())
+    return storage
+
+
+def pickled_call(fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> bytes:
+    """Return a call as a rank takes it: the surroundings come first, so that what the call names is found."""
+    return pickle.dumps((timeout_s, surroundings(), packed((fn, args))))
 
 
 def serve(
@@ -70,9 +97,16 @@ def serve(
     threading.Thread(target=_end_with_the_caller, args=(folder,), daemon=True).start()
     # Daemons, which ranks are so that they end with whoever started them, may not start processes, but DCP does.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    torch.set_num_threads(1)
     with (folder / STACK.format(rank)).open("w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
-        failure = _join(rank, world_size, folder, collective_timeout, caller)
+        failure, store = None, (folder / "store").as_uri()
+        try:
+            _take_over(*caller)
+            timeout = datetime.timedelta(seconds=collective_timeout)
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size, timeout=timeout)
+        except Exception as error:
+            failure = _failure(error)
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
                 connection.recv_bytes()
@@ -96,37 +130,16 @@ def _end_with_the_caller(folder: Path) -> None:
     _leave(folder)
 
 
-def pickled_call(fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> bytes:
-    """Return a call as a rank takes it: the surroundings come first, so that what the call names is found."""
-    return pickle.dumps((timeout_s, Surroundings.here(), packed((fn, args))))
-
-
-def _join(rank: int, world_size: int, folder: Path, collective_timeout: float, caller: Surroundings) -> bytes | None:
-    """Start the process group; return what to answer to all calls if that fails."""
-    torch.set_num_threads(1)
-    try:
-        caller.take_over()
-        dist.init_process_group(
-            "gloo",
-            init_method=(folder / "store").as_uri(),
-            rank=rank,
-            world_size=world_size,
-            timeout=datetime.timedelta(seconds=collective_timeout),
-        )
-    except Exception as error:
-        return _failure(error)
-    return None
-
-
 def _answer(call: bytes, stack: IO[str]) -> bytes:
     try:
         timeout_s, caller, rest = pickle.loads(call)
         # Should the caller be gone, and C code keep the thread that notices from running, this ends the process.
         faulthandler.dump_traceback_later(timeout_s + LATE_S, exit=True, file=stack)
-        caller.take_over()
+        _take_over(*caller)
         fn, args = pickle.loads(rest)
-        value = fn(*args)
-        return pickle.dumps(("returned", packed(value), "", _is_worn()))
+        value = packed(fn(*args))
+        is_worn = not dist.is_initialized() or len(os.listdir("/dev/fd")) > MAX_OPEN_FILES
+        return pickle.dumps(("returned", value, "", is_worn))
     except BaseException as error:
         return _failure(error)
     finally:
@@ -137,10 +150,10 @@ def _failure(error: BaseException) -> bytes:
     own = error.__traceback__
     text = "".join(traceback.format_exception(type(error), error, own and (own.tb_next or own)))
     try:  # many exceptions cannot be sent, or not put together again
-        value = pickle.dumps(error)
+        value = packed(error)
         pickle.loads(value)
     except Exception:
-        value = pickle.dumps(None)
+        value = packed(None)
     return pickle.dumps(("raised", value, text, True))
 
 
@@ -155,39 +168,3 @@ def is_in_step(timeout_s: float) -> bool:
     options.timeout = timeout
     group.allreduce([ranks], options).wait(timeout)
     return int(ranks) == dist.get_world_size() * (dist.get_world_size() + 1) // 2
-
-
-def _is_worn() -> bool:
-    return bool(not dist.is_initialized()) or len(os.listdir("/dev/fd")) > MAX_OPEN_FILES
-
-
-def packed(value: Any) -> bytes:
-    """Pickle a value, in which storages stay what they are: shared, of their size, and of their device.
-
-    Torch's own way to pickle tensors gives each a storage of its own, and cannot pickle storages by themselves.
-    """
-    stream = io.BytesIO()
-    _TensorPickler(stream).dump(value)
-    return stream.getvalue()
-
-
-class _TensorPickler(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, torch.storage.TypedStorage):
-            return _typed, (value._untyped_storage, value.dtype)
-        if type(value) is torch.UntypedStorage:
-            on_host = None if value.device.type == "meta" else value.cpu()
-            content = b"" if on_host is None else ctypes.string_at(on_host.data_ptr(), value.nbytes())
-            return _storage, (content, value.nbytes(), str(value.device))
-        return NotImplemented
-
-
-def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
-    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
-
-
-def _storage(content: bytes, nbytes: int, device: str) -> torch.UntypedStorage:
-    storage = torch.UntypedStorage(nbytes, device=device)
-    if content:
-        storage.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8).untyped_storage())
-    return storage

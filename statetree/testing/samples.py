@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import importlib.util
 from typing import Any, NamedTuple
 
 import torch
@@ -52,17 +51,6 @@ class SlottedPair:
     first: Any
     second: Any
     sum: Any = dataclasses.field(init=False, default=None)
-
-
-if importlib.util.find_spec("attrs") is not None:  # pragma: no branch - tests of statetree need it
-    import attrs
-
-    @attrs.define
-    class AttrsPair:
-        """An attrs class, if there are such."""
-
-        first: Any
-        second: Any
 
 
 class Thing:

@@ -1,4 +1,4 @@
-"""The public hypothesis strategies for tensors and trees.
+"""The hypothesis strategies for tensors and trees.
 
 Each draws a plan, builds it, and notes the code that makes the tree, which hypothesis prints when a test fails.
 Elements of tensors are unique by position, and many are lost by conversions: see ``elements``.
@@ -8,18 +8,40 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from hypothesis import note
 from hypothesis import strategies as st
 
-from statetree.testing.arguments import check_one_of
-from statetree.testing.elements import DTYPES, TRAINING_DTYPES
-from statetree.testing.plan_strategies import tensor_plans, tied_plans, tree_plans
-from statetree.testing.plans import GEOMETRIES, USUAL_WRAPS, code_of
+from statetree.testing.arguments import check_at_least, check_one_of, check_some_of, refuse
+from statetree.testing.elements import DTYPES, ELEMENTS, HARD_TO_KEEP, TRAINING_DTYPES
+from statetree.testing.plans import (
+    GEOMETRIES,
+    MAPPINGS,
+    PAIRS,
+    SEQUENCES,
+    USUAL_WRAPS,
+    VIEWS,
+    WITH_ATTRIBUTES,
+    WRAPS,
+    Again,
+    Node,
+    Plan,
+    TensorPlan,
+    Value,
+    ViewPlan,
+    code_of,
+)
+from statetree.testing.samples import Color, NamedPair, Pair, a_factory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
+AWKWARD_KEYS = (
+    *(True, False, None, 0.0, -0.0, 1.0, float("nan"), "0", "1", "True", "None", "", ".", "[0]", "['a']", "\ud800"),
+    *(b"a", Color.RED, (0,), ("0",), (False, "a"), (), frozenset({"a", "b"}), NamedPair(1, "a"), int),
+)
+#: The simplest leaf. It is drawn in one choice, so that what shrinks ends here, and not with an empty object.
+_NOTHING = st.just(Value(None))
 
 
 def tensors(
@@ -46,10 +68,9 @@ def tensors(
             ``subclass``, ``attribute`` (with an attribute that holds another tensor); not by default ``computed`` (no
             leaf of autograd, as transforms return them).
     """
-    plans = tensor_plans(
-        dtypes=_dtypes(dtypes), max_dims=max_dims, max_side=max_side, geometries=geometries, wraps=wraps
+    return _built(
+        tensor_plans(dtypes=_dtypes(dtypes), max_dims=max_dims, max_side=max_side, geometries=geometries, wraps=wraps)
     )
-    return _built(plans)
 
 
 def state_trees(
@@ -67,15 +88,13 @@ def state_trees(
 
     Args:
         leaves: Leaves; by default tensors and plain values. Of strategies of this module, and of ``one_of`` them and
-            others, elements are unique over the tree. (What another strategy draws is put into the tree as it is: a
-            tensor's elements may be those of others, and a test that changes it changes what hypothesis shows.)
+            others, elements are unique over the tree. (What another strategy draws is put into the tree as it is.)
         dtypes: Dtypes of the default leaves, or ``"training"``: those of ordinary training states, for all of which
             torch implements arithmetic.
         max_leaves: How many leaves a tree has at most, about. Its depth grows with the logarithm.
         opaque: Whether there are objects of unknown classes.
     """
-    plans = tree_plans(leaves, dtypes=_dtypes(dtypes), max_leaves=max_leaves, opaque=opaque)
-    return _built(plans)
+    return _built(tree_plans(leaves, dtypes=_dtypes(dtypes), max_leaves=max_leaves, opaque=opaque))
 
 
 def tied_trees(*, max_leaves: int = 12, opaque: bool = True) -> st.SearchStrategy[Any]:
@@ -107,3 +126,159 @@ def _built(plans: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     strategy = built()
     vars(strategy)["plans"] = plans
     return strategy
+
+
+# Plans
+
+
+def shapes(*, min_dims: int = 0, max_dims: int = 3, max_side: int = 3) -> st.SearchStrategy[tuple[int, ...]]:
+    """Shapes, with sides of 0 and 1 among them."""
+    check_at_least("max_dims", max_dims, 0)
+    check_at_least("max_side", max_side, 0)
+    return st.lists(st.integers(0, max_side), min_size=min_dims, max_size=max_dims).map(tuple)
+
+
+def tensor_plans(
+    *,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    max_dims: int = 3,
+    max_side: int = 3,
+    geometries: Sequence[str] = GEOMETRIES,
+    wraps: Sequence[str] = USUAL_WRAPS,
+) -> st.SearchStrategy[TensorPlan]:
+    """Plans of single tensors (see ``tensors``)."""
+    check_some_of("dtypes", dtypes, DTYPES)
+    check_some_of("geometries", geometries, GEOMETRIES)
+    check_some_of("wraps", wraps, WRAPS)
+    return st.builds(
+        TensorPlan,
+        shape=shapes(max_dims=max_dims, max_side=max_side),
+        dtype=st.sampled_from(dtypes),
+        geometry=st.sampled_from(geometries),
+        wrap=st.sampled_from(wraps),
+        elements=st.sampled_from(ELEMENTS),
+    ).filter(can_be_shown)
+
+
+def can_be_shown(plan: TensorPlan) -> bool:
+    """Whether torch can print the tensor: a test that fails on another would fail with torch's error, not its own."""
+    return plan.shape != () or plan.dtype is not torch.float4_e2m1fn_x2
+
+
+def _hard_plans(dtypes: Sequence[torch.dtype]) -> st.SearchStrategy[TensorPlan]:
+    """Plans of tensors with elements that are easily lost. Few of ``tensor_plans`` are such."""
+    pairs = [pair for pair in HARD_TO_KEEP if pair[0] in dtypes] or [(dtype, "counted") for dtype in dtypes]
+    drawn = st.tuples(shapes(), st.sampled_from(pairs), st.sampled_from(USUAL_WRAPS))
+    return drawn.map(lambda plan: TensorPlan(plan[0], plan[1][0], wrap=plan[2], elements=plan[1][1]))
+
+
+def view_plans(*, max_bases: int = 3) -> st.SearchStrategy[ViewPlan]:
+    """Plans of views that overlap in a few storages."""
+    places = st.integers(0, 24)
+    return st.builds(ViewPlan, st.integers(0, max_bases - 1), st.sampled_from(list(VIEWS)), places, places)
+
+
+def plain_values() -> st.SearchStrategy[Any]:
+    """Values that hold no tensor: numbers, strings, and what is passed by identity."""
+    return st.one_of(
+        *(st.none(), st.booleans(), st.integers(), st.floats(), st.complex_numbers()),
+        *(st.text(max_size=3), st.binary(max_size=3)),
+        st.sampled_from([Color.RED, a_factory, Pair, torch.float32, torch.device("cpu"), torch.Size([2, 1])]),
+    )
+
+
+def tree_plans(
+    leaves: st.SearchStrategy[Any] | None = None,
+    *,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    max_leaves: int = 12,
+    opaque: bool = True,
+) -> st.SearchStrategy[Any]:
+    """Plans of trees (see ``state_trees``)."""
+    check_at_least("max_leaves", max_leaves, 1)
+    if not (leaves is None or isinstance(leaves, st.SearchStrategy)):
+        refuse("leaves", "a strategy, or None", leaves, TypeError)
+    hard = [_hard_plans(dtypes) for _ in range(2)]  # one that is given twice would count once
+    usual = st.one_of(_NOTHING, tensor_plans(dtypes=dtypes), *hard, st.builds(Value, plain_values()))
+    chosen = usual if leaves is None else _plans_of(leaves)
+    trees = st.recursive(chosen, lambda smaller: _nodes(smaller, opaque=opaque), max_leaves=max_leaves)
+    fewest = st.sampled_from([0, 2, 2])  # else half of these would be leaves, or empty
+    small = st.one_of(trees, fewest.flatmap(lambda count: _nodes(trees, opaque=opaque, fewest=count)))
+    large = _large(chosen, max_leaves)
+    return st.sampled_from([small, small, large, large, large]).flatmap(lambda drawn: drawn)
+
+
+def tied_plans(*, max_leaves: int = 12, opaque: bool = True) -> st.SearchStrategy[Any]:
+    """Plans of trees whose leaves share storages (see ``tied_trees``)."""
+    again, wrapped = st.builds(Again, st.integers(0, 7)), st.builds(TensorPlan, wrap=st.sampled_from(USUAL_WRAPS))
+    views = (view_plans(max_bases=1), view_plans(max_bases=2), view_plans())
+    leaves = st.one_of(_NOTHING, *views, again, wrapped, st.builds(Value, plain_values()))
+    return tree_plans(leaves, max_leaves=max_leaves, opaque=opaque)
+
+
+def _plans_of(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    # Leaves that were built one by one would each count their elements from 1, and would not print as code.
+    if branches := getattr(leaves, "original_strategies", ()):  # hypothesis' own name, of ``one_of``
+        return st.one_of(*map(_plans_of, branches))
+    plans: st.SearchStrategy[Any] = getattr(leaves, "plans", leaves)
+    return plans.map(lambda leaf: leaf if isinstance(leaf, Plan) else Value(leaf))
+
+
+def _keys() -> st.SearchStrategy[Any]:
+    """Keys of mappings: those that ordinary states have, and those that are hard to tell apart."""
+    return st.one_of(st.text("ab.", max_size=3), st.integers(0, 3), st.sampled_from(AWKWARD_KEYS), st.text(max_size=2))
+
+
+def _nodes(children: st.SearchStrategy[Any], *, opaque: bool, fewest: int = 0) -> st.SearchStrategy[Any]:
+    @st.composite
+    def mappings(draw: st.DrawFn) -> Node:
+        kind = draw(st.sampled_from(list(MAPPINGS)))
+        most = 1 if kind == "Counter" else 4  # to be shown, it sorts what it holds, and tensors cannot be
+        items = st.tuples(_keys(), children)
+        drawn = draw(st.lists(items, min_size=min(fewest, most), max_size=most, unique_by=lambda item: item[0]))
+        keys, held = (tuple(item[side] for item in drawn) for side in (0, 1))
+        return Node(kind, held, keys, draw(_attributes(kind, children)))
+
+    @st.composite
+    def sequences(draw: st.DrawFn) -> Node:
+        kind = draw(st.sampled_from(list(SEQUENCES)))
+        items = draw(st.lists(children, min_size=fewest, max_size=4))
+        return Node(kind, tuple(items), attributes=draw(_attributes(kind, children)))
+
+    @st.composite
+    def pairs(draw: st.DrawFn) -> Node:
+        return Node(draw(st.sampled_from(list(PAIRS))), (draw(children), draw(children)))
+
+    @st.composite
+    def things(draw: st.DrawFn) -> Node:
+        return Node("Thing", tuple(draw(st.lists(children, min_size=fewest, max_size=3))))
+
+    # All are composite: these stand for themselves in representations, which else would grow with each level.
+    return st.one_of(mappings(), sequences(), pairs(), *([things()] if opaque else []))
+
+
+@st.composite
+def _large(draw: st.DrawFn, leaves: st.SearchStrategy[Any], max_leaves: int) -> Any:
+    """Trees of ten leaves or more, if so many are allowed: what ``st.recursive`` draws seldom has more than three."""
+    items = draw(st.lists(leaves, min_size=min(10, max_leaves), max_size=max_leaves))
+    while len(items) > 1:  # into containers of up to four
+        items = [draw(_holding(tuple(items[start : start + 4]))) for start in range(0, len(items), 4)]
+    return items[0]
+
+
+def _holding(children: tuple[Any, ...]) -> st.SearchStrategy[Node]:
+    """Mappings and sequences that hold some children."""
+    count = len(children)
+    keys = st.lists(_keys(), min_size=count, max_size=count, unique=True).map(tuple)
+    mappings = st.sampled_from([kind for kind in MAPPINGS if kind != "Counter"])
+    return st.one_of(
+        st.builds(Node, mappings, st.just(children), keys),
+        st.builds(Node, st.sampled_from(list(SEQUENCES)), st.just(children)),
+    )
+
+
+def _attributes(kind: str, children: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[tuple[str, Any], ...]]:
+    if kind not in WITH_ATTRIBUTES:
+        return st.just(())
+    names = st.sampled_from(["_metadata", "extra", "a"])
+    return st.dictionaries(names, children, max_size=2).map(lambda named: tuple(named.items()))

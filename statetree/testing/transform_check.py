@@ -1,32 +1,95 @@
-"""``check_transform``: finds out which laws hold of a transform, and the smallest state for which one does not."""
+"""``check_transform``: finds out which laws hold of a transform, and shows a state for which one does not as a test."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import sys
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from statetree.errors import UnsupportedLeaf
 from statetree.testing import laws as known
-from statetree.testing.arguments import check_at_least, check_world_sizes, needing_hypothesis, refuse
-from statetree.testing.known_states import STATES, states_on_ranks
+from statetree.testing.arguments import check_at_least, needing_hypothesis, refuse
 from statetree.testing.pace import units
-from statetree.testing.plans import Node, build, size
-from statetree.testing.ranks import run_ranks
-from statetree.testing.shrinking import smallest
-from statetree.testing.snippets import snippet
-from statetree.testing.transform_report import Report, Verdict
+from statetree.testing.plans import build, code_of
+from statetree.testing.rank_calls import run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from types import ModuleType
 
     from statetree.testing.laws import Law, Transform
-    from statetree.testing.transform_examples import Where
+    from statetree.testing.states import Where
 
-#: What a law says of one state.
-HOLDS, FAILS, HANGS, REFUSED, SAYS_NOTHING = "holds", "fails", "hangs", "refused", "says nothing"
+#: What a law says of one state; of several ranks, the first of these that one says.
+FAILS, HANGS, REFUSED, SAYS_NOTHING, HOLDS = OUTCOMES = ("fails", "hangs", "refused", "says nothing", "holds")
+_ANSWERS = {True: "yes", False: "NO", None: "?"}
 #: How many states go to the ranks at once.
 BATCH = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """Whether a law holds of a transform.
+
+    Attributes:
+        law: The law.
+        holds: Whether it held for every state; ``None`` if there was no state of which it says anything.
+        examples: How many states it held for.
+        refused: How many states the transform raised for.
+        error: What the law says of the smallest state for which it does not hold, or what the transform raised first.
+        source: A test with that state, to paste; empty if the law holds.
+    """
+
+    law: Law
+    holds: bool | None
+    examples: int = 0
+    refused: int = 0
+    error: str = ""
+    source: str = ""
+
+    def after(self, earlier: Verdict | None) -> Verdict:
+        """Return the verdict on what this one and an earlier one looked at."""
+        if earlier is None:
+            return self
+        holds = earlier.holds if self.holds is None else self.holds
+        counts = earlier.examples + self.examples, earlier.refused + self.refused
+        return dataclasses.replace(self, holds=holds, examples=counts[0], refused=counts[1])
+
+    def __str__(self) -> str:
+        count = f"{self.examples} states" + (f", {self.refused} refused" if self.refused else "")
+        return f"{self.law.name:<22} {_ANSWERS[self.holds]:<4} {count:<24} {self.law.statement}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Which laws hold of a transform: true if all do, and by name a verdict on each.
+
+    Attributes:
+        transform: What was looked at.
+        verdicts: One for each law.
+    """
+
+    transform: Callable[[Any], Any]
+    verdicts: tuple[Verdict, ...]
+
+    def __bool__(self) -> bool:
+        return not self.broken
+
+    def __getitem__(self, name: str) -> Verdict:
+        return {verdict.law.name: verdict for verdict in self.verdicts}[name]
+
+    @property
+    def broken(self) -> list[str]:
+        """The names of the laws that do not hold."""
+        return [verdict.law.name for verdict in self.verdicts if verdict.holds is False]
+
+    def __str__(self) -> str:
+        lines = [f"check_transform: {_named(self.transform)[1]}", *map(str, self.verdicts)]
+        for verdict in self.verdicts:
+            if verdict.holds is False:
+                lines += ["", f"{verdict.law.name} does not hold. {verdict.error}", "", verdict.source.rstrip()]
+        return "\n".join(lines)
 
 
 class _Refusal(Exception):
@@ -84,19 +147,24 @@ def check_transform(
     check_at_least("check_transform: examples", examples, 1)
     if not (where is None or callable(where)):
         refuse("check_transform: where", "a predicate of a path and a leaf", where, TypeError)
-    world_sizes = (ranks,) if isinstance(ranks, int) else ranks
-    if world_sizes is not None:
-        check_world_sizes("check_transform: ranks", world_sizes)
+    world_sizes: Sequence[int | None] = (ranks,) if isinstance(ranks, int) or ranks is None else ranks
+    if ranks is not None:
+        if not world_sizes:
+            refuse("check_transform: ranks", "world sizes, such as (1, 2)", ranks, TypeError)
+        for size in world_sizes:
+            check_at_least("check_transform: ranks", size, 1)
     every = known.ALL if ranks is None else known.COLLECTIVE
     chosen = list(every) if laws is None else [_known(law) for law in laws]
     if inverse is not None:
         chosen.append(known.round_trip(inverse))
+    with needing_hypothesis("check_transform"):
+        from statetree.testing.states import plans_for
     verdicts: dict[str, Verdict] = {}
-    for world_size in world_sizes or (None,):
-        found = _plans(world_size, examples, where, seed)
+    for world_size in world_sizes:
+        plans = plans_for(world_size, examples, where, seed)
         for law in chosen:
             if law.name not in verdicts or verdicts[law.name].holds is not False:
-                verdict = _judged(law, fn, found, world_size, where)
+                verdict = _judged(law, fn, plans, world_size, where)
                 verdicts[law.name] = verdict.after(verdicts.get(law.name))
     report = Report(fn, tuple(verdicts.values()))
     if laws is not None and not report:
@@ -105,58 +173,34 @@ def check_transform(
 
 
 def _known(law: Any) -> Law:
-    if isinstance(law, known.Law):
-        return law
-    found: Any = getattr(known, str(law), None)
+    found: Any = law if isinstance(law, known.Law) else getattr(known, str(law), None)
     if not isinstance(found, known.Law):
         names = ", ".join(each.name for each in known.ALL)
         refuse("check_transform: laws", f"laws, or names of some ({names}, and others)", law)
     return found
 
 
-def _examples() -> ModuleType:
-    """Return the module that draws states, if hypothesis is there."""
-    with needing_hypothesis("check_transform"):
-        from statetree.testing import transform_examples
-    return transform_examples
-
-
-def _plans(world_size: int | None, examples: int, where: Where | None, seed: int) -> list[Any]:
-    """Return plans, the smallest first: those that are known, as many as are asked for, and drawn ones."""
-    drawn = _examples()
-    found = list(STATES if world_size is None else states_on_ranks(world_size))[:examples]
-    if len(found) < examples:
-        found += drawn.drawn_plans(world_size, examples - len(found), seed)
-    if where is not None:
-        found = [drawn.only(where, plan) for plan in found]
-    # Many transforms take containers alone, and strangers read these more easily.
-    return sorted(
-        {repr(plan): plan for plan in found}.values(), key=lambda plan: (not isinstance(plan, Node), size(plan))
-    )
-
-
 def _judged(law: Law, transform: Transform, plans: list[Any], world_size: int | None, where: Where | None) -> Verdict:
     """Look for the first state for which a law does not hold, and make it small."""
-    look = functools.partial(_outcomes, law, transform, world_size)
-    counts = dict.fromkeys((HOLDS, FAILS, HANGS, REFUSED, SAYS_NOTHING), 0)
+    from statetree.testing.states import only, smallest
+
+    def fails(other: Any) -> bool:
+        return (where is None or only(where, other) == other) and outcome(law, transform, other)[0] == FAILS
+
+    counts: Counter[str] = Counter()
     refusal = ""
-    for plan, (found, said) in zip(plans, look(plans), strict=False):
+    for plan, (found, said) in zip(plans, _outcomes(law, transform, world_size, plans), strict=False):
         counts[found] += 1
         refusal = refusal or (said if found == REFUSED else "")
         if found in (FAILS, HANGS):
             small = plan
-            if found == FAILS:  # of those that hang, each would be waited for
-                small = smallest(plan, lambda other: _is_drawn(other, where) and next(look([other]))[0] == FAILS)
-                said = next(look([small]))[1] or said
+            if world_size is None:  # those with ranks are small already
+                small = smallest(plan, fails)
+                said = outcome(law, transform, small)[1] or said
             source = snippet(law, transform, small, world_size)
             return Verdict(law, holds=False, examples=counts[HOLDS], refused=counts[REFUSED], error=said, source=source)
     holds = True if counts[HOLDS] else None
     return Verdict(law, holds=holds, examples=counts[HOLDS], refused=counts[REFUSED], error=refusal)
-
-
-def _is_drawn(plan: Any, where: Where | None) -> bool:
-    """Whether all leaves of a plan are such as are wanted."""
-    return where is None or repr(_examples().only(where, plan)) == repr(plan)
 
 
 def _outcomes(law: Law, transform: Transform, world_size: int | None, plans: list[Any]) -> Iterator[tuple[str, str]]:
@@ -169,9 +213,10 @@ def _outcomes(law: Law, transform: Transform, world_size: int | None, plans: lis
 
 
 def _on_ranks(law: Law, transform: Transform, world_size: int, plans: list[Any]) -> Iterator[tuple[str, str]]:
+    limits = units(20), units(2)
     try:
         found = run_ranks(
-            world_size, _each_outcome, law, transform, plans, timeout=units(20), collective_timeout=units(2)
+            world_size, _each_outcome, law, transform, plans, timeout=limits[0], collective_timeout=limits[1]
         )
     except AssertionError as error:  # a rank hangs, or has left the others in the middle of things
         if len(plans) == 1:
@@ -180,8 +225,7 @@ def _on_ranks(law: Law, transform: Transform, world_size: int, plans: list[Any])
             for plan in plans:
                 yield from _on_ranks(law, transform, world_size, [plan])
         return
-    order = (FAILS, REFUSED, SAYS_NOTHING, HOLDS)
-    yield from (min(on_ranks, key=lambda each: order.index(each[0])) for on_ranks in zip(*found, strict=True))
+    yield from (min(on_ranks, key=lambda each: OUTCOMES.index(each[0])) for on_ranks in zip(*found, strict=True))
 
 
 def _each_outcome(law: Law, transform: Transform, plans: list[Any]) -> list[tuple[str, str]]:
@@ -208,3 +252,40 @@ def outcome(law: Law, transform: Callable[[Any], Any], plan: Any) -> tuple[str, 
     except UnsupportedLeaf:  # of what the law does with a result
         return SAYS_NOTHING, ""
     return HOLDS, ""
+
+
+def snippet(law: Law, transform: Callable[..., Any], plan: Any, world_size: int | None = None) -> str:
+    """Return a test that fails because a law does not hold for the tree of a plan."""
+    needed, called = _named(transform)
+    is_ours = getattr(known, law.name, None) is law
+    law_needed, law_called = ("", f"laws.{law.name}") if is_ours else _named(law.check)
+    names = [*(["laws"] if is_ours else []), *(["run_ranks"] if world_size else [])]
+    short = "".join(letter if letter.isalnum() else "_" for letter in f"{called.rpartition('.')[2]}_{law.name}")
+    arguments = f"{called}, state"
+    test = f"run_ranks({world_size}, {law_called}, {arguments})" if world_size else f"{law_called}({arguments})"
+    imports = [line for line in dict.fromkeys((needed, law_needed)) if line]
+    return "\n".join([*imports, code_of(plan).source(*names), "", "", f"def test_{short}():", f"    {test}", ""])
+
+
+def _named(function: Any) -> tuple[str, str]:
+    """Return the import that a function needs, and what it is called after it.
+
+    What cannot be imported is called by its name, for whoever pastes the test next to it.
+    """
+    if isinstance(function, functools.partial):
+        needed, called = _named(function.func)
+        options = [_shown(value) for value in function.args]
+        options += [f"{name}={_shown(value)}" for name, value in function.keywords.items()]
+        return f"from functools import partial\n{needed}".rstrip(), f"partial({', '.join([called, *options])})"
+    name = getattr(function, "__qualname__", "")
+    short = name.rpartition(".")[2]
+    if getattr(sys.modules["statetree"], short, None) is function:
+        return "import statetree as st", f"st.{short}"
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    if module is not None and module.__name__ != "__main__" and getattr(module, name, None) is function:
+        return f"from {module.__name__} import {name}", name
+    return "", short if short.isidentifier() else "transform"
+
+
+def _shown(value: Any) -> str:
+    return _named(value)[1] if callable(value) else repr(value)

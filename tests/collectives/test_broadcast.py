@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 import statetree
 from statetree.exchange.description import Description
 from statetree.testing import Layout, run_ranks
-from statetree.testing.plan_strategies import tied_plans, tree_plans
 from statetree.testing.plans import build
+from statetree.testing.strategies import tied_plans, tree_plans
 from statetree.tree.registry import CONTAINERS
 from tests.collectives.checks import attempt, check_equal, check_in_step, locals_of
 from tests.judge import tree_differences

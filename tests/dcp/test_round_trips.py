@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 import statetree
 from statetree import dcp
 from statetree.files.key_texts import key_of
-from statetree.testing.plan_strategies import plain_values, tensor_plans, tree_plans
 from statetree.testing.plans import GEOMETRIES, Node, Value, build
 from statetree.testing.samples import Color, Thing
+from statetree.testing.strategies import plain_values, tensor_plans, tree_plans
 from tests.judge import assert_trees_equal
 from tests.judge.regions import raw_bytes
 from tests.pace import units

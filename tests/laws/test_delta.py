@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from statetree.testing.plan_strategies import tied_plans, tree_plans
 from statetree.testing.plans import build
+from statetree.testing.strategies import tied_plans, tree_plans
 from tests.judge import assert_trees_equal
 from tests.judge.regions import raw_bytes, storage_of
 from tests.judge.watch import Watch

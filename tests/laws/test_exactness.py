@@ -4,8 +4,8 @@ from hypothesis import example, given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from statetree.testing.plan_strategies import tied_plans, tree_plans
 from statetree.testing.plans import Again, Node, build
+from statetree.testing.strategies import tied_plans, tree_plans
 from tests.judge import assert_trees_equal
 from tests.laws.drawn import with_shared_containers
 from tests.memory import covered_bytes, storages

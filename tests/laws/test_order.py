@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from statetree.testing.plan_strategies import tree_plans
 from statetree.testing.plans import MAPPINGS, Node, build
+from statetree.testing.strategies import tree_plans
 from statetree.tree.matching import matched
 from tests.contract.verbs import VERBS
 from tests.judge import assert_trees_equal

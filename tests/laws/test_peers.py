@@ -10,8 +10,8 @@ from hypothesis import strategies as hyp
 
 import statetree as st
 from statetree.testing.elements import DTYPES
-from statetree.testing.plan_strategies import plain_values, tensor_plans, tied_plans, tree_plans
 from statetree.testing.plans import Again, Value, build
+from statetree.testing.strategies import plain_values, tensor_plans, tied_plans, tree_plans
 from tests.judge import assert_trees_equal, tree_differences
 from tests.laws.drawn import with_shared_containers
 from tests.laws.table import DoesNotApply, Table

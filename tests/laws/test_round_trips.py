@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from statetree.testing.plan_strategies import tied_plans, tree_plans
 from statetree.testing.plans import Node, TensorPlan, Value, ViewPlan, build
+from statetree.testing.strategies import tied_plans, tree_plans
 from statetree.tree.matching import matched
 from statetree.tree.spec import TreeSpec
 from tests.judge import assert_trees_equal, tree_differences

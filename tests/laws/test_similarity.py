@@ -5,8 +5,8 @@ from hypothesis import strategies as hyp
 
 import statetree as st
 from statetree.testing import laws as of_transforms
-from statetree.testing.plan_strategies import tied_plans, tree_plans
 from statetree.testing.plans import build
+from statetree.testing.strategies import tied_plans, tree_plans
 from tests.judge import tree_differences
 from tests.laws.drawn import near
 from tests.laws.table import Table

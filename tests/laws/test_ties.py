@@ -8,8 +8,8 @@ from hypothesis import strategies as hyp
 
 import statetree as st
 from statetree import compose
-from statetree.testing.plan_strategies import tied_plans
 from statetree.testing.plans import build
+from statetree.testing.strategies import tied_plans
 from tests.judge import assert_trees_equal
 
 

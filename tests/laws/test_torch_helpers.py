@@ -31,8 +31,8 @@ from torch.distributed.tensor import DTensor
 import statetree as st
 from statetree.testing import Layout, layouts, run_ranks
 from statetree.testing.elements import DTYPES
-from statetree.testing.plan_strategies import plain_values, tensor_plans
 from statetree.testing.plans import Node, TensorPlan, Value, ViewPlan, build
+from statetree.testing.strategies import plain_values, tensor_plans
 from tests.judge import assert_trees_equal
 from tests.laws.batches import as_many, batches, each
 

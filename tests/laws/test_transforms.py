@@ -6,7 +6,7 @@ import pytest
 from hypothesis import settings
 
 from statetree.testing import check_transform, laws
-from statetree.testing.known_states import STATES
+from statetree.testing.states import STATES
 from tests.contract.verbs import VERBS, Verb
 from tests.judge.walk import walk
 from tests.repack import repacked

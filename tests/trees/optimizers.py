@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from hypothesis import strategies as hyp
 
-from statetree.testing.source_code import PrintsAsCode
+from statetree.testing.plans import Plan
 from tests.trees.corpus import Ramp
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], ...]] = {
 SIDES: dict[str, tuple[int, int]] = {"Adafactor": (0, 1), "LBFGS": (0, 1), "Muon": (2, 1)}
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class OptimizerPlan(PrintsAsCode):
+@dataclasses.dataclass(frozen=True)
+class OptimizerPlan(Plan):
     """How a state of parameters and of an optimizer that has stepped over them is made.
 
     Attributes:

@@ -58,7 +58,12 @@ def test_shared_objects_are_noticed(make):
             assert_independent(one, other)
 
 
-@pytest.mark.parametrize("make", sharing.ALLOWED.values(), ids=sharing.ALLOWED)
+#: Here a storage counts as a whole, and not only the part of it that a tensor is a view of.
+ON_ONE_STORAGE = {"arrays_side_by_side", "mixed_places_in_one_array"}
+ALLOWED = {name: make for name, make in sharing.ALLOWED.items() if name not in ON_ONE_STORAGE}
+
+
+@pytest.mark.parametrize("make", ALLOWED.values(), ids=ALLOWED)
 def test_what_nobody_can_change_may_be_in_both(make):
     left, right = make()
     assert_independent(left, right)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from statetree.testing.arguments import check_at_least, refuse
 from statetree.testing.pace import unit_measured, units
-from statetree.testing.rank_worker import ANSWER, CALL, STACK, Surroundings, is_in_step, pickled_call, serve
+from statetree.testing.rank_worker import ANSWER, CALL, STACK, is_in_step, pickled_call, serve, surroundings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -138,14 +138,16 @@ class Rank:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)  # without effect if the server runs
         self._end, self._its_end = context.Pipe()
-        arguments = (rank, world_size, folder, collective_timeout, self._its_end, Surroundings.here())
+        arguments = (rank, world_size, folder, collective_timeout, self._its_end, surroundings())
         self.process = context.Process(target=serve, args=arguments, daemon=True)
 
     def start(self) -> None:
+        """Start the process."""
         with self._its_end, unit_measured():  # closed here, so that only the process has it
             self.process.start()
 
     def notify(self) -> None:
+        """Tell the rank that there is a call."""
         self.has_answered = False
         with contextlib.suppress(OSError):  # it has ended, as will be seen
             self._end.send_bytes(b"call")
@@ -162,6 +164,7 @@ class Rank:
         return self.has_answered or has_ended
 
     def waited_for(self) -> list[Any]:
+        """Return what is ready when ``has_finished`` may have changed."""
         return [self.process.sentinel, *([] if self._end.closed else [self._end])]
 
     def outcome(self) -> tuple[Outcome, bool]:
@@ -305,10 +308,10 @@ def _pool(world_size: int, collective_timeout: float, *, fresh: bool) -> Iterato
 
 def _seconds(name: str, value: Any) -> float:
     is_number = isinstance(value, numbers.Real)
-    if is_number and value >= 0:
-        return min(float(value), NO_LIMIT_S)
-    expected = "a number of seconds that is not negative, or math.inf for no limit"
-    refuse(f"run_ranks: {name}", expected, value, ValueError if is_number else TypeError)
+    if not (is_number and value >= 0):
+        expected = "a number of seconds that is not negative, or math.inf for no limit"
+        refuse(f"run_ranks: {name}", expected, value, ValueError if is_number else TypeError)
+    return min(float(value), NO_LIMIT_S)
 
 
 def _pickled(fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> bytes:

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from statetree.testing import rank_worker, ranks, run_ranks
+from statetree.testing import rank_calls, rank_worker, run_ranks
 from tests.pace import units
 from tests.ranks import close_ranks, rank_outcomes
 
@@ -268,7 +268,7 @@ def test_the_failure_holds_every_traceback():
     assert "ValueError: it is rank 1" in text
     assert "ValueError: it is rank 3" in text
     assert "rank 0" not in text
-    assert text.count("test_ranks.py") == 2
+    assert text.count("test_rank_calls.py") == 2
     assert "rank_worker" not in text
 
 
@@ -286,8 +286,8 @@ def test_when_one_rank_raises_the_others_say_where_they_wait_for_it():
 
 def test_where_a_rank_hangs_is_told_in_full_however_slowly_it_writes(tmp_path, monkeypatch):
     pieces = ["Current thread 0x1 (most recent call first):\n", '  File "own.py", line 1 in own\n']
-    pieces += [f'  File "{ranks.WORKER_FILE}", line 2 in _answer\n', '  File "process.py", line 3 in run\n']
-    connection = ranks.Rank(0, 1, tmp_path, 1.0)
+    pieces += [f'  File "{rank_calls.WORKER_FILE}", line 2 in _answer\n', '  File "process.py", line 3 in run\n']
+    connection = rank_calls.Rank(0, 1, tmp_path, 1.0)
     connection.process = SimpleNamespace(pid=0)
     file, told = tmp_path / rank_worker.STACK.format(0), "".join(pieces[:2]).rstrip()
 
@@ -417,7 +417,7 @@ def test_the_failure_has_the_first_exception_of_a_rank_as_its_cause():
 
 
 def test_collectives_have_a_timeout_of_their_own(monkeypatch):
-    monkeypatch.setattr(ranks, "GRACE_UNITS", 10)
+    monkeypatch.setattr(rank_calls, "GRACE_UNITS", 10)
     limit_s = round(units(2))  # the ranks must meet within it
     with pytest.raises(AssertionError, match=f"Timed out waiting {limit_s}000ms"):
         run_ranks(2, partial(raise_on, [1], barrier=True), collective_timeout=limit_s)
@@ -451,7 +451,7 @@ def test_a_rank_that_was_killed_between_calls_is_replaced():
     before = run_ranks(2, pid)
     os.kill(before[1], signal.SIGKILL)
     until = time.monotonic() + units(10)
-    while all(pool.is_alive for pool in ranks._kept.values()) and time.monotonic() < until:
+    while all(pool.is_alive for pool in rank_calls._kept.values()) and time.monotonic() < until:
         time.sleep(0.01)  # until this process has been told
     assert not set(run_ranks(2, pid)) & set(before)
     assert not any(map(alive, before))
@@ -709,7 +709,7 @@ def test_the_working_directory_may_have_been_removed_since_the_ranks_began(tmp_p
 
 UNIT = """
 import os, time
-from statetree.testing import pace, ranks, run_ranks
+from statetree.testing import pace, rank_calls, run_ranks
 
 def nothing():
     return None
@@ -720,7 +720,7 @@ if __name__ == "__main__":
     run_ranks(1, nothing)
     print(pace.units(1) >= pace.LEAST_S)
     first = pace.units(1)
-    ranks._close_kept()
+    rank_calls._close_kept()
     run_ranks(1, nothing)
     print(pace.units(1) == first)
 """

@@ -1,0 +1,382 @@
+"""Silent faults: what copies, stagers and gathers of states got wrong in ways that no error tells.
+
+Each is a function of an implementation (``copied``, ``stager`` or ``gather``) that raises ``AssertionError`` if it has
+the fault; its docstring says what holds where it is absent. All use torch alone, so that their source code is a
+reproduction that anybody can run. Stagers are looked at with what is for copies, too.
+"""
+
+import contextlib
+import copy
+import gc
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+def alias_kept(copied: Any) -> None:
+    """A copy has memory of its own."""
+    state = {"w": torch.arange(4.0)}
+    result = copied(state)
+    state["w"].fill_(-1.0)
+    assert result["w"].tolist() == [0.0, 1.0, 2.0, 3.0], result
+
+
+def view_kept(copied: Any) -> None:
+    """A view comes out of a copy with memory of its own."""
+    base = torch.arange(8.0)
+    result = copied({"w": base[2:4], "t": base.view(2, 4).t()})
+    base.fill_(-1.0)
+    assert result["w"].tolist() == [2.0, 3.0], result
+    assert result["t"].tolist() == [[0.0, 4.0], [1.0, 5.0], [2.0, 6.0], [3.0, 7.0]], result
+
+
+def tied_weights(copied: Any) -> None:
+    """One tensor in two places is one tensor in the copy."""
+    weight = torch.arange(4.0)
+    result = copied({"embed": weight, "head": weight})
+    result["embed"].fill_(7.0)
+    assert result["head"].tolist() == [7.0] * 4, result
+
+
+def overlapping_views(copied: Any) -> None:
+    """Views that overlap do so in the copy."""
+    flat = torch.arange(6.0)
+    result = copied({"flat": flat, "part": flat[2:4]})
+    result["flat"].fill_(7.0)
+    assert result["part"].tolist() == [7.0, 7.0], result
+
+
+def separate_tensors_tied(copied: Any) -> None:
+    """Different tensors stay different."""
+    result = copied({"a": torch.zeros(3), "b": torch.zeros(3)})
+    result["a"].fill_(7.0)
+    assert result["b"].tolist() == [0.0] * 3, result
+
+
+def parameter_tied_to_its_tensor(copied: Any) -> None:
+    """A parameter that is tied to a tensor is so in the copy."""
+    parameter = torch.nn.Parameter(torch.arange(4.0))
+    result = copied({"p": parameter, "same": parameter.detach()})
+    with torch.no_grad():
+        result["p"].fill_(7.0)
+    assert result["same"].tolist() == [7.0] * 4, result
+
+
+def conjugate_view(copied: Any) -> None:
+    """A conjugate view has the conjugate values."""
+    state = {"z": torch.tensor([1 + 2j, 3 - 4j]).conj()}
+    result = copied(state)
+    assert result["z"].resolve_conj().tolist() == [1 - 2j, 3 + 4j], result
+
+
+def negated_view(copied: Any) -> None:
+    """A negated view has the negated values."""
+    state = {"y": torch.tensor([1 + 2j, 3 - 4j]).conj().imag}
+    result = copied(state)
+    assert result["y"].resolve_neg().tolist() == [-2.0, 4.0], result
+
+
+def bits_of_every_dtype(copied: Any) -> None:
+    """Every dtype keeps its bits."""
+    bits = torch.tensor([0x7FC00001, -0x80000000, 1], dtype=torch.int32)
+    half = torch.tensor([-1, 0x7E01, 1], dtype=torch.int16)
+    eight = torch.tensor([0x80, 0x7F, 1], dtype=torch.uint8)
+    state = {"f": bits.view(torch.float32), "b": half.view(torch.bfloat16), "e": eight.view(torch.float8_e4m3fn)}
+    result = copied(state)
+    assert result["f"].view(torch.int32).tolist() == bits.tolist(), result
+    assert result["b"].view(torch.int16).tolist() == half.tolist(), result
+    assert result["e"].view(torch.uint8).tolist() == eight.tolist(), result
+
+
+def strides(copied: Any) -> None:
+    """Strides and memory format are kept."""
+    state = {
+        "image": torch.arange(24.0).view(1, 2, 3, 4).to(memory_format=torch.channels_last),
+        "t": torch.arange(6.0).view(2, 3).t(),
+    }
+    result = copied(state)
+    for name, tensor in state.items():
+        assert result[name].stride() == tensor.stride(), (name, result[name].stride(), tensor.stride())
+        assert torch.equal(result[name], tensor), name
+
+
+def parameters(copied: Any) -> None:
+    """Parameters stay parameters, and need gradients if they did."""
+    state = {"p": torch.nn.Parameter(torch.ones(2)), "frozen": torch.nn.Parameter(torch.ones(2), requires_grad=False)}
+    result = copied(state)
+    for name, tensor in state.items():
+        assert type(result[name]) is torch.nn.Parameter, (name, type(result[name]))
+        assert result[name].requires_grad == tensor.requires_grad, name
+
+
+def history_of_autograd(copied: Any) -> None:
+    """No gradient flows from a copy into the state."""
+    weight = torch.ones(2, requires_grad=True)
+    result = copied({"w": weight})
+    with torch.enable_grad():
+        total = result["w"].sum()
+    if total.requires_grad:
+        total.backward()
+    assert weight.grad is None, weight.grad
+
+
+def container_types(copied: Any) -> None:
+    """Tuples, namedtuples and subclasses keep their types."""
+    state = {"t": (torch.ones(1), 1), "p": Pair(torch.ones(1), 2), "size": torch.Size([2, 3]), "o": OrderedDict(a=1)}
+    result = copied(state)
+    for name, value in state.items():
+        assert type(result[name]) is type(value), (name, type(result[name]))
+
+
+def metadata_of_a_state_dict(copied: Any) -> None:
+    """The metadata of a module's state dict is kept."""
+    state: Any = torch.nn.BatchNorm1d(2).state_dict()
+    result = copied(state)
+    assert getattr(result, "_metadata", None) == state._metadata, type(result)
+
+
+def keys(copied: Any) -> None:
+    """Keys keep their types and their order."""
+    state = {"b": 1, "a": 2, 3: torch.ones(1), 1: torch.ones(1)}
+    result = copied({"state": state})
+    assert list(result["state"]) == ["b", "a", 3, 1], list(result["state"])
+
+
+def plain_values(copied: Any) -> None:
+    """None, empty containers and plain values are kept."""
+    state: Any = {"none": None, "list": [], "dict": {}, "flag": True, "lr": 0.1, "name": "adam", "dtype": torch.float16}
+    result = copied(state)
+    for name, value in state.items():
+        assert name in result, f"{name} is lost"
+        assert type(result[name]) is type(value), (name, result[name])
+        assert result[name] == value, (name, result[name])
+
+
+def containers_shared(copied: Any) -> None:
+    """Containers of the copy are its own."""
+    state: Any = {"groups": [{"lr": 0.1, "params": [0, 1]}]}
+    result = copied(state)
+    state["groups"][0]["lr"] = 0.2
+    state["groups"][0]["params"].append(2)
+    assert result["groups"] == [{"lr": 0.1, "params": [0, 1]}], result
+
+
+def state_changed(copied: Any) -> None:
+    """The state itself is not changed."""
+    state: Any = {"w": torch.nn.Parameter(torch.arange(3.0)), "n": [1, {"a": torch.arange(2)}]}
+    before = copy.deepcopy(state)
+    version, pointer = state["w"]._version, state["w"].data_ptr()
+    copied(state)
+    assert torch.equal(state["w"], before["w"]), state
+    assert state["w"].requires_grad, state
+    assert (state["w"]._version, state["w"].data_ptr()) == (version, pointer), state
+    assert list(state) == list(before), state
+
+
+def tensors_inside_of_objects(copied: Any) -> None:
+    """Tensors inside of objects are copied, too."""
+    holder = torch.nn.Linear(1, 1, bias=False)
+    expected = holder.weight.tolist()
+    result = copied({"held": holder})
+    with torch.no_grad():
+        holder.weight.fill_(-1.0)
+    assert result["held"].weight.tolist() == expected, result
+
+
+def sparse_tensor(copied: Any) -> None:
+    """Sparse tensors are copied with all their parts."""
+    values = torch.arange(1.0, 3.0)
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), values, (3,), check_invariants=False)
+    result = copied({"s": sparse})
+    values.fill_(-1.0)
+    assert result["s"].to_dense().tolist() == [1.0, 0.0, 2.0], result
+
+
+def torn_snapshot(stager: Any) -> None:
+    """What was staged does not change when the next state is staged."""
+    state = {"w": torch.zeros(64)}
+    first = stager.wait(stager.stage(state))
+    state["w"].fill_(1.0)
+    stager.wait(stager.stage(state))
+    assert first["w"].tolist() == [0.0] * 64, "the first snapshot has become the second one"
+
+
+def source_changed_after_staging(stager: Any) -> None:
+    """What was staged does not change when training goes on."""
+    state = {"w": torch.zeros(64)}
+    staged = stager.wait(stager.stage(state))
+    state["w"].fill_(1.0)
+    assert staged["w"].tolist() == [0.0] * 64, "the snapshot has the state's memory"
+
+
+def view_of_a_snapshot(stager: Any) -> None:
+    """A kept view of a snapshot does not change."""
+    state = {"w": torch.zeros(64)}
+    view = stager.wait(stager.stage(state))["w"][2:4]
+    gc.collect()
+    for value in (1.0, 2.0, 3.0):
+        state["w"].fill_(value)
+        stager.wait(stager.stage(state))
+    assert view.tolist() == [0.0, 0.0], view
+
+
+def address_used_again(stager: Any) -> None:
+    """A new tensor at an old address is staged as it is."""
+    for size, dtype in ((64, torch.float32), (32, torch.float64), (64, torch.int32), (16, torch.float32)):
+        tensor = torch.arange(size).to(dtype)
+        staged = stager.wait(stager.stage({"w": tensor}))
+        assert staged["w"].dtype is dtype, (staged["w"].dtype, dtype)
+        assert staged["w"].tolist() == list(range(size)), staged
+        del tensor, staged
+
+
+def resized_tensor(stager: Any) -> None:
+    """A tensor that is resized is staged as it is now."""
+    tensor = torch.arange(8.0)
+    stager.wait(stager.stage({"w": tensor}))
+    tensor.resize_(3).copy_(torch.tensor([5.0, 6.0, 7.0]))
+    staged = stager.wait(stager.stage({"w": tensor}))
+    assert staged["w"].tolist() == [5.0, 6.0, 7.0], staged
+
+
+def data_swapped(stager: Any) -> None:
+    """A tensor whose data was swapped is staged as it is now."""
+    tensor = torch.zeros(8)
+    stager.wait(stager.stage({"w": tensor}))
+    tensor.data = torch.arange(8.0)
+    staged = stager.wait(stager.stage({"w": tensor}))
+    assert staged["w"].tolist() == list(range(8)), staged
+
+
+def ties_changed_between_stages(stager: Any) -> None:
+    """Ties that change between two stages are as they are now."""
+    weight = torch.zeros(4)
+    stager.wait(stager.stage({"a": weight, "b": weight}))
+    staged = stager.wait(stager.stage({"a": weight, "b": torch.ones(4)}))
+    assert staged["a"].tolist() == [0.0] * 4, staged
+    assert staged["b"].tolist() == [1.0] * 4, staged
+
+
+def structure_changed_between_stages(stager: Any) -> None:
+    """A state of another structure can be staged next."""
+    stager.wait(stager.stage({"a": torch.zeros(4), "n": 1}))
+    staged = stager.wait(stager.stage({"a": torch.ones(2), "b": [torch.ones(3)], "n": 2}))
+    assert staged["a"].tolist() == [1.0, 1.0], staged
+    assert staged["b"][0].tolist() == [1.0] * 3, staged
+    assert staged["n"] == 2, staged
+
+
+def snapshot_after_a_failed_stage(stager: Any) -> None:
+    """A failed stage changes no earlier snapshot."""
+
+    class Unpicklable:
+        def __reduce__(self) -> Any:
+            raise ValueError("no")
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise ValueError("no")
+
+    state: dict[str, Any] = {"w": torch.zeros(64)}
+    first = stager.wait(stager.stage(state))
+    state["w"].fill_(1.0)
+    with contextlib.suppress(Exception):
+        stager.wait(stager.stage({**state, "x": Unpicklable()}))
+    assert first["w"].tolist() == [0.0] * 64, "the first snapshot has a part of the one that failed"
+
+
+def snapshot_after_close(stager: Any) -> None:
+    """A snapshot outlives its stager."""
+    staged = stager.wait(stager.stage({"w": torch.arange(64.0)}))
+    stager.close()
+    gc.collect()
+    others = [torch.full((64,), -1.0) for _ in range(8)]
+    assert staged["w"].tolist() == list(range(64)), staged
+    del others
+
+
+def _sharded(whole: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """Return a tensor sharded over all ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    return distribute_tensor(whole, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(dim)])
+
+
+def _made_of(part: torch.Tensor, *, summed: bool = False) -> torch.Tensor:
+    """Return the tensor of which every rank holds a part: rows of it, or a partial."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return DTensor.from_local(part, mesh, [Partial() if summed else Shard(0)], run_check=False)
+
+
+def uneven_shards(gather: Any) -> None:
+    """Shards of different sizes come together in their places."""
+    rows = torch.arange(2.0 * (2 * dist.get_world_size() - 1)).view(-1, 2)
+    result = gather({"w": _sharded(rows), "n": 3})
+    assert result["w"].tolist() == rows.tolist(), result
+    assert result["n"] == 3, result
+
+
+def empty_shards(gather: Any) -> None:
+    """Empty shards are nothing."""
+    result = gather({"w": _sharded(torch.arange(1.0, 2.0))})
+    assert result["w"].tolist() == [1.0], result
+
+
+def shards_of_another_dim(gather: Any) -> None:
+    """Shards of any dim come together along it."""
+    whole = torch.arange(12.0).view(3, 4)
+    result = gather({"w": _sharded(whole, 1)})
+    assert result["w"].tolist() == whole.tolist(), result
+
+
+def partial_sums(gather: Any) -> None:
+    """Partial sums are added up."""
+    part = torch.full((2,), float(dist.get_rank() + 1))
+    result = gather({"w": _made_of(part, summed=True)})
+    total = sum(range(1, dist.get_world_size() + 1))
+    assert result["w"].tolist() == [total, total], result
+
+
+def shards_that_are_not_contiguous(gather: Any) -> None:
+    """Shards that are not contiguous are sent as they read."""
+    whole = torch.arange(12.0 * dist.get_world_size()).view(-1, 4)
+    own = whole.chunk(dist.get_world_size())[dist.get_rank()].t().contiguous().t()
+    result = gather({"w": _made_of(own)})
+    assert result["w"].tolist() == whole.tolist(), result
+
+
+def dtypes_without_arithmetic(gather: Any) -> None:
+    """Every dtype is gathered bit for bit."""
+    whole = torch.arange(1, 4 * dist.get_world_size() + 1, dtype=torch.uint8)
+    own = whole.chunk(dist.get_world_size())[dist.get_rank()].clone().view(torch.float8_e4m3fn)
+    result = gather({"w": _made_of(own)})
+    assert result["w"].view(torch.uint8).tolist() == whole.tolist(), result
+
+
+def order_of_keys(gather: Any) -> None:
+    """Dicts in another order on each rank do no harm."""
+    size = 2 * dist.get_world_size()
+    state = {name: _sharded(torch.arange(size) + at) for at, name in enumerate("abc")}
+    if dist.get_rank() % 2:
+        state = dict(reversed(state.items()))
+    result = gather(state)
+    for at, name in enumerate("abc"):
+        assert result[name].tolist() == list(range(at, at + size)), (name, result[name])
+
+
+def collective_in_flight(gather: Any) -> None:
+    """What a collective has not finished is waited for."""
+    from torch.distributed._functional_collectives import all_reduce
+
+    world: Any = dist.group.WORLD
+    reduced = all_reduce(torch.full((3,), 1.0), "sum", world)
+    result = gather({"w": reduced})
+    assert reduced.tolist() == [float(dist.get_world_size())] * 3, "it is waited for, whatever was gathered"
+    assert result["w"].tolist() == [float(dist.get_world_size())] * 3, result
