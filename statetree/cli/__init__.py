@@ -5,5 +5,6 @@
   ``statistics``: what ``--stats`` says of elements.
 - ``convert``: the command ``convert``; ``rules_file``: its rules, and what goes along; ``entries``: the entries of any
   checkpoint, and their rows.
+- ``steps``: what ``show`` says of a run's folder. ``prove_resume``, ``doctor``: the commands of these names.
 - ``diff``: the command ``diff``, which stands on ``similarity``.
 """

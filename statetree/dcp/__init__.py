@@ -5,6 +5,7 @@ that the state can be loaded without a template; plain DCP reads all others. Fil
 
 - ``saving``: a state written by DCP. ``background``: ``async_save``, by a thread with a group of its own.
 - ``checkpointer``: ``Checkpointer``, over the directories that ``series`` keeps; ``restoring``: which of them is taken.
+  ``step_writer``: one of them written; ``mirror``: the series in an object store.
   ``step_numbers``: steps, metrics, metadata and counts, checked. ``schedule``: when to save. ``events``: what is told.
   ``stateful``: objects with ``state_dict`` and ``load_state_dict``.
   ``async_stager``: for DCP's own saves.

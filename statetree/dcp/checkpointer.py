@@ -22,10 +22,10 @@ from statetree.dcp.step_numbers import as_int, as_metadata, as_metric, check_cou
 from statetree.dcp.step_writer import StepWriter
 from statetree.declare import renew_after_fork
 from statetree.errors import CheckpointError, StateTreeError
+from statetree.exchange.phases import phase
 from statetree.files.loading import LoadOptions
 from statetree.files.urls import refuse_url
 from statetree.stager.stager import Stager
-from statetree.watching import phase
 
 if TYPE_CHECKING:
     import os

@@ -10,9 +10,9 @@ from statetree.dcp.groups import by_first, ranks_of
 from statetree.dcp.stateful import StatefulTree
 from statetree.errors import CheckpointError, StateTreeError, warn
 from statetree.exchange.call import on_all_ranks
+from statetree.exchange.phases import phase
 from statetree.files.formats import opened
 from statetree.files.loading import load_tree
-from statetree.watching import phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,7 +14,7 @@ from statetree.dcp.saving import write
 from statetree.dcp.series import bytes_in
 from statetree.dcp.step_numbers import check_step
 from statetree.errors import CheckpointError, StateTreeError
-from statetree.watching import phase
+from statetree.exchange.phases import phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -16,7 +16,7 @@ Files are not trusted: nothing in them is executed, sizes are compared with the 
 - ``unpickling``: pickles, of which nothing is run or imported; ``pickled_values``, ``pickled_tensors``: what the names
   in them stand for.
 - ``untrusted``: names and texts out of files; ``urls``: paths that are none; ``remote``: what lies behind them.
-- ``torch_writing``: ``torch.save`` that says what the system said.
+- ``saved_tensors``: what is saved of a tree. ``torch_writing``: ``torch.save`` that says what the system said.
 """
 
 import _imp

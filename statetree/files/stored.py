@@ -13,12 +13,12 @@ import torch
 
 from statetree.chunks.axis_blocks import AxisRegion
 from statetree.chunks.boxes import Box, in_slabs, whole_box
-from statetree.errors import CheckpointError, UnsupportedLeaf, check_later, with_checks
+from statetree.errors import CheckpointError, check_later, with_checks
 from statetree.files.ranges import BUCKET_BYTES
 from statetree.files.strided_reading import NUMBERS, read_strided
 from statetree.files.unread import unread
 from statetree.key_paths import Path
-from statetree.leaves.builtin import facts, is_distributed
+from statetree.leaves.builtin import facts
 from statetree.leaves.casting import castable, out_of_range
 from statetree.leaves.copying import copied_leaves
 from statetree.leaves.engine_type import EngineLeafType
@@ -26,7 +26,6 @@ from statetree.leaves.parts import unpack
 from statetree.leaves.registry import register_leaf_type
 from statetree.spans.layout import extent_bytes
 from statetree.torch_internals import copy_each, quietly, set_bits, storage_key
-from statetree.tree.flatten import flatten_for, unflatten
 from statetree.tree.stand_ins import STAND_INS, StandIn
 
 if TYPE_CHECKING:
@@ -305,38 +304,6 @@ class StoredTensor:
 def _look_again(file: FileRange) -> None:
     if not file.is_held:
         check_later(file.files.check, file.path)
-
-
-def whole_tensors(tree: Any, *, keeps_strides: bool, on_ranks: bool = False) -> Any:
-    """Return a tree with the tensors that ``StoredTensor`` stands for, each object once, to be saved.
-
-    Args:
-        tree: Any tree.
-        keeps_strides: Whether elements that are repeated are written once.
-        on_ranks: Whether ranks may hold parts of a leaf.
-
-    Raises:
-        UnsupportedLeaf: If ranks hold parts of a leaf, which no file has the whole of, or a few bytes of a file stand
-            for many.
-    """
-    made: dict[int, Any] = {}
-
-    def whole(path: Path, leaf: Any) -> Any:
-        if is_distributed(leaf) and not on_ranks:
-            msg = f"save: the leaf at {path or '<root>'} is distributed: expected a whole tensor. Use gather first."
-            raise UnsupportedLeaf(msg, path)
-        if isinstance(leaf, StoredTensor) and leaf.is_repetitive and not keeps_strides:
-            what = "is a view that repeats its elements: expected memory of its own. Leave it out."
-            msg = f"save: the leaf at {path or '<root>'} {what}"
-            raise UnsupportedLeaf(msg, path)
-        if not isinstance(leaf, StoredTensor):
-            return leaf
-        if id(leaf) not in made:
-            made[id(leaf)] = leaf.tensor()
-        return made[id(leaf)]
-
-    leaves, spec = flatten_for("save", tree)  # and not mapped: a function would get what is read
-    return unflatten(spec, list(map(whole, spec.paths(), leaves)))
 
 
 def span_bytes(outline: torch.Tensor) -> int:

@@ -15,8 +15,9 @@ from statetree.errors import CheckpointError
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint
 from statetree.files.hugging_face import INDEX, SAFETENSORS_NAMES, TORCH_NAMES, file_in, read_index
 from statetree.files.pickled_tensors import find, storages
+from statetree.files.saved_tensors import whole_tensors
 from statetree.files.shared_bytes import extent
-from statetree.files.stored import StoredPiece, StoredTensor, whole_tensors
+from statetree.files.stored import StoredPiece, StoredTensor
 from statetree.files.torch_legacy import LEGACY, read_legacy
 from statetree.files.torch_writing import gist, save_as
 from statetree.files.unpickling import BadPickle, read_pickle

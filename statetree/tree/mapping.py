@@ -107,7 +107,7 @@ def _mapped(
         read = partial(_read_below, read)
     try:
         for row in zip(*sides, strict=True):
-            append(fn(*map(read, row)) if stored else fn(*row))
+            append(fn(*[read(leaf) for leaf in row]) if stored else fn(*row))
     except Exception as error:
         index = len(results)
         leaf = first[index] if not columns or not isinstance(first[index], Path) else columns[0][index]

@@ -27,10 +27,17 @@ def single_files(state: dict[str, Any], leaf: st.files.StoredTensor) -> None:
     assert_type(leaf.dtype, torch.dtype)
 
 
+def note(event: dcp.Event) -> None:
+    assert_type(event.seconds, float)
+
+
 def series(state: dict[str, Any]) -> None:
-    with dcp.Checkpointer("run", stager=st.Stager(), keep=3, keep_every=10, keep_best=2) as checkpointer:
+    options: dict[str, Any] = {"mirror": "s3://bucket/run", "on_event": note}
+    with st.Checkpointer("run", stager=st.Stager(), keep=3, keep_every=10, keep_best=2, **options) as checkpointer:
         assert_type(checkpointer, dcp.Checkpointer)
-        checkpointer.save(1, state, metric=0.5)
+        assert_type(checkpointer.due(1), bool)
+        checkpointer.save(1, state, metric=0.5, metadata={"commit": "a"})
+        assert_type(checkpointer.path(1), Path)
         assert_type(checkpointer.best_step(), int | None)
         assert_type(checkpointer.async_save(2, state), Future[None])
         assert_type(checkpointer.restore(state), dict[str, Any])

@@ -118,6 +118,13 @@ def errors(state: dict[str, Any]) -> None:
         pass
 
 
+def conversions(state: dict[str, Any]) -> None:
+    conversion = st.Conversion([("a.{i}", "b.{i}", "(x y) -> x y")], sizes={"x": 2})
+    assert_type(conversion.inverse, st.Conversion)
+    st.save(conversion(state), "a.safetensors")
+    assert_type(st.combine(torch.lerp, state, state, where="a.*"), dict[str, Any])
+
+
 class Pair:
     def __init__(self, one: Any, other: Any) -> None:
         self.one = one
