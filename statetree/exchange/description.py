@@ -144,38 +144,38 @@ def span_transfers(
 
 
 class Received(NamedTuple):
-    """A tree that another rank described.
+    """What comes with a tree that another rank described: how its elements move.
 
     Attributes:
-        src: That rank.
-        description: What it said.
-        leaves: The leaves that it described; ``None`` for those that are exchanged.
-        pending: What moves their elements, unless it was needed to put them together.
+        own: The tree itself, on the rank that described it.
+        pending: What moves the elements of leaves that were described, unless they were needed to put them together.
         layouts: Those of the leaves that this rank held already.
         key: What the ranks agreed on.
         device: The type of device that elements still move from.
         reads: Whether some rank looks at elements before it writes them.
     """
 
-    src: int
-    description: Description
-    leaves: list[Any]
+    own: Manifest | None
     pending: Sequence[Transfer]
     layouts: dict[int, ChunkLayout]
     key: Any
     device: str
     reads: bool
 
-    def manifest(self, verb: str, own: Manifest | None) -> Manifest:
-        """Return the manifest of the tree: one rank alone has the elements of what is exchanged, all of them.
 
-        Args:
-            verb: The collective, for messages.
-            own: The tree itself, on that rank.
-        """
-        chunks = {}
-        for index, (dtype, shape) in self.description.exchanged.items():
-            pieces = [] if own is None or 0 in shape else [own.leaves[index].detach()]
-            boxes = [whole_box(shape)] * len(pieces)
-            chunks[index] = LocalChunks("", "", shape, dtype, whole_on(shape, [self.src]), boxes, pieces, index, "")
-        return Manifest.described(verb, self.description.outline, self.description.spec, self.leaves, chunks)
+def manifest_of(verb: str, src: int, description: Description, leaves: list[Any], received: Received) -> Manifest:
+    """Return the manifest of a tree that a rank described, which alone has the elements of what is exchanged.
+
+    Args:
+        verb: The collective, for messages.
+        src: That rank.
+        description: What it said.
+        leaves: The leaves that it described; ``None`` for those that are exchanged.
+        received: What comes with it.
+    """
+    chunks, own = {}, received.own
+    for index, (dtype, shape) in description.exchanged.items():
+        pieces = [] if own is None or index in own.chunks or 0 in shape else [own.leaves[index].detach()]
+        boxes = [whole_box(shape)] * len(pieces)
+        chunks[index] = LocalChunks("", "", shape, dtype, whole_on(shape, [src]), boxes, pieces, index, "")
+    return Manifest.described(verb, description.outline, description.spec, leaves, chunks, received)

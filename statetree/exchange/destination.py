@@ -95,8 +95,12 @@ class Destination:
         """
 
     def touched(self) -> Iterable[int]:
-        """Return the leaves whose elements are read in the source, and written in the result."""
+        """Return the leaves whose elements are written in the result."""
         return self.source.chunks
+
+    def read(self) -> Iterable[int]:
+        """Return the leaves whose elements are read in the source; by default those that are written."""
+        return self.touched()
 
     def finish(self) -> Any:
         """Return the resulting tree."""

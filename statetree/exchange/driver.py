@@ -10,7 +10,15 @@ from statetree.errors import RankMismatch
 from statetree.exchange.buckets import BUCKET_BYTES
 from statetree.exchange.call import Call, is_rank
 from statetree.exchange.consensus import Entry, Fingerprint
-from statetree.exchange.description import Message, Received, SourceTree, described, read_description, span_transfers
+from statetree.exchange.description import (
+    Message,
+    Received,
+    SourceTree,
+    described,
+    manifest_of,
+    read_description,
+    span_transfers,
+)
 from statetree.exchange.destination import FreshDestination
 from statetree.exchange.discovery import discover_layouts
 from statetree.exchange.executor import Executor
@@ -19,6 +27,7 @@ from statetree.exchange.group import group_of
 from statetree.exchange.key_union import unite
 from statetree.exchange.like import LikeDestination
 from statetree.exchange.manifest import Manifest
+from statetree.exchange.phases import phase
 from statetree.exchange.prepared import preparation_under_way
 from statetree.exchange.transfers import (
     PlannedTransfers,
@@ -125,7 +134,8 @@ class Exchange(Call):
         """
         replicas = None if written else self.options.get("replicas", "check")
         options = {"complete": complete, "written": written, "every": every}
-        found = Manifest(self.verb, tree, self.group, replicas=replicas, **options)
+        with phase(f"{self.verb}.describe"):
+            found = Manifest(self.verb, tree, self.group, replicas=replicas, **options)
         if self.group.devices != ["cpu"]:
             for device in found.devices():
                 self.group.settle_on(device)
@@ -186,7 +196,16 @@ class Exchange(Call):
         return replace(found, remedy=f"{found.remedy} Where ranks hold different keys, pass union=True.")
 
     def move(self, source: Manifest, target: Destination) -> Any:
-        """Agree with the other ranks, move the elements, and return the resulting tree.
+        """Agree with the other ranks, move the elements, and return the resulting tree."""
+        received = source.received
+        with phase(f"{self.verb}.plan"):
+            planned = self._plan(source, target) if received is None else self._plan_received(source, target, received)
+        with phase(f"{self.verb}.move"):
+            planned.run(self.executor)
+        return self.finish(target, source if received is None else received.own)
+
+    def _plan(self, source: Manifest, target: Destination) -> PlannedTransfers:
+        """Agree with the other ranks, and plan.
 
         Usually every rank knows by itself who holds what, so that one agreement is enough, for which everything is
         planned in advance. Otherwise the ranks tell each other, and agree once more when they are ready.
@@ -207,8 +226,23 @@ class Exchange(Call):
             held = [layouts for layouts, _ in found]
             planned.append(self._planned(source, target, held, (consensus.key, told), consensus.device))
             self.ready()
-        planned.pop().run(self.executor)
-        return self.finish(target, source)
+        return planned.pop()
+
+    def _plan_received(self, source: Manifest, target: Destination, received: Received) -> PlannedTransfers:
+        """Plan how a tree moves from the rank that described it, once all ranks have agreed on what it is."""
+        if received.reads and self._preparation is not None:  # whenever elements have moved again
+            self.executor.call(partial(self._agree_on_values, source, target))
+        key = (*received.key, len(received.pending))
+        layouts = [source.known_layouts() or {}, received.layouts]
+        planned = self._planned(source, target, layouts, key, received.device, received.pending)
+        self.ready()
+        return planned
+
+    def _agree_on_values(self, source: Manifest, target: Destination) -> None:
+        """Agree that what has arrived may be written on every rank."""
+        self.expect()
+        target.check_values(source)
+        self.ready()
 
     def move_alone(self, target: LikeDestination) -> Any:
         """Do as ``move`` where this rank has all that it needs, without communication."""
@@ -227,7 +261,7 @@ class Exchange(Call):
         self.executor.with_each(target.written_again)
         if source is not None:
             self.executor.before_each(partial(target.check_values, source))
-            self.hold(source.spec, source.leaves, target.touched())
+            self.hold(source.spec, source.leaves, target.read())
             self._hold_divided(source)
         for manifest in target.manifests:
             self._hold_divided(manifest)
@@ -253,10 +287,10 @@ class Exchange(Call):
         selection: Sequence[Entry] = (),
         *,
         reads: bool = False,
-    ) -> Received:
-        """Agree with the other ranks on a tree that one of them, the option ``src``, describes.
+    ) -> Manifest:
+        """Agree with the other ranks on a tree that one of them, the option ``src``, describes; return its manifest.
 
-        Its elements are left to ``move_from``, unless somebody looks at them before: then the ranks agree once more.
+        Its elements are left to ``move``, unless somebody looks at them before: then the ranks agree once more.
 
         Args:
             sent: The tree, or what is wrong with it, on the source; ``None`` on other ranks.
@@ -278,70 +312,44 @@ class Exchange(Call):
         text = self.group.broadcast_bytes(message.text, consensus.nbytes, src)
         self.expect()
         description = read_description(self.verb, text)
-        parts, places = description.metadata.allocate(self.verb)
+        parts, spans = description.metadata.allocate(self.verb)
         # By their keys: only the source knows which leaves it has, and with which dtypes if they are converted.
         keys = description.spec.flat_keys()
         exchanged = tuple([(keys[index], facts) for index, facts in description.exchanged.items()])
-        key = (consensus.key, told, exchanged, tuple([place.numel() for place in places]))
-        pending = span_transfers(src, self.group, message.spans, places)
+        key = (consensus.key, told, exchanged, tuple([span.numel() for span in spans]))
+        pending = span_transfers(src, self.group, message.spans, spans)
         kind = self.group.devices[self.group.number_of(description.metadata.device_types)]  # on every rank alike
         device = consensus.device if exchanged else kind
         if pending and (consensus.reads or device != kind or description.depends_on_elements):
-            self._move(key, pending, kind)
+            planned = plan_transfers(self._options(key, kind), pending)
+            self.ready()
+            planned.run(self.executor)
             self.executor.catch_up()
             self.expect()
             pending = []
-        if isinstance(sent, SourceTree):
-            self.hold(sent.manifest.spec, sent.manifest.leaves, description.described, opaque=True)
+        own = sent.manifest if isinstance(sent, SourceTree) else None
+        if own is not None:
+            self.hold(own.spec, own.leaves, description.described, opaque=True)
         leaves = description.put_together(self.verb, parts)
-        return Received(src, description, leaves, pending, layouts, key, device, consensus.reads)
-
-    def move_received(self, received: Received, target: LikeDestination, own: Manifest | None) -> Any:
-        """Move the elements of a tree, from the rank that described it; return the result.
-
-        Args:
-            received: The tree.
-            target: Where its elements go.
-            own: The tree itself, on the rank that described it.
-        """
-        moving = target.sources()
-        sources, _ = sources_of(target.source, target.source.known_layouts() or {}, moving, self.group.rank)
-        if received.reads and self._preparation is not None:  # whenever they have moved again
-            self.executor.call(partial(self._agree_on_values, target))
-        self.move_from(received, target.transfers(sources, received.layouts))
-        return self.finish(target, own)
-
-    def _agree_on_values(self, target: LikeDestination) -> None:
-        """Agree that what has arrived may be written on every rank."""
-        self.expect()
-        target.check_values(target.source)
-        self.ready()
-
-    def move_from(self, received: Received, transfers: Sequence[Transfer]) -> None:
-        """Move the elements of a tree, from the rank that described it.
-
-        Args:
-            received: The tree.
-            transfers: How those of leaves that are exchanged move.
-        """
-        key = (*received.key, len(received.pending))
-        self._move(key, [*received.pending, *transfers], received.device)
-
-    def _move(self, key: Any, transfers: Sequence[Transfer], kind: str) -> None:
-        """Plan, agree that all are ready, and move, from the option ``src``."""
-        options = self._options(key, kind)._replace(source=self.options["src"])
-        planned = plan_transfers(options, transfers)
-        self.ready()
-        planned.run(self.executor)
+        received = Received(own, pending, layouts, key, device, consensus.reads)
+        return manifest_of(self.verb, src, description, leaves, received)
 
     def _planned(
-        self, source: Manifest, target: Destination, layouts: Sequence[dict[int, ChunkLayout]], key: Any, kind: str
+        self,
+        source: Manifest,
+        target: Destination,
+        layouts: Sequence[dict[int, ChunkLayout]],
+        key: Any,
+        kind: str,
+        pending: Sequence[Transfer] = (),
     ) -> PlannedTransfers:
         sources, reduction = sources_of(source, layouts[0], target.sources(), self.group.rank)
-        return plan_transfers(self._options(key, kind), target.transfers(sources, *layouts[1:]), reduction)
+        transfers = [*pending, *target.transfers(sources, *layouts[1:])]
+        return plan_transfers(self._options(key, kind), transfers, reduction)
 
     def _options(self, key: Any, kind: str) -> TransferOptions:
-        return TransferOptions(key, self.group, self.group.device(kind), self.bucket_bytes)
+        source = self.options.get("src")  # from which alone elements come, if it is given
+        return TransferOptions(key, self.group, self.group.device(kind), self.bucket_bytes, source)
 
 
 def exchange(verb: str, group: ProcessGroup | None = None, timeout: Timeout = None, **options: Any) -> Exchange:

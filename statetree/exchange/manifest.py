@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from statetree.chunks.layouts import ChunkLayout
     from statetree.chunks.local import LocalChunks
     from statetree.chunks.ranks import Ranks
+    from statetree.exchange.description import Received
     from statetree.key_paths import Path
     from statetree.leaves.divided import Outline, Recipe
     from statetree.leaves.engine_type import EngineLeafType
@@ -58,6 +59,7 @@ class Manifest:
         written: Whether elements are moved into its leaves: then the ranks must see the same ties.
         replicas: Where meshes differ from rank to rank, whether their elements are compared (``"check"``), or the first
             mesh's taken (``"first"``). With ``None`` all keep what they have.
+        received: How its elements move, if another rank described the tree.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Manifest:
         if any(map(may_be_under_way, set(map(type, leaves)))):
             leaves = list(map(settled, leaves))
         self.verb = verb
+        self.received: Received | None = None
         self.complete = complete
         self.written = written
         self.replicas = replicas
@@ -174,10 +177,17 @@ class Manifest:
 
     @classmethod
     def described(
-        cls, verb: str, outline: Outline, spec: TreeSpec, leaves: list[Any], chunks: Mapping[int, LocalChunks]
+        cls,
+        verb: str,
+        outline: Outline,
+        spec: TreeSpec,
+        leaves: list[Any],
+        chunks: Mapping[int, LocalChunks],
+        received: Received,
     ) -> Self:
         """Return the manifest of a tree that another rank described: ``chunks`` are what this one holds of it."""
         found = cls.__new__(cls)
+        found.received = received
         found.verb, found.complete, found.written, found.replicas = verb, False, False, None
         found.outline, found.recipes, found.outer, found.texts = outline, {}, [], {}
         found.replace(spec, leaves, chunks)

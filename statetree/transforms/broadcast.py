@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from statetree.declare import collective
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange.allocation import allocated
 from statetree.exchange.buckets import BUCKET_BYTES
 from statetree.exchange.description import SourceTree
+from statetree.exchange.destination import Destination
 from statetree.exchange.driver import Exchange, exchange
 from statetree.exchange.partial_reduction import Chunked
-from statetree.exchange.path_order import path_order
 from statetree.exchange.transfers import Transfer, sendable_pieces
+from statetree.torch_internals import copy_each
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch.distributed import ProcessGroup
 
-    from statetree.exchange.description import Received
+    from statetree.chunks.layouts import ChunkLayout
     from statetree.exchange.group import Timeout
     from statetree.exchange.manifest import Manifest
 
@@ -80,40 +83,68 @@ def broadcast(
             own.check_readable()
             elements = {index: (held.dtype, held.shape) for index, held in own.chunks.items()}
         sent = SourceTree(own, elements) if own is not None and run.group.rank == src else None
-        received = run.receive(sent, own)
-        transfers = _distributed(run, received, own)
-        spec, leaves = received.description.spec, received.leaves
-        run.move_from(received, transfers)
-        if own is not None:
-            run.hold(own.spec, own.leaves, own.chunks)
-        run.hold(spec, leaves, range(len(leaves)))
-        return received.description.outline.lift("broadcast", leaves, {} if own is None else own.recipes)
+        source = run.receive(sent, own)
+        return run.move(source, _SameLayouts(source, own, run))
 
 
-def _distributed(run: Exchange, received: Received, own: Manifest | None) -> list[Transfer]:
-    """Put fresh distributed tensors like this rank's own in their places, and return what moves into them."""
-    description, layouts, rank = received.description, received.layouts, run.group.rank
-    if not description.exchanged:
+class _SameLayouts(Destination):
+    """Fresh tensors on every rank: those that the source described, and distributed ones like this rank's own."""
+
+    def __init__(self, source: Manifest, own: Manifest | None, run: Exchange) -> None:
+        super().__init__(source, list(source.leaves))
+        self._own, self._rank = own, run.group.rank
+        self._made: Manifest | None = None
+        assert source.received is not None
+        if not source.chunks:
+            return
+        if own is None or not source.received.layouts:  # this rank passed None, or another one
+            path = source.path(next(iter(source.chunks)))
+            msg = (
+                f"broadcast: the leaf at {path or '<root>'} is distributed: expected the tree on every rank, got None. "
+                "Pass it, or gather it first."
+            )
+            raise UnsupportedLeaf(msg, path)
+        wanted = [leaf if index in own.chunks else None for index, leaf in enumerate(own.leaves)]
+        fresh = allocated("broadcast", wanted, own.spec, keep_meta=True)
+        for there, here in zip(source.order, own.order, strict=True):
+            if here in own.chunks:
+                self.leaves[there] = fresh[here]
+        self._made = run.manifest(fresh)
+        self._layouts = source.received.layouts
+
+    def _moving(self, *, partial: bool) -> list[Transfer]:
+        """Return how this rank's leaves move: those of which ranks hold partials, or the others."""
+        found: list[Transfer] = []
+        if self._own is None or self._made is None:
+            return found
+        for index in self._own.moving():
+            layout, held, made = self._layouts[index], self._own.chunks[index], self._made.chunks[index]
+            if (held.partials is not None) == partial:
+                given, filled = (Chunked(layout, sendable_pieces(side, layout, self._rank)) for side in (held, made))
+                found.append(Transfer(given, filled, held.dtype))
+        return found
+
+    def sources(self) -> list[int]:
+        """Return nothing: what moves is each rank's own, wherever the source has a replica of it."""
         return []
-    if own is None or not layouts:  # this rank passed None, or another one
-        path = description.spec.paths()[next(iter(description.exchanged))]
-        msg = (
-            f"broadcast: the leaf at {path or '<root>'} is distributed: expected the tree on every rank, got None. "
-            "Pass it, or gather it first."
-        )
-        raise UnsupportedLeaf(msg, path)
-    wanted = [leaf if index in own.chunks else None for index, leaf in enumerate(own.leaves)]
-    fresh = allocated("broadcast", wanted, own.spec, keep_meta=True)
-    for there, here in zip(path_order(description.spec), own.order, strict=True):
-        if here in own.chunks:
-            received.leaves[there] = fresh[here]
-    made = run.manifest(fresh)
-    transfers: list[Transfer] = []
-    for index in own.moving():
-        layout, held = layouts[index], own.chunks[index]
-        sources, targets = (sendable_pieces(chunks, layout, rank) for chunks in (held, made.chunks[index]))
-        if held.partials is None:
-            transfers.append(Transfer(Chunked(layout, sources), Chunked(layout, targets), held.dtype))
-        else:  # every rank has a partial of its own
-            run.executor.copy(targets, sources)
-    return transfers
+
+    def transfers(self, sources: dict[int, Chunked], layouts: dict[int, ChunkLayout] | None = None) -> list[Transfer]:  # noqa: ARG002 - of each rank's own
+        """Return what moves from where to where."""
+        return self._moving(partial=False)
+
+    def write(self) -> None:
+        """Copy partials: every rank has its own."""
+        for transfer in self._moving(partial=True):
+            copy_each(transfer.target.pieces, transfer.source.pieces)
+
+    def touched(self) -> Iterable[int]:
+        """Return all leaves."""
+        return range(len(self.leaves))
+
+    def read(self) -> Iterable[int]:
+        """Return this rank's distributed leaves."""
+        return () if self._own is None else self._own.chunks
+
+    def finish(self) -> Any:
+        """Return the resulting tree."""
+        return self.source.lift(self.leaves, {} if self._own is None else self._own.recipes)

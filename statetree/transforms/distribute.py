@@ -108,10 +108,8 @@ def distribute(
         sent = caught(_sent, run, full, wanted, how) if run.group.rank == src else None
         how, chosen = how.as_chosen_in(wanted)
         reads = reads_values(wanted, cast=cast)
-        received = run.receive(sent, wanted, how.selection(wanted, chosen), reads=reads)
-        own = sent.manifest if isinstance(sent, SourceTree) else None
-        target = run.destination_like(received.manifest("distribute", own), wanted, how)
-        return run.move_received(received, target, own)
+        source = run.receive(sent, wanted, how.selection(wanted, chosen), reads=reads)
+        return run.move(source, run.destination_like(source, wanted, how))
 
 
 def _sent(run: Exchange, full: Any, like: Manifest, how: LikeOptions) -> SourceTree:

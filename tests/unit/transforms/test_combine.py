@@ -54,7 +54,9 @@ def test_where_alone_says_which():
     ],
     ids=["transposed", "strided", "expanded", "empty", "scalar", "parameter", "frozen", "buffer", "meta"],
 )
-@pytest.mark.parametrize("fn", [lambda a, b: a.double() + b, lambda a, b: a, lambda a, b: b.flip(0).flip(0)], ids=str)
+@pytest.mark.parametrize(
+    "fn", [lambda a, b: a.double() + b, lambda a, b: a, lambda a, b: b.flip(0).flip(0)], ids=["sum", "first", "second"]
+)
 def test_geometry_and_identity_are_kept(view, fn):
     leaf, other = view(numbers(5)), view(numbers(50)).detach().clone()
     leaf.note = {"kept": 1}
