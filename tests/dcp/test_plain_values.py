@@ -111,6 +111,8 @@ def test_a_value_comes_back(name, tmp_path):
     dcp.save({"v": VALUES[name], "w": torch.ones(2)}, checkpoint_id=tmp_path)
     assert same(dcp.load(checkpoint_id=tmp_path)["v"], VALUES[name])
     assert same(dcp.load({"v": VALUES[name]}, checkpoint_id=tmp_path)["v"], VALUES[name])
+    torch.save({"v": VALUES[name]}, tmp_path / "v.pt")
+    assert same(statetree.files.open(tmp_path / "v.pt")["v"], VALUES[name])
 
 
 GENERATORS = {
