@@ -13,6 +13,7 @@ from statetree.errors import CheckpointError, UnsupportedLeaf
 from statetree.files.formats import format_for, save
 from statetree.files.shared_bytes import shared_bytes
 from statetree.files.stored import StoredTensor
+from statetree.files.torch_writing import is_loaded
 from statetree.files.unpickling import StoredObject
 from statetree.files.untrusted import printable
 from statetree.leaves.casting import castable
@@ -58,15 +59,21 @@ def convert(
     if options.shard_bytes is not None and holds_values:
         msg = f"convert: --shard-bytes is for safetensors: got {destination.name}. Leave it out."
         raise CheckpointError(msg)
-    unheld = StoredObject if holds_values else object
-    dropped = {e.key: e for e in chosen if isinstance(e.leaf, unheld) and not isinstance(e.leaf, StoredTensor)}
+    values = [entry for entry in chosen if not isinstance(entry.leaf, StoredTensor)]
+    if target.title == "torch file":
+        dropped = [entry.key for entry in values if isinstance(entry.leaf, StoredObject) or not is_loaded(entry.leaf)]
+        why = "torch.load(weights_only=True) refuses some objects"
+    elif holds_values:
+        dropped = [entry.key for entry in values if isinstance(entry.leaf, StoredObject)]
+        why = "objects that are not loaded cannot be written"
+    else:
+        dropped, why = [entry.key for entry in values], "safetensors hold tensors only"
     if dropped and not options.drop_values:
-        why = "objects that are not loaded cannot be written" if holds_values else "safetensors hold tensors only"
         what = plural(len(dropped), "object" if holds_values else "plain value")
         remedy = "Pass --drop-values to leave them out, or choose with --match."
-        msg = f"convert: {why}, and {printable(str(source))} has {what} at\n  {_listed(list(dropped))}\n{remedy}"
+        msg = f"convert: {why}, and {printable(str(source))} has {what} at\n  {_listed(dropped)}\n{remedy}"
         raise CheckpointError(msg)
-    kept = [entry for entry in chosen if entry.key not in dropped]
+    kept = [entry for entry in chosen if entry.key not in set(dropped)]
     tree = checkpoint.tree
     if kept and len(kept) < len(entries_of(tree)):
         tree = select(tree, selection(kept))
@@ -83,7 +90,7 @@ def convert(
     if options.copies_others:
         yield from copy_others(source, destination, follow_links=options.follow_links, force=options.force)
     if dropped:
-        yield f"{_listed(list(dropped), ', ')}: dropped"
+        yield f"{_listed(dropped, ', ')}: dropped"
     yield from _notes(checkpoint, kept, target.title)
 
 

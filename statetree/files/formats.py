@@ -1,4 +1,4 @@
-"""Checkpoints opened and saved: which format a file is of is told by what it begins with."""
+"""Checkpoints opened and saved: the format is detected from what a file begins with."""
 
 from __future__ import annotations
 
@@ -125,17 +125,18 @@ def open(  # noqa: A001 - `statetree.files.open` opens files
     """Open a checkpoint as a tree, whose tensors are read when something asks for their elements.
 
     Safetensors and zip files of ``torch.save`` (a file, the index of several, or a folder of Hugging Face), and
-    directories of ``torch.distributed.checkpoint``: which it is, is told by its content. Only headers are read. Files
-    are not trusted: nothing in them is executed, and sizes are compared with the file before memory is taken.
+    directories of ``torch.distributed.checkpoint``. The format is detected from the content. Only headers are read.
+    Files are not trusted: nothing in them is executed, and sizes are compared with the file before memory is taken.
     Directories that ``statetree.dcp`` wrote are compared with their manifest: all files must be there, whole and of one
     save, and metadata and plain values have the checksums that were written. Those of elements are compared by
     ``load``, and by ``show --verify`` and ``convert``.
 
     Args:
         path: A file or a directory.
-        skip_foreign: Take files that hold objects of classes that ``torch.load(weights_only=True)`` does not admit:
-            each is a ``StoredObject``, which knows the name of its class only. By default they are refused.
-        follow_links: Let the files that an index lists be symbolic links to elsewhere, as in Hugging Face's cache.
+        skip_foreign: Take files that hold objects of classes that are not loaded: each is a ``StoredObject``, which
+            knows the name of its class only. By default they are refused. Tensors are loaded, and values of Python, of
+            NumPy and of torch that a training state usually holds.
+        follow_links: Follow symbolic links in an index (needed for Hugging Face's cache).
 
     Returns:
         A tree with ``StoredTensor`` leaves, which all transforms take: ``paths``, ``select`` and ``similarity`` look

@@ -225,7 +225,7 @@ class TorchFormat(CheckpointFormat):
         tree = read_index(file, read_mapping) if file.path.name.lower().endswith(INDEX) else read(file)
         foreign = list(dict.fromkeys(name for archive in archives for name in archive.foreign))
         if foreign and not skip_foreign:
-            what = f"it holds objects that torch.load(weights_only=True) refuses ({', '.join(foreign[:5])})"
+            what = f"it holds objects of classes that are not loaded ({', '.join(foreign[:5])})"
             remedy = "If you trust it, load it with torch.load(weights_only=False), and save what you need."
             refuse(path, what, remedy)
         return OpenedCheckpoint(

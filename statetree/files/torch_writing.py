@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 from typing import TYPE_CHECKING, Any, Final
@@ -56,6 +57,19 @@ def save_as(value: Any, path: Path) -> None:
     """Write a value to a file that is not there yet, as ``torch.save`` does."""
     with path.open("xb") as file:
         save_to(value, Stream(file))
+
+
+def is_loaded(value: Any) -> bool:
+    """Whether ``torch.load(weights_only=True)`` takes a plain value."""
+    if type(value) in (int, float, str, bool, type(None), bytes) and (type(value) is not int or abs(value) < 1 << 1024):
+        return True
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    except Exception:  # noqa: BLE001 - whatever it is, loading would raise it
+        return False
+    return True
 
 
 def gist(error: Exception) -> str:

@@ -6,7 +6,9 @@ import dataclasses
 import json
 import os
 import pickle
+from argparse import Namespace
 from collections import Counter, OrderedDict, namedtuple
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -531,3 +533,16 @@ def test_renaming_keeps_the_nesting(tmp_path, statetree):
     source = write(nested_state(), tmp_path / "a.pt")
     converted(statetree, "--match", "model.**", "--rename", "model.**=net.**", source, tmp_path / "b.pt")
     assert_trees_equal(load(tmp_path / "b.pt"), {"net": nested_state()["model"]}, ties=False)
+
+
+def test_values_that_torch_would_refuse_are_dropped_from_torch_files_only(tmp_path, statetree):
+    state = {"w": bits(2), "args": Namespace(lr=1), "paths": [Path("a")], "big": 1 << 9000, "n": 1, "l": [1, (2, "x")]}
+    source = write(state, tmp_path / "a.pt")
+    ran = statetree("convert", source, tmp_path / "b.pt")
+    assert ran.status == 2
+    assert "torch.load(weights_only=True) refuses some objects" in ran.err
+    ran = statetree("convert", "--drop-values", source, tmp_path / "b.pt")
+    assert (ran.status, ran.err) == (0, "note: args, paths, big: dropped\n")
+    assert list(torch.load(tmp_path / "b.pt", weights_only=True)) == ["w", "n", "l"]
+    assert statetree("convert", source, tmp_path / "c").status == 0
+    assert statetree("diff", source, tmp_path / "c").status == 0
