@@ -74,7 +74,7 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _html = click.option("--html", "page", type=_CHECKPOINT, metavar="FILE", help="Write a page to look at, too.")
 _follow_links = click.option(
     "--follow-links", is_flag=True,
-    help="Let the files that an index lists be links to elsewhere, as in Hugging Face's cache.",
+    help="Follow symbolic links in an index (needed for the Hugging Face cache).",
 )  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def cli() -> None:
     """Look into checkpoints, compare and convert them.
 
     A checkpoint is a torch file or safetensors (one file, the index of several, or a folder of Hugging Face), or a
-    directory of torch.distributed.checkpoint: which it is, is told by its content. Files are not trusted: nothing
+    directory of torch.distributed.checkpoint: the format is detected from the content. Files are not trusted: nothing
     in them is executed.
 
     The exit status is 0, or 2 after an error (diff: 1 if they differ); 130, 143 or 129 if it was interrupted,
