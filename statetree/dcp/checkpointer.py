@@ -139,36 +139,20 @@ class Checkpointer:
         return self._schedule.signalled
 
     def save_on(self, *signals: int) -> None:
-        """Save at a signal, such as ``signal.SIGTERM``: the next ``due`` is true, on all ranks, whichever got it.
+        """Have the next ``due`` be true after a signal of any rank, such as ``signal.SIGTERM``.
 
-        A second one of a kind does what it did before this call. ``close`` undoes it. Called by the main thread, on
-        every rank.
+        Every rank's main thread calls it. A second signal does what it did before. ``close`` undoes it.
         """
         self._schedule.save_on(*signals)
 
     def due(self, step: SupportsIndex) -> bool:
-        """Whether to save now: at each multiple of ``every``, when that time has passed, or after a signal.
-
-        Args:
-            step: The step that was just done.
+        """Whether to save the step that was just done: a multiple of ``every``, or after that time, or a signal.
 
         Collective:
             Every rank calls it. With signals, or a time, they tell each other in one small exchange.
 
         Raises:
             ValueError: If the step is not an integer, or negative.
-
-        Example:
-            >>> import signal, tempfile
-            >>> with Checkpointer(tempfile.mkdtemp(), every=2) as checkpointer:
-            ...     checkpointer.save_on(signal.SIGTERM)
-            ...     for step in range(1, 6):
-            ...         if checkpointer.due(step):
-            ...             _ = checkpointer.async_save(step, {"step": step})
-            ...         if checkpointer.signalled:
-            ...             break
-            ...     checkpointer.steps()[:1]
-            [2]
         """
         step = as_int(step)
         check_step("due", step)
@@ -191,8 +175,8 @@ class Checkpointer:
             state: Any tree.
             metric: How good the state is, lower being better (a validation loss; of an accuracy, the negative): see
                 ``keep_best``. The first rank's counts.
-            metadata: What else to know about it: a small dict of what JSON can hold (a configuration, a commit, tokens
-                seen), which ``metadata`` returns and ``statetree show`` shows. The first rank's counts.
+            metadata: What else to know (a configuration, a commit): a small dict of what JSON holds, which ``metadata``
+                returns and ``statetree show`` shows. The first rank's counts.
 
         Raises:
             CheckpointError: If it cannot be written, or if an earlier save in the background failed: then this one was
@@ -312,9 +296,8 @@ class Checkpointer:
 
         Args:
             state: The template whose tensors are filled: see ``statetree.dcp.load``. Without it, the state comes back
-                as it was saved. Objects in it with ``load_state_dict`` get what was saved of them: in the layouts of
-                their own ``state_dict()``, and where that lacks a path, as whole tensors on the CPU. (With ``where``,
-                they get the paths that it has.)
+                as it was saved. Its objects get what was saved in the layouts of their own ``state_dict()``, and where
+                that lacks a path, whole tensors on the CPU (nothing with ``where``).
             step: Which one; by default the latest complete one.
             where: Which leaves are loaded, by default all: as for ``statetree.dcp.load``.
             fallback: Whether to load the newest older checkpoint that can be read if this one is damaged, with a

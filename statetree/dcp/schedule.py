@@ -18,24 +18,19 @@ if TYPE_CHECKING:
 
 
 class Schedule:
-    """Says when to save.
-
-    Args:
-        every: A number of steps, a time, or neither.
-
-    Attributes:
-        signalled: The signal that arrived on any rank, once ``due`` has said so.
-    """
+    """Says when to save: every so many steps, or a time. ``signalled`` is the signal that it has answered to."""
 
     def __init__(self, every: int | timedelta | None) -> None:
-        if every is not None and type(every) is not int and not isinstance(every, timedelta):
+        is_time = isinstance(every, timedelta)
+        if not (every is None or type(every) is int or is_time):
             msg = f"Checkpointer: every must be a number of steps, a timedelta, or None: got {every!r}."
             raise TypeError(msg)
-        if not (every is None or (every > 0 if isinstance(every, int) else every > timedelta())):
+        self._steps: int = every if isinstance(every, int) else 0
+        self._seconds = every.total_seconds() if isinstance(every, timedelta) else None
+        if every is not None and max(self._steps, self._seconds or 0) <= 0:
             msg = f"Checkpointer: every must be positive, or None: got {every}."
             raise ValueError(msg)
         self.signalled: int | None = None
-        self._every = every
         self._since = time.monotonic()
         self._arrived = 0
         self._before: dict[int, Any] = {}
@@ -44,8 +39,7 @@ class Schedule:
     def save_on(self, *signals: int) -> None:
         """Have ``due`` answer to signals. The second of a kind does what it did before."""
         for number in signals:
-            before = signal.signal(number, self._note)
-            self._before.setdefault(number, signal.SIG_DFL if before is None else before)
+            self._before.setdefault(number, signal.signal(number, self._note) or signal.SIG_DFL)
 
     def _note(self, number: int, _frame: object) -> None:
         signal.signal(number, self._before[number])
@@ -55,17 +49,14 @@ class Schedule:
 
     def due(self, step: int, group: Callable[[], ProcessGroup | None]) -> bool:
         """Whether to save. Where time or signals matter, the ranks tell each other: the first one's clock counts."""
-        is_due = type(self._every) is int and step > 0 and step % self._every == 0
-        if self._before or isinstance(self._every, timedelta):
-            is_late = (
-                isinstance(self._every, timedelta) and time.monotonic() - self._since > self._every.total_seconds()
-            )
-            arrived = self._arrived
+        is_due = self._steps > 0 and step > 0 and step % self._steps == 0
+        if self._before or self._seconds is not None:
+            is_late = self._seconds is not None and time.monotonic() - self._since > self._seconds
+            arrived, self._arrived = self._arrived, 0
             told = from_all((is_late, arrived), group())
             number = max(number for _, number in told)
             is_due = is_due or told[0][0] or number > 0
             self.signalled = number or self.signalled
-            self._arrived = 0 if self._arrived == arrived else self._arrived
         if is_due:
             self._since = time.monotonic()
         return is_due
