@@ -26,8 +26,6 @@ from statetree.errors import StateTreeError, shown
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    Record = dict[int, dict[str, Any]]
-
 
 def prove_resume(script: Path, arguments: Sequence[str], kill_at: int) -> int:
     """Run a script three times, and print whether the killed run was resumed bit for bit."""
@@ -46,16 +44,15 @@ def prove_resume(script: Path, arguments: Sequence[str], kill_at: int) -> int:
         forgotten = _differing(whole[step]["beside"], resumed[step]["beside"])
         # What an optimizer holds differs whenever something else was forgotten.
         forgotten = [name for name in forgotten if not name.startswith("optimizer ")] or forgotten
-        click.echo(
-            f"killed at step {kill_at}, resumed, and different at step {step}.\nforgotten: "
-            f"{', '.join(forgotten) or 'nothing that this command looks at'}\nso these of the state differ:\n  {shown(names)}"
-        )
+        click.echo(f"killed at step {kill_at}, resumed, and different at step {step}.")
+        click.echo(f"forgotten: {', '.join(forgotten) or 'nothing that this command looks at'}")
+        click.echo(f"so these of the state differ:\n  {shown(names)}")
         return DIFFERENT
     click.echo(f"killed at step {kill_at}, and resumed bit for bit: compared at steps {', '.join(map(str, steps))}.")
     return SAME
 
 
-def _different_steps(one: Record, other: Record) -> Iterator[tuple[int, list[str]]]:
+def _different_steps(one: dict[int, Any], other: dict[int, Any]) -> Iterator[tuple[int, list[str]]]:
     for step in other:
         if step in one and (names := _differing(one[step]["saved"], other[step]["saved"])):
             yield step, names
@@ -65,7 +62,7 @@ def _differing(left: dict[str, int], right: dict[str, int]) -> list[str]:
     return [name for name in {**left, **right} if left.get(name) != right.get(name)]
 
 
-def _run(folder: Path, kill_at: int, script: Path, arguments: Sequence[str]) -> Record:
+def _run(folder: Path, kill_at: int, script: Path, arguments: Sequence[str]) -> dict[int, Any]:
     """Run the script with its checkpoints in a folder, and return what was recorded at each step."""
     record = folder.with_name("record")
     record.write_text("")
