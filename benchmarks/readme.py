@@ -50,7 +50,7 @@ def figures(results: dict[str, Any]) -> str:
     machine = results["machine"]
     lines.append(
         f"\nMedians of {results['date'][:10]} with torch {results['versions']['torch']} on {machine['cores']} cores "
-        f"({machine['cpu']}). The speed-up is the peer's time by statetree's: above 1, statetree is faster."
+        f"({machine['cpu']}). Speed-up = peer's time / statetree's time: above 1, statetree is faster."
     )
     return "\n".join(lines) + "\n"
 

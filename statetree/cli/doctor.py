@@ -8,6 +8,7 @@ import sys
 import tempfile
 from importlib import import_module
 from operator import attrgetter
+from textwrap import indent
 from typing import Any, Final
 
 import click
@@ -15,7 +16,6 @@ import click
 from statetree.cli.process import DIFFERENT, SAME
 from statetree.errors import StateTreeError
 
-KINDS: Final = ("stager", "copy", "gather", "save", "transform")
 #: What must hold of a save and its load. (Of a transform, nothing need.)
 _SAVED: Final = ("accepts", "pure", "structure", "geometry", "values")
 
@@ -51,8 +51,8 @@ def _kind_of(found: Any, *, has_load: bool) -> str:
         return "save" if has_load else "stager"
     if "gather" in getattr(found, "__name__", ""):
         return "gather"
-    empty = inspect.Parameter.empty
-    needed = [each for each in inspect.signature(found).parameters.values() if each.default is empty and each.kind < 2]
+    given = inspect.signature(found).parameters.values()
+    needed = [each for each in given if each.default is inspect.Parameter.empty and each.kind < 2]
     if len(needed) != 1:
         return "save" if needed else "stager"
     state = {"w": torch.arange(3.0)}
@@ -76,16 +76,10 @@ def _conformance(kind: str, found: Any) -> int:
     from statetree.testing import conformance
 
     report = conformance(**{kind: found})
-    for verdict in report.verdicts:
-        if verdict.outcome == "FAILS":
-            click.echo(f"\nIt fails where {verdict.fault.name}: {verdict.fault.statement}\n  Noticed: {verdict.said}")
-            click.echo(
-                f"  Lines that show it (call {verdict.fault.name} with yours):\n{_indented(verdict.fault.source)}"
-            )
+    for fault, said in ((verdict.fault, verdict.said) for verdict in report.verdicts if verdict.outcome == "FAILS"):
+        _tell(f"fails where {fault.name}: {fault.statement}\n  Noticed: {said}", fault.source, f" (call {fault.name})")
     refused = [verdict.fault.name for verdict in report.verdicts if verdict.outcome == "refuses"]
-    click.echo(
-        f"\n{len(report.failed)} of {len(report.verdicts)} checks find a wrong result, of which nothing was said."
-    )
+    click.echo(f"\n{len(report.failed)} of {len(report.verdicts)} checks find a wrong result, with no word said of it.")
     click.echo(f"Refused with an error: {', '.join(refused) or 'nothing'}.")
     return DIFFERENT if report.failed else SAME
 
@@ -94,16 +88,13 @@ def _laws(transform: Any, kind: str) -> int:
     from statetree.testing import check_transform
 
     report = check_transform(transform, examples=60)
-    required = _SAVED if kind == "save" else ()
-    for verdict in report.verdicts:
-        if verdict.holds is False and (not required or verdict.law.name in required):
-            click.echo(f"\nIt does not hold that: {verdict.law.statement}\n  {verdict.error}")
-            click.echo(f"  Lines that show it:\n{_indented(verdict.source)}")
-    broken = [name for name in report.broken if not required or name in required]
+    broken = [name for name in report.broken if kind != "save" or name in _SAVED]
+    for verdict in map(report.__getitem__, broken):
+        _tell(f"does not hold that: {verdict.law.statement}\n  {verdict.error}", verdict.source)
     held = [verdict.law.name for verdict in report.verdicts if verdict.holds]
     click.echo(f"\nLaws that hold: {', '.join(held)}. That do not: {', '.join(broken) or 'none'}.")
     return DIFFERENT if broken else SAME
 
 
-def _indented(source: str) -> str:
-    return "\n".join(f"    {line}".rstrip() for line in source.strip().splitlines())
+def _tell(what: str, source: str, how: str = "") -> None:
+    click.echo(f"\nIt {what}\n  Lines that show it{how}:\n{indent(source.strip(), '    ')}")

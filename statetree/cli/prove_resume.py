@@ -1,7 +1,6 @@
-"""``statetree prove-resume``: whether a training script that is killed goes on as if it had not been.
+"""``statetree prove-resume``: a training script is run whole, killed, and resumed, each in a process of its own.
 
-The script runs three times, each in a process of its own: whole, killed, resumed. At each save of a ``Checkpointer``
-the digests of what is saved are recorded, and of what the process holds beside it: what was forgotten is among these.
+At each save the digests of what is saved are recorded, and of what the process holds beside it, as a scheduler.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ from statetree.errors import StateTreeError, shown
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    Record = dict[int, dict[str, Any]]
-
 
 def prove_resume(script: Path, arguments: Sequence[str], kill_at: int) -> int:
     """Run a script three times, and print whether the killed run was resumed bit for bit."""
@@ -36,33 +33,36 @@ def prove_resume(script: Path, arguments: Sequence[str], kill_at: int) -> int:
         whole = _run(Path(folder, "whole"), -1, script, arguments)
         killed = _run(Path(folder, "killed"), kill_at, script, arguments)
         resumed = _run(Path(folder, "killed"), -1, script, arguments)
-    for step in killed:
-        if names := _differing("saved", whole, killed, step):
-            click.echo(f"{script} differs from run to run, before any kill, at step {step}: {shown(names)}. Seed it.")
-            return FAILED
+    for step, names in _different_steps(whole, killed):
+        click.echo(f"{script} differs from run to run, before any kill, at step {step}: {shown(names)}. Seed it.")
+        return FAILED
     steps = [step for step in resumed if step in whole]
     if not steps or min(steps) == min(whole):
         click.echo(f"{script} began anew after the kill: it restores nothing, or saved nothing before step {kill_at}.")
         return DIFFERENT
-    for step in steps:
-        if names := _differing("saved", whole, resumed, step):
-            forgotten = _differing("beside", whole, resumed, step)
-            # What an optimizer holds differs whenever something else was forgotten.
-            forgotten = [name for name in forgotten if not name.startswith("optimizer ")] or forgotten
-            click.echo(f"killed at step {kill_at}, resumed, and different at step {step}.")
-            click.echo(f"forgotten: {', '.join(forgotten) or 'nothing that this command looks at'}")
-            click.echo(f"so these of the state differ:\n  {shown(names)}")
-            return DIFFERENT
+    for step, names in _different_steps(whole, resumed):
+        forgotten = _differing(whole[step]["beside"], resumed[step]["beside"])
+        # What an optimizer holds differs whenever something else was forgotten.
+        forgotten = [name for name in forgotten if not name.startswith("optimizer ")] or forgotten
+        click.echo(f"killed at step {kill_at}, resumed, and different at step {step}.")
+        click.echo(f"forgotten: {', '.join(forgotten) or 'nothing that this command looks at'}")
+        click.echo(f"so these of the state differ:\n  {shown(names)}")
+        return DIFFERENT
     click.echo(f"killed at step {kill_at}, and resumed bit for bit: compared at steps {', '.join(map(str, steps))}.")
     return SAME
 
 
-def _differing(which: str, one: Record, other: Record, step: int) -> list[str]:
-    left, right = (record[step][which] if step in record else {} for record in (one, other))
+def _different_steps(one: dict[int, Any], other: dict[int, Any]) -> Iterator[tuple[int, list[str]]]:
+    for step in other:
+        if step in one and (names := _differing(one[step]["saved"], other[step]["saved"])):
+            yield step, names
+
+
+def _differing(left: dict[str, int], right: dict[str, int]) -> list[str]:
     return [name for name in {**left, **right} if left.get(name) != right.get(name)]
 
 
-def _run(folder: Path, kill_at: int, script: Path, arguments: Sequence[str]) -> Record:
+def _run(folder: Path, kill_at: int, script: Path, arguments: Sequence[str]) -> dict[int, Any]:
     """Run the script with its checkpoints in a folder, and return what was recorded at each step."""
     record = folder.with_name("record")
     record.write_text("")
@@ -75,21 +75,19 @@ def _run(folder: Path, kill_at: int, script: Path, arguments: Sequence[str]) -> 
     return dict(map(json.loads, record.read_text().splitlines()))
 
 
-def _beside(batches: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what a process holds beside the state that it saves."""
+def _beside() -> Iterator[tuple[str, Any]]:
+    """Yield what this process holds beside the state that it saves."""
     import torch
 
     yield "random state of torch", torch.get_rng_state()
     yield "random state of Python", random.getstate()
     if "numpy" in sys.modules:
         yield "random state of NumPy", sys.modules["numpy"].random.get_state()
-    yield from batches.items()
     for value in gc.get_objects():
         cls = type(value)  # what an object says of its class may be anything
-        if issubclass(cls, torch.optim.lr_scheduler.LRScheduler):
-            yield f"scheduler {cls.__qualname__}", value.state_dict()
-        elif issubclass(cls, torch.optim.Optimizer):
-            yield f"optimizer {cls.__qualname__}", value.state_dict()
+        for kind, base in (("scheduler", torch.optim.lr_scheduler.LRScheduler), ("optimizer", torch.optim.Optimizer)):
+            if issubclass(cls, base):
+                yield f"{kind} {cls.__qualname__}", value.state_dict()
 
 
 def _child(folder: str, record: str, kill_at: int, script: str) -> None:
@@ -108,7 +106,7 @@ def _child(folder: str, record: str, kill_at: int, script: str) -> None:
     def recorded(save: Any) -> Any:
         def recording(self: Any, step: Any, state: Any, **options: Any) -> Any:
             leaves, beside = digest(StatefulTree("save", state).state).leaves, dict[str, int]()
-            for name, value in _beside(batches):
+            for name, value in [*_beside(), *batches.items()]:
                 with suppress(StateTreeError):
                     found = digest(value)
                     if not {*found.leaves.values()} <= {*leaves.values()}:  # else it is saved

@@ -31,15 +31,14 @@ def show_steps(directory: Path, *, as_json: bool) -> None:
         return
     total = human(sum(step["bytes"] for step in steps))
     sys.stdout.write(wrapped(f"{printable(str(directory))}: {len(steps)} complete checkpoints, {total}") + "\n")
-    write_lines([_line(step) for step in steps])
-
-
-def _line(step: dict[str, Any]) -> OutputLine:
-    saved = datetime.fromisoformat(step["saved"]).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-    metric = "" if step["metric"] is None else f"metric {step['metric']:g}"
-    about = [f"{key}={json.dumps(value)}" for key, value in step["metadata"].items()]
-    notes = printable(", ".join([*about, *([step["error"]] if "error" in step else [])]))
-    return OutputLine(step["name"], saved, metric, human(step["bytes"]), "", notes)
+    lines = []
+    for step in steps:
+        about = ", ".join([f"{key}={json.dumps(value)}" for key, value in step["metadata"].items()])
+        metric = "" if step["metric"] is None else f"metric {step['metric']:g}"
+        saved = datetime.fromisoformat(step["saved"]).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        notes = printable(step.get("error", about))
+        lines.append(OutputLine(step["name"], saved, metric, human(step["bytes"]), "", notes))
+    write_lines(lines)
 
 
 def _steps_in(directory: Path) -> list[dict[str, Any]]:
@@ -48,17 +47,16 @@ def _steps_in(directory: Path) -> list[dict[str, Any]]:
     from statetree.dcp.series import Series, bytes_in
     from statetree.errors import CheckpointError
 
-    series, found = Series(directory), []
-    for checkpoint in series.complete():
-        path = series.path(checkpoint)
+    found = []
+    for checkpoint in Series(directory).complete():
+        path = directory / checkpoint.name
         saved = datetime.fromtimestamp((path / METADATA).stat().st_mtime, UTC).isoformat(timespec="seconds")
         step = {"step": checkpoint.step, "name": checkpoint.name, "saved": saved, "bytes": bytes_in(path)}
-        step |= {"metric": None, "metadata": {}}
+        found.append(step | {"metric": None, "metadata": {}})
         try:
             manifest = read_manifest(path)
         except CheckpointError as error:
-            step["error"] = str(error)
+            found[-1]["error"] = str(error)
         else:
-            step |= {} if manifest is None else {"metric": manifest.metric, "metadata": dict(manifest.about)}
-        found.append(step)
+            found[-1] |= {} if manifest is None else {"metric": manifest.metric, "metadata": dict(manifest.about)}
     return found

@@ -122,7 +122,7 @@ class Checkpointer(Schedule):
         told = partial(tell, on_event, is_first=True)
         self._mirror = None if mirror is None else MirroredSeries(self.directory, mirror, self._kept, told)
         self._series = self._mirror or Series(self.directory)
-        self._steps = StepWriter(self._series, self._kept, self._tell, incremental=incremental)
+        self._writer = StepWriter(self._series, self._kept, self._tell, incremental=incremental)
         super().__init__(every)
         self._process_group = process_group
         self._stager = Stager() if stager is None else stager
@@ -156,8 +156,8 @@ class Checkpointer(Schedule):
             state: Any tree.
             metric: How good the state is, lower being better (a validation loss; of an accuracy, the negative): see
                 ``keep_best``. The first rank's counts.
-            metadata: What else to know about it: a small dict of what JSON can hold (a configuration, a commit, tokens
-                seen), which ``metadata`` returns and ``statetree show`` shows. The first rank's counts.
+            metadata: What else to know (a configuration, a commit): a small dict of what JSON holds, which ``metadata``
+                returns and ``statetree show`` shows. The first rank's counts.
 
         Raises:
             CheckpointError: If it cannot be written, or if an earlier save in the background failed: then this one was
@@ -168,7 +168,7 @@ class Checkpointer(Schedule):
             UnsupportedLeaf, CyclicTree: As ``statetree.save``.
         """
         step = as_int(step)
-        write = partial(self._steps.write, metric=as_metric("save", metric), metadata=as_metadata("save", metadata))
+        write = partial(self._writer.write, metric=as_metric("save", metric), metadata=as_metadata("save", metadata))
         with self._calling:
             since = time.monotonic()
             states = saving("save", state)
@@ -209,7 +209,7 @@ class Checkpointer(Schedule):
         """
         step = as_int(step)
         write = partial(
-            self._steps.write, metric=as_metric("async_save", metric), metadata=as_metadata("async_save", metadata)
+            self._writer.write, metric=as_metric("async_save", metric), metadata=as_metadata("async_save", metadata)
         )
         with self._calling:
             since = time.monotonic()
@@ -272,9 +272,8 @@ class Checkpointer(Schedule):
 
         Args:
             state: The template whose tensors are filled: see ``statetree.load``. Without it, the state comes back
-                as it was saved. Objects in it with ``load_state_dict`` get what was saved of them: in the layouts of
-                their own ``state_dict()``, and where that lacks a path, as whole tensors on the CPU. (With ``where``,
-                they get the paths that it has.)
+                as it was saved. Its objects get what was saved in the layouts of their own ``state_dict()``, and where
+                that lacks a path, whole tensors on the CPU (nothing with ``where``).
             step: Which one; by default the latest complete one.
             where: Which leaves are loaded, by default all: as for ``statetree.load``.
             fallback: Whether to load the newest older checkpoint that can be read if this one is damaged, with a

@@ -23,8 +23,7 @@ class Event(NamedTuple):
         step: The step of the checkpoint.
         seconds: How long it took.
         bytes: The bytes of the checkpoint's files; of ``stage``, those of this rank's tensors.
-        waited: How many of the seconds the caller waited. Of an ``async_save``, the ``save`` has all that the call
-            took, with waiting for the save before it.
+        waited: How many seconds the caller waited; of an ``async_save``, with the wait for the save before it.
     """
 
     kind: str
@@ -44,8 +43,8 @@ def tell(on_event: Callable[[Event], object] | None, event: Event, *, is_first: 
     """Tell of an event. The log has those of the first rank at INFO. What ``on_event`` raises is logged."""
     level = logging.INFO if is_first and event.kind != "stage" else logging.DEBUG
     _log.log(level, "%s of step %d: %.3f s, %d bytes, waited %.3f s", *event)
-    if on_event is not None:
-        try:
+    try:
+        if on_event is not None:
             on_event(event)
-        except Exception:  # noqa: BLE001 - whatever watches is not to stop the training
-            _log.warning("on_event failed with %s", event, exc_info=True)
+    except Exception:  # noqa: BLE001 - whatever watches is not to stop the training
+        _log.warning("on_event failed with %s", event, exc_info=True)

@@ -27,14 +27,16 @@ class Schedule:
     """
 
     def __init__(self, every: int | timedelta | None) -> None:
-        if every is not None and type(every) is not int and not isinstance(every, timedelta):
+        is_time = isinstance(every, timedelta)
+        if not (every is None or type(every) is int or is_time):
             msg = f"Checkpointer: every must be a number of steps, a timedelta, or None: got {every!r}."
             raise TypeError(msg)
-        if not (every is None or (every > 0 if isinstance(every, int) else every > timedelta())):
+        self._steps: int = every if isinstance(every, int) else 0
+        self._seconds = every.total_seconds() if isinstance(every, timedelta) else None
+        if every is not None and max(self._steps, self._seconds or 0) <= 0:
             msg = f"Checkpointer: every must be positive, or None: got {every}."
             raise ValueError(msg)
         self.signalled: int | None = None
-        self._every = every
         self._since = time.monotonic()
         self._arrived = 0
         self._before: dict[int, Any] = {}
@@ -50,8 +52,7 @@ class Schedule:
         every rank.
         """
         for number in signals:
-            before = signal.signal(number, self._note)
-            self._before.setdefault(number, signal.SIG_DFL if before is None else before)
+            self._before.setdefault(number, signal.signal(number, self._note) or signal.SIG_DFL)
 
     def _note(self, number: int, _frame: object) -> None:
         signal.signal(number, self._before[number])
@@ -87,17 +88,16 @@ class Schedule:
         """
         step = as_int(step)
         check_step("due", step)
-        is_due = type(self._every) is int and step > 0 and step % self._every == 0
-        if self._before or isinstance(self._every, timedelta):
-            is_late = (
-                isinstance(self._every, timedelta) and time.monotonic() - self._since > self._every.total_seconds()
-            )
+        is_due = self._steps > 0 and step > 0 and step % self._steps == 0
+        if self._before or self._seconds is not None:
+            is_late = self._seconds is not None and time.monotonic() - self._since > self._seconds
             arrived = self._arrived
             told = from_all((is_late, arrived), self._group_that_agrees())
+            if arrived:  # else one that comes now is for the next call
+                self._arrived = 0
             number = max(number for _, number in told)
             is_due = is_due or told[0][0] or number > 0
             self.signalled = number or self.signalled
-            self._arrived = 0 if self._arrived == arrived else self._arrived
         if is_due:
             self._since = time.monotonic()
         return is_due

@@ -59,18 +59,8 @@ class Kept(NamedTuple):
     best: int | None = None
 
 
-#: How many times names are read, at most, if one that was listed is gone.
+#: How many times names are read, at most, if some change meanwhile.
 _LOOKS: Final = 20
-
-
-def _is_gone(path: str) -> bool:
-    try:
-        os.lstat(path)
-    except FileNotFoundError:
-        return True
-    except OSError:  # it may be there, and not for us
-        pass
-    return False
 
 
 def _changed(directory: Path) -> int:
@@ -112,18 +102,17 @@ class Series:
         """Return the complete checkpoints, those that are being replaced included."""
         found: list[StepDirectory] = []
         for _ in range(_LOOKS):
-            found, is_gone, before = [], False, _changed(self.directory)
+            found, before = [], _changed(self.directory)
             with suppress(FileNotFoundError, NotADirectoryError):
                 for entry in os.scandir(self.directory):
                     match = _NAME.fullmatch(entry.name)
                     if match and entry.is_dir():
                         step = int(match[1] or match[2])
-                        if not os.path.isfile(os.path.join(entry.path, METADATA)):
-                            is_gone = is_gone or _is_gone(entry.path)
-                        elif name_of(step) in entry.name.split("."):
+                        is_complete = os.path.isfile(os.path.join(entry.path, METADATA))
+                        if is_complete and name_of(step) in entry.name.split("."):
                             found.append(StepDirectory(step, match[1] is not None, entry.name, entry.inode()))
-            if not is_gone and before == _changed(self.directory):
-                break  # else what took its place may have come after the names were read
+            if before == _changed(self.directory):
+                break  # else what took the place of another may have come after the names were read
         return found
 
     def find(self, verb: str, step: int | None) -> StepDirectory:

@@ -13,14 +13,13 @@ from statetree.files.stored import StoredTensor
 from statetree.tree.flatten import flatten_for, unflatten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 
-def is_stateful(value: Any) -> bool:
+def _is_stateful(value: Any) -> bool:
     """Whether a value, which is no class, has both methods: DCP's protocol ``Stateful``."""
-    cls = type(value)
-    return hasattr(cls, "load_state_dict") and hasattr(cls, "state_dict")
+    return hasattr(type(value), "load_state_dict") and hasattr(type(value), "state_dict")
 
 
 def saving(verb: str, state: Any) -> Callable[[], Any]:
@@ -39,23 +38,18 @@ def saving(verb: str, state: Any) -> Callable[[], Any]:
 
 
 class StatefulTree:
-    """A tree, taken apart down to its stateful objects.
-
-    Attributes:
-        state: The tree with the objects' states in their places.
-    """
+    """A tree, taken apart down to its stateful objects. ``state`` is the tree with their states in their places."""
 
     def __init__(self, verb: str, tree: Any) -> None:
-        self._leaves, self._spec = flatten_for(verb, tree, is_leaf=is_stateful)
-        self._mask = list(map(is_stateful, self._leaves))
-        self._paths = list(compress(self._spec.paths(), self._mask)) if any(self._mask) else []
+        self._leaves, self._spec = flatten_for(verb, tree, is_leaf=_is_stateful)
+        self._mask = list(map(_is_stateful, self._leaves))
         self._states = [value.state_dict() for value in compress(self._leaves, self._mask)]
+        self._paths = list(compress(self._spec.paths(), self._mask)) if self._states else []
         self.state = self._with(self._states) if self._states else tree
 
-    def _with(self, values: list[Any]) -> Any:
+    def _with(self, values: Sequence[Any]) -> Any:
         """Return the tree with values in the places of the objects."""
-        rest = iter(values)
-        pairs = zip(self._leaves, self._mask, strict=True)
+        rest, pairs = iter(values), zip(self._leaves, self._mask, strict=True)
         return unflatten(self._spec, [next(rest) if mask else leaf for leaf, mask in pairs])
 
     def template(self, directory: Path) -> Any:
@@ -63,9 +57,7 @@ class StatefulTree:
         if not self._states:
             return self.state
         stored = opened(directory, skip_foreign=True).tree
-        return self._with(
-            [_fitted(state, _at(path, stored)) for path, state in zip(self._paths, self._states, strict=True)]
-        )
+        return self._with([_fitted(*pair, stored) for pair in zip(self._states, self._paths, strict=True)])
 
     def loaded(self, tree: Any) -> Any:
         """Give the objects their states out of a loaded tree, and return it with the objects in their places."""
@@ -77,37 +69,31 @@ class StatefulTree:
         return unflatten(self._spec, [leaf if mask else path(tree) for leaf, mask, path in triples])
 
 
-def _at(path: Callable[[Any], Any], tree: Any) -> Any:
-    try:
-        return path(tree)
-    except (LookupError, AttributeError, TypeError):  # the load says so
-        return {}
-
-
-def _fitted(state: Any, stored: Any) -> Any:
+def _fitted(state: Any, path: Callable[[Any], Any], tree: Any) -> Any:
     """Return a template for what is stored of an object, with the leaves of its state.
 
     An optimizer that has not stepped yet has no state; a loader's differs from one moment to the next. Where an own
     path has no counterpart, it may be an entry of this rank alone, or an error: the load knows.
     """
+    try:
+        saved, outline = flatten_for("restore", path(tree))
+    except (LookupError, AttributeError, TypeError):
+        return state
     leaves, spec = flatten_for("restore", state)
-    own = {tuple(path): leaf for path, leaf in zip(spec.paths(), leaves, strict=True)}
-    saved, outline = flatten_for("restore", stored)
+    own = dict(zip(map(tuple, spec.paths()), leaves, strict=True))
     paths = list(map(tuple, outline.paths()))
-    known = {path[:count] for path in paths for count in range(len(path) + 1)}
-    whole = set(paths)
-    if own.keys() >= whole or not all(path in known or whole & _above(path) for path in own):
+    known, whole = {path[:count] for path in paths for count in range(len(path) + 1)}, set(paths)
+    if own.keys() >= whole or not all(path in known or whole & set(_above(path)) for path in own):
         return state
     return unflatten(
-        outline, [own[path] if path in own else _memory_for(leaf) for path, leaf in zip(paths, saved, strict=True)]
+        outline, [own[path] if path in own else _room(leaf) for path, leaf in zip(paths, saved, strict=True)]
     )
 
 
-def _above(path: tuple[Any, ...]) -> set[tuple[Any, ...]]:
-    return {path[:count] for count in range(len(path))}
+def _above(path: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    return [path[:count] for count in range(len(path))]
 
 
-def _memory_for(leaf: Any) -> Any:
-    if not isinstance(leaf, StoredTensor):
-        return None  # what is read takes its place
-    return torch.empty(leaf.shape, dtype=leaf.dtype)
+def _room(leaf: Any) -> Any:
+    """Return memory for a tensor. What is read of a plain value takes its place."""
+    return torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, StoredTensor) else None

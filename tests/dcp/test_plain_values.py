@@ -110,7 +110,9 @@ def same(a, b):
 def test_a_value_comes_back(name, tmp_path):
     statetree.save({"v": VALUES[name], "w": torch.ones(2)}, tmp_path / "c")
     assert same(statetree.load(tmp_path / "c")["v"], VALUES[name])
-    assert same(statetree.load(tmp_path / "c", {"v": VALUES[name], "w": torch.zeros(2)}, in_place=True)["v"], VALUES[name])
+    assert same(
+        statetree.load(tmp_path / "c", {"v": VALUES[name], "w": torch.zeros(2)}, in_place=True)["v"], VALUES[name]
+    )
     torch.save({"v": VALUES[name]}, tmp_path / "v.pt")
     assert same(statetree.files.open(tmp_path / "v.pt")["v"], VALUES[name])
 

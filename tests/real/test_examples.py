@@ -80,3 +80,11 @@ def test_weights_are_synced():
     assert [line for line in out.splitlines() if "agree" in line] == [
         f"step {step}: the tensor parallel model and the whole one agree" for step in (1, 2, 3)
     ]
+
+
+def test_watching_prints_what_was_done(tmp_path):
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "watch_checkpoints.py", tmp_path], capture_output=True, text=True, check=True
+    )
+    kinds = [line.split()[0] for line in done.stdout.splitlines()]
+    assert [kinds.count(kind) for kind in ("stage", "save", "removal")] == [4, 4, 2]
