@@ -10,6 +10,7 @@ from statetree.declare import collective
 from statetree.exchange.digesting import global_numbers, own_numbers
 from statetree.exchange.driver import exchange
 from statetree.exchange.manifest import Manifest
+from statetree.leaves.laid_out import refuse_converted
 from statetree.leaves.leaf_numbers import text_number
 from statetree.leaves.lowering import lies_on_ranks
 from statetree.tree.flatten import flatten_for
@@ -75,7 +76,8 @@ def digest(tree: Any, *, group: ProcessGroup | None = None, timeout: Timeout = N
 
     Raises:
         RankMismatch: If the ranks hold different trees, or one of them failed or did not answer in time.
-        UnsupportedLeaf: If a leaf cannot be taken apart or is ``Partial``, or the ranks hold only parts of it.
+        UnsupportedLeaf: If a leaf cannot be taken apart, is ``Partial`` or was converted, or the ranks hold only parts
+            of it.
         CyclicTree: If a container holds itself.
 
     Example:
@@ -91,6 +93,7 @@ def digest(tree: Any, *, group: ProcessGroup | None = None, timeout: Timeout = N
         return _digest(manifest, own_numbers(manifest))
     with exchange("digest", group, timeout) as run:
         manifest = run.manifest(tree, complete=True, every=True)
+        refuse_converted("digest", manifest.recipes)
         return _digest(manifest, global_numbers(run, manifest))
 
 

@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import statetree as st
-from statetree.testing import run_ranks
+from statetree.testing import Layout, run_ranks
+from tests.collectives.checks import sent_by
 from tests.collectives.test_stored import counted
 
 RULES = [
@@ -117,15 +118,30 @@ def every_verb():
     assert {type(leaf) for key, leaf in converted.items() if "ln" not in key} == {ConvertedLeaf}
     assert all(leaf is trainer[key] for key, leaf in CONVERSION.inverse(converted).items())
     check_holds(st.gather(converted), whole)
-    assert st.similarity(
-        st.gather(converted, dst=0),
-        st.allocate_like(whole, device="meta") if dist.get_rank() else whole,
-        values=not dist.get_rank(),
-    )
+    partial = st.gather(converted, dst=0)
+    if dist.get_rank() == 0:
+        check_holds(partial, whole)
+    else:
+        assert all(leaf.is_meta and leaf.shape == whole[key].shape for key, leaf in partial.items() if "ln" not in key)
     check_holds(st.gather(st.offload(converted)), whole)
     check_holds(st.reshard(converted, {key: torch.empty(leaf.shape) for key, leaf in whole.items()}), whole)
     check_holds(st.reshard(converted, engine_like(1, torch.bfloat16), cast=True), whole)
-    with pytest.raises(st.TreeMismatch, match=r"shape differs at 0\.qkv"):
+    check_holds(st.gather(st.cast(converted, torch.bfloat16)), whole)
+    check_holds(st.gather(st.select(converted, "0.**")), whole)
+    check_holds(st.chain(st.gather, st.offload)(converted), whole)
+    check_holds(st.gather(st.partition_replicas(st.select(converted, ["*.qkv", "*.experts.*"]))), whole)
+    with st.Stager() as stager:
+        check_holds(st.gather(stager.stage(converted)), whole)
+    assert st.similarity(converted, CONVERSION(spread(state)))
+    assert not st.similarity(converted, CONVERSION(spread(state, 1)))
+    for refuse in (st.digest, lambda tree: st.save(tree, "x")):
+        with pytest.raises(st.UnsupportedLeaf, match=r"the leaf at 0.qkv was converted, .* Gather or reshard"):
+            refuse(converted)
+    with pytest.raises(st.UnsupportedLeaf, match=r"Conversion: the leaf at 0.qkv was converted before"):
+        CONVERSION.inverse(st.offload(converted))
+    with pytest.raises(st.TreeMismatch, match=r"value differs at b: expected that of a, its tie, got another"):
+        st.Conversion([("x", ["a", "b"])]).inverse({"a": trainer["0.q"], "b": spread(state)["0.q"]})
+    with pytest.raises(st.TreeMismatch, match=r"shape differs at 0.qkv"):
         st.reshard(converted, {**engine_like(), "0.qkv": torch.zeros(3, 4)})
     place = engine_like(1, torch.bfloat16)
     with st.prepare(st.reshard, converted, place, in_place=True, cast=True) as sync:
@@ -138,3 +154,46 @@ def every_verb():
 
 def test_verbs_take_converted_leaves():
     run_ranks(2, every_verb)
+
+
+def element_numbers(state):
+    """Return the elements that this rank holds of each tensor: every one of a trainer's state is another number."""
+    local = {key: leaf.to_local() if hasattr(leaf, "to_local") else leaf for key, leaf in state.items()}
+    return {key: {*leaf.flatten().tolist()} for key, leaf in local.items()}
+
+
+def count_bytes():
+    state = trainer_state()
+    for mine, theirs in ((0, 0), (0, 1), (1, 0)):
+        trainer, like = spread(state, mine), engine_like(theirs)
+        found, sent = sent_by(lambda trainer=trainer, like=like: st.reshard(CONVERSION(trainer), like))
+        held = set().union(*element_numbers(trainer).values())
+        lacking = sum(len(numbers - held) for numbers in element_numbers(found).values())
+        total = torch.tensor([sent, 4 * lacking])
+        dist.all_reduce(total)
+        assert total[0] == total[1], (mine, theirs, total.tolist())
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_each_element_moves_once_to_where_it_is_lacking(world_size):
+    run_ranks(world_size, count_bytes)
+
+
+def train_and_serve():
+    """Two ranks train in float32, two others serve in bfloat16."""
+    state = trainer_state()
+    trainer = {key: Layout(tuple(leaf.shape), (0, 1), ("S0",)).build() for key, leaf in state.items()}
+    engine = {
+        key: Layout(tuple(leaf.shape), (2, 3), ("S0" if leaf.dim() > 1 else "R",), torch.bfloat16).build()
+        for key, leaf in CONVERSION(state).items()
+    }
+    with st.prepare(st.reshard, CONVERSION(trainer), engine, in_place=True, cast=True) as sync:
+        for step in range(20):
+            for number, leaf in enumerate(trainer.values()):
+                leaf.to_local().add_(0.37 * step + number)
+            sync()
+            check_holds(st.gather(engine), CONVERSION(st.gather(trainer)))
+
+
+def test_a_trainer_and_an_engine_on_ranks_of_their_own():
+    run_ranks(4, train_and_serve)

@@ -7,6 +7,7 @@ leaf is made of several, ``lowering`` puts a part in the place of each.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from copy import copy
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from statetree.chunks.local import chunks_at
@@ -109,6 +110,11 @@ class PartType(EngineLeafType):
 
     def elements_only(self, context: Any) -> bool:
         return True
+
+    def with_dtype(self, context: Any, dtype: torch.dtype) -> Any:
+        made = copy(context)
+        made.dtype = dtype  # also where no tensor says so
+        return made
 
     def global_shape(self, value: Any) -> tuple[Sequence[int], torch.dtype]:
         return value.shape, value.dtype
