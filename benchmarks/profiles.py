@@ -120,10 +120,11 @@ PHASES: Final = {
         "statetree.spans.sums.piece_sums",
         "statetree.spans.sums.whole_sums",
         "statetree.spans.sums.sums_at",
-        "zlib.crc32",
+        "statetree.files.crc32.crc32",
     ),
     "archives": (
         "torch.save",
+        "statetree.files.tensor_archives.archive_of",
         "statetree.files.torch_format.TorchArchive.__init__",
         "statetree.files.torch_format.TorchArchive.read",
         "statetree.files.torch_format.TorchArchive.piece",
@@ -140,7 +141,7 @@ PHASES: Final = {
     ),
     "waiting": (
         "statetree.exchange.group.Group._wait",
-        "statetree.dcp.piece_sources._Noting.write",
+        "os.pwritev",
         "statetree.files.ranges.FileRange.fill",
         "os.fsync",
     ),

@@ -11,9 +11,10 @@ import dataclasses
 import os
 import pickle
 import uuid
-import zlib
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ from statetree.dcp.internals import stamp_version, storage_info
 from statetree.dcp.metadata import METADATA
 from statetree.dcp.piece_sources import PieceSource
 from statetree.errors import CheckpointError, check_now
+from statetree.files.crc32 import crc32
 from statetree.files.publishing import sync
 from statetree.files.ranges import OpenFiles
 
@@ -47,6 +49,8 @@ _SUFFIX: Final = ".distcp"
 #: An incremental save begins another file where one has so many bytes, or so much of all.
 _FILE_BYTES: Final = 4 << 20
 _FILE_SHARE: Final = 64
+#: Where the last piece begins so far behind, a second thread helps to write a file.
+_SHARED_BYTES: Final = 8 << 20
 
 Index = tuple[str, "tuple[int, ...] | None"]
 
@@ -152,7 +156,7 @@ class DirectoryWriter(StorageWriter):
         metadata.storage_meta = self.storage_meta()
         stamp_version(metadata)
         data = pickle.dumps(metadata)
-        manifest = FileManifest(self._save, (len(data), zlib.crc32(data)), files, self._metric, self._about)
+        manifest = FileManifest(self._save, (len(data), crc32(data)), files, self._metric, self._about)
         _write_whole(self.checkpoint_id / MANIFEST, manifest.to_bytes())
         _write_whole(self.checkpoint_id / METADATA, data)
         sync(self.checkpoint_id)
@@ -191,12 +195,17 @@ class _RankWriter:
         path = self._directory / name
         path.unlink(missing_ok=True)
         values_first = sorted(indices, key=lambda index: self.items[index].type != WriteItemType.BYTE_IO)  # as DCP
-        with path.open("xb") as file:
-            pieces = tuple([self._source(index).write(file, *index) for index in values_first])
-            file.write(trailer(self._share.save))
-            file.flush()
+        sources = [self._source(index) for index in values_first]
+        *offsets, nbytes = accumulate([source.length for source in sources], initial=0)
+        end = trailer(self._share.save)
+        with path.open("xb", buffering=0) as file:
+            checksums = _write_all(file.fileno(), sources, offsets)
+            file.seek(nbytes)
+            file.write(end)
             os.fsync(file.fileno())
-            self._add(name, ManifestFile(self._share.save, file.tell(), pieces))
+        listed = zip(values_first, offsets, sources, checksums, strict=True)
+        pieces = [ManifestPiece(*index, at, source.length, checksum) for index, at, source, checksum in listed]
+        self._add(name, ManifestFile(self._share.save, nbytes + len(end), tuple(pieces)))
 
     def _add(self, name: str, file: ManifestFile) -> None:
         for piece in file.pieces:
@@ -205,10 +214,7 @@ class _RankWriter:
 
     def _source(self, index: Index) -> PieceSource:
         found: Any = self._planner.resolve_data(self.items[index])
-        if self.items[index].type == WriteItemType.BYTE_IO:
-            return PieceSource(found.getbuffer())
-        tensor = found.detach().cpu()
-        return PieceSource(tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone())
+        return PieceSource(found.getbuffer() if self.items[index].type == WriteItemType.BYTE_IO else found)
 
     def link_or_write(self, base: Path | None) -> None:
         """Link to files of an earlier checkpoint where nothing changed, and write the rest."""
@@ -262,6 +268,27 @@ class _RankWriter:
                 group, total = [], 0
         if group:
             yield group
+
+
+def _write_all(handle: int, sources: Sequence[PieceSource], offsets: Sequence[int]) -> Sequence[int]:
+    """Write pieces to a file, and return their checksums. Two threads share them: one computes as the other writes."""
+    checksums, todo = [0] * len(sources), iter(range(len(sources)))
+
+    def work() -> None:
+        try:
+            for index in todo:
+                checksums[index] = sources[index].write(handle, offsets[index])
+        finally:
+            deque(todo, maxlen=0)  # after an error, or an interrupt, the other one stops
+
+    if offsets[-1] < _SHARED_BYTES:
+        work()
+    else:
+        with ThreadPoolExecutor(1) as pool:
+            helper = pool.submit(work)
+            work()
+            helper.result()
+    return checksums
 
 
 def _files_of(base: Path) -> Mapping[str, ManifestFile]:

@@ -11,11 +11,11 @@ import json
 import os
 import re
 import stat
-import zlib
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from statetree.errors import CheckpointError
+from statetree.files.crc32 import crc32
 from statetree.files.remote import RemotePath
 from statetree.files.untrusted import refuse
 
@@ -45,7 +45,6 @@ class ManifestPiece(NamedTuple):
         offset: Where it begins in the file.
         length: How many bytes it has there.
         checksum: Their CRC-32.
-        source: What it was written from: see ``PieceSource``. (Earlier versions wrote a digest, or nothing.)
     """
 
     key: str
@@ -53,7 +52,6 @@ class ManifestPiece(NamedTuple):
     offset: int
     length: int
     checksum: int
-    source: str = ""
 
 
 class ManifestFile(NamedTuple):
@@ -84,14 +82,14 @@ class FileManifest(NamedTuple):
         if self.about:
             table["about"] = dict(self.about)
         line = json.dumps(table, separators=(",", ":")).encode()
-        return line + f"\n{zlib.crc32(line):08x}\n".encode()
+        return line + f"\n{crc32(line):08x}\n".encode()
 
     def check_metadata(self, data: bytes) -> None:
         """Raise ``CheckpointError`` unless these are the bytes of ``.metadata`` that were written."""
         nbytes, checksum = self.metadata
-        if (len(data), zlib.crc32(data)) != (nbytes, checksum):
+        if (len(data), crc32(data)) != (nbytes, checksum):
             what = f"expected {nbytes} bytes with the checksum {checksum:08x}"
-            msg = f".metadata is damaged: {what}, got {len(data)} bytes with {zlib.crc32(data):08x}"
+            msg = f".metadata is damaged: {what}, got {len(data)} bytes with {crc32(data):08x}"
             raise CheckpointError(msg)
 
 
@@ -140,7 +138,7 @@ def read_manifest(directory: Path) -> FileManifest | None:
         msg = f"{MANIFEST} cannot be opened: {error}"
         raise CheckpointError(msg) from error
     line, _, end = data.partition(b"\n")
-    if end != f"{zlib.crc32(line):08x}\n".encode():
+    if end != f"{crc32(line):08x}\n".encode():
         msg = f"{MANIFEST} is damaged: its checksum differs"
         raise CheckpointError(msg)
     try:
@@ -164,11 +162,12 @@ def _parsed(table: Any) -> FileManifest:
     return FileManifest(table["save"], (nbytes, checksum), files, metric, dict(table.get("about", {})))
 
 
-def _piece(key: Any, chunk: Any, offset: Any, length: Any, checksum: Any, source: Any) -> ManifestPiece:
-    if type(key) is not str or type(source) is not str:
+def _piece(key: Any, chunk: Any, offset: Any, length: Any, checksum: Any, _source: Any = "") -> ManifestPiece:
+    # Earlier versions listed, too, what a piece was written from.
+    if type(key) is not str:
         raise TypeError
     at = None if chunk is None else (*map(_number, chunk),)
-    return ManifestPiece(key, at, _number(offset), _number(length), _number(checksum), source)
+    return ManifestPiece(key, at, _number(offset), _number(length), _number(checksum))
 
 
 def _number(value: Any) -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import stat
-import zlib
 from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from statetree.files.crc32 import crc32
 from statetree.files.untrusted import inside, refuse
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ class FileRange:
     def checksum(self, start: int, length: int, before: int = 0) -> int:
         """Return the CRC-32 of bytes, or of those with the checksum ``before`` and these."""
         for view in self.blocks(start, length):
-            before = zlib.crc32(view, before)
+            before = crc32(view, before)
         return before
 
     def mapped(self) -> torch.UntypedStorage:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import gc
 import itertools
+import os
 import signal
 import subprocess
+import threading
 import zlib
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import statetree
 from statetree import dcp
-from statetree.dcp import piece_sources, saving
+from statetree.dcp import directory_writer, piece_sources, saving
 from statetree.dcp.directory_writer import DirectoryWriter
 from statetree.testing import run_ranks
 from tests.judge import assert_trees_equal
@@ -76,23 +77,28 @@ def test_an_interrupt_stays_one(tmp_path, monkeypatch):
         statetree.save({"w": 1}, tmp_path)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("incremental", [False, True], ids=["whole", "incremental"])
-def test_an_interrupt_at_any_write_of_a_file_stays_one(incremental, tmp_path, monkeypatch):
-    """Torch's writer raises a RuntimeError in its place, and ends the process if it writes to a closed file later."""
+def test_an_interrupt_at_any_write_of_a_file_stays_one(incremental, threads, tmp_path, monkeypatch):
+    monkeypatch.setattr(directory_writer, "_SHARED_BYTES", 1 if threads == 2 else 1 << 30)
     state = {"w": torch.arange(10.0), "n": 1}
     with dcp.Checkpointer(tmp_path, incremental=incremental) as checkpointer:
         checkpointer.save(0, state)
         for death in itertools.count(1):
             writes = itertools.count(1)
 
-            def crc32(data, before=0, writes=writes, death=death):
-                if next(writes) == death:
-                    raise KeyboardInterrupt
-                return zlib.crc32(data, before)
+            def planted(call, writes=writes, death=death):
+                def wrapper(*args):
+                    if next(writes) == death:
+                        raise KeyboardInterrupt
+                    return call(*args)
+
+                return wrapper
 
             state["w"] += 1
             with monkeypatch.context() as patch:
-                patch.setattr(piece_sources, "zlib", SimpleNamespace(crc32=crc32))
+                patch.setattr(piece_sources, "crc32", planted(zlib.crc32))
+                patch.setattr(os, "pwritev", planted(os.pwritev))
                 try:
                     checkpointer.save(death, state)
                 except KeyboardInterrupt:
@@ -100,8 +106,25 @@ def test_an_interrupt_at_any_write_of_a_file_stays_one(incremental, tmp_path, mo
                     assert checkpointer.steps() == [0]
                     continue
             break
-        assert death > 20
+        assert death > (6 if incremental else 8)
         assert checkpointer.steps() == [0, death]
+
+
+def test_an_error_of_the_other_thread_is_told(tmp_path, monkeypatch):
+    pwritev, failed = os.pwritev, threading.Event()
+
+    def write(*args):
+        if threading.current_thread() is threading.main_thread():
+            assert failed.wait(units(10))
+            return pwritev(*args)
+        failed.set()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(directory_writer, "_SHARED_BYTES", 1)
+    monkeypatch.setattr(os, "pwritev", write)
+    with pytest.raises(statetree.CheckpointError, match=r"save: .*No space left"):
+        statetree.save({"a": torch.arange(10), "b": torch.arange(20)}, tmp_path / "a")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_failure_after_an_interrupt_is_none(small_disk):
@@ -120,7 +143,7 @@ def interrupted_on_one_rank(directory):
     tensor = distribute_tensor(torch.arange(40.0), init_device_mesh("cpu", (2,)), [Shard(0)])
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(piece_sources, "zlib", SimpleNamespace(crc32=interrupt))
+            patch.setattr(piece_sources, "crc32", interrupt)
         with pytest.raises(KeyboardInterrupt):
             statetree.save({"w": tensor}, directory)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import gc
+import io
 import os
+import shutil
+import zlib
 
 import pytest
 import torch
 
+from statetree.dcp import piece_sources
+from statetree.dcp.file_manifest import ManifestPiece
 from statetree.dcp.piece_sources import PieceSource
 from statetree.files.ranges import OpenFiles
 
@@ -15,11 +19,80 @@ BLOCKS = torch.arange(400_000)  # more than is read at a time
 
 
 def stored(path, data):
+    source = PieceSource(data)
     with path.open("wb") as file:
-        file.write(b"before")
-        piece = PieceSource(data).write(file, "a", (0,))
-        file.write(b"behind")
+        checksum = source.write(file.fileno(), 6)
+    path.write_bytes(path.read_bytes() + b"behind")
+    piece = ManifestPiece("a", (0,), 6, source.length, checksum)
+    assert zlib.crc32(path.read_bytes()[6:-6]) == checksum
     return OpenFiles().open(path), piece
+
+
+def as_torch_writes(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "written"),
+    [
+        pytest.param(torch.arange(12.0).view(3, 4).T, None, id="transposed"),
+        pytest.param(torch.arange(12.0)[4:8], torch.arange(4.0, 8), id="a part of a storage"),
+        pytest.param(torch.arange(12).view(3, 4)[:, 1:3], torch.tensor([[1, 2], [5, 6], [9, 10]]), id="columns"),
+        pytest.param(torch.arange(2).expand(3, 2), torch.tensor([[0, 1]] * 3), id="expanded"),
+        pytest.param(torch.tensor([1j, 2]).conj(), torch.tensor([1j, 2]).conj_physical(), id="conjugated"),
+        pytest.param(torch.tensor(5), None, id="a scalar"),
+        pytest.param(torch.empty(0, 3), None, id="empty"),
+        pytest.param(torch.ones(2, requires_grad=True), torch.ones(2), id="with a gradient"),
+        pytest.param(BLOCKS, None, id="several blocks"),
+    ],
+)
+def test_what_is_written_is_what_torch_writes(tensor, written, tmp_path, monkeypatch):
+    monkeypatch.setattr(piece_sources, "BUCKET_BYTES", 16)
+    file, piece = stored(tmp_path / "file", tensor)
+    assert file.read(6, piece.length, "it") == as_torch_writes(tensor if written is None else written)
+    assert PieceSource(tensor).is_in(file, piece)
+
+
+def test_without_checksums_torch_itself_writes(tmp_path):
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        file, piece = stored(tmp_path / "file", torch.arange(9)[2:5])
+        assert file.read(6, piece.length, "it") == as_torch_writes(torch.arange(2, 5))
+        assert PieceSource(torch.arange(2, 5)).is_in(file, piece)
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def test_what_the_system_writes_in_part_is_written_whole(tmp_path, monkeypatch):
+    pwritev = os.pwritev
+
+    def in_part(handle, parts, at):
+        return pwritev(handle, [memoryview(b"".join(parts))[:7]], at)
+
+    monkeypatch.setattr(os, "pwritev", in_part)
+    file, piece = stored(tmp_path / "file", torch.arange(50.0))
+    assert file.read(6, piece.length, "it") == as_torch_writes(torch.arange(50.0))
+
+
+@pytest.mark.slow
+def test_a_tensor_of_more_than_4_gib(tmp_path):
+    """Whose archive has sizes of 64 bits."""
+    if shutil.disk_usage(tmp_path).free < 12 << 30:
+        pytest.skip("there is no room")
+    tensor = torch.zeros((4 << 30) + 5, dtype=torch.uint8)
+    tensor[-1] = 7
+    with (tmp_path / "file").open("wb") as file:
+        PieceSource(tensor).write(file.fileno(), 0)
+    assert torch.equal(torch.load(tmp_path / "file", mmap=True, weights_only=True), tensor)
+    with (tmp_path / "file").open("rb") as ours, (tmp_path / "torch").open("w+b") as theirs:
+        torch.save(tensor, theirs)
+        theirs.seek(0)
+        while block := ours.read(1 << 24):
+            assert block == theirs.read(1 << 24)
+        assert not theirs.read(1)
 
 
 def test_memory_of_any_length_is_found(tmp_path):
@@ -57,34 +130,3 @@ def test_the_same_memory_read_in_another_way_is_another_source(other, tmp_path):
     assert not PieceSource(other).is_in(file, piece)
     file, piece = stored(tmp_path / "other", other)
     assert PieceSource(other).is_in(file, piece)
-
-
-def test_what_torch_raises_is_no_interrupt_that_came_before(tmp_path, monkeypatch):
-    def fail(*_args):
-        raise RuntimeError("planted")
-
-    monkeypatch.setattr(torch, "save", fail)
-    try:
-        raise KeyboardInterrupt  # noqa: TRY301 - as a user who saves after one
-    except KeyboardInterrupt:
-        with pytest.raises(RuntimeError, match=r"planted"):
-            stored(tmp_path / "file", torch.zeros(2))
-
-
-def interrupted_as_the_archive_is_closed(path):
-    def interrupt(*_args):
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.serialization._open_zipfile_writer_buffer, "__exit__", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            stored(path, torch.zeros(2))
-    gc.collect()
-
-
-def test_a_writer_that_is_freed_after_its_file_is_closed_does_not_end_the_process(tmp_path):
-    pid = os.fork()
-    if not pid:
-        interrupted_as_the_archive_is_closed(tmp_path / "file")
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

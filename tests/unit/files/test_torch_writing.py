@@ -1,0 +1,42 @@
+"""What ``torch.save`` raises is what the system said."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import pytest
+import torch
+
+from statetree.files.torch_writing import save_as
+
+
+def test_what_torch_raises_is_no_interrupt_that_came_before(tmp_path, monkeypatch):
+    def fail(*_args):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(torch, "save", fail)
+    try:
+        raise KeyboardInterrupt  # noqa: TRY301 - as a user who saves after one
+    except KeyboardInterrupt:
+        with pytest.raises(RuntimeError, match=r"planted"):
+            save_as(torch.zeros(2), tmp_path / "file")
+
+
+def interrupted_as_the_archive_is_closed(path):
+    def interrupt(*_args):
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.serialization._open_zipfile_writer_buffer, "__exit__", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            save_as(torch.zeros(2), path)
+    gc.collect()
+
+
+def test_a_writer_that_is_freed_after_its_file_is_closed_does_not_end_the_process(tmp_path):
+    pid = os.fork()
+    if not pid:
+        interrupted_as_the_archive_is_closed(tmp_path / "file")
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
