@@ -105,6 +105,13 @@ class Watch:
 
     def __init__(self, tree: Any) -> None:
         self._records = [(path or "<root>", value, *_record(value)) for path, value in walk(tree)]
+        self._bytes: dict[int, tuple[str, torch.UntypedStorage, Any]] = {}  # of each storage, once
+        for path, value, *_ in self._records:
+            plain = elements(value)
+            if plain is not None and _has_memory(plain):
+                storage = plain.untyped_storage()
+                if storage._cdata not in self._bytes:
+                    self._bytes[storage._cdata] = path, storage, elements(storage).clone()  # type: ignore[union-attr]
 
     def changes(self) -> list[str]:
         """Return what is different now, one line for each place."""
@@ -116,12 +123,13 @@ class Watch:
             for step, part in held.items():
                 if step in now and now[step] is not part and not _same_plain(now[step], part):
                     found.append(f"{path}{step} changed: {brief(part)} against {brief(now[step])}")
-            found += [
-                f"the {name} of {path} changed"
-                for name, was in moment.items()
-                if not (torch.equal(was, now_moment[name]) if name == "bytes" else was == now_moment[name])
-            ]
-        return found
+            found += [f"the {name} of {path} changed" for name, was in moment.items() if was != now_moment[name]]
+        changed = [path for path, storage, was in self._bytes.values() if not torch.equal(elements(storage), was)]  # type: ignore[arg-type]
+        return found + [f"bytes below {path} changed" for path in changed]
+
+
+def _has_memory(plain: torch.Tensor) -> bool:
+    return not (plain.is_meta or isinstance(plain, torch._subclasses.FakeTensor))
 
 
 def _same_plain(one: Any, other: Any) -> bool:
@@ -140,10 +148,9 @@ def _record(value: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         moment |= {"is_leaf": value.is_leaf, "retains_grad": value.retains_grad}
         if not value.is_inference():
             moment["version"] = value._version
-    if plain is not None and not plain.is_meta and not isinstance(plain, torch._subclasses.FakeTensor):
+    if plain is not None and _has_memory(plain):
         storage = plain.untyped_storage()
-        moment |= {"memory": (storage.data_ptr(), storage.nbytes(), plain.storage_offset())}
-        moment["bytes"] = elements(storage).clone()  # type: ignore[union-attr]
+        moment["memory"] = storage.data_ptr(), storage.nbytes(), plain.storage_offset()
     elif plain is None and len(held) < len(every) and not isinstance(value, torch.Tensor):
         moment["state"] = _state(value)
     return held, moment
@@ -243,9 +250,8 @@ def _memory(held: _Held) -> Iterator[tuple[str, tuple[int, int]]]:
         start = end = 0
         if plain is not None:
             storage = plain.untyped_storage()
-            has_memory = not (plain.is_meta or isinstance(plain, torch._subclasses.FakeTensor))
-            start = storage.data_ptr() if has_memory else storage._cdata  # its own address, which no other has
-            end = start + (storage.nbytes() if has_memory else 1)
+            start = storage.data_ptr() if _has_memory(plain) else storage._cdata  # its own address, which no other has
+            end = start + (storage.nbytes() if _has_memory(plain) else 1)
         elif numpy is not None and isinstance(value, numpy.ndarray):
             bounds = getattr(numpy, "byte_bounds", None) or numpy.lib.array_utils.byte_bounds  # before 2.0, and since
             start, end = bounds(value)

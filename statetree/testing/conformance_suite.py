@@ -70,12 +70,7 @@ class _Refused(Exception):
 
 
 class StagerAdapter:
-    """What a stager does, as the suite calls it: ``stage``, ``wait`` and ``close``.
-
-    Args:
-        stager: An object with ``stage``, and perhaps ``wait`` and ``close``.
-        called: What to make of each of its functions.
-    """
+    """A stager as the suite calls it: with ``stage``, ``wait`` and ``close``, whichever of the last two it has."""
 
     def __init__(self, stager: Any, called: Callable[[Function], Function] = lambda function: function) -> None:
         def result(staged: Any) -> Any:

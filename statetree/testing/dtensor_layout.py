@@ -98,7 +98,12 @@ class Layout(Plan):
         for place, size, kind in zip(coordinate, mesh_shape(self.mesh), self.placements, strict=True):
             if kind[0] == "S":
                 dim, factor = _parsed(kind)
-                held = torch.cat([_chunk(piece, size, place, dim) for piece in held.chunk(factor, dim)], dim)
+                pieces = held.chunk(factor, dim)
+                # All shards are as long as the first, but for the last ones, which may be shorter or empty.
+                lengths = [-(-piece.shape[dim] // size) for piece in pieces]
+                chunks = [piece.split(max(length, 1), dim) for piece, length in zip(pieces, lengths, strict=True)]
+                none = held.narrow(dim, 0, 0)
+                held = torch.cat([chunk[place] if place < len(chunk) else none for chunk in chunks], dim)
         return held
 
     def build(self) -> Any:
@@ -121,7 +126,17 @@ class Layout(Plan):
 
     def torch_placements(self) -> list[Any]:
         """Return the placements as torch has them."""
-        return [_torch_placement(kind) for kind in self.placements]
+        from torch.distributed.tensor import Partial, Replicate, Shard
+        from torch.distributed.tensor.placement_types import _StridedShard  # private: tried with torch 2.11 and 2.13
+
+        found: list[Any] = []
+        for kind in self.placements:
+            if kind[0] == "S":
+                dim, factor = _parsed(kind)
+                found.append(_StridedShard(dim, split_factor=factor) if "/" in kind else Shard(dim))
+            else:
+                found.append(Replicate() if kind == "R" else Partial())
+        return found
 
     def _elements(self) -> torch.Tensor:
         if "P" not in self.placements:
@@ -180,26 +195,9 @@ def _device_mesh(mesh: tuple[Any, ...], group: int) -> Any:  # noqa: ARG001 - me
     return DeviceMesh("cpu", torch.tensor(mesh, device="cpu"))
 
 
-def _torch_placement(kind: str) -> Any:
-    """Return a placement of torch. Strided ones are private: tried with torch 2.11 and 2.13."""
-    from torch.distributed.tensor import Partial, Replicate, Shard, placement_types
-
-    if kind[0] != "S":
-        return Replicate() if kind == "R" else Partial()
-    dim, factor = _parsed(kind)
-    return placement_types._StridedShard(dim, split_factor=factor) if "/" in kind else Shard(dim)
-
-
 def _parsed(kind: str) -> tuple[int, int]:
     dim, _, factor = kind[1:].partition("/")
     return int(dim), int(factor or 1)
-
-
-def _chunk(tensor: torch.Tensor, count: int, index: int, dim: int) -> torch.Tensor:
-    """Return a shard: all are as long as the first, but for the last ones, which may be shorter or empty."""
-    length = -(-tensor.shape[dim] // count)
-    start = min(index * length, tensor.shape[dim])
-    return tensor.narrow(dim, start, min(length, tensor.shape[dim] - start))
 
 
 def _times(tensor: torch.Tensor, factor: int) -> torch.Tensor:

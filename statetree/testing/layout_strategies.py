@@ -87,24 +87,17 @@ def meshes(world_size: int, *, subsets: bool = True) -> list[tuple[Any, ...]]:
     The ranks rise in every dim: torch's own collectives take a dim's ranks for sorted, whatever their coordinates are.
     """
     everyone = range(world_size)
-    found = _grids(everyone, 3)
+    groups = [(everyone, 3)]
     if subsets and world_size > 1:
-        for ranks in (everyone[:-1], everyone[1:], everyone[:: world_size - 1], everyone[-1:]):
-            found += _grids(ranks, 2)
-    return sorted(dict.fromkeys(found), key=lambda mesh: len(mesh_shape(mesh)))
-
-
-def _grids(ranks: range, most_dims: int) -> list[tuple[Any, ...]]:
-    """Return the meshes of some ranks, by rows and by columns, those of fewer dims first."""
-    flat = torch.tensor(ranks, device="cpu")
-    sizes = [size for size in range(1, len(ranks) + 1) if len(ranks) % size == 0]
-    found = []
-    for dims in range(1, most_dims + 1):
-        for shape in itertools.product(sizes, repeat=dims):
-            if math.prod(shape) == len(ranks):
-                by_columns = flat.reshape(shape[::-1]).permute(*reversed(range(dims)))
-                found += [_nested(flat.reshape(shape).tolist()), _nested(by_columns.tolist())]
-    return found
+        groups += [(ranks, 2) for ranks in (everyone[:-1], everyone[1:], everyone[:: world_size - 1], everyone[-1:])]
+    found: dict[tuple[Any, ...], None] = {}
+    for ranks, most_dims in groups:
+        flat, count = torch.tensor(ranks, device="cpu"), len(ranks)
+        shapes = [s for dims in range(1, most_dims + 1) for s in itertools.product(range(1, count + 1), repeat=dims)]
+        for shape in (shape for shape in shapes if math.prod(shape) == count):
+            by_columns = flat.reshape(shape[::-1]).permute(*reversed(range(len(shape))))
+            found |= {_nested(flat.reshape(shape).tolist()): None, _nested(by_columns.tolist()): None}
+    return sorted(found, key=lambda mesh: len(mesh_shape(mesh)))
 
 
 def _nested(ranks: Any) -> Any:

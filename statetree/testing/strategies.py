@@ -147,9 +147,12 @@ def tensor_plans(
     wraps: Sequence[str] = USUAL_WRAPS,
 ) -> st.SearchStrategy[TensorPlan]:
     """Plans of single tensors (see ``tensors``)."""
-    check_some_of("dtypes", dtypes, DTYPES)
-    check_some_of("geometries", geometries, GEOMETRIES)
-    check_some_of("wraps", wraps, WRAPS)
+    for name, given, allowed in (
+        ("dtypes", dtypes, DTYPES),
+        ("geometries", geometries, GEOMETRIES),
+        ("wraps", wraps, WRAPS),
+    ):
+        check_some_of(name, given, allowed)
     return st.builds(
         TensorPlan,
         shape=shapes(max_dims=max_dims, max_side=max_side),
@@ -224,61 +227,37 @@ def _plans_of(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return plans.map(lambda leaf: leaf if isinstance(leaf, Plan) else Value(leaf))
 
 
-def _keys() -> st.SearchStrategy[Any]:
-    """Keys of mappings: those that ordinary states have, and those that are hard to tell apart."""
-    return st.one_of(st.text("ab.", max_size=3), st.integers(0, 3), st.sampled_from(AWKWARD_KEYS), st.text(max_size=2))
+@st.composite
+def _holding(
+    draw: st.DrawFn, kinds: Sequence[str], held: tuple[Any, ...], children: st.SearchStrategy[Any] | None = None
+) -> Node:
+    """Containers of some kinds and some children; with a strategy, with attributes, if they can have any."""
+    kind, count = draw(st.sampled_from(kinds)), len(held)
+    usual = st.text("ab.", max_size=3), st.integers(0, 3)  # those that ordinary states have
+    keys = st.one_of(*usual, st.sampled_from(AWKWARD_KEYS), st.text(max_size=2))
+    drawn = draw(st.lists(keys, min_size=count, max_size=count, unique=True)) if kind in MAPPINGS else ()
+    named: dict[str, Any] = {}
+    if children is not None and kind in WITH_ATTRIBUTES:
+        named = draw(st.dictionaries(st.sampled_from(["_metadata", "extra", "a"]), children, max_size=2))
+    return Node(kind, held, tuple(drawn), tuple(named.items()))
 
 
-def _nodes(children: st.SearchStrategy[Any], *, opaque: bool, fewest: int = 0) -> st.SearchStrategy[Any]:
-    @st.composite
-    def mappings(draw: st.DrawFn) -> Node:
-        kind = draw(st.sampled_from(list(MAPPINGS)))
-        most = 1 if kind == "Counter" else 4  # to be shown, it sorts what it holds, and tensors cannot be
-        items = st.tuples(_keys(), children)
-        drawn = draw(st.lists(items, min_size=min(fewest, most), max_size=most, unique_by=lambda item: item[0]))
-        keys, held = (tuple(item[side] for item in drawn) for side in (0, 1))
-        return Node(kind, held, keys, draw(_attributes(kind, children)))
-
-    @st.composite
-    def sequences(draw: st.DrawFn) -> Node:
-        kind = draw(st.sampled_from(list(SEQUENCES)))
-        items = draw(st.lists(children, min_size=fewest, max_size=4))
-        return Node(kind, tuple(items), attributes=draw(_attributes(kind, children)))
-
-    @st.composite
-    def pairs(draw: st.DrawFn) -> Node:
-        return Node(draw(st.sampled_from(list(PAIRS))), (draw(children), draw(children)))
-
-    @st.composite
-    def things(draw: st.DrawFn) -> Node:
-        return Node("Thing", tuple(draw(st.lists(children, min_size=fewest, max_size=3))))
-
-    # All are composite: these stand for themselves in representations, which else would grow with each level.
-    return st.one_of(mappings(), sequences(), pairs(), *([things()] if opaque else []))
+@st.composite
+def _nodes(draw: st.DrawFn, children: st.SearchStrategy[Any], *, opaque: bool, fewest: int = 0) -> Node:
+    kinds = [list(MAPPINGS), list(SEQUENCES), list(PAIRS), *([["Thing"]] if opaque else [])]
+    family = draw(st.sampled_from(kinds))
+    kind = draw(st.sampled_from(family))
+    most = 1 if kind == "Counter" else 4  # to be shown, it sorts what it holds, and tensors cannot be
+    least, most = (2, 2) if kind in PAIRS else (min(fewest, most), most)
+    held = tuple(draw(st.lists(children, min_size=least, max_size=most)))
+    return draw(_holding([kind], held, children))
 
 
 @st.composite
 def _large(draw: st.DrawFn, leaves: st.SearchStrategy[Any], max_leaves: int) -> Any:
     """Trees of ten leaves or more, if so many are allowed: what ``st.recursive`` draws seldom has more than three."""
     items = draw(st.lists(leaves, min_size=min(10, max_leaves), max_size=max_leaves))
+    kinds = [kind for kind in (*MAPPINGS, *SEQUENCES) if kind != "Counter"]
     while len(items) > 1:  # into containers of up to four
-        items = [draw(_holding(tuple(items[start : start + 4]))) for start in range(0, len(items), 4)]
+        items = [draw(_holding(kinds, tuple(items[start : start + 4]))) for start in range(0, len(items), 4)]
     return items[0]
-
-
-def _holding(children: tuple[Any, ...]) -> st.SearchStrategy[Node]:
-    """Mappings and sequences that hold some children."""
-    count = len(children)
-    keys = st.lists(_keys(), min_size=count, max_size=count, unique=True).map(tuple)
-    mappings = st.sampled_from([kind for kind in MAPPINGS if kind != "Counter"])
-    return st.one_of(
-        st.builds(Node, mappings, st.just(children), keys),
-        st.builds(Node, st.sampled_from(list(SEQUENCES)), st.just(children)),
-    )
-
-
-def _attributes(kind: str, children: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[tuple[str, Any], ...]]:
-    if kind not in WITH_ATTRIBUTES:
-        return st.just(())
-    names = st.sampled_from(["_metadata", "extra", "a"])
-    return st.dictionaries(names, children, max_size=2).map(lambda named: tuple(named.items()))

@@ -129,3 +129,14 @@ def test_a_report_names_the_places_and_counts_the_rest():
         AssertionError, match=r"differ in 30 places:\n  value differs at k0: 0 against 1(?s:.*)and 10 more"
     ):
         assert_trees_equal({f"k{i}": i for i in range(30)}, {f"k{i}": i + 1 for i in range(30)})
+
+
+def test_bytes_of_a_storage_are_remembered_once_however_many_tensors_lie_on_it(monkeypatch):
+    flat, cloned = torch.arange(100.0), []
+    tree = [flat[at : at + 1] for at in range(100)]
+    clone = torch.Tensor.clone
+    monkeypatch.setattr(torch.Tensor, "clone", lambda tensor: cloned.append(tensor.nbytes) or clone(tensor))
+    assert_pure(len, tree)
+    assert cloned == [flat.nbytes]
+    with pytest.raises(AssertionError, match="bytes below 0 changed"):
+        assert_pure(lambda _: flat.numpy().fill(7), tree)
