@@ -214,7 +214,9 @@ def _leaf_difference(a: Any, b: Any, *, plain: bool, total: bool) -> Iterator[tu
         return
     found = list(fact_differences(left, right))
     yield from found
-    if not found and isinstance(a, torch.Tensor) and not is_distributed(a) and any(map(hides_distributed, (a, b))):
+    if found or not hasattr(a, "__tensor_flatten__") or is_distributed(a):
+        return
+    if hides_distributed(a) or hides_distributed(b):
         for x, y in zip(_made_of(a), _made_of(b), strict=False):
             yield from _leaf_difference(x, y, plain=plain, total=total)
 
