@@ -85,7 +85,7 @@ class StoredTensor:
 
     Args:
         outline: The tensor that it stands for: on ``meta``, or in memory that is mapped from the file.
-        open_file: Raises ``CheckpointError`` if the file is not what it was.
+        check: Raises ``CheckpointError`` if the file is not what it was.
         find: Yields its pieces that have elements in a box; ``None`` if it is no strided tensor.
 
     Attributes:

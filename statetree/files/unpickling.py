@@ -145,7 +145,11 @@ class _Failure(Exception):
 
 
 class _Making:
-    """Makes the values of records and containers, which are told apart by their ids: one stays one."""
+    """Makes the values of records and containers, by their ids: what is one object stays one.
+
+    A stack of its own stands for recursion, which Python would end at a thousand levels. What is inside of a container
+    comes before it, so that a hash is only ever taken of what is finished, and is known to be shallow.
+    """
 
     def __init__(self, find: Callable[[str], Known | None], storage: Callable[..., Any] | None) -> None:
         self.foreign: dict[str, None] = {}
