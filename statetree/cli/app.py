@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from statetree.cli.process import DIFFERENT, FAILED, SAME, run
+from statetree.files.remote import RemotePath
 from statetree.files.untrusted import printable, refuse
-from statetree.files.urls import refuse_url
+from statetree.files.urls import is_url, refuse_url
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,18 +66,26 @@ class _LocalPath(click.Path):
         return super().convert(value, param, ctx)
 
 
-class _Checkpoint(_LocalPath):
+class _PathOrUrl(click.Path):
+    """A path, or a URL that fsspec knows."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return RemotePath.of(value) if is_url(value) else super().convert(value, param, ctx)
+
+
+class _Checkpoint(_PathOrUrl):
     """A checkpoint to read. That it is missing is said before torch is imported, which takes longer than all else."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = super().convert(value, param, ctx)
-        if not os.path.lexists(path):
+        if not isinstance(path, RemotePath) and not os.path.lexists(path):
             refuse(path, "there is no such file or directory", "Check the name.")
         return path
 
 
 _PATH = _LocalPath(path_type=Path)
 _CHECKPOINT = _Checkpoint(path_type=Path)
+_DESTINATION = _PathOrUrl(path_type=Path)
 _match = click.option(
     "--match", "patterns", multiple=True, metavar="GLOB",
     help="Only entries that match: * is a part of a key between dots, ** any number of parts (several times).",
@@ -220,7 +229,7 @@ def diff(
 
 @cli.command()
 @click.argument("source", type=_CHECKPOINT)
-@click.argument("destination", type=_PATH)
+@click.argument("destination", type=_DESTINATION)
 @_match
 @_exclude
 @click.option(

@@ -98,8 +98,9 @@ def opened(
 
 
 def _far(url: str | os.PathLike[str]) -> Path:
-    """Return the place that a URL names. A ``Path`` of it has lost a slash."""
-    return RemotePath.of(re.sub(r"^([A-Za-z][\w+.:-]+):/(?=[^/])", r"\1://", os.fspath(url).lstrip()))
+    """Return the place that a URL names. A ``Path`` of it has lost slashes."""
+    protocol, path = re.split(r":/+", os.fspath(url).lstrip(), maxsplit=1)
+    return RemotePath.of(f"{protocol}://{'/' if protocol == 'file' else ''}{path}")
 
 
 def _beginning(path: Path, files: OpenFiles) -> bytes:

@@ -315,15 +315,3 @@ def test_colours_are_left_out_where_they_are_not_wanted(name, value, files, stat
     assert all("\x1b" in statetree(*command).out for command in commands)
     monkeypatch.setenv(name, value)
     assert not any("\x1b" in statetree(*command).out for command in commands)
-
-
-@pytest.mark.parametrize("arguments", [["show"], ["diff", "a.pt"], ["convert", "a.pt"]], ids=" ".join)
-def test_urls_are_refused_with_both_slashes(arguments, tmp_path, monkeypatch, statetree):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.pt").touch()
-    ran = statetree(*arguments, "s3://bucket/model.pt")
-    assert ran.status == 2
-    assert ran.err == (
-        "error: statetree: s3://bucket/model.pt is no path: expected a local one, got a URL. "
-        "Pass the path of a file or directory.\n"
-    )

@@ -546,3 +546,14 @@ def test_values_that_torch_would_refuse_are_dropped_from_torch_files_only(tmp_pa
     assert list(torch.load(tmp_path / "b.pt", weights_only=True)) == ["w", "n", "l"]
     assert statetree("convert", source, tmp_path / "c").status == 0
     assert statetree("diff", source, tmp_path / "c").status == 0
+
+
+def test_sources_and_destinations_may_be_urls(tmp_path, statetree):
+    source = write(flat_state(), tmp_path / "a.safetensors")
+    url = f"file://{tmp_path}/b.pt"
+    converted(statetree, source, url)
+    assert statetree("diff", source, url).status == 0
+    assert "torch file" in statetree("show", url).out
+    missing = statetree("show", "nowhere://a")
+    assert missing.status == 2
+    assert "cannot be reached" in missing.err
