@@ -1,7 +1,8 @@
 """The data files of a checkpoint: compared with the manifest as they are opened, and what pieces lie where in them.
 
 DCP writes each piece of a tensor, and each plain value, by ``torch.save``: as a zip archive with a CRC-32 of every
-member, which ``torch.load`` does not look at. Here pieces are found by what their archives say, and read from the file.
+member, which ``torch.load`` does not look at. Almost all pieces are archives as torch writes them of contiguous
+tensors: where the elements lie is known then. Other archives are parsed.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from statetree.chunks.boxes import Box, common, is_covered
 from statetree.dcp.file_manifest import check_file
 from statetree.dcp.metadata import read_described
 from statetree.errors import CheckpointError
+from statetree.files.checked_range import CheckedRange
+from statetree.files.crc32 import crc32, joined
 from statetree.files.ranges import OpenFiles
-from statetree.files.stored import StoredTensor
+from statetree.files.stored import StoredPiece, StoredTensor
+from statetree.files.tensor_archives import MEMORY, archive_of
 from statetree.files.torch_format import TorchArchive
 from statetree.files.untrusted import refuse
 from statetree.files.zip_archive import read_members
@@ -30,7 +34,6 @@ if TYPE_CHECKING:
 
     from statetree.dcp.metadata import Stored
     from statetree.files.ranges import FileRange
-    from statetree.files.stored import StoredPiece
 
 #: Entries of at most so many bytes are read at once to be verified: an archive is some thirty reads.
 _SMALL_BYTES: Final = 1 << 20
@@ -144,17 +147,48 @@ class DataFiles:
         if index in self._pieces:
             self.files.check(self._pieces[index].file.path)
             return self._pieces[index]
+        piece = self._like_torch(index, dtype, box, verify=verify) or self._parsed(index, dtype, box, verify=verify)
+        self._pieces[index] = piece
+        if piece.file.is_held:  # only the last one stays in memory: the next box may lie in it, too
+            self._pieces.pop(self._held, None)
+            self._held = index
+        return piece
+
+    def _like_torch(self, index: MetadataIndex, dtype: torch.dtype, box: Box, *, verify: bool) -> StoredPiece | None:
+        """Return the piece if its entry is, around the elements, what torch writes, and what the manifest says."""
+        stored = self._stored[index]
+        strides = torch.empty(box.sizes, device="meta").stride()
+        archive = archive_of(dtype, torch.Size(box.sizes), strides)
+        if archive is None or archive.length != stored.length:
+            return None
+        place = self._entry(index, verify=False)
+        begin, stop = len(archive.head), len(archive.head) + archive.nbytes
+        if verify and place.length <= _SMALL_BYTES:
+            place = place.in_memory()
+        head, end = place.read(0, begin, "its beginning"), place.read(stop, place.length - stop, "its end")
+        checksum = archive.stated(head, end)
+        if checksum is None:
+            return None
+        if verify and self._listed is not None:
+            found = crc32(end, joined(crc32(head), checksum, archive.nbytes))
+            if found != self._checksums.get((stored.name, stored.offset)):
+                return None
+        if place.is_held and place.checksum(begin, archive.nbytes) != checksum:
+            return None
+        entry = f"the entry {index.fqn!r}"
+        part = place.part(begin, archive.nbytes, entry)
+        if verify and not place.is_held:
+            part = CheckedRange(place, begin, archive.nbytes, entry, f"the member {MEMORY.decode()!r}", checksum)
+        return StoredPiece(box, part, strides)
+
+    def _parsed(self, index: MetadataIndex, dtype: torch.dtype, box: Box, *, verify: bool) -> StoredPiece:
         archive = TorchArchive(self._entry(index, verify=verify))
         tensor = archive.read("meta")
         piece = archive.piece(tensor)
         if piece is None or tensor.dtype != dtype or piece.box.sizes != box.sizes:
             got = "none" if piece is None else f"{tensor.dtype} {piece.box.sizes}"
             archive.refuse(f"it holds something else: expected a tensor of {dtype} {box.sizes}, got {got}")
-        self._pieces[index] = piece._replace(box=box)
-        if archive.file.is_held:  # only the last one stays in memory: the next box may lie in it, too
-            self._pieces.pop(self._held, None)
-            self._held = index
-        return self._pieces[index]
+        return piece._replace(box=box)
 
 
 def outline_of(metadata: Metadata, key: str) -> tuple[torch.Tensor, list[Box]]:

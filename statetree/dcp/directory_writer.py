@@ -281,7 +281,7 @@ def _write_all(handle: int, sources: Sequence[PieceSource], offsets: Sequence[in
         finally:
             deque(todo, maxlen=0)  # after an error, or an interrupt, the other one stops
 
-    if offsets[-1] < _SHARED_BYTES:
+    if not offsets or offsets[-1] < _SHARED_BYTES:  # (a rank may have nothing to write)
         work()
     else:
         with ThreadPoolExecutor(1) as pool:

@@ -7,7 +7,8 @@ Files are not trusted: nothing in them is executed, sizes are compared with the 
   ``filling``: memory filled from files.
 - ``stored``: the leaf that stands for a tensor in a file, and its leaf type; ``unread``: what a predicate sees of it;
   ``derived``: the one that stands for a tensor that is made of stored ones when it is read.
-- ``ranges``: ranges of bytes of open files, every read of which is checked; ``strided_reading``: elements in them.
+- ``ranges``: ranges of bytes of open files, every read of which is checked; ``strided_reading``: elements in them;
+  ``checked_range``: those with a checksum.
 - ``page``: ``to_html``, a tree as one page to look at; ``shard_figures``: which rank holds which box.
 - ``leaf_text``: leaves in words; ``shared_bytes``: which of them share bytes.
 - ``publishing``: a checkpoint is written under a temporary name, and appears whole.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 _MAX_OPEN: Final = 64
-_CHUNK_BYTES: Final = 1 << 20
+CHUNK_BYTES: Final = 1 << 20
 #: How much memory a read takes beside its target.
 BUCKET_BYTES: Final = 16 << 20
 
@@ -260,8 +260,8 @@ class FileRange:
     def blocks(self, start: int, length: int) -> Iterator[memoryview]:
         """Yield bytes block by block, in memory that the next block takes again."""
         part = self.part(start, length, "what is verified")
-        block = memoryview(bytearray(min(length, _CHUNK_BYTES)))
-        for at in range(0, length, _CHUNK_BYTES):
+        block = memoryview(bytearray(min(length, CHUNK_BYTES)))
+        for at in range(0, length, CHUNK_BYTES):
             view = block[: length - at]
             part.fill(view, at)
             yield view

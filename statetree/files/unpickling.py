@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 #: Levels of containers and records: an OrderedDict in an OrderedDict takes three.
 _MAX_DEPTH: Final = 4000
+_CONTAINERS: Final = frozenset({dict, list, tuple, set, frozenset})
 #: A tuple in a tuple takes some 55 bytes of the stack to be hashed. A default stack has room for so many.
 _HASH_BYTES: Final = 256
 _FEW_TUPLES: Final = 4000
@@ -159,28 +160,28 @@ class _Making:
         self._heights: dict[int, int] = {}  # 0 for those that are entered, and not made yet
 
     def made(self, root: Any) -> Any:
-        pending, depth = [root] if _has_parts(root) else [], 0
+        pending: list[tuple[Any, list[Any] | None]] = [(root, None)] if _has_parts(root) else []
+        depth = 0
         while pending:
-            value = pending[-1]
-            height = self._heights.get(id(value), -1)
-            inside = [] if height > 0 else list(filter(_has_parts, self._inside(value)))
-            if height < 0:  # what is inside comes first
-                self._heights[id(value)] = 0
-                depth += 1
-                if any(self._heights.get(id(part)) == 0 for part in inside):
-                    raise BadPickle("it has a container that holds itself")
-                pending += inside
-            elif height > 0:
-                pending.pop()
-            else:
-                self._heights[id(value)] = height = 1 + max((self._heights[id(part)] for part in inside), default=0)
+            value, inside = pending.pop()
+            if inside is not None:  # which was made meanwhile
+                self._heights[id(value)] = height = 1 + max([self._heights[id(part)] for part in inside], default=0)
                 depth -= 1
                 try:
                     self._values[id(value)] = self._value_of(value)
                 except Exception as error:  # noqa: BLE001 - what only an object that is not loaded holds is not needed
                     self._values[id(value)] = _Failure(error)
-            if max(height, depth) > _MAX_DEPTH:
-                raise BadPickle("it is nested too deeply")
+                if height > _MAX_DEPTH:
+                    raise BadPickle("it is nested too deeply")
+            elif not self._heights.get(id(value)):
+                self._heights[id(value)] = 0
+                depth += 1
+                inside = list(filter(_has_parts, self._inside(value)))
+                if 0 in [self._heights.get(id(part)) for part in inside]:
+                    raise BadPickle("it has a container that holds itself")
+                if depth > _MAX_DEPTH:
+                    raise BadPickle("it is nested too deeply")
+                pending += [(value, inside), *[(part, None) for part in inside]]
         return self._part(root)
 
     def _known(self, name: str) -> Known | None:
@@ -238,7 +239,7 @@ class _Making:
 
 
 def _has_parts(value: Any) -> bool:
-    return type(value) in (dict, list, tuple, set, frozenset) or isinstance(value, Record)
+    return type(value) in _CONTAINERS or isinstance(value, Record)
 
 
 def _fill(made: Any, items: list[Any]) -> None:
