@@ -69,12 +69,16 @@ class AxisRegion(NamedTuple):
         stride = tensor.stride()
         return tensor.as_strided(sizes, self.strides(stride), tensor.storage_offset() + self.offset(stride))
 
+    def axes_along(self, dim: int) -> list[int]:
+        """Return the axes that run along a dim, those of the longest steps first."""
+        return sorted([axis for axis, its in enumerate(self.dims) if its == dim], key=lambda axis: -self.steps[axis])
+
     def boxes_within(self, box: Box, sizes: Sequence[int]) -> list[Box]:
         """Return the elements of the block that lie in a box of the tensor, as boxes in the block's axes."""
         choices: list[list[tuple[Interval, ...]]] = []
         axes: list[int] = []
         for dim, (first, low, high) in enumerate(zip(self.start, *box, strict=True)):
-            own = sorted([a for a, its in enumerate(self.dims) if its == dim], key=lambda a: -self.steps[a])
+            own = self.axes_along(dim)
             steps = tuple([(self.steps[axis], sizes[axis]) for axis in own])
             choices.append(_cut(steps, low - first, high - first))
             axes += own
@@ -116,26 +120,59 @@ def _cut(axes: tuple[tuple[int, int], ...], low: int, high: int) -> list[tuple[I
 
 
 def block_layout(layout: ChunkLayout, region: AxisRegion, sizes: tuple[int, ...]) -> ChunkLayout:
-    """Return which boxes of a block ranks hold, from those that they hold of the tensor that it lies in."""
+    """Return which boxes of a block ranks hold, from those that they hold of the tensor that it lies in.
+
+    They are those of ``boxes_within``, for all ranks at once.
+    """
     known = layout.blocks.get((region, sizes))
     if known is None:
-        starts, stops, which = layout.distinct
-        found = [
-            region.boxes_within(Box(tuple(start), tuple(stop)), sizes)
-            for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
-        ]
-        counts = torch.tensor([len(boxes) for boxes in found], dtype=torch.int64)
-        first = counts.cumsum(0) - counts
-        own = counts[which]
-        # For each row of the layout, the boxes of its box, one after the other.
-        within = torch.arange(int(own.sum())) - (own.cumsum(0) - own).repeat_interleave(own)
-        rows = first[which].repeat_interleave(own) + within
-        corners = torch.tensor([[box.start, box.stop] for boxes in found for box in boxes], dtype=torch.int64)
-        corners = corners.view(int(counts.sum()), 2, len(sizes))[rows]
-        ranks = layout.ranks.repeat_interleave(own)
-        made = ChunkLayout(sizes, ranks, corners[:, 0], corners[:, 1], disjoint=layout.disjoint)
-        known = layout.blocks[region, sizes] = made
+        columns = []
+        order: list[int] = []
+        for dim, first in enumerate(region.start):
+            own = region.axes_along(dim)
+            steps = tuple([(region.steps[axis], sizes[axis]) for axis in own])
+            columns.append(_cut_all(steps, layout.starts[:, dim] - first, layout.stops[:, dim] - first))
+            order += own
+        back = sorted(range(len(order)), key=order.__getitem__)
+        rows = []
+        for chosen in product(*columns):
+            there = torch.ones(len(layout.ranks), dtype=torch.bool)
+            for part in chosen:
+                there &= part.there
+            bounds = torch.cat([part.bounds for part in chosen] or [layout.starts.new_zeros(len(there), 0, 2)], 1)
+            rows.append((layout.ranks[there], bounds[there][:, back]))
+        bounds = torch.cat([bounds for _, bounds in rows])
+        known = layout.blocks[region, sizes] = ChunkLayout(
+            sizes, torch.cat([ranks for ranks, _ in rows]), bounds[:, :, 0], bounds[:, :, 1], disjoint=layout.disjoint
+        )
     return known
+
+
+class _Cut(NamedTuple):
+    """For each of many stretches a box of indices, and whether there is one."""
+
+    bounds: torch.Tensor
+    there: torch.Tensor
+
+
+def _cut_all(axes: tuple[tuple[int, int], ...], low: torch.Tensor, high: torch.Tensor) -> list[_Cut]:
+    """Do as ``_cut`` for many stretches: of each at most two indices of an axis are there in part."""
+    if not axes:
+        return [_Cut(low.new_zeros(len(low), 0, 2), (low <= 0) & (high > 0))]
+    (step, size), inner = axes[0], axes[1:]
+    reach = 1 + sum((count - 1) * width for width, count in inner)
+    first, last = (-((reach - 1 - low) // step)).clamp(min=0), (-(-high // step)).clamp(max=size)
+    begin, end = first.maximum(-(-low // step)), last.minimum((high - reach) // step + 1)
+    begin, end = begin.where(begin < end, last), end.where(begin < end, last)
+    found: list[_Cut] = []
+    for index, stop in ((first, begin), (first + 1, begin), (end, last)):
+        bound = torch.stack([index, index + 1], 1).unsqueeze(1)
+        for bounds, there in _cut_all(inner, low - index * step, high - index * step):
+            found.append(_Cut(torch.cat([bound, bounds], 1), there & (index < stop)))
+    whole = torch.tensor([[0, count] for _, count in inner], dtype=torch.int64).view(1, -1, 2)
+    bound = torch.stack([begin, end], 1).unsqueeze(1)
+    found.append(_Cut(torch.cat([bound, whole.expand(len(low), -1, -1)], 1), begin < end))
+    return found
 
 
 class AxisBlock(NamedTuple):

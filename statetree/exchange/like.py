@@ -236,6 +236,7 @@ class LikeDestination(Destination):
                 owners += [index] * len(held)
         shared = [(owners[a], owners[b]) for a, b in shared_elements(Columns(pieces))]
         shared = [pair for pair in shared if not moved.isdisjoint(pair)]  # of others, prepared_copy knows more
+        shared = [(a, b) for a, b in shared if not self.like.are_blocks_of_one(self._partners[a], self._partners[b])]
         named = self.source.spec.paths() if shared else []
         self._refuse("overlap", [(b, "values of its own", f"a tensor that overlaps {named[a]}") for a, b in shared])
 

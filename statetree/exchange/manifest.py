@@ -13,6 +13,7 @@ from statetree.errors import UnsupportedLeaf
 from statetree.exchange.consensus import Entry
 from statetree.exchange.path_order import order_of
 from statetree.leaves.builtin import facts, holds_tensor, is_distributed, leaf_type_of, may_be_under_way, settled
+from statetree.leaves.laid_out import LaidOutRecipe
 from statetree.leaves.leaf_numbers import text_number
 from statetree.leaves.location import located_error
 from statetree.leaves.lowering import Lowered, assumed_sums, is_divisible, lower
@@ -100,6 +101,13 @@ class Manifest:
         also = {**recipes, **self.recipes}
         if len(also) > len(self.recipes) and self.outer:
             self._lower(lower(self.verb, self.outer, self.outline.spec, self._flatten, also=also), ranks)
+
+    def are_blocks_of_one(self, a: int, b: int) -> bool:
+        """Whether two parts are blocks of one leaf: they are apart, though their addresses may not tell."""
+        if not self.recipes:
+            return False
+        owners, paths = self.outline.owners(), self.outline.spec.paths()
+        return owners[a] == owners[b] and isinstance(self.recipes.get(paths[owners[a]]), LaidOutRecipe)
 
     def divided(self) -> frozenset[Path]:
         """Return the paths of leaves that are divided."""

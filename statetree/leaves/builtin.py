@@ -107,6 +107,12 @@ def is_distributed(leaf: Any) -> bool:
     return leaf_type is not None and leaf_type.is_distributed(leaf)
 
 
+def is_stored(leaf: Any) -> bool:
+    """Whether the elements of a leaf lie in a file, and are read when they are needed."""
+    leaf_type = leaf_type_of(type(leaf))
+    return leaf_type is not None and leaf_type.stored
+
+
 def global_bytes(leaf: Any) -> int:
     """Return how many bytes the elements of a distributed leaf have on all ranks together."""
     leaf_type = leaf_type_of(type(leaf))

@@ -10,7 +10,7 @@ import torch
 
 from statetree.declare import leafwise
 from statetree.errors import Difference, TreeMismatch, note_leaf
-from statetree.leaves.builtin import facts, leaf_type_of, settled, taken_over
+from statetree.leaves.builtin import facts, is_stored, leaf_type_of, settled, taken_over
 from statetree.leaves.conversion import recast
 from statetree.leaves.pairing import fact_differences, paired_parts
 from statetree.leaves.parts import unpack
@@ -100,16 +100,11 @@ def combine(fn: Callable[..., torch.Tensor], tree: T, *others: Any, where: Where
         result[index] = leaf
     if now:
         rest = [
-            leaf for leaf, flag in zip(leaves, mask, strict=True) if not (flag or taken_over(leaf) or _is_stored(leaf))
+            leaf for leaf, flag in zip(leaves, mask, strict=True) if not (flag or taken_over(leaf) or is_stored(leaf))
         ]
         for index, leaf in zip(now, _combined(fn, list(now.values()), rest), strict=True):
             result[index] = leaf
     return cast("T", unflatten(spec, result))
-
-
-def _is_stored(leaf: Any) -> bool:
-    leaf_type = leaf_type_of(type(leaf))
-    return leaf_type is not None and leaf_type.stored
 
 
 def _is_floating(leaf: Any) -> bool:
@@ -122,7 +117,7 @@ def _differences(row: _Counterparts) -> list[Difference]:
     found = []
     first: Mapping[str, Any] = {}
     for leaf in row.leaves:
-        known = facts(leaf if _is_stored(leaf) else settled(leaf)).items()
+        known = facts(leaf if is_stored(leaf) else settled(leaf)).items()
         own = {name: fact for name, fact in known if name not in ("dtype", "memory")}
         found += [
             Difference(row.path, "placements", p, "no Partial") for p in own.get("placements", ()) if p.is_partial()
@@ -150,25 +145,19 @@ def _later(
     fn: Callable[..., torch.Tensor], rows: dict[int, _Counterparts]
 ) -> tuple[dict[int, Any], dict[int, _Counterparts]]:
     """Return leaves that are made of stored ones when they are read, and the rows of the others."""
-    places = {
-        index: tuple([leaf.location() for leaf in row.leaves])
-        for index, row in rows.items()
-        if all(map(_is_stored, row.leaves))
-    }
-    outlines = {place[0]: rows[index].leaves[0].outline for index, place in places.items()}
-    mapped = {place: outline for place, outline in outlines.items() if not outline.is_meta}
-    pairs = shared_elements(Columns(list(map(_plain, mapped.values()))))
-    tied = {list(mapped)[index] for pair in pairs for index in pair}  # but they are not the same: they are read now
+    stored = {index: row for index, row in rows.items() if all(map(is_stored, row.leaves))}
+    places = {index: tuple([leaf.location() for leaf in row.leaves]) for index, row in stored.items()}
+    outlines = {places[index][0]: row.leaves[0].outline for index, row in stored.items()}
+    mapped = [_plain(outline) for outline in outlines.values() if not outline.is_meta]
+    if shared_elements(Columns(mapped)) or len(set(places.values())) > len(outlines):
+        return {}, rows  # tied, but not the same: that is seen, and kept, where they are combined now
     made: dict[Any, Any] = {}
-    found: dict[int, Any] = {}
-    for index, place in places.items():
-        row = rows[index]
-        leaf_type = leaf_type_of(type(row.leaves[0]))
-        if place[0] in tied or sum(other[0] == place[0] for other in set(places.values())) > 1 or leaf_type is None:
-            continue
-        if place not in made:
-            made[place] = leaf_type.derived(row.leaves, *_recipe(fn, row))
-        found[index] = made[place]
+    for index, row in stored.items():
+        if places[index] not in made:
+            leaf_type = leaf_type_of(type(row.leaves[0]))
+            assert leaf_type is not None
+            made[places[index]] = leaf_type.derived(row.leaves, *_recipe(fn, row))
+    found = {index: made[place] for index, place in places.items()}
     return found, {index: row for index, row in rows.items() if index not in found}
 
 

@@ -35,7 +35,8 @@ def check(found, whole):
     gathered = st.gather(found)
     assert gathered.keys() == whole.keys()
     for key, leaf in gathered.items():
-        assert torch.equal(leaf.contiguous().view(torch.uint8), whole[key].contiguous().view(torch.uint8)), key
+        assert leaf.shape == whole[key].shape, key
+        assert torch.equal(*(tensor.flatten().clone().view(torch.uint8) for tensor in (leaf, whole[key]))), key
 
 
 def convert(rules, sizes, left, right, seed):

@@ -10,7 +10,7 @@ import torch
 from statetree.chunks.axis_blocks import AxisBlock, AxisRegion, view_over
 from statetree.chunks.boxes import Box
 from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
-from statetree.leaves.builtin import leaf_type_of, settled
+from statetree.leaves.builtin import is_stored, leaf_type_of, settled
 from statetree.leaves.location import located_error
 from statetree.leaves.parts import unpack
 from statetree.leaves.types.converted import AxisPart, ConvertedLeaf, assembled
@@ -80,8 +80,8 @@ class LeafMaker:
         Raises:
             UnsupportedLeaf: If it is no strided tensor.
         """
-        value = self._leaves[leaf] if _is_stored(self._leaves[leaf]) else settled(self._leaves[leaf])
-        if (_is_stored(value) and value.is_strided) or _is_spread(value):
+        value = self._leaves[leaf] if is_stored(self._leaves[leaf]) else settled(self._leaves[leaf])
+        if (is_stored(value) and value.is_strided) or _is_spread(value):
             return tuple(value.shape)
         leaf_type = leaf_type_of(type(value))
         is_bare = leaf_type is not None and leaf_type.bare
@@ -104,7 +104,7 @@ class LeafMaker:
                 same = one is other or _place_of(one) == _place_of(other)
             elif isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
                 same = one is other or safely_equal(_plain(one), _plain(other))
-            elif _is_stored(one) and _is_stored(other):
+            elif is_stored(one) and is_stored(other):
                 same = one.dtype == other.dtype and one.shape == other.shape  # elements are compared when they are read
             else:
                 same = safely_equal(one, other)
@@ -132,12 +132,12 @@ class LeafMaker:
         if _is_spread(value):
             cls = "parameter" if getattr(value, "is_parameter", isinstance(value, torch.nn.Parameter)) else "tensor"
             return {"dtype": value.dtype, "leaf type": f"distributed {cls}", "requires_grad": value.requires_grad}
-        tensor = value.outline if _is_stored(value) else value
+        tensor = value.outline if is_stored(value) else value
         identity, attributes = identity_of(tensor)
         return {
             "dtype": value.dtype,
             "device": value.device,
-            "leaf type": "stored" if _is_stored(value) else type(tensor).__qualname__,
+            "leaf type": "stored" if is_stored(value) else type(tensor).__qualname__,
             "requires_grad": tensor.requires_grad,
             "attributes": [identity and identity.attributes, *attributes],
         }
@@ -164,14 +164,14 @@ class LeafMaker:
 
     def _place(self, leaf: int) -> Any:
         value = self._leaves[leaf]
-        return value.location() if _is_stored(value) else id(value)
+        return value.location() if is_stored(value) else id(value)
 
     def _made(self, plan: LeafPlan) -> tuple[Any, Any]:
         """Return a leaf, and what is equal for the same copies if it is one."""
         first = self._leaves[plan.sources[0]]
         only = plan.blocks[0][1] if len(plan.blocks) == 1 else None
         is_same = plan.shape is None or (only and only.is_whole and self.shape(plan.sources[0]) == plan.shape)
-        if _is_stored(first) and (not is_same or self._unlike(plan)):
+        if is_stored(first) and (not is_same or self._unlike(plan)):
             return self._stored(plan, tuple(first.shape) if plan.shape is None else plan.shape), object()
         if not is_same and _is_spread(first):
             return self._spread(plan, plan.shape or ()), None
@@ -350,11 +350,6 @@ def _is_spread(value: Any) -> bool:
 def _place_of(value: Any) -> Any:
     parts = unpack("Conversion", [value], list, memory=False).parts
     return type(value), [_view_key(part) for part in parts]
-
-
-def _is_stored(value: Any) -> bool:
-    leaf_type = leaf_type_of(type(value))
-    return leaf_type is not None and leaf_type.stored
 
 
 def _view_key(tensor: torch.Tensor) -> Any:

@@ -6,8 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as hyp
 
-from statetree.chunks.axis_blocks import AxisBlock, AxisRegion, view_over
+from statetree.chunks.axis_blocks import AxisBlock, AxisRegion, block_layout, view_over
 from statetree.chunks.boxes import Box
+from statetree.chunks.layouts import layout_of
 
 
 @hyp.composite
@@ -46,6 +47,22 @@ def test_boxes_within_hold_what_lies_in_a_box_of_the_tensor(drawn, data):
     for dim in range(len(shape)):
         most *= max(1, 2 * region.dims.count(dim) - 1)
     assert len(boxes) <= most
+
+
+@given(regions(), hyp.data())
+def test_the_layout_of_a_block_has_the_boxes_of_each_rank(drawn, data):
+    region, sizes, shape = drawn
+    held = {}
+    for rank in range(data.draw(hyp.integers(1, 4))):
+        bounds = [sorted(data.draw(hyp.tuples(hyp.integers(0, size), hyp.integers(0, size)))) for size in shape]
+        held[rank] = [Box(*(tuple([bound[side] for bound in bounds]) for side in (0, 1)))]
+    layout = layout_of(shape, held)
+    found = block_layout(layout, region, sizes)
+    assert found.shape == sizes
+    for rank in held:
+        boxes = [box for own in layout.boxes_of(rank) for box in region.boxes_within(own, sizes)]
+        assert sorted(found.boxes_of(rank)) == sorted(boxes)
+    assert block_layout(layout, region, sizes) is found
 
 
 @given(regions())
