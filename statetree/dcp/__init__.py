@@ -5,7 +5,8 @@ that the state can be loaded without a template; plain DCP reads all others. Fil
 
 - ``saving``, ``loading``: ``save`` and ``load``. ``background``: ``async_save``, by a thread with a group of its own.
 - ``checkpointer``: ``Checkpointer``, over the directories that ``series`` keeps; ``restoring``: which of them is taken.
-  ``step_numbers``: steps, metrics, metadata and counts, checked. ``schedule``: when to save. ``events``: what is told.
+  ``run_steps``: which there are. ``step_writer``: one is written. ``schedule``: when. ``events``: what is told.
+  ``step_numbers``: steps, metrics, metadata and counts, checked.
   ``stateful``: objects with ``state_dict`` and ``load_state_dict``.
   ``async_stager``: for DCP's own saves.
 - ``flat_state``: the entries of a tree, with DCP's keys. ``tensors``: what is saved of a leaf; ``local_pieces``: of a

@@ -5,25 +5,22 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 import time
-from functools import partial
 from numbers import Integral
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex, TypeVar, overload
 
 from statetree.dcp.background import Background, SaveFuture, background_of, start
 from statetree.dcp.data_files import DataFiles
-from statetree.dcp.directory_writer import DirectoryWriter
-from statetree.dcp.events import Event, local_bytes, tell
+from statetree.dcp.events import Event, local_bytes
 from statetree.dcp.failures import checkpoint_errors
-from statetree.dcp.file_manifest import read_manifest
-from statetree.dcp.groups import by_first, check_alive, check_same, from_all, is_first, on_all, raise_together
+from statetree.dcp.groups import check_same, from_all, is_first, on_all, raise_together
 from statetree.dcp.loading import load_from
 from statetree.dcp.restoring import Restoration
-from statetree.dcp.saving import write
-from statetree.dcp.schedule import Schedule
-from statetree.dcp.series import Kept, Series, UnfinishedStep, bytes_in
+from statetree.dcp.run_steps import RunSteps
+from statetree.dcp.schedule import Scheduled
+from statetree.dcp.series import Kept, bytes_in
 from statetree.dcp.stateful import StatefulTree, saving
-from statetree.dcp.step_numbers import as_int, as_metadata, as_metric, check_counts, check_step, warn_of_step
+from statetree.dcp.step_numbers import as_int, as_notes, check_counts, check_step, warn_of_step
+from statetree.dcp.step_writer import StepWriter
 from statetree.declare import renew_after_fork
 from statetree.errors import CheckpointError, StagerBusy, StateTreeError
 from statetree.files.urls import refuse_url
@@ -32,9 +29,10 @@ from statetree.watching import phase
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
     from concurrent.futures import Future
     from datetime import timedelta
+    from pathlib import Path
     from types import TracebackType
 
     from torch.distributed import ProcessGroup
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Checkpointer:
+class Checkpointer(RunSteps, Scheduled):
     """Saves the states of a run, step by step, and restores the latest.
 
     A checkpoint appears as ``step-…`` in the directory once it is completely on disk, so after a crash the last
@@ -115,12 +113,10 @@ class Checkpointer:
         if stager is not None and (isinstance(stager, type) or not callable(getattr(stager, "stage", None))):
             msg = f"Checkpointer: stager must have a stage method: expected a Stager or an AsyncStager, got {stager!r}."
             raise TypeError(msg)
-        self.directory = Path(directory)
-        self._kept = Kept(keep, keep_every, keep_best)
-        self._incremental = incremental
-        self._series = Series(self.directory)
-        self._schedule = Schedule(every)
-        self._on_event = on_event
+        RunSteps.__init__(self, directory)
+        Scheduled.__init__(self, every)
+        self._writer = StepWriter(self._series, Kept(keep, keep_every, keep_best), on_event, incremental=incremental)
+        self._is_watched = on_event is not None
         self._process_group = process_group
         self._stager = Stager() if stager is None else stager
         self._owns_stager = stager is None
@@ -132,32 +128,6 @@ class Checkpointer:
         """Begin without a save. In a forked process the parent's thread is gone, and nobody would release the lock."""
         self._running: SaveFuture | None = None
         self._calling = threading.RLock()
-
-    @property
-    def signalled(self) -> int | None:
-        """The signal that ``due`` has answered to (see ``save_on``); ``None`` if none arrived."""
-        return self._schedule.signalled
-
-    def save_on(self, *signals: int) -> None:
-        """Have the next ``due`` be true after a signal of any rank, such as ``signal.SIGTERM``.
-
-        Every rank's main thread calls it. A second signal does what it did before. ``close`` undoes it.
-        """
-        self._schedule.save_on(*signals)
-
-    def due(self, step: SupportsIndex) -> bool:
-        """Whether to save the step that was just done: a multiple of ``every``, or after that time, or a signal.
-
-        Collective:
-            Every rank calls it. With signals, or a time, they tell each other in one small exchange.
-
-        Raises:
-            ValueError: If the step is not an integer, or negative.
-        """
-        step = as_int(step)
-        check_step("due", step)
-        with self._calling:
-            return self._schedule.due(step, lambda: self._background("due", "restore").group)
 
     def save(
         self,
@@ -187,13 +157,12 @@ class Checkpointer:
             UnsupportedLeaf, CyclicTree: As ``statetree.dcp.save``.
         """
         step = as_int(step)
-        write = partial(self._write, metric=as_metric("save", metric), metadata=as_metadata("save", metadata))
+        notes = as_notes("save", metric, metadata)
         with self._calling:
-            since = time.monotonic()
             states = saving("save", state)
             foreground = self._begin("save")
             self._warn_of_step("save", step)
-            write("save", step, states, foreground.group, lambda: time.monotonic() - since)
+            self._writer.write("save", step, states, foreground.group, notes)
 
     def async_save(
         self,
@@ -230,18 +199,14 @@ class Checkpointer:
             RankMismatch: If this process is not in the group. The future raises it where ranks pass different steps.
         """
         step = as_int(step)
-        write = partial(
-            self._write, metric=as_metric("async_save", metric), metadata=as_metadata("async_save", metadata)
-        )
+        notes = as_notes("async_save", metric, metadata)
         with self._calling:
-            since = time.monotonic()
             states = saving("async_save", state)
             if not wait:
                 self._check_idle("async_save")
             background = self._begin("async_save")
             self._warn_of_step("async_save", step)
             agreeing = self._background("async_save", "restore").group
-            waits: list[float] = []
 
             def stage_step() -> Any:
                 check_step("async_save", step)
@@ -249,23 +214,17 @@ class Checkpointer:
                 with phase("checkpointer.stage"):
                     staged = self._stager.stage(states())
                 ended = time.monotonic()
-                nbytes = 0 if self._on_event is None else local_bytes(staged)
-                self._tell(Event("stage", step, ended - began, nbytes, ended - since), agreeing)
+                nbytes = local_bytes(staged) if self._is_watched else 0
+                self._writer.tell(Event("stage", step, ended - began, nbytes, ended - notes.since), agreeing)
                 return staged
 
             self._running = start(
                 background,
                 agreeing,
                 stage_step,
-                lambda staged: write(
-                    "async_save",
-                    step,
-                    staged,
-                    background.group,
-                    lambda: waits[0] if waits else time.monotonic() - since,
-                ),
+                lambda staged: self._writer.write("async_save", step, staged, background.group, notes),
             )
-            waits.append(time.monotonic() - since)
+            notes.returned()
             return self._running
 
     # fmt: off
@@ -343,37 +302,8 @@ class Checkpointer:
             restoration = Restoration(self._series, group, step)
             loaded = tree.loaded(restoration.run(load, fallback=fallback))
             seconds, found = time.monotonic() - since, restoration.found
-            self._tell(Event("restore", found.step, seconds, bytes_in(self._series.path(found)), seconds), group)
+            self._writer.tell(Event("restore", found.step, seconds, bytes_in(self._series.path(found)), seconds), group)
             return loaded
-
-    def latest_step(self) -> int | None:
-        """Return the highest step of a complete checkpoint; ``None`` if there is none."""
-        return max(self.steps(), default=None)
-
-    def best_step(self) -> int | None:
-        """Return the step of the complete checkpoint with the lowest ``metric``; ``None`` if none has one."""
-        return next((checkpoint.step for checkpoint in self._series.best()), None)
-
-    def steps(self) -> list[int]:
-        """Return the steps of the complete checkpoints, rising. Whatever else is in the directory is ignored."""
-        return [checkpoint.step for checkpoint in self._series.complete()]
-
-    def path(self, step: SupportsIndex | None = None) -> Path:
-        """Return the directory of a complete checkpoint, by default the latest.
-
-        Raises:
-            CheckpointError: If there is none.
-        """
-        return self._series.path(self._series.find("path", None if step is None else as_int(step)))
-
-    def metadata(self, step: SupportsIndex | None = None) -> dict[str, Any]:
-        """Return the metadata that a complete checkpoint was saved with, by default the latest.
-
-        Raises:
-            CheckpointError: If there is none, or its manifest is damaged.
-        """
-        manifest = read_manifest(self.path(step))
-        return {} if manifest is None else dict(manifest.about)
 
     def close(self) -> None:
         """Wait for a save that is running, and release the stager's memory. Closing again does nothing.
@@ -383,7 +313,7 @@ class Checkpointer:
         """
         with self._calling:
             self._closed = True
-            self._schedule.close()
+            self._give_signals_back()
             try:
                 error = self._taken_error()  # this rank's own: not every rank need close
                 if error is not None:
@@ -411,6 +341,10 @@ class Checkpointer:
             raise CheckpointError(msg)
         self._settle(verb)
         return self._background(verb, purpose)
+
+    def _group_for(self, verb: str) -> ProcessGroup | None:
+        with self._calling:
+            return self._background(verb, "restore").group
 
     def _background(self, verb: str, purpose: str) -> Background:
         return background_of(verb, self._process_group, f"Checkpointer.{purpose}")
@@ -450,72 +384,3 @@ class Checkpointer:
             where = f" on rank {', '.join(map(str, ranks))}" if len(ranks) > 1 or ranks != [0] else ""
             msg = f"{verb}: a save is still running{where}: expected none. Wait for its future, or pass wait=True."
             raise StagerBusy(msg)
-
-    def _tell(self, event: Event, group: ProcessGroup | None) -> None:
-        tell(self._on_event, event, is_first=is_first(group))
-
-    def _write(
-        self,
-        verb: str,
-        step: int,
-        state: Callable[[], Any],
-        group: ProcessGroup | None,
-        waited: Callable[[], float],
-        *,
-        metric: float | None,
-        metadata: dict[str, Any],
-    ) -> None:
-        """Write a checkpoint under another name, then give it its own."""
-        since = time.monotonic()
-        made: list[UnfinishedStep] = []
-
-        def begin() -> tuple[Path, Path | None]:
-            """Return where to write, and the checkpoint whose files may be linked to."""
-            made.append(self._series.begin(step))
-            complete = self._series.complete() if self._incremental else []
-            return made[0].path, self._series.path(complete[-1]) if complete else None
-
-        check_alive("save", group)
-        with checkpoint_errors("save", self.directory):
-            check_same(verb, "step", repr(step), group)
-        check_step(verb, step)
-        try:
-            with checkpoint_errors("save", self.directory), phase("checkpointer.save"):
-                path, base = by_first("save", group, begin)
-                writer = DirectoryWriter(path, incremental=self._incremental, base=base, metric=metric, about=metadata)
-                write(state, path, group, writer)
-            nbytes, removed = self._publish(step, made, group)
-        except BaseException:
-            for unpublished in made:
-                unpublished.discard()
-            raise
-        self._tell(Event("save", step, time.monotonic() - since, nbytes, waited()), group)
-        for gone, freed, seconds in removed:
-            self._tell(Event("removal", gone, seconds, freed, 0.0), group)
-
-    def _publish(
-        self, step: int, made: Sequence[UnfinishedStep], group: ProcessGroup | None
-    ) -> tuple[int, list[tuple[int, int, float]]]:
-        """Let the first rank, which made the directory, give it its name. Returns its bytes, and what was removed."""
-
-        def publish() -> tuple[int, list[tuple[int, int, float]]]:
-            published = self._series.publish(made[0])
-            try:
-                return bytes_in(self._series.path(published)), self._series.prune(self._kept, published)
-            except OSError as error:
-                msg = (
-                    f"save: the checkpoint {self._series.path(published)} is complete, but older ones could not be "
-                    f"removed: {type(error).__name__}: {error}. Mend the cause: the next save tries again."
-                )
-                raise CheckpointError(msg) from error
-
-        try:
-            return by_first("save", group, publish)
-        except StateTreeError:
-            raise
-        except Exception as error:
-            msg = (
-                f"save: this rank could not be told that the checkpoint of step {step} is complete: "
-                f"{type(error).__name__}: {error}. It is if Checkpointer.steps lists it."
-            )
-            raise CheckpointError(msg) from error

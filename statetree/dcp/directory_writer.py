@@ -35,6 +35,7 @@ from statetree.dcp.file_manifest import (
 from statetree.dcp.internals import stamp_version, storage_info
 from statetree.dcp.metadata import METADATA
 from statetree.dcp.piece_sources import PieceSource
+from statetree.dcp.step_numbers import Notes
 from statetree.errors import CheckpointError, check_now
 from statetree.files.publishing import sync
 from statetree.files.ranges import OpenFiles
@@ -77,8 +78,7 @@ class DirectoryWriter(StorageWriter):
         directory: Where.
         incremental: Whether files are cut so that later saves find some to link.
         base: The directory of a checkpoint whose files may be linked to.
-        metric: What the manifest says of how good the state is.
-        about: What else it says of it.
+        notes: What else the manifest says.
     """
 
     def __init__(
@@ -87,14 +87,12 @@ class DirectoryWriter(StorageWriter):
         *,
         incremental: bool = False,
         base: Path | None = None,
-        metric: float | None = None,
-        about: Mapping[str, Any] | None = None,
+        notes: Notes | None = None,
     ) -> None:
         self.checkpoint_id = directory
         self._incremental = incremental
         self._base = base
-        self._metric = metric
-        self._about = dict(about or {})
+        self._notes = notes or Notes()
         self._save = uuid.uuid4().hex
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -152,7 +150,9 @@ class DirectoryWriter(StorageWriter):
         metadata.storage_meta = self.storage_meta()
         stamp_version(metadata)
         data = pickle.dumps(metadata)
-        manifest = FileManifest(self._save, (len(data), zlib.crc32(data)), files, self._metric, self._about)
+        manifest = FileManifest(
+            self._save, (len(data), zlib.crc32(data)), files, self._notes.metric, self._notes.metadata
+        )
         _write_whole(self.checkpoint_id / MANIFEST, manifest.to_bytes())
         _write_whole(self.checkpoint_id / METADATA, data)
         sync(self.checkpoint_id)

@@ -7,18 +7,21 @@ import signal
 import time
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from statetree.dcp.groups import from_all
+from statetree.dcp.step_numbers import as_int, check_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.distributed import ProcessGroup
 
 
-class Schedule:
-    """Says when to save: every so many steps, or a time. ``signalled`` is the signal that it has answered to."""
+class Scheduled:
+    """When a checkpointer is to save: every so many steps, or so often, and at signals.
+
+    Attributes:
+        signalled: The signal that ``due`` has answered to; ``None`` if none arrived.
+    """
 
     def __init__(self, every: int | timedelta | None) -> None:
         is_time = isinstance(every, timedelta)
@@ -37,7 +40,10 @@ class Schedule:
         self._process = os.getpid()
 
     def save_on(self, *signals: int) -> None:
-        """Have ``due`` answer to signals. The second of a kind does what it did before."""
+        """Have the next ``due`` be true after a signal of any rank, such as ``signal.SIGTERM``.
+
+        Every rank's main thread calls it. A second signal does what it did before. ``close`` undoes it.
+        """
         for number in signals:
             self._before.setdefault(number, signal.signal(number, self._note) or signal.SIG_DFL)
 
@@ -47,13 +53,23 @@ class Schedule:
             os.kill(os.getpid(), number)
         self._arrived = number
 
-    def due(self, step: int, group: Callable[[], ProcessGroup | None]) -> bool:
-        """Whether to save. Where time or signals matter, the ranks tell each other: the first one's clock counts."""
+    def due(self, step: SupportsIndex) -> bool:
+        """Whether to save the step that was just done: a multiple of ``every``, or after that time, or a signal.
+
+        Collective:
+            Every rank calls it. With signals, or a time, they tell each other in one small exchange: the first one's
+            clock counts.
+
+        Raises:
+            ValueError: If the step is not an integer, or negative.
+        """
+        step = as_int(step)
+        check_step("due", step)
         is_due = self._steps > 0 and step > 0 and step % self._steps == 0
         if self._before or self._seconds is not None:
             is_late = self._seconds is not None and time.monotonic() - self._since > self._seconds
             arrived, self._arrived = self._arrived, 0
-            told = from_all((is_late, arrived), group())
+            told = from_all((is_late, arrived), self._group_for("due"))
             number = max(number for _, number in told)
             is_due = is_due or told[0][0] or number > 0
             self.signalled = number or self.signalled
@@ -61,8 +77,10 @@ class Schedule:
             self._since = time.monotonic()
         return is_due
 
-    def close(self) -> None:
-        """Give the signals back."""
+    def _group_for(self, verb: str) -> ProcessGroup | None:
+        raise NotImplementedError
+
+    def _give_signals_back(self) -> None:
         for number, before in self._before.items():
             with suppress(ValueError):  # only the main thread may
                 if signal.getsignal(number) == self._note:

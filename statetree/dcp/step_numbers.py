@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -50,10 +51,28 @@ def as_metric(verb: str, metric: Any) -> float | None:
         raise TypeError(msg) from None
 
 
-def as_metadata(verb: str, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return metadata as they come back."""
+class Notes:
+    """What is noted of a save: ``metric`` and ``metadata`` of its manifest, and since when its caller waits."""
+
+    def __init__(self, metric: float | None = None, metadata: dict[str, Any] | None = None) -> None:
+        self.metric, self.metadata = metric, metadata or {}
+        self.since = time.monotonic()
+        self._until: float | None = None
+
+    def returned(self) -> None:
+        """Note that the caller does not wait any more."""
+        self._until = time.monotonic()
+
+    def waited(self) -> float:
+        """Return for how many seconds the caller has waited."""
+        return (self._until or time.monotonic()) - self.since
+
+
+def as_notes(verb: str, metric: Any, metadata: Mapping[str, Any] | None) -> Notes:
+    """Return what is noted of a save that begins now, the metadata as they come back."""
+    number = as_metric(verb, metric)
     try:
-        return dict(json.loads(json.dumps(dict(metadata or {}))))
+        return Notes(number, json.loads(json.dumps(dict(metadata or {}))))
     except (TypeError, ValueError, RecursionError) as error:
         msg = f"{verb}: metadata must be a dict of what JSON holds (texts, numbers, lists, dicts): {error}"
         raise TypeError(msg) from None
