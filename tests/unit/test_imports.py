@@ -21,7 +21,7 @@ LAZY = ("hypothesis", "pytest", "rich", "safetensors", "torch.distributed.checkp
 NOT_REQUIRED = ("attr", "attrs", "click", "hypothesis", "numpy", "rich", "safetensors", "tqdm")
 
 # Modules that are there only with an extra, by their path under the package.
-EXTRAS = ("testing", "cli", "__main__")
+EXTRAS = ("testing", "cli", "integrations", "__main__")
 
 # Forked from an interpreter that holds torch already, and DCP where it is imported anyway: a fresh one for each would
 # take minutes.
