@@ -128,7 +128,7 @@ def test_completion_is_that_of_click(tmp_path):
     assert script.returncode == 0
     assert "_STATETREE_COMPLETE=bash_complete" in script.stdout
     for words, expected in {
-        "statetree ": {"show", "diff", "convert"},
+        "statetree ": {"show", "diff", "convert", "prove-resume", "doctor"},
         "statetree diff --m": {"--match"},
     }.items():
         env = {"_STATETREE_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}

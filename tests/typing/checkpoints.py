@@ -1,6 +1,7 @@
 """What a type checker knows of ``statetree.dcp`` and ``statetree.files``."""
 
 from concurrent.futures import Future
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, assert_type
 
@@ -45,6 +46,19 @@ def series(state: dict[str, Any]) -> None:
         assert_type(checkpointer.restore(step=1, weights_only=True), Any)
         assert_type(checkpointer.steps(), list[int])
     checkpointer.close()
+
+
+def watched(state: dict[str, Any]) -> None:
+    def log(event: dcp.Event) -> None:
+        assert_type(event.seconds, float)
+
+    with st.Checkpointer("run", every=timedelta(minutes=10), on_event=log) as checkpointer:
+        checkpointer.save_on(15)
+        assert_type(checkpointer.due(1), bool)
+        assert_type(checkpointer.signalled, int | None)
+        checkpointer.save(1, state, metadata={"commit": "abc"})
+        assert_type(checkpointer.path(), Path)
+        assert_type(checkpointer.metadata(1), dict[str, Any])
 
 
 def stagers(state: dict[str, Any]) -> None:
