@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -86,7 +87,9 @@ def convert(
         tree = _converted(tree, options.dtype, keeps_ties=target.title == "torch file")
     checkpoint.verify()
     read, size = (source, *checkpoint.files.paths), options.shard_bytes
-    save(tree, destination, overwrite=options.force, shard_bytes=size, metadata=checkpoint.metadata, protected=read)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the command says by itself what does not come back
+        save(tree, destination, overwrite=options.force, shard_bytes=size, metadata=checkpoint.metadata, protected=read)
     if options.copies_others:
         yield from copy_others(source, destination, follow_links=options.follow_links, force=options.force)
     if dropped:

@@ -133,7 +133,10 @@ class _Directory:
         nodes, known = list(saved.spec.nodes), rebuilt_classes()
         for texts, ref in places(saved.spec):
             why = why_not_rebuilt(nodes[~ref], known) if ref < 0 else ""
-            if why and not is_leaf(nodes[~ref]):  # whose parts are a mapping by their names
+            if why and is_leaf(nodes[~ref]):  # whose parts are a mapping by their names
+                what = "a leaf that is made of several tensors"
+                self.unknown.append(Difference(path_of(texts), "structure", what, "a tree that says how (like=)"))
+            elif why:
                 path = ".".join(str(text[1:]) for text in texts) or "<root>"
                 known_here = "a container that is known here"
                 self.unknown.append(Difference(path_of(texts), "structure", why, known_here))

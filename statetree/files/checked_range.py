@@ -40,7 +40,7 @@ class CheckedRange(FileRange):
             super().fill(view, start)
             return
         found = 0
-        # Blocks are in the processor's cache when they are summed up. What is fetched comes in one request, or in a few.
+        # Blocks are in the processor's cache when they are summed up. What is fetched comes in few requests.
         step = max(1, self.length) if self.files.is_remote else CHUNK_BYTES
         for at in range(0, self.length, step):
             block = view[at : at + step]

@@ -69,7 +69,9 @@ def converted(
             recipes[place] = recipe
     _check_ties(verb, unpacked, chosen, changing, [paths[index] for index in at])
     fresh = _converted(verb, unpacked.parts, changing, dtype, paths, saturate=saturate)
-    packed = replace(unpacked, recipes=recipes).pack(fresh)
+    # Only what is meant: packing a leaf of which nothing changes would write to its attributes.
+    meant = {place: recipes[place] for place in chosen if place in recipes}
+    packed = replace(unpacked, recipes=meant).pack(fresh)
     for place in chosen:
         result[at[place]] = packed[place]
     return result

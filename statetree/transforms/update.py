@@ -9,8 +9,10 @@ import torch
 
 from statetree.errors import Difference, StateTreeError, TreeMismatch, note_leaf
 from statetree.key_paths import Path
+from statetree.leaves.copying import copied_leaves
 from statetree.leaves.parts import unpack
 from statetree.leaves.ties import view_key
+from statetree.spans.bits import same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.overlaps import shared_elements
 from statetree.torch_internals import quietly
@@ -20,7 +22,7 @@ from statetree.tree.selection import selected
 from statetree.tree.stand_ins import place_of, reader
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from statetree.tree.selection import Where
     from statetree.tree.spec import TreeSpec
@@ -47,8 +49,9 @@ def update(tree: T, where: Where, value_or_fn: Any, *, missing_ok: bool = False)
         The other leaves are the tree's own, and the new ones are put in as they are.
 
     Raises:
-        TreeMismatch: If a glob or path matches nothing, or a function is to be called for tensors that share elements
-            otherwise (another view, or a ``Parameter`` and its ``.data``): it could write these twice.
+        TreeMismatch: If a glob or path matches nothing, or tensors share elements otherwise (another view, or a
+            ``Parameter`` and its ``.data``), and a function does anything with them but return them: it is called with
+            copies, since it could write these elements twice, and what it made of them could not be tied again.
         CyclicTree: If a container holds itself.
         Exception: What the function raises, with a note of the leaf's path.
 
@@ -66,11 +69,14 @@ def update(tree: T, where: Where, value_or_fn: Any, *, missing_ok: bool = False)
             result[index] = value_or_fn
         return cast("T", unflatten(spec, result))
     keys = [_key(leaves[index]) for index in chosen]
-    _refuse_entangled(spec, leaves, chosen, keys)
+    entangled = _entangled(spec, leaves, chosen, keys)
     read = reader(leaves[index] for index in chosen)
     made: dict[Any, tuple[Any, Any]] = {}  # what the function was given first, and what it returned
     for index, key in zip(chosen, keys, strict=True):
         leaf = leaves[index]
+        if index in entangled:
+            _check_unchanged(value_or_fn, spec, index, leaf, entangled[index])
+            continue
         if key is None or key not in made:
             try:
                 given = read(leaf)
@@ -88,9 +94,35 @@ def _key(leaf: Any) -> Any:
     return (type(leaf), view_key(leaf)) if isinstance(leaf, torch.Tensor) else place_of(leaf)
 
 
+def _check_unchanged(fn: Any, spec: TreeSpec, index: int, leaf: Any, found: Difference) -> None:
+    """Call a function with a copy of a leaf, and raise ``TreeMismatch`` unless it returns that as it was."""
+    paths = spec.paths
+    given = _copied(leaf, lambda: [paths()[index]])
+    try:
+        returned = fn(given)
+    except Exception as error:
+        note_leaf(error, paths()[index], leaf)
+        raise
+    if returned is not given or not _same(given, leaf):
+        raise TreeMismatch.between("update", [found], "It was given a copy: nothing was written. Choose one (where).")
+
+
 @quietly
-def _refuse_entangled(spec: TreeSpec, leaves: Sequence[Any], chosen: Sequence[int], keys: Sequence[Any]) -> None:
-    """Raise ``TreeMismatch`` if a function would be called twice for the same elements."""
+def _copied(leaf: Any, paths: Callable[[], Sequence[Path]]) -> Any:
+    return copied_leaves("update", [leaf], paths)[0]
+
+
+@quietly
+def _same(a: Any, b: Any) -> bool:
+    ours, theirs = (unpack("update", [leaf], lambda: [Path()]).parts for leaf in (a, b))
+    return len(ours) == len(theirs) and all(map(same_bytes, ours, theirs))
+
+
+@quietly
+def _entangled(
+    spec: TreeSpec, leaves: Sequence[Any], chosen: Sequence[int], keys: Sequence[Any]
+) -> dict[int, Difference]:
+    """Return the leaves that share elements with others, but not as the same view, each with one of these."""
     tensors: list[torch.Tensor] = []
     owners: list[int] = []
     for place, index in enumerate(chosen):
@@ -101,12 +133,13 @@ def _refuse_entangled(spec: TreeSpec, leaves: Sequence[Any], chosen: Sequence[in
             known = [part for part in parts if not part.is_meta and part.data_ptr()]
             tensors += known
             owners += [place] * len(known)
-    found: list[Difference] = []
+    found: dict[int, Difference] = {}
     paths = spec.paths()
     for one, other in shared_elements(Columns(tensors)):
         first, second = sorted((owners[one], owners[other]))
         if keys[first] != keys[second]:
-            shared = f"elements that it shares with {paths[chosen[first]]}"
-            found.append(Difference(paths[chosen[second]], "memory", shared, "elements of its own, or the same view"))
-    if found:
-        raise TreeMismatch.between("update", found, "The function was not called. Choose one of them (where).")
+            for own, partner in ((chosen[first], chosen[second]), (chosen[second], chosen[first])):
+                shared = f"elements that it shares with {paths[partner]}"
+                wanted = "elements of its own, or the same view"
+                found.setdefault(own, Difference(paths[own], "memory", shared, wanted))
+    return found

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import statetree
 from statetree.dcp import Checkpointer
-from statetree.testing import assert_trees_equal, run_ranks
+from statetree.testing import run_ranks
+from tests.judge import assert_trees_equal
 
 
 class Loader:

@@ -428,7 +428,9 @@ def test_distributed_trees_are_the_same_as_themselves(tree):
     assert_trees_equal(made, made, containers=True)
 
 
-JUDGING = sorted(file for file in Path(__file__).parent.glob("*.py") if not file.stem.startswith("test_"))
+APPLYING = {"laws"}  # which apply verbs, and leave it to others to judge what comes of it
+FILES = sorted(Path(__file__).parent.glob("*.py"))
+JUDGING = [file for file in FILES if not file.stem.startswith("test_") and file.stem not in APPLYING]
 
 
 @pytest.mark.parametrize("file", JUDGING, ids=lambda file: file.stem)

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as hyp
 
 import statetree as st
-from statetree.testing import assert_trees_equal, conversions
+from statetree.testing import conversions
+from tests.judge import assert_trees_equal
 
 
 def nested(flat):

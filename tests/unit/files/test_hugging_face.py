@@ -49,7 +49,7 @@ FAULTS = {
     "two": ({"two": {"b.w": bits(5), "more": bits(1)}}, "it holds 'more', which the index"),
     "one": ({"one": {"a.w": bits(4, 3)}}, "'c.w' is in one.bin, which does not hold it"),
     "list": ({"one": [bits(4)]}, "it holds no mapping"),
-    "foreign": ({"two": {"b.w": torch.nn.ReLU()}}, r"refuses \(torch.nn.modules.activation.ReLU\)"),
+    "foreign": ({"two": {"b.w": torch.nn.ReLU()}}, r"not loaded \(torch.nn.modules.activation.ReLU\)"),
 }
 
 

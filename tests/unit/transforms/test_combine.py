@@ -6,7 +6,8 @@ from torch import nn
 
 import statetree as st
 from statetree.files import ranges, stored
-from statetree.testing import assert_trees_equal, run_ranks
+from statetree.testing import run_ranks
+from tests.judge import assert_trees_equal
 
 
 def numbers(start, count=6):

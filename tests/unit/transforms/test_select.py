@@ -1,5 +1,6 @@
 """``select``, ``partition``, ``merge`` and ``update``."""
 
+import operator
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass
 from functools import partial
@@ -187,8 +188,11 @@ def test_update_calls_a_function_once_for_each_memory():
 def test_update_calls_no_function_twice_for_the_same_elements(other):
     w = torch.arange(6.0)
     for tree in ([w, other(w)], [other(w), w]):
-        with pytest.raises(st.TreeMismatch, match=r"at 1: .* elements that it shares with 0\. The function was not"):
-            st.update(tree, "*", lambda leaf: pytest.fail("called"))
+        for fn in (lambda leaf: leaf.detach().mul_(2), lambda leaf: leaf.detach().clone(), lambda leaf: 5):
+            with pytest.raises(st.TreeMismatch, match=r"at 0: .* elements that it shares with 1\. It was given a copy"):
+                st.update(tree, "*", fn)
+        assert w.tolist() == list(range(6))
+        assert list(map(operator.is_, st.update(tree, "*", lambda leaf: leaf), tree)) == [True, True]
         assert st.update(tree, "0", lambda leaf: 5) == [5, tree[1]]
         assert st.update(tree, "*", 5) == [5, 5]
 

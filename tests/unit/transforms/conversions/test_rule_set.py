@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import statetree as st
-from statetree.testing import assert_trees_equal
+from tests.judge import assert_trees_equal
 
 FUSED = (["{i}.q", "{i}.k", "{i}.v"], "{i}.qkv", "(g q d) m, (g d) m, (g d) m -> (g (q + 1 + 1) d) m")
 EXPERTS = ("moe.w", "experts.{e}.w", "e f m -> f m")
