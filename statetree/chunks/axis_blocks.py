@@ -75,7 +75,7 @@ class AxisRegion(NamedTuple):
 
     def boxes_within(self, box: Box, sizes: Sequence[int]) -> list[Box]:
         """Return the elements of the block that lie in a box of the tensor, as boxes in the block's axes."""
-        choices: list[list[tuple[Interval, ...]]] = []
+        choices: list[list[list[Interval]]] = []
         axes: list[int] = []
         for dim, (first, low, high) in enumerate(zip(self.start, *box, strict=True)):
             own = self.axes_along(dim)
@@ -92,7 +92,7 @@ class AxisRegion(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _cut(axes: tuple[tuple[int, int], ...], low: int, high: int) -> list[tuple[Interval, ...]]:
+def _cut(axes: tuple[tuple[int, int], ...], low: int, high: int) -> list[list[Interval]]:
     """Return the indices that lead to places from ``low`` to ``high``, as boxes.
 
     Args:
@@ -100,23 +100,8 @@ def _cut(axes: tuple[tuple[int, int], ...], low: int, high: int) -> list[tuple[I
         low: The first place.
         high: The place behind the last one.
     """
-    if not axes:
-        return [()] if low <= 0 < high else []
-    (step, size), inner = axes[0], axes[1:]
-    reach = 1 + sum((count - 1) * width for width, count in inner)  # how far an index of the first axis extends
-    first, last = max(0, -(-(low - reach + 1) // step)), min(size, -(-high // step))
-    begin, end = max(first, -(-low // step)), min(last, (high - reach) // step + 1)  # of those that are whole
-    if begin >= end:
-        begin = end = last
-    whole = tuple([(0, count) for _, count in inner])
-    found: list[tuple[Interval, ...]] = []
-    for index in range(first, begin):
-        found += [((index, index + 1), *rest) for rest in _cut(inner, low - index * step, high - index * step)]
-    if begin < end:
-        found.append(((begin, end), *whole))
-    for index in range(end, last):
-        found += [((index, index + 1), *rest) for rest in _cut(inner, low - index * step, high - index * step)]
-    return found
+    found = _cut_all(axes, *torch.tensor([[low], [high]]))
+    return [[(first, last) for first, last in cut.bounds[0].tolist()] for cut in found if bool(cut.there)]
 
 
 def block_layout(layout: ChunkLayout, region: AxisRegion, sizes: tuple[int, ...]) -> ChunkLayout:
@@ -156,7 +141,7 @@ class _Cut(NamedTuple):
 
 
 def _cut_all(axes: tuple[tuple[int, int], ...], low: torch.Tensor, high: torch.Tensor) -> list[_Cut]:
-    """Do as ``_cut`` for many stretches: of each at most two indices of an axis are there in part."""
+    """Do as ``_cut`` for many stretches. Of each at most two indices of an axis are there in part: its ends."""
     if not axes:
         return [_Cut(low.new_zeros(len(low), 0, 2), (low <= 0) & (high > 0))]
     (step, size), inner = axes[0], axes[1:]

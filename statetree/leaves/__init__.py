@@ -10,7 +10,7 @@ bottom:
 - ``conversion``: elements in another dtype, ties kept.
 - ``pairing``, ``ties``: the leaves of two trees side by side; which leaves of a tree share memory.
 - ``lowering``: a tree down to the parts of its leaves; ``divided``: what stands for those that have several, and how
-  they are put together again; ``laid_out``: tensors in the axes of another leaf's blocks.
+  they are put together again; ``laid_out``: tensors in the blocks of leaves that were converted.
 - ``parts``: many leaves taken apart at once, each tensor object once, and packed again.
 - ``held_memory``: whether the tensors of leaves still lie where they lay.
 - ``location``: errors that say which leaf could not be.

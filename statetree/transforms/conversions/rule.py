@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import islice, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from statetree.chunks.axis_blocks import AxisBlock, AxisRegion
@@ -152,10 +152,13 @@ class Rule:
         for number, place in present:
             for axis, index in zip(self.source[number].axes, place, strict=True):
                 counts[axis] = max(counts.get(axis, 0), index + 1)
+        counts = {**dict.fromkeys((axis for slot in self.source for axis in slot.axes), 1), **counts}
         counts |= {axis: sizes[axis] for axis in counts if axis in sizes}
+        most = len(present) + 1  # one index may be as large as it likes: then others are missing, and one is enough
         places: list[Place] = []
         for number, slot in enumerate(self.source):
-            places += [(number, place) for place in product(*[range(counts.get(axis, 0)) for axis in slot.axes])]
+            grid = product(*[range(min(counts[axis], most)) for axis in slot.axes])
+            places += [(number, place) for place in islice(grid, most)]
         return places, counts
 
     def targets(

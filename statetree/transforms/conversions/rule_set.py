@@ -215,7 +215,7 @@ class Conversion:
             if place not in present:
                 name = rule.source[place[0]].name(0, captures, place[1])
                 wrong.append(Difference(Path((name,)), "missing", "absent", f"a leaf, as {rule} takes others"))
-        for place in present.keys() - set(places):
+        for place in present.keys() - set(places) if len(wrong) == before else ():
             name = rule.source[place[0]].name(0, captures, place[1])
             wrong.append(Difference(Path((name,)), "size", f"index {max(place[1])}", f"at most {counts}"))
         if len(wrong) > before:

@@ -202,6 +202,14 @@ def test_experts_that_do_not_fit_are_refused(state, message):
         st.Conversion([("moe", "experts.{e}.w", "e f -> f")]).inverse(state)
 
 
+def test_an_index_may_be_as_large_as_it_likes():
+    with pytest.raises(st.TreeMismatch, match=r"missing at experts.1.w: expected a leaf"):
+        st.Conversion([EXPERTS]).inverse({f"experts.{e}.w": ramp(2, 2) for e in (0, 10**15)})
+    both = st.Conversion([(["experts.{e}.w", "shared.w"], "moe.w", "f, f -> (e + 1) f")])
+    with pytest.raises(st.TreeMismatch, match=r"missing at experts.0.w: expected a leaf"):
+        both({"shared.w": ramp(5)})
+
+
 @pytest.mark.parametrize(
     ("sizes", "shape", "message"),
     [
