@@ -49,7 +49,7 @@ _SUFFIX: Final = ".distcp"
 #: An incremental save begins another file where one has so many bytes, or so much of all.
 _FILE_BYTES: Final = 4 << 20
 _FILE_SHARE: Final = 64
-#: Where the last piece begins so far behind, a second thread helps to write a file.
+#: A second thread helps to write files of so many bytes.
 _SHARED_BYTES: Final = 8 << 20
 
 Index = tuple[str, "tuple[int, ...] | None"]
@@ -281,7 +281,7 @@ def _write_all(handle: int, sources: Sequence[PieceSource], offsets: Sequence[in
         finally:
             deque(todo, maxlen=0)  # after an error, or an interrupt, the other one stops
 
-    if offsets[-1] < _SHARED_BYTES:
+    if sum(source.length for source in sources) < _SHARED_BYTES:
         work()
     else:
         with ThreadPoolExecutor(1) as pool:
