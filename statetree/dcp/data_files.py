@@ -18,10 +18,9 @@ from statetree.dcp.file_manifest import check_file
 from statetree.dcp.metadata import read_described
 from statetree.errors import CheckpointError
 from statetree.files.checked_range import CheckedRange
-from statetree.files.crc32 import crc32, joined
 from statetree.files.ranges import OpenFiles
 from statetree.files.stored import StoredPiece, StoredTensor
-from statetree.files.tensor_archives import MEMORY, archive_of
+from statetree.files.tensor_archives import archive_of
 from statetree.files.torch_format import TorchArchive
 from statetree.files.untrusted import refuse
 from statetree.files.zip_archive import read_members
@@ -156,30 +155,23 @@ class DataFiles:
 
     def _like_torch(self, index: MetadataIndex, dtype: torch.dtype, box: Box, *, verify: bool) -> StoredPiece | None:
         """Return the piece if its entry is, around the elements, what torch writes, and what the manifest says."""
-        stored = self._stored[index]
-        strides = torch.empty(box.sizes, device="meta").stride()
-        archive = archive_of(dtype, torch.Size(box.sizes), strides)
+        archive, stored = archive_of(dtype, box.sizes), self._stored[index]
         if archive is None or archive.length != stored.length:
             return None
-        place = self._entry(index, verify=False)
-        begin, stop = len(archive.head), len(archive.head) + archive.nbytes
-        if verify and place.length <= _SMALL_BYTES:
-            place = place.in_memory()
-        head, end = place.read(0, begin, "its beginning"), place.read(stop, place.length - stop, "its end")
-        checksum = archive.stated(head, end)
-        if checksum is None:
-            return None
-        if verify and self._listed is not None:
-            found = crc32(end, joined(crc32(head), checksum, archive.nbytes))
-            if found != self._checksums.get((stored.name, stored.offset)):
-                return None
-        if place.is_held and place.checksum(begin, archive.nbytes) != checksum:
+        whole = self._entry(index, verify=False)
+        if verify and whole.length <= _SMALL_BYTES:
+            whole = whole.in_memory()
+        found = archive.stated(whole)
+        is_listed = verify and self._listed is not None
+        if found is None or (is_listed and found[1] != self._checksums.get((stored.name, stored.offset))):
             return None
         entry = f"the entry {index.fqn!r}"
-        part = place.part(begin, archive.nbytes, entry)
+        place = whole.part(len(archive.head), archive.nbytes, entry)
         if verify and not place.is_held:
-            part = CheckedRange(place, begin, archive.nbytes, entry, f"the member {MEMORY.decode()!r}", checksum)
-        return StoredPiece(box, part, strides)
+            place = CheckedRange(place, entry, "the member 'archive/data/0'", found[0])
+        elif verify and place.checksum(0, place.length) != found[0]:
+            return None
+        return StoredPiece(box, place, torch.empty(box.sizes, device="meta").stride())
 
     def _parsed(self, index: MetadataIndex, dtype: torch.dtype, box: Box, *, verify: bool) -> StoredPiece:
         archive = TorchArchive(self._entry(index, verify=verify))

@@ -11,10 +11,8 @@ import dataclasses
 import os
 import pickle
 import uuid
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -49,8 +47,6 @@ _SUFFIX: Final = ".distcp"
 #: An incremental save begins another file where one has so many bytes, or so much of all.
 _FILE_BYTES: Final = 4 << 20
 _FILE_SHARE: Final = 64
-#: Where the last piece begins so far behind, a second thread helps to write a file.
-_SHARED_BYTES: Final = 8 << 20
 
 Index = tuple[str, "tuple[int, ...] | None"]
 
@@ -195,17 +191,16 @@ class _RankWriter:
         path = self._directory / name
         path.unlink(missing_ok=True)
         values_first = sorted(indices, key=lambda index: self.items[index].type != WriteItemType.BYTE_IO)  # as DCP
-        sources = [self._source(index) for index in values_first]
-        *offsets, nbytes = accumulate([source.length for source in sources], initial=0)
-        end = trailer(self._share.save)
+        pieces, at, end = [], 0, trailer(self._share.save)
         with path.open("xb", buffering=0) as file:
-            checksums = _write_all(file.fileno(), sources, offsets)
-            file.seek(nbytes)
+            for index in values_first:
+                source = self._source(index)
+                pieces.append(ManifestPiece(*index, at, source.length, source.write(file.fileno(), at)))
+                at += source.length
+            file.seek(at)
             file.write(end)
             os.fsync(file.fileno())
-        listed = zip(values_first, offsets, sources, checksums, strict=True)
-        pieces = [ManifestPiece(*index, at, source.length, checksum) for index, at, source, checksum in listed]
-        self._add(name, ManifestFile(self._share.save, nbytes + len(end), tuple(pieces)))
+        self._add(name, ManifestFile(self._share.save, at + len(end), tuple(pieces)))
 
     def _add(self, name: str, file: ManifestFile) -> None:
         for piece in file.pieces:
@@ -268,27 +263,6 @@ class _RankWriter:
                 group, total = [], 0
         if group:
             yield group
-
-
-def _write_all(handle: int, sources: Sequence[PieceSource], offsets: Sequence[int]) -> Sequence[int]:
-    """Write pieces to a file, and return their checksums. Two threads share them: one computes as the other writes."""
-    checksums, todo = [0] * len(sources), iter(range(len(sources)))
-
-    def work() -> None:
-        try:
-            for index in todo:
-                checksums[index] = sources[index].write(handle, offsets[index])
-        finally:
-            deque(todo, maxlen=0)  # after an error, or an interrupt, the other one stops
-
-    if not offsets or offsets[-1] < _SHARED_BYTES:  # (a rank may have nothing to write)
-        work()
-    else:
-        with ThreadPoolExecutor(1) as pool:
-            helper = pool.submit(work)
-            work()
-            helper.result()
-    return checksums
 
 
 def _files_of(base: Path) -> Mapping[str, ManifestFile]:

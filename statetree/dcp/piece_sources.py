@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from statetree.chunks.boxes import in_slabs, whole_box
-from statetree.files.crc32 import crc32, joined
+from statetree.files.crc32 import crc32
 from statetree.files.ranges import BUCKET_BYTES
 from statetree.files.strided_reading import memory_view
 from statetree.files.tensor_archives import archive_of
-from statetree.files.torch_writing import Stream, save_to
 from statetree.spans.bits import same_bytes
-from statetree.spans.layout import as_bytes, is_dense
+from statetree.spans.layout import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,8 +29,7 @@ _BLOCK_BYTES: Final = 1 << 20
 class PieceSource:
     """A plain strided tensor, or the bytes of a plain value.
 
-    Tensors on the CPU are written from their memory if that is all of their elements, in any order. Others are copied,
-    a bucket at a time.
+    Contiguous tensors on the CPU are written from their memory. Others are copied, a bucket at a time.
 
     Attributes:
         length: How many bytes are written of it.
@@ -41,31 +39,27 @@ class PieceSource:
         self._archive = None
         if isinstance(data, torch.Tensor):
             data = data.detach().resolve_conj().resolve_neg()
-            self._in_place = data.device.type == "cpu" and is_dense(data.is_contiguous(), data.shape, data.stride())
-            stride = data.stride() if self._in_place else torch.empty(data.shape, device="meta").stride()
-            self._archive = archive_of(data.dtype, data.shape, stride)
+            self._archive = archive_of(data.dtype, data.shape)
             if self._archive is None:
                 file = io.BytesIO()
-                save_to(data.cpu().clone(), Stream(file))
+                torch.save(data.cpu().clone(memory_format=torch.contiguous_format), file)
                 data = file.getbuffer()
-        self._data: Any = data
-        self.length = len(data) if self._archive is None else self._archive.length
+        self._data: torch.Tensor = data if self._archive else torch.frombuffer(data, dtype=torch.uint8)
+        self._in_place = self._data.device.type == "cpu" and self._data.is_contiguous()
+        self.length = self._archive.length if self._archive else self._data.nbytes
 
     def write(self, handle: int, at: int) -> int:
         """Write it to a file as DCP does, at an offset, and return its CRC-32."""
-        if self._archive is None:
-            _write_at(handle, [self._data], at)
-            return crc32(self._data)
-        parts: list[Any] = [self._archive.head]
-        checksum = 0
+        archive, checksum = self._archive, 0
+        parts: list[Any] = [archive.head] if archive else []
         for block in self._blocks():
             parts.append(memory_view(block))
             checksum = crc32(parts[-1], checksum)
             if len(block) >= _BLOCK_BYTES or not self._in_place:  # the copy is gone with the next one
                 at, parts = _write_at(handle, parts, at), []
-        end = self._archive.end(checksum)
+        end = archive.end(checksum) if archive else b""
         _write_at(handle, [*parts, end], at)
-        return self._whole(checksum, end)
+        return archive.checksum(checksum, end) if archive else checksum
 
     def is_in(self, file: FileRange, piece: ManifestPiece) -> bool:
         """Whether a piece of a file was written from the same, and holds it still.
@@ -74,15 +68,10 @@ class PieceSource:
             CheckpointError: If the piece does not lie in the file.
         """
         place = file.part(piece.offset, piece.length, f"the piece of {piece.key!r}")
-        if self.length != place.length:
+        stated = self._archive.stated(place) if self._archive else (0, piece.checksum)
+        if place.length != self.length or stated is None or stated[1] != piece.checksum:
             return False
-        if self._archive is None:
-            return bool(place.read(0, place.length, "its bytes") == self._data)
-        begin, stop = len(self._archive.head), len(self._archive.head) + self._archive.nbytes
-        end = place.read(stop, place.length - stop, "its end")
-        checksum = self._archive.stated(place.read(0, begin, "its beginning"), end)
-        if checksum is None or self._whole(checksum, end) != piece.checksum:
-            return False
+        begin = len(self._archive.head) if self._archive else 0
         for own in self._blocks():
             done = 0
             for block in place.blocks(begin, len(own)):
@@ -91,11 +80,6 @@ class PieceSource:
                 done += len(block)
             begin += done
         return True
-
-    def _whole(self, checksum: int, end: bytes) -> int:
-        """Return the CRC-32 of the archive, from that of the memory."""
-        assert self._archive is not None
-        return crc32(end, joined(crc32(self._archive.head), checksum, self._archive.nbytes))
 
     def _blocks(self) -> Iterator[torch.Tensor]:
         """Yield the bytes of the memory."""

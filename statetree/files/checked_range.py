@@ -13,25 +13,21 @@ if TYPE_CHECKING:
 
 
 class CheckedRange(FileRange):
-    """A part of a range that has a CRC-32.
-
-    If all of it is read in one go, that is what is compared. Otherwise it is read first to be compared, once.
+    """A range with a CRC-32, which is compared if all is read in one go, and otherwise before, once.
 
     Args:
-        place: What it is a part of.
-        start: Where it begins there.
-        length: How many bytes it has.
-        entry: What messages call the whole.
-        name: What messages call the part.
-        checksum: Its CRC-32.
+        place: The range, of a file.
+        entry: What messages call it.
+        part: What they call the part of that which has the checksum.
+        checksum: The CRC-32.
     """
 
-    __slots__ = ("_checksum", "_name")
+    __slots__ = ("_checksum", "_part")
 
-    def __init__(self, place: FileRange, start: int, length: int, entry: str, name: str, checksum: int) -> None:
-        super().__init__(place.files, place.path, place.start + start, length, entry)
-        self._name = name
-        self._checksum: int | None = checksum
+    def __init__(self, place: FileRange, entry: str, part: str, checksum: int) -> None:
+        super().__init__(place.files, place.path, place.start, place.length, entry)
+        self._part = part
+        self._checksum: int | None = checksum  # ``None`` once it was compared
 
     def fill(self, view: memoryview, start: int) -> None:
         """Fill memory with bytes. Raises ``CheckpointError`` if any of the range is wrong."""
@@ -59,5 +55,5 @@ class CheckedRange(FileRange):
 
     def _compare(self, found: int) -> None:
         if found != self._checksum:
-            refuse(self.label, f"{self._name} has the checksum {found:08x}: expected {self._checksum:08x}")
-        self._checksum = None  # the next read may be of a part
+            refuse(self.label, f"{self._part} has the checksum {found:08x}: expected {self._checksum:08x}")
+        self._checksum = None

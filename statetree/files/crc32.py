@@ -8,9 +8,9 @@ from typing import Final
 from zlib import crc32
 
 with suppress(ImportError):
-    from zlib_ng.zlib_ng import crc32  # type: ignore[no-redef]  # the same function
+    from zlib_ng.zlib_ng import crc32  # type: ignore[no-redef, unused-ignore]  # the same function
 with suppress(ImportError):
-    from isal.isal_zlib import crc32  # type: ignore[no-redef]  # the same function
+    from isal.isal_zlib import crc32  # type: ignore[no-redef, unused-ignore]  # the same function
 
 __all__ = ["crc32", "joined"]
 

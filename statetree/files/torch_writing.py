@@ -19,44 +19,37 @@ _REASON: Final = re.compile(
 )
 
 
-class Stream:
+class _Stream:
     """A file to write to, until it is closed."""
 
     def __init__(self, file: Any) -> None:
-        self._write = file.write
-
-    def write(self, data: Any) -> int:
-        """Write bytes."""
-        written: int = self._write(data)
-        return written
+        self.write = file.write
 
     def flush(self) -> None:
         """There is nothing to flush: whoever opened the file does that."""
 
     def close(self) -> None:
-        """Write no more."""
         # A writer of torch that broke off writes once more when it is freed. If that raises, the process ends.
-        self._write = len
-
-
-def save_to(value: Any, stream: Stream) -> None:
-    """Write a value as ``torch.save`` does, and raise what writing raises: an interrupt, or that the disk is full."""
-    handled = sys.exception()
-    try:
-        torch.save(value, stream)  # type: ignore[arg-type]  # what torch uses of a file
-    except RuntimeError as error:
-        hidden = error.__context__  # torch's writer closes the archive, and raises that it is not whole
-        if hidden is None or hidden is handled:
-            raise
-        raise hidden from None
-    finally:
-        stream.close()
+        self.write = len
 
 
 def save_as(value: Any, path: Path) -> None:
-    """Write a value to a file that is not there yet, as ``torch.save`` does."""
+    """Write a value as ``torch.save`` does to a file that is not there yet.
+
+    What writing raises is raised: an interrupt, or that the disk is full.
+    """
+    handled = sys.exception()
     with path.open("xb") as file:
-        save_to(value, Stream(file))
+        stream: Any = _Stream(file)
+        try:
+            torch.save(value, stream)
+        except RuntimeError as error:
+            hidden = error.__context__  # torch's writer closes the archive, and raises that it is not whole
+            if hidden is None or hidden is handled:
+                raise
+            raise hidden from None
+        finally:
+            stream.close()
 
 
 def is_loaded(value: Any) -> bool:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 #: Levels of containers and records: an OrderedDict in an OrderedDict takes three.
 _MAX_DEPTH: Final = 4000
 _CONTAINERS: Final = frozenset({dict, list, tuple, set, frozenset})
+#: Most values in pickles: looked for first.
+_ATOMS: Final = frozenset({str, int, float, bool, bytes, type(None)})
 #: A tuple in a tuple takes some 55 bytes of the stack to be hashed. A default stack has room for so many.
 _HASH_BYTES: Final = 256
 _FEW_TUPLES: Final = 4000
@@ -197,6 +199,8 @@ class _Making:
         return *value.args, value.state, value.items
 
     def _part(self, value: Any, *, is_argument: bool = False) -> Any:
+        if type(value) in _ATOMS:
+            return value
         if _has_parts(value):
             made = self._values[id(value)]
             if isinstance(made, _Failure):
@@ -239,7 +243,8 @@ class _Making:
 
 
 def _has_parts(value: Any) -> bool:
-    return type(value) in _CONTAINERS or isinstance(value, Record)
+    cls = type(value)
+    return cls not in _ATOMS and (cls in _CONTAINERS or issubclass(cls, Record))
 
 
 def _fill(made: Any, items: list[Any]) -> None:
