@@ -197,7 +197,7 @@ class Exchange(Call):
 
     def move(self, source: Manifest, target: Destination) -> Any:
         """Agree with the other ranks, move the elements, and return the resulting tree."""
-        received = source.received
+        received: Received | None = source.received
         with phase(f"{self.verb}.plan"):
             planned = self._plan(source, target) if received is None else self._plan_received(source, target, received)
         with phase(f"{self.verb}.move"):

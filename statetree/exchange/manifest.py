@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from statetree.chunks.layouts import ChunkLayout
     from statetree.chunks.local import LocalChunks
     from statetree.chunks.ranks import Ranks
-    from statetree.exchange.description import Received
     from statetree.key_paths import Path
     from statetree.leaves.divided import Outline, Recipe
     from statetree.leaves.engine_type import EngineLeafType
@@ -60,7 +59,7 @@ class Manifest:
         written: Whether elements are moved into its leaves: then the ranks must see the same ties.
         replicas: Where meshes differ from rank to rank, whether their elements are compared (``"check"``), or the first
             mesh's taken (``"first"``). With ``None`` all keep what they have.
-        received: How its elements move, if another rank described the tree.
+        received: How its elements move (a ``Received``), if another rank described the tree.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class Manifest:
         if any(map(may_be_under_way, set(map(type, leaves)))):
             leaves = list(map(settled, leaves))
         self.verb = verb
-        self.received: Received | None = None
+        self.received: Any = None
         self.complete = complete
         self.written = written
         self.replicas = replicas
@@ -191,7 +190,7 @@ class Manifest:
         spec: TreeSpec,
         leaves: list[Any],
         chunks: Mapping[int, LocalChunks],
-        received: Received,
+        received: Any,
     ) -> Self:
         """Return the manifest of a tree that another rank described: ``chunks`` are what this one holds of it."""
         found = cls.__new__(cls)
