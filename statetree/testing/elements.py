@@ -39,7 +39,11 @@ ELEMENTS = ("counted", "precise", "zeros", "infinite", "nan")
 #: Dtypes with elements that are lost by what keeps small whole numbers: a narrower dtype, arithmetic, a comparison.
 HARD_TO_KEEP = (
     *itertools.product((torch.float32, torch.float64), ELEMENTS[1:]),
-    *((dtype, "precise") for dtype in (torch.float16, torch.bfloat16, torch.int64, torch.int32)),
+    *(
+        (dtype, "precise")
+        for dtype in (torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.uint8)
+    ),
+    *itertools.product((torch.complex64, torch.complex128), ("precise", "zeros")),
 )
 _FLOATS = "torch.arange({a}.0, {b}.0)", "torch.arange({a}.5, {b}.5)"
 _DOUBLES = [f"{code[:-1]}, dtype=torch.float64)" for code in _FLOATS]
@@ -56,6 +60,7 @@ _LAST_EXACT = {
     **dict.fromkeys((torch.int64, torch.uint64), 53),
     **dict.fromkeys((torch.int32, torch.uint32), 24),
     **dict.fromkeys((torch.int16, torch.uint16), 11),
+    torch.uint8: 7,
 }
 _BITS = {
     torch.float32: torch.int32,

@@ -45,6 +45,7 @@ _SLICE = functools.partial(ViewPlan, kind="slice")
 STATES = (
     _dict(w=_W),
     *(_dict(w=TensorPlan(dtype=dtype, elements=elements)) for dtype, elements in HARD_TO_KEEP),
+    _dict(v=Value(2**53 + 1)),  # a float rounds it
     *(_dict(w=TensorPlan(shape)) for shape in ((0,), (), (2, 2))),
     *(_dict(w=TensorPlan(dtype=dtype)) for dtype in TRAINING_DTYPES),
     *(_dict(w=TensorPlan((2, 3), geometry=geometry)) for geometry in ("transposed", "expanded")),

@@ -31,6 +31,13 @@ LOSSES = {
     "sign of zero": without_sign_of_zero,
     "payload of NaN": without_payload,
 }
+#: What the fixed states show; it is drawn now and then.
+RARER = {
+    "complex128 through complex64": through(torch.complex128, torch.complex64),
+    "sign of zero in complex64": lambda leaf: leaf + 0 if leaf.dtype is torch.complex64 else leaf,
+    "uint8 through int8": lambda leaf: leaf.clamp(max=127) if leaf.dtype is torch.uint8 else leaf,
+    "int16 through int8": through(torch.int16, torch.int8),
+}
 LOSSY = pytest.mark.parametrize("loss", [pytest.param(loss, id=name) for name, loss in LOSSES.items()])
 
 
@@ -46,6 +53,20 @@ def applied(loss, tree):
 def test_check_transform_finds_it(loss, number):
     with pytest.raises(AssertionError, match="elements differ"):
         check_transform(lambda tree: applied(loss, tree), laws=["values"], examples=50, seed=number)
+
+
+@pytest.mark.parametrize("name", RARER)
+def test_check_transform_finds_rarer_losses(name):
+    with pytest.raises(AssertionError, match="elements differ"):
+        check_transform(lambda tree: applied(RARER[name], tree), laws=["values"], examples=50)
+
+
+def test_check_transform_finds_what_rounds_numbers():
+    def rounded(tree):
+        return st.map_leaves(lambda leaf: int(float(leaf)) if type(leaf) is int else leaf, tree)
+
+    with pytest.raises(AssertionError, match="9007199254740993"):
+        check_transform(rounded, laws=["values"], examples=50)
 
 
 @LOSSY
