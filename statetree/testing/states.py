@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from statetree.key_paths import Path
 from statetree.testing.dtensor_layout import Layout
-from statetree.testing.elements import HARD_TO_KEEP, TRAINING_DTYPES
+from statetree.testing.elements import HARD_TO_KEEP, HARD_TO_KEEP_TOO, TRAINING_DTYPES
 from statetree.testing.layout_strategies import layouts
 from statetree.testing.plans import MAPPINGS, PAIRS, Again, Node, TensorPlan, Value, ViewPlan, build, code_of
 from statetree.testing.strategies import plain_values, tensor_plans, tied_plans, tree_plans
@@ -44,7 +44,7 @@ _SLICE = functools.partial(ViewPlan, kind="slice")
 
 STATES = (
     _dict(w=_W),
-    *(_dict(w=TensorPlan(dtype=dtype, elements=elements)) for dtype, elements in HARD_TO_KEEP),
+    *(_dict(w=TensorPlan(dtype=dtype, elements=kind)) for dtype, kind in (*HARD_TO_KEEP, *HARD_TO_KEEP_TOO)),
     _dict(v=Value(2**53 + 1)),  # a float rounds it
     *(_dict(w=TensorPlan(shape)) for shape in ((0,), (), (2, 2))),
     *(_dict(w=TensorPlan(dtype=dtype)) for dtype in TRAINING_DTYPES),
