@@ -89,13 +89,21 @@ class Outline(NamedTuple):
             return self.spec.unflatten(parts)
         paths = self.spec.paths()
         leaves: list[Any] = []
+        made: dict[Any, Any] = {}
         position = 0
         for leaf in range(self.spec.num_leaves):
             count = self.counts.get(leaf)
             own = parts[position : position + (1 if count is None else count)]
             position += len(own)
             try:
-                leaves.append(own[0] if count is None else recipes[paths[leaf]].lift(own))
+                if count is None:
+                    leaves.append(own[0])
+                    continue
+                recipe = recipes[paths[leaf]]
+                key = (id(recipe.leaf), *map(id, own))  # a leaf in two places is one again
+                if key not in made:
+                    made[key] = recipe.lift(own)
+                leaves.append(made[key])
             except Exception as error:
                 whole = [recipes[path].leaf if path in recipes else None for path in paths]
                 raise located_error(verb, "put together", error, lambda: paths, whole, leaf) from error

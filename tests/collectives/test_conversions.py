@@ -118,6 +118,8 @@ def every_verb():
     assert {type(leaf) for key, leaf in converted.items() if "ln" not in key} == {ConvertedLeaf}
     assert all(leaf is trainer[key] for key, leaf in CONVERSION.inverse(converted).items())
     check_holds(st.gather(converted), whole)
+    twice = st.gather(CONVERSION({"0.rotary": trainer["0.rotary"], "1.rotary": trainer["0.rotary"]}))
+    assert twice["0.wq"] is twice["1.wq"]
     partial = st.gather(converted, dst=0)
     if dist.get_rank() == 0:
         check_holds(partial, whole)

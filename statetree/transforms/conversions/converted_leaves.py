@@ -80,9 +80,10 @@ class LeafMaker:
         Raises:
             UnsupportedLeaf: If it is no strided tensor.
         """
-        value = self._leaves[leaf] if is_stored(self._leaves[leaf]) else settled(self._leaves[leaf])
+        value = self._leaves[leaf]
         if (is_stored(value) and value.is_strided) or _is_spread(value):
             return tuple(value.shape)
+        value = value if is_stored(value) else settled(value)
         leaf_type = leaf_type_of(type(value))
         is_bare = leaf_type is not None and leaf_type.bare
         if not is_bare or value.layout is not torch.strided or value.is_nested or value.is_quantized:
@@ -299,9 +300,8 @@ def _read(stored: Any, parts: Sequence[_Part], views: Sequence[torch.Tensor]) ->
     hulls = [region.hull(sizes) for region, _, sizes in parts]
     start = tuple([min(places) for places in zip(*[hull.start for hull in hulls], strict=True)])
     hull = Box(start, tuple([max(places) for places in zip(*[hull.stop for hull in hulls], strict=True)]))
-    if len(parts) > 1 and 20 * hull.volume <= 21 * sum(
-        view.numel() for view in views
-    ):  # all of it is needed: in one go
+    needed = sum(view.numel() for view in views)
+    if len(parts) > 1 and 20 * hull.volume <= 21 * needed:  # nearly all of it: in one go
         whole = torch.empty(hull.sizes, dtype=stored.dtype, device="cpu")
         stored.read_into(start, whole)
         near = [region._replace(start=(*map(sub, region.start, start),)) for region, *_ in parts]
