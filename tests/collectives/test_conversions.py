@@ -58,13 +58,14 @@ def load_through(path):
         whole = CONVERSION(state)
         like = spread({key: torch.zeros(leaf.shape) for key, leaf in whole.items()}, dim)
         headers = counted(lambda: st.files.open(path))[1]
-        loaded, nbytes = counted(lambda like=like: st.load(path, like, through=CONVERSION))
+        # Checksums are of whole tensors, so that comparing them reads those whole.
+        loaded, nbytes = counted(lambda like=like: st.load(path, like, through=CONVERSION, verify=False))
         for key, leaf in loaded.items():
             assert torch.equal(leaf.full_tensor() if hasattr(leaf, "full_tensor") else leaf, whole[key]), key
         local = [leaf.to_local() if hasattr(leaf, "to_local") else leaf for leaf in loaded.values()]
         needed = sum(leaf.nbytes for leaf in local)
         most = {0: 1.05, 1: 2.0}[dim]  # of columns, what lies between is read where it is short
-        extra = 1200 * len(state) if path.endswith("dir") else 256  # where a piece lies is read with it
+        extra = 1600 * len(state) if path.endswith("dir") else 256  # where a piece lies is read with it
         assert nbytes - headers <= most * needed + extra, (dim, nbytes - headers, needed)
         moved = st.reshard(CONVERSION(st.files.open(path)), like)
         assert all(torch.equal(st.to_flat(moved)[0][key].full_tensor(), whole[key]) for key in like if "ln" not in key)
