@@ -84,7 +84,7 @@ class TensorArchive:
 
 
 def _combined(before: int, crc: int) -> int:
-    # As hash_combine of c10 (inline_container.cc), tried with torch 2.11 to 2.15: where it is another, ends differ.
+    # As hash_combine of c10 (inline_container.cc), tried with torch 2.11 and 2.13: where it is another, ends differ.
     return (before ^ (crc + 0x9E3779B9 + (before << 6) + (before >> 2))) & 0xFFFFFFFFFFFFFFFF
 
 
