@@ -93,11 +93,11 @@ def load_on_ranks(directory: Path, expected: dict[str, float]) -> None:
         model, optimizer = sharded(world_size)
         train(model, optimizer, 1)  # gives the optimizer its state
         template = state_of(model, optimizer, 0)
-        loaded = statetree.load(f"{directory}/{name}", template, in_place=True)
+        loaded = statetree.load(f"{directory}/{name}", template, in_place=True, strict=name != "async")
         assert close(summed(loaded), expected), name
         assert loaded["counts"] == (STEPS, {"seen": [STEPS]})
         assert loaded["model"]["0.weight"] is template["model"]["0.weight"]
-    loaded = statetree.load(f"{directory}/async", {"only": torch.zeros(3).long()}, in_place=True)
+    loaded = statetree.load(f"{directory}/async", {"only": torch.zeros(3).long()}, in_place=True, where="only")
     assert loaded["only"].tolist() == [0, 1, 2]
     whole = statetree.load(f"{directory}/saved")
     assert close(summed(whole), expected)
@@ -303,7 +303,8 @@ def save_on_the_last_two(directory: Path) -> Any:
         series.async_save(1, {"own": own, "rank": rank})
         restored = series.restore({"own": {rank: torch.zeros(3).long()}, "rank": None})
     dcp.async_save(own, checkpoint_id=directory / "async", process_group=group).result(units(30))
-    loaded = statetree.load(directory / "async", {rank: torch.zeros(3).long()}, in_place=True, group=group)
+    like = {rank: torch.zeros(3).long()}
+    loaded = statetree.load(directory / "async", like, in_place=True, strict=False, group=group)
     return restored["own"][rank].tolist(), restored["rank"], loaded[rank].tolist()
 
 
