@@ -5,6 +5,7 @@ Tried with torch 2.11.0, 2.13.0 and 2.15.0. (``leaves.types`` touch what is priv
 
 from __future__ import annotations
 
+import math
 import sys
 from functools import cache, wraps
 from itertools import chain, repeat
@@ -127,6 +128,19 @@ def set_bits(tensor: torch.Tensor, *, conj: bool, neg: bool) -> None:
 def as_class(tensor: torch.Tensor, cls: type, *, requires_grad: bool) -> torch.Tensor:
     """Return a tensor of a subclass on the same memory, without running the subclass's constructor."""
     return torch.Tensor._make_subclass(cls, tensor, requires_grad)
+
+
+_BYTE: Final = torch.empty(1, dtype=torch.uint8, device="cpu")
+
+
+def without_memory(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """Return a contiguous tensor on the CPU whose storage is as large as it says, and has no memory.
+
+    Nothing may look at its elements. (Of a meta tensor torch would save another device.)
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    storage = torch._C._construct_storage_from_data_pointer(_BYTE.data_ptr(), _BYTE.device, nbytes)
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, tuple(shape))
 
 
 #: Dtypes that torch can store but neither copy nor convert: they are moved as bytes.

@@ -139,23 +139,34 @@ class MirroredSeries(Series):
             if near.step in there and there[near.step] == (None if manifest is None else manifest.save):
                 continue
             try:
-                self._upload(near.step, folder)
+                is_there = self._upload(near)
             except FileNotFoundError:
                 if folder.exists():
                     raise
                 continue  # it was removed meanwhile
-            there[near.step] = None if manifest is None else manifest.save
+            if is_there:
+                there[near.step] = None if manifest is None else manifest.save
         self._prune(set(there))
 
-    def _upload(self, step: int, folder: Path) -> None:
-        since, nbytes = time.monotonic(), 0
-        there = self.url / name_of(step)
+    def _upload(self, near: StepDirectory) -> bool:
+        """Upload a step, and return whether it was the same one all the time: who replaces it uploads it again."""
+        since, folder, there = time.monotonic(), super().path(near), self.url / name_of(near.step)
+        ending = {name: (folder / name).read_bytes() for name in (MANIFEST, METADATA) if (folder / name).exists()}
         (there / METADATA).unlink()
-        files = sorted(folder.iterdir(), key=lambda file: (file.name == METADATA, file.name == MANIFEST, file.name))
+        if there.exists():
+            there.remove()
+        files = sorted(file for file in folder.iterdir() if file.name not in ending)
+        nbytes = sum(map(len, ending.values())) + sum(file.stat().st_size for file in files)
         for file in files:
             (there / file.name).upload(file)
-            nbytes += file.stat().st_size
-        self._tell(Event("upload", step, time.monotonic() - since, nbytes, 0.0))
+        # Each save is a folder of its own, with an id in its manifest: so far, what was read by name was of one save.
+        is_same = folder.stat().st_ino == near.inode
+        if not is_same or any((folder / name).read_bytes() != data for name, data in ending.items()):
+            return False
+        for name, data in ending.items():
+            (there / name).write(data)
+        self._tell(Event("upload", near.step, time.monotonic() - since, nbytes, 0.0))
+        return True
 
     def _prune(self, complete: set[int]) -> None:
         """Remove steps that are not kept, and what is left of others."""

@@ -75,7 +75,7 @@ def fill(verb: str, targets: Sequence[Target]) -> None:
         if not overlaps_itself(target.tensor.shape, target.tensor.stride()):
             target.read(verb, target.tensor)
             continue
-        left = once(target.tensor, target.fresh(verb))
+        left = once(target.tensor, _with_strides_of(target.tensor, target.fresh(verb)))
         if left is None:
             found.append(Difference(target.path, "overlap", "values of its own", "a tensor that overlaps itself"))
         else:
@@ -86,6 +86,16 @@ def fill(verb: str, targets: Sequence[Target]) -> None:
     found += [Difference(path, "ties", "values of its own", "a tensor that shares memory") for path in wrong]
     if found:
         raise TreeMismatch.between(verb, found, _REMEDY)
+
+
+def _with_strides_of(tensor: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
+    """Return the elements of ``fresh`` as a tensor that overlaps itself has them, if they agree where it does."""
+    count = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    at = torch.arange(count, device=fresh.device).as_strided(tensor.shape, tensor.stride()).flatten()
+    memory = torch.empty((count, fresh.itemsize), dtype=torch.uint8, device=fresh.device)
+    memory[at] = fresh.flatten().view(torch.uint8).view(-1, fresh.itemsize)
+    copy = memory.flatten().view(fresh.dtype).as_strided(tensor.shape, tensor.stride())
+    return copy if same_bytes(copy, fresh) else fresh
 
 
 def check_elements(verb: str, tensor: torch.Tensor, path: Path) -> None:

@@ -184,6 +184,11 @@ class RemotePath:
         self._ask(self.system.makedirs, self.parent.path, exist_ok=True)
         self._ask(self.system.put_file, os.fspath(file), self.path)
 
+    def write(self, data: bytes) -> None:
+        """Put bytes there, as ``upload``."""
+        self._ask(self.system.makedirs, self.parent.path, exist_ok=True)
+        self._ask(self.system.pipe_file, self.path, data)
+
     def unlink(self) -> None:
         """Remove the file, if there is one."""
         if self.exists():

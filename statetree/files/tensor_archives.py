@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from statetree.files.crc32 import crc32, joined
-from statetree.torch_internals import quietly
+from statetree.torch_internals import quietly, without_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,7 +107,7 @@ def archive_of(dtype: torch.dtype, shape: Sequence[int]) -> TensorArchive | None
 @lru_cache(1024)
 @quietly
 def _archive_of(dtype: torch.dtype, shape: Sequence[int]) -> TensorArchive | None:
-    probe, file = torch.empty(shape, dtype=dtype, device="cpu"), _WithoutMemory()
+    probe, file = without_memory(dtype, shape), _WithoutMemory()
     with torch.serialization.skip_data():
         torch.save(probe, file)
     data = file.getvalue()

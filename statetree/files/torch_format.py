@@ -13,6 +13,7 @@ import torch
 from statetree.chunks.boxes import whole_box
 from statetree.errors import CheckpointError
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint
+from statetree.files.crc32 import crc32
 from statetree.files.hugging_face import INDEX, SAFETENSORS_NAMES, TORCH_NAMES, file_in, read_index
 from statetree.files.pickled_tensors import find, storages
 from statetree.files.saved_tensors import whole_tensors
@@ -95,7 +96,10 @@ class TorchArchive:
         member = self.members[f"{self.prefix}{name}"]
         if member.nbytes > limit:
             self.refuse(f"the member {member.name!r} has {member.nbytes} bytes: expected at most {limit}")
-        return self.file.read(member.start, member.nbytes, f"the member {member.name!r}")
+        data = self.file.read(member.start, member.nbytes, f"the member {member.name!r}")
+        if self.file.files.verify and member.crc is not None and crc32(data) != member.crc:
+            self.refuse(f"the member {member.name!r} has the checksum {crc32(data):08x}: expected {member.crc:08x}")
+        return data
 
     def pickle(self) -> bytes:
         """Return the pickle of the tree."""

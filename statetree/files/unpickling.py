@@ -19,6 +19,8 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
+from statetree.errors import CheckpointError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -117,7 +119,7 @@ def read_pickle(
     try:
         making = _Making(find, storage)
         return making.made(_records(data)), list(making.foreign)
-    except BadPickle:
+    except (BadPickle, CheckpointError):  # the latter of a file that changed meanwhile
         raise
     except (IndexError, KeyError, EOFError, pickle.UnpicklingError):
         raise BadPickle("it is cut off, or refers to what it does not hold") from None

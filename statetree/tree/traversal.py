@@ -176,7 +176,9 @@ def traverse(
                 kind = kind_of(cls, _UNSEEN)
                 if kind is _UNSEEN:
                     kind = container_of(cls)
-            except Exception as error:  # noqa: BLE001 - a hostile metaclass
+            except Exception as error:
+                if _can_be_hashed(cls):  # then a signal's handler raised it
+                    raise
                 _raise_unknowable(verb, error, child, [*frames, frame], index)
             if kind is not None and is_leaf is not None:
                 try:
@@ -240,6 +242,14 @@ def _path_of(frames: Sequence[_Frame], index: int) -> Path:
     """Return the path of child ``index`` of the last frame (the first frame is the root's, without keys)."""
     inner = [frame.keys[frame.kids[-1]] for frame in frames[1:-1]]
     return Path((*inner, frames[-1].keys[index])) if len(frames) > 1 else Path()
+
+
+def _can_be_hashed(cls: type) -> bool:
+    try:
+        hash(cls)
+    except Exception:  # noqa: BLE001 - of a hostile metaclass
+        return False
+    return True
 
 
 def _raise_unknowable(verb: str, error: Exception, child: Any, frames: Sequence[_Frame], index: int) -> NoReturn:

@@ -45,7 +45,6 @@ REFUSED = {
     "uninitialized": r"save: cannot take the leaf at parameter: .*a UninitializedParameter, which has no elements",
     "freed": r"save: cannot take the leaf at freed: .*was freed or resized to 0 bytes.*Restore it",
     "dtensors": r"save: cannot take the leaf at partial: .*placements \(Partial\(sum\),\). Redistribute or reduce it",
-    "strides": r"overlap at self_overlapping",
 }
 
 
@@ -69,7 +68,7 @@ def test_the_distributed_corpus(tree, tmp_path):
 
 
 #: Which leaves of those that are refused are to blame.
-TO_BLAME = {"quantized": ["float_qparams"], "dtensors": ["partial"], "strides": ["self_overlapping"]}
+TO_BLAME = {"quantized": ["float_qparams"], "dtensors": ["partial"]}
 
 
 @pytest.mark.usefixtures("one_rank_group")

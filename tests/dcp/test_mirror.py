@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import threading
 import time
 
 import fsspec
@@ -16,6 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import statetree as st
 from statetree import Checkpointer
+from statetree.files.remote import RemotePath
 from statetree.testing import run_ranks
 from tests.judge import assert_trees_equal
 from tests.pace import units
@@ -90,6 +92,34 @@ def test_a_step_that_is_replaced_is_uploaded_again(tmp_path, far):
     with Checkpointer(tmp_path, mirror="memory://far") as saved, pytest.warns(UserWarning, match="not above"):
         saved.save(1, state(7))
     assert_trees_equal(st.load("memory://far/step-00000001"), state(7))
+
+
+def test_a_step_that_is_replaced_in_mid_upload_is_never_mixed(tmp_path, far, monkeypatch):
+    uploading, replaced = threading.Event(), threading.Event()
+
+    def upload(self, file, original=RemotePath.upload):
+        original(self, file)
+        uploading.set()
+        assert replaced.wait(units(30))
+
+    monkeypatch.setattr(RemotePath, "upload", upload)
+    with Checkpointer(tmp_path, mirror="memory://far") as saved:
+        saved.save(1, state(1))
+        assert uploading.wait(units(30))
+        with pytest.warns(UserWarning, match="not above"):
+            saved.save(1, state(7))
+        replaced.set()
+    assert mirrored(far) == ["step-00000001"]
+    assert_trees_equal(st.load("memory://far/step-00000001"), state(7))
+
+
+def test_nothing_is_left_of_what_was_uploaded_before(tmp_path, far):
+    with Checkpointer(tmp_path, mirror="memory://far") as saved:
+        saved.save(1, state(1))
+    far.pipe_file("/far/step-00000001/stale", b"old")
+    with Checkpointer(tmp_path, mirror="memory://far") as saved, pytest.warns(UserWarning, match="not above"):
+        saved.save(1, state(7))
+    assert not far.exists("/far/step-00000001/stale")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
