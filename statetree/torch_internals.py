@@ -5,7 +5,6 @@ Tried with torch 2.11.0, 2.13.0 and 2.15.0. (``leaves.types`` touch what is priv
 
 from __future__ import annotations
 
-import math
 import sys
 from functools import cache, wraps
 from itertools import chain, repeat
@@ -108,6 +107,10 @@ def storages_sent() -> set[int]:
 
 #: Whether a tensor is one of autograd's, which are all zeros and have no memory whatever their storage says.
 is_zero_tensor: Final[Any] = TENSOR_BASE._is_zerotensor
+#: Whether torch's profiler records this thread.
+is_profiling: Final[Any] = torch._C._autograd._profiler_enabled
+#: A storage on an address, a device and a number of bytes: no memory is taken for it, and none freed.
+storage_at: Final[Any] = torch._C._construct_storage_from_data_pointer
 
 
 def carry_tangents(tensors: Iterable[torch.Tensor]) -> bool:
@@ -128,19 +131,6 @@ def set_bits(tensor: torch.Tensor, *, conj: bool, neg: bool) -> None:
 def as_class(tensor: torch.Tensor, cls: type, *, requires_grad: bool) -> torch.Tensor:
     """Return a tensor of a subclass on the same memory, without running the subclass's constructor."""
     return torch.Tensor._make_subclass(cls, tensor, requires_grad)
-
-
-_BYTE: Final = torch.empty(1, dtype=torch.uint8, device="cpu")
-
-
-def without_memory(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """Return a contiguous tensor on the CPU whose storage is as large as it says, and has no memory.
-
-    Nothing may look at its elements. (Of a meta tensor torch would save another device.)
-    """
-    nbytes = math.prod(shape) * dtype.itemsize
-    storage = torch._C._construct_storage_from_data_pointer(_BYTE.data_ptr(), _BYTE.device, nbytes)
-    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, tuple(shape))
 
 
 #: Dtypes that torch can store but neither copy nor convert: they are moved as bytes.
@@ -407,8 +397,3 @@ def check_sparse_indices(leaf: torch.Tensor) -> None:
         names = ("crow", "col") if leaf.layout in (torch.sparse_csr, torch.sparse_bsr) else ("ccol", "row")
         first, second = (getattr(leaf, f"{name}_indices")() for name in names)
         torch._validate_sparse_compressed_tensor_args(first, second, leaf.values(), leaf.shape, leaf.layout)
-
-
-def is_profiling() -> bool:
-    """Whether torch's profiler records this thread."""
-    return torch._C._autograd._profiler_enabled()

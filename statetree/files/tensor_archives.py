@@ -10,12 +10,13 @@ import io
 import struct
 from contextlib import suppress
 from functools import lru_cache, reduce
+from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from statetree.files.crc32 import crc32, joined
-from statetree.torch_internals import quietly, without_memory
+from statetree.torch_internals import quietly, storage_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -99,6 +100,9 @@ class _WithoutMemory(io.BytesIO):
         return self.tell()
 
 
+_BYTE: Final = torch.empty(1, dtype=torch.uint8, device="cpu")
+
+
 def archive_of(dtype: torch.dtype, shape: Sequence[int]) -> TensorArchive | None:
     """Return the archive of contiguous tensors that fill their storages; ``None`` if torch writes it differently."""
     return _archive_of(dtype, tuple(shape)) if torch.serialization.get_crc32_options() else None
@@ -107,7 +111,9 @@ def archive_of(dtype: torch.dtype, shape: Sequence[int]) -> TensorArchive | None
 @lru_cache(1024)
 @quietly
 def _archive_of(dtype: torch.dtype, shape: Sequence[int]) -> TensorArchive | None:
-    probe, file = without_memory(dtype, shape), _WithoutMemory()
+    probe, file = torch.empty(0, dtype=dtype, device="cpu"), _WithoutMemory()
+    storage: torch.UntypedStorage = storage_at(_BYTE.data_ptr(), _BYTE.device, prod(shape) * dtype.itemsize)
+    probe.set_(storage, 0, torch.Size(shape))  # type: ignore[call-overload]  # strides are made; nothing reads elements
     with torch.serialization.skip_data():
         torch.save(probe, file)
     data = file.getvalue()
