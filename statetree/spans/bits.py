@@ -1,7 +1,7 @@
 """Tensors compared bit by bit: NaNs, and the signs of zeros, included.
 
-They are compared piece by piece, eight bytes at a time, so that a comparison takes a few megabytes of memory however
-large the tensors are, and whatever their strides.
+They are compared piece by piece, so that a comparison takes a few megabytes of memory however large the tensors are,
+and whatever their strides.
 """
 
 from __future__ import annotations
@@ -26,12 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 #: How much of each tensor is looked at at a time: what stays in a processor's cache, and of which torch divides no
-#: operation on words among threads, which would wait for each other at each; and what occupies a device.
+#: operation among threads, which would wait for each other at each; and what occupies a device.
 _PIECE_BYTES: Final = 256 << 10
 _DEVICE_PIECE_BYTES: Final = 64 << 20
-_WORD_BYTES: Final = 8
-#: Where more words than one in this many differ, elements are compared at once, and not the words first.
-_FEW: Final = 4
 _BY_SIZE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INTEGERS: Final = frozenset(_BY_SIZE.values())
 
@@ -260,25 +257,27 @@ def _equal(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 def _positions(x: torch.Tensor, y: torch.Tensor, itemsize: int) -> torch.Tensor:
     """Return the elements at which two contiguous pieces of integers differ, in ascending order."""
-    per = _WORD_BYTES // x.itemsize
-    if per == 1:
-        found = x.ne(y).nonzero().view(-1)
-        return found if itemsize == _WORD_BYTES else (found // (itemsize // _WORD_BYTES)).unique_consecutive()
-    # Eight bytes are compared as quickly as one, and where little differs, a few of these words hold it.
-    whole = x.numel() // per * per
-    x, y = (piece if _is_aligned(piece) else piece.clone() for piece in (x, y))
-    unlike = x[:whole].view(torch.int64).bitwise_xor(y[:whole].view(torch.int64))
-    words = unlike.nonzero().view(-1)
-    if words.numel() * per * _FEW > whole:
+    found = _unlike(x, y)
+    return found if itemsize == x.itemsize else (found // (itemsize // x.itemsize)).unique_consecutive()
+
+
+def _unlike(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return where two flat tensors of integers differ."""
+    np = _numpy() if x.is_cpu else None
+    if np is None:
         return x.ne(y).nonzero().view(-1)
-    unequal = unlike.index_select(0, words).view(x.dtype).nonzero().view(-1)
-    shift = per.bit_length() - 1  # a power of two: shifts take a fraction of the time of a division
-    found = words.index_select(0, unequal >> shift).bitwise_left_shift_(shift).add_(unequal & (per - 1))
-    return found if whole == x.numel() else torch.cat([found, x[whole:].ne(y[whole:]).nonzero().view(-1).add_(whole)])
+    # This takes a third of the time that torch takes on one core.
+    found: torch.Tensor = torch.from_numpy(np.flatnonzero(x.numpy() != y.numpy()))
+    return found
 
 
-def _is_aligned(piece: torch.Tensor) -> bool:
-    return piece.storage_offset() * piece.itemsize % _WORD_BYTES == 0
+@cache
+def _numpy() -> Any:
+    try:
+        import numpy as np
+    except ImportError:
+        return None
+    return np
 
 
 @cache
