@@ -185,9 +185,11 @@ class RemotePath:
         self._ask(self.system.put_file, os.fspath(file), self.path)
 
     def write(self, data: bytes) -> None:
-        """Put bytes there, as ``upload``."""
+        """Put bytes there. They are there as a whole, or not at all, whatever the file system."""
         self._ask(self.system.makedirs, self.parent.path, exist_ok=True)
-        self._ask(self.system.pipe_file, self.path, data)
+        partial = self.with_name(f"{self.name}.partial")
+        self._ask(self.system.pipe_file, partial.path, data)
+        self._ask(self.system.mv, partial.path, self.path)
 
     def unlink(self) -> None:
         """Remove the file, if there is one."""

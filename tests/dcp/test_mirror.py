@@ -113,6 +113,21 @@ def test_a_step_that_is_replaced_in_mid_upload_is_never_mixed(tmp_path, far, mon
     assert_trees_equal(st.load("memory://far/step-00000001"), state(7))
 
 
+def test_metadata_are_there_as_a_whole_or_not_at_all(tmp_path, far, monkeypatch):
+    def pipe_file(self, path, value, original=MemoryFileSystem.pipe_file, **options):
+        original(self, path, value[:10], **options)
+        raise OSError("killed")
+
+    with monkeypatch.context() as broken, Checkpointer(tmp_path, mirror="memory://far") as saved:
+        broken.setattr(MemoryFileSystem, "pipe_file", pipe_file)
+        saved.save(1, state(1))
+    assert mirrored(far) == []
+    with Checkpointer(tmp_path, mirror="memory://far") as saved:
+        saved.save(2, state(2))
+    assert mirrored(far) == ["step-00000001", "step-00000002"]
+    assert not [name for name in far.store if name.endswith(".partial")]
+
+
 def test_nothing_is_left_of_what_was_uploaded_before(tmp_path, far):
     with Checkpointer(tmp_path, mirror="memory://far") as saved:
         saved.save(1, state(1))
