@@ -244,7 +244,7 @@ _COMPARED: Final = 300
 
 
 def literal(text: str) -> str:
-    """Return a glob that matches a text and nothing else: wildcards, braces and a first ``!`` are quoted by backslashes."""
+    """Return a glob that matches a text and nothing else: wildcards, braces and a first ``!`` are quoted."""
     return re.sub(r"(^!|[\\*{}])", r"\\\1", text)
 
 

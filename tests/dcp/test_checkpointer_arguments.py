@@ -49,6 +49,13 @@ def test_whole_numbers_of_other_libraries_are_steps(whole, tmp_path):
         assert type(saved.latest_step()) is int
 
 
+def test_a_step_to_restore_may_be_the_second_argument(tmp_path):
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"at": step})
+        assert checkpointer.restore(None, 1) == checkpointer.restore({"at": 0}, 1) == {"at": 1}
+
+
 @pytest.mark.parametrize("step", [1.0, True, "1", torch.tensor(1.5), np.float32(1), -1, np.int64(-1)], ids=str)
 def test_what_is_no_whole_number_is_no_step(step, tmp_path):
     with Checkpointer(tmp_path) as saved:

@@ -233,7 +233,7 @@ class OpaqueType(EngineLeafType):
                 f"or register {cls} as a container (register_container), or, if it holds no tensors, as an atom "
                 f"(register_leaf_type({cls}, None))"
                 if is_users
-                else "or register its class as an atom that is passed by identity (register_leaf_type(type(value), None))"
+                else "or register its class as an atom, passed by identity (register_leaf_type(type(value), None))"
             )
             msg = (
                 f"the leaf at %PATH% ({cls}) cannot be taken apart: expected an object that can be pickled, got "
