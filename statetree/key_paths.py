@@ -244,8 +244,8 @@ _COMPARED: Final = 300
 
 
 def literal(text: str) -> str:
-    """Return a glob that matches a text and nothing else: wildcards and braces are quoted by backslashes."""
-    return re.sub(r"([\\*{}])", r"\\\1", text)
+    """Return a glob that matches a text and nothing else: wildcards, braces and a first ``!`` are quoted."""
+    return re.sub(r"(^!|[\\*{}])", r"\\\1", text)
 
 
 def nearest(text: str, keys: Iterable[str], *, cutoff: float = 0.6) -> str | None:

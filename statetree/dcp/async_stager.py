@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from statetree.stager.stager import Stager
+
+if TYPE_CHECKING:
+    from statetree.tree.selection import Where
 
 
 class AsyncStager(Stager):
@@ -26,6 +29,8 @@ class AsyncStager(Stager):
         pin_memory: As for ``Stager``.
         share_memory: As for ``Stager``.
         max_snapshots: As for ``Stager``.
+        frozen: As for ``Stager``.
+        check: As for ``Stager``.
 
     Example:
         >>> import torch
@@ -45,8 +50,12 @@ class AsyncStager(Stager):
         pin_memory: bool = False,
         share_memory: bool = False,
         max_snapshots: int = 2,
+        frozen: Where | None = None,
+        check: bool = False,
     ) -> None:
-        super().__init__(pin_memory=pin_memory, share_memory=share_memory, max_snapshots=max_snapshots)
+        super().__init__(
+            pin_memory=pin_memory, share_memory=share_memory, max_snapshots=max_snapshots, frozen=frozen, check=check
+        )
         self.asynchronous = asynchronous
         self._synchronize_after_execute = not asynchronous
 

@@ -247,20 +247,20 @@ class Checkpointer(Schedule):
     # fmt: off
     @overload
     def restore(
-        self, state: None = None, *, step: SupportsIndex | None = None, where: Where | None = None,
+        self, state: None = None, step: SupportsIndex | None = None, *, where: Where | None = None,
         fallback: bool = False, weights_only: bool = True, verify: bool = True, cast: bool = False, strict: bool = True,
     ) -> Any: ...
     @overload
     def restore(
-        self, state: T, *, step: SupportsIndex | None = None, where: Where | None = None,
+        self, state: T, step: SupportsIndex | None = None, *, where: Where | None = None,
         fallback: bool = False, weights_only: bool = True, verify: bool = True, cast: bool = False, strict: bool = True,
     ) -> T: ...
     # fmt: on
     def restore(
         self,
         state: Any = None,
-        *,
         step: SupportsIndex | None = None,
+        *,
         where: Where | None = None,
         fallback: bool = False,
         weights_only: bool = True,

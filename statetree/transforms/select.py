@@ -24,9 +24,10 @@ def select(tree: T, where: Where, *, missing_ok: bool = False) -> T:
     Args:
         tree: Any tree.
         where: A glob over whole paths as ``str`` renders them (``*`` within one component, ``**`` any number of
-            components; leaves whose paths read the same are all meant), a ``Path`` of a leaf or container, several of
-            these, or a predicate ``(path, leaf) -> bool``. For a stored tensor a predicate gets a tensor that is read
-            if it looks at the elements, and not if it asks for dtype, shape, size or ``requires_grad``.
+            components; ``!`` at the start for all that the rest does not match; leaves whose paths read the same are
+            all meant), a ``Path`` of a leaf or container, several of these, or a predicate ``(path, leaf) -> bool``.
+            For a stored tensor a predicate gets a tensor that is read if it looks at the elements, and not if it asks
+            for dtype, shape, size or ``requires_grad``.
         missing_ok: Whether a glob or path may match nothing.
 
     Returns:

@@ -34,9 +34,10 @@ def selected(
     """Return, for every leaf of a tree, whether it is meant.
 
     A glob is matched against the whole path of a leaf, rendered plainly: ``*`` stands for any characters but dots,
-    ``**`` for any number of components (also none); a backslash takes the meaning from what follows it. Dots inside a
-    key count like those between keys, so that a glob reads a flat state dict and a nested one alike. Where two paths
-    read the same (``{0: …, "0": …}``), it means both; a ``Path`` means one.
+    ``**`` for any number of components (also none); a backslash takes the meaning from what follows it. A glob that
+    begins with ``!`` matches all paths that the rest of it does not. Dots inside a key count like those between keys,
+    so that a glob reads a flat state dict and a nested one alike. Where two paths read the same (``{0: …, "0": …}``),
+    it means both; a ``Path`` means one.
 
     Args:
         where: Which leaves.
@@ -149,8 +150,11 @@ def compiled_glob(glob: str) -> re.Pattern[str]:
         >>> from statetree.tree.selection import compiled_glob
         >>> bool(compiled_glob("model.**.w").fullmatch("model.w"))
         True
+        >>> bool(compiled_glob("!model.**").fullmatch("model.w"))
+        False
     """
-    return re.compile("".join(glob_parts(glob, lambda stars: r"[^.]*" if stars == "*" else ".*")), re.DOTALL)
+    inner = "".join(glob_parts(glob.removeprefix("!"), lambda stars: r"[^.]*" if stars == "*" else ".*"))
+    return re.compile(rf"(?!(?:{inner})\Z).*" if glob.startswith("!") else inner, re.DOTALL)
 
 
 _TOKEN: Final = re.compile(
@@ -189,5 +193,5 @@ def suggestion(pattern: str | Path, texts: Sequence[str]) -> str:
         return f", which is a container: did you mean {f'{pattern}.**'!r}?"
     if isinstance(pattern, Path):
         pattern = ".".join(map(render_key, pattern))
-    found = nearest(pattern, texts)
+    found = None if pattern.startswith("!") else nearest(pattern, texts)
     return f": did you mean {found}?" if found else "."

@@ -214,3 +214,26 @@ def test_closing_leaves_saves_in_flight_whole(asynchronous, tmp_path):
     HeldWriter.may_write.set()
     upload.result(units(15))
     assert_trees_equal(statetree.load(tmp_path, state, in_place=True), {"a": torch.arange(1000)})
+
+
+def test_a_frozen_leaf_is_copied_once_for_all_saves(tmp_path):
+    state = {"base": torch.arange(1000.0), "adapter": torch.arange(3.0)}
+    with dcp.AsyncStager(frozen="base") as stager:
+        for step in range(2):
+            state["adapter"] += 1
+            torch_dcp.async_save(state, checkpoint_id=tmp_path / str(step), async_stager=stager).result()
+        staged = [stager.stage(state) for _ in range(2)]
+        assert staged[0]["base"].data_ptr() == staged[1]["base"].data_ptr()
+        assert staged[0]["adapter"].data_ptr() != staged[1]["adapter"].data_ptr()
+    loaded = {"base": torch.zeros(1000), "adapter": torch.zeros(3)}
+    torch_dcp.load(loaded, checkpoint_id=tmp_path / "1")
+    assert_trees_equal(loaded, state)
+
+
+def test_a_frozen_leaf_that_was_written_is_found():
+    state = {"base": torch.arange(4.0)}
+    with dcp.AsyncStager(frozen="base", check=True) as stager:
+        stager.stage(state)
+        state["base"][2] = 0
+        with pytest.raises(statetree.TreeMismatch, match="base"):
+            stager.stage(state)

@@ -227,15 +227,17 @@ class OpaqueType(EngineLeafType):
             raise UnsupportedLeaf(msg) from error
         except Exception as error:
             cls = type(value).__qualname__
-            # A generator, a lock, an open file: what would come back is of no use.
+            # A generator, a lock, an open file: nothing to register as a container, and no name to write.
             is_users = type(value).__module__ not in sys.builtin_module_names
             remedy = (
-                f", or register {cls} as a container (register_container), or, if it holds no tensors, as an atom "
+                f"or register {cls} as a container (register_container), or, if it holds no tensors, as an atom "
                 f"(register_leaf_type({cls}, None))"
+                if is_users
+                else "or register its class as an atom, passed by identity (register_leaf_type(type(value), None))"
             )
             msg = (
                 f"the leaf at %PATH% ({cls}) cannot be taken apart: expected an object that can be pickled, got "
-                f"{type(error).__name__}: {error}. Leave it out of the state{remedy if is_users else ''}."
+                f"{type(error).__name__}: {error}. Leave it out of the state, {remedy}."
             )
             raise UnsupportedLeaf(msg) from error
         return pickler.tensors, pickler.rest()

@@ -39,6 +39,12 @@ def chosen(tree, where, **options):
         ("a.[bc].w", []),
         ("a.?.w", []),
         (["b", "*.w"], [2, 4]),
+        ("!a.**", [3, 4]),
+        ("!**.w", [4]),
+        ("!zzz", [0, 1, 2, 3, 4]),
+        ("!**", []),
+        (["!a.**", "a.w"], [2, 3, 4]),
+        ("a!", []),
         ([], []),
     ],
     ids=str,
@@ -79,7 +85,7 @@ def test_a_glob_reads_two_trees_alike():
     assert dst["a"]["0"].tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("key", ["*", "a*b", "**", "[0]", "\\", "a\\*", "{i}", "?", "\n", "", "a..b", "."])
+@pytest.mark.parametrize("key", ["*", "a*b", "**", "[0]", "\\", "a\\*", "{i}", "!a", "!", "?", "\n", "", "a..b", "."])
 def test_escaped_keys_match_themselves_alone(key):
     tree = {key: 1, "other": 2, "a-b": 3, "aXb": 4}
     assert chosen(tree, literal(key)) == [1]
@@ -109,9 +115,10 @@ def test_what_a_predicate_raises_names_the_path():
         ("model.layers.0.atn.wq", r"did you mean model\.layers\.0\.attn\.wq\?"),
         ("model.layers.0", r"is a container: did you mean 'model\.layers\.0\.\*\*'\?"),
         (["**.wq", "zzz"], r"no path matches 'zzz'\. Give"),
+        ("!**.attn.*", r"no path matches '!\*\*\.attn\.\*'\. Give"),
         (st.Path(("model", "layers", "0", "attn", "wq")), r"did you mean model\.layers\.0\.attn\.wq\?"),
     ],
-    ids=["typo", "container", "nothing near", "path of another type"],
+    ids=["typo", "container", "nothing near", "all but those that there are", "path of another type"],
 )
 def test_a_glob_that_matches_nothing_is_refused(glob, suggestion):
     tree = {"model": {"layers": [{"attn": {"wq": 1, "wk": 2}}]}}
