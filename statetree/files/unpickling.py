@@ -165,27 +165,32 @@ class _Making:
 
     def made(self, root: Any) -> Any:
         pending: list[tuple[Any, list[Any] | None]] = [(root, None)] if _has_parts(root) else []
+        heights = self._heights
         depth = 0
         while pending:
             value, inside = pending.pop()
-            if inside is not None:  # which was made meanwhile
-                self._heights[id(value)] = height = 1 + max([self._heights[id(part)] for part in inside], default=0)
+            if inside is None:
+                if heights.get(id(value)):
+                    continue
+                inside = [part for part in self._inside(value) if _has_parts(part)]
+                if inside:
+                    heights[id(value)] = 0
+                    depth += 1
+                    if 0 in [heights.get(id(part)) for part in inside]:
+                        raise BadPickle("it has a container that holds itself")
+                    if depth > _MAX_DEPTH:
+                        raise BadPickle("it is nested too deeply")
+                    pending += [(value, inside), *[(part, None) for part in inside]]
+                    continue
+            else:  # it was made meanwhile
                 depth -= 1
-                try:
-                    self._values[id(value)] = self._value_of(value)
-                except Exception as error:  # noqa: BLE001 - what only an object that is not loaded holds is not needed
-                    self._values[id(value)] = _Failure(error)
-                if height > _MAX_DEPTH:
-                    raise BadPickle("it is nested too deeply")
-            elif not self._heights.get(id(value)):
-                self._heights[id(value)] = 0
-                depth += 1
-                inside = list(filter(_has_parts, self._inside(value)))
-                if 0 in [self._heights.get(id(part)) for part in inside]:
-                    raise BadPickle("it has a container that holds itself")
-                if depth > _MAX_DEPTH:
-                    raise BadPickle("it is nested too deeply")
-                pending += [(value, inside), *[(part, None) for part in inside]]
+            heights[id(value)] = height = 1 + max([heights[id(part)] for part in inside], default=0)
+            try:
+                self._values[id(value)] = self._value_of(value)
+            except Exception as error:  # noqa: BLE001 - what only an object that is not loaded holds is not needed
+                self._values[id(value)] = _Failure(error)
+            if height > _MAX_DEPTH:
+                raise BadPickle("it is nested too deeply")
         return self._part(root)
 
     def _known(self, name: str) -> Known | None:
@@ -245,8 +250,14 @@ class _Making:
 
 
 def _has_parts(value: Any) -> bool:
+    """Whether a value is to be made of others. A container of atoms, as most shapes are, is what it will be."""
     cls = type(value)
-    return cls not in _ATOMS and (cls in _CONTAINERS or issubclass(cls, Record))
+    if cls in _ATOMS:
+        return False
+    if cls in _CONTAINERS:
+        are_atoms = _ATOMS.issuperset(map(type, value))
+        return not (are_atoms and (cls is not dict or _ATOMS.issuperset(map(type, value.values()))))
+    return issubclass(cls, Record)
 
 
 def _fill(made: Any, items: list[Any]) -> None:
