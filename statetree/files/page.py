@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from statetree.errors import StateTreeError
 from statetree.files.leaf_text import dtype_text, leaf_text
 from statetree.files.page_parts import BODY, SCRIPT, SEARCH, panel
 from statetree.files.page_parts import STYLE as PARTS_STYLE
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from statetree.transforms.similarity import Similarity
 
 _MAX_BOXES: Final = 400
+#: Lines of text that the treemap is high: a box that is lower than one has none.
+_LINES: Final = 9
 
 
 def to_html(
@@ -131,7 +135,7 @@ def tree_fragments(
         number = f" id=leaf{index}" if index in tied else ""
         chosen, notice = panel(leaves[index], path, said[index][1], values=values)
         gone = " class=gone" if path in marked else ""
-        summary = f"<summary{gone}>{label} <i>{html_escaped(said[index][0])}{notice}</i>{more}</summary>"
+        summary = f"<summary{gone}>{label} <i>{html_escaped(said[index][0])}</i>{notice}{more}</summary>"
         return f"<details class=leaf{number}>{summary}{chosen}</details>"
 
     total = sum(nbytes for _, nbytes in said)
@@ -153,10 +157,12 @@ def _treemap(keys: Sequence[str], said: Sequence[tuple[str, int]]) -> Iterator[s
             columns.setdefault(key.partition(".")[0], []).append((nbytes, key))
     yield "<div class=map>"
     for boxes in columns.values():
-        yield f'<div style="flex:{sum(nbytes for nbytes, _ in boxes)}">'
+        height = sum(nbytes for nbytes, _ in boxes)
+        yield f'<div style="flex:{height}">'
         for nbytes, key in boxes:
             title = f"{html_escaped(key)}: {human(nbytes)}"
-            yield f'<span style="flex:{nbytes}" title="{title}">{html_escaped(brief(key, 24))}</span>'
+            text = html_escaped(brief(key, 24)) if nbytes * _LINES > height else ""
+            yield f'<span style="flex:{nbytes}" title="{title}">{text}</span>'
         yield "</div>"
     yield "</div>"
 
@@ -168,7 +174,8 @@ def _said(leaf: Any) -> tuple[str, int]:
     if is_plain(leaf):
         return (f"{type(leaf).__name__} {brief(repr(leaf)[:1000])}", 0)
     if isinstance(leaf, torch.Tensor):
-        known = facts(leaf)
-        words = (dtype_text(leaf.dtype), shape_text(leaf.shape), str(known.get("placements", "")))
-        return (" ".join(filter(None, words)), leaf.numel() * leaf.dtype.itemsize)
+        with suppress(RuntimeError, StateTreeError):  # uninitialized, nested, or of a layout that has no copy
+            placements = str(facts(leaf).get("placements", ""))
+            words = (dtype_text(leaf.dtype), shape_text(leaf.shape), placements)
+            return (" ".join(filter(None, words)), leaf.numel() * leaf.dtype.itemsize)
     return (type(leaf).__qualname__, 0)

@@ -19,16 +19,15 @@ STYLE: Final = """
 .map{display:flex;height:11em;gap:1px;margin:1em 0}.map div{display:flex;flex-direction:column;gap:1px;min-width:0}
 .map span{background:#48c8;min-height:0;min-width:0;overflow:hidden;font-size:11px;white-space:nowrap}
 .leaf>p{cursor:auto}.leaf>svg{display:block;width:12em;height:3em;margin:.2em 0 .6em 2.4em;fill:#48c}
-.statetree details:has(.gone)>summary>b{color:#d33}.leaf:target>summary{background:#8883}
+.statetree details:has(.gone)>summary>b{color:var(--gone)}.leaf:target>summary{background:#8883}
 .leaf button{font:13px/1.4 monospace;margin-left:2.4em;text-align:left;overflow-wrap:anywhere;cursor:copy}
 """
 BODY: Final = """
 :root{color-scheme:light dark}body{margin:1.5em auto;max-width:72em;padding:0 1em}.wide{overflow-x:auto}
-.statetree .gone,.statetree details:has(.gone)>summary>b{color:#b3261e}.statetree .new{color:#176f2c}
+body.statetree{--gone:#b3261e;--new:#176f2c}
 search{position:sticky;top:0;z-index:1;display:block;background:Canvas;padding:.4em 0}
-search input{font:inherit;width:22em;max-width:60%;padding:.2em .5em}
-@media(prefers-color-scheme:dark){
-.statetree .gone,.statetree details:has(.gone)>summary>b{color:#ff8a80}.statetree .new{color:#7bd88f}}
+search input{font:inherit;width:22em;max-width:70%;padding:.2em .5em}
+@media(prefers-color-scheme:dark){body.statetree{--gone:#ff8a80;--new:#7bd88f}}
 @media(max-width:600px){.statetree details{margin-left:.6em}.statetree .leaf>*{margin-left:.6em}
 .statetree td,.statetree th{padding-right:.5em;font-size:12px}}
 """
@@ -56,7 +55,7 @@ for(;up;up=up.parentElement){up.hidden=false;if(up.open===false)up.open=true}};
 
 
 def panel(leaf: Any, path: str, nbytes: int, *, values: bool) -> tuple[str, str]:
-    """Return what is said of a leaf that is chosen, and what of its elements deserves notice at once.
+    """Return what is shown of a leaf that is chosen, and what of its elements deserves notice at once.
 
     Args:
         leaf: The leaf.
@@ -68,12 +67,13 @@ def panel(leaf: Any, path: str, nbytes: int, *, values: bool) -> tuple[str, str]
     tensor = leaf.to_local() if is_distributed(leaf) and hasattr(leaf, "to_local") else leaf
     if is_plain(leaf):
         words.append(brief(repr(leaf)[:1000], 1000))
-    elif values and (isinstance(tensor, StoredTensor) or type(tensor) in (torch.Tensor, torch.nn.Parameter)):
+    elif values and nbytes and (isinstance(tensor, StoredTensor) or type(tensor) in (torch.Tensor, torch.nn.Parameter)):
         found = statistics_of(tensor)
         words += ["this rank's part"] * (tensor.shape != leaf.shape)
         words.append(stats_text(found))
         figure, notice = _shown(tensor, found)
-    return f"<button title=Copy>{path}</button><p>{html_escaped(', '.join(filter(None, words)))}</p>{figure}", notice
+    said = html_escaped(", ".join(filter(None, words)))
+    return f"<button title=Copy>{path or '&lt;root&gt;'}</button><p>{said}</p>{figure}", notice
 
 
 def _shown(tensor: Any, found: Statistics | None) -> tuple[str, str]:
@@ -83,7 +83,7 @@ def _shown(tensor: Any, found: Statistics | None) -> tuple[str, str]:
     count = tensor.numel if isinstance(tensor, StoredTensor) else tensor.numel()
     if 0 < count <= _FEW:
         dense = tensor.tensor() if isinstance(tensor, StoredTensor) else tensor
-        return "", "" if found.least is None else f" = {html_escaped(brief(str(dense.tolist())))}"
+        return "", "" if found.least is None else f" = {html_escaped(brief(str(dense.to_dense().tolist())))}"
     special = zip(("NaN", "inf"), (found.num_nan, found.num_inf), strict=True)
     notice = "".join(f" <b class=gone>{number:,} {name}</b>" for name, number in special if number)
     counts = histogram(tensor, found) if found.least != found.most else []

@@ -85,7 +85,8 @@ def pieces_of(tensor: StoredTensor | torch.Tensor) -> Iterator[torch.Tensor]:
             yield from (tensor.read(index).flatten() for index in tensor.boxes())
             return
         has_none, tensor = tensor.is_repetitive, tensor.tensor()
-    has_none = has_none or tensor.is_nested or tensor.is_quantized or without_elements(tensor) != ""
+    has_none = has_none or tensor.is_meta or tensor.is_nested or tensor.is_quantized
+    has_none = has_none or (tensor.layout is torch.strided and without_elements(tensor) != "")
     yield from torch.zeros(1, 0) if has_none else tensor.detach().to_dense().flatten().split(_BUCKET)
 
 

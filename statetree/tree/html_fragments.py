@@ -21,8 +21,9 @@ STYLE: Final = """
 .statetree details{margin-left:1.2em}.statetree summary{cursor:pointer}.statetree b{font-weight:600}
 .statetree i{opacity:.7;font-style:normal}.statetree .gone i{opacity:1}.statetree p{margin:0 0 0 2.4em;cursor:copy}
 .statetree p:active,.statetree p:target{background:#8883}
-.statetree .gone{color:#d33}.statetree .new{color:#2a3}
-.statetree td,.statetree th{padding:.1em .8em .1em 0;text-align:left;vertical-align:top}
+.statetree{--gone:#d33;--new:#2a3}.statetree .gone{color:var(--gone)}.statetree .new{color:var(--new)}
+.statetree td,.statetree th{padding:.1em .8em .1em 0;text-align:left;vertical-align:top;overflow-wrap:break-word}
+.statetree td:first-child{overflow-wrap:anywhere;min-width:9em}
 """
 
 
