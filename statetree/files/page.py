@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _MAX_BOXES: Final = 400
 #: Lines of text that the treemap is high: a box that is lower than one has none.
-_LINES: Final = 9
+_LINES: Final = 11
 
 
 def to_html(

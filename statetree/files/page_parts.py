@@ -69,8 +69,8 @@ def panel(leaf: Any, path: str, nbytes: int, *, values: bool) -> tuple[str, str]
         words.append(brief(repr(leaf)[:1000], 1000))
     elif values and nbytes and (isinstance(tensor, StoredTensor) or type(tensor) in (torch.Tensor, torch.nn.Parameter)):
         found = statistics_of(tensor)
-        words += ["this rank's part"] * (tensor.shape != leaf.shape)
-        words.append(stats_text(found))
+        whose = "" if tensor.shape == leaf.shape else "this rank's part: "
+        words.append(whose + stats_text(found))
         figure, notice = _shown(tensor, found)
     said = html_escaped(", ".join(filter(None, words)))
     return f"<button title=Copy>{path or '&lt;root&gt;'}</button><p>{said}</p>{figure}", notice

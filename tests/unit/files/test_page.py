@@ -173,6 +173,7 @@ def test_shards_are_boxes_by_rank(tmp_path):
         dist.destroy_process_group()
     assert found.addresses == ["#shards1"] * 3 + ["#shards2"]
     first, second = (figure.partition("</figure>")[0] for figure in text.split("<figure id=")[1:])
+    assert text.count("this rank&#x27;s part: min") == 4
     assert re.findall(r">([0-9, ]+)</span>", first) == ["0, 2", "1, 3"]
     assert re.findall(r">([0-9, ]+)</span>", second) == ["0", "2", "1", "3"]
     assert "top:50.0%;left:0.0%;height:50.0%;width:100.0%" in first
@@ -223,6 +224,9 @@ def test_the_command_writes_pages(tmp_path, capsys):
     assert main(["diff", "--html", str(tmp_path / "y.html"), str(one), str(other)]) == 1
     assert "float32 [3]" in (tmp_path / "x.html").read_text()
     assert "<td>shape" in (tmp_path / "y.html").read_text()
+    assert " = [" not in (tmp_path / "x.html").read_text()
+    assert main(["show", "--stats", "--html", str(tmp_path / "x.html"), str(one)]) == 0
+    assert " = [" in (tmp_path / "x.html").read_text()
     third = write({"w": bits(3) + 1}, tmp_path / "c.safetensors")
     capsys.readouterr()
     for options, expected in (
