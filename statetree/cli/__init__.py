@@ -1,8 +1,7 @@
 """The command ``statetree``, which looks into checkpoints, compares and converts them: ``statetree.files`` opens them.
 
 - ``app``: the arguments; ``process``: streams, signals and the exit status.
-- ``show``: the command ``show``; ``rows``: a checkpoint as rows and groups of rows; ``table``: lines of columns;
-  ``statistics``: what ``--stats`` says of elements.
+- ``show``: the command ``show``; ``rows``: a checkpoint as rows and groups of rows; ``table``: lines of columns.
 - ``convert``: the command ``convert``; ``rules_file``: its rules, and what goes along; ``entries``: the entries of any
   checkpoint, and their rows.
 - ``steps``: what ``show`` says of a run's folder. ``prove_resume``, ``doctor``: the commands of these names.

@@ -174,7 +174,7 @@ def show(
     if page is not None:
         from statetree.files.page import to_html
 
-        to_html(checkpoint.tree, page)
+        to_html(checkpoint.tree, page, values=options["stats"])
     if verdict:
         click.echo(verdict, err=options["as_json"])
 

@@ -91,7 +91,8 @@ def diff(paths: Sequence[Path], left: OpenedCheckpoint, right: OpenedCheckpoint,
             Difference(TreePath((each.key,)), each.kind, each.left, each.right, each.elements and each.elements.max_abs)
             for each in found.differences
         ]
-        write_page(left.tree, options.page, Similarity(tuple(rows[:MAX_DIFFERENCES]), found.num_found, options.values))
+        report = Similarity(tuple(rows[:MAX_DIFFERENCES]), found.num_found, options.values)
+        write_page(left.tree, options.page, report, values=options.values)
     return None if found.is_undecided else bool(found.differences)
 
 

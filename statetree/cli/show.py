@@ -69,7 +69,7 @@ def _line(item: Row | RowGroup, name: str, total: int, options: ShowOptions) -> 
         return OutputLine(name, *item.cells, "", "", "")
     notes = item.notes
     if options.stats:
-        from statetree.cli.statistics import bars, statistics_of, stats_text
+        from statetree.files.statistics import bars, statistics_of, stats_text
 
         notes.append(stats_text(statistics_of(item.leaf)))
         notes.append(bars(item.leaf) if options.histogram else "")
@@ -131,7 +131,7 @@ def _entry_json(row: Row, options: ShowOptions) -> dict[str, Any]:
     found = {"key": row.key, "sort": row.kind, "dtype": row.dtype, "shape": list(row.shape), "bytes": row.nbytes}
     found |= {"tied_to": row.tied_to} if row.tied_to else {}
     if options.stats:
-        from statetree.cli.statistics import histogram, statistics_of
+        from statetree.files.statistics import histogram, statistics_of
 
         numbers = statistics_of(row.leaf)
         found["stats"] = None if numbers is None else numbers._asdict()

@@ -10,6 +10,8 @@ Files are not trusted: nothing in them is executed, sizes are compared with the 
 - ``ranges``: ranges of bytes of open files, every read of which is checked; ``strided_reading``: elements in them;
   ``checked_range``: those with a checksum.
 - ``page``: ``to_html``, a tree as one page to look at; ``shard_figures``: which rank holds which box.
+- ``page_parts``: its style and its script, and what a page shows of a leaf that is chosen; ``statistics``: what the
+  elements of a tensor are like.
 - ``leaf_text``: leaves in words; ``shared_bytes``: which of them share bytes.
 - ``publishing``: a checkpoint is written under a temporary name, and appears whole.
 - ``safetensors_format``, ``safetensors_header``; ``torch_format``, ``torch_legacy`` and ``zip_archive``: the formats.

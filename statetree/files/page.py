@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from statetree.errors import StateTreeError
 from statetree.files.leaf_text import dtype_text, leaf_text
+from statetree.files.page_parts import BODY, SCRIPT, SEARCH, panel
+from statetree.files.page_parts import STYLE as PARTS_STYLE
 from statetree.files.publishing import write_whole
 from statetree.files.shard_figures import STYLE as FIGURE_STYLE
 from statetree.files.shard_figures import ShardFigures
@@ -26,15 +30,8 @@ if TYPE_CHECKING:
     from statetree.transforms.similarity import Similarity
 
 _MAX_BOXES: Final = 400
-_BODY: Final = ":root{color-scheme:light dark}body{margin:1.5em auto;max-width:72em;padding:0 1em}"
-_STYLE: Final = """.tie{border-bottom:3px solid}.statetree p a{color:inherit}
-.map{display:flex;height:11em;gap:1px;margin:1em 0}.map div{display:flex;flex-direction:column;gap:1px;min-width:0}
-.map span{background:#48c8;min-height:0;min-width:0;overflow:hidden;font-size:11px;white-space:nowrap}
-"""
-_SCRIPT: Final = (
-    "document.addEventListener('click',e=>{const p=e.target.closest('p[title]');"
-    "if(p&&!e.target.closest('a')&&navigator.clipboard)navigator.clipboard.writeText(p.title)})"
-)
+#: Lines of text that the treemap is high: a box that is lower than one has none.
+_LINES: Final = 11
 
 
 def to_html(
@@ -48,16 +45,18 @@ def to_html(
 ) -> None:
     """Write a tree as one HTML page: its structure, which folds, its leaves, and how their bytes are distributed.
 
-    A click on a leaf copies its path. Leaves that share memory are underlined in one colour, and linked. For
-    distributed tensors, figures show which ranks hold which part. The page is one file, and needs no network.
+    Keys with dots fold as modules do, and a search field leaves the leaves that have all its words. A leaf that is
+    chosen shows its path, bytes, least and largest element, mean, standard deviation and a histogram. Leaves that share
+    memory are underlined in one colour, and linked. For distributed tensors, figures show which ranks hold which part.
+    The page is one file, and needs no network.
 
     Args:
-        tree: Any tree. Elements are not read, unless they are compared.
+        tree: Any tree. Of a distributed tensor, the elements of this rank are shown.
         path: The file.
         other: Another tree to compare with: what ``similarity`` finds shows ``tree`` in red and ``other`` in green.
-        values: As for ``similarity``, as are ``rtol`` and ``atol``.
-        rtol: See ``values``.
-        atol: See ``values``.
+        values: Whether elements are read, to be shown and compared. Without, a large file takes no longer.
+        rtol: As for ``similarity``.
+        atol: As for ``similarity``.
 
     Raises:
         CheckpointError: If the file cannot be written.
@@ -70,23 +69,23 @@ def to_html(
         True
     """
     found = None if other is None else similarity(tree, other, values=values, rtol=rtol, atol=atol)
-    write_page(tree, path, found)
+    write_page(tree, path, found, values=values)
 
 
-def write_page(tree: Any, path: str | os.PathLike[str], found: Similarity | None = None) -> None:
-    """Write the page of a tree, with what was found where it was compared with another one."""
+def write_page(tree: Any, path: str | os.PathLike[str], found: Similarity | None, *, values: bool) -> None:
+    """Write the page of a tree, with its values, and with what was found where it was compared with another one."""
     target = Path(path)
 
     def write(folder: Path) -> list[str]:
-        (folder / target.name).write_text("".join(_page(tree, found)), "utf-8")
+        (folder / target.name).write_text("".join(_page(tree, found, values=values)), "utf-8")
         return [target.name]
 
     write_whole(target, write, is_directory=False, overwrite=True)
 
 
-def _page(tree: Any, found: Similarity | None) -> Iterator[str]:
+def _page(tree: Any, found: Similarity | None, *, values: bool) -> Iterator[str]:
     yield "<!doctype html><meta charset=utf-8><meta name=viewport content='width=device-width'><title>State</title>"
-    yield f"<style>{STYLE}{_BODY}</style><body class=statetree>"
+    yield f"<style>{STYLE}{BODY}</style><body class=statetree>"
     marked: set[str] = set()
     if found is not None:
         titles, classes = ("path", "what", "here", "in the other", "by at most"), ("", "", "gone", "new", "")
@@ -97,20 +96,24 @@ def _page(tree: Any, found: Similarity | None) -> Iterator[str]:
         scope = "" if found.values else " in structure; values were not compared"
         yield f"<h2>{found.count:,} difference{'s' * (found.count != 1)}{scope}</h2>"
         yield f"<p>{html_escaped(found.hint)}</p>" if found.hint else ""
-        yield from table(titles, rows, classes)
+        yield from ("<div class=wide>", *table(titles, rows, classes), "</div>")
         if found.count > len(rows):
             yield f"<p>The first {len(rows):,} of {found.count:,} are shown.</p>"
         marked.update(html_escaped(each.path) for each in found.differences)
-    yield from tree_fragments(tree, frozenset(marked))
-    yield f"<script>{_SCRIPT}</script>"
+    yield from tree_fragments(tree, frozenset(marked), values=values, above_leaves=SEARCH)
+    yield f"<script>{SCRIPT}</script>"
 
 
-def tree_fragments(tree: Any, marked: frozenset[str] = frozenset()) -> Iterator[str]:
+def tree_fragments(
+    tree: Any, marked: frozenset[str] = frozenset(), *, values: bool = False, above_leaves: str = ""
+) -> Iterator[str]:
     """Yield what is shown of a tree: a sum, its bytes as a treemap, figures of shards, and its leaves.
 
     Args:
         tree: Any tree.
         marked: Paths, escaped, that are said in red.
+        values: Whether elements are read, and shown.
+        above_leaves: What is shown above the leaves.
     """
     leaves, spec = flatten_for("to_html", tree)
     said = [_said(leaf) for leaf in leaves]
@@ -130,14 +133,17 @@ def tree_fragments(tree: Any, marked: frozenset[str] = frozenset()) -> Iterator[
         if numbers[index] is not None:
             more += f" <a href=#shards{numbers[index]}>shards {numbers[index]}</a>"
         number = f" id=leaf{index}" if index in tied else ""
+        chosen, notice = panel(leaves[index], path, said[index][1], values=values)
         gone = " class=gone" if path in marked else ""
-        return f'<p{number} title="{path}"{gone}>{label} <i>{html_escaped(said[index][0])}</i>{more}</p>'
+        summary = f"<summary{gone}>{label} <i>{html_escaped(said[index][0])}</i>{notice}{more}</summary>"
+        return f"<details class=leaf{number}>{summary}{chosen}</details>"
 
     total = sum(nbytes for _, nbytes in said)
     yield f"<h1>{len(leaves):,} leaves, {human(total)}</h1>"
-    yield f"<style>{_STYLE}{FIGURE_STYLE}</style>"
+    yield f"<style>{PARTS_STYLE}{FIGURE_STYLE}</style>"
     yield from _treemap(keys, said)
     yield from figures.fragments()
+    yield above_leaves
     yield from tree_html(spec, line)
 
 
@@ -151,10 +157,12 @@ def _treemap(keys: Sequence[str], said: Sequence[tuple[str, int]]) -> Iterator[s
             columns.setdefault(key.partition(".")[0], []).append((nbytes, key))
     yield "<div class=map>"
     for boxes in columns.values():
-        yield f'<div style="flex:{sum(nbytes for nbytes, _ in boxes)}">'
+        height = sum(nbytes for nbytes, _ in boxes)
+        yield f'<div style="flex:{height}">'
         for nbytes, key in boxes:
             title = f"{html_escaped(key)}: {human(nbytes)}"
-            yield f'<span style="flex:{nbytes}" title="{title}">{html_escaped(brief(key, 24))}</span>'
+            text = html_escaped(brief(key, 24)) if nbytes * _LINES > height else ""
+            yield f'<span style="flex:{nbytes}" title="{title}">{text}</span>'
         yield "</div>"
     yield "</div>"
 
@@ -166,7 +174,8 @@ def _said(leaf: Any) -> tuple[str, int]:
     if is_plain(leaf):
         return (f"{type(leaf).__name__} {brief(repr(leaf)[:1000])}", 0)
     if isinstance(leaf, torch.Tensor):
-        known = facts(leaf)
-        words = (dtype_text(leaf.dtype), shape_text(leaf.shape), str(known.get("placements", "")))
-        return (" ".join(filter(None, words)), leaf.numel() * leaf.dtype.itemsize)
+        with suppress(RuntimeError, StateTreeError):  # uninitialized, nested, or of a layout that has no copy
+            placements = str(facts(leaf).get("placements", ""))
+            words = (dtype_text(leaf.dtype), shape_text(leaf.shape), placements)
+            return (" ".join(filter(None, words)), leaf.numel() * leaf.dtype.itemsize)
     return (type(leaf).__qualname__, 0)

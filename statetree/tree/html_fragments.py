@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.key_paths import printable, render_key
 
@@ -14,13 +14,16 @@ _ESCAPES: Final = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&
 _OPEN_CHILDREN: Final = 200
 #: A notebook keeps what it shows: longer trees are cut off.
 _MAX_CELL: Final = 1 << 20
+#: A key with more dots than these does not fold at each.
+_MAX_PARTS: Final = 32
 STYLE: Final = """
 .statetree{font:14px/1.5 system-ui,sans-serif;overflow-wrap:anywhere}
 .statetree details{margin-left:1.2em}.statetree summary{cursor:pointer}.statetree b{font-weight:600}
-.statetree i{opacity:.65;font-style:normal}.statetree p{margin:0 0 0 2.4em;cursor:copy}
+.statetree i{opacity:.7;font-style:normal}.statetree .gone i{opacity:1}.statetree p{margin:0 0 0 2.4em;cursor:copy}
 .statetree p:active,.statetree p:target{background:#8883}
-.statetree .gone{color:#d33}.statetree .new{color:#2a3}
-.statetree td,.statetree th{padding:.1em .8em .1em 0;text-align:left;vertical-align:top}
+.statetree{--gone:#d33;--new:#2a3}.statetree .gone{color:var(--gone)}.statetree .new{color:var(--new)}
+.statetree td,.statetree th{padding:.1em .8em .1em 0;text-align:left;vertical-align:top;overflow-wrap:break-word}
+.statetree td:first-child{overflow-wrap:anywhere;min-width:9em}
 """
 
 
@@ -53,26 +56,63 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[object]], classes: Sequ
 def tree_html(spec: Any, leaf: Callable[[int, str, str], str]) -> Iterator[str]:
     """Yield a structure as elements that fold. Without recursion, since trees may be deep.
 
+    Keys with dots fold like containers in containers, as the names in a state dict do.
+
     Args:
         spec: A ``TreeSpec``.
         leaf: Returns the element of a leaf: its number, its path and its name are given, the latter two escaped.
     """
-    pending: list[tuple[int, tuple[str, ...]] | str] = [(spec.root(), ())]
+    pending: list[tuple[_Child, int] | str] = [(_Child(["root"], (), spec.root()), 0)]
     links = spec.links()
     while pending:
         item = pending.pop()
         if isinstance(item, str):
             yield item
             continue
-        here, at = item
-        name = html_escaped(at[-1]) if at else "root"
-        if here >= 0:
+        (parts, at, here), depth = item
+        name = html_escaped(".".join(parts))
+        if isinstance(here, int) and here >= 0:
             yield leaf(here, html_escaped(".".join(at)), name)
             continue
-        kind, keys = spec.nodes[~here][:2]
-        below = links[~here]
-        is_open = " open" if len(below) <= _OPEN_CHILDREN and len(at) < 2 else ""
-        what = f"{html_escaped(kind.cls.__name__)} of {len(below):,}"
+        if isinstance(here, int):
+            kind, keys = spec.nodes[~here][:2]
+            texts = [render_key(key) for key in keys]
+            children = [_Child(_parts(text), (*at, text), ref) for text, ref in zip(texts, links[~here], strict=True)]
+            what = f"{html_escaped(kind.cls.__name__)} of {len(children):,}"
+        else:
+            children, what = here, f"{len(here):,}"
+        below = _folded(children)
+        is_open = " open" if len(below) <= _OPEN_CHILDREN and depth < 2 else ""
         yield f"<details{is_open}><summary><b>{name}</b> <i>{what}</i></summary>"
         pending.append("</details>")
-        pending += [(child, (*at, render_key(step))) for step, child in reversed(list(zip(keys, below, strict=True)))]
+        pending += [(child, depth + 1) for child in reversed(below)]
+
+
+class _Child(NamedTuple):
+    """What is in a container: the parts of its name, its path, and its number, or children whose names begin alike."""
+
+    parts: list[str]
+    at: tuple[str, ...]
+    what: int | list[_Child]
+
+
+def _parts(key: str) -> list[str]:
+    parts = key.split(".", _MAX_PARTS)
+    return parts if all(parts) else [key]  # a part without a name could not be told
+
+
+def _folded(children: list[_Child]) -> list[_Child]:
+    """Put together children whose names begin with the same part, and take from these all parts that they share."""
+    groups: dict[Any, list[_Child]] = {}
+    for index, child in enumerate(children):
+        groups.setdefault(child.parts[0] if len(child.parts) > 1 else index, []).append(child)
+    found = []
+    for group in groups.values():
+        first, size = group[0].parts, 1
+        if len(group) == 1:
+            found += group
+            continue
+        while all(len(child.parts) > size + 1 and child.parts[size] == first[size] for child in group):
+            size += 1
+        found.append(_Child(first[:size], (), [child._replace(parts=child.parts[size:]) for child in group]))
+    return found

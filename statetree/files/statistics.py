@@ -1,4 +1,4 @@
-"""``show --stats``: what the elements of a tensor are like, a bucket at a time."""
+"""What the elements of a tensor are like, a bucket at a time: for ``show --stats``, and for pages."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
+from statetree.files.stored import StoredTensor
+from statetree.spans.bits import without_elements
 from statetree.spans.element_differences import as_wide
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from statetree.files.stored import StoredTensor
-
 
 _BINS: Final = 16
+#: How many elements of a tensor in memory are looked at together.
+_BUCKET: Final = 1 << 22
 _BARS: Final = " ▁▂▃▄▅▆▇█"
 
 
@@ -31,11 +33,11 @@ class Statistics(NamedTuple):
     num_zero: int
 
 
-def statistics_of(stored: StoredTensor) -> Statistics | None:
+def statistics_of(tensor: StoredTensor | torch.Tensor) -> Statistics | None:
     """Return what a tensor's elements are like; ``None`` if they are no numbers."""
     nan = inf = zero = count = 0
     least, most, mean, squares = math.inf, -math.inf, 0.0, 0.0
-    for elements in pieces_of(stored):
+    for elements in pieces_of(tensor):
         wide = as_wide(elements)
         if wide is None:
             return None
@@ -55,17 +57,17 @@ def statistics_of(stored: StoredTensor) -> Statistics | None:
     return Statistics(least, most, mean, math.sqrt(squares / count), nan, inf, zero)
 
 
-def histogram(stored: StoredTensor) -> list[int]:
+def histogram(tensor: StoredTensor | torch.Tensor, found: Statistics | None = None) -> list[int]:
     """Return how many finite elements lie in each of 16 intervals of one size between the least and the most."""
-    found = statistics_of(stored)
+    found = found or statistics_of(tensor)
     if found is None or found.least is None or found.most is None:
         return []
     counts = torch.zeros(_BINS, dtype=torch.float64, device="cpu")
-    for elements in pieces_of(stored):
+    for elements in pieces_of(tensor):
         wide = as_wide(elements)
         assert wide is not None, "they have statistics"
         wide = wide.abs() if wide.is_complex() else wide
-        counts += torch.histc(wide[wide.isfinite()], _BINS, found.least, found.most)
+        counts += torch.histc(wide[wide.isfinite()], _BINS, found.least, found.most).to(counts)
     return [int(count) for count in counts]
 
 
@@ -75,14 +77,17 @@ def bars(stored: StoredTensor) -> str:
     return "".join(_BARS[-(-count * (len(_BARS) - 1) // max(counts))] for count in counts)
 
 
-def pieces_of(stored: StoredTensor) -> Iterator[torch.Tensor]:
+def pieces_of(tensor: StoredTensor | torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield all elements of a tensor, a bucket at a time, in row-major order."""
-    if stored.is_strided and not stored.is_repetitive:
-        yield from (stored.read(index).flatten() for index in stored.boxes())
-        return
-    tensor = stored.tensor()
-    has_none = stored.is_repetitive or tensor.is_meta or tensor.is_nested or tensor.is_quantized
-    yield torch.zeros(0) if has_none else tensor.to_dense().flatten()
+    has_none = False
+    if isinstance(tensor, StoredTensor):
+        if tensor.is_strided and not tensor.is_repetitive:
+            yield from (tensor.read(index).flatten() for index in tensor.boxes())
+            return
+        has_none, tensor = tensor.is_repetitive, tensor.tensor()
+    has_none = has_none or tensor.is_meta or tensor.is_nested or tensor.is_quantized
+    has_none = has_none or (tensor.layout is torch.strided and without_elements(tensor) != "")
+    yield from torch.zeros(1, 0) if has_none else tensor.detach().to_dense().flatten().split(_BUCKET)
 
 
 def stats_text(found: Statistics | None) -> str:
