@@ -6,4 +6,5 @@
   checkpoint, and their rows.
 - ``steps``: what ``show`` says of a run's folder. ``prove_resume``, ``doctor``: the commands of these names.
 - ``diff``: the command ``diff``, which stands on ``similarity``.
+- ``progress``: how far a command has come, on a terminal.
 """

@@ -183,7 +183,7 @@ def show(
 @click.argument("left", type=_CHECKPOINT)
 @click.argument("right", type=_CHECKPOINT)
 @click.option("--values/--no-values", default=True, help="Compare the elements of tensors and plain values, too.")
-@click.option("--rtol", type=click.FloatRange(0), default=0.0, help="Tolerance relative to RIGHT.")
+@click.option("--rtol", type=click.FloatRange(0), default=0.0, help="Tolerance relative to the larger of two elements.")
 @click.option("--atol", type=click.FloatRange(0), default=0.0, help="Absolute tolerance.")
 @_match
 @_exclude

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from statetree.cli.entries import CheckpointEntry, Choice, entries_of, selection
+from statetree.cli.progress import bytes_written, progress
 from statetree.cli.rows import plural
 from statetree.cli.rules_file import copy_others
 from statetree.errors import CheckpointError, UnsupportedLeaf
@@ -85,9 +86,12 @@ def convert(
         raise CheckpointError(str(error).replace("Change it, or pass missing_ok=True", "Change --rename")) from None
     if options.dtype is not None:
         tree = _converted(tree, options.dtype, keeps_ties=target.title == "torch file")
-    checkpoint.verify()
-    read, size = (source, *checkpoint.files.paths), options.shard_bytes
-    with warnings.catch_warnings():
+    files, before = checkpoint.files, (checkpoint.files.nbytes_read, bytes_written())
+    with progress("convert: compared with checksums", files.nbytes, lambda: files.nbytes_read - before[0]):
+        checkpoint.verify()
+    read, size = (source, *files.paths), options.shard_bytes
+    total = sum(leaf.nbytes for leaf in flatten(tree)[0] if isinstance(leaf, StoredTensor))
+    with progress("convert: written", total, lambda: bytes_written() - before[1]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the command says by itself what does not come back
         save(tree, destination, overwrite=options.force, shard_bytes=size, metadata=checkpoint.metadata, protected=read)
     if options.copies_others:

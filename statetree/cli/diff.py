@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from statetree.cli.entries import selection
+from statetree.cli.progress import tracked
 from statetree.cli.rows import plural
 from statetree.cli.table import is_coloured, wrapped
 from statetree.errors import Difference, with_checks
@@ -117,7 +118,7 @@ def compare(left: OpenedCheckpoint, right: OpenedCheckpoint, options: DiffOption
         notes.append(f"ties were not compared: a {(left, right)[keeps_ties[0]].title} has none")
     differing = {difference.key for difference in found}
     undecided = []
-    for key in shared if options.values else ():
+    for key in tracked("diff", shared, len(shared)) if options.values else ():
         if options.quiet and found:
             break
         a, b = one[key], other[key]

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from statetree.cli.entries import entries_of
+from statetree.cli.progress import tracked
 from statetree.cli.rows import Listing, Row, RowGroup, counted, grouped, plural, sorting
 from statetree.cli.table import OutputLine, wrapped, write_lines
 from statetree.errors import CheckpointError
@@ -58,7 +59,8 @@ def show(path: Path, listing: Listing, options: ShowOptions) -> None:
     numbers = f"{human(listing.element_bytes)} of elements, {plural(listing.num_parameters, 'parameter')}"
     sys.stdout.write(wrapped(f"{words}, {numbers}") + "\n")
     lines = _tree_lines if sys.stdout.isatty() else _flat_lines
-    write_lines(lines(grouped(listing.rows, options.depth), options))
+    found = lines(grouped(listing.rows, options.depth), options)
+    write_lines(list(tracked("show", found, len(listing.rows))) if options.stats else found)
 
 
 def _line(item: Row | RowGroup, name: str, total: int, options: ShowOptions) -> OutputLine:
@@ -111,6 +113,7 @@ def _flat_lines(root: RowGroup, options: ShowOptions) -> Iterator[OutputLine]:
 
 
 def _as_json(path: Path, listing: Listing, options: ShowOptions) -> dict[str, Any]:
+    in_order = sorting(options.sort)(listing.rows)
     return {
         "file": str(path),
         "format": listing.title.split()[0].lower(),
@@ -119,7 +122,7 @@ def _as_json(path: Path, listing: Listing, options: ShowOptions) -> dict[str, An
         "parameters": listing.num_parameters,
         "metadata": listing.metadata,
         "not_loaded": sorted(listing.not_loaded),
-        "entries": [_entry_json(row, options) for row in sorting(options.sort)(listing.rows)],
+        "entries": [_entry_json(row, options) for row in tracked("show", in_order, len(in_order))],
     }
 
 

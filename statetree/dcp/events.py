@@ -19,7 +19,7 @@ class Event(NamedTuple):
     """Something that a ``Checkpointer`` has done, passed to ``on_event``.
 
     Attributes:
-        kind: ``stage``, ``save``, ``removal`` or ``restore``.
+        kind: ``stage``, ``save``, ``upload``, ``removal`` or ``restore``.
         step: The step of the checkpoint.
         seconds: How long it took.
         bytes: The bytes of the checkpoint's files; of ``stage``, those of this rank's tensors.

@@ -123,7 +123,10 @@ def rebuilt_classes() -> dict[str, type]:
 
     A checkpoint names classes as well, but they are only looked up here: nothing is imported because a file says so.
     """
-    found = {_full_name(cls): cls for cls in declared_containers()}
+    from statetree.transforms.deltas.change import TensorChange, ValueChange  # here: few checkpoints have any
+    from statetree.transforms.deltas.delta import Delta
+
+    found = {_full_name(cls): cls for cls in (Delta, TensorChange, ValueChange, *declared_containers())}
     for listed in torch.serialization.get_safe_globals():
         cls, name = listed if isinstance(listed, tuple) else (listed, "")
         if isinstance(cls, type):

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
 from statetree.errors import CheckpointError
 
@@ -184,7 +184,9 @@ def _publish(folder: Path, names: Sequence[str], home: Path, old: Iterable[Path]
 
 def _check_protected(path: Path, replaced: Iterable[Path], protected: Collection[Path]) -> None:
     """Raise ``CheckpointError`` if what is replaced is a protected file, under any name, or has one in it."""
-    kept = {each for file in protected for each in (file, *file.resolve().parents)}
+    # What is read from elsewhere is a `RemotePath`, and cannot be replaced here.
+    near = [file for file in protected if isinstance(cast("Any", file), Path)]
+    kept = {each for file in near for each in (file, *file.resolve().parents)}
     kept_ids = {(about.st_dev, about.st_ino) for about in (each.stat() for each in kept if each.exists())}
     for part in replaced:
         if part.exists() and (part.stat().st_dev, part.stat().st_ino) in kept_ids:

@@ -53,8 +53,7 @@ class Callback(pytorch.Callback):
     """Has a trainer with a ``CheckpointIO`` save whenever its checkpointer says so, and keeps the random state."""
 
     _loaded: Any = None
-    _is_due = False
-    _seen = -1
+    _is_due, _seen = False, -1
 
     def state_dict(self) -> dict[str, Any]:
         return RandomState().state_dict()
@@ -68,8 +67,7 @@ class Callback(pytorch.Callback):
             self._loaded, self._seen = None, trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        step = trainer.global_step
-        due = step != self._seen and trainer.strategy.checkpoint_io.checkpointer.due(step)
+        due = (step := trainer.global_step) != self._seen and trainer.strategy.checkpoint_io.checkpointer.due(step)
         self._is_due, self._seen = trainer.strategy.broadcast(due) or self._is_due, step
         if not trainer.is_last_batch:  # else after the next: Lightning does not resume exactly between two epochs
             self.on_train_end(trainer)

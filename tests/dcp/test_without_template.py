@@ -212,3 +212,18 @@ def test_leaves_of_several_tensors_are_warned_of(kind, tmp_path):
         st.load(tmp_path)
     with quiet():
         assert st.similarity(st.load(tmp_path, st.offload(state)), state)
+
+
+def test_deltas_are_loaded_where_only_the_base_is(tmp_path):
+    base = {"w": torch.arange(9.0), "step": 1}
+    new = {"w": torch.arange(9.0).index_fill(0, torch.tensor([4]), -1), "step": 2}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        st.save({"delta": st.delta(new, base), "none": st.delta(base, base)}, tmp_path)
+    found = st.load(tmp_path)
+    assert type(found["delta"]) is st.Delta
+    assert not found["none"]
+    undone = found["delta"].inverse(base)
+    changed = st.apply_delta(found["delta"], base)
+    assert_trees_equal(changed, new)
+    assert_trees_equal(st.apply_delta(undone, changed), {"w": torch.arange(9.0), "step": 1})

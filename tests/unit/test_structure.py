@@ -62,6 +62,11 @@ def test_a_file_is_one_idea():
     assert sorted(lengths.values())[len(lengths) // 2] <= 150
 
 
+def test_an_integration_takes_80_lines():
+    lengths = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "integrations").glob("*.py")}
+    assert {name: length for name, length in lengths.items() if length > 80} == {}
+
+
 def growing_tuples(text):
     """Return the lines that build a tuple from an iterator without a length, which CPython resizes in place.
 

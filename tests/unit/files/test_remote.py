@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import statetree as st
+from statetree.cli import app
 from statetree.errors import CheckpointError, TreeMismatch
 from statetree.files import formats
 from statetree.testing import run_ranks
@@ -130,3 +131,11 @@ def by_all_ranks(folder):
 def test_every_rank_uploads_and_fetches_its_own_part(tmp_path):
     assert run_ranks(2, by_all_ranks, tmp_path) == [(list(map(float, range(10))), 1)] * 2
     assert st.load(tmp_path / "run" / "directory")["w"].tolist() == list(range(10))
+
+
+@pytest.mark.parametrize("source", NAMES)
+@pytest.mark.parametrize("near", ["b.safetensors", "b.pt", "b"])
+def test_what_lies_behind_a_url_is_converted_to_here(source, near, memory, tmp_path):
+    st.save({"w": bits(4, 3)}, f"memory://run/{source}")
+    assert app.main(["convert", f"memory://run/{source}", str(tmp_path / near)]) == 0
+    assert torch.equal(st.load(tmp_path / near)["w"], bits(4, 3))
