@@ -17,12 +17,14 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_design",
     "benchmark_results",
     "command_help",
     "outside_names",
     "prose_returns",
 ]
-exclude_patterns = ["_ext", "pictures/*.py"]
+exclude_patterns = ["_ext", "pictures/*.py", "notebooks"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
@@ -40,6 +42,7 @@ html_title = f"statetree {release}"
 html_copy_source = False
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-html_js_files = ["copy.js"]
+copybutton_prompt_text = r">>> |\.\.\. |\$ "  # of what is typed: neither prompts nor output are copied
+copybutton_prompt_is_regexp = True
 pygments_style = "a11y-high-contrast-light"  # of furo's accessible-pygments
 pygments_dark_style = "a11y-high-contrast-dark"
