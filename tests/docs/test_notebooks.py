@@ -31,7 +31,8 @@ def test_its_cells_run_in_order_and_show_what_is_stored(path, tmp_path, monkeypa
         for data in stored:
             if "text/html" in data:
                 page = value._repr_html_()
-                assert page.startswith("<div") and "".join(data["text/html"])[:40] == page[:40]
+                assert page.startswith("<div")
+                assert "".join(data["text/html"])[:40] == page[:40]
             else:
                 assert "".join(data["text/plain"]) == repr(value)
             compared += 1
