@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+from torch.distributed.checkpoint.utils import _DistWrapper
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.distributed.checkpoint.metadata import Metadata
-    from torch.distributed.checkpoint.planner import SavePlanner
-    from torch.distributed.checkpoint.storage import StorageWriter
 
 
 _NOT_IN_GROUP: Any = dist.GroupMember.NON_GROUP_MEMBER
@@ -38,13 +38,28 @@ def count_groups() -> int:
     return len(dist.distributed_c10d._world.pg_names)  # noqa: SLF001
 
 
-# The public function warns wherever there is no process group, in a way that only a change of the process' warning
-# filters could silence, which is not safe in a thread; and it looks for objects with a state_dict method.
+def run_save(
+    group: Any,
+    describe: Callable[[], Any],
+    plan: Callable[[list[Any]], list[Any]],
+    write: Callable[[Any], Any],
+    finish: Callable[[list[Any]], None],
+) -> None:
+    """Run the steps of a save as DCP does: what fails on a rank, or on the first one, is raised on all.
 
+    Args:
+        group: The ranks; ``None`` for this one alone.
+        describe: On every rank, returns what it holds.
+        plan: On the first one, given all of that, returns what each rank is to do.
+        write: On every rank, does it.
+        finish: On the first one, ends the save.
 
-def run_save(writer: StorageWriter, planner: SavePlanner, group: Any) -> Any:
-    """Save what the planner prepares (without a group, on this rank alone). Returns the metadata."""
-    return _save_state_dict({}, writer, group, no_dist=group is None, planner=planner)
+    Raises:
+        CheckpointException: With the errors of all ranks where one failed.
+    """
+    ranks = _DistWrapper(group, group is not None, 0)
+    share = ranks.reduce_scatter("plan", describe, plan)
+    ranks.all_reduce("write", lambda: write(share), finish)
 
 
 def storage_info(name: str, offset: int, length: int) -> Any:

@@ -1,33 +1,52 @@
-"""A whole state written by DCP: taken apart into entries, with a structure beside them."""
+"""A whole state saved by all ranks: taken apart into entries, with a structure beside them, as DCP lays it out.
+
+Each rank describes its pieces to the first one, which says who writes which, and writes the metadata in the end.
+"""
 
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING, Any, Final
+import os
+import pickle
+import uuid
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 import torch
-
-from statetree.dcp.directory_writer import DirectoryWriter
-from statetree.dcp.failures import checkpoint_errors
-from statetree.dcp.flat_state import STRUCTURE_KEY, flat_state, free_key
-from statetree.dcp.groups import check_alive, ranks_of
-from statetree.dcp.internals import run_save
-from statetree.dcp.plain_values import why_not_restorable
-from statetree.dcp.save_planner import SavePlanner, ToSave
-from statetree.dcp.saved_structure import (
-    SavedEntry,
-    path_of,
-    places,
-    rebuilt_classes,
-    saved_form,
-    structure_text,
-    why_not_rebuilt,
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
 )
-from statetree.dcp.tensors import PARTS_ENTRY, VALUE_ENTRY, compact, content_of, is_array_of_numbers, to_save
-from statetree.errors import StateTreeError, UnsupportedLeaf, shown, warn, with_checks
+
+from statetree.chunks.boxes import Box, is_covered, whole_box
+from statetree.dcp.data_writer import DataWriter
+from statetree.dcp.entries import (
+    PARTS_ENTRY,
+    STRUCTURE_KEY,
+    VALUE_ENTRY,
+    compact,
+    content_of,
+    entries_of,
+    free_key,
+    is_array_of_numbers,
+)
+from statetree.dcp.failures import checkpoint_errors
+from statetree.dcp.file_manifest import ID_PREFIX, MANIFEST, FileManifest, Index, ManifestFile
+from statetree.dcp.groups import check_alive, is_first, ranks_of
+from statetree.dcp.internals import run_save, stamp_version, storage_info
+from statetree.dcp.metadata import METADATA
+from statetree.dcp.plain_values import why_not_restorable
+from statetree.dcp.saved_structure import SavedEntry, Structure
+from statetree.errors import CheckpointError, StateTreeError, UnsupportedLeaf, check_now, shown, warn, with_checks
 from statetree.files.checkpoint import is_entry
+from statetree.files.crc32 import crc32
+from statetree.files.publishing import sync
 from statetree.key_paths import Path
-from statetree.leaves.builtin import is_distributed, leaf_type_of, taken_over
+from statetree.leaves.builtin import is_distributed
 from statetree.leaves.lowering import is_several
 from statetree.leaves.types.special import QUANTIZED
 from statetree.torch_internals import WITHOUT_KERNELS
@@ -35,149 +54,86 @@ from statetree.tree.flatten import flatten_for
 
 if TYPE_CHECKING:
     import pathlib
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch.distributed import ProcessGroup
-    from torch.distributed.checkpoint.storage import StorageWriter
 
+    from statetree.chunks.local import LocalChunks
     from statetree.tree.spec import TreeSpec
-
-
-def warn_of_values(verb: str, state: Any) -> None:
-    """Warn of what does not come back by default (containers, leaves, plain values), each with its path.
-
-    Args:
-        verb: On whose behalf.
-        state: What is to be saved.
-    """
-    try:
-        leaves, spec = flatten_for(verb, state, is_leaf=is_entry)
-        chosen = [index for index, leaf in enumerate(leaves) if not _comes_back(leaf)]
-        found = [(spec.paths()[index], type(leaves[index]), _why_not(leaves[index])) for index in chosen]
-        containers = list(_not_rebuilt(spec))
-        parts = [str(spec.paths()[index]) or "<root>" for index, leaf in enumerate(leaves) if _is_saved_in_parts(leaf)]
-    except StateTreeError:  # the save itself raises it
-        return
-    if containers:
-        msg = (
-            f"{verb}: containers that restore makes with a template only, at:\n  {shown(containers)}\nPass it one, "
-            "or make their classes known: register_container, or torch.serialization.add_safe_globals."
-        )
-        warn(msg)
-    if parts:
-        msg = f"{verb}: leaves that restore makes with a template only, at:\n  {shown(parts)}\nPass it one."
-        warn(msg)
-    lines = [f"{path or '<root>'} ({cls.__qualname__}): {why}" for path, cls, why in found if why]
-    if lines:
-        msg = (
-            f"{verb}: plain values that restore refuses by default, at:\n  {shown(lines)}\nSave what they hold (of a "
-            "module or an optimizer, the state_dict()), name their classes with "
-            "torch.serialization.add_safe_globals, or restore with weights_only=False."
-        )
-        warn(msg)
-
-
-def _not_rebuilt(spec: TreeSpec) -> Iterator[str]:
-    """Yield where restore needs a template, and why."""
-    keys = {type(key) for _, keys, *_ in spec.nodes for key in keys}
-    if {kind.cls for kind, *_ in spec.nodes} <= {dict, list, tuple} and keys <= {str, int}:
-        return  # most states
-    form, known = saved_form(spec), rebuilt_classes()
-    for texts, ref in places(form):
-        why = "" if ref >= 0 else why_not_rebuilt(form.nodes[~ref], known)
-        if why:
-            yield f"{path_of(texts) or '<root>'}: {why}"
-
-
-#: Strided tensors of these dtypes are saved as tensors of others.
-_IN_PARTS: Final = WITHOUT_KERNELS | frozenset(QUANTIZED)
-
-
-def _is_saved_in_parts(leaf: Any) -> bool:
-    """Whether a leaf is made of several tensors, so that a template has to say how (quantized, nested, wrappers)."""
-    if type(leaf) is torch.Tensor:
-        if leaf.layout is not torch.strided and not leaf.is_nested:
-            return False  # sparse: what it is made of says how
-        if not leaf.is_nested and leaf.dtype not in _IN_PARTS:
-            return False
-    elif type(leaf) in _COMING_BACK or taken_over(leaf):
-        return False
-    return is_several(leaf) or (not is_distributed(leaf) and content_of("save", leaf, Path()).sort == PARTS_ENTRY)
-
 
 #: Classes of values that always come back. Asking that of every number in a state would take as long as saving it.
 _COMING_BACK: Final = frozenset(
     {int, float, str, bool, bytes, complex, type(None), torch.dtype, torch.device, torch.Size}
 )
+#: Strided tensors of these dtypes are saved as tensors of others.
+_IN_PARTS: Final = WITHOUT_KERNELS | frozenset(QUANTIZED)
+
+
+def warn_of_values(verb: str, state: Any) -> None:
+    """Warn of what does not come back by default (containers, leaves, plain values), each with its path."""
+    parts, values = [], []
+    try:
+        leaves, spec = flatten_for(verb, state, is_leaf=is_entry)
+        for index, leaf in enumerate(leaves):
+            if _comes_back(leaf):
+                continue
+            is_in_parts, why = _fate(leaf)
+            if is_in_parts or why:
+                path = str(spec.paths()[index]) or "<root>"
+                parts += [path] * is_in_parts
+                values += [f"{path} ({type(leaf).__qualname__}): {why}"] * bool(why)
+        containers = [f"{path or '<root>'}: {why}" for path, _, why in _unknown_in(spec)]
+    except StateTreeError:  # the save itself raises it
+        return
+    remedies = (
+        "Pass it one, or make their classes known: register_container, or torch.serialization.add_safe_globals.",
+        "Pass it one.",
+        "Save what they hold (of a module or an optimizer, the state_dict()), name their classes with "
+        "torch.serialization.add_safe_globals, or restore with weights_only=False.",
+    )
+    whats = (
+        "containers that restore makes with a template only",
+        "leaves that restore makes with a template only",
+        "plain values that restore refuses by default",
+    )
+    for what, found, remedy in zip(whats, (containers, parts, values), remedies, strict=True):
+        if found:
+            warn(f"{verb}: {what}, at:\n  {shown(found)}\n{remedy}")
+
+
+def _unknown_in(spec: TreeSpec) -> Iterator[tuple[Path, Any, str]]:
+    keys = {type(key) for _, keys, *_ in spec.nodes for key in keys}
+    if {kind.cls for kind, *_ in spec.nodes} <= {dict, list, tuple} and keys <= {str, int}:
+        return iter(())  # most states
+    return Structure.of(spec).unknown()
 
 
 def _comes_back(leaf: Any) -> bool:
     cls = type(leaf)
-    if cls in _COMING_BACK or cls is torch.Tensor or is_array_of_numbers(leaf):
-        return True
+    if cls is torch.Tensor:
+        return leaf.layout is torch.strided and not leaf.is_nested and leaf.dtype not in _IN_PARTS
     if cls in (list, tuple):
         return all(type(item) in _COMING_BACK for item in leaf)
-    leaf_type = leaf_type_of(cls)
-    return leaf_type is not None and not leaf_type.opaque and not leaf_type.registered
+    return cls in _COMING_BACK or is_array_of_numbers(leaf)
 
 
-def _why_not(value: Any) -> str:
-    leaf_type = leaf_type_of(type(value))
+def _fate(leaf: Any) -> tuple[bool, str]:
+    """Say whether a leaf is saved in parts, so that a template has to say how, and why a plain value is refused."""
+    if is_several(leaf):
+        return True, ""
+    if is_distributed(leaf):
+        return False, ""
     try:
-        if leaf_type is not None and leaf_type.registered:
-            value = content_of("save", value, Path()).contexts
-        return why_not_restorable(_pickled(value, Path()).getvalue())
+        content = content_of("save", leaf, Path())
+        value: Any = leaf if content.sort == VALUE_ENTRY else content.contexts
+        why = why_not_restorable(_pickled(value, Path())) if content.sort == VALUE_ENTRY or value else ""
     except UnsupportedLeaf:  # the save itself raises it, with its path
-        return ""
+        return False, ""
+    is_sparse = type(leaf) is torch.Tensor and leaf.layout is not torch.strided and not leaf.is_nested
+    return content.sort == PARTS_ENTRY and not is_sparse, why  # what a sparse tensor is made of says how
 
 
-def write(
-    state: Callable[[], Any], directory: pathlib.Path, group: ProcessGroup | None, writer: StorageWriter | None = None
-) -> None:
-    """Save the state that a function returns. What it raises reaches every rank. Without a group, this one saves alone.
-
-    Raises:
-        CheckpointError: Also if the group was destroyed.
-    """
-    check_alive("save", group)
-    if writer is None:
-        writer = DirectoryWriter(directory)
-    planner = SavePlanner(lambda is_coordinator: _prepared(state(), group, with_structure=is_coordinator))
-    with checkpoint_errors("save", directory):
-        with_checks(run_save, writer, planner, group)
-
-
-def _prepared(state: Any, group: ProcessGroup | None, *, with_structure: bool) -> ToSave:
-    """Take a state apart into what DCP saves."""
-    ranks = ranks_of("save", group)
-    spec, entries, _ = flat_state(state, verb="save")
-    prepared = ToSave({}, {}, set())
-    taken = {entry.key for entry in entries}
-    saved = []
-    for entry in entries:
-        content = content_of("save", entry.value, entry.path, ranks)
-        keys: tuple[str, ...] = (entry.key,)
-        if content.sort == PARTS_ENTRY:
-            keys = tuple([free_key(f"{entry.key}.<part {number}>", taken) for number in range(len(content.tensors))])
-            prepared.inseparable.update(keys)
-        if content.sort == VALUE_ENTRY:
-            prepared.flat[entry.key] = _pickled(entry.value, entry.path)
-        else:
-            prepared.flat.update(zip(keys, map(to_save, content.tensors), strict=True))
-        prepared.dcp_paths.update((key, entry.dcp_path_of(key)) for key in keys)
-        context = ""
-        if content.contexts:
-            context = free_key(f"{entry.key}.<context>", taken)
-            prepared.flat[context] = _pickled(content.contexts, entry.path)
-            prepared.dcp_paths[context] = (context,)
-        saved.append(SavedEntry(content.sort, keys, content.facts, context))
-    if with_structure:
-        prepared.flat[STRUCTURE_KEY] = _pickled(structure_text(spec, saved), Path())
-        prepared.dcp_paths[STRUCTURE_KEY] = (STRUCTURE_KEY,)
-    return prepared
-
-
-def _pickled(value: Any, path: Path) -> io.BytesIO:
+def _pickled(value: Any, path: Path) -> memoryview:
     file = io.BytesIO()
     try:
         torch.save(compact(value), file)
@@ -187,4 +143,233 @@ def _pickled(value: Any, path: Path) -> io.BytesIO:
             f"{type(error).__name__}: {error}. Leave it out, or register its class as a container (register_container)."
         )
         raise UnsupportedLeaf(msg, path) from error
-    return file
+    return file.getbuffer()
+
+
+class WriteOptions(NamedTuple):
+    """How a checkpoint is written.
+
+    Attributes:
+        incremental: Whether files are cut so that later saves find some to link.
+        base: The directory of a checkpoint whose files may be linked to.
+        metric: What the manifest says of how good the state is.
+        about: What else it says of it.
+    """
+
+    incremental: bool = False
+    base: pathlib.Path | None = None
+    metric: float | None = None
+    about: Mapping[str, Any] = {}
+
+
+def write(
+    state: Callable[[], Any],
+    directory: pathlib.Path,
+    group: ProcessGroup | None,
+    options: WriteOptions = WriteOptions(),  # noqa: B008 - a tuple
+) -> None:
+    """Save the state that a function returns. What it raises reaches every rank. Without a group, this one saves alone.
+
+    Metadata of a checkpoint that was there are taken away first, so that they and the new data are never taken for one
+    checkpoint if the writing breaks off.
+
+    Raises:
+        CheckpointError: Also if the group was destroyed.
+    """
+    check_alive("save", group)
+    with checkpoint_errors("save", directory):
+        save = _Save(state, directory, group, options)
+        with_checks(run_save, group, save.describe, save.plan, save.write, save.finish)
+
+
+class _Described(NamedTuple):
+    """What a rank has to save, as it tells the first one.
+
+    Attributes:
+        tensors: Dtypes and global shapes, by key.
+        pieces: Where the pieces that it holds lie in them; ``None`` for plain values.
+        inseparable: Keys of tensors that are of use together only, so that one rank has to write them all.
+        dcp_paths: Where entries lie, as DCP has it.
+    """
+
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    pieces: dict[Index, Box | None]
+    inseparable: set[str]
+    dcp_paths: dict[str, tuple[str | int, ...]]
+
+
+class _Share(NamedTuple):
+    """What the first rank tells another one: its number, the id of the save, and what it writes."""
+
+    rank: int
+    save: str
+    pieces: list[Index]
+
+
+class _Save:
+    """One save, on one rank: its steps, in their order. The first rank alone plans and finishes."""
+
+    def __init__(
+        self, state: Callable[[], Any], directory: pathlib.Path, group: ProcessGroup | None, options: WriteOptions
+    ) -> None:
+        self._state = state
+        self._directory = directory
+        self._group = group
+        self._options = options
+        self._held: dict[Index, Any] = {}
+        self._told = _Described({}, {}, set(), {})
+        self._metadata: Metadata
+        self._id = uuid.uuid4().hex
+
+    def describe(self) -> _Described:
+        """Take the state apart."""
+        ranks = ranks_of("save", self._group)
+        spec, entries = entries_of(self._state(), verb="save")
+        taken = {entry.key for entry in entries}
+        saved = []
+        for path, key, value, dcp_path in entries:
+            content = content_of("save", value, path, ranks)
+            keys: tuple[str, ...] = (key,)
+            if content.sort == PARTS_ENTRY:
+                keys = tuple([free_key(f"{key}.<part {number}>", taken) for number in range(len(content.tensors))])
+                self._told.inseparable.update(keys)
+            if content.sort == VALUE_ENTRY:
+                self._add_value(key, value, path, dcp_path)
+            for name, tensor in zip(keys, content.tensors, strict=False):
+                self._add_tensor(name, tensor, dcp_path if name == key else (name,))
+            context = ""
+            if content.contexts:
+                context = free_key(f"{key}.<context>", taken)
+                self._add_value(context, content.contexts, path, (context,))
+            saved.append(SavedEntry(content.sort, keys, content.facts, context))
+        if is_first(self._group):
+            self._add_value(STRUCTURE_KEY, Structure.of(spec, saved).to_text(), Path(), (STRUCTURE_KEY,))
+        return self._told
+
+    def _add_value(self, key: str, value: Any, path: Path, dcp_path: tuple[str | int, ...]) -> None:
+        self._told.dcp_paths[key] = dcp_path
+        self._told.pieces[Index(key, None)] = None
+        self._held[Index(key, None)] = _pickled(value, path)
+
+    def _add_tensor(self, key: str, tensor: torch.Tensor | LocalChunks, dcp_path: tuple[str | int, ...]) -> None:
+        shape = tuple(tensor.shape)
+        self._told.dcp_paths[key] = dcp_path
+        self._told.tensors[key] = (tensor.dtype, shape)
+        chunks: list[tuple[Box, torch.Tensor]]
+        if isinstance(tensor, torch.Tensor):
+            chunks = [(whole_box(shape), tensor)]
+        elif 0 in shape:  # no rank holds elements, but DCP is to know of it
+            chunks = [(whole_box(shape), torch.empty(shape, dtype=tensor.dtype, device="cpu"))]
+        else:
+            chunks = list(zip(tensor.boxes, tensor.pieces, strict=True))
+        for box, piece in chunks:
+            index = Index(key, box.start)
+            self._told.pieces[index] = box
+            self._held[index] = piece
+
+    def plan(self, told: list[_Described]) -> list[_Share]:
+        """Say which rank writes which of the pieces, and take old metadata away."""
+        shares, self._metadata = _planned(told)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        for name in (METADATA, MANIFEST):
+            (self._directory / name).unlink(missing_ok=True)
+        return [_Share(rank, self._id, pieces) for rank, pieces in enumerate(shares)]
+
+    def write(self, share: _Share) -> dict[str, ManifestFile]:
+        """Write what this rank writes, and return its files."""
+        self._directory.mkdir(parents=True, exist_ok=True)  # where each rank has a disk of its own
+        pieces = {index: self._held[index] for index in share.pieces}
+        writer = DataWriter(self._directory, share.rank, share.save, pieces)
+        if self._options.incremental:
+            writer.link_or_write(self._options.base)
+        else:
+            writer.write([share.pieces])
+        check_now()  # the files that elements came from: what is not whole gets no metadata
+        return writer.files
+
+    def finish(self, written: list[dict[str, ManifestFile]]) -> None:
+        """Write the manifest, then the metadata, and wait until the names of all files are on the disk."""
+        files = {name: file for found in written for name, file in found.items()}
+        metadata = self._metadata
+        metadata.storage_data = {
+            _metadata_index(piece.index): storage_info(name, piece.offset, piece.length)
+            for name, file in files.items()
+            for piece in file.pieces
+        }
+        metadata.storage_meta = StorageMeta(checkpoint_id=self._directory, save_id=f"{ID_PREFIX}{self._id}")
+        stamp_version(metadata)
+        data = pickle.dumps(metadata)
+        options = self._options
+        manifest = FileManifest(self._id, (len(data), crc32(data)), files, options.metric, options.about)
+        _write_whole(self._directory / MANIFEST, manifest.to_bytes())
+        _write_whole(self._directory / METADATA, data)
+        sync(self._directory)
+
+
+def _planned(told: Sequence[_Described]) -> tuple[list[list[Index]], Metadata]:
+    """Return what each rank writes of what all hold, and the metadata of the whole.
+
+    What several hold is written by the one that has least to write; values and what is inseparable, by the first.
+    """
+    holders: dict[Index, list[int]] = {}
+    for rank, described in enumerate(told):
+        for index in described.pieces:
+            holders.setdefault(index, []).append(rank)
+    shares: list[list[Index]] = [[] for _ in told]
+    load = [0] * len(told)
+    entries: dict[str, Any] = {}
+    boxes: dict[str, list[Box]] = {}
+    writers: dict[str, int] = {}
+    for index, ranks in holders.items():
+        key, rank = index.key, min(ranks, key=load.__getitem__)
+        if index.start is None or key in told[ranks[0]].inseparable:
+            rank = writers.setdefault(key, ranks[0])
+            if rank not in ranks:
+                continue
+        shares[rank].append(index)
+        entry: Any = BytesStorageMetadata()
+        if index.start is not None:
+            dtype, shape = told[rank].tensors[key]
+            entry = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
+        known = entries.setdefault(key, entry)
+        if _outline(known) != _outline(entry):
+            _refuse_disagreement(key)
+        box = told[rank].pieces[index]
+        if box is not None:
+            load[rank] += box.volume * dtype.itemsize or 1
+            boxes.setdefault(key, []).append(box)
+            known.chunks.append(ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.sizes)))
+    for key, found in boxes.items():
+        whole = whole_box(entries[key].size)
+        is_tiled = sum(box.volume for box in found) == whole.volume and is_covered(whole, found)
+        if len(told) > 1 and not is_tiled:
+            _refuse_disagreement(key)
+    paths: dict[str, Any] = {}
+    for described in reversed(told):  # the first rank's count
+        paths.update(described.dcp_paths)
+    return shares, Metadata(entries, paths)
+
+
+def _outline(entry: Any) -> Any:
+    return None if isinstance(entry, BytesStorageMetadata) else (entry.size, entry.properties.dtype)
+
+
+def _refuse_disagreement(key: str) -> NoReturn:
+    msg = (
+        f"save: the ranks hold pieces of {key!r} that make up no tensor: expected one dtype and shape, and each "
+        "element once. Pass the process_group of all ranks that hold it."
+    )
+    raise CheckpointError(msg)
+
+
+def _metadata_index(index: Index) -> MetadataIndex:
+    return MetadataIndex(index.key, None if index.start is None else torch.Size(index.start))
+
+
+def _write_whole(path: pathlib.Path, data: bytes) -> None:
+    partial = path.with_name(f"{path.name}.tmp")
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from statetree.dcp.directory_writer import DirectoryWriter
 from statetree.dcp.events import Event
 from statetree.dcp.failures import checkpoint_errors
 from statetree.dcp.groups import by_first, check_alive, check_same, is_first
 from statetree.dcp.mirror import MirroredSeries
-from statetree.dcp.saving import write
+from statetree.dcp.saving import WriteOptions, write
 from statetree.dcp.series import bytes_in
 from statetree.dcp.step_numbers import check_step
 from statetree.errors import CheckpointError, StateTreeError
@@ -76,8 +75,7 @@ class StepWriter:
         try:
             with checkpoint_errors("save", self._series.directory), phase("checkpointer.save"):
                 path, base = by_first("save", group, begin)
-                writer = DirectoryWriter(path, incremental=self._incremental, base=base, metric=metric, about=metadata)
-                write(state, path, group, writer)
+                write(state, path, group, WriteOptions(self._incremental, base, metric, metadata))
             nbytes, removed = self._publish(step, made, group)
         except BaseException:
             for unpublished in made:

@@ -18,8 +18,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import statetree
 from statetree import dcp
-from statetree.dcp import piece_sources, saving
-from statetree.dcp.directory_writer import DirectoryWriter
+from statetree.dcp import data_writer, saving
+from statetree.dcp.data_writer import DataWriter
 from statetree.files import tensor_archives
 from statetree.testing import run_ranks
 from tests.judge import assert_trees_equal
@@ -59,10 +59,10 @@ def test_a_full_disk_leaves_the_last_checkpoint(small_disk):
 
 
 def test_a_writers_error_is_told(tmp_path, monkeypatch):
-    def write_data(self, plan, planner):
+    def write(self, groups, tag=""):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(DirectoryWriter, "write_data", write_data)
+    monkeypatch.setattr(DataWriter, "write", write)
     with pytest.raises(statetree.CheckpointError, match=r"save: .*No space left"):
         statetree.save({"w": 1}, tmp_path / "c")
     assert not list(tmp_path.iterdir())
@@ -95,7 +95,7 @@ def test_an_interrupt_at_any_write_of_a_file_stays_one(incremental, tmp_path, mo
 
             state["w"] += 1
             with monkeypatch.context() as patch:
-                for module in (piece_sources, tensor_archives):
+                for module in (data_writer, tensor_archives):
                     patch.setattr(module, "crc32", planted(zlib.crc32))
                 patch.setattr(os, "pwritev", planted(os.pwritev))
                 try:
@@ -125,7 +125,7 @@ def interrupted_on_one_rank(directory):
     tensor = distribute_tensor(torch.arange(40.0), init_device_mesh("cpu", (2,)), [Shard(0)])
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(piece_sources, "crc32", interrupt)
+            patch.setattr(data_writer, "crc32", interrupt)
         with pytest.raises(KeyboardInterrupt):
             statetree.save({"w": tensor}, directory)
 
