@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from statetree.dcp.entries import PARTS_ENTRY, TENSOR_ENTRY, VALUE_ENTRY
+from statetree.dcp.state_entries import PARTS_ENTRY, TENSOR_ENTRY, VALUE_ENTRY
 from statetree.errors import CheckpointError
 from statetree.files.key_texts import UnknownKey, key_of, key_text, shown_key
 from statetree.files.pickled_values import CLASSES

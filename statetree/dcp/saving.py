@@ -24,7 +24,14 @@ from torch.distributed.checkpoint.metadata import (
 
 from statetree.chunks.boxes import Box, is_covered, whole_box
 from statetree.dcp.data_writer import DataWriter
-from statetree.dcp.entries import (
+from statetree.dcp.failures import checkpoint_errors
+from statetree.dcp.file_manifest import ID_PREFIX, MANIFEST, FileManifest, Index, ManifestFile
+from statetree.dcp.groups import check_alive, is_first, ranks_of
+from statetree.dcp.internals import run_save, stamp_version, storage_info
+from statetree.dcp.metadata import METADATA
+from statetree.dcp.plain_values import why_not_restorable
+from statetree.dcp.saved_structure import SavedEntry, Structure
+from statetree.dcp.state_entries import (
     PARTS_ENTRY,
     STRUCTURE_KEY,
     VALUE_ENTRY,
@@ -34,13 +41,6 @@ from statetree.dcp.entries import (
     free_key,
     is_array_of_numbers,
 )
-from statetree.dcp.failures import checkpoint_errors
-from statetree.dcp.file_manifest import ID_PREFIX, MANIFEST, FileManifest, Index, ManifestFile
-from statetree.dcp.groups import check_alive, is_first, ranks_of
-from statetree.dcp.internals import run_save, stamp_version, storage_info
-from statetree.dcp.metadata import METADATA
-from statetree.dcp.plain_values import why_not_restorable
-from statetree.dcp.saved_structure import SavedEntry, Structure
 from statetree.errors import CheckpointError, StateTreeError, UnsupportedLeaf, check_now, shown, warn, with_checks
 from statetree.files.checkpoint import is_entry
 from statetree.files.crc32 import crc32
@@ -182,7 +182,7 @@ def write(
         with_checks(run_save, group, save.describe, save.plan, save.write, save.finish)
 
 
-class _Described(NamedTuple):
+class _Holdings(NamedTuple):
     """What a rank has to save, as it tells the first one.
 
     Attributes:
@@ -213,15 +213,15 @@ class _Save:
         self, state: Callable[[], Any], directory: pathlib.Path, group: ProcessGroup | None, options: WriteOptions
     ) -> None:
         self._state = state
-        self._directory = directory
+        self.directory = directory
         self._group = group
         self._options = options
         self._held: dict[Index, Any] = {}
-        self._told = _Described({}, {}, set(), {})
+        self._told = _Holdings({}, {}, set(), {})
         self._metadata: Metadata
         self._id = uuid.uuid4().hex
 
-    def describe(self) -> _Described:
+    def describe(self) -> _Holdings:
         """Take the state apart."""
         ranks = ranks_of("save", self._group)
         spec, entries = entries_of(self._state(), verb="save")
@@ -267,19 +267,19 @@ class _Save:
             self._told.pieces[index] = box
             self._held[index] = piece
 
-    def plan(self, told: list[_Described]) -> list[_Share]:
+    def plan(self, told: list[_Holdings]) -> list[_Share]:
         """Say which rank writes which of the pieces, and take old metadata away."""
         shares, self._metadata = _planned(told)
-        self._directory.mkdir(parents=True, exist_ok=True)
+        self.directory.mkdir(parents=True, exist_ok=True)
         for name in (METADATA, MANIFEST):
-            (self._directory / name).unlink(missing_ok=True)
+            (self.directory / name).unlink(missing_ok=True)
         return [_Share(rank, self._id, pieces) for rank, pieces in enumerate(shares)]
 
     def write(self, share: _Share) -> dict[str, ManifestFile]:
         """Write what this rank writes, and return its files."""
-        self._directory.mkdir(parents=True, exist_ok=True)  # where each rank has a disk of its own
+        self.directory.mkdir(parents=True, exist_ok=True)  # where each rank has a disk of its own
         pieces = {index: self._held[index] for index in share.pieces}
-        writer = DataWriter(self._directory, share.rank, share.save, pieces)
+        writer = DataWriter(self.directory, share.rank, share.save, pieces)
         if self._options.incremental:
             writer.link_or_write(self._options.base)
         else:
@@ -296,17 +296,17 @@ class _Save:
             for name, file in files.items()
             for piece in file.pieces
         }
-        metadata.storage_meta = StorageMeta(checkpoint_id=self._directory, save_id=f"{ID_PREFIX}{self._id}")
+        metadata.storage_meta = StorageMeta(checkpoint_id=self.directory, save_id=f"{ID_PREFIX}{self._id}")
         stamp_version(metadata)
         data = pickle.dumps(metadata)
         options = self._options
         manifest = FileManifest(self._id, (len(data), crc32(data)), files, options.metric, options.about)
-        _write_whole(self._directory / MANIFEST, manifest.to_bytes())
-        _write_whole(self._directory / METADATA, data)
-        sync(self._directory)
+        _write_whole(self.directory / MANIFEST, manifest.to_bytes())
+        _write_whole(self.directory / METADATA, data)
+        sync(self.directory)
 
 
-def _planned(told: Sequence[_Described]) -> tuple[list[list[Index]], Metadata]:
+def _planned(told: Sequence[_Holdings]) -> tuple[list[list[Index]], Metadata]:
     """Return what each rank writes of what all hold, and the metadata of the whole.
 
     What several hold is written by the one that has least to write; values and what is inseparable, by the first.

@@ -6,16 +6,14 @@ import io
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
-from statetree.chunks.boxes import whole_box
-from statetree.dcp.data_files import DataFiles, check_covered
-from statetree.dcp.entries import PARTS_ENTRY, STRUCTURE_KEY, VALUE_ENTRY
+from statetree.dcp.data_files import DataFiles
 from statetree.dcp.groups import is_first
 from statetree.dcp.metadata import METADATA
 from statetree.dcp.plain_values import gist, read_value
 from statetree.dcp.saved_structure import read_structure
 from statetree.dcp.saving import warn_of_values, write
+from statetree.dcp.state_entries import PARTS_ENTRY, STRUCTURE_KEY, VALUE_ENTRY
 from statetree.dcp.stored_parts import SavedParts, sparse_tensor, tensor_name
 from statetree.errors import Difference
 from statetree.files.checkpoint import CheckpointFormat, OpenedCheckpoint
@@ -88,8 +86,8 @@ class _Directory:
         self._path = path
         self._files = files
         self._skip_foreign = skip_foreign
-        self._entries = self.data.metadata.state_dict_metadata
-        self.is_nested = isinstance(self._entries.get(STRUCTURE_KEY), BytesStorageMetadata)
+        self._entries = self.data.described.entries
+        self.is_nested = STRUCTURE_KEY in self._entries and self._entries[STRUCTURE_KEY].dtype is None
         files.open(path / METADATA)  # one of the checkpoint's files
 
     def tree(self) -> Any:
@@ -97,7 +95,7 @@ class _Directory:
         values = {key: self._value(key) for key in self._entries if key != STRUCTURE_KEY}
         if not self.is_nested:
             # DCP's own paths have texts for all keys, and lists for tuples.
-            return _nested(values, self.data.metadata.planner_data) or values
+            return _nested(values, self.data.described.paths) or values
         saved = read_structure(self._plain(STRUCTURE_KEY))
         tree = saved.rebuild([self._leaf(entry, values) for entry in saved.entries])
         self._report_unknown(saved)
@@ -110,10 +108,8 @@ class _Directory:
         return values
 
     def _value(self, key: str) -> Any:
-        entry = self._entries[key]
-        if not isinstance(entry, TensorStorageMetadata):
+        if self._entries[key].dtype is None:
             return self._plain(key)
-        check_covered(self.data.metadata, key, whole_box(entry.size))
         return self.data.tensor(key, verify=bool(self._files.verify))
 
     def _plain(self, key: str) -> Any:
@@ -132,7 +128,7 @@ class _Directory:
 
     def _leaf(self, entry: SavedEntry, values: Mapping[str, Any]) -> Any:
         for key in entry.keys:
-            if key not in values or isinstance(self._entries[key], BytesStorageMetadata) != (entry.sort == VALUE_ENTRY):
+            if key not in values or (self._entries[key].dtype is None) != (entry.sort == VALUE_ENTRY):
                 refuse(self._path, f"its structure names {key!r}, which it does not hold")
         parts = [values[key] for key in entry.keys]
         if entry.sort != PARTS_ENTRY:

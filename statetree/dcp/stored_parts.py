@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from statetree.chunks.boxes import whole_box
-from statetree.dcp.entries import PARTS_ENTRY, content_of
+from statetree.dcp.state_entries import PARTS_ENTRY, content_of
 from statetree.errors import CheckpointError, Difference
 from statetree.files.checkpoint import StoredParts
 from statetree.files.entry_matching import refuse_all

@@ -23,10 +23,10 @@ class Gate:
         self.saves = []
         run = saving.run_save
 
-        def wait_and_run(writer, planner, group):
+        def wait_and_run(group, describe, *steps):
             assert self.opened.wait(units(10))
-            self.saves.append(writer.checkpoint_id.name)
-            return run(writer, planner, group)
+            self.saves.append(describe.__self__.directory.name)
+            return run(group, describe, *steps)
 
         monkeypatch.setattr(saving, "run_save", wait_and_run)
 

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 
 import statetree
 from statetree.chunks.boxes import Box, is_covered
-from statetree.dcp import entries, file_manifest, metadata
+from statetree.dcp import file_manifest, metadata, state_entries
 from statetree.dcp.file_manifest import MANIFEST
 from statetree.dcp.saved_structure import read_structure
 from tests.pace import units
@@ -538,8 +538,8 @@ def test_indices_do_not_lead_outside(name, tmp_path, monkeypatch):
     if name == "jagged":
         wrong._offsets[1] = 1000
     with monkeypatch.context() as patch:
-        told = entries._facts(template)
-        patch.setattr(entries, "_facts", lambda _: told)
+        told = state_entries._facts(template)
+        patch.setattr(state_entries, "_facts", lambda _: told)
         statetree.save({"a": wrong}, tmp_path)
     before = [part.clone() for part in statetree.leaves.parts.unpack("test", [template], list).parts]
     with pytest.raises(statetree.CheckpointError, match=r"(load|read): the indices of the leaf at a are damaged: .*"):

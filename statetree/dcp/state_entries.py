@@ -47,7 +47,7 @@ VALUE_ENTRY: Final = "value"
 _NUMBERED: Final = frozenset({"list", "tuple", "deque"})
 
 
-class Entry(NamedTuple):
+class StateEntry(NamedTuple):
     """A leaf, or a list or tuple of plain values.
 
     Attributes:
@@ -64,7 +64,7 @@ class Entry(NamedTuple):
     dcp_path: tuple[str | int, ...]
 
 
-def entries_of(tree: Any, *, verb: str) -> tuple[TreeSpec, list[Entry]]:
+def entries_of(tree: Any, *, verb: str) -> tuple[TreeSpec, list[StateEntry]]:
     """Return the structure of a tree down to its entries, and the entries: one for each leaf of the structure.
 
     Leaves that are made of several tensors have an entry for each of them.
@@ -84,7 +84,7 @@ def entries_of(tree: Any, *, verb: str) -> tuple[TreeSpec, list[Entry]]:
         # Tools follow paths that make the keys, and have no leaf above.
         if key != ".".join(map(str, path)) or any(path[:count] in taken for count in range(1, len(path))):
             paths[index] = (key,)
-    return lowered.spec, list(map(Entry, lowered.spec.paths(), keys, lowered.leaves, paths))
+    return lowered.spec, list(map(StateEntry, lowered.spec.paths(), keys, lowered.leaves, paths))
 
 
 def _dcp_paths(spec: TreeSpec) -> list[tuple[str | int, ...]]:
