@@ -203,8 +203,8 @@ class Checkpointer(Schedule):
             CheckpointError: If an earlier save in the background failed. This one was not begun.
             ValueError: If the step is not an integer, or negative.
             TypeError: If the metric is no number, or the metadata are more than JSON holds.
-            StagerBusy, StagerClosed, UnsupportedLeaf: What staging raises on this rank. The others raise a
-                ``CheckpointError`` that names it. Nothing was begun, and the next call saves.
+            StagerBusy, StagerClosed, UnsupportedLeaf: What staging raises. All ranks raise it; nothing was begun, and
+                the next call saves.
             RankMismatch: If this process is not in the group. The future raises it where ranks pass different steps.
         """
         step = as_int(step)
@@ -354,9 +354,7 @@ class Checkpointer(Schedule):
             self._closed = True
             self._give_back()
             try:
-                error = self._running.error()  # this rank's own: not every rank need close
-                if error is not None:
-                    raise error
+                self._running.raise_error()  # this rank's own: not every rank need close
             finally:
                 if self._owns_stager:
                     self._stager.close()
@@ -381,7 +379,7 @@ class Checkpointer(Schedule):
             msg = f"{verb}: the Checkpointer of {self.directory} is closed: expected an open one. Make a new one."
             raise CheckpointError(msg)
         background = self._background(verb, "restore")
-        self._running.settle(verb, lambda: background.group)
+        self._running.settle(verb, background.group)
         return self._background(verb, purpose)
 
     def _background(self, verb: str, purpose: str) -> Background:

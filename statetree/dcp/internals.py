@@ -9,11 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.utils import _DistWrapper
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.distributed.checkpoint.metadata import Metadata
 
 
@@ -36,30 +33,6 @@ def is_alive(group: Any) -> bool:
 def count_groups() -> int:
     """Return how many groups this process is in. Torch names those that are synchronized locally after it."""
     return len(dist.distributed_c10d._world.pg_names)  # noqa: SLF001
-
-
-def run_save(
-    group: Any,
-    describe: Callable[[], Any],
-    plan: Callable[[list[Any]], list[Any]],
-    write: Callable[[Any], Any],
-    finish: Callable[[list[Any]], None],
-) -> None:
-    """Run the steps of a save as DCP does: what fails on a rank, or on the first one, is raised on all.
-
-    Args:
-        group: The ranks; ``None`` for this one alone.
-        describe: On every rank, returns what it holds.
-        plan: On the first one, given all of that, returns what each rank is to do.
-        write: On every rank, does it.
-        finish: On the first one, ends the save.
-
-    Raises:
-        CheckpointException: With the errors of all ranks where one failed.
-    """
-    ranks = _DistWrapper(group, group is not None, 0)
-    share = ranks.reduce_scatter("plan", describe, plan)
-    ranks.all_reduce("write", lambda: write(share), finish)
 
 
 def storage_info(name: str, offset: int, length: int) -> Any:

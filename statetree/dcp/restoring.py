@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from statetree.dcp.failures import checkpoint_errors
-from statetree.dcp.groups import by_first, ranks_of
+from statetree.dcp.groups import by_first, checkpoint_errors, ranks_of
 from statetree.dcp.stateful import StatefulTree
 from statetree.errors import CheckpointError, StateTreeError, warn
 from statetree.exchange.call import on_all_ranks

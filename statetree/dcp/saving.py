@@ -9,6 +9,7 @@ import io
 import os
 import pickle
 import uuid
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 import torch
@@ -24,10 +25,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from statetree.chunks.boxes import Box, is_covered, whole_box
 from statetree.dcp.data_writer import DataWriter
-from statetree.dcp.failures import checkpoint_errors
 from statetree.dcp.file_manifest import ID_PREFIX, MANIFEST, FileManifest, Index, ManifestFile
-from statetree.dcp.groups import check_alive, is_first, ranks_of
-from statetree.dcp.internals import run_save, stamp_version, storage_info
+from statetree.dcp.groups import check_alive, checkpoint_errors, dealt_by_first, is_first, ranks_of, told_to_first
+from statetree.dcp.internals import stamp_version, storage_info
 from statetree.dcp.metadata import METADATA
 from statetree.dcp.plain_values import why_not_restorable
 from statetree.dcp.saved_structure import SavedEntry, Structure
@@ -41,16 +41,11 @@ from statetree.dcp.state_entries import (
     free_key,
     is_array_of_numbers,
 )
-from statetree.errors import CheckpointError, StateTreeError, UnsupportedLeaf, check_now, shown, warn, with_checks
-from statetree.files.checkpoint import is_entry
+from statetree.errors import CheckpointError, UnsupportedLeaf, check_now, shown, warn, with_checks
+from statetree.exchange.call import on_all_ranks
 from statetree.files.crc32 import crc32
 from statetree.files.publishing import sync
 from statetree.key_paths import Path
-from statetree.leaves.builtin import is_distributed
-from statetree.leaves.lowering import is_several
-from statetree.leaves.types.special import QUANTIZED
-from statetree.torch_internals import WITHOUT_KERNELS
-from statetree.tree.flatten import flatten_for
 
 if TYPE_CHECKING:
     import pathlib
@@ -65,72 +60,13 @@ if TYPE_CHECKING:
 _COMING_BACK: Final = frozenset(
     {int, float, str, bool, bytes, complex, type(None), torch.dtype, torch.device, torch.Size}
 )
-#: Strided tensors of these dtypes are saved as tensors of others.
-_IN_PARTS: Final = WITHOUT_KERNELS | frozenset(QUANTIZED)
 
 
-def warn_of_values(verb: str, state: Any) -> None:
-    """Warn of what does not come back by default (containers, leaves, plain values), each with its path."""
-    parts, values = [], []
-    try:
-        leaves, spec = flatten_for(verb, state, is_leaf=is_entry)
-        for index, leaf in enumerate(leaves):
-            if _comes_back(leaf):
-                continue
-            is_in_parts, why = _fate(leaf)
-            if is_in_parts or why:
-                path = str(spec.paths()[index]) or "<root>"
-                parts += [path] * is_in_parts
-                values += [f"{path} ({type(leaf).__qualname__}): {why}"] * bool(why)
-        containers = [f"{path or '<root>'}: {why}" for path, _, why in _unknown_in(spec)]
-    except StateTreeError:  # the save itself raises it
-        return
-    remedies = (
-        "Pass it one, or make their classes known: register_container, or torch.serialization.add_safe_globals.",
-        "Pass it one.",
-        "Save what they hold (of a module or an optimizer, the state_dict()), name their classes with "
-        "torch.serialization.add_safe_globals, or restore with weights_only=False.",
-    )
-    whats = (
-        "containers that restore makes with a template only",
-        "leaves that restore makes with a template only",
-        "plain values that restore refuses by default",
-    )
-    for what, found, remedy in zip(whats, (containers, parts, values), remedies, strict=True):
-        if found:
-            warn(f"{verb}: {what}, at:\n  {shown(found)}\n{remedy}")
-
-
-def _unknown_in(spec: TreeSpec) -> Iterator[tuple[Path, Any, str]]:
-    keys = {type(key) for _, keys, *_ in spec.nodes for key in keys}
-    if {kind.cls for kind, *_ in spec.nodes} <= {dict, list, tuple} and keys <= {str, int}:
-        return iter(())  # most states
-    return Structure.of(spec).unknown()
-
-
-def _comes_back(leaf: Any) -> bool:
-    cls = type(leaf)
-    if cls is torch.Tensor:
-        return leaf.layout is torch.strided and not leaf.is_nested and leaf.dtype not in _IN_PARTS
+def _comes_back(value: Any) -> bool:
+    cls = type(value)
     if cls in (list, tuple):
-        return all(type(item) in _COMING_BACK for item in leaf)
-    return cls in _COMING_BACK or is_array_of_numbers(leaf)
-
-
-def _fate(leaf: Any) -> tuple[bool, str]:
-    """Say whether a leaf is saved in parts, so that a template has to say how, and why a plain value is refused."""
-    if is_several(leaf):
-        return True, ""
-    if is_distributed(leaf):
-        return False, ""
-    try:
-        content = content_of("save", leaf, Path())
-        value: Any = leaf if content.sort == VALUE_ENTRY else content.contexts
-        why = why_not_restorable(_pickled(value, Path())) if content.sort == VALUE_ENTRY or value else ""
-    except UnsupportedLeaf:  # the save itself raises it, with its path
-        return False, ""
-    is_sparse = type(leaf) is torch.Tensor and leaf.layout is not torch.strided and not leaf.is_nested
-    return content.sort == PARTS_ENTRY and not is_sparse, why  # what a sparse tensor is made of says how
+        return all(type(item) in _COMING_BACK for item in value)
+    return cls in _COMING_BACK or is_array_of_numbers(value)
 
 
 def _pickled(value: Any, path: Path) -> memoryview:
@@ -144,6 +80,16 @@ def _pickled(value: Any, path: Path) -> memoryview:
         )
         raise UnsupportedLeaf(msg, path) from error
     return file.getbuffer()
+
+
+def _unmade(spec: TreeSpec, structure: Structure) -> Iterator[str]:
+    """Yield which containers and tensors restore makes with a template only."""
+    keys = {type(key) for _, keys, *_ in spec.nodes for key in keys}
+    if not ({kind.cls for kind, *_ in spec.nodes} <= {dict, list, tuple} and keys <= {str, int}):  # as most states are
+        yield from (f"{path or '<root>'}: {why}" for path, _, why in structure.unknown())
+    for path, entry in zip(spec.paths(), structure.entries, strict=True):
+        if entry.sort == PARTS_ENTRY and "'layout': torch.sparse" not in entry.facts:
+            yield f"{path or '<root>'}: a tensor of several parts"
 
 
 class WriteOptions(NamedTuple):
@@ -177,9 +123,16 @@ def write(
         CheckpointError: Also if the group was destroyed.
     """
     check_alive("save", group)
+    save = StateSave(state, directory, group, options)
     with checkpoint_errors("save", directory):
-        save = _Save(state, directory, group, options)
-        with_checks(run_save, group, save.describe, save.plan, save.write, save.finish)
+        with_checks(save.run)
+    if save.unmade:
+        msg = (
+            f"save: what restore does not make by itself, at:\n  {shown(save.unmade)}\n"
+            "Pass it a template; name classes with register_container or torch.serialization.add_safe_globals; "
+            "save what values hold (of a module or an optimizer, the state_dict()), or restore them with weights_only=False."
+        )
+        warn(msg)
 
 
 class _Holdings(NamedTuple):
@@ -206,14 +159,20 @@ class _Share(NamedTuple):
     pieces: list[Index]
 
 
-class _Save:
-    """One save, on one rank: its steps, in their order. The first rank alone plans and finishes."""
+class StateSave:
+    """One save, on one rank.
+
+    Attributes:
+        directory: Where it goes.
+        unmade: What does not come back by default, on the first rank.
+    """
 
     def __init__(
         self, state: Callable[[], Any], directory: pathlib.Path, group: ProcessGroup | None, options: WriteOptions
     ) -> None:
-        self._state = state
         self.directory = directory
+        self.unmade: list[str] = []
+        self._state = state
         self._group = group
         self._options = options
         self._held: dict[Index, Any] = {}
@@ -221,7 +180,16 @@ class _Save:
         self._metadata: Metadata
         self._id = uuid.uuid4().hex
 
-    def describe(self) -> _Holdings:
+    def run(self) -> None:
+        """Save. The first rank says who writes what, and ends it; what fails on one is raised on all."""
+        on_all = partial(on_all_ranks, "save", ranks_of("save", self._group))
+        told = told_to_first(on_all(self._describe), self._group)
+        shares = on_all(lambda: self._plan(told) if is_first(self._group) else [])
+        share = dealt_by_first(shares, self._group)
+        written = told_to_first(on_all(lambda: self._write(share)), self._group)
+        on_all(lambda: self._finish(written) if is_first(self._group) else None)
+
+    def _describe(self) -> _Holdings:
         """Take the state apart."""
         ranks = ranks_of("save", self._group)
         spec, entries = entries_of(self._state(), verb="save")
@@ -243,13 +211,18 @@ class _Save:
                 self._add_value(context, content.contexts, path, (context,))
             saved.append(SavedEntry(content.sort, keys, content.facts, context))
         if is_first(self._group):
-            self._add_value(STRUCTURE_KEY, Structure.of(spec, saved).to_text(), Path(), (STRUCTURE_KEY,))
+            structure = Structure.of(spec, saved)
+            self._add_value(STRUCTURE_KEY, structure.to_text(), Path(), (STRUCTURE_KEY,))
+            self.unmade += _unmade(spec, structure)
         return self._told
 
     def _add_value(self, key: str, value: Any, path: Path, dcp_path: tuple[str | int, ...]) -> None:
         self._told.dcp_paths[key] = dcp_path
         self._told.pieces[Index(key, None)] = None
-        self._held[Index(key, None)] = _pickled(value, path)
+        data = self._held[Index(key, None)] = _pickled(value, path)
+        why = "" if _comes_back(value) or not is_first(self._group) else why_not_restorable(data)
+        if why:
+            self.unmade.append(f"{path or '<root>'} ({type(value).__qualname__}): {why}")
 
     def _add_tensor(self, key: str, tensor: torch.Tensor | LocalChunks, dcp_path: tuple[str | int, ...]) -> None:
         shape = tuple(tensor.shape)
@@ -267,7 +240,7 @@ class _Save:
             self._told.pieces[index] = box
             self._held[index] = piece
 
-    def plan(self, told: list[_Holdings]) -> list[_Share]:
+    def _plan(self, told: list[_Holdings]) -> list[_Share]:
         """Say which rank writes which of the pieces, and take old metadata away."""
         shares, self._metadata = _planned(told)
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -275,7 +248,7 @@ class _Save:
             (self.directory / name).unlink(missing_ok=True)
         return [_Share(rank, self._id, pieces) for rank, pieces in enumerate(shares)]
 
-    def write(self, share: _Share) -> dict[str, ManifestFile]:
+    def _write(self, share: _Share) -> dict[str, ManifestFile]:
         """Write what this rank writes, and return its files."""
         self.directory.mkdir(parents=True, exist_ok=True)  # where each rank has a disk of its own
         pieces = {index: self._held[index] for index in share.pieces}
@@ -287,7 +260,7 @@ class _Save:
         check_now()  # the files that elements came from: what is not whole gets no metadata
         return writer.files
 
-    def finish(self, written: list[dict[str, ManifestFile]]) -> None:
+    def _finish(self, written: list[dict[str, ManifestFile]]) -> None:
         """Write the manifest, then the metadata, and wait until the names of all files are on the disk."""
         files = {name: file for found in written for name, file in found.items()}
         metadata = self._metadata

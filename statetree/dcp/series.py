@@ -92,11 +92,11 @@ class Series:
 
     def complete(self) -> list[StepDirectory]:
         """Return the complete checkpoints, one of each step, in the order of steps."""
-        return _latest(self.all())
+        return self.local()
 
     def local(self) -> list[StepDirectory]:
         """Return those that lie in the directory, whatever a mirror has."""
-        return self.complete()
+        return _latest(self.all())
 
     def all(self) -> list[StepDirectory]:
         """Return the complete checkpoints, those that are being replaced included."""

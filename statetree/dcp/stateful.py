@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.dcp.saving import warn_of_values
 from statetree.files.formats import opened
 from statetree.files.stored import StoredTensor
 from statetree.tree.flatten import flatten_for, unflatten
@@ -33,7 +32,6 @@ def saving(verb: str, state: Any) -> Callable[[], Any]:
             raise raised
 
         return fail
-    warn_of_values(verb, saved)
     return lambda: saved
 
 

@@ -6,8 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from statetree.dcp.events import Event
-from statetree.dcp.failures import checkpoint_errors
-from statetree.dcp.groups import by_first, check_alive, check_same, is_first
+from statetree.dcp.groups import by_first, check_alive, check_same, checkpoint_errors, is_first
 from statetree.dcp.mirror import MirroredSeries
 from statetree.dcp.saving import WriteOptions, write
 from statetree.dcp.series import bytes_in

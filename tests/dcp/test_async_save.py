@@ -21,14 +21,14 @@ class Gate:
     def __init__(self, monkeypatch):
         self.opened = threading.Event()
         self.saves = []
-        run = saving.run_save
+        run = saving.StateSave.run
 
-        def wait_and_run(group, describe, *steps):
+        def wait_and_run(save):
             assert self.opened.wait(units(10))
-            self.saves.append(describe.__self__.directory.name)
-            return run(group, describe, *steps)
+            self.saves.append(save.directory.name)
+            return run(save)
 
-        monkeypatch.setattr(saving, "run_save", wait_and_run)
+        monkeypatch.setattr(saving.StateSave, "run", wait_and_run)
 
     def open(self):
         self.opened.set()

@@ -47,12 +47,12 @@ def test_a_full_disk_is_told(small_disk):
 def test_a_full_disk_leaves_the_last_checkpoint(small_disk):
     with dcp.Checkpointer(small_disk) as checkpointer:
         checkpointer.save(1, {"w": torch.zeros(10_000)})
-        with pytest.raises(statetree.CheckpointError, match=r"(?s)save: .*disk is full|No space left"):
+        with pytest.raises(statetree.CheckpointError, match=r"(?s)save: .*No space left"):
             checkpointer.save(2, {"w": torch.zeros(200_000)})
         assert checkpointer.steps() == [1]
         assert [path.name for path in small_disk.iterdir()] == ["step-00000001"]
         future = checkpointer.async_save(2, {"w": torch.zeros(200_000)})
-        with pytest.raises(statetree.CheckpointError, match=r"(?s)save: .*disk is full|No space left"):
+        with pytest.raises(statetree.CheckpointError, match=r"(?s)save: .*No space left"):
             future.result()
         checkpointer.save(3, {"w": torch.ones(10_000)})
         assert checkpointer.restore()["w"].sum() == 10_000
@@ -114,7 +114,7 @@ def test_a_failure_after_an_interrupt_is_none(small_disk):
         try:
             signal.raise_signal(signal.SIGINT)
         except KeyboardInterrupt:
-            with pytest.raises(statetree.CheckpointError, match=r"(?s)save: .*OSError: .*No space left.*disk is full"):
+            with pytest.raises(statetree.CheckpointError, match=r"(?s)save: .*OSError: .*No space left"):
                 checkpointer.save(2, {"w": torch.zeros(200_000)})
 
 
@@ -126,7 +126,9 @@ def interrupted_on_one_rank(directory):
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(data_writer, "crc32", interrupt)
-        with pytest.raises(KeyboardInterrupt):
+        rank = dist.get_rank()
+        error, message = (KeyboardInterrupt, "") if rank else (statetree.CheckpointError, "rank 1: KeyboardInterrupt")
+        with pytest.raises(error, match=message):
             statetree.save({"w": tensor}, directory)
 
 

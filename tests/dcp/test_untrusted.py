@@ -33,7 +33,7 @@ from statetree.dcp.file_manifest import MANIFEST
 from statetree.dcp.saved_structure import read_structure
 from tests.pace import units
 
-pytestmark = pytest.mark.filterwarnings("ignore:save. leaves that restore makes with a template only")
+pytestmark = pytest.mark.filterwarnings("ignore:save. what restore does not make")
 
 
 @pytest.fixture

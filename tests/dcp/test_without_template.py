@@ -96,7 +96,7 @@ def test_classes_that_are_listed_come_back(make, tmp_path):
 @pytest.mark.parametrize("make", STATES.values(), ids=list(STATES))
 def test_where_a_class_is_not_listed_there_is_a_warning_and_a_template_is_needed(make, tmp_path):
     state = make()
-    with pytest.warns(UserWarning, match=r"save: containers that restore makes with a template only, at:\n  .*: a "):
+    with pytest.warns(UserWarning, match=r"save: what restore does not make by itself, at:\n  .*: a "):
         st.save(state, tmp_path)
     with pytest.raises(
         st.TreeMismatch, match=r"Pass like=, a tree like the saved one, or make the classes known: register_container"
@@ -190,7 +190,7 @@ def test_leaves_of_several_tensors_are_warned_of(kind, tmp_path):
     with quiet():
         state = {"plain": torch.ones(2), "n": [IN_PARTS[kind]()]}
     with pytest.warns(
-        UserWarning, match=r"save: leaves that restore makes with a template only, at:\n  n\.0\nPass it one"
+        UserWarning, match=r"save: what restore does not make by itself, at:\n  n\.0: a .*\nPass it a template"
     ):
         st.save(state, tmp_path)
     with pytest.raises(StateTreeError, match=r"n\.0.*like="):
