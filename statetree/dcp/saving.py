@@ -129,8 +129,8 @@ def write(
     if save.unmade:
         msg = (
             f"save: what restore does not make by itself, at:\n  {shown(save.unmade)}\n"
-            "Pass it a template; name classes with register_container or torch.serialization.add_safe_globals; "
-            "save what values hold (of a module or an optimizer, the state_dict()), or restore them with weights_only=False."
+            "Pass it a template; name classes with register_container or torch.serialization.add_safe_globals; save "
+            "what values hold (of a module or an optimizer, the state_dict()), or restore them with weights_only=False."
         )
         warn(msg)
 
@@ -183,11 +183,11 @@ class StateSave:
     def run(self) -> None:
         """Save. The first rank says who writes what, and ends it; what fails on one is raised on all."""
         on_all = partial(on_all_ranks, "save", ranks_of("save", self._group))
+        # No function is made here: its closure would keep the state alive in the traceback of what fails.
         told = told_to_first(on_all(self._describe), self._group)
-        shares = on_all(lambda: self._plan(told) if is_first(self._group) else [])
-        share = dealt_by_first(shares, self._group)
-        written = told_to_first(on_all(lambda: self._write(share)), self._group)
-        on_all(lambda: self._finish(written) if is_first(self._group) else None)
+        share = dealt_by_first(on_all(partial(self._plan, told)), self._group)
+        written = told_to_first(on_all(partial(self._write, share)), self._group)
+        on_all(partial(self._finish, written))
 
     def _describe(self) -> _Holdings:
         """Take the state apart."""
@@ -208,7 +208,7 @@ class StateSave:
             context = ""
             if content.contexts:
                 context = free_key(f"{key}.<context>", taken)
-                self._add_value(context, content.contexts, path, (context,))
+                self._add_value(context, content.contexts, path, (context,), type(value))
             saved.append(SavedEntry(content.sort, keys, content.facts, context))
         if is_first(self._group):
             structure = Structure.of(spec, saved)
@@ -216,13 +216,15 @@ class StateSave:
             self.unmade += _unmade(spec, structure)
         return self._told
 
-    def _add_value(self, key: str, value: Any, path: Path, dcp_path: tuple[str | int, ...]) -> None:
+    def _add_value(
+        self, key: str, value: Any, path: Path, dcp_path: tuple[str | int, ...], cls: type | None = None
+    ) -> None:
         self._told.dcp_paths[key] = dcp_path
         self._told.pieces[Index(key, None)] = None
         data = self._held[Index(key, None)] = _pickled(value, path)
         why = "" if _comes_back(value) or not is_first(self._group) else why_not_restorable(data)
         if why:
-            self.unmade.append(f"{path or '<root>'} ({type(value).__qualname__}): {why}")
+            self.unmade.append(f"{path or '<root>'} ({(cls or type(value)).__qualname__}): {why}")
 
     def _add_tensor(self, key: str, tensor: torch.Tensor | LocalChunks, dcp_path: tuple[str | int, ...]) -> None:
         shape = tuple(tensor.shape)
@@ -241,7 +243,9 @@ class StateSave:
             self._held[index] = piece
 
     def _plan(self, told: list[_Holdings]) -> list[_Share]:
-        """Say which rank writes which of the pieces, and take old metadata away."""
+        """On the first rank: say which rank writes which of the pieces, and take old metadata away."""
+        if not told:
+            return []
         shares, self._metadata = _planned(told)
         self.directory.mkdir(parents=True, exist_ok=True)
         for name in (METADATA, MANIFEST):
@@ -261,7 +265,9 @@ class StateSave:
         return writer.files
 
     def _finish(self, written: list[dict[str, ManifestFile]]) -> None:
-        """Write the manifest, then the metadata, and wait until the names of all files are on the disk."""
+        """On the first rank: write the manifest, then the metadata, and wait until all names are on the disk."""
+        if not written:
+            return
         files = {name: file for found in written for name, file in found.items()}
         metadata = self._metadata
         metadata.storage_data = {

@@ -97,7 +97,7 @@ def destroy_while_saving(directory: Path) -> str:
     error = future.exception(units(12))
     if dist.is_initialized():
         dist.destroy_process_group()
-    assert isinstance(error, statetree.CheckpointError)
+    assert isinstance(error, statetree.StateTreeError)
     return str(error)
 
 
