@@ -118,13 +118,7 @@ if hasattr(os, "register_at_fork"):
 def background_of(verb: str, parent: ProcessGroup | None, purpose: str) -> Background:
     """Return the thread and the group for a purpose: made on the first call, and the same ones ever after.
 
-    Args:
-        verb: On whose behalf, for messages.
-        parent: The group whose ranks take part; by default all.
-        purpose: Tells several for one parent apart.
-
-    Collective:
-        The first call for a parent and purpose: every rank of the parent makes it.
+    The first call for a parent and purpose is made by every rank of the parent.
     """
     with _lock:
         parent = group_for(verb, parent)
@@ -173,13 +167,9 @@ def start(
     stage: Callable[[], Any],
     save: Callable[[Callable[[], Any]], None],
 ) -> SaveFuture:
-    """Stage a state, and run a save of it on the background's thread.
+    """Stage a state, and run a save of it on the background's thread: ``save`` is given what returns it.
 
-    Args:
-        background: The thread and the group.
-        agreeing: The same ranks, over which they tell each other at once whether staging failed. Then all raise.
-        stage: Returns the staged state.
-        save: Given a function that returns the staged state, saves it.
+    Over the group ``agreeing``, the ranks tell each other at once whether staging failed. Then all raise.
     """
     held = [on_all_ranks("async_save", ranks_of("async_save", agreeing), stage)]
     future = SaveFuture()
@@ -210,11 +200,7 @@ def _taken(held: list[Any]) -> Any:
 
 
 class RunningSave:
-    """The save in the background of a series, of which there is one at a time.
-
-    Attributes:
-        future: Its future; ``None`` without one.
-    """
+    """The save in the background of a series, of which there is one at a time."""
 
     def __init__(self) -> None:
         self.future: SaveFuture | None = None

@@ -15,6 +15,7 @@ from statetree.dcp.file_manifest import read_manifest
 from statetree.dcp.groups import check_same, is_first
 from statetree.dcp.mirror import MirroredSeries
 from statetree.dcp.restoring import Restoration
+from statetree.dcp.saving import WriteOptions
 from statetree.dcp.schedule import Schedule
 from statetree.dcp.series import Kept, Series, bytes_in
 from statetree.dcp.stateful import saving
@@ -168,13 +169,13 @@ class Checkpointer(Schedule):
             UnsupportedLeaf, CyclicTree: As ``statetree.save``.
         """
         step = as_int(step)
-        write = partial(self._writer.write, metric=as_metric("save", metric), metadata=as_metadata("save", metadata))
+        options = WriteOptions(metric=as_metric("save", metric), about=as_metadata("save", metadata))
         with self._calling:
             since = time.monotonic()
             states = saving("save", state)
-            foreground = self._begin("save")
+            group = self._begin("save").group
             self._warn_of_step("save", step)
-            write("save", step, states, foreground.group, lambda: time.monotonic() - since)
+            self._writer.write("save", step, states, group, options, lambda: time.monotonic() - since)
 
     def async_save(
         self,
@@ -208,9 +209,7 @@ class Checkpointer(Schedule):
             RankMismatch: If this process is not in the group. The future raises it where ranks pass different steps.
         """
         step = as_int(step)
-        write = partial(
-            self._writer.write, metric=as_metric("async_save", metric), metadata=as_metadata("async_save", metadata)
-        )
+        options = WriteOptions(metric=as_metric("async_save", metric), about=as_metadata("async_save", metadata))
         with self._calling:
             since = time.monotonic()
             states = saving("async_save", state)
@@ -229,18 +228,13 @@ class Checkpointer(Schedule):
                 self._tell(Event("stage", step, ended - began, nbytes, ended - since), agreeing)
                 return staged
 
-            self._running.future = start(
-                background,
-                agreeing,
-                stage_step,
-                lambda staged: write(
-                    "async_save",
-                    step,
-                    staged,
-                    background.group,
-                    lambda: waits[0] if waits else time.monotonic() - since,
-                ),
-            )
+            def write(staged: Callable[[], Any]) -> None:
+                def waited() -> float:  # it may end before this call does
+                    return waits[0] if waits else time.monotonic() - since
+
+                self._writer.write("async_save", step, staged, background.group, options, waited)
+
+            self._running.future = start(background, agreeing, stage_step, write)
             waits.append(time.monotonic() - since)
             return self._running.future
 
@@ -309,8 +303,8 @@ class Checkpointer(Schedule):
 
             since = time.monotonic()
             options = LoadOptions(True, cast, strict, verify, weights_only, partly=True, where=where)  # noqa: FBT003
-            restoration = Restoration(self._series, group, step)
-            loaded = restoration.run(state, options, fallback=fallback)
+            restoration = Restoration(self._series, group, step, state, options)
+            loaded = restoration.run(fallback=fallback)
             seconds, found = time.monotonic() - since, restoration.found
             self._tell(Event("restore", found.step, seconds, bytes_in(self._series.path(found)), seconds), group)
             return loaded

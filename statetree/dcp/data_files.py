@@ -35,19 +35,7 @@ _SMALL_BYTES: Final = 1 << 20
 
 
 class DataFiles:
-    """The data files of one checkpoint.
-
-    Args:
-        directory: Where the checkpoint lies.
-        files: Opens files.
-        verify: Whether its metadata have to be the bytes that the manifest says.
-
-    Attributes:
-        described: What it holds, and where.
-
-    Raises:
-        CheckpointError: As ``read_described``.
-    """
+    """The data files of one checkpoint, and what it holds: ``described``."""
 
     def __init__(self, directory: Path, files: OpenFiles | None = None, *, verify: bool = True) -> None:
         self.files = OpenFiles() if files is None else files
@@ -58,11 +46,7 @@ class DataFiles:
         self._held: Any = None
 
     def open(self, name: str) -> FileRange:
-        """Return a data file.
-
-        Raises:
-            CheckpointError: If it is not of the size, or not of the save, that the manifest says.
-        """
+        """Return a data file, of the size and of the save that the manifest says."""
         if name not in self._opened:
             file = self.files.open(self._directory / name)
             if self.described.files is not None:
@@ -81,11 +65,7 @@ class DataFiles:
         return entry.read(0, entry.length, "its bytes")
 
     def tensor(self, key: str, *, verify: bool = False) -> StoredTensor:
-        """Return a tensor. Where its pieces lie in their entries is read when its elements are.
-
-        Args:
-            key: Its key.
-            verify: Whether each entry is compared with its checksum before elements of it are read.
+        """Return a tensor. Where its pieces lie in their entries is read, and verified, when its elements are.
 
         Raises:
             CheckpointError: If its pieces do not make it up: elements would keep what they were.

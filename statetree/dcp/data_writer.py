@@ -41,13 +41,7 @@ _BLOCK_BYTES: Final = 1 << 20
 
 
 class DataWriter:
-    """Writes what one rank has to write.
-
-    Args:
-        directory: Where.
-        rank: The number of the rank, after which files are called.
-        save: The id of the save.
-        pieces: What there is to write: plain tensors, and plain values as they are pickled.
+    """Writes what one rank has to write: plain tensors, and plain values as they are pickled.
 
     Attributes:
         files: What was written, by the names of files.
@@ -107,8 +101,8 @@ class DataWriter:
             file = OpenFiles().open(path)
             check_file(file, listed)
             for piece in listed.pieces:
-                if piece.index in self._pieces and PieceSource(self._pieces[piece.index]).is_in(file, piece):
-                    same.add(piece.index)
+                if piece.which in self._pieces and PieceSource(self._pieces[piece.which]).is_in(file, piece):
+                    same.add(piece.which)
         return same
 
     def _link(self, base: Path, name: str) -> bool:

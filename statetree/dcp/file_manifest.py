@@ -53,7 +53,7 @@ class ManifestPiece(NamedTuple):
     checksum: int
 
     @property
-    def index(self) -> Index:
+    def which(self) -> Index:
         """Which piece it is."""
         return Index(self.key, self.start)
 

@@ -62,33 +62,21 @@ class Stored(NamedTuple):
 
 
 class Described(NamedTuple):
-    """What a checkpoint holds, and where.
-
-    Attributes:
-        entries: Its entries, by key.
-        pieces: Where their pieces lie.
-        paths: How DCP nests them.
-        save: The id of the save that left a manifest; ``None`` if none did.
-        files: What that lists; ``None`` without one.
-    """
+    """What a checkpoint holds, and where."""
 
     entries: dict[str, StoredEntry]
     pieces: dict[Index, Stored]
-    paths: dict[str, tuple[str | int, ...]]
-    save: str | None
-    files: Mapping[str, ManifestFile] | None = None
+    paths: dict[str, tuple[str | int, ...]]  # how DCP nests entries
+    save: str | None  # which left a manifest, if one did
+    files: Mapping[str, ManifestFile] | None = None  # what that lists
 
 
 def read_described(directory: Path, *, verify: bool) -> Described:
     """Read a directory's metadata, without running code in them, and the manifest if the save that they name left one.
 
     Every name in them stays inside the directory, every piece lies inside its file, apart from the others, is as long
-    as its tensor needs, and lies inside the tensor that it is a piece of.
-
-    Args:
-        directory: Where the checkpoint lies.
-        verify: Whether the metadata have to be the bytes that the manifest says. Without it, a manifest that is
-            missing or damaged is passed over.
+    as its tensor needs, and lies inside the tensor that it is a piece of. Unless ``verify`` is set, a manifest that is
+    missing or damaged is passed over.
 
     Raises:
         CheckpointError: If the directory or the metadata are missing, damaged, or refer to anything else; or if the

@@ -37,16 +37,7 @@ _FAR: Final = -1
 class MirroredSeries(Series):
     """A series of checkpoints in a directory, and those that only its mirror has.
 
-    Only the first rank asks, uploads and removes; ``path`` answers on every rank.
-
-    Args:
-        directory: Where checkpoints are written.
-        url: Where they are mirrored.
-        kept: Which of them stay.
-        tell: Is told of each upload.
-
-    Raises:
-        CheckpointError: If ``url`` is none that fsspec knows.
+    Only the first rank asks, uploads (and tells of it) and removes; ``path`` answers on every rank.
     """
 
     def __init__(self, directory: Path, url: str, kept: Kept, tell: Callable[[Event], None]) -> None:

@@ -57,21 +57,13 @@ class SavedEntry(NamedTuple):
 
 
 class SavedContainer(NamedTuple):
-    """A container as a checkpoint describes it.
+    """A container as a checkpoint describes it."""
 
-    Attributes:
-        name: The name of its class.
-        family: Which containers it matches.
-        keys: Its keys, by ``key_text``.
-        links: Its children: indices of entries, or ``~index`` of containers.
-        data: What it has beside its children, as JSON data; ``False`` if that is no plain data.
-    """
-
-    name: str
-    family: str
-    keys: Sequence[str]
-    links: Sequence[int]
-    data: Any
+    name: str  # of its class
+    family: str  # which containers it matches
+    keys: Sequence[str]  # by ``key_text``
+    links: Sequence[int]  # to its children: indices of entries, or ``~index`` of containers
+    data: Any  # what it has beside them, as JSON data; ``False`` if that is no plain data
 
     @property
     def is_leaf(self) -> bool:
@@ -299,10 +291,10 @@ def _written_aux(kind: Container, aux: Any) -> Any:
         if kind.compares_aux:  # registered: what its function returned
             return [_written_value(aux)]
         extra, attributes = aux or (None, None)
-        if attributes is None and extra is None:
-            return None
-        if extra is not None or attributes.are_items:
+        if extra is not None or (attributes is not None and attributes.are_items):
             return False
+        if attributes is None:
+            return None
         pairs = zip(attributes.names, attributes.frozen, strict=True)
         return [[name, None if frozen is None else _written_value(frozen.thaw())] for name, frozen in pairs]
     except TypeError:

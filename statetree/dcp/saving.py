@@ -93,17 +93,10 @@ def _unmade(spec: TreeSpec, structure: Structure) -> Iterator[str]:
 
 
 class WriteOptions(NamedTuple):
-    """How a checkpoint is written.
+    """How a checkpoint is written, and what its manifest says of it: how good it is, and what else."""
 
-    Attributes:
-        incremental: Whether files are cut so that later saves find some to link.
-        base: The directory of a checkpoint whose files may be linked to.
-        metric: What the manifest says of how good the state is.
-        about: What else it says of it.
-    """
-
-    incremental: bool = False
-    base: pathlib.Path | None = None
+    incremental: bool = False  # files are cut so that later saves find some to link
+    base: pathlib.Path | None = None  # a checkpoint whose files may be linked to
     metric: float | None = None
     about: Mapping[str, Any] = {}
 
@@ -136,18 +129,11 @@ def write(
 
 
 class _Holdings(NamedTuple):
-    """What a rank has to save, as it tells the first one.
+    """What a rank has to save, as it tells the first one."""
 
-    Attributes:
-        tensors: Dtypes and global shapes, by key.
-        pieces: Where the pieces that it holds lie in them; ``None`` for plain values.
-        inseparable: Keys of tensors that are of use together only, so that one rank has to write them all.
-        dcp_paths: Where entries lie, as DCP has it.
-    """
-
-    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
-    pieces: dict[Index, Box | None]
-    inseparable: set[str]
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtypes and global shapes
+    pieces: dict[Index, Box | None]  # where the pieces that it holds lie in them
+    inseparable: set[str]  # keys of tensors that are of use together only, so that one rank has to write them all
     dcp_paths: dict[str, tuple[str | int, ...]]
 
 
@@ -222,7 +208,7 @@ class StateSave:
         self._told.dcp_paths[key] = dcp_path
         self._told.pieces[Index(key, None)] = None
         data = self._held[Index(key, None)] = _pickled(value, path)
-        why = "" if _comes_back(value) or not is_first(self._group) else why_not_restorable(data)
+        why = "" if _comes_back(value) or not is_first(self._group) else why_not_restorable(bytes(data))
         if why:
             self.unmade.append(f"{path or '<root>'} ({(cls or type(value)).__qualname__}): {why}")
 
@@ -271,7 +257,7 @@ class StateSave:
         files = {name: file for found in written for name, file in found.items()}
         metadata = self._metadata
         metadata.storage_data = {
-            _metadata_index(piece.index): storage_info(name, piece.offset, piece.length)
+            _metadata_index(piece.which): storage_info(name, piece.offset, piece.length)
             for name, file in files.items()
             for piece in file.pieces
         }

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from math import isnan
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from statetree.dcp.events import Event
 from statetree.dcp.file_manifest import read_manifest
 from statetree.dcp.metadata import METADATA
 from statetree.errors import CheckpointError
@@ -31,19 +32,12 @@ _LEFTOVER: Final = re.compile(r"\.step-\d{8,}\.(partial|removed)-[0-9a-f]{32}")
 
 
 class StepDirectory(NamedTuple):
-    """A complete checkpoint in a series. Tuples of later ones are greater.
-
-    Attributes:
-        step: Its step.
-        is_named: Whether it has the name of its step. (Else another is about to take its place.)
-        name: The name of its directory.
-        inode: What tells it from the one that takes its place.
-    """
+    """A complete checkpoint in a series. Tuples of later ones are greater."""
 
     step: int
-    is_named: bool
+    is_named: bool  # else another is about to take its place
     name: str
-    inode: int
+    inode: int  # what tells it from the one that takes its place
 
 
 def name_of(step: int) -> str:
@@ -75,13 +69,6 @@ def bytes_in(directory: Path) -> int:
     with suppress(OSError):  # it may be removed meanwhile
         return sum(entry.stat().st_size for entry in os.scandir(directory))
     return 0
-
-
-def _removed(directory: Path) -> float:
-    """Remove a directory, and return how many seconds it took."""
-    since = time.monotonic()
-    shutil.rmtree(directory, ignore_errors=True)
-    return time.monotonic() - since
 
 
 class Series:
@@ -202,11 +189,8 @@ class Series:
                 found.append((manifest.metric, -checkpoint.step, checkpoint))
         return [checkpoint for _, _, checkpoint in sorted(found)[:count]], unknown
 
-    def prune(self, keep: Kept, latest: StepDirectory) -> list[tuple[int, int, float]]:
-        """Remove what was replaced, and all steps that are not kept; never the one just saved.
-
-        Returns what was removed: its step, its bytes and the seconds that it took.
-        """
+    def prune(self, keep: Kept, latest: StepDirectory) -> list[Event]:
+        """Remove what was replaced, and all steps that are not kept; never the one just saved."""
         with self._alone():
             found = self.all()  # once: what another process publishes from here on is none of these
             complete = _latest(found)
@@ -218,7 +202,12 @@ class Series:
             leaving = [checkpoint for checkpoint in found if checkpoint not in kept]
             told = [(checkpoint.step, bytes_in(self.path(checkpoint))) for checkpoint in leaving]
             removed = list(map(self._without_name, leaving))
-        return [(step, nbytes, _removed(path)) for (step, nbytes), path in zip(told, removed, strict=True)]
+        events = []
+        for (step, nbytes), path in zip(told, removed, strict=True):
+            since = time.monotonic()
+            shutil.rmtree(path, ignore_errors=True)
+            events.append(Event("removal", step, time.monotonic() - since, nbytes, 0.0))
+        return events
 
     def _without_name(self, checkpoint: StepDirectory) -> Path:
         """Take a checkpoint's name away, so that no half of it is ever seen. Of a link, remove the link."""

@@ -48,14 +48,10 @@ _NUMBERED: Final = frozenset({"list", "tuple", "deque"})
 
 
 class StateEntry(NamedTuple):
-    """A leaf, or a list or tuple of plain values.
+    """A leaf, or a list or tuple of plain values, with its key in the checkpoint.
 
-    Attributes:
-        path: Where it lies.
-        key: Its key in the checkpoint.
-        value: The leaf.
-        dcp_path: Where tools put it that nest DCP's flat dicts again: its path as DCP would have it, or its key where
-            they could not follow that.
+    Tools that nest DCP's flat dicts again put it at ``dcp_path``: its path as DCP would have it, or its key where they
+    could not follow that.
     """
 
     path: Path
@@ -65,13 +61,7 @@ class StateEntry(NamedTuple):
 
 
 def entries_of(tree: Any, *, verb: str) -> tuple[TreeSpec, list[StateEntry]]:
-    """Return the structure of a tree down to its entries, and the entries: one for each leaf of the structure.
-
-    Leaves that are made of several tensors have an entry for each of them.
-
-    Raises:
-        CyclicTree, TreeTooDeep: As ``flatten``.
-    """
+    """Return the structure of a tree down to its entries, and these. Leaves of several tensors have one for each."""
     outer, outer_spec = flatten_for(verb, tree, is_leaf=is_entry)
     flatten = partial(flatten_for, verb, is_leaf=is_entry)
     lowered = lower(verb, list(map(settled, outer)), outer_spec, flatten, wanted=is_made_of_tensors)
@@ -115,19 +105,12 @@ def free_key(wanted: str, taken: set[str]) -> str:
 
 
 class Content(NamedTuple):
-    """What there is to save of a leaf, or to fill.
-
-    Attributes:
-        sort: ``TENSOR_ENTRY``, ``PARTS_ENTRY`` or ``VALUE_ENTRY``.
-        tensors: The tensor itself (``LocalChunks`` of a distributed one), or its parts. None for plain values.
-        facts: What must agree, besides, for the parts to be of use.
-        unpacked: How a leaf is packed again of its parts; ``None`` where there are none.
-    """
+    """What there is to save of a leaf, or to fill."""
 
     sort: str
-    tensors: Sequence[Any]
-    facts: str = ""
-    unpacked: Unpacked | None = None
+    tensors: Sequence[Any]  # the tensor itself (``LocalChunks`` of a distributed one), or its parts
+    facts: str = ""  # what must agree, besides, for the parts to be of use
+    unpacked: Unpacked | None = None  # how a leaf is packed again of its parts
 
     @property
     def contexts(self) -> list[Any]:
@@ -147,16 +130,7 @@ PLAIN: Final = Content(VALUE_ENTRY, ())
 
 
 def content_of(verb: str, leaf: Any, path: Path, ranks: Group | None = None) -> Content:
-    """Say what there is to save, or to fill, of a leaf.
-
-    Args:
-        verb: On whose behalf, for messages.
-        leaf: Any leaf.
-        path: Where it lies.
-        ranks: Those that take part; ``None`` for this one alone.
-
-    Returns:
-        Plain tensors come without gradient and class, on the memory of the leaf.
+    """Say what there is to save, or to fill, of a leaf. Tensors come without gradient and class, on its memory.
 
     Raises:
         UnsupportedLeaf: If it has no elements in memory, cannot be taken apart, or is distributed in a way that DCP

@@ -133,11 +133,11 @@ class _Directory:
         if entry.sort != PARTS_ENTRY:
             return parts[0]
         made = sparse_tensor(parts, entry.facts)
-        if made is None:
-            name = tensor_name(entry.facts)
-            self._skip(f"a tensor saved in parts ({name})", "Load it with like=.")
-            made = SavedParts(name, parts, entry.facts, values.get(entry.context) if entry.context else None)
-        return made
+        if made is not None:
+            return made
+        name = tensor_name(entry.facts)
+        self._skip(f"a tensor saved in parts ({name})")
+        return SavedParts(name, parts, entry.facts, values.get(entry.context) if entry.context else None)
 
     def _report_unknown(self, saved: Structure) -> None:
         for path, container, why in saved.unknown():
@@ -146,11 +146,11 @@ class _Directory:
                 self.unknown.append(Difference(path, "structure", what, "a tree that says how (like=)"))
             else:
                 self.unknown.append(Difference(path, "structure", why, "a container that is known here"))
-                self._skip(f"the container {path or '<root>'} ({why})", "Load it with like=.")
+                self._skip(f"the container {path or '<root>'} ({why})")
 
-    def _skip(self, what: str, remedy: str) -> None:
+    def _skip(self, what: str) -> None:
         if not self._skip_foreign:
-            refuse(self._path, f"it holds what is not loaded without a template: {what}", remedy)
+            refuse(self._path, f"it holds what is not loaded without a template: {what}", "Load it with like=.")
         self.foreign[what] = None
 
 

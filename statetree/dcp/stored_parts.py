@@ -35,14 +35,7 @@ _COMPRESSED: Final = {
 
 
 class SavedParts(StoredParts):
-    """A leaf that ``save`` took apart.
-
-    Args:
-        name: What it is.
-        tensors: Its parts.
-        facts: What must agree, besides, for these to be of use.
-        contexts: What a value of a registered leaf type has beside its parts, as it was saved; ``None`` without.
-    """
+    """A leaf that ``save`` took apart: as ``Content`` has it."""
 
     def __init__(self, name: str, tensors: Sequence[StoredTensor], facts: str, contexts: Any) -> None:
         super().__init__(name)
