@@ -18,7 +18,7 @@ from statetree.dcp.restoring import Restoration
 from statetree.dcp.saving import WriteOptions
 from statetree.dcp.schedule import Schedule
 from statetree.dcp.series import Kept, Series, bytes_in
-from statetree.dcp.stateful import saving
+from statetree.dcp.stateful import StatefulTree
 from statetree.dcp.step_numbers import as_int, as_metadata, as_metric, check_counts, check_step, warn_of_step
 from statetree.dcp.step_writer import StepWriter
 from statetree.declare import renew_after_fork
@@ -172,9 +172,10 @@ class Checkpointer(Schedule):
         options = WriteOptions(metric=as_metric("save", metric), about=as_metadata("save", metadata))
         with self._calling:
             since = time.monotonic()
-            states = saving("save", state)
             group = self._begin("save").group
             self._warn_of_step("save", step)
+            # What a state_dict raises there is heard by all ranks.
+            states = partial(StatefulTree.state_of, "save", state)
             self._writer.write("save", step, states, group, options, lambda: time.monotonic() - since)
 
     def async_save(
@@ -212,7 +213,6 @@ class Checkpointer(Schedule):
         options = WriteOptions(metric=as_metric("async_save", metric), about=as_metadata("async_save", metadata))
         with self._calling:
             since = time.monotonic()
-            states = saving("async_save", state)
             background = self._begin("async_save")
             self._warn_of_step("async_save", step)
             agreeing = self._background("async_save", "restore").group
@@ -222,7 +222,7 @@ class Checkpointer(Schedule):
                 check_step("async_save", step)
                 began = time.monotonic()
                 with phase("checkpointer.stage"):
-                    staged = self._stager.stage(states())
+                    staged = self._stager.stage(StatefulTree.state_of("async_save", state))
                 ended = time.monotonic()
                 nbytes = 0 if self._on_event is None else local_bytes(staged)
                 self._tell(Event("stage", step, ended - began, nbytes, ended - since), agreeing)
