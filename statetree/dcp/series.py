@@ -163,6 +163,7 @@ class Series:
         """Give a checkpoint, which is on the disk, its name. One that has it stays until ``prune``, under another."""
         path = self.directory / name_of(partial.step)
         aside = path.with_name(f".{path.name}.replaced-{uuid.uuid4().hex}")
+        inode = partial.path.stat().st_ino  # another writer may prune it as soon as it has its name
         with self._alone():
             with suppress(FileNotFoundError):
                 os.rename(path, aside)
@@ -170,7 +171,7 @@ class Series:
             os.rename(partial.path, path)
         sync(self.directory)
         partial.close()
-        return StepDirectory(partial.step, is_named=True, name=path.name, inode=path.stat().st_ino)
+        return StepDirectory(partial.step, is_named=True, name=path.name, inode=inode)
 
     def best(self, count: int = 1) -> list[StepDirectory]:
         """Return the checkpoints of the lowest metric, the lowest first, of equal ones the latest first."""

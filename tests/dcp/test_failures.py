@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import gc
 import itertools
+import multiprocessing
 import os
 import signal
 import subprocess
+import warnings
 import zlib
 
 import pytest
@@ -56,6 +58,63 @@ def test_a_full_disk_leaves_the_last_checkpoint(small_disk):
             future.result()
         checkpointer.save(3, {"w": torch.ones(10_000)})
         assert checkpointer.restore()["w"].sum() == 10_000
+
+
+def fill_the_disk(directory, rank):
+    """Save more than fits: on a disk that is full for all ranks, or for one of them."""
+    mesh = init_device_mesh("cpu", (2,))
+
+    def state(count, step):
+        return {"w": distribute_tensor(torch.arange(float(count)), mesh, [Shard(0)]), "step": step}
+
+    def full(*_args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with dcp.Checkpointer(directory) as saved, pytest.MonkeyPatch.context() as patch:
+        saved.save(1, state(100, 1))
+        if rank == dist.get_rank():
+            patch.setattr(data_writer.os, "pwritev", full)
+        with pytest.raises(statetree.CheckpointError, match=r"save: .*No space left"):
+            saved.save(2, state(200_000, 2))
+        with pytest.raises(statetree.CheckpointError, match=r"save: .*No space left"):
+            saved.async_save(2, state(200_000, 2)).result(units(30))
+        assert saved.steps() == [1]
+        dist.barrier()
+        assert os.listdir(directory) == ["step-00000001"]
+        patch.undo()
+        saved.save(3, state(100, 3))
+        assert saved.restore()["w"].tolist() == list(range(100))
+        assert saved.restore(state(100, 0), step=1)["step"] == 1
+
+
+@pytest.mark.parametrize("rank", [None, 0, 1], ids=["all ranks", "the first rank", "another rank"])
+def test_a_full_disk_is_told_to_all_ranks(rank, small_disk):
+    run_ranks(2, fill_the_disk, small_disk, rank)
+
+
+def save_every_other(directory, first, incremental):
+    warnings.simplefilter("ignore")  # of steps that are not above the latest
+    with dcp.Checkpointer(directory, keep=2, incremental=incremental) as saved:
+        for step in range(first, first + 30, 2):
+            saved.save(step, {"w": torch.arange(1000.0) + step, "same": torch.arange(1000.0), "step": step})
+
+
+@pytest.mark.parametrize("incremental", [False, True], ids=["whole", "incremental"])
+def test_two_writers_of_one_directory_lose_nothing(incremental, tmp_path):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["statetree.dcp"])
+    processes = [context.Process(target=save_every_other, args=(tmp_path, first, incremental)) for first in (0, 1)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(units(60))
+    assert [process.exitcode for process in processes] == [0, 0]
+    with dcp.Checkpointer(tmp_path) as saved:
+        assert saved.latest_step() == 29
+        for step in saved.steps():
+            restored = saved.restore(step=step)
+            assert_trees_equal(restored, {"w": torch.arange(1000.0) + step, "same": torch.arange(1000.0), "step": step})
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
 
 
 def test_a_writers_error_is_told(tmp_path, monkeypatch):
