@@ -86,6 +86,13 @@ def test_what_another_publishes_while_old_ones_are_pruned_stays(tmp_path, monkey
     assert saved.steps() == [1, 9]
 
 
+def test_a_step_that_another_writer_prunes_as_soon_as_it_has_its_name_is_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr(series, "sync", lambda _: shutil.rmtree(tmp_path / "step-00000001", ignore_errors=True))
+    with Checkpointer(tmp_path) as saved:
+        saved.save(1, state_of(1))
+        assert saved.steps() == []
+
+
 def test_the_directory_of_all_steps_is_no_checkpoint(tmp_path):
     with Checkpointer(tmp_path) as saved:
         saved.save(3, state_of(3))

@@ -99,6 +99,7 @@ def save_every_other(directory, first, incremental):
             saved.save(step, {"w": torch.arange(1000.0) + step, "same": torch.arange(1000.0), "step": step})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("incremental", [False, True], ids=["whole", "incremental"])
 def test_two_writers_of_one_directory_lose_nothing(incremental, tmp_path):
     context = multiprocessing.get_context("forkserver")
