@@ -1,4 +1,4 @@
-"""Whole training states as checkpoints of ``torch.distributed.checkpoint`` (DCP), which does files and resharding.
+"""Whole training states as checkpoints in the format of ``torch.distributed.checkpoint`` (DCP).
 
 A state is flattened down to what DCP writes as one entry. Its structure is written beside these, as one more entry, so
 that the state can be loaded without a template; plain DCP reads all others. Files are not trusted.
