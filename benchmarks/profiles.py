@@ -87,11 +87,10 @@ PHASES: Final = {
         "statetree.transforms.deltas.change.from_gaps",
         "statetree.transforms.deltas.change.places_of",
         "statetree.stager.frozen.FrozenStorages.parted",
-        "statetree.dcp.save_planner.SavePlanner.set_up_planner",
-        "statetree.dcp.save_planner.SavePlanner.create_local_plan",
-        "statetree.dcp.save_planner.SavePlanner.create_global_plan",
+        "statetree.dcp.saving.StateSave._describe",
+        "statetree.dcp.saving.StateSave._plan",
         "statetree.files.loading._Filled.plan",
-        "statetree.dcp.directory_writer.DirectoryWriter.finish",
+        "statetree.dcp.saving.StateSave._finish",
         "statetree.dcp.data_files.read_described",
     ),
     "allocation": (
@@ -149,8 +148,8 @@ PHASES: Final = {
 #: What is in none of them: of the whole run, and of what other threads do meanwhile.
 REST: Final = "rest"
 IN_THREADS: Final = (
-    "torch.distributed.checkpoint.state_dict_saver._save_state_dict",
-    "statetree.dcp.directory_writer._RankWriter._unchanged_in",
+    "statetree.dcp.saving.StateSave.run",
+    "statetree.dcp.data_writer.DataWriter._unchanged_in",
 )
 #: Not counted at all: another thread works, whose time is.
 ELSEWHERE: Final = "elsewhere"

@@ -1,24 +1,21 @@
-"""Whole training states as checkpoints of ``torch.distributed.checkpoint`` (DCP), which does files and resharding.
+"""Whole training states as checkpoints in the format of ``torch.distributed.checkpoint`` (DCP).
 
 A state is flattened down to what DCP writes as one entry. Its structure is written beside these, as one more entry, so
 that the state can be loaded without a template; plain DCP reads all others. Files are not trusted.
 
-- ``saving``: a state written by DCP. ``background``: ``async_save``, by a thread with a group of its own.
+- ``saving``: a state written by all ranks. ``background``: ``async_save``, by a thread with a group of its own.
 - ``checkpointer``: ``Checkpointer``, over the directories that ``series`` keeps; ``restoring``: which of them is taken.
   ``step_writer``: one of them written; ``mirror``: the series in an object store.
   ``step_numbers``: steps, metrics, metadata and counts, checked. ``schedule``: when to save. ``events``: what is told.
   ``stateful``: objects with ``state_dict`` and ``load_state_dict``.
   ``async_stager``: for DCP's own saves.
-- ``flat_state``: the entries of a tree, with DCP's keys. ``tensors``: what is saved of a leaf; ``local_pieces``: of a
-  distributed one.
-- ``plain_values``: values read as data.
+- ``state_entries``: the entries of a tree, with DCP's keys, and what is saved of each. ``plain_values``: values as
+  data.
 - ``saved_structure``: a ``TreeSpec`` as text, and back.
-- ``stored_directory``: directories as a format of ``statetree.files``; ``nesting``: how DCP itself nests entries;
-  ``stored_parts``: leaves that were saved in parts.
-- ``save_planner``, ``directory_writer``: how DCP saves. ``piece_sources``: what is written to a file, and whether it
-  holds that already.
+- ``data_writer``: the files that a rank writes, or links where they hold that already.
+- ``stored_directory``: directories as a format of ``statetree.files``; ``stored_parts``: leaves saved in parts.
 - ``file_manifest``, ``metadata``, ``data_files``: what is known and checked of the files.
-- ``groups``: the ranks, and what they decide together. ``failures``: their errors. ``internals``: the private parts of
+- ``groups``: the ranks, what they decide together, and their errors. ``internals``: the private parts of
   DCP that are used.
 """
 

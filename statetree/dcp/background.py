@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import threading
-import traceback
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -15,10 +14,11 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from statetree.dcp.groups import from_all, group_for, raise_together
+from statetree.dcp.groups import from_all, group_for, ranks_of
 from statetree.dcp.internals import count_groups, is_alive
-from statetree.dcp.saving import warn_of_values, write
-from statetree.errors import StateTreeError, chain_of
+from statetree.dcp.saving import write
+from statetree.errors import clear_frames
+from statetree.exchange.call import on_all_ranks
 from statetree.files.urls import refuse_url
 from statetree.stager.stager import Stager
 from statetree.stager.workers import submit
@@ -57,8 +57,7 @@ def async_save(
         makes two other groups of the same ranks. If staging fails on one rank, all raise, and nothing is begun.
 
     Raises:
-        StagerBusy, StagerClosed, UnsupportedLeaf: What staging raises on this rank. The others raise a
-            ``CheckpointError`` that names it.
+        StagerBusy, StagerClosed, UnsupportedLeaf: What staging raises. All ranks raise it.
         RankMismatch: If this process is not in the group. Only this one raises.
 
     Example:
@@ -72,15 +71,16 @@ def async_save(
     """
     refuse_url("async_save", checkpoint_id, "Save to a local directory.")
     directory = Path(checkpoint_id)
-    warn_of_values("async_save", state)
     background = background_of("async_save", process_group, "async_save")
     agreeing = background_of("async_save", process_group, "async_save.staging").group
-    return start(
-        background,
-        agreeing,
-        lambda: stage(state, stager),
-        lambda staged: write(staged, directory, background.group),
-    )
+
+    def stage() -> Any:
+        if stager is not None:
+            return stager.stage(state)
+        with Stager() as own:
+            return own.stage(state)
+
+    return start(background, agreeing, stage, lambda staged: write(staged, directory, background.group))
 
 
 class Background:
@@ -118,13 +118,7 @@ if hasattr(os, "register_at_fork"):
 def background_of(verb: str, parent: ProcessGroup | None, purpose: str) -> Background:
     """Return the thread and the group for a purpose: made on the first call, and the same ones ever after.
 
-    Args:
-        verb: On whose behalf, for messages.
-        parent: The group whose ranks take part; by default all.
-        purpose: Tells several for one parent apart.
-
-    Collective:
-        The first call for a parent and purpose: every rank of the parent makes it.
+    The first call for a parent and purpose is made by every rank of the parent.
     """
     with _lock:
         parent = group_for(verb, parent)
@@ -173,33 +167,15 @@ def start(
     stage: Callable[[], Any],
     save: Callable[[Callable[[], Any]], None],
 ) -> SaveFuture:
-    """Stage a state, and run a save of it on the background's thread.
+    """Stage a state, and run a save of it on the background's thread: ``save`` is given what returns it.
 
-    Args:
-        background: The thread and the group.
-        agreeing: The same ranks, over which they tell each other at once whether staging failed. Then all raise.
-        stage: Returns the staged state.
-        save: Given a function that returns the staged state, saves it.
+    Over the group ``agreeing``, the ranks tell each other at once whether staging failed. Then all raise.
     """
-    error: BaseException | None = None
-    held: list[Any] = []
-    try:
-        held.append(stage())
-    except BaseException as raised:  # noqa: BLE001 - it is raised below, when the others know
-        error = raised
-    raise_together("async_save", error, "staging failed", "Nothing was begun.", agreeing)
+    held = [on_all_ranks("async_save", ranks_of("async_save", agreeing), stage)]
     future = SaveFuture()
     future.set_running_or_notify_cancel()  # a save that one rank cancels would leave the others waiting
     submit(background.executor, _run, background, future, held, save)
     return future
-
-
-def stage(state: Any, stager: Any) -> Any:
-    """Return a state staged by a stager, or by one that is made for this where there is none."""
-    if stager is not None:
-        return stager.stage(state)
-    with Stager() as own:
-        return own.stage(state)
 
 
 def _run(
@@ -210,7 +186,7 @@ def _run(
         save(lambda: _taken(held))
     except BaseException as error:  # noqa: BLE001 - it is the future's
         held.clear()
-        _release(error)
+        clear_frames(error)  # the staged state is somewhere in there
         background.let_go_of_destroyed()
         future.set_exception(error)
     else:
@@ -223,47 +199,24 @@ def _taken(held: list[Any]) -> Any:
     return tree.result() if isinstance(tree, Future) else tree
 
 
-def _release(error: BaseException) -> None:
-    """Let go of what an error's tracebacks hold: the staged state is somewhere in there.
-
-    Where its causes were raised is kept as a note.
-    """
-    traceback.clear_frames(error.__traceback__)
-    for found in list(chain_of(error))[1:]:
-        if found.__traceback__ is not None and found is error.__cause__:
-            error.add_note("statetree: raised at\n" + traceback.format_tb(found.__traceback__)[-1].rstrip())
-        # DCP's functions hold all there is in their closures, which clearing their frames leaves alone.
-        found.__traceback__ = None
-
-
 class RunningSave:
-    """The save in the background of a series, of which there is one at a time.
-
-    Attributes:
-        future: Its future; ``None`` without one.
-    """
+    """The save in the background of a series, of which there is one at a time."""
 
     def __init__(self) -> None:
         self.future: SaveFuture | None = None
 
-    def settle(self, verb: str, group: Callable[[], ProcessGroup | None]) -> None:
+    def settle(self, verb: str, group: ProcessGroup | None) -> None:
         """Wait for the save, and raise what it raised on any rank, unless its future has."""
+        if self.future is not None:
+            on_all_ranks(verb, ranks_of(verb, group), self.raise_error)
+
+    def raise_error(self) -> None:
+        """Wait for the save, and raise what it raised and nobody was told."""
         if self.future is None:
             return
-        error = self.error()
-        try:
-            ranks = group()
-        except StateTreeError:
-            if error is not None:
-                raise error from None
-            raise
-        remedy = "This call began nothing. Make it again, once the cause is mended."
-        raise_together(verb, error, "the last save in the background failed", remedy, ranks)
-
-    def error(self) -> BaseException | None:
-        """Wait for the save, and return what it raised and nobody was told."""
-        if self.future is None:
-            return None
         wait([self.future])  # an interrupt while waiting leaves it to the next call
         running, self.future = self.future, None
-        return running.undelivered()
+        error = running.undelivered()
+        if error is not None:
+            error.add_note("statetree: that was the last save in the background; this call began nothing")
+            raise error

@@ -15,9 +15,10 @@ from statetree.dcp.file_manifest import read_manifest
 from statetree.dcp.groups import check_same, is_first
 from statetree.dcp.mirror import MirroredSeries
 from statetree.dcp.restoring import Restoration
+from statetree.dcp.saving import WriteOptions
 from statetree.dcp.schedule import Schedule
 from statetree.dcp.series import Kept, Series, bytes_in
-from statetree.dcp.stateful import saving
+from statetree.dcp.stateful import StatefulTree
 from statetree.dcp.step_numbers import as_int, as_metadata, as_metric, check_counts, check_step, warn_of_step
 from statetree.dcp.step_writer import StepWriter
 from statetree.declare import renew_after_fork
@@ -168,13 +169,14 @@ class Checkpointer(Schedule):
             UnsupportedLeaf, CyclicTree: As ``statetree.save``.
         """
         step = as_int(step)
-        write = partial(self._writer.write, metric=as_metric("save", metric), metadata=as_metadata("save", metadata))
+        options = WriteOptions(metric=as_metric("save", metric), about=as_metadata("save", metadata))
         with self._calling:
             since = time.monotonic()
-            states = saving("save", state)
-            foreground = self._begin("save")
+            group = self._begin("save").group
             self._warn_of_step("save", step)
-            write("save", step, states, foreground.group, lambda: time.monotonic() - since)
+            # What a state_dict raises there is heard by all ranks.
+            states = partial(StatefulTree.state_of, "save", state)
+            self._writer.write("save", step, states, group, options, lambda: time.monotonic() - since)
 
     def async_save(
         self,
@@ -203,17 +205,14 @@ class Checkpointer(Schedule):
             CheckpointError: If an earlier save in the background failed. This one was not begun.
             ValueError: If the step is not an integer, or negative.
             TypeError: If the metric is no number, or the metadata are more than JSON holds.
-            StagerBusy, StagerClosed, UnsupportedLeaf: What staging raises on this rank. The others raise a
-                ``CheckpointError`` that names it. Nothing was begun, and the next call saves.
+            StagerBusy, StagerClosed, UnsupportedLeaf: What staging raises. All ranks raise it; nothing was begun, and
+                the next call saves.
             RankMismatch: If this process is not in the group. The future raises it where ranks pass different steps.
         """
         step = as_int(step)
-        write = partial(
-            self._writer.write, metric=as_metric("async_save", metric), metadata=as_metadata("async_save", metadata)
-        )
+        options = WriteOptions(metric=as_metric("async_save", metric), about=as_metadata("async_save", metadata))
         with self._calling:
             since = time.monotonic()
-            states = saving("async_save", state)
             background = self._begin("async_save")
             self._warn_of_step("async_save", step)
             agreeing = self._background("async_save", "restore").group
@@ -223,24 +222,19 @@ class Checkpointer(Schedule):
                 check_step("async_save", step)
                 began = time.monotonic()
                 with phase("checkpointer.stage"):
-                    staged = self._stager.stage(states())
+                    staged = self._stager.stage(StatefulTree.state_of("async_save", state))
                 ended = time.monotonic()
                 nbytes = 0 if self._on_event is None else local_bytes(staged)
                 self._tell(Event("stage", step, ended - began, nbytes, ended - since), agreeing)
                 return staged
 
-            self._running.future = start(
-                background,
-                agreeing,
-                stage_step,
-                lambda staged: write(
-                    "async_save",
-                    step,
-                    staged,
-                    background.group,
-                    lambda: waits[0] if waits else time.monotonic() - since,
-                ),
-            )
+            def write(staged: Callable[[], Any]) -> None:
+                def waited() -> float:  # it may end before this call does
+                    return waits[0] if waits else time.monotonic() - since
+
+                self._writer.write("async_save", step, staged, background.group, options, waited)
+
+            self._running.future = start(background, agreeing, stage_step, write)
             waits.append(time.monotonic() - since)
             return self._running.future
 
@@ -309,8 +303,8 @@ class Checkpointer(Schedule):
 
             since = time.monotonic()
             options = LoadOptions(True, cast, strict, verify, weights_only, partly=True, where=where)  # noqa: FBT003
-            restoration = Restoration(self._series, group, step)
-            loaded = restoration.run(state, options, fallback=fallback)
+            restoration = Restoration(self._series, group, step, state, options)
+            loaded = restoration.run(fallback=fallback)
             seconds, found = time.monotonic() - since, restoration.found
             self._tell(Event("restore", found.step, seconds, bytes_in(self._series.path(found)), seconds), group)
             return loaded
@@ -354,9 +348,7 @@ class Checkpointer(Schedule):
             self._closed = True
             self._give_back()
             try:
-                error = self._running.error()  # this rank's own: not every rank need close
-                if error is not None:
-                    raise error
+                self._running.raise_error()  # this rank's own: not every rank need close
             finally:
                 if self._owns_stager:
                     self._stager.close()
@@ -381,7 +373,7 @@ class Checkpointer(Schedule):
             msg = f"{verb}: the Checkpointer of {self.directory} is closed: expected an open one. Make a new one."
             raise CheckpointError(msg)
         background = self._background(verb, "restore")
-        self._running.settle(verb, lambda: background.group)
+        self._running.settle(verb, background.group)
         return self._background(verb, purpose)
 
     def _background(self, verb: str, purpose: str) -> Background:

@@ -7,14 +7,12 @@ tensors: where the elements lie is known then. Other archives are parsed.
 
 from __future__ import annotations
 
-from operator import add
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from statetree.chunks.boxes import Box, common, is_covered
-from statetree.dcp.file_manifest import check_file
+from statetree.chunks.boxes import common, is_covered, whole_box
+from statetree.dcp.file_manifest import Index, check_file
 from statetree.dcp.metadata import read_described
 from statetree.errors import CheckpointError
 from statetree.files.checked_range import CheckedRange
@@ -29,9 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from torch.distributed.checkpoint.metadata import Metadata
-
-    from statetree.dcp.metadata import Stored
+    from statetree.chunks.boxes import Box
     from statetree.files.ranges import FileRange
 
 #: Entries of at most so many bytes are read at once to be verified: an archive is some thirty reads.
@@ -39,105 +35,84 @@ _SMALL_BYTES: Final = 1 << 20
 
 
 class DataFiles:
-    """The data files of one checkpoint.
-
-    Args:
-        directory: Where the checkpoint lies.
-        files: Opens files.
-        verify: Whether its metadata have to be the bytes that the manifest says.
-
-    Attributes:
-        metadata: Its metadata.
-
-    Raises:
-        CheckpointError: As ``read_described``.
-    """
+    """The data files of one checkpoint, and what it holds: ``described``."""
 
     def __init__(self, directory: Path, files: OpenFiles | None = None, *, verify: bool = True) -> None:
         self.files = OpenFiles() if files is None else files
-        self.metadata, manifest = read_described(directory, verify=verify)
+        self.described = read_described(directory, verify=verify)
         self._directory = directory
-        self._stored: dict[MetadataIndex, Stored] = self.metadata.storage_data
-        self._listed = None if manifest is None else manifest.files
-        self._checksums = {
-            (name, piece.offset): piece.checksum for name, file in (self._listed or {}).items() for piece in file.pieces
-        }
         self._opened: dict[str, FileRange] = {}
-        self._pieces: dict[MetadataIndex, StoredPiece] = {}
+        self._pieces: dict[Index, StoredPiece] = {}
         self._held: Any = None
 
     def open(self, name: str) -> FileRange:
-        """Return a data file.
-
-        Raises:
-            CheckpointError: If it is not of the size, or not of the save, that the manifest says.
-        """
+        """Return a data file, of the size and of the save that the manifest says."""
         if name not in self._opened:
             file = self.files.open(self._directory / name)
-            if self._listed is not None:
-                check_file(file, self._listed[name])
+            if self.described.files is not None:
+                check_file(file, self.described.files[name])
             self._opened[name] = file
         return self._opened[name]
 
     def check(self) -> None:
         """Raise ``CheckpointError`` unless all files are there, whole and of one save. Entries are not read."""
-        for name in sorted({stored.name for stored in self._stored.values()} | set(self._listed or ())):
+        for name in sorted({piece.name for piece in self.described.pieces.values()} | set(self.described.files or ())):
             self.open(name)
 
     def value(self, key: str, *, verify: bool) -> bytes:
         """Return what was written of a plain value."""
-        entry = self._entry(MetadataIndex(key), verify=verify)
+        entry = self._entry(Index(key, None), verify=verify)
         return entry.read(0, entry.length, "its bytes")
 
     def tensor(self, key: str, *, verify: bool = False) -> StoredTensor:
-        """Return a tensor. Where its pieces lie in their entries is read when its elements are.
+        """Return a tensor. Where its pieces lie in their entries is read, and verified, when its elements are.
 
-        Args:
-            key: Its key.
-            verify: Whether each entry is compared with its checksum before elements of it are read.
+        Raises:
+            CheckpointError: If its pieces do not make it up: elements would keep what they were.
         """
-        outline, boxes = outline_of(self.metadata, key)
-        indices = {box: MetadataIndex(key, torch.Size(box.start)) for box in boxes}
-        ordered = sorted(boxes, key=lambda box: self._stored[indices[box]])
+        dtype, shape, boxes = self.described.entries[key]
+        _check_covered(key, whole_box(shape), list(boxes))
+        outline = torch.empty(shape, dtype=dtype, device="meta")
+        ordered = sorted(boxes, key=lambda box: self.described.pieces[Index(key, box.start)])
 
         def find(wanted: Box) -> Iterator[StoredPiece]:
             for box in ordered:
                 if common(box, wanted) is not None:
-                    yield self._piece(indices[box], outline.dtype, box, verify=verify)
+                    yield self._piece(Index(key, box.start), outline.dtype, box, verify=verify)
 
         return StoredTensor(outline, lambda: None, find)
 
     def verify(self) -> int:
         """Compare all entries with their checksums, and return how many there are."""
-        for index in self._stored:
+        for index in self.described.pieces:
             self._entry(index, verify=True)
-        return len(self._stored)
+        return len(self.described.pieces)
 
-    def _entry(self, index: MetadataIndex, *, verify: bool) -> FileRange:
+    def _entry(self, index: Index, *, verify: bool) -> FileRange:
         """Return the bytes of a piece of a tensor, or of a plain value. What is small is read at once to be verified.
 
         Raises:
             CheckpointError: If a byte of it is not what was written, or if it has no checksums.
         """
-        stored = self._stored[index]
+        stored = self.described.pieces[index]
         file = self.open(stored.name)
         self.files.check(file.path)
-        entry = file.part(stored.offset, stored.length, f"the entry {index.fqn!r}")
+        entry = file.part(stored.offset, stored.length, f"the entry {index.key!r}")
         if not verify:
             return entry
         if entry.length <= _SMALL_BYTES:
             entry = entry.in_memory()
-        if self._listed is None:
+        if self.described.files is None:
             check_entry(entry)
             return entry
-        expected, found = self._checksums.get((stored.name, stored.offset)), entry.checksum(0, entry.length)
-        if found != expected:
+        found = entry.checksum(0, entry.length)
+        if found != stored.checksum:
             check_entry(entry)  # this may say more exactly where
-            told = "none" if expected is None else f"{expected:08x}"
+            told = "none" if stored.checksum is None else f"{stored.checksum:08x}"
             refuse(entry.label, f"it is damaged: expected the checksum {told}, got {found:08x}")
         return entry
 
-    def _piece(self, index: MetadataIndex, dtype: torch.dtype, box: Box, *, verify: bool) -> StoredPiece:
+    def _piece(self, index: Index, dtype: torch.dtype, box: Box, *, verify: bool) -> StoredPiece:
         """Return where the elements of a piece of a tensor lie.
 
         Raises:
@@ -153,19 +128,19 @@ class DataFiles:
             self._held = index
         return piece
 
-    def _like_torch(self, index: MetadataIndex, dtype: torch.dtype, box: Box, *, verify: bool) -> StoredPiece | None:
+    def _like_torch(self, index: Index, dtype: torch.dtype, box: Box, *, verify: bool) -> StoredPiece | None:
         """Return the piece if its entry is, around the elements, what torch writes, and what the manifest says."""
-        archive, stored = archive_of(dtype, box.sizes), self._stored[index]
+        archive, stored = archive_of(dtype, box.sizes), self.described.pieces[index]
         if archive is None or archive.length != stored.length:
             return None
         whole = self._entry(index, verify=False)
         if verify and whole.length <= _SMALL_BYTES:
             whole = whole.in_memory()
         found = archive.stated(whole)
-        is_listed = verify and self._listed is not None
-        if found is None or (is_listed and found[1] != self._checksums.get((stored.name, stored.offset))):
+        is_listed = verify and self.described.files is not None
+        if found is None or (is_listed and found[1] != stored.checksum):
             return None
-        entry = f"the entry {index.fqn!r}"
+        entry = f"the entry {index.key!r}"
         place = whole.part(len(archive.head), archive.nbytes, entry)
         if verify and not place.is_held:
             place = CheckedRange(place, entry, "the member 'archive/data/0'", found[0])
@@ -173,7 +148,7 @@ class DataFiles:
             return None
         return StoredPiece(box, place, torch.empty(box.sizes, device="meta").stride())
 
-    def _parsed(self, index: MetadataIndex, dtype: torch.dtype, box: Box, *, verify: bool) -> StoredPiece:
+    def _parsed(self, index: Index, dtype: torch.dtype, box: Box, *, verify: bool) -> StoredPiece:
         archive = TorchArchive(self._entry(index, verify=verify))
         tensor = archive.read("meta")
         piece = archive.piece(tensor)
@@ -183,19 +158,10 @@ class DataFiles:
         return piece._replace(box=box)
 
 
-def outline_of(metadata: Metadata, key: str) -> tuple[torch.Tensor, list[Box]]:
-    """Return a tensor as a meta tensor, and the boxes that it is stored in."""
-    entry: Any = metadata.state_dict_metadata[key]
-    outline = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-    return outline, [Box(tuple(c.offsets), (*map(add, c.offsets, c.sizes),)) for c in entry.chunks]
-
-
-def check_covered(metadata: Metadata, key: str, wanted: Box) -> None:
-    """Raise ``CheckpointError`` if the pieces of a tensor do not make up a box: elements would keep what they were."""
-    boxes = [part for part in (common(box, wanted) for box in outline_of(metadata, key)[1]) if part is not None]
-    if is_covered(wanted, boxes):
+def _check_covered(key: str, whole: Box, boxes: list[Box]) -> None:
+    if is_covered(whole, boxes):
         return
-    held, need = sum(box.volume for box in boxes), wanted.volume
+    held, need = sum(box.volume for box in boxes), whole.volume
     what = f"{held} of the {need} elements" if held < need else f"pieces that overlap, but not all {need} elements,"
     msg = (
         f"load: the checkpoint holds {what} of {key!r} that are needed: expected all. It was saved without some "

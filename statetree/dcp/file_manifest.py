@@ -36,22 +36,26 @@ _ID: Final = re.compile(r"[0-9a-f]{32}")
 _NAME: Final = re.compile(r"[^/\\\0]+\.distcp")
 
 
-class ManifestPiece(NamedTuple):
-    """A piece of a data file: a plain value, or a chunk of a tensor.
-
-    Attributes:
-        key: The key of its entry.
-        chunk: Where the chunk begins in the tensor; ``None`` for a plain value.
-        offset: Where it begins in the file.
-        length: How many bytes it has there.
-        checksum: Their CRC-32.
-    """
+class Index(NamedTuple):
+    """Which piece of a checkpoint: the key of its entry, and where it begins in a tensor (``None``: a plain value)."""
 
     key: str
-    chunk: tuple[int, ...] | None
+    start: tuple[int, ...] | None
+
+
+class ManifestPiece(NamedTuple):
+    """A piece in a data file: which, where it begins in the file, how many bytes it has, and their CRC-32."""
+
+    key: str
+    start: tuple[int, ...] | None
     offset: int
     length: int
     checksum: int
+
+    @property
+    def which(self) -> Index:
+        """Which piece it is."""
+        return Index(self.key, self.start)
 
 
 class ManifestFile(NamedTuple):
@@ -162,11 +166,10 @@ def _parsed(table: Any) -> FileManifest:
     return FileManifest(table["save"], (nbytes, checksum), files, metric, dict(table.get("about", {})))
 
 
-def _piece(key: Any, chunk: Any, offset: Any, length: Any, checksum: Any, _source: Any = "") -> ManifestPiece:
-    # Earlier versions listed, too, what a piece was written from.
+def _piece(key: Any, start: Any, offset: Any, length: Any, checksum: Any) -> ManifestPiece:
     if type(key) is not str:
         raise TypeError
-    at = None if chunk is None else (*map(_number, chunk),)
+    at = None if start is None else (*map(_number, start),)
     return ManifestPiece(key, at, _number(offset), _number(length), _number(checksum))
 
 

@@ -6,16 +6,17 @@ make each rank go on alone.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
 from statetree.dcp.internals import has_process_group, is_alive
-from statetree.errors import CheckpointError, RankMismatch, shown
+from statetree.errors import CheckpointError, RankMismatch, StateTreeError, shown
 from statetree.exchange.group import Group, group_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch.distributed import ProcessGroup
 
@@ -50,64 +51,62 @@ def ranks_of(verb: str, group: ProcessGroup | None) -> Group:
     return Group(None, 0, [0], verb) if group is None else group_of(verb, group, None)
 
 
-def group_size(group: ProcessGroup | None) -> int:
-    """Return the number of ranks (1 without a group)."""
-    return 1 if group is None else dist.get_world_size(group)
-
-
 def is_first(group: ProcessGroup | None) -> bool:
     """Whether this is the rank that acts for all."""
     return group is None or dist.get_rank(group) == 0
 
 
-def from_first(value: Any, group: ProcessGroup | None) -> Any:
-    """Return what the first rank of a group holds.
-
-    Collective:
-        Every rank of the group calls it.
-    """
-    if group_size(group) == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, group=group, group_src=0)
-    return box[0]
-
-
 def from_all(value: Any, group: ProcessGroup | None) -> list[Any]:
-    """Return what every rank of a group holds.
-
-    Collective:
-        Every rank of the group calls it.
-    """
-    if group_size(group) == 1:
+    """Return what every rank of a group holds. Every rank calls it."""
+    if group is None:
         return [value]
-    values = [None] * group_size(group)
+    values = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def told_to_first(value: Any, group: ProcessGroup | None) -> list[Any]:
+    """Return, on the first rank, what every rank holds; nothing on the others. Every rank calls it."""
+    if group is None:
+        return [value]
+    values = [None] * dist.get_world_size(group) if is_first(group) else None
+    dist.gather_object(value, values, group=group, group_dst=0)
+    return values or []
+
+
+def dealt_by_first(values: list[Any], group: ProcessGroup | None) -> Any:
+    """Return the one of the first rank's values that is for this one. Every rank calls it."""
+    if group is None:
+        return values[0]
+    own: list[Any] = [None]
+    dist.scatter_object_list(own, values if is_first(group) else None, group=group, group_src=0)
+    return own[0]
 
 
 def by_first(verb: str, group: ProcessGroup | None, action: Callable[[], T]) -> T:
     """Let the first rank act on the directory, and return on every rank what it returned, or raise what it raised."""
     check_alive(verb, group)
-    outcome: Any = None
+    told: list[Any] = [None]
     cause: BaseException | None = None
     if is_first(group):
         try:
-            outcome = action()
+            told = [action()]
         except CheckpointError as error:
-            outcome = error
+            told = [error]
         except BaseException as error:  # noqa: BLE001 - also an interrupt: the others must not be left waiting
             cause = error
-            outcome = CheckpointError(
+            msg = (
                 f"{verb}: the first rank could not use the directory: {type(error).__name__}: {error}. Mend the cause, "
                 "and try again; complete checkpoints are untouched."
             )
-    told = from_first(outcome, group)
+            told = [CheckpointError(msg)]
+    if group is not None:
+        dist.broadcast_object_list(told, group=group, group_src=0)
     if cause is not None and not isinstance(cause, Exception):
         raise cause
-    if isinstance(told, CheckpointError):
-        raise told from cause
-    return told  # type: ignore[no-any-return]
+    if isinstance(told[0], CheckpointError):
+        raise told[0] from cause
+    return told[0]  # type: ignore[no-any-return]
 
 
 def check_same(verb: str, what: str, text: str, group: ProcessGroup | None) -> None:
@@ -119,20 +118,17 @@ def check_same(verb: str, what: str, text: str, group: ProcessGroup | None) -> N
         raise RankMismatch(msg)
 
 
-def raise_together(verb: str, error: BaseException | None, what: str, remedy: str, group: ProcessGroup | None) -> None:
-    """Raise on every rank if there is an error on any: a rank's own, or a ``CheckpointError`` that names the others'.
-
-    Args:
-        verb: On whose behalf.
-        error: What came up on this rank, if anything did.
-        what: What failed, for the message.
-        remedy: What to do.
-        group: The ranks.
-    """
-    told = from_all(None if error is None else f"{type(error).__name__}: {error}", group)
-    if error is not None:
-        raise error
-    failed = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
-    if failed:
-        msg = f"{verb}: {what} on other ranks:\n  {shown(failed)}\n{remedy}"
-        raise CheckpointError(msg)
+@contextmanager
+def checkpoint_errors(verb: str, place: Any) -> Iterator[None]:
+    """Turn what goes wrong inside into a ``CheckpointError`` that names the place."""
+    try:
+        yield
+    except StateTreeError:
+        raise
+    except Exception as error:
+        remedy = "It is incomplete, and does not load. Save again once the cause is mended."
+        if verb == "load":
+            remedy = "The template's tensors may be filled in part. Load another checkpoint."
+        what = f"{type(error).__name__}: {str(error).strip().rstrip('.')}"
+        msg = f"{verb}: the checkpoint {place}: {what}. {remedy}"
+        raise CheckpointError(msg) from error

@@ -9,12 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
-    from torch.distributed.checkpoint.planner import SavePlanner
-    from torch.distributed.checkpoint.storage import StorageWriter
 
 
 _NOT_IN_GROUP: Any = dist.GroupMember.NON_GROUP_MEMBER
@@ -36,15 +33,6 @@ def is_alive(group: Any) -> bool:
 def count_groups() -> int:
     """Return how many groups this process is in. Torch names those that are synchronized locally after it."""
     return len(dist.distributed_c10d._world.pg_names)  # noqa: SLF001
-
-
-# The public function warns wherever there is no process group, in a way that only a change of the process' warning
-# filters could silence, which is not safe in a thread; and it looks for objects with a state_dict method.
-
-
-def run_save(writer: StorageWriter, planner: SavePlanner, group: Any) -> Any:
-    """Save what the planner prepares (without a group, on this rank alone). Returns the metadata."""
-    return _save_state_dict({}, writer, group, no_dist=group is None, planner=planner)
 
 
 def storage_info(name: str, offset: int, length: int) -> Any:

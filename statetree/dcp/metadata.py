@@ -1,7 +1,7 @@
 """DCP's metadata, read from a file that nobody vouches for.
 
-DCP pickles its metadata, and unpickling can run any code, or crash. Here DCP's objects are made of checked arguments;
-names of other classes than metadata consists of are refused.
+DCP pickles its metadata, and unpickling can run any code, or crash. Here what is pickled becomes plain data of checked
+arguments; names of other classes than metadata consists of are refused.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ import math
 import reprlib
 from contextlib import suppress
 from itertools import pairwise
-from operator import le
+from operator import add, le
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeVar
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
-from statetree.dcp.file_manifest import MANIFEST, FileManifest, read_manifest, regular_bytes, save_of
+from statetree.chunks.boxes import Box
+from statetree.dcp.file_manifest import (
+    MANIFEST,
+    FileManifest,
+    Index,
+    ManifestFile,
+    read_manifest,
+    regular_bytes,
+    save_of,
+)
 from statetree.errors import CheckpointError
 from statetree.files.pickled_tensors import size_of
 from statetree.files.unpickling import BadPickle, Known, read_pickle
@@ -44,56 +44,71 @@ _LARGEST: Final = 2**62
 T = TypeVar("T")
 
 
+class StoredEntry(NamedTuple):
+    """A tensor of a checkpoint: its dtype and shape, and the boxes that it is stored in. A plain value has no dtype."""
+
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] = ()
+    boxes: tuple[Box, ...] = ()
+
+
 class Stored(NamedTuple):
-    """Where an entry's bytes lie: a file's name in the checkpoint's directory, an offset and a length."""
+    """Where a piece lies: a file's name in the checkpoint's directory, an offset and a length; and its CRC-32."""
 
     name: str
     offset: int
     length: int
+    checksum: int | None = None
 
 
-def read_described(directory: Path, *, verify: bool) -> tuple[Metadata, FileManifest | None]:
+class Described(NamedTuple):
+    """What a checkpoint holds, and where."""
+
+    entries: dict[str, StoredEntry]
+    pieces: dict[Index, Stored]
+    paths: dict[str, tuple[str | int, ...]]  # how DCP nests entries
+    save: str | None  # which left a manifest, if one did
+    files: Mapping[str, ManifestFile] | None = None  # what that lists
+
+
+def read_described(directory: Path, *, verify: bool) -> Described:
     """Read a directory's metadata, without running code in them, and the manifest if the save that they name left one.
 
     Every name in them stays inside the directory, every piece lies inside its file, apart from the others, is as long
-    as its tensor needs, and lies inside the tensor that it is a piece of.
-
-    Args:
-        directory: Where the checkpoint lies.
-        verify: Whether the metadata have to be the bytes that the manifest says. Without it, a manifest that is
-            missing or damaged is passed over.
-
-    Returns:
-        Metadata whose ``storage_data`` holds ``Stored``, and whose ``planner_data`` holds what is a path in it.
+    as its tensor needs, and lies inside the tensor that it is a piece of. Unless ``verify`` is set, a manifest that is
+    missing or damaged is passed over.
 
     Raises:
         CheckpointError: If the directory or the metadata are missing, damaged, or refer to anything else; or if the
             manifest is missing or damaged, or belongs to another save.
     """
     data = _content(directory)
-    metadata = _parsed(directory, data)
-    assert metadata.storage_meta is not None
-    save = save_of(metadata.storage_meta.save_id)
-    if save is None and not (verify and _has_listed_files(directory, metadata)):
-        return metadata, None
+    found = _parsed(directory, data)
+    if found.save is None and not (verify and _has_listed_files(directory, found)):
+        return found
     try:
         manifest = _manifest_of(directory)
-        if verify and save in (manifest.save, None):
+        if verify and found.save in (manifest.save, None):
             manifest.check_metadata(data)
     except CheckpointError as error:
         if not verify:
-            return metadata, None
+            return found
         msg = (
             f"load: cannot read the checkpoint {directory}: {error}. Load another checkpoint, or pass verify=False "
             "to read it all the same."
         )
         raise CheckpointError(msg) from None
-    if manifest.save != save:
-        _refuse_mixture(directory, f"{METADATA} is of the save {save}, {MANIFEST} of {manifest.save}")
-    for stored in metadata.storage_data.values():
+    if manifest.save != found.save:
+        _refuse_mixture(directory, f"{METADATA} is of the save {found.save}, {MANIFEST} of {manifest.save}")
+    for stored in found.pieces.values():
         if stored.name not in manifest.files:
             _refuse_mixture(directory, f"{MANIFEST} does not list {stored.name}")
-    return metadata, manifest
+    checksums = {(name, piece.offset): piece.checksum for name, file in manifest.files.items() for piece in file.pieces}
+    pieces = {
+        index: stored._replace(checksum=checksums.get((stored.name, stored.offset)))
+        for index, stored in found.pieces.items()
+    }
+    return found._replace(pieces=pieces, files=manifest.files)
 
 
 def _manifest_of(directory: Path) -> FileManifest:
@@ -104,12 +119,12 @@ def _manifest_of(directory: Path) -> FileManifest:
     return manifest
 
 
-def _has_listed_files(directory: Path, metadata: Metadata) -> bool:
+def _has_listed_files(directory: Path, found: Described) -> bool:
     """Whether the files are those of a manifest: then metadata that name no save are damaged. DCP leaves a manifest."""
     with suppress(CheckpointError):
         manifest = read_manifest(directory)
         sizes = {} if manifest is None else {name: file.nbytes for name, file in manifest.files.items()}
-        names = {stored.name for stored in metadata.storage_data.values()}
+        names = {stored.name for stored in found.pieces.values()}
         return all(sizes.get(name) == (directory / name).stat().st_size for name in names)
     return False
 
@@ -133,17 +148,17 @@ def _content(directory: Path) -> bytes:
         raise CheckpointError(msg) from None
 
 
-def _parsed(directory: Path, data: bytes) -> Metadata:
+def _parsed(directory: Path, data: bytes) -> Described:
     try:
-        metadata = _of(Metadata, read_pickle(data, _known)[0])
-        _check_stored(directory, metadata)
+        found = _of(Described, read_pickle(data, _known)[0])
+        _check_pieces(directory, found)
     except BadPickle as bad:
         msg = (
             f"load: the metadata of the checkpoint {directory} cannot be read: {printable(str(bad)[:_MAX_TOLD])}. "
             f"It is damaged, hostile, or of an unknown version; {METADATA} was not executed. Load another checkpoint."
         )
         raise CheckpointError(msg) from None
-    return metadata
+    return found
 
 
 def _raise_unreadable(directory: Path, error: OSError) -> NoReturn:
@@ -179,22 +194,22 @@ def _number(value: Any) -> int:
     return value
 
 
-def _properties(state: Any) -> TensorProperties:
-    return TensorProperties(dtype=_of(torch.dtype, _of(tuple, state)[0]))
+def _chunk(state: Any) -> Box:
+    start, sizes = _of(torch.Size, state["offsets"]), _of(torch.Size, state["sizes"])
+    if len(start) != len(sizes):
+        _damaged(f"a piece lies at {tuple(start)} with the size {tuple(sizes)}")
+    return Box(tuple(start), (*map(add, start, sizes),))
 
 
-def _chunk(state: Any) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(_of(torch.Size, state["offsets"]), _of(torch.Size, state["sizes"]))
+def _tensor(state: Any) -> StoredEntry:
+    dtype = _of(torch.dtype, state["properties"])
+    boxes = tuple([_of(Box, chunk) for chunk in _of(list, state["chunks"])])
+    return StoredEntry(dtype, tuple(_of(torch.Size, state["size"])), boxes)
 
 
-def _tensor(state: Any) -> TensorStorageMetadata:
-    chunks = [_of(ChunkStorageMetadata, chunk) for chunk in _of(list, state["chunks"])]
-    return TensorStorageMetadata(_of(TensorProperties, state["properties"]), _of(torch.Size, state["size"]), chunks)
-
-
-def _index(state: Any) -> MetadataIndex:
+def _index(state: Any) -> Index:
     offset = state.get("offset")
-    return MetadataIndex(_of(str, state["fqn"]), None if offset is None else _of(torch.Size, offset))
+    return Index(_of(str, state["fqn"]), None if offset is None else tuple(_of(torch.Size, offset)))
 
 
 def _stored(state: Any) -> Stored:
@@ -204,22 +219,17 @@ def _stored(state: Any) -> Stored:
     return Stored(_of(str, state["relative_path"]), _number(state["offset"]), _number(state["length"]))
 
 
-def _storage_meta(state: Any) -> StorageMeta:
-    save_id = state.get("save_id")
-    return StorageMeta(save_id=save_id if type(save_id) is str else None)
-
-
-def _metadata(state: Any) -> Metadata:
-    entries, stored = _of(dict, state["state_dict_metadata"]), _of(dict, state["storage_data"])
+def _metadata(state: Any) -> Described:
+    entries, pieces = _of(dict, state["state_dict_metadata"]), _of(dict, state["storage_data"])
     for key, entry in entries.items():
         _of(str, key)
-        _of(BytesStorageMetadata if type(entry) is BytesStorageMetadata else TensorStorageMetadata, entry)
-    for index, piece in stored.items():
-        _of(MetadataIndex, index)
+        _of(StoredEntry, entry)
+    for index, piece in pieces.items():
+        _of(Index, index)
         _of(Stored, piece)
-    paths, about = state.get("planner_data"), state.get("storage_meta")
+    paths, save = state.get("planner_data"), state.get("storage_meta")
     paths = {key: path for key, path in paths.items() if _is_path(key, path)} if type(paths) is dict else {}
-    return Metadata(entries, paths, stored, about if type(about) is StorageMeta else StorageMeta())
+    return Described(entries, pieces, paths, save_of(save))
 
 
 def _is_path(key: Any, path: Any) -> bool:
@@ -236,12 +246,12 @@ _KNOWN: Final[dict[str, Known]] = {
     "torch.Size": Known(lambda parts: torch.Size(size_of(parts))),
     "torch.serialization._get_layout": Known(_ignored),
     f"{_METADATA}._MEM_FORMAT_ENCODING": Known(_ignored),
-    f"{_METADATA}.BytesStorageMetadata": Known(lambda _: BytesStorageMetadata(), takes_state=True),
+    f"{_METADATA}.BytesStorageMetadata": Known(lambda _: StoredEntry(), takes_state=True),
     f"{_METADATA}.ChunkStorageMetadata": Known(_chunk, takes_state=True),
     f"{_METADATA}.Metadata": Known(_metadata, takes_state=True),
     f"{_METADATA}.MetadataIndex": Known(_index, takes_state=True),
-    f"{_METADATA}.StorageMeta": Known(_storage_meta, takes_state=True),
-    f"{_METADATA}.TensorProperties": Known(_properties, takes_state=True),
+    f"{_METADATA}.StorageMeta": Known(lambda state: state.get("save_id"), takes_state=True),
+    f"{_METADATA}.TensorProperties": Known(lambda state: _of(tuple, state)[0], takes_state=True),
     f"{_METADATA}.TensorStorageMetadata": Known(_tensor, takes_state=True),
     "torch.distributed.checkpoint.filesystem._StorageInfo": Known(_stored, takes_state=True),
     **{
@@ -258,21 +268,21 @@ def _known(name: str) -> Known:
     return _KNOWN[name]
 
 
-def _check_stored(directory: Path, metadata: Metadata) -> None:
+def _check_pieces(directory: Path, found: Described) -> None:
     """Raise ``BadPickle`` unless all pieces are stored, inside of their tensor and their file, and apart.
 
     One piece for any number of entries would take any amount of memory.
     """
-    files = {name: _file(directory, name) for name in {piece.name for piece in metadata.storage_data.values()}}
-    for piece in metadata.storage_data.values():
+    files = {name: _file(directory, name) for name in {piece.name for piece in found.pieces.values()}}
+    for piece in found.pieces.values():
         need, size = piece.offset + piece.length, files[piece.name].st_size
         if need > size:
             _damaged(f"{piece.name} is truncated: expected {need} bytes or more, got {size} bytes")
-    for key, entry in metadata.state_dict_metadata.items():
-        _check_entry(key, entry, metadata.storage_data)
+    for key, entry in found.entries.items():
+        _check_entry(key, entry, found.pieces)
     # One file may have several names: links.
     ids = {name: (status.st_dev, status.st_ino) for name, status in files.items()}
-    pieces = sorted((ids[piece.name], piece.offset, piece, key.fqn) for key, piece in metadata.storage_data.items())
+    pieces = sorted((ids[piece.name], piece.offset, piece, index.key) for index, piece in found.pieces.items())
     for (one, _, before, key), (another, _, after, other) in pairwise(pieces):
         if one == another and after.offset < before.offset + before.length:
             whose = f"{key!r}" if key == other else f"{key!r} and {other!r}"
@@ -286,23 +296,19 @@ def _file(directory: Path, name: str) -> os.stat_result:
         _damaged(str(error).removeprefix("read: ").rstrip("."))
 
 
-def _check_entry(key: str, entry: TensorStorageMetadata | BytesStorageMetadata, stored: Mapping[Any, Stored]) -> None:
-    if isinstance(entry, BytesStorageMetadata):
-        if MetadataIndex(key) not in stored:
+def _check_entry(key: str, entry: StoredEntry, pieces: Mapping[Index, Stored]) -> None:
+    if entry.dtype is None:
+        if Index(key, None) not in pieces:
             _damaged(f"it does not say where {key} is stored")
         return
-    itemsize = entry.properties.dtype.itemsize
-    if math.prod(entry.size) * itemsize > _LARGEST:
-        _damaged(f"{key} has the impossible size {tuple(entry.size)}")
-    for chunk in entry.chunks:
-        where = f"at {tuple(chunk.offsets)}"
-        stops = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=False)]
-        is_inside = len(chunk.offsets) == len(chunk.sizes) == len(entry.size) and all(map(le, stops, entry.size))
-        if not is_inside:
-            _damaged(f"a piece of {key} lies {where} with the size {tuple(chunk.sizes)}: not in {tuple(entry.size)}")
-        piece = stored.get(MetadataIndex(key, chunk.offsets))
+    if math.prod(entry.shape) * entry.dtype.itemsize > _LARGEST:
+        _damaged(f"{key} has the impossible size {entry.shape}")
+    for box in entry.boxes:
+        if len(box.stop) != len(entry.shape) or not all(map(le, box.stop, entry.shape)):
+            _damaged(f"a piece of {key} lies at {box.start} with the size {box.sizes}: not in {entry.shape}")
+        piece = pieces.get(Index(key, box.start))
         if piece is None:
-            _damaged(f"it does not say where the piece of {key} {where} is stored")
-        need = math.prod(chunk.sizes) * itemsize
+            _damaged(f"it does not say where the piece of {key} at {box.start} is stored")
+        need = box.volume * entry.dtype.itemsize
         if piece.length < need:
             _damaged(f"a piece of {key} is stored in {piece.length} bytes: expected {need} or more")

@@ -1,7 +1,7 @@
 """A mirror of a series of checkpoints in an object store: complete steps uploaded in the background.
 
-A step is there once its ``.metadata`` is, which is uploaded last and removed first. What a killed process left half
-uploaded is no checkpoint, and is uploaded again or removed.
+Its ``.metadata`` is uploaded last and removed first, and a step is there if all files that its manifest lists are. What
+a killed process left half uploaded is no checkpoint, and is uploaded again or removed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 import re
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from statetree.dcp.events import Event
@@ -22,7 +23,7 @@ from statetree.files.remote import RemotePath
 from statetree.files.urls import is_url
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from statetree.dcp.series import Kept
@@ -36,16 +37,7 @@ _FAR: Final = -1
 class MirroredSeries(Series):
     """A series of checkpoints in a directory, and those that only its mirror has.
 
-    Only the first rank asks, uploads and removes; ``path`` answers on every rank.
-
-    Args:
-        directory: Where checkpoints are written.
-        url: Where they are mirrored.
-        kept: Which of them stay.
-        tell: Is told of each upload.
-
-    Raises:
-        CheckpointError: If ``url`` is none that fsspec knows.
+    Only the first rank asks, uploads (and tells of it) and removes; ``path`` answers on every rank.
     """
 
     def __init__(self, directory: Path, url: str, kept: Kept, tell: Callable[[Event], None]) -> None:
@@ -66,44 +58,35 @@ class MirroredSeries(Series):
 
     def complete(self) -> list[StepDirectory]:
         """Return the complete checkpoints, local and mirrored, in the order of steps."""
-        near = super().complete()
+        near = self.local()
         try:
             steps = set(self._mirrored()) - {found.step for found in near}
         except (OSError, CheckpointError) as error:
             _log.warning("the mirror %s cannot be reached: %s", self.url, error)
             return near
-        return sorted([*near, *(StepDirectory(step, is_named=True, name=name_of(step), inode=_FAR) for step in steps)])
-
-    def local(self) -> list[StepDirectory]:
-        """Return the complete checkpoints in the directory."""
-        return super().complete()
-
-    def all(self) -> list[StepDirectory]:
-        """Return the complete checkpoints in the directory, those that are being replaced included."""
-        return super().all()
+        return sorted([*near, *map(_far_step, steps)])
 
     def path(self, checkpoint: StepDirectory) -> Path:
         """Return the directory of a checkpoint, or its place in the mirror if only that has it."""
         return cast("Path", self.url / checkpoint.name) if checkpoint.inode == _FAR else super().path(checkpoint)
 
-    def _mirrored(self) -> dict[int, str | None]:
-        """Return the steps that the mirror has whole, with the save of each."""
-        found: dict[int, str | None] = {}
-        for place in self._folders():
-            match = _NAME.fullmatch(place.name)
-            if match and (place / METADATA).is_file():
-                try:
-                    manifest = read_manifest(cast("Path", place))
-                except CheckpointError:
-                    manifest = None
-                found[int(match[1])] = None if manifest is None else manifest.save
+    def _mirrored(self) -> dict[int, str]:
+        """Return the steps that the mirror has whole, with the save of each; empty if it left no manifest."""
+        found: dict[int, str] = {}
+        for step, folder in self._folders().items():
+            with suppress(FileNotFoundError, CheckpointError):  # it is being removed, or its manifest is damaged
+                sizes, manifest = folder.sizes(), read_manifest(cast("Path", folder))
+                files = {} if manifest is None else {name: file.nbytes for name, file in manifest.files.items()}
+                if METADATA in sizes and files.items() <= sizes.items():
+                    found[step] = "" if manifest is None else manifest.save
         return found
 
-    def _folders(self) -> list[RemotePath]:
-        try:
-            return list(self.url.iterdir())
-        except FileNotFoundError:
-            return []
+    def _folders(self) -> dict[int, RemotePath]:
+        """Return the folders of steps, whatever is in them."""
+        with suppress(FileNotFoundError):
+            matches = [(_NAME.fullmatch(place.name), place) for place in self.url.iterdir()]
+            return {int(match[1]): place for match, place in matches if match}
+        return {}
 
     def upload_later(self) -> None:
         """Upload in the background what the mirror lacks, and remove there what is not kept."""
@@ -134,23 +117,20 @@ class MirroredSeries(Series):
     def _catch_up(self) -> None:
         there = self._mirrored()
         for near in self.local():
-            folder = super().path(near)
+            folder = self.path(near)
             manifest = read_manifest(folder)
-            if near.step in there and there[near.step] == (None if manifest is None else manifest.save):
-                continue
+            save = "" if manifest is None else manifest.save
             try:
-                is_there = self._upload(near)
+                if there.get(near.step) == save or self._upload(near):
+                    there[near.step] = save
             except FileNotFoundError:
                 if folder.exists():
-                    raise
-                continue  # it was removed meanwhile
-            if is_there:
-                there[near.step] = None if manifest is None else manifest.save
-        self._prune(set(there))
+                    raise  # else it was removed meanwhile
+        self._prune(sorted(there))
 
     def _upload(self, near: StepDirectory) -> bool:
         """Upload a step, and return whether it was the same one all the time: who replaces it uploads it again."""
-        since, folder, there = time.monotonic(), super().path(near), self.url / name_of(near.step)
+        since, folder, there = time.monotonic(), self.path(near), self.url / name_of(near.step)
         ending = {name: (folder / name).read_bytes() for name in (MANIFEST, METADATA) if (folder / name).exists()}
         (there / METADATA).unlink()
         if there.exists():
@@ -168,19 +148,20 @@ class MirroredSeries(Series):
         self._tell(Event("upload", near.step, time.monotonic() - since, nbytes, 0.0))
         return True
 
-    def _prune(self, complete: set[int]) -> None:
-        """Remove steps that are not kept, and what is left of others."""
-        steps, kept = sorted(complete), {found.step for found in self.local()}
-        if self._kept.latest is None:
-            kept.update(steps)
-        else:
-            kept.update(steps[-self._kept.latest :])
-        kept.update(step for step in steps if self._kept.every is not None and step % self._kept.every == 0)
-        if self._kept.best is not None:
-            far = [StepDirectory(step, is_named=True, name=name_of(step), inode=_FAR) for step in steps]
-            kept.update(found.step for part in self._best(far, self._kept.best) for found in part)
-        for place in self._folders():
-            match = _NAME.fullmatch(place.name)
-            if match and int(match[1]) not in kept:
-                (place / METADATA).unlink()
-                place.remove()
+    def _prune(self, complete: Sequence[int]) -> None:
+        """Remove steps that are not kept, and what is left of others: of the newest, it may be of use."""
+        folders, keep = self._folders(), self._kept
+        kept = {found.step for found in self.local()}
+        kept.update(complete if keep.latest is None else complete[-keep.latest :])
+        kept.update(step for step in complete if keep.every is not None and step % keep.every == 0)
+        if keep.best is not None:
+            kept.update(found.step for part in self._best(map(_far_step, complete), keep.best) for found in part)
+        for step, folder in folders.items():
+            is_newest = step > max(complete, default=-1) and (folder / METADATA).is_file()
+            if step not in kept and not is_newest:
+                (folder / METADATA).unlink()
+                folder.remove()
+
+
+def _far_step(step: int) -> StepDirectory:
+    return StepDirectory(step, is_named=True, name=name_of(step), inode=_FAR)

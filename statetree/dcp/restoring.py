@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from statetree.dcp.failures import checkpoint_errors
-from statetree.dcp.groups import by_first, ranks_of
+from statetree.dcp.groups import by_first, checkpoint_errors, ranks_of
 from statetree.dcp.stateful import StatefulTree
 from statetree.errors import CheckpointError, StateTreeError, warn
 from statetree.exchange.call import on_all_ranks
@@ -15,9 +14,6 @@ from statetree.files.formats import opened
 from statetree.files.loading import load_tree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
     from torch.distributed import ProcessGroup
 
     from statetree.dcp.series import Series, StepDirectory
@@ -25,85 +21,66 @@ if TYPE_CHECKING:
 
 
 class Restoration:
-    """One restore.
-
-    Args:
-        series: Where the checkpoints lie.
-        group: The ranks that restore.
-        step: The step that is asked for; ``None`` for the latest.
+    """One restore: of a step, or the latest, into a template, whose stateful objects get what was saved of them.
 
     Attributes:
-        found: Which one was taken.
+        found: Which checkpoint is taken.
     """
 
-    def __init__(self, series: Series, group: ProcessGroup | None, step: int | None) -> None:
-        self.found: StepDirectory
+    def __init__(
+        self, series: Series, group: ProcessGroup | None, step: int | None, state: Any, options: LoadOptions
+    ) -> None:
         self._series = series
-        self._group = group
         self._step = step
+        self._options = options
+        self._ranks = ranks_of("restore", group)
+        self._by_first = partial(by_first, "restore", group)
+        self._tree = on_all_ranks("restore", self._ranks, lambda: StatefulTree("restore", state))
+        self.found: StepDirectory = self._by_first(partial(series.find, "restore", step))
 
-    def run(self, state: Any, options: LoadOptions, *, fallback: bool) -> Any:
-        """Load the checkpoint; if it is damaged and ``fallback`` is set, the newest older one that can be read.
-
-        Args:
-            state: The template, or ``None``. Objects in it with ``load_state_dict`` get what was saved of them.
-            options: How it is loaded.
-            fallback: Whether an older one is taken.
-        """
-        ranks = ranks_of("restore", self._group)
-        tree = on_all_ranks("restore", ranks, lambda: StatefulTree("restore", state))
-
-        def load(path: Path) -> Any:
-            template = tree.state
-            if options.where is None:
-                template = on_all_ranks("restore", ranks, lambda: tree.template(path))
-            return load_tree(path, template, ranks, options, together=True)
-
-        return tree.loaded(self._run(load, fallback=fallback))
-
-    def _run(self, load: Callable[[Path], Any], *, fallback: bool) -> Any:
-        found = self._by_first(partial(self._series.find, "restore", self._step))
+    def run(self, *, fallback: bool) -> Any:
+        """Load the checkpoint; if it is damaged and ``fallback`` is set, the newest older one that can be read."""
         damaged: list[CheckpointError] = []
         while True:
             try:
-                loaded = self._load(found, load)
+                loaded = self._load()
             except CheckpointError as error:
                 damaged.append(error)
-                older = self._by_first(partial(self._older, found))
+                older = self._by_first(self._older)
                 if older is None:
                     raise damaged[0] from damaged[0].__cause__
                 if not fallback:
                     remedy = f"the newest older checkpoint that looks whole is of step {older.step}"
                     msg = f"{error} ({remedy}: pass step={older.step}, or fallback=True.)"
                     raise CheckpointError(msg) from error
-                found = older
+                self.found = older
             else:
                 if damaged:
-                    what = f"took the checkpoint of step {found.step}, since a later one is damaged: {damaged[0]}"
+                    what = f"took the checkpoint of step {self.found.step}, since a later one is damaged: {damaged[0]}"
                     warn(f"restore: {what}")
-                return loaded
+                return self._tree.loaded(loaded)
 
-    def _by_first(self, action: Callable[[], Any]) -> Any:
-        return by_first("restore", self._group, action)
-
-    def _load(self, found: StepDirectory, load: Callable[[Path], Any]) -> Any:
+    def _load(self) -> Any:
         """Load a checkpoint, or the one that took its place while it was read."""
         while True:
-            self.found, path = found, self._series.path(found)
+            path, template = self._series.path(self.found), self._tree.state
             with checkpoint_errors("load", path), phase("checkpointer.restore"):
                 try:
-                    return load(path)
+                    if self._options.where is None:
+                        template = on_all_ranks("restore", self._ranks, partial(self._tree.template, path))
+                    return load_tree(path, template, self._ranks, self._options, together=True)
                 except StateTreeError:  # on every rank alike
-                    another = self._by_first(partial(self._find_instead, found))
+                    another = self._by_first(self._find_instead)
                     if another is None:
                         raise
-                    found = another
+                    self.found = another
 
-    def _find_instead(self, gone: StepDirectory) -> StepDirectory | None:
+    def _find_instead(self) -> StepDirectory | None:
         """Return what to restore where a checkpoint was removed while it was read. ``None`` if it is still there."""
-        if gone in [*self._series.all(), *self._series.complete()]:
+        complete = self._series.complete()
+        if self.found in [*self._series.all(), *complete]:
             return None
-        if self._step is None or any(found.step == self._step for found in self._series.complete()):
+        if self._step is None or any(found.step == self._step for found in complete):
             return self._series.find("restore", self._step)
         msg = (
             f"restore: the checkpoint of step {self._step} in {self._series.directory} was removed while it was read: "
@@ -112,13 +89,13 @@ class Restoration:
         )
         raise CheckpointError(msg)
 
-    def _older(self, damaged: StepDirectory) -> StepDirectory | None:
+    def _older(self) -> StepDirectory | None:
         """Return the newest older checkpoint that has all its files, each of the save that it should be of."""
-        for found in reversed(self._series.complete()):
-            if found.step < damaged.step:
+        for older in reversed(self._series.complete()):
+            if older.step < self.found.step:
                 try:
-                    opened(self._series.path(found)).check()
+                    opened(self._series.path(older)).check()
                 except (CheckpointError, OSError):
                     continue
-                return found
+                return older
         return None

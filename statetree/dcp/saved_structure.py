@@ -1,7 +1,7 @@
 """The structure of a saved tree as text, so that it can be loaded without a template.
 
 The text is JSON: the containers, children before parents, and the entries. It comes from a file, so that reading it
-trusts nothing in it: classes and keys stay texts in the ``TreeSpec`` that it becomes.
+trusts nothing in it: classes and keys are texts, which are looked up here, and never imported.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from statetree.dcp.tensors import PARTS_ENTRY, TENSOR_ENTRY, VALUE_ENTRY
+from statetree.dcp.state_entries import PARTS_ENTRY, TENSOR_ENTRY, VALUE_ENTRY
 from statetree.errors import CheckpointError
 from statetree.files.key_texts import UnknownKey, key_of, key_text, shown_key
 from statetree.files.pickled_values import CLASSES
 from statetree.key_paths import Path
 from statetree.leaves.divided import DividedLeaf
-from statetree.tree.containers import Container
 from statetree.tree.instances import Attributes, InstanceContainer
 from statetree.tree.registry import container_of, declared_containers
-from statetree.tree.spec import TreeSpec
-from statetree.tree.traversal import Node, freeze
+from statetree.tree.traversal import freeze
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+
+    from statetree.tree.containers import Container
+    from statetree.tree.spec import TreeSpec
 
 VERSION: Final = 1
 #: The containers that are always made again without a template.
@@ -38,9 +39,9 @@ BUILTIN: Final[dict[str, type]] = {
     "collections.defaultdict": defaultdict,
     "collections.deque": deque,
 }
+_NAMES: Final = {cls: name for name, cls in BUILTIN.items()}
 #: How the names of leaves begin that are made of several tensors.
 _LEAF: Final = "leaf "
-_NAMES: Final = {cls: name for name, cls in BUILTIN.items()}
 
 
 class SavedEntry(NamedTuple):
@@ -55,67 +56,83 @@ class SavedEntry(NamedTuple):
     context: str = ""
 
 
-class SavedContainer(Container):
-    """A container as a checkpoint describes it, by the name of its class.
+class SavedContainer(NamedTuple):
+    """A container as a checkpoint describes it."""
 
-    In a node, its keys are texts (``key_text``), and its auxiliary data is what ``_written_attributes`` returns.
-    """
+    name: str  # of its class
+    family: str  # which containers it matches
+    keys: Sequence[str]  # by ``key_text``
+    links: Sequence[int]  # to its children: indices of entries, or ``~index`` of containers
+    data: Any  # what it has beside them, as JSON data; ``False`` if that is no plain data
 
-    __slots__ = ("name",)
+    @property
+    def is_leaf(self) -> bool:
+        """Whether it is a leaf that is made of several tensors."""
+        return self.name.startswith(_LEAF)
 
-    def __init__(self, name: str, family: str) -> None:
-        super().__init__(object, family, keyed=family not in {"list", "tuple", "deque"})
-        self.name = name
 
-    def num_items(self, keys: tuple[Any, ...]) -> int:
-        """Return how many of the keys are the container's own."""
-        return sum(not text.startswith("@") for text in keys)
+class UnknownContainer(Exception):
+    """A container that takes a template. The message says what it is."""
 
 
 class Structure(NamedTuple):
-    """The containers of a checkpoint, each a ``SavedContainer``, and its entries, one for each leaf."""
+    """The containers of a checkpoint, children before parents, and its entries, one for each leaf."""
 
-    spec: TreeSpec
-    entries: tuple[SavedEntry, ...]
+    containers: Sequence[SavedContainer]
+    entries: Sequence[SavedEntry]
+
+    @classmethod
+    def of(cls, spec: TreeSpec, entries: Sequence[SavedEntry] = ()) -> Structure:
+        """Describe the structure of a tree."""
+        found = []
+        for (kind, keys, aux, *_), links in zip(spec.nodes, spec.links(), strict=True):
+            name = f"{_LEAF}{aux[0]}" if kind.cls is DividedLeaf else _NAMES.get(kind.cls) or _full_name(kind.cls)
+            family = kind.family if isinstance(kind.family, str) else _full_name(kind.family)
+            family = name if kind.cls is DividedLeaf else family
+            found.append(SavedContainer(name, family, [*map(key_text, keys)], [*links], _written_aux(kind, aux)))
+        return cls(found, entries)
+
+    def to_text(self) -> str:
+        """Return it as text."""
+        table = [list(entry) if entry.context else list(entry[:3]) for entry in self.entries]
+        nodes = [list(container) for container in self.containers]
+        return json.dumps({"version": VERSION, "nodes": nodes, "entries": table}, separators=(",", ":"))
+
+    def unknown(self) -> Iterator[tuple[Path, SavedContainer, str]]:
+        """Yield the containers that are not made without a template, parents first: each with its path, and why."""
+        known = rebuilt_classes()
+        pending: list[tuple[Path, int]] = [(Path(), len(self.containers) - 1)] if self.containers else []
+        while pending:
+            path, index = pending.pop()
+            container = self.containers[index]
+            try:
+                _made_of(container, known)
+            except UnknownContainer as unknown:
+                yield path, container, str(unknown)
+            below = [(key, ~ref) for key, ref in zip(container.keys, container.links, strict=True) if ref < 0]
+            pending += [(Path((*path, shown_key(key))), child) for key, child in reversed(below)]
 
     def rebuild(self, values: Sequence[Any]) -> Any:
-        """Return a tree with a value for each entry. None of ``why_not_rebuilt`` may apply."""
+        """Return a tree with a value for each entry. ``unknown`` containers are mappings by texts."""
         known = rebuilt_classes()
-        return TreeSpec((*[_node(node, known) for node in self.spec.nodes],), self.spec.num_leaves).unflatten(values)
-
-
-def saved_form(spec: TreeSpec) -> TreeSpec:
-    """Return a structure as a checkpoint describes it."""
-    nodes: list[Node] = []
-    for kind, keys, aux, kids, take in spec.nodes:
-        cls = kind.cls
-        family = kind.family if isinstance(kind.family, str) else _full_name(kind.family)
-        attributes = _written_aux(kind, aux)
-        name = f"{_LEAF}{aux[0]}" if cls is DividedLeaf else _NAMES.get(cls) or _full_name(cls)
-        container = SavedContainer(name, name if cls is DividedLeaf else family)
-        nodes.append((container, (*map(key_text, keys),), attributes, kids, take))
-    return TreeSpec(tuple(nodes), spec.num_leaves)
+        made: list[Any] = []
+        for container in self.containers:
+            children = [values[ref] if ref >= 0 else made[~ref] for ref in container.links]
+            try:
+                kind, keys, aux = _made_of(container, known)
+            except UnknownContainer:
+                made.append(dict(zip(_as_texts(container.keys), children, strict=True)))
+                continue
+            try:
+                made.append(kind.unflatten(aux, keys, children))
+            except Exception as error:  # a function of the user's
+                error.add_note(f"statetree: while putting together a {container.name} with the keys {keys[:8]}")
+                raise
+        return made[-1] if made else values[0]
 
 
 def _full_name(cls: Any) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def places(spec: TreeSpec) -> Iterator[tuple[tuple[Any, ...], int]]:
-    """Yield the keys that lead to each container and leaf, and what is there: see ``TreeSpec.links``."""
-    pending: list[tuple[tuple[Any, ...], int]] = [((), spec.root())]
-    while pending:
-        keys, ref = pending.pop()
-        yield keys, ref
-        if ref < 0:
-            below = zip(spec.nodes[~ref][1], spec.links()[~ref], strict=True)
-            pending += reversed([((*keys, key), child) for key, child in below])
-
-
-def is_leaf(node: Node) -> bool:
-    """Whether a container of a checkpoint is a leaf that is made of several tensors."""
-    container = node[0]
-    return isinstance(container, SavedContainer) and container.name.startswith(_LEAF)
 
 
 def rebuilt_classes() -> dict[str, type]:
@@ -134,49 +151,34 @@ def rebuilt_classes() -> dict[str, type]:
     return found | BUILTIN
 
 
-def why_not_rebuilt(node: Node, known: Mapping[str, type]) -> str:
-    """Say why a container of a checkpoint cannot be made without a template; empty if it can.
+def _made_of(saved: SavedContainer, known: Mapping[str, type]) -> tuple[Container, tuple[Any, ...], Any]:
+    """Return how a container is made: its kind, its keys, and its auxiliary data.
 
-    Args:
-        node: The container.
-        known: The classes of containers that can be, by name: ``rebuilt_classes()``.
+    Raises:
+        UnknownContainer: If that takes a template.
     """
-    container, keys, attributes = node[:3]
-    assert isinstance(container, SavedContainer)
-    if container.name not in known:
-        return f"a {container.name}"
-    if attributes is None and container.name in ("collections.deque", "collections.defaultdict"):
-        return f"a {container.name} saved by an earlier version, which left out its arguments"
-    if attributes is False:
-        return f"a {container.name} with attributes that are no plain data"
+    name = saved.name
+    if name not in known:
+        raise UnknownContainer(f"a {name}")
+    if saved.data is False:
+        raise UnknownContainer(f"a {name} with attributes that are no plain data")
     try:
-        for text in keys:
-            key_of(text)
-    except UnknownKey as unknown:
-        return f"a {container.name} with the key {unknown}"
+        keys = (*map(key_of, saved.keys),)
+    except UnknownKey as key:
+        raise UnknownContainer(f"a {name} with the key {key}") from None
     try:
-        _node(node, known)
+        kind: Any = container_of(known[name])
+        if name in BUILTIN:
+            return kind, keys, _read_aux(name, saved.data)
+        if kind is not None and kind.compares_aux:  # registered: what its function returned
+            (aux,) = saved.data
+            return kind, keys, _read_value(aux)
+        return kind, keys, (None, _read_instance(kind, keys, saved.data))
     except (TypeError, ValueError, KeyError) as error:
-        return f"a {container.name} that is not the class of that name here ({error})"
-    return ""
+        raise UnknownContainer(f"a {name} that is not the class of that name here ({error})") from None
 
 
-def _node(node: Node, known: Mapping[str, type]) -> Node:
-    container, texts, data, kids, take = node
-    assert isinstance(container, SavedContainer)
-    kind, keys = container_of(known[container.name]), (*map(key_of, texts),)
-    if container.name in BUILTIN:
-        assert kind is not None
-        return kind, keys, _read_aux(container.name, data), kids, take
-    if kind is None:
-        raise TypeError("no container")
-    if kind.compares_aux:  # registered: what its function returned
-        (aux,) = data
-        return kind, keys, _read_value(aux), kids, take
-    return kind, keys, (None, _read_instance(kind, keys, data)), kids, take
-
-
-def _read_instance(kind: Container, keys: tuple[Any, ...], data: Any) -> Attributes | None:
+def _read_instance(kind: Container | None, keys: tuple[Any, ...], data: Any) -> Attributes | None:
     """Return the attributes of a dataclass, a namedtuple, or a subclass of a builtin container.
 
     Raises:
@@ -184,9 +186,8 @@ def _read_instance(kind: Container, keys: tuple[Any, ...], data: Any) -> Attribu
     """
     if not isinstance(kind, InstanceContainer):
         raise TypeError("no container with attributes")
-    if data is None and kind.fields:  # an earlier version left them out
-        data = [[name, None] for name in keys]
-    attributes = _read_attributes(data) or Attributes((), (), are_items=False)
+    found = _read_attributes(data)
+    attributes = found or Attributes((), (), are_items=False)
     children = [name for name, frozen in zip(attributes.names, attributes.frozen, strict=True) if frozen is None]
     count = len(keys) - len(children)
     is_dataclass = bool(kind.fields) or kind.base is object
@@ -198,24 +199,28 @@ def _read_instance(kind: Container, keys: tuple[Any, ...], data: Any) -> Attribu
         or not (kind.cls.__dictoffset__ or {*attributes.names} <= {*kind.slots})
     ):
         raise ValueError("it has other fields")
-    return attributes if data is not None else None
+    return found
 
 
-def structure_text(spec: TreeSpec, entries: Sequence[SavedEntry]) -> str:
-    """Return a structure as text."""
-    rows = []
-    for (container, keys, attributes, *_), links in zip(saved_form(spec).nodes, spec.links(), strict=True):
-        assert isinstance(container, SavedContainer)
-        rows.append([container.name, container.family, keys, list(links), attributes])
-    table = [list(entry) if entry.context else list(entry[:3]) for entry in entries]
-    return json.dumps({"version": VERSION, "nodes": rows, "entries": table}, separators=(",", ":"))
+def _as_texts(keys: Sequence[str]) -> list[str]:
+    """Return distinct texts for the keys of a container of an unknown class, as ``Entries.find`` looks for them."""
+    taken: dict[Any, None] = {}
+    for text in keys:
+        try:
+            key = key_of(text) if text[0] != "@" else text[1:]
+        except UnknownKey as unknown:
+            key = str(unknown)
+        while key in taken:
+            key = f"{key}~"
+        taken[key] = None
+    return [*taken]
 
 
 def read_structure(text: Any) -> Structure:
     """Return the structure that a text describes.
 
     Raises:
-        CheckpointError: If it is none that ``structure_text`` returns, or one of a later version.
+        CheckpointError: If it is none that ``Structure.to_text`` returns, or one of a later version.
     """
     try:
         table = json.loads(text)
@@ -225,12 +230,25 @@ def read_structure(text: Any) -> Structure:
                 "the version of statetree that saved it, or with torch.distributed.checkpoint."
             )
             raise CheckpointError(msg)
-        entries = tuple([_read_entry(*row) for row in table["entries"]])
-        spec = _read_spec([_checked_row(*row) for row in table["nodes"]], len(entries))
+        found = Structure(
+            [_read_container(*row) for row in table["nodes"]], [_read_entry(*row) for row in table["entries"]]
+        )
+        _check_tree(found)
     except (TypeError, ValueError, KeyError, IndexError, RecursionError, AttributeError) as error:
         msg = f"load: the checkpoint's structure is damaged: {type(error).__name__}: {error}. Load another checkpoint."
         raise CheckpointError(msg) from error
-    return Structure(spec, entries)
+    return found
+
+
+def _check_tree(structure: Structure) -> None:
+    """Raise ``ValueError`` unless every entry and every container but the last has one place, above what is in it."""
+    refs = [ref for container in structure.containers for ref in container.links]
+    wanted = [*range(len(structure.entries)), *[~index for index in range(len(structure.containers) - 1)]]
+    is_ordered = all(ref > ~index for index, found in enumerate(structure.containers) for ref in found.links)
+    if sorted(refs) != sorted(wanted if structure.containers else []) or not is_ordered:
+        raise ValueError("expected a tree, and one entry for each of its leaves")
+    if not structure.containers and len(structure.entries) != 1:
+        raise ValueError("expected one entry")
 
 
 def _texts(values: Any) -> tuple[str, ...]:
@@ -239,14 +257,7 @@ def _texts(values: Any) -> tuple[str, ...]:
     return tuple(values)
 
 
-class _Row(NamedTuple):
-    container: SavedContainer
-    keys: tuple[str, ...]
-    links: Sequence[int]
-    attributes: Any
-
-
-def _checked_row(name: Any, family: Any, keys: Any, links: Any, attributes: Any) -> _Row:
+def _read_container(name: Any, family: Any, keys: Any, links: Any, data: Any) -> SavedContainer:
     _texts([name, family])
     for text in _texts(keys):
         try:
@@ -255,9 +266,9 @@ def _checked_row(name: Any, family: Any, keys: Any, links: Any, attributes: Any)
             continue
     if not all(type(ref) is int for ref in links) or len(links) != len(keys):
         raise TypeError("expected one child a key")
-    if name in BUILTIN and attributes is not False:
-        _read_aux(name, attributes)
-    return _Row(SavedContainer(name, family), tuple(keys), links, attributes)
+    if name in BUILTIN and data is not False:
+        _read_aux(name, data)
+    return SavedContainer(name, family, keys, links, data)
 
 
 def _read_entry(sort: Any, keys: Any, facts: Any, context: Any = "") -> SavedEntry:
@@ -267,81 +278,40 @@ def _read_entry(sort: Any, keys: Any, facts: Any, context: Any = "") -> SavedEnt
     return SavedEntry(sort, _texts(keys), facts, context)
 
 
-def _read_spec(rows: Sequence[_Row], num_entries: int) -> TreeSpec:
-    """Return the structure that rows describe: entries in order, and each row after those of its children."""
-    nodes: list[Node] = []
-    position = emitted = 0
-    pending = [(~(len(rows) - 1), False)] if rows else []
-    while pending:
-        ref, is_done = pending.pop()
-        if ref >= 0:
-            if ref != position:
-                raise ValueError("expected a tree")
-            position += 1
-        elif is_done:
-            row = rows[~ref]
-            inner = tuple([index for index, child in enumerate(row.links) if child < 0])
-            nodes.append((row.container, row.keys, row.attributes, inner, position - emitted))
-            emitted = position
-            if ~ref != len(nodes) - 1:
-                raise ValueError("expected a tree")
-        else:
-            if any(~child >= ~ref for child in rows[~ref].links):
-                raise ValueError("expected a tree")
-            pending.append((ref, True))
-            pending += reversed([(child, False) for child in rows[~ref].links])
-    if len(nodes) != len(rows) or position != (num_entries if rows else 0) or (not rows and num_entries != 1):
-        raise ValueError("expected a tree, and one entry for each of its leaves")
-    return TreeSpec(tuple(nodes), num_entries)
-
-
 def _written_aux(kind: Container, aux: Any) -> Any:
     """Return what a container has beside its children, as JSON data; ``False`` if that is no plain data."""
-    cls = kind.cls
-    if cls is deque:
+    if kind.cls is deque:
         return [aux[0]]
-    if cls is defaultdict:
+    if kind.cls is defaultdict:
         factory, attributes = aux
-        name = None if factory is None else _full_name(factory) if isinstance(factory, type) else ""
+        name = _full_name(factory) if isinstance(factory, type) else None
         is_known = attributes is None and (factory is None or CLASSES.get(name or "") is factory)
         return [name] if is_known else False
-    if kind.compares_aux:  # registered: what its function returned
-        try:
+    try:
+        if kind.compares_aux:  # registered: what its function returned
             return [_written_value(aux)]
-        except TypeError:
+        extra, attributes = aux or (None, None)
+        if extra is not None or (attributes is not None and attributes.are_items):
             return False
-    if aux is None:
-        return None
-    extra, attributes = aux
-    return _written_attributes(attributes) if extra is None else False
+        if attributes is None:
+            return None
+        pairs = zip(attributes.names, attributes.frozen, strict=True)
+        return [[name, None if frozen is None else _written_value(frozen.thaw())] for name, frozen in pairs]
+    except TypeError:
+        return False
 
 
 def _read_aux(name: str, data: Any) -> Any:
-    if data is None or name in ("dict", "list", "tuple"):
-        return (None, None) if name in ("OrderedDict", "collections.Counter") else None
+    if name in ("dict", "list", "tuple"):
+        return None
     if name in ("OrderedDict", "collections.Counter"):
         return None, _read_attributes(data)
     (value,) = data
-    if name == "collections.deque":
-        if value is not None and (type(value) is not int or value < 0):
-            raise ValueError("expected the length of a deque")
-        return value, None
-    return None if value is None else CLASSES[value], None
-
-
-def _written_attributes(attributes: Attributes | None) -> Any:
-    """Return attributes as JSON data: pairs of name and value (``None`` for a child); ``False`` if they are none."""
-    if attributes is None:
-        return None
-    if attributes.are_items:
-        return False
-    try:
-        return [
-            [name, None if frozen is None else _written_value(frozen.thaw())]
-            for name, frozen in zip(attributes.names, attributes.frozen, strict=True)
-        ]
-    except TypeError:
-        return False
+    if name == "collections.defaultdict":
+        return None if value is None else CLASSES[value], None
+    if value is not None and (type(value) is not int or value < 0):
+        raise ValueError("expected the length of a deque")
+    return value, None
 
 
 def _read_attributes(rows: Any) -> Attributes | None:
@@ -353,7 +323,11 @@ def _read_attributes(rows: Any) -> Attributes | None:
 
 
 def _written_value(value: Any) -> Any:
-    """Return plain data as JSON data. Every value but a text is a list that begins with its sort."""
+    """Return plain data as JSON data. Every value but a text is a list that begins with its sort.
+
+    Raises:
+        TypeError: If it is something else.
+    """
     cls = type(value)
     if cls is str:
         return value
@@ -377,8 +351,3 @@ def _read_value(data: Any) -> Any:
     if sort in ("dict", "OrderedDict"):
         return BUILTIN[sort]((_read_value(key), _read_value(item)) for key, item in rest)
     raise ValueError(sort)
-
-
-def path_of(texts: Sequence[str]) -> Path:
-    """Return a path, for messages."""
-    return Path([*map(shown_key, texts)])

@@ -1,109 +1,60 @@
-"""A whole state written by DCP: taken apart into entries, with a structure beside them."""
+"""A whole state saved by all ranks: taken apart into entries, with a structure beside them, as DCP lays it out.
+
+Each rank describes its pieces to the first one, which says who writes which, and writes the metadata in the end.
+"""
 
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING, Any, Final
+import os
+import pickle
+import uuid
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 import torch
-
-from statetree.dcp.directory_writer import DirectoryWriter
-from statetree.dcp.failures import checkpoint_errors
-from statetree.dcp.flat_state import STRUCTURE_KEY, flat_state, free_key
-from statetree.dcp.groups import check_alive, ranks_of
-from statetree.dcp.internals import run_save
-from statetree.dcp.plain_values import why_not_restorable
-from statetree.dcp.save_planner import SavePlanner, ToSave
-from statetree.dcp.saved_structure import (
-    SavedEntry,
-    path_of,
-    places,
-    rebuilt_classes,
-    saved_form,
-    structure_text,
-    why_not_rebuilt,
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
 )
-from statetree.dcp.tensors import PARTS_ENTRY, VALUE_ENTRY, compact, content_of, is_array_of_numbers, to_save
-from statetree.errors import StateTreeError, UnsupportedLeaf, shown, warn, with_checks
-from statetree.files.checkpoint import is_entry
+
+from statetree.chunks.boxes import Box, is_covered, whole_box
+from statetree.dcp.data_writer import DataWriter
+from statetree.dcp.file_manifest import ID_PREFIX, MANIFEST, FileManifest, Index, ManifestFile
+from statetree.dcp.groups import check_alive, checkpoint_errors, dealt_by_first, is_first, ranks_of, told_to_first
+from statetree.dcp.internals import stamp_version, storage_info
+from statetree.dcp.metadata import METADATA
+from statetree.dcp.plain_values import why_not_restorable
+from statetree.dcp.saved_structure import SavedEntry, Structure
+from statetree.dcp.state_entries import (
+    PARTS_ENTRY,
+    STRUCTURE_KEY,
+    VALUE_ENTRY,
+    compact,
+    content_of,
+    entries_of,
+    free_key,
+    is_array_of_numbers,
+)
+from statetree.errors import CheckpointError, UnsupportedLeaf, check_now, shown, warn, with_checks
+from statetree.exchange.call import on_all_ranks
+from statetree.files.crc32 import crc32
+from statetree.files.publishing import sync
 from statetree.key_paths import Path
-from statetree.leaves.builtin import is_distributed, leaf_type_of, taken_over
-from statetree.leaves.lowering import is_several
-from statetree.leaves.types.special import QUANTIZED
-from statetree.torch_internals import WITHOUT_KERNELS
-from statetree.tree.flatten import flatten_for
 
 if TYPE_CHECKING:
     import pathlib
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch.distributed import ProcessGroup
-    from torch.distributed.checkpoint.storage import StorageWriter
 
+    from statetree.chunks.local import LocalChunks
     from statetree.tree.spec import TreeSpec
-
-
-def warn_of_values(verb: str, state: Any) -> None:
-    """Warn of what does not come back by default (containers, leaves, plain values), each with its path.
-
-    Args:
-        verb: On whose behalf.
-        state: What is to be saved.
-    """
-    try:
-        leaves, spec = flatten_for(verb, state, is_leaf=is_entry)
-        chosen = [index for index, leaf in enumerate(leaves) if not _comes_back(leaf)]
-        found = [(spec.paths()[index], type(leaves[index]), _why_not(leaves[index])) for index in chosen]
-        containers = list(_not_rebuilt(spec))
-        parts = [str(spec.paths()[index]) or "<root>" for index, leaf in enumerate(leaves) if _is_saved_in_parts(leaf)]
-    except StateTreeError:  # the save itself raises it
-        return
-    if containers:
-        msg = (
-            f"{verb}: containers that restore makes with a template only, at:\n  {shown(containers)}\nPass it one, "
-            "or make their classes known: register_container, or torch.serialization.add_safe_globals."
-        )
-        warn(msg)
-    if parts:
-        msg = f"{verb}: leaves that restore makes with a template only, at:\n  {shown(parts)}\nPass it one."
-        warn(msg)
-    lines = [f"{path or '<root>'} ({cls.__qualname__}): {why}" for path, cls, why in found if why]
-    if lines:
-        msg = (
-            f"{verb}: plain values that restore refuses by default, at:\n  {shown(lines)}\nSave what they hold (of a "
-            "module or an optimizer, the state_dict()), name their classes with "
-            "torch.serialization.add_safe_globals, or restore with weights_only=False."
-        )
-        warn(msg)
-
-
-def _not_rebuilt(spec: TreeSpec) -> Iterator[str]:
-    """Yield where restore needs a template, and why."""
-    keys = {type(key) for _, keys, *_ in spec.nodes for key in keys}
-    if {kind.cls for kind, *_ in spec.nodes} <= {dict, list, tuple} and keys <= {str, int}:
-        return  # most states
-    form, known = saved_form(spec), rebuilt_classes()
-    for texts, ref in places(form):
-        why = "" if ref >= 0 else why_not_rebuilt(form.nodes[~ref], known)
-        if why:
-            yield f"{path_of(texts) or '<root>'}: {why}"
-
-
-#: Strided tensors of these dtypes are saved as tensors of others.
-_IN_PARTS: Final = WITHOUT_KERNELS | frozenset(QUANTIZED)
-
-
-def _is_saved_in_parts(leaf: Any) -> bool:
-    """Whether a leaf is made of several tensors, so that a template has to say how (quantized, nested, wrappers)."""
-    if type(leaf) is torch.Tensor:
-        if leaf.layout is not torch.strided and not leaf.is_nested:
-            return False  # sparse: what it is made of says how
-        if not leaf.is_nested and leaf.dtype not in _IN_PARTS:
-            return False
-    elif type(leaf) in _COMING_BACK or taken_over(leaf):
-        return False
-    return is_several(leaf) or (not is_distributed(leaf) and content_of("save", leaf, Path()).sort == PARTS_ENTRY)
-
 
 #: Classes of values that always come back. Asking that of every number in a state would take as long as saving it.
 _COMING_BACK: Final = frozenset(
@@ -111,73 +62,14 @@ _COMING_BACK: Final = frozenset(
 )
 
 
-def _comes_back(leaf: Any) -> bool:
-    cls = type(leaf)
-    if cls in _COMING_BACK or cls is torch.Tensor or is_array_of_numbers(leaf):
-        return True
+def _comes_back(value: Any) -> bool:
+    cls = type(value)
     if cls in (list, tuple):
-        return all(type(item) in _COMING_BACK for item in leaf)
-    leaf_type = leaf_type_of(cls)
-    return leaf_type is not None and not leaf_type.opaque and not leaf_type.registered
+        return all(type(item) in _COMING_BACK for item in value)
+    return cls in _COMING_BACK or is_array_of_numbers(value)
 
 
-def _why_not(value: Any) -> str:
-    leaf_type = leaf_type_of(type(value))
-    try:
-        if leaf_type is not None and leaf_type.registered:
-            value = content_of("save", value, Path()).contexts
-        return why_not_restorable(_pickled(value, Path()).getvalue())
-    except UnsupportedLeaf:  # the save itself raises it, with its path
-        return ""
-
-
-def write(
-    state: Callable[[], Any], directory: pathlib.Path, group: ProcessGroup | None, writer: StorageWriter | None = None
-) -> None:
-    """Save the state that a function returns. What it raises reaches every rank. Without a group, this one saves alone.
-
-    Raises:
-        CheckpointError: Also if the group was destroyed.
-    """
-    check_alive("save", group)
-    if writer is None:
-        writer = DirectoryWriter(directory)
-    planner = SavePlanner(lambda is_coordinator: _prepared(state(), group, with_structure=is_coordinator))
-    with checkpoint_errors("save", directory):
-        with_checks(run_save, writer, planner, group)
-
-
-def _prepared(state: Any, group: ProcessGroup | None, *, with_structure: bool) -> ToSave:
-    """Take a state apart into what DCP saves."""
-    ranks = ranks_of("save", group)
-    spec, entries, _ = flat_state(state, verb="save")
-    prepared = ToSave({}, {}, set())
-    taken = {entry.key for entry in entries}
-    saved = []
-    for entry in entries:
-        content = content_of("save", entry.value, entry.path, ranks)
-        keys: tuple[str, ...] = (entry.key,)
-        if content.sort == PARTS_ENTRY:
-            keys = tuple([free_key(f"{entry.key}.<part {number}>", taken) for number in range(len(content.tensors))])
-            prepared.inseparable.update(keys)
-        if content.sort == VALUE_ENTRY:
-            prepared.flat[entry.key] = _pickled(entry.value, entry.path)
-        else:
-            prepared.flat.update(zip(keys, map(to_save, content.tensors), strict=True))
-        prepared.dcp_paths.update((key, entry.dcp_path_of(key)) for key in keys)
-        context = ""
-        if content.contexts:
-            context = free_key(f"{entry.key}.<context>", taken)
-            prepared.flat[context] = _pickled(content.contexts, entry.path)
-            prepared.dcp_paths[context] = (context,)
-        saved.append(SavedEntry(content.sort, keys, content.facts, context))
-    if with_structure:
-        prepared.flat[STRUCTURE_KEY] = _pickled(structure_text(spec, saved), Path())
-        prepared.dcp_paths[STRUCTURE_KEY] = (STRUCTURE_KEY,)
-    return prepared
-
-
-def _pickled(value: Any, path: Path) -> io.BytesIO:
+def _pickled(value: Any, path: Path) -> memoryview:
     file = io.BytesIO()
     try:
         torch.save(compact(value), file)
@@ -187,4 +79,262 @@ def _pickled(value: Any, path: Path) -> io.BytesIO:
             f"{type(error).__name__}: {error}. Leave it out, or register its class as a container (register_container)."
         )
         raise UnsupportedLeaf(msg, path) from error
-    return file
+    return file.getbuffer()
+
+
+def _unmade(spec: TreeSpec, structure: Structure) -> Iterator[str]:
+    """Yield which containers and tensors restore makes with a template only."""
+    keys = {type(key) for _, keys, *_ in spec.nodes for key in keys}
+    if not ({kind.cls for kind, *_ in spec.nodes} <= {dict, list, tuple} and keys <= {str, int}):  # as most states are
+        yield from (f"{path or '<root>'}: {why}" for path, _, why in structure.unknown())
+    for path, entry in zip(spec.paths(), structure.entries, strict=True):
+        if entry.sort == PARTS_ENTRY and "'layout': torch.sparse" not in entry.facts:
+            yield f"{path or '<root>'}: a tensor of several parts"
+
+
+class WriteOptions(NamedTuple):
+    """How a checkpoint is written, and what its manifest says of it: how good it is, and what else."""
+
+    incremental: bool = False  # files are cut so that later saves find some to link
+    base: pathlib.Path | None = None  # a checkpoint whose files may be linked to
+    metric: float | None = None
+    about: Mapping[str, Any] = {}
+
+
+def write(
+    state: Callable[[], Any],
+    directory: pathlib.Path,
+    group: ProcessGroup | None,
+    options: WriteOptions = WriteOptions(),  # noqa: B008 - a tuple
+) -> None:
+    """Save the state that a function returns. What it raises reaches every rank. Without a group, this one saves alone.
+
+    Metadata of a checkpoint that was there are taken away first, so that they and the new data are never taken for one
+    checkpoint if the writing breaks off.
+
+    Raises:
+        CheckpointError: Also if the group was destroyed.
+    """
+    check_alive("save", group)
+    save = StateSave(state, directory, group, options)
+    with checkpoint_errors("save", directory):
+        with_checks(save.run)
+    if save.unmade:
+        msg = (
+            f"save: what restore does not make by itself, at:\n  {shown(save.unmade)}\n"
+            "Pass it a template; name classes with register_container or torch.serialization.add_safe_globals; save "
+            "what values hold (of a module or an optimizer, the state_dict()), or restore them with weights_only=False."
+        )
+        warn(msg)
+
+
+class _Holdings(NamedTuple):
+    """What a rank has to save, as it tells the first one."""
+
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtypes and global shapes
+    pieces: dict[Index, Box | None]  # where the pieces that it holds lie in them
+    inseparable: set[str]  # keys of tensors that are of use together only, so that one rank has to write them all
+    dcp_paths: dict[str, tuple[str | int, ...]]
+
+
+class _Share(NamedTuple):
+    """What the first rank tells another one: its number, the id of the save, and what it writes."""
+
+    rank: int
+    save: str
+    pieces: list[Index]
+
+
+class StateSave:
+    """One save, on one rank.
+
+    Attributes:
+        directory: Where it goes.
+        unmade: What does not come back by default, on the first rank.
+    """
+
+    def __init__(
+        self, state: Callable[[], Any], directory: pathlib.Path, group: ProcessGroup | None, options: WriteOptions
+    ) -> None:
+        self.directory = directory
+        self.unmade: list[str] = []
+        self._state = state
+        self._group = group
+        self._options = options
+        self._held: dict[Index, Any] = {}
+        self._told = _Holdings({}, {}, set(), {})
+        self._metadata: Metadata
+        self._id = uuid.uuid4().hex
+
+    def run(self) -> None:
+        """Save. The first rank says who writes what, and ends it; what fails on one is raised on all."""
+        on_all = partial(on_all_ranks, "save", ranks_of("save", self._group))
+        # No function is made here: its closure would keep the state alive in the traceback of what fails.
+        told = told_to_first(on_all(self._describe), self._group)
+        share = dealt_by_first(on_all(partial(self._plan, told)), self._group)
+        written = told_to_first(on_all(partial(self._write, share)), self._group)
+        on_all(partial(self._finish, written))
+
+    def _describe(self) -> _Holdings:
+        """Take the state apart."""
+        ranks = ranks_of("save", self._group)
+        spec, entries = entries_of(self._state(), verb="save")
+        taken = {entry.key for entry in entries}
+        saved = []
+        for path, key, value, dcp_path in entries:
+            content = content_of("save", value, path, ranks)
+            keys: tuple[str, ...] = (key,)
+            if content.sort == PARTS_ENTRY:
+                keys = tuple([free_key(f"{key}.<part {number}>", taken) for number in range(len(content.tensors))])
+                self._told.inseparable.update(keys)
+            if content.sort == VALUE_ENTRY:
+                self._add_value(key, value, path, dcp_path)
+            for name, tensor in zip(keys, content.tensors, strict=False):
+                self._add_tensor(name, tensor, dcp_path if name == key else (name,))
+            context = ""
+            if content.contexts:
+                context = free_key(f"{key}.<context>", taken)
+                self._add_value(context, content.contexts, path, (context,), type(value))
+            saved.append(SavedEntry(content.sort, keys, content.facts, context))
+        if is_first(self._group):
+            structure = Structure.of(spec, saved)
+            self._add_value(STRUCTURE_KEY, structure.to_text(), Path(), (STRUCTURE_KEY,))
+            self.unmade += _unmade(spec, structure)
+        return self._told
+
+    def _add_value(
+        self, key: str, value: Any, path: Path, dcp_path: tuple[str | int, ...], cls: type | None = None
+    ) -> None:
+        self._told.dcp_paths[key] = dcp_path
+        self._told.pieces[Index(key, None)] = None
+        data = self._held[Index(key, None)] = _pickled(value, path)
+        why = "" if _comes_back(value) or not is_first(self._group) else why_not_restorable(bytes(data))
+        if why:
+            self.unmade.append(f"{path or '<root>'} ({(cls or type(value)).__qualname__}): {why}")
+
+    def _add_tensor(self, key: str, tensor: torch.Tensor | LocalChunks, dcp_path: tuple[str | int, ...]) -> None:
+        shape = tuple(tensor.shape)
+        self._told.dcp_paths[key] = dcp_path
+        self._told.tensors[key] = (tensor.dtype, shape)
+        chunks: list[tuple[Box, torch.Tensor]]
+        if isinstance(tensor, torch.Tensor):
+            chunks = [(whole_box(shape), tensor)]
+        elif 0 in shape:  # no rank holds elements, but DCP is to know of it
+            chunks = [(whole_box(shape), torch.empty(shape, dtype=tensor.dtype, device="cpu"))]
+        else:
+            chunks = list(zip(tensor.boxes, tensor.pieces, strict=True))
+        for box, piece in chunks:
+            index = Index(key, box.start)
+            self._told.pieces[index] = box
+            self._held[index] = piece
+
+    def _plan(self, told: list[_Holdings]) -> list[_Share]:
+        """On the first rank: say which rank writes which of the pieces, and take old metadata away."""
+        if not told:
+            return []
+        shares, self._metadata = _planned(told)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for name in (METADATA, MANIFEST):
+            (self.directory / name).unlink(missing_ok=True)
+        return [_Share(rank, self._id, pieces) for rank, pieces in enumerate(shares)]
+
+    def _write(self, share: _Share) -> dict[str, ManifestFile]:
+        """Write what this rank writes, and return its files."""
+        self.directory.mkdir(parents=True, exist_ok=True)  # where each rank has a disk of its own
+        pieces = {index: self._held[index] for index in share.pieces}
+        writer = DataWriter(self.directory, share.rank, share.save, pieces)
+        if self._options.incremental:
+            writer.link_or_write(self._options.base)
+        else:
+            writer.write([share.pieces])
+        check_now()  # the files that elements came from: what is not whole gets no metadata
+        return writer.files
+
+    def _finish(self, written: list[dict[str, ManifestFile]]) -> None:
+        """On the first rank: write the manifest, then the metadata, and wait until all names are on the disk."""
+        if not written:
+            return
+        files = {name: file for found in written for name, file in found.items()}
+        metadata = self._metadata
+        metadata.storage_data = {
+            _metadata_index(piece.which): storage_info(name, piece.offset, piece.length)
+            for name, file in files.items()
+            for piece in file.pieces
+        }
+        metadata.storage_meta = StorageMeta(checkpoint_id=self.directory, save_id=f"{ID_PREFIX}{self._id}")
+        stamp_version(metadata)
+        data = pickle.dumps(metadata)
+        options = self._options
+        manifest = FileManifest(self._id, (len(data), crc32(data)), files, options.metric, options.about)
+        _write_whole(self.directory / MANIFEST, manifest.to_bytes())
+        _write_whole(self.directory / METADATA, data)
+        sync(self.directory)
+
+
+def _planned(told: Sequence[_Holdings]) -> tuple[list[list[Index]], Metadata]:
+    """Return what each rank writes of what all hold, and the metadata of the whole.
+
+    What several hold is written by the one that has least to write; values and what is inseparable, by the first.
+    """
+    holders: dict[Index, list[int]] = {}
+    for rank, described in enumerate(told):
+        for index in described.pieces:
+            holders.setdefault(index, []).append(rank)
+    shares: list[list[Index]] = [[] for _ in told]
+    load = [0] * len(told)
+    entries: dict[str, Any] = {}
+    boxes: dict[str, list[Box]] = {}
+    writers: dict[str, int] = {}
+    for index, ranks in holders.items():
+        key, rank = index.key, min(ranks, key=load.__getitem__)
+        if index.start is None or key in told[ranks[0]].inseparable:
+            rank = writers.setdefault(key, ranks[0])
+            if rank not in ranks:
+                continue
+        shares[rank].append(index)
+        entry: Any = BytesStorageMetadata()
+        if index.start is not None:
+            dtype, shape = told[rank].tensors[key]
+            entry = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
+        known = entries.setdefault(key, entry)
+        if _outline(known) != _outline(entry):
+            _refuse_disagreement(key)
+        box = told[rank].pieces[index]
+        if box is not None:
+            load[rank] += box.volume * dtype.itemsize or 1
+            boxes.setdefault(key, []).append(box)
+            known.chunks.append(ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.sizes)))
+    for key, found in boxes.items():
+        whole = whole_box(entries[key].size)
+        is_tiled = sum(box.volume for box in found) == whole.volume and is_covered(whole, found)
+        if len(told) > 1 and not is_tiled:
+            _refuse_disagreement(key)
+    paths: dict[str, Any] = {}
+    for described in reversed(told):  # the first rank's count
+        paths.update(described.dcp_paths)
+    return shares, Metadata(entries, paths)
+
+
+def _outline(entry: Any) -> Any:
+    return None if isinstance(entry, BytesStorageMetadata) else (entry.size, entry.properties.dtype)
+
+
+def _refuse_disagreement(key: str) -> NoReturn:
+    msg = (
+        f"save: the ranks hold pieces of {key!r} that make up no tensor: expected one dtype and shape, and each "
+        "element once. Pass the process_group of all ranks that hold it."
+    )
+    raise CheckpointError(msg)
+
+
+def _metadata_index(index: Index) -> MetadataIndex:
+    return MetadataIndex(index.key, None if index.start is None else torch.Size(index.start))
+
+
+def _write_whole(path: pathlib.Path, data: bytes) -> None:
+    partial = path.with_name(f"{path.name}.tmp")
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)

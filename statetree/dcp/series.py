@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from math import isnan
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from statetree.dcp.events import Event
 from statetree.dcp.file_manifest import read_manifest
 from statetree.dcp.metadata import METADATA
 from statetree.errors import CheckpointError
@@ -31,19 +32,12 @@ _LEFTOVER: Final = re.compile(r"\.step-\d{8,}\.(partial|removed)-[0-9a-f]{32}")
 
 
 class StepDirectory(NamedTuple):
-    """A complete checkpoint in a series. Tuples of later ones are greater.
-
-    Attributes:
-        step: Its step.
-        is_named: Whether it has the name of its step. (Else another is about to take its place.)
-        name: The name of its directory.
-        inode: What tells it from the one that takes its place.
-    """
+    """A complete checkpoint in a series. Tuples of later ones are greater."""
 
     step: int
-    is_named: bool
+    is_named: bool  # else another is about to take its place
     name: str
-    inode: int
+    inode: int  # what tells it from the one that takes its place
 
 
 def name_of(step: int) -> str:
@@ -77,13 +71,6 @@ def bytes_in(directory: Path) -> int:
     return 0
 
 
-def _removed(directory: Path) -> float:
-    """Remove a directory, and return how many seconds it took."""
-    since = time.monotonic()
-    shutil.rmtree(directory, ignore_errors=True)
-    return time.monotonic() - since
-
-
 class Series:
     """The checkpoints in a directory. Only one rank uses it."""
 
@@ -92,11 +79,11 @@ class Series:
 
     def complete(self) -> list[StepDirectory]:
         """Return the complete checkpoints, one of each step, in the order of steps."""
-        return _latest(self.all())
+        return self.local()
 
     def local(self) -> list[StepDirectory]:
         """Return those that lie in the directory, whatever a mirror has."""
-        return self.complete()
+        return _latest(self.all())
 
     def all(self) -> list[StepDirectory]:
         """Return the complete checkpoints, those that are being replaced included."""
@@ -176,6 +163,7 @@ class Series:
         """Give a checkpoint, which is on the disk, its name. One that has it stays until ``prune``, under another."""
         path = self.directory / name_of(partial.step)
         aside = path.with_name(f".{path.name}.replaced-{uuid.uuid4().hex}")
+        inode = partial.path.stat().st_ino  # another writer may prune it as soon as it has its name
         with self._alone():
             with suppress(FileNotFoundError):
                 os.rename(path, aside)
@@ -183,7 +171,7 @@ class Series:
             os.rename(partial.path, path)
         sync(self.directory)
         partial.close()
-        return StepDirectory(partial.step, is_named=True, name=path.name, inode=path.stat().st_ino)
+        return StepDirectory(partial.step, is_named=True, name=path.name, inode=inode)
 
     def best(self, count: int = 1) -> list[StepDirectory]:
         """Return the checkpoints of the lowest metric, the lowest first, of equal ones the latest first."""
@@ -202,11 +190,8 @@ class Series:
                 found.append((manifest.metric, -checkpoint.step, checkpoint))
         return [checkpoint for _, _, checkpoint in sorted(found)[:count]], unknown
 
-    def prune(self, keep: Kept, latest: StepDirectory) -> list[tuple[int, int, float]]:
-        """Remove what was replaced, and all steps that are not kept; never the one just saved.
-
-        Returns what was removed: its step, its bytes and the seconds that it took.
-        """
+    def prune(self, keep: Kept, latest: StepDirectory) -> list[Event]:
+        """Remove what was replaced, and all steps that are not kept; never the one just saved."""
         with self._alone():
             found = self.all()  # once: what another process publishes from here on is none of these
             complete = _latest(found)
@@ -218,7 +203,12 @@ class Series:
             leaving = [checkpoint for checkpoint in found if checkpoint not in kept]
             told = [(checkpoint.step, bytes_in(self.path(checkpoint))) for checkpoint in leaving]
             removed = list(map(self._without_name, leaving))
-        return [(step, nbytes, _removed(path)) for (step, nbytes), path in zip(told, removed, strict=True)]
+        events = []
+        for (step, nbytes), path in zip(told, removed, strict=True):
+            since = time.monotonic()
+            shutil.rmtree(path, ignore_errors=True)
+            events.append(Event("removal", step, time.monotonic() - since, nbytes, 0.0))
+        return events
 
     def _without_name(self, checkpoint: StepDirectory) -> Path:
         """Take a checkpoint's name away, so that no half of it is ever seen. Of a link, remove the link."""

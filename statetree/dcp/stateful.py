@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.dcp.saving import warn_of_values
 from statetree.files.formats import opened
 from statetree.files.stored import StoredTensor
 from statetree.tree.flatten import flatten_for, unflatten
@@ -22,21 +21,6 @@ def _is_stateful(value: Any) -> bool:
     return hasattr(type(value), "load_state_dict") and hasattr(type(value), "state_dict")
 
 
-def saving(verb: str, state: Any) -> Callable[[], Any]:
-    """Return a function that returns what is saved of a state, or raises what came up where all ranks hear it."""
-    try:
-        saved = StatefulTree(verb, state).state
-    except BaseException as error:  # noqa: BLE001 - it is raised below
-        raised = error
-
-        def fail() -> Any:
-            raise raised
-
-        return fail
-    warn_of_values(verb, saved)
-    return lambda: saved
-
-
 class StatefulTree:
     """A tree, taken apart down to its stateful objects. ``state`` is the tree with their states in their places."""
 
@@ -46,6 +30,11 @@ class StatefulTree:
         self._states = [value.state_dict() for value in compress(self._leaves, self._mask)]
         self._paths = list(compress(self._spec.paths(), self._mask)) if self._states else []
         self.state = self._with(self._states) if self._states else tree
+
+    @classmethod
+    def state_of(cls, verb: str, tree: Any) -> Any:
+        """Return the tree with the states of its objects in their places."""
+        return cls(verb, tree).state
 
     def _with(self, values: Sequence[Any]) -> Any:
         """Return the tree with values in the places of the objects."""

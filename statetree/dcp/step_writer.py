@@ -5,10 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from statetree.dcp.directory_writer import DirectoryWriter
 from statetree.dcp.events import Event
-from statetree.dcp.failures import checkpoint_errors
-from statetree.dcp.groups import by_first, check_alive, check_same, is_first
+from statetree.dcp.groups import by_first, check_alive, check_same, checkpoint_errors, is_first
 from statetree.dcp.mirror import MirroredSeries
 from statetree.dcp.saving import write
 from statetree.dcp.series import bytes_in
@@ -22,18 +20,12 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
+    from statetree.dcp.saving import WriteOptions
     from statetree.dcp.series import Kept, Series, UnfinishedStep
 
 
 class StepWriter:
-    """Writes the checkpoints of a series.
-
-    Args:
-        series: Where they go.
-        kept: Which of them stay.
-        tell: Is told of what was saved and removed.
-        incremental: Whether files in which nothing changed become links.
-    """
+    """Writes the checkpoints of a series, and tells of what was saved and removed."""
 
     def __init__(
         self,
@@ -54,10 +46,8 @@ class StepWriter:
         step: int,
         state: Callable[[], Any],
         group: ProcessGroup | None,
+        options: WriteOptions,
         waited: Callable[[], float],
-        *,
-        metric: float | None,
-        metadata: dict[str, Any],
     ) -> None:
         """Write a checkpoint under another name, then give it its own."""
         since = time.monotonic()
@@ -76,8 +66,7 @@ class StepWriter:
         try:
             with checkpoint_errors("save", self._series.directory), phase("checkpointer.save"):
                 path, base = by_first("save", group, begin)
-                writer = DirectoryWriter(path, incremental=self._incremental, base=base, metric=metric, about=metadata)
-                write(state, path, group, writer)
+                write(state, path, group, options._replace(incremental=self._incremental, base=base))
             nbytes, removed = self._publish(step, made, group)
         except BaseException:
             for unpublished in made:
@@ -86,15 +75,15 @@ class StepWriter:
         if isinstance(self._series, MirroredSeries) and is_first(group):
             self._series.upload_later()
         self._tell(Event("save", step, time.monotonic() - since, nbytes, waited()), group)
-        for gone, freed, seconds in removed:
-            self._tell(Event("removal", gone, seconds, freed, 0.0), group)
+        for event in removed:
+            self._tell(event, group)
 
     def _publish(
         self, step: int, made: Sequence[UnfinishedStep], group: ProcessGroup | None
-    ) -> tuple[int, list[tuple[int, int, float]]]:
+    ) -> tuple[int, list[Event]]:
         """Let the first rank, which made the directory, give it its name. Returns its bytes, and what was removed."""
 
-        def publish() -> tuple[int, list[tuple[int, int, float]]]:
+        def publish() -> tuple[int, list[Event]]:
             published = self._series.publish(made[0])
             try:
                 return bytes_in(self._series.path(published)), self._series.prune(self._kept, published)

@@ -6,38 +6,36 @@ the memory if they are wrong.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from statetree.chunks.boxes import whole_box
-from statetree.dcp.tensors import PARTS_ENTRY, Content, content_of
+from statetree.dcp.state_entries import PARTS_ENTRY, content_of
 from statetree.errors import CheckpointError, Difference
 from statetree.files.checkpoint import StoredParts
 from statetree.files.entry_matching import refuse_all
 from statetree.files.filling import Target
+from statetree.files.stored import StoredTensor
 from statetree.torch_internals import check_sparse_indices, quietly
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from statetree.files.stored import StoredTensor
     from statetree.key_paths import Path
 
 #: What says where the pieces of nested tensors begin and end.
 _JAGGED: Final = ("offsets", "lengths")
 _NESTED: Final = ("_nested_tensor_size", "_nested_tensor_strides", "_nested_tensor_storage_offsets")
+_COMPRESSED: Final = {
+    str(layout).removeprefix("torch."): layout
+    for layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+}
 
 
 class SavedParts(StoredParts):
-    """A leaf that ``save`` took apart.
-
-    Args:
-        name: What it is.
-        tensors: Its parts.
-        facts: What must agree, besides, for these to be of use.
-        contexts: What a value of a registered leaf type has beside its parts, as it was saved; ``None`` without.
-    """
+    """A leaf that ``save`` took apart: as ``Content`` has it."""
 
     def __init__(self, name: str, tensors: Sequence[StoredTensor], facts: str, contexts: Any) -> None:
         super().__init__(name)
@@ -68,51 +66,63 @@ class SavedParts(StoredParts):
     @quietly
     def check(self, path: Path, leaf: Any) -> None:
         """Raise ``CheckpointError`` if parts say that elements of the leaf lie outside of it."""
-        if has_indices(leaf):
-            made = content_of("load", leaf, path).packed([stored.read() for stored in self._tensors])
-            check_indices(made, leaf, str(path) or "<root>")
+        if not isinstance(leaf, torch.Tensor) or (leaf.layout is torch.strided and not leaf.is_nested):
+            return
+        made = content_of("load", leaf, path).packed([stored.read() for stored in self._tensors])
+        try:
+            if leaf.is_nested:
+                _check_same_pieces(made, leaf)
+            else:
+                check_sparse_indices(made)
+        except (RuntimeError, ValueError) as error:
+            what = f"{path or '<root>'} are damaged: {str(error).splitlines()[0][:300]}"
+            msg = f"load: the indices of the leaf at {what}. Load another checkpoint."
+            raise CheckpointError(msg) from None
 
     def completed(self, path: Path, leaf: Any) -> Any:
         """Return the leaf, with the context that was saved."""
         if self._contexts is None:
             return leaf
-        content: Content = content_of("load", leaf, path)
-        unpacked = content.unpacked
-        assert unpacked is not None
+        content = content_of("load", leaf, path)
+        assert content.unpacked is not None
         if type(self._contexts) is not list or len(self._contexts) != len(content.contexts):
             msg = f"load: the context of the leaf at {path or '<root>'} is damaged. Load another checkpoint."
             raise CheckpointError(msg)
-        unpacked.replace_contexts(0, self._contexts)
-        return unpacked.pack(unpacked.parts)[0]
-
-
-def has_indices(leaf: Any) -> bool:
-    """Whether parts of a leaf say where its elements lie."""
-    return isinstance(leaf, torch.Tensor) and (leaf.layout is not torch.strided or leaf.is_nested)
-
-
-def check_indices(leaf: Any, template: Any, where: str) -> None:
-    """Raise ``CheckpointError`` if parts of a tensor lead outside of it.
-
-    Args:
-        leaf: The tensor, put together from parts that were loaded.
-        template: What it is loaded into. Nested ones are alike, as was said beside the parts.
-        where: Its path, for the message.
-    """
-    try:
-        if leaf.is_nested:
-            _check_same_pieces(leaf, template)
-        else:
-            check_sparse_indices(leaf)
-    except (RuntimeError, ValueError) as error:
-        what = str(error).splitlines()[0][:300]
-        msg = f"load: the indices of the leaf at {where} are damaged: {what}. Load another checkpoint."
-        raise CheckpointError(msg) from None
+        content.unpacked.replace_contexts(0, self._contexts)
+        return content.unpacked.pack(content.unpacked.parts)[0]
 
 
 def _check_same_pieces(leaf: Any, template: Any) -> None:
+    """Raise ``ValueError`` unless nested tensors are divided alike."""
     for name in _JAGGED if leaf.layout is torch.jagged else _NESTED:
         found, expected = getattr(leaf, name)(), getattr(template, name)()
         if expected is not None and not torch.equal(found, expected.to(found.device)):
             msg = f"expected {name.strip('_')} of {expected.tolist()}, got {found.tolist()}"
             raise ValueError(msg)
+
+
+def tensor_name(facts: str) -> str:
+    """Return what a leaf that was saved in parts is, by its facts."""
+    found = re.search(r"'leaf type': '(?!Tensor')([^']*)'|torch\.((?!strided)\w+)", facts)
+    return (found[1] or found[2]) if found else "a tensor of several parts"
+
+
+def sparse_tensor(parts: Sequence[StoredTensor], facts: str) -> StoredTensor | None:
+    """Return a tensor that was saved in parts, values first, if it is a sparse one. Its parts are read."""
+    layout = re.search(r"'layout': torch\.(sparse_\w+)", facts)
+    shape = re.search(r"'shape': torch\.Size\(\[([\d, ]*)\]\)", facts)
+    if layout is None or shape is None or len(parts) != (2 if layout[1] == "sparse_coo" else 3):
+        return None
+    size = tuple([int(length) for length in shape[1].split(",") if length.strip()])
+    values, *indices = (part.read() for part in parts)
+    options: dict[str, Any] = {"device": "cpu", "check_invariants": True}
+    try:
+        if layout[1] == "sparse_coo":
+            is_coalesced = "'coalesced': True" in facts
+            made = torch.sparse_coo_tensor(indices[0], values, size, is_coalesced=is_coalesced, **options)
+        else:
+            kind = _COMPRESSED[layout[1]]
+            made = torch.sparse_compressed_tensor(indices[1], indices[0], values, size, layout=kind, **options)
+    except (RuntimeError, ValueError, KeyError, OverflowError):  # facts out of a file may say anything
+        return None
+    return StoredTensor(made, lambda: None, None)

@@ -157,6 +157,12 @@ class RemotePath:
             if found.rstrip("/") != self.path:
                 yield RemotePath(self.system, found)
 
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes of the files in a folder, by their names."""
+        self._ask(self.system.invalidate_cache, self.path)
+        rows = self._ask(self.system.ls, self.path, detail=True)
+        return {RemotePath(self.system, row["name"]).name: int(row["size"] or 0) for row in rows}
+
     def glob(self, pattern: str) -> Iterator[RemotePath]:
         """Yield what matches a pattern."""
         for found in self._ask(self.system.glob, f"{self.path}/{pattern}"):

@@ -432,7 +432,7 @@ def test_headers_that_are_too_long_are_refused(tmp_path, statetree, monkeypatch)
     converted(statetree, "--shard-bytes", "80", source, tmp_path / "b.safetensors")
 
 
-@pytest.mark.filterwarnings("ignore:save. containers that restore makes with a template only")
+@pytest.mark.filterwarnings("ignore:save. what restore does not make")
 def test_containers_of_unknown_classes_become_mappings(tmp_path, statetree):
     source = write({"pair": Pair(bits(1), 2), "w": bits(3)}, tmp_path / "a")
     ran = converted(statetree, source, tmp_path / "b.pt")

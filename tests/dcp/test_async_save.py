@@ -21,14 +21,14 @@ class Gate:
     def __init__(self, monkeypatch):
         self.opened = threading.Event()
         self.saves = []
-        run = saving.run_save
+        run = saving.StateSave.run
 
-        def wait_and_run(writer, planner, group):
+        def wait_and_run(save):
             assert self.opened.wait(units(10))
-            self.saves.append(writer.checkpoint_id.name)
-            return run(writer, planner, group)
+            self.saves.append(save.directory.name)
+            return run(save)
 
-        monkeypatch.setattr(saving, "run_save", wait_and_run)
+        monkeypatch.setattr(saving.StateSave, "run", wait_and_run)
 
     def open(self):
         self.opened.set()

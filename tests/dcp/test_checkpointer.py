@@ -86,6 +86,13 @@ def test_what_another_publishes_while_old_ones_are_pruned_stays(tmp_path, monkey
     assert saved.steps() == [1, 9]
 
 
+def test_a_step_that_another_writer_prunes_as_soon_as_it_has_its_name_is_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr(series, "sync", lambda _: shutil.rmtree(tmp_path / "step-00000001", ignore_errors=True))
+    with Checkpointer(tmp_path) as saved:
+        saved.save(1, state_of(1))
+        assert saved.steps() == []
+
+
 def test_the_directory_of_all_steps_is_no_checkpoint(tmp_path):
     with Checkpointer(tmp_path) as saved:
         saved.save(3, state_of(3))
@@ -140,13 +147,13 @@ class Held:
 
     def __init__(self, monkeypatch):
         self.go = threading.Event()
-        run = saving.run_save
+        run = saving.StateSave.run
 
         def wait_and_run(*args):
             assert self.go.wait(units(10))
             return run(*args)
 
-        monkeypatch.setattr(saving, "run_save", wait_and_run)
+        monkeypatch.setattr(saving.StateSave, "run", wait_and_run)
 
 
 def test_a_running_save_is_waited_for(tmp_path, monkeypatch):
@@ -174,7 +181,7 @@ def test_errors_of_the_background_surface_at_the_next_call(call, tmp_path, monke
     saved = Checkpointer(tmp_path)
     saved.save(1, state_of(1))
     with monkeypatch.context() as patch:
-        patch.setattr(saving, "run_save", fail)
+        patch.setattr(saving.StateSave, "run", fail)
         future = saved.async_save(2, state_of(2))
         assert "planted" in str(future.exception(units(10)))
     arguments = (3, state_of(3)) if call.endswith("save") else ()
@@ -191,7 +198,7 @@ def test_an_error_beside_another_is_a_note(tmp_path, monkeypatch):
     def fail(*args):
         raise OSError("planted")
 
-    monkeypatch.setattr(saving, "run_save", fail)
+    monkeypatch.setattr(saving.StateSave, "run", fail)
 
     def leave_with_another():
         with Checkpointer(tmp_path) as saved:
@@ -487,7 +494,7 @@ def test_what_a_future_has_raised_is_not_raised_again(tmp_path, monkeypatch):
 
     saved = Checkpointer(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(saving, "run_save", fail)
+        patch.setattr(saving.StateSave, "run", fail)
         with pytest.raises(statetree.CheckpointError, match=r"planted"):
             saved.async_save(1, state_of(1)).result(units(10))
     saved.save(2, state_of(2))
@@ -558,7 +565,7 @@ def test_a_failure_in_staging_reaches_the_caller_once(tmp_path):
 def test_classes_beyond_plain_data_take_trust(tmp_path):
     state = {"call": len}
     with Checkpointer(tmp_path) as saved:
-        with pytest.warns(UserWarning, match=r"save: plain values that restore refuses .*\n  call \(builtin_function"):
+        with pytest.warns(UserWarning, match=r"save: what restore does not make .*\n  call \(builtin_function"):
             saved.save(1, state)
         with pytest.raises(statetree.CheckpointError, match=r"the plain value at call cannot be read.*weights_only"):
             saved.restore()

@@ -167,3 +167,15 @@ def _load_tied(directory: Path) -> str:
 def test_tied_shards_saved_with_different_values_on_one_rank(tmp_path):
     for message in run_ranks(2, _load_tied, tmp_path):
         assert "ties at b: values of its own cannot go into a tensor that shares memory" in message
+
+
+def save_what_ranks_disagree_on(directory):
+    rank = dist.get_rank()
+    for number, state in enumerate(({"x": torch.ones(2) if rank else 1}, {"x": torch.ones((2,) * (1 + rank))})):
+        with pytest.raises(statetree.CheckpointError, match=r"pieces of 'x' that make up no tensor"):
+            statetree.save(state, directory / f"{number}")
+        assert not (directory / f"{number}").exists()
+
+
+def test_ranks_that_hold_no_tensor_together_are_refused(tmp_path):
+    run_ranks(2, save_what_ranks_disagree_on, tmp_path)

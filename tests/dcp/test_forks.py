@@ -150,7 +150,7 @@ def test_a_child_saves_in_the_background_after_its_parent_did(tmp_path):
 
 def test_a_child_saves_with_the_checkpointer_whose_parent_is_saving(tmp_path, monkeypatch):
     reached, go = threading.Event(), threading.Event()
-    run, parent = saving.run_save, os.getpid()
+    run, parent = saving.StateSave.run, os.getpid()
 
     def wait_and_run(*args):
         if os.getpid() == parent:
@@ -158,7 +158,7 @@ def test_a_child_saves_with_the_checkpointer_whose_parent_is_saving(tmp_path, mo
             assert go.wait(units(10))
         return run(*args)
 
-    monkeypatch.setattr(saving, "run_save", wait_and_run)
+    monkeypatch.setattr(saving.StateSave, "run", wait_and_run)
     with Checkpointer(tmp_path) as saved:
         future = saved.async_save(1, {"w": torch.arange(3.0)})
         assert reached.wait(units(10))

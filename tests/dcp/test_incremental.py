@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import threading
-import zlib
 from itertools import pairwise
 
 import pytest
@@ -19,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import statetree
 from statetree import dcp
-from statetree.dcp.file_manifest import MANIFEST, read_manifest
+from statetree.dcp.file_manifest import read_manifest
 from statetree.files.tensor_archives import archive_of
 from statetree.testing import run_ranks
 from tests.judge import assert_trees_equal
@@ -160,22 +158,6 @@ def test_a_flipped_bit_in_any_part_of_a_piece_is_a_change(tensor, part, tmp_path
             assert name not in files(tmp_path, 1)
             assert_trees_equal(saved.restore(step=1), {"a": tensor.contiguous()})
             shutil.rmtree(tmp_path / "step-00000001")
-
-
-def test_manifests_of_earlier_versions(tmp_path):
-    """They have one more column."""
-    with dcp.Checkpointer(tmp_path, incremental=True) as saved:
-        saved.save(0, state_of(0))
-        path = tmp_path / "step-00000000" / MANIFEST
-        table = json.loads(path.read_bytes().split(b"\n")[0])
-        for _, _, rows in table["files"].values():
-            rows[:] = [[*row, "0" * 64] for row in rows]
-        line = json.dumps(table).encode()
-        path.write_bytes(line + b"\n%08x\n" % zlib.crc32(line))
-        saved.save(1, state_of(0))
-        assert written(tmp_path, 1, 0) == 0
-        for step in (0, 1):
-            assert_trees_equal(saved.restore(step=step), state_of(0))
 
 
 def test_keys_that_come_and_go(tmp_path):

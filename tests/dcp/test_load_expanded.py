@@ -6,7 +6,7 @@ import torch
 import statetree as st
 from statetree import dcp
 
-pytestmark = pytest.mark.filterwarnings("ignore:save. leaves that restore makes with a template only")
+pytestmark = pytest.mark.filterwarnings("ignore:save. what restore does not make")
 
 
 def expanded(values):

@@ -138,6 +138,28 @@ def test_nothing_is_left_of_what_was_uploaded_before(tmp_path, far):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("how", ["lost", "cut off"])
+def test_a_step_is_complete_with_all_its_files(tmp_path, far, how):
+    with Checkpointer(tmp_path / "near", mirror="memory://far") as saved:
+        for step in (1, 2):
+            saved.save(step, state(step))
+    (data,) = [name for name in far.store if "step-00000002" in name and name.endswith(".distcp")]
+    if how == "lost":
+        far.rm_file(data)
+    else:
+        far.pipe_file(data, far.cat_file(data)[:-1])
+    with Checkpointer(tmp_path / "another machine", mirror="memory://far", keep=1) as other:
+        assert other.steps() == [1]
+        assert_trees_equal(other.restore(), state(1))
+        other._mirror.upload_later()
+    assert mirrored(far) == ["step-00000001", "step-00000002"]  # what is left of the newest may be of use
+    with Checkpointer(tmp_path / "near", mirror="memory://far") as saved:
+        saved.save(3, state(3))
+    with Checkpointer(tmp_path / "another machine", mirror="memory://far") as other:
+        assert other.steps() == [1, 2, 3]
+        assert_trees_equal(other.restore(step=2), state(2))
+
+
 def test_a_mirror_that_fails_never_stops_the_training(tmp_path, far, monkeypatch, caplog):
     def put_file(self, *args, **kwargs):
         raise OSError("the network is down")

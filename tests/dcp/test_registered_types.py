@@ -10,7 +10,7 @@ import statetree
 from statetree.testing import run_ranks
 from tests.collectives.test_custom_chunks import FULL, blocks_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:save. leaves that restore makes with a template only")
+pytestmark = pytest.mark.filterwarnings("ignore:save. what restore does not make")
 
 
 class Scaled:

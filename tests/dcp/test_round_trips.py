@@ -26,7 +26,7 @@ from tests.judge import assert_trees_equal
 from tests.judge.regions import raw_bytes
 from tests.pace import units
 
-pytestmark = pytest.mark.filterwarnings("ignore:save. leaves that restore makes with a template only")
+pytestmark = pytest.mark.filterwarnings("ignore:save. what restore does not make")
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # where waiting for the disk costs nothing
 FILLABLE = [name for name in GEOMETRIES if name not in {"meta", "expanded"}]
@@ -94,8 +94,8 @@ def test_builtin_containers_come_back_without_a_template(plan):
     assert_trees_equal(statetree.map_leaves(by_value, tree), round_trip(tree), ties=False)
 
 
-@pytest.mark.filterwarnings("ignore:save. containers that restore makes with a template only")
-@pytest.mark.filterwarnings("ignore:save. plain values that restore refuses")  # functions and classes
+@pytest.mark.filterwarnings("ignore:save. what restore does not make")
+@pytest.mark.filterwarnings("ignore:save. what restore does not make")  # functions and classes
 @given(tree_plans(st.one_of(tensor_plans(geometries=FILLABLE), st.builds(Value, plain_values())), opaque=False))
 def test_any_container_comes_back_into_a_template(plan):
     tree, template = build(plan), build(plan)
@@ -208,7 +208,7 @@ class Counters:
     ids=["class", "key"],
 )
 def test_what_is_not_known_takes_a_template(state, what, tmp_path):
-    with pytest.warns(UserWarning, match="containers that restore makes with a template only"):
+    with pytest.warns(UserWarning, match="what restore does not make by itself"):
         statetree.save(state, tmp_path)
     with pytest.raises(statetree.TreeMismatch, match=rf"load: structure differs {what}.*Pass like="):
         statetree.load(tmp_path)

@@ -11,7 +11,7 @@ import statetree
 from statetree import dcp
 from tests.judge import assert_trees_equal
 
-pytestmark = pytest.mark.filterwarnings("ignore:save. leaves that restore makes with a template only")
+pytestmark = pytest.mark.filterwarnings("ignore:save. what restore does not make")
 
 
 def make_state(start=0.0):

@@ -199,7 +199,7 @@ def test_tensors_of_several_dtypes_at_one_offset_of_one_memory(tmp_path):
         assert statetree.similarity(loaded, saved, values=True)
 
 
-@pytest.mark.filterwarnings("ignore:save. containers that restore makes with a template only")
+@pytest.mark.filterwarnings("ignore:save. what restore does not make")
 def test_containers_of_other_classes(tmp_path):
     state = {"p": Pair(torch.arange(2), 1), "d": OrderedDict(a=1)}
     statetree.save(state, tmp_path)

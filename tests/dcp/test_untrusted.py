@@ -28,12 +28,12 @@ from torch.distributed.checkpoint.metadata import (
 
 import statetree
 from statetree.chunks.boxes import Box, is_covered
-from statetree.dcp import file_manifest, metadata, tensors
+from statetree.dcp import file_manifest, metadata, state_entries
 from statetree.dcp.file_manifest import MANIFEST
 from statetree.dcp.saved_structure import read_structure
 from tests.pace import units
 
-pytestmark = pytest.mark.filterwarnings("ignore:save. leaves that restore makes with a template only")
+pytestmark = pytest.mark.filterwarnings("ignore:save. what restore does not make")
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ BOMBS = {
     "a deep key": (lambda: b"\x80\x04}(" + b")" + b"\x85" * 3_000_000 + b"K\x01u.", "nested too deeply"),
     "a deep value": (lambda: b"\x80\x04" + b")" + b"\x85" * 500_000 + b".", "nested too deeply"),
     "a huge text": (lambda: b"\x80\x04X\xff\xff\xff\xff.", "it is damaged (MemoryError"),
-    "shared lists": (lambda: shared(60), "expected a Metadata, got a list"),
+    "shared lists": (lambda: shared(60), "expected a Described, got a list"),
     "long sizes": (
         lambda: b"\x80\x04ctorch\nSize\n\x94(" + b"K\x01" * 100_000 + b"t\x85\x94" + b"h\x00h\x01R" * 50_000 + b".",
         "something else where a size is expected",
@@ -479,7 +479,7 @@ def test_what_is_shared_without_end_is_not_shown(checkpoint):
         metadata.state_dict_metadata["w"].properties = deep
 
     change(checkpoint, edit)
-    refused(checkpoint, "expected a TensorProperties, got a list")
+    refused(checkpoint, "expected a dtype, got a list")
 
 
 def test_names_do_not_reach_the_terminal_as_they_are(checkpoint):
@@ -538,8 +538,8 @@ def test_indices_do_not_lead_outside(name, tmp_path, monkeypatch):
     if name == "jagged":
         wrong._offsets[1] = 1000
     with monkeypatch.context() as patch:
-        told = tensors._facts(template)
-        patch.setattr(tensors, "_facts", lambda _: told)
+        told = state_entries._facts(template)
+        patch.setattr(state_entries, "_facts", lambda _: told)
         statetree.save({"a": wrong}, tmp_path)
     before = [part.clone() for part in statetree.leaves.parts.unpack("test", [template], list).parts]
     with pytest.raises(statetree.CheckpointError, match=r"(load|read): the indices of the leaf at a are damaged: .*"):

@@ -1,22 +1,28 @@
-"""What a checkpoint holds of one leaf: a tensor, the parts of a tensor, or a plain value."""
+"""The entries of a state, under the keys that DCP gives them, and what a checkpoint holds of each.
+
+The keys are those of ``to_flat``, except that a list without mappings and tensors in it, and a tuple of plain values,
+are one entry (the 625 integers of Python's random state, say).
+"""
 
 from __future__ import annotations
 
+from functools import partial
 from operator import eq
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from statetree.chunks.boxes import whole_box
 from statetree.dcp.groups import ranks_of
-from statetree.dcp.local_pieces import LocalPieces
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange.manifest import chunks_of
+from statetree.files.checkpoint import is_entry
 from statetree.files.filling import check_elements, refuse_leaf
 from statetree.files.key_texts import without_addresses
-from statetree.key_paths import Path
+from statetree.key_paths import Path, render_key
 from statetree.leaves.builtin import facts, is_distributed, is_plain, leaf_type_of, settled
+from statetree.leaves.laid_out import refuse_converted
 from statetree.leaves.location import located_error
+from statetree.leaves.lowering import is_made_of_tensors, lower
 from statetree.leaves.parts import Unpacked, unpack
 from statetree.leaves.replicas import replicated
 from statetree.leaves.types.special import QUANTIZED
@@ -24,39 +30,87 @@ from statetree.leaves.types.tensor import TENSOR
 from statetree.spans.layout import extents
 from statetree.spans.memory import memory_of
 from statetree.torch_internals import WITHOUT_KERNELS, as_copied, quietly
+from statetree.tree.flatten import flatten_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from statetree.chunks.boxes import Box
     from statetree.chunks.local import LocalChunks
     from statetree.exchange.group import Group
+    from statetree.tree.spec import TreeSpec
 
+#: The key of the entry that holds the structure. No other entry gets it.
+STRUCTURE_KEY: Final = "<statetree structure>"
 TENSOR_ENTRY: Final = "tensor"
 PARTS_ENTRY: Final = "parts"
 VALUE_ENTRY: Final = "value"
+_NUMBERED: Final = frozenset({"list", "tuple", "deque"})
 
 
-def is_array_of_numbers(value: Any) -> bool:
-    """Whether a value is an array of NumPy without objects: it may be large, and need not be pickled to look inside."""
-    cls = type(value)
-    return cls.__module__ == "numpy" and cls.__qualname__ == "ndarray" and value.dtype.kind in "biufc"
+class StateEntry(NamedTuple):
+    """A leaf, or a list or tuple of plain values, with its key in the checkpoint.
+
+    Tools that nest DCP's flat dicts again put it at ``dcp_path``: its path as DCP would have it, or its key where they
+    could not follow that.
+    """
+
+    path: Path
+    key: str
+    value: Any
+    dcp_path: tuple[str | int, ...]
+
+
+def entries_of(tree: Any, *, verb: str) -> tuple[TreeSpec, list[StateEntry]]:
+    """Return the structure of a tree down to its entries, and these. Leaves of several tensors have one for each."""
+    outer, outer_spec = flatten_for(verb, tree, is_leaf=is_entry)
+    flatten = partial(flatten_for, verb, is_leaf=is_entry)
+    lowered = lower(verb, list(map(settled, outer)), outer_spec, flatten, wanted=is_made_of_tensors)
+    refuse_converted(verb, lowered.recipes)
+    keys, paths = lowered.spec.flat_keys(), _dcp_paths(lowered.spec)
+    if STRUCTURE_KEY in keys:
+        keys = [free_key(key, set(keys)) if key == STRUCTURE_KEY else key for key in keys]
+    taken = set(paths)
+    for index, (key, path) in enumerate(zip(keys, paths, strict=True)):
+        # Tools follow paths that make the keys, and have no leaf above.
+        if key != ".".join(map(str, path)) or any(path[:count] in taken for count in range(1, len(path))):
+            paths[index] = (key,)
+    return lowered.spec, list(map(StateEntry, lowered.spec.paths(), keys, lowered.leaves, paths))
+
+
+def _dcp_paths(spec: TreeSpec) -> list[tuple[str | int, ...]]:
+    """Return the path of every entry as DCP has it: texts for the keys of mappings, numbers for those of lists."""
+    found: list[tuple[str | int, ...]] = [("",)] * spec.num_leaves
+    start: tuple[str | int, ...] = ()
+    pending = [(spec.root(), start)] if spec.nodes else []
+    while pending:
+        ref, above = pending.pop()
+        kind, keys = spec.nodes[~ref][:2]
+        is_numbered = kind.family in _NUMBERED
+        for key, child in zip(keys, spec.links()[~ref], strict=True):
+            path = (*above, key if is_numbered and type(key) is int else render_key(key))
+            if child >= 0:
+                found[child] = path
+            else:
+                pending.append((child, path))
+    return found
+
+
+def free_key(wanted: str, taken: set[str]) -> str:
+    """Return a key like the one wanted that is not taken, and take it."""
+    number, key = 2, wanted
+    while key in taken or key == STRUCTURE_KEY:
+        key, number = f"{wanted}~{number}", number + 1
+    taken.add(key)
+    return key
 
 
 class Content(NamedTuple):
-    """What there is to save of a leaf, or to fill.
-
-    Attributes:
-        sort: ``TENSOR_ENTRY``, ``PARTS_ENTRY`` or ``VALUE_ENTRY``.
-        tensors: The tensor itself (``LocalPieces`` of a distributed one), or its parts. None for plain values.
-        facts: What must agree, besides, for the parts to be of use.
-        unpacked: How a leaf is packed again of its parts; ``None`` where there are none.
-    """
+    """What there is to save of a leaf, or to fill."""
 
     sort: str
-    tensors: Sequence[Any]
-    facts: str = ""
-    unpacked: Unpacked | None = None
+    tensors: Sequence[Any]  # the tensor itself (``LocalChunks`` of a distributed one), or its parts
+    facts: str = ""  # what must agree, besides, for the parts to be of use
+    unpacked: Unpacked | None = None  # how a leaf is packed again of its parts
 
     @property
     def contexts(self) -> list[Any]:
@@ -76,16 +130,7 @@ PLAIN: Final = Content(VALUE_ENTRY, ())
 
 
 def content_of(verb: str, leaf: Any, path: Path, ranks: Group | None = None) -> Content:
-    """Say what there is to save, or to fill, of a leaf.
-
-    Args:
-        verb: On whose behalf, for messages.
-        leaf: Any leaf.
-        path: Where it lies.
-        ranks: Those that take part; ``None`` for this one alone.
-
-    Returns:
-        Plain tensors come without gradient and class, on the memory of the leaf.
+    """Say what there is to save, or to fill, of a leaf. Tensors come without gradient and class, on its memory.
 
     Raises:
         UnsupportedLeaf: If it has no elements in memory, cannot be taken apart, or is distributed in a way that DCP
@@ -93,17 +138,16 @@ def content_of(verb: str, leaf: Any, path: Path, ranks: Group | None = None) -> 
     """
     if is_plain(leaf) or is_array_of_numbers(leaf):
         return PLAIN
+    leaf = settled(leaf)
     leaf_type = leaf_type_of(type(leaf))
     assert leaf_type is not None
     if leaf_type.opaque:
         _check_whole(verb, leaf, path)
         return PLAIN
-    leaf = settled(leaf)
-    leaf_type = leaf_type_of(type(leaf))
     if is_distributed(leaf):
         if leaf_type is TENSOR:  # a process that saves alone would keep its part alone
             refuse_leaf(verb, path, "a tensor of which each rank holds a part", "Gather it")
-        return Content(TENSOR_ENTRY, (LocalPieces(_held(verb, leaf, path, ranks or ranks_of(verb, None))),))
+        return Content(TENSOR_ENTRY, (_held(verb, leaf, path, ranks or ranks_of(verb, None)),))
     if leaf_type is TENSOR and leaf.layout is torch.strided and not leaf.is_nested and leaf.dtype not in QUANTIZED:
         tensor = _bare(leaf)
         check_elements(verb, tensor, path)
@@ -111,12 +155,11 @@ def content_of(verb: str, leaf: Any, path: Path, ranks: Group | None = None) -> 
             return Content(TENSOR_ENTRY, (tensor,))
         # DCP asks torch for the sizes of elements, which it does not know of these dtypes.
         return Content(PARTS_ENTRY, (as_copied(tensor),), _facts(leaf))
-    if leaf_type is not None and not leaf_type.has_elements:
+    if not leaf_type.has_elements:
         refuse_leaf(verb, path, f"a {type(leaf).__qualname__}, which has no elements", "Materialize it")
     unpacked = unpack(verb, [leaf], lambda: [path])
     if unpacked.holds_distributed():
-        held = f"a {type(leaf).__qualname__} around a distributed tensor"
-        refuse_leaf(verb, path, held, "Gather it")
+        refuse_leaf(verb, path, f"a {type(leaf).__qualname__} around a distributed tensor", "Gather it")
     parts = [_bare(unpacked.parts[index]) for index in dict.fromkeys(unpacked.parts_of(0))]
     for part in parts:
         check_elements(verb, part, path)
@@ -124,13 +167,19 @@ def content_of(verb: str, leaf: Any, path: Path, ranks: Group | None = None) -> 
     return Content(PARTS_ENTRY, parts, _facts(leaf), unpacked)
 
 
+def _facts(leaf: Any) -> str:
+    return without_addresses(dict(facts(leaf)))
+
+
+def is_array_of_numbers(value: Any) -> bool:
+    """Whether a value is an array of NumPy without objects: it may be large, and need not be pickled to look inside."""
+    cls = type(value)
+    return cls.__module__ == "numpy" and cls.__qualname__ == "ndarray" and value.dtype.kind in "biufc"
+
+
 @quietly
 def _bare(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_subclass(torch.Tensor)
-
-
-def _facts(leaf: Any) -> str:
-    return without_addresses(dict(facts(leaf)))
 
 
 def _check_whole(verb: str, leaf: Any, path: Path) -> None:
@@ -180,20 +229,3 @@ def compact(value: Any) -> Any:
         return replicated("save", value, memory_of(devices.pop()), copy=True)
     except UnsupportedLeaf:  # pickle may know better
         return value
-
-
-@quietly
-def to_save(tensor: Any) -> Any:
-    """Return a tensor whose memory holds what the tensor reads as."""
-    if isinstance(tensor, LocalPieces):
-        return tensor
-    if tensor.dtype is torch.bool:  # DCP clones views, and that changes bytes
-        return as_copied(tensor).clone(memory_format=torch.contiguous_format).view(torch.bool)
-    return tensor.resolve_conj().resolve_neg()
-
-
-def boxes_of(tensor: Any) -> Sequence[tuple[Box, torch.Tensor]]:
-    """Return the boxes of a tensor that this rank holds, and the plain tensors in which their elements lie."""
-    if isinstance(tensor, LocalPieces):
-        return [(box, _bare(piece)) for box, piece in zip(tensor.boxes, tensor.pieces, strict=True)]
-    return [(whole_box(tensor.shape), tensor)]

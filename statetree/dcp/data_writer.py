@@ -1,0 +1,218 @@
+"""The data files that one rank writes, laid out as DCP's own writer does.
+
+An incremental save compares each piece with the file of an earlier checkpoint that holds it. Files of which every piece
+is as it was become hard links. The other pieces are written, those that did not change apart from those that did, so
+that the next save finds files to link.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from statetree.chunks.boxes import in_slabs, whole_box
+from statetree.dcp.file_manifest import Index, ManifestFile, ManifestPiece, check_file, read_manifest, trailer
+from statetree.errors import CheckpointError
+from statetree.files.crc32 import crc32
+from statetree.files.ranges import BUCKET_BYTES, OpenFiles
+from statetree.files.strided_reading import memory_view
+from statetree.files.tensor_archives import archive_of
+from statetree.spans.bits import same_bytes
+from statetree.spans.layout import as_bytes
+from statetree.torch_internals import as_copied, resolved
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from statetree.files.ranges import FileRange
+
+_SUFFIX: Final = ".distcp"
+#: An incremental save begins another file where one has so many bytes, or so much of all.
+_FILE_BYTES: Final = 4 << 20
+_FILE_SHARE: Final = 64
+#: How much is written at a time: what was read for its checksum is still in the processor's cache.
+_BLOCK_BYTES: Final = 1 << 20
+
+
+class DataWriter:
+    """Writes what one rank has to write: plain tensors, and plain values as they are pickled.
+
+    Attributes:
+        files: What was written, by the names of files.
+    """
+
+    def __init__(self, directory: Path, rank: int, save: str, pieces: Mapping[Index, Any]) -> None:
+        self.files: dict[str, ManifestFile] = {}
+        self._directory = directory
+        self._rank = rank
+        self._save = save
+        self._pieces = pieces
+
+    def write(self, groups: Iterable[Sequence[Index]], tag: str = "") -> None:
+        """Write each group of pieces into a file of its own."""
+        for number, indices in enumerate(groups):
+            self._write_file(f"__{self._rank}_{number}{tag}{_SUFFIX}", indices)
+
+    def _write_file(self, name: str, indices: Sequence[Index]) -> None:
+        path = self._directory / name
+        path.unlink(missing_ok=True)  # never written over: others may be linked to it
+        values_first = sorted(indices, key=lambda index: index.start is not None)  # as DCP
+        pieces, at, end = [], 0, trailer(self._save)
+        with path.open("xb", buffering=0) as file:
+            for index in values_first:
+                source = PieceSource(self._pieces[index])
+                pieces.append(ManifestPiece(*index, at, source.length, source.write(file.fileno(), at)))
+                at += source.length
+            file.seek(at)
+            file.write(end)
+            os.fsync(file.fileno())
+        self.files[name] = ManifestFile(self._save, at + len(end), tuple(pieces))
+
+    def link_or_write(self, base: Path | None) -> None:
+        """Link to files of an earlier checkpoint where nothing changed, and write the rest."""
+        unchanged: set[Index] = set()
+        linked: set[Index] = set()
+        if base is not None:
+            known = _files_of(base)
+            with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+                found = pool.map(lambda name: self._unchanged_in(base / name, known[name]), known)
+            for (name, file), same in zip(known.items(), found, strict=True):
+                unchanged |= same
+                if len(same) == len(file.pieces) and self._link(base, name):
+                    linked |= same
+                    self.files[name] = file
+        kept = [index for index in self._pieces if index in unchanged and index not in linked]
+        changed = [index for index in self._pieces if index not in unchanged]
+        tag = f"_{self._save}"  # linked files keep their names
+        self.write([*self._grouped(kept), *self._grouped(changed)], tag)
+
+    def _unchanged_in(self, path: Path, listed: ManifestFile) -> set[Index]:
+        """Return the pieces that a file holds as they are now. Damage is a change: else it would go on."""
+        same: set[Index] = set()
+        if path.is_symlink():  # what it leads to may go away
+            return same
+        with suppress(CheckpointError):
+            file = OpenFiles().open(path)
+            check_file(file, listed)
+            for piece in listed.pieces:
+                if piece.which in self._pieces and PieceSource(self._pieces[piece.which]).is_in(file, piece):
+                    same.add(piece.which)
+        return same
+
+    def _link(self, base: Path, name: str) -> bool:
+        with suppress(OSError):  # another file system, or it was removed meanwhile: it is written anew
+            os.link(base / name, self._directory / name, follow_symlinks=False)
+            return True
+        return False
+
+    def _grouped(self, indices: Sequence[Index]) -> Iterator[Sequence[Index]]:
+        """Cut pieces into groups for a file each: not many, so that few are written again when one changes."""
+        sizes = [self._pieces[index].nbytes if index.start is not None else 0 for index in indices]
+        limit = min(_FILE_BYTES, sum(sizes) // _FILE_SHARE)
+        group: list[Index] = []
+        total = 0
+        for index, nbytes in zip(indices, sizes, strict=True):
+            group.append(index)
+            total += nbytes
+            if total >= limit:
+                yield group
+                group, total = [], 0
+        if group:
+            yield group
+
+
+def _files_of(base: Path) -> Mapping[str, ManifestFile]:
+    """Return the files of an earlier checkpoint that can be linked to: none if it has no manifest that is whole."""
+    with suppress(CheckpointError):
+        manifest = read_manifest(base)
+        return {} if manifest is None else manifest.files
+    return {}
+
+
+class PieceSource:
+    """A plain strided tensor, or the bytes of a plain value, to be written, or compared with what was written.
+
+    Contiguous tensors on the CPU are written from their memory. Others are copied, a bucket at a time.
+
+    Attributes:
+        length: How many bytes are written of it.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self._archive = None
+        if isinstance(data, torch.Tensor):
+            data, dtype = resolved(data.detach()), data.dtype
+            self._archive = archive_of(dtype, data.shape)
+            data = as_copied(data)  # a copy of bools would change bytes that are neither 0 nor 1
+            if self._archive is None:
+                file = io.BytesIO()
+                torch.save(data.cpu().clone(memory_format=torch.contiguous_format).view(dtype), file)
+                data = file.getbuffer()
+        self._data: torch.Tensor = data if self._archive else torch.frombuffer(data, dtype=torch.uint8)
+        self._in_place = self._data.device.type == "cpu" and self._data.is_contiguous()
+        self.length = self._archive.length if self._archive else self._data.nbytes
+
+    def write(self, handle: int, at: int) -> int:
+        """Write it to a file as DCP does, at an offset, and return its CRC-32."""
+        archive, checksum = self._archive, 0
+        parts: list[Any] = [archive.head] if archive else []
+        for block in self._blocks():
+            parts.append(memory_view(block))
+            checksum = crc32(parts[-1], checksum)
+            if len(block) >= _BLOCK_BYTES or not self._in_place:  # the copy is gone with the next one
+                at, parts = _write_at(handle, parts, at), []
+        end = archive.end(checksum) if archive else b""
+        _write_at(handle, [*parts, end], at)
+        return archive.checksum(checksum, end) if archive else checksum
+
+    def is_in(self, file: FileRange, piece: ManifestPiece) -> bool:
+        """Whether a piece of a file was written from the same, and holds it still.
+
+        Raises:
+            CheckpointError: If the piece does not lie in the file.
+        """
+        place = file.part(piece.offset, piece.length, f"the piece of {piece.key!r}")
+        stated = self._archive.stated(place) if self._archive else (0, piece.checksum)
+        if place.length != self.length or stated is None or stated[1] != piece.checksum:
+            return False
+        begin = len(self._archive.head) if self._archive else 0
+        for own in self._blocks():
+            done = 0
+            for block in place.blocks(begin, len(own)):
+                if not same_bytes(torch.frombuffer(block, dtype=torch.uint8), own[done : done + len(block)]):
+                    return False
+                done += len(block)
+            begin += done
+        return True
+
+    def _blocks(self) -> Iterator[torch.Tensor]:
+        """Yield the bytes of the memory."""
+        if self._in_place:
+            yield from _memory_of(self._data).split(_BLOCK_BYTES)
+            return
+        for box in in_slabs(whole_box(self._data.shape), max(1, -(-self._data.nbytes // BUCKET_BYTES))):
+            yield _memory_of(self._data[(*map(slice, box.start, box.stop),)].cpu().contiguous())
+
+
+def _memory_of(dense: torch.Tensor) -> torch.Tensor:
+    start = int(dense.storage_offset()) * dense.dtype.itemsize
+    return as_bytes(dense.untyped_storage(), start, start + dense.nbytes)
+
+
+def _write_at(handle: int, parts: Sequence[Any], at: int) -> int:
+    """Write bytes at an offset of a file, and return where they end."""
+    views = [memoryview(part) for part in parts]
+    while views:
+        done = os.pwritev(handle, views, at)
+        at += done
+        while views and done >= len(views[0]):
+            done -= len(views.pop(0))
+        if views:
+            views[0] = views[0][done:]
+    return at
