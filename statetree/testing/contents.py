@@ -46,19 +46,12 @@ _FACTS: dict[str, Callable[[Any], Any]] = {
 
 
 class Entry(NamedTuple):
-    """What a tree holds in one place.
-
-    Attributes:
-        value: The value.
-        above: The path of what holds it.
-        facts: What is true of it, by name, with the aspect that this belongs to.
-        elements: A plain tensor on the same memory, of a tensor that is nothing but a view of its storage.
-    """
+    """What a tree holds in one place."""
 
     value: Any
-    above: str
-    facts: dict[str, tuple[str, Any]]
-    elements: torch.Tensor | None = None
+    above: str  # the path of what holds it
+    facts: dict[str, tuple[str, Any]]  # what is true of it, by name, with the aspect that this belongs to
+    elements: torch.Tensor | None  # of a tensor that is nothing but a view of its storage: a plain one on this memory
 
 
 def entries(tree: Any, *, gradients: bool = False) -> dict[str, Entry]:

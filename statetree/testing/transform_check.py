@@ -30,22 +30,13 @@ BATCH = 20
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """Whether a law holds of a transform.
-
-    Attributes:
-        law: The law.
-        holds: Whether it held for every state; ``None`` if there was no state of which it says anything.
-        examples: How many states it held for.
-        refused: How many states the transform raised for.
-        error: What the law says of the smallest state for which it does not hold, or what the transform raised first.
-        source: A test with that state, to paste; empty if the law holds.
-    """
+    """Whether a law holds of a transform: see ``check_transform``."""
 
     law: Law
     holds: bool | None
     examples: int
     refused: int
-    error: str
+    error: str  # of the smallest state for which it does not hold, or what the transform raised first
     source: str = ""
 
     def __str__(self) -> str:
@@ -55,12 +46,7 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Which laws hold of a transform: true if all do, and by name a verdict on each.
-
-    Attributes:
-        transform: What was looked at.
-        verdicts: One for each law.
-    """
+    """Which laws hold of a transform: true if all do, and by name a verdict on each."""
 
     transform: Callable[[Any], Any]
     verdicts: tuple[Verdict, ...]
