@@ -73,7 +73,7 @@ class _TensorPickler(pickle.Pickler):
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> bytes:
-    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy().tobytes()
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy().tobytes()
 
 
 def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:

@@ -179,9 +179,9 @@ def _outcomes(law: Law, transform: Transform, world_size: int | None, plans: lis
 
 
 def _on_ranks(law: Law, transform: Transform, world_size: int, plans: list[Any]) -> Iterator[tuple[str, str]]:
-    limits = {"timeout": units(20), "collective_timeout": units(2)}
+    call, limits = functools.partial(_each_outcome, law, transform, plans), (units(20), units(2))
     try:
-        found = run_ranks(world_size, _each_outcome, law, transform, plans, **limits)
+        found = run_ranks(world_size, call, timeout=limits[0], collective_timeout=limits[1])
         yield from (min(on_ranks, key=lambda each: OUTCOMES.index(each[0])) for on_ranks in zip(*found, strict=True))
     except AssertionError as error:  # a rank hangs, or has left the others in the middle of things
         if len(plans) == 1:
