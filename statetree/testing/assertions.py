@@ -9,7 +9,7 @@ import torch
 
 from statetree.leaves.builtin import is_plain
 from statetree.leaves.types.opaque import Rest
-from statetree.testing.contents import OBJECT, Entry, entries, gradient, shown
+from statetree.testing.contents import OBJECT, TreePlace, entries, gradient, shown
 from statetree.testing.differences import brief, differences, raise_for
 from statetree.tree.atoms import same_value
 from statetree.tree.flatten import flatten
@@ -134,7 +134,7 @@ def _has_memory(plain: torch.Tensor) -> bool:
     return not (plain.is_meta or isinstance(plain, torch._subclasses.FakeTensor))
 
 
-def _moments(found: dict[str, Entry]) -> dict[str, dict[str, Any]]:
+def _moments(found: dict[str, TreePlace]) -> dict[str, dict[str, Any]]:
     """Return the facts about entries, with what may change beside them."""
     moments = {}
     for path, entry in found.items():
@@ -216,7 +216,7 @@ def assert_independent(a: Any, b: Any, *, containers: bool = True) -> None:
     raise_for("assert_independent: the trees are not independent", found)
 
 
-def _shared_memory(mine: dict[str, Entry], theirs: dict[str, Entry]) -> Iterator[str]:
+def _shared_memory(mine: dict[str, TreePlace], theirs: dict[str, TreePlace]) -> Iterator[str]:
     places = [(*memory, side, path) for side, held in enumerate((mine, theirs)) for path, memory in _memory(held)]
     reaching: dict[int, tuple[int, str]] = {}  # what reaches farthest, of each side
     for start, end, side, path in sorted(places):
@@ -227,7 +227,7 @@ def _shared_memory(mine: dict[str, Entry], theirs: dict[str, Entry]) -> Iterator
             reaching[side] = end, path
 
 
-def _memory(held: dict[str, Entry]) -> Iterator[tuple[str, tuple[int, int]]]:
+def _memory(held: dict[str, TreePlace]) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield the addresses of storages, and of the arrays in opaque objects."""
     for path, entry in held.items():
         if entry.elements is not None:
@@ -242,7 +242,7 @@ def _memory(held: dict[str, Entry]) -> Iterator[tuple[str, tuple[int, int]]]:
                 yield shown(path), (start, start + view.nbytes)
 
 
-def _shared_history(mine: dict[str, Entry], theirs: dict[str, Entry]) -> Iterator[str]:
+def _shared_history(mine: dict[str, TreePlace], theirs: dict[str, TreePlace]) -> Iterator[str]:
     """Name tensors that have operations of autograd in common: what is done with one changes the other's gradient."""
     graphs = [_graph(held) for held in (mine, theirs)]
     met = {path: graphs[0][key][1] for key, (_, path) in graphs[1].items() if key in graphs[0]}
@@ -250,7 +250,7 @@ def _shared_history(mine: dict[str, Entry], theirs: dict[str, Entry]) -> Iterato
         yield f"{path} has operations of autograd in common with {its}"
 
 
-def _graph(held: dict[str, Entry]) -> dict[int, tuple[Any, str]]:
+def _graph(held: dict[str, TreePlace]) -> dict[int, tuple[Any, str]]:
     """Return the operations and leaves of autograd below a tree's tensors."""
     found: dict[int, tuple[Any, str]] = {}
     for path, entry in held.items():

@@ -45,7 +45,7 @@ _FACTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-class Entry(NamedTuple):
+class TreePlace(NamedTuple):
     """What a tree holds in one place."""
 
     value: Any
@@ -54,14 +54,14 @@ class Entry(NamedTuple):
     elements: torch.Tensor | None  # of a tensor that is nothing but a view of its storage: a plain one on this memory
 
 
-def entries(tree: Any, *, gradients: bool = False) -> dict[str, Entry]:
+def entries(tree: Any, *, gradients: bool = False) -> dict[str, TreePlace]:
     """Return what a tree holds, at any depth, by paths: containers, leaves, and the tensors that these consist of."""
-    found: dict[str, Entry] = {}
+    found: dict[str, TreePlace] = {}
     pending: list[tuple[str, str, Any, tuple[int, ...]]] = [("", "", tree, ())]
     while pending:
         path, above, value, holders = pending.pop()
         parts, facts, plain = _taken_apart(value)
-        found[path] = Entry(value, above, facts, plain)
+        found[path] = TreePlace(value, above, facts, plain)
         if id(value) in holders:  # a cycle
             continue
         if gradients and isinstance(value, torch.Tensor) and gradient(value) is not None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from statetree.testing.contents import CONTENTS, GEOMETRY, STRUCTURE, TENSORS, TIES, VALUES, Entry, entries, shown
+from statetree.testing.contents import CONTENTS, GEOMETRY, STRUCTURE, TENSORS, TIES, VALUES, TreePlace, entries, shown
 from statetree.transforms.similarity import similarity
 from statetree.tree.atoms import same_value
 from statetree.tree.registry import container_of
@@ -79,7 +79,7 @@ def differences(
     return found
 
 
-def _unlike(place: str, pair: tuple[Entry, Entry], unasked: Collection[str]) -> Iterator[Finding]:
+def _unlike(place: str, pair: tuple[TreePlace, TreePlace], unasked: Collection[str]) -> Iterator[Finding]:
     """Yield what is true of one entry and not of the other."""
     one, other = pair
     is_same_type = type(one.value) is type(other.value)
@@ -152,7 +152,7 @@ def _changed_ties(met: Sequence[tuple[str, tuple[Region, Region]]], *, storages:
             before = max(before, tie, key=lambda each: each[1][side].end)
 
 
-def _changed_objects(pairs: dict[str, tuple[Entry, Entry]]) -> Iterator[str]:
+def _changed_objects(pairs: dict[str, tuple[TreePlace, TreePlace]]) -> Iterator[str]:
     """Compare which places hold one and the same tensor."""
     for side, (here, there) in enumerate((("left", "right"), ("right", "left"))):
         first: dict[int, tuple[str, Any]] = {}
