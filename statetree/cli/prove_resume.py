@@ -43,7 +43,8 @@ def prove_resume(script: Path, arguments: Sequence[str], kill_at: int) -> int:
         resumed = _run(Path(folder, "killed"), -1, script, arguments)
         steps = [step for step in resumed if step in whole]
         if not steps or min(steps) == min(whole):
-            click.echo(f"{script} began anew after the kill: it restores nothing, or saved nothing before {kill_at}.")
+            why = f"it restores nothing, or saved nothing before step {kill_at}"
+            click.echo(f"{script} began anew after the kill: {why}.")
             return DIFFERENT
         step, names = next(_different_steps(whole, resumed), (0, []))
         if not names:

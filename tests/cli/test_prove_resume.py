@@ -54,7 +54,7 @@ with statetree.Checkpointer("run", keep=None) as saved:
 @pytest.mark.parametrize(
     ("text", "kill_at", "status", "said"),
     [
-        (UNSEEDED, 2, 2, r"differs from run to run, before any kill, at step 1: x. Seed it."),
+        (UNSEEDED, 2, 2, r"differs from run to run, before any kill, at step 1: x. Seed it, and"),
         (ANEW, 2, 1, r"began anew after the kill: it restores nothing"),
         (ANEW, 9, 2, r"ended with status 0: expected a save at step 9 or later"),
         ("1 / 0", 9, 2, r"ended with status 1: expected success"),
