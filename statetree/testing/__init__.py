@@ -6,8 +6,8 @@ Files, bottom up:
 - ``contents``: what a tree holds in every place; ``differences``: where two trees differ, by aspects;
   ``assertions``: what transforms leave alone
 - ``samples``, ``elements``, ``plans``: classes, elements, and trees as the code that makes them; ``dtensor_layout``: a
-  DTensor as seen from all ranks at once; ``strategies``, ``layout_strategies``: what hypothesis
-  draws (the extra ``testing``)
+  DTensor as seen from all ranks at once; ``strategies``, ``layout_strategies``, ``conversion_strategies``: what
+  hypothesis draws (the extra ``testing``)
 - ``pace``: limits of time; ``rank_worker``, ``rank_calls``: ranks as processes; ``pytest_plugin``: a fixture
 - ``laws``: what may hold of a transform; ``states``: what it is given; ``transform_check``: ``check_transform``
 - ``faults``, ``conformance_suite``: ``conformance``
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         assert_trees_equal,
     )
     from statetree.testing.conformance_suite import conformance
+    from statetree.testing.conversion_strategies import conversions
     from statetree.testing.dtensor_layout import Layout
     from statetree.testing.laws import Law
     from statetree.testing.layout_strategies import layouts
@@ -43,6 +44,7 @@ __all__ = [
     "assert_trees_equal",
     "check_transform",
     "conformance",
+    "conversions",
     "laws",
     "layouts",
     "run_ranks",
@@ -55,6 +57,7 @@ if not TYPE_CHECKING:  # a type checker is to know which names there are
     _MODULES = {
         "assertions": ("assert_independent", "assert_pure", "assert_structure_preserved", "assert_trees_equal"),
         "conformance_suite": ("conformance",),
+        "conversion_strategies": ("conversions",),
         "dtensor_layout": ("Layout",),
         "laws": ("Law",),
         "layout_strategies": ("layouts",),
