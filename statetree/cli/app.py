@@ -169,7 +169,7 @@ def show(
     if key is not None:
         show_values(file, checkpoint.tree, key)
         return
-    verdict = verified(file, checkpoint) if is_verified else ""
+    verdict = verified(checkpoint) if is_verified else ""
     show_listing(file, listing_of(checkpoint, Choice("show", patterns, excluded)), ShowOptions(**options))
     if page is not None:
         from statetree.files.page import to_html

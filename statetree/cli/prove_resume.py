@@ -16,7 +16,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -26,30 +26,50 @@ from statetree.errors import StateTreeError, shown
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+#: What is said where nothing that is looked at differs but the state.
+_UNKNOWN: Final = (
+    "what was forgotten is not known: random states, schedulers, optimizers and batches of a DataLoader are as in the "
+    "whole run, which saves the same bits each time. Look at what else the script keeps from step to step."
+)
+
 
 def prove_resume(script: Path, arguments: Sequence[str], kill_at: int) -> int:
     """Run a script three times, and print whether the killed run was resumed bit for bit."""
     with tempfile.TemporaryDirectory() as folder:
         whole = _run(Path(folder, "whole"), -1, script, arguments)
         killed = _run(Path(folder, "killed"), kill_at, script, arguments)
+        if _differs_by_itself(whole, killed, f"{script} differs from run to run, before any kill,"):
+            return FAILED
         resumed = _run(Path(folder, "killed"), -1, script, arguments)
-    for step, names in _different_steps(whole, killed):
-        click.echo(f"{script} differs from run to run, before any kill, at step {step}: {shown(names)}. Seed it.")
-        return FAILED
-    steps = [step for step in resumed if step in whole]
-    if not steps or min(steps) == min(whole):
-        click.echo(f"{script} began anew after the kill: it restores nothing, or saved nothing before step {kill_at}.")
-        return DIFFERENT
-    for step, names in _different_steps(whole, resumed):
+        steps = [step for step in resumed if step in whole]
+        if not steps or min(steps) == min(whole):
+            why = f"it restores nothing, or saved nothing before step {kill_at}"
+            click.echo(f"{script} began anew after the kill: {why}.")
+            return DIFFERENT
+        step, names = next(_different_steps(whole, resumed), (0, []))
+        if not names:
+            listed = ", ".join(map(str, steps))
+            click.echo(f"killed at step {kill_at}, and resumed bit for bit: compared at steps {listed}.")
+            return SAME
         forgotten = _differing(whole[step]["beside"], resumed[step]["beside"])
         # What an optimizer holds differs whenever something else was forgotten.
         forgotten = [name for name in forgotten if not name.startswith("optimizer ")] or forgotten
-        click.echo(f"killed at step {kill_at}, resumed, and different at step {step}.")
-        click.echo(f"forgotten: {', '.join(forgotten) or 'nothing that this command looks at'}")
-        click.echo(f"so these of the state differ:\n  {shown(names)}")
-        return DIFFERENT
-    click.echo(f"killed at step {kill_at}, and resumed bit for bit: compared at steps {', '.join(map(str, steps))}.")
-    return SAME
+        if not forgotten:  # then a kill may have nothing to do with it
+            again = _run(Path(folder, "again"), -1, script, arguments)
+            if _differs_by_itself(whole, again, f"{script} differs from run to run, without any kill,"):
+                return FAILED
+    click.echo(f"killed at step {kill_at}, resumed, and different at step {step}.")
+    click.echo(f"forgotten: {', '.join(forgotten)}" if forgotten else _UNKNOWN)
+    click.echo(f"so these of the state differ:\n  {shown(names)}")
+    return DIFFERENT
+
+
+def _differs_by_itself(one: dict[int, Any], other: dict[int, Any], what: str) -> bool:
+    """Say where two runs differ of which neither was resumed, if they do."""
+    for step, names in _different_steps(one, other):
+        click.echo(f"{what} at step {step}: {shown(names)}. Seed it, and use deterministic operations.")
+        return True
+    return False
 
 
 def _different_steps(one: dict[int, Any], other: dict[int, Any]) -> Iterator[tuple[int, list[str]]]:
@@ -92,6 +112,7 @@ def _beside() -> Iterator[tuple[str, Any]]:
 
 def _child(folder: str, record: str, kill_at: int, script: str) -> None:
     """Run the script, with its checkpoints in our folder and a record of each save."""
+    import torch
     from torch.utils.data import DataLoader
 
     from statetree.dcp.checkpointer import Checkpointer
@@ -129,6 +150,7 @@ def _child(folder: str, record: str, kill_at: int, script: str) -> None:
     patched = DataLoader
     patched.__iter__ = lambda self: watched(iterate(self))
     random.seed(0)  # these begin at random
+    torch.manual_seed(0)
     with suppress(ImportError):
         __import__("numpy").random.seed(0)
     sys.argv, sys.path[0] = sys.argv[4:], str(Path(script).resolve().parent)

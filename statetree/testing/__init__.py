@@ -3,7 +3,7 @@
 Files, bottom up:
 
 - ``arguments``: checks of arguments
-- ``contents``: what a value holds, and what is true of it; ``differences``: where two trees differ, by aspects;
+- ``contents``: what a tree holds in every place; ``differences``: where two trees differ, by aspects;
   ``assertions``: what transforms leave alone
 - ``samples``, ``elements``, ``plans``: classes, elements, and trees as the code that makes them; ``dtensor_layout``: a
   DTensor as seen from all ranks at once; ``strategies``, ``layout_strategies``, ``conversion_strategies``: what
@@ -55,29 +55,25 @@ __all__ = [
 
 if not TYPE_CHECKING:  # a type checker is to know which names there are
     _MODULES = {
-        "Law": "laws",
-        "Layout": "dtensor_layout",
-        **dict.fromkeys([name for name in __all__ if name.startswith("assert_")], "assertions"),
-        "check_transform": "transform_check",
-        "conformance": "conformance_suite",
-        "conversions": "conversion_strategies",
-        "layouts": "layout_strategies",
-        "run_ranks": "rank_calls",
-        **dict.fromkeys(("state_trees", "tensors", "tied_trees"), "strategies"),
+        "assertions": ("assert_independent", "assert_pure", "assert_structure_preserved", "assert_trees_equal"),
+        "conformance_suite": ("conformance",),
+        "conversion_strategies": ("conversions",),
+        "dtensor_layout": ("Layout",),
+        "laws": ("Law",),
+        "layout_strategies": ("layouts",),
+        "rank_calls": ("run_ranks",),
+        "strategies": ("state_trees", "tensors", "tied_trees"),
+        "transform_check": ("check_transform",),
     }
-    _NEED_HYPOTHESIS = ("conversions", "layouts", "state_trees", "tensors", "tied_trees")
+    _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
     def __getattr__(name: str) -> Any:
         """Import what is asked for, when it first is."""
-        if name == "laws":
-            return import_module(f"{__name__}.laws")
-        if name not in _MODULES:
+        from statetree.testing.arguments import needing_hypothesis
+
+        if name not in __all__:
             msg = f"module {__name__!r} has no attribute {name!r}"
             raise AttributeError(msg)
-        if name in _NEED_HYPOTHESIS:
-            from statetree.testing.arguments import needing_hypothesis
-
-            with needing_hypothesis(name):
-                import_module("hypothesis")
-        found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-        return globals().setdefault(name, found)
+        with needing_hypothesis(name):
+            module = import_module(f"{__name__}.{_MODULE_OF.get(name, name)}")
+        return globals().setdefault(name, getattr(module, name, module))

@@ -21,10 +21,9 @@ def check_one_of(name: str, given: object, allowed: Collection[Any]) -> None:
 
 def check_some_of(name: str, given: object, allowed: Collection[Any]) -> None:
     """Refuse what is no sequence of some values, or an empty one."""
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        refuse(name, f"a list or tuple of some of {', '.join(map(repr, allowed))}", given, TypeError)
-    if not given:
-        refuse(name, f"one at least of {', '.join(map(repr, allowed))}", given)
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+        error = ValueError if isinstance(given, (list, tuple)) else TypeError
+        refuse(name, f"a list or tuple of some of {', '.join(map(repr, allowed))}", given, error)
     for value in given:
         check_one_of(name, value, allowed)
 

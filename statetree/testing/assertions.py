@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import pickle
-import sys
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from statetree.testing.contents import brief, elements, facts, fingerprint, gradient, is_plain, parts, reduced, walk
-from statetree.testing.differences import differences, raise_for
+from statetree.leaves.builtin import is_plain
+from statetree.leaves.types.opaque import Rest
+from statetree.testing.contents import OBJECT, TreePlace, entries, gradient, shown
+from statetree.testing.differences import brief, differences, raise_for
+from statetree.tree.atoms import same_value
 from statetree.tree.flatten import flatten
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ def assert_trees_equal(
     ties: bool = True,
     strides: bool = True,
     device: bool = False,
-    containers: bool = False,
     storages: bool = True,
 ) -> None:
     """Assert that two trees are the same, down to the types of containers and the bits of elements.
@@ -37,8 +36,8 @@ def assert_trees_equal(
     Containers must be of the same types, with the same keys in the same order, and the same attributes. Numbers must
     be of the same type and bits (``nan`` is ``nan``, ``0.0`` is not ``-0.0``). Tensors must be of the same class,
     dtype, shape, layout and strides, with the same conjugate and negative bits, ``requires_grad``, attributes and
-    bits of elements. Objects of unknown classes are compared by what pickle would make of them. Not compared are the
-    gradients and hooks of tensors.
+    bits of elements. Objects of unknown classes are compared by what pickle would make of them; what cannot be taken
+    apart equals itself alone. Not compared are the gradients and hooks of tensors.
 
     Args:
         a: Any value.
@@ -46,8 +45,6 @@ def assert_trees_equal(
         ties: Whether tensors must be the same objects, share storages and overlap in the same places.
         strides: Whether strides must be the same, and with ``ties`` the distances between tensors on one storage.
         device: Whether tensors must be on the same device.
-        containers: Whether containers and opaque objects must be the same objects in the same places, too, as a deep
-            copy keeps them.
         storages: With ``ties``, whether tensors that do not overlap must share a storage if they did. (Those that
             lie more than 1 MiB apart need not.)
 
@@ -64,7 +61,7 @@ def assert_trees_equal(
         AssertionError: assert_trees_equal: the trees differ in 1 place:
           strides differ at w: (1, 2) against (3, 1)
     """
-    found = differences(a, b, ties=ties, strides=strides, device=device, containers=containers, storages=storages)
+    found = differences(a, b, ties=ties, strides=strides, device=device, storages=storages)
     raise_for("assert_trees_equal: the trees differ", [text for _, text in found])
 
 
@@ -104,27 +101,32 @@ class Watch:
     """Remembers everything about a tree that a pure transform may not change."""
 
     def __init__(self, tree: Any) -> None:
-        self._records = [(path or "<root>", value, *_record(value)) for path, value in walk(tree)]
-        self._bytes: dict[int, tuple[str, torch.UntypedStorage, Any]] = {}  # of each storage, once
-        for path, value, *_ in self._records:
-            plain = elements(value)
-            if plain is not None and _has_memory(plain):
-                storage = plain.untyped_storage()
+        self._tree = tree
+        self._entries = entries(tree, gradients=True)  # kept, so that nothing else gets their addresses
+        again = _moments(entries(tree, gradients=True))  # leaf types make some tensors anew each time
+        self._before = {
+            path: {name: fact for name, fact in moment.items() if same_value(fact, again[path].get(name))}
+            for path, moment in _moments(self._entries).items()
+        }
+        self._bytes: dict[int, tuple[str, torch.Tensor, torch.Tensor]] = {}  # of each storage, once
+        for path, entry in self._entries.items():
+            if entry.elements is not None and _has_memory(entry.elements):
+                storage = entry.elements.untyped_storage()
                 if storage._cdata not in self._bytes:
-                    self._bytes[storage._cdata] = path, storage, elements(storage).clone()  # type: ignore[union-attr]
+                    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+                    self._bytes[storage._cdata] = shown(path), whole, whole.clone()
 
     def changes(self) -> list[str]:
         """Return what is different now, one line for each place."""
-        found = []
-        for path, value, held, moment in self._records:
-            now, now_moment = _record(value)
-            if list(now) != list(held):
-                found.append(f"what {path} holds changed: {brief(list(held))} against {brief(list(now))}")
-            for step, part in held.items():
-                if step in now and now[step] is not part and not _same_plain(now[step], part):
-                    found.append(f"{path}{step} changed: {brief(part)} against {brief(now[step])}")
-            found += [f"the {name} of {path} changed" for name, was in moment.items() if was != now_moment[name]]
-        changed = [path for path, storage, was in self._bytes.values() if not torch.equal(elements(storage), was)]  # type: ignore[arg-type]
+        now = _moments(entries(self._tree, gradients=True))
+        found = [f"{shown(path)} is gone" for path in self._before if path not in now]
+        found += [f"{shown(path)} is new" for path in now if path not in self._before]
+        for path, was in self._before.items():
+            its = now.get(path, was)
+            for name in [name for name in was if not same_value(was[name], its.get(name))]:
+                values = f": {brief(was[name])} against {brief(its.get(name))}" if name == "value" else ""
+                found.append(f"{shown(path)} changed{values}" if values else f"the {name} of {shown(path)} changed")
+        changed = [path for path, whole, was in self._bytes.values() if not torch.equal(whole, was)]
         return found + [f"bytes below {path} changed" for path in changed]
 
 
@@ -132,43 +134,27 @@ def _has_memory(plain: torch.Tensor) -> bool:
     return not (plain.is_meta or isinstance(plain, torch._subclasses.FakeTensor))
 
 
-def _same_plain(one: Any, other: Any) -> bool:
-    return is_plain(one) and fingerprint(one) == fingerprint(other)
-
-
-def _record(value: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the parts of an object that stay the same ones, and what may change beside them."""
-    every = parts(value, everything=True)
-    held = {step: part for step, part in every.items() if not step.endswith("()")}
-    moment = {"class": type(value), **{name: fact for name, (_, fact) in facts(value).items()}}
-    plain = elements(value)
-    if isinstance(value, torch.Tensor):
-        hooks = [value._backward_hooks, getattr(value, "_post_accumulate_grad_hooks", None)]
-        moment |= {"gradient": id(gradient(value)), "hooks": [list((each or {}).values()) for each in hooks]}
-        moment |= {"is_leaf": value.is_leaf, "retains_grad": value.retains_grad}
-        if not value.is_inference():
-            moment["version"] = value._version
-    if plain is not None and _has_memory(plain):
-        storage = plain.untyped_storage()
-        moment["memory"] = storage.data_ptr(), storage.nbytes(), plain.storage_offset()
-    elif plain is None and len(held) < len(every) and not isinstance(value, torch.Tensor):
-        moment["state"] = _state(value)
-    return held, moment
-
-
-def _state(value: Any) -> Any:
-    """Return what an object holds besides attributes: an array, a file in memory, a generator."""
-    try:
-        if isinstance(value, torch.Generator):
-            return value.get_state().tolist()
-        with memoryview(value) as view:
-            return view.format, view.shape, view.strides, view.readonly, view.tobytes()
-    except (TypeError, ValueError, BufferError):  # it has no such memory
-        pass
-    try:
-        return pickle.dumps(value)
-    except Exception:
-        return None
+def _moments(found: dict[str, TreePlace]) -> dict[str, dict[str, Any]]:
+    """Return the facts about entries, with what may change beside them."""
+    moments = {}
+    for path, entry in found.items():
+        value = entry.value
+        moment: dict[str, Any] = {"class": type(value), **{name: fact for name, (_, fact) in entry.facts.items()}}
+        rest = moment.get(OBJECT)
+        if isinstance(rest, Rest):  # its buffers are in the memory of the object
+            moment[OBJECT] = rest.skeleton, rest.kept, [buffer.copied() for buffer in rest.buffers]
+        if not is_plain(value):
+            moment["identity"] = id(value)
+        if isinstance(value, torch.Tensor):
+            hooks = [value._backward_hooks, getattr(value, "_post_accumulate_grad_hooks", None)]
+            moment |= {"gradient": id(gradient(value)), "hooks": [list((each or {}).values()) for each in hooks]}
+            moment |= {"is_leaf": value.is_leaf, "retains_grad": value.retains_grad}
+            moment["version"] = None if value.is_inference() else value._version
+        if entry.elements is not None and _has_memory(entry.elements):
+            storage = entry.elements.untyped_storage()
+            moment["memory"] = storage.data_ptr(), storage.nbytes(), entry.elements.storage_offset()
+        moments[path] = moment
+    return moments
 
 
 def assert_pure(transform: Callable[[Any], T], tree: Any) -> T:
@@ -196,11 +182,10 @@ def assert_pure(transform: Callable[[Any], T], tree: Any) -> T:
 def assert_independent(a: Any, b: Any, *, containers: bool = True) -> None:
     """Assert that two trees share nothing, so that what happens to one does not happen to the other.
 
-    They share memory if tensors, gradients or storages lie on one storage, and if arrays of NumPy, or anything else
-    that lets others write into its memory, lie over these. They share history if a gradient would flow through what
-    autograd has recorded into leaves of both. They share an object if the very same one is in both, and it can be
-    changed: what has a hash of its value promises not to change and may be in both, and so may functions, classes and
-    modules. All this is looked for at any depth, in opaque objects too.
+    They share memory if tensors, gradients or storages lie on one storage, and if arrays of NumPy lie over these, in
+    opaque objects too. They share history if a gradient would flow through what autograd has recorded into leaves of
+    both. They share an object if the very same container or leaf is in both, and it can be changed: what has a hash of
+    its value promises not to change and may be in both, and so may functions, classes and modules.
 
     Args:
         a: Any value.
@@ -220,18 +205,18 @@ def assert_independent(a: Any, b: Any, *, containers: bool = True) -> None:
         AssertionError: assert_independent: the trees are not independent in 1 place:
           steps is the object at steps
     """
-    mine, theirs = ({id(value): (path or "<root>", value) for path, value in walk(tree)} for tree in (a, b))
+    mine, theirs = entries(a, gradients=True), entries(b, gradients=True)
     found = [*_shared_memory(mine, theirs), *_shared_history(mine, theirs)]
     if containers:
-        both = [(path, value, mine[key][0]) for key, (path, value) in theirs.items() if key in mine]
-        found += [f"{path} is the object at {its}" for path, value, its in both if _is_changeable(value)]
+        known = {id(entry.value): path for path, entry in mine.items()}
+        both = [(path, known[id(each.value)]) for path, each in theirs.items() if id(each.value) in known]
+        found += [
+            f"{shown(path)} is the object at {shown(its)}" for path, its in both if _is_changeable(mine[its].value)
+        ]
     raise_for("assert_independent: the trees are not independent", found)
 
 
-_Held = dict[int, tuple[str, Any]]
-
-
-def _shared_memory(mine: _Held, theirs: _Held) -> Iterator[str]:
+def _shared_memory(mine: dict[str, TreePlace], theirs: dict[str, TreePlace]) -> Iterator[str]:
     places = [(*memory, side, path) for side, held in enumerate((mine, theirs)) for path, memory in _memory(held)]
     reaching: dict[int, tuple[int, str]] = {}  # what reaches farthest, of each side
     for start, end, side, path in sorted(places):
@@ -242,55 +227,47 @@ def _shared_memory(mine: _Held, theirs: _Held) -> Iterator[str]:
             reaching[side] = end, path
 
 
-def _memory(held: _Held) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield the addresses of storages, and of whatever else lets others write into its memory."""
-    numpy = sys.modules.get("numpy")
-    for path, value in held.values():
-        plain = elements(value)
-        start = end = 0
-        if plain is not None:
-            storage = plain.untyped_storage()
-            start = storage.data_ptr() if _has_memory(plain) else storage._cdata  # its own address, which no other has
-            end = start + (storage.nbytes() if _has_memory(plain) else 1)
-        elif numpy is not None and isinstance(value, numpy.ndarray):
-            bounds = getattr(numpy, "byte_bounds", None) or numpy.lib.array_utils.byte_bounds  # before 2.0, and since
-            start, end = bounds(value)
-        else:
-            buffer = value.obj if isinstance(value, memoryview) else value
-            with contextlib.suppress(TypeError, ValueError, BufferError), memoryview(buffer) as view:
-                start = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-                end = start + view.nbytes
-        if start < end:
-            yield path, (start, end)
+def _memory(held: dict[str, TreePlace]) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield the addresses of storages, and of the arrays in opaque objects."""
+    for path, entry in held.items():
+        if entry.elements is not None:
+            storage = entry.elements.untyped_storage()
+            is_there = _has_memory(entry.elements)
+            start = storage.data_ptr() if is_there else storage._cdata  # its own address, which no other has
+            yield shown(path), (start, start + (storage.nbytes() if is_there else 1))
+        for buffer in getattr(entry.facts.get(OBJECT, (None, None))[1], "buffers", ()):
+            view = buffer.raw()
+            if view.nbytes and not view.readonly:
+                start = ctypes.addressof(ctypes.c_char.from_buffer(view))
+                yield shown(path), (start, start + view.nbytes)
 
 
-def _shared_history(mine: _Held, theirs: _Held) -> Iterator[str]:
+def _shared_history(mine: dict[str, TreePlace], theirs: dict[str, TreePlace]) -> Iterator[str]:
     """Name tensors that have operations of autograd in common: what is done with one changes the other's gradient."""
-    graphs = [_graph(held, others) for held, others in ((mine, theirs), (theirs, mine))]
+    graphs = [_graph(held) for held in (mine, theirs)]
     met = {path: graphs[0][key][1] for key, (_, path) in graphs[1].items() if key in graphs[0]}
     for path, its in met.items():
         yield f"{path} has operations of autograd in common with {its}"
 
 
-def _graph(held: _Held, others: _Held) -> dict[int, tuple[Any, str]]:
-    """Return the operations and leaves below a tree's tensors, but for tensors that are in the other tree as well."""
+def _graph(held: dict[str, TreePlace]) -> dict[int, tuple[Any, str]]:
+    """Return the operations and leaves of autograd below a tree's tensors."""
     found: dict[int, tuple[Any, str]] = {}
-    for key, (path, tensor) in held.items():
-        if key in others or not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
+    for path, entry in held.items():
+        tensor = entry.value
+        if not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
             continue
         pending = [tensor if tensor.is_leaf else tensor.grad_fn]
         while pending:
             step = pending.pop()
             if step is not None and id(step) not in found:
-                found[id(step)] = step, path
+                found[id(step)] = step, shown(path)
                 pending += [node for node, _ in getattr(step, "next_functions", ())]
                 pending.append(getattr(step, "variable", None))  # the leaf below an AccumulateGrad
     return found
 
 
 def _is_changeable(value: Any) -> bool:
-    """Whether an object may change: all may but those with a hash of their value, and those that pickle by name."""
-    if isinstance(value, torch.Tensor):
-        return True
+    """Whether an object may change: all may but atoms, and those with a hash of their value."""
     by_identity: tuple[Any, ...] = (None, object.__hash__)
-    return type(value).__hash__ in by_identity and not isinstance(reduced(value), str)
+    return isinstance(value, torch.Tensor) or (not is_plain(value) and type(value).__hash__ in by_identity)

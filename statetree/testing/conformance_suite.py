@@ -23,11 +23,7 @@ Function = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class SilentFault:
-    """A fault that no error tells: a wrong result is returned, and nothing is raised.
-
-    Attributes:
-        check: A function of an implementation, which raises ``AssertionError`` if it has the fault.
-    """
+    """A fault that no error tells, and a function that raises ``AssertionError`` if an implementation has it."""
 
     check: Callable[[Any], None] = dataclasses.field(repr=False)
 
@@ -86,18 +82,11 @@ class StagerAdapter:
 
 @dataclasses.dataclass(frozen=True)
 class FaultVerdict:
-    """Whether an implementation has a fault.
-
-    Attributes:
-        fault: The fault.
-        outcome: ``passes``; ``FAILS``, if it has the fault; ``refuses``, if it raises an error, which is not silent; or
-            ``unsupported``, if it does one of these last two and its documentation says so.
-        said: What was noticed, what was raised, or what the documentation says.
-    """
+    """Whether an implementation has a fault: see ``conformance``."""
 
     fault: SilentFault
     outcome: str
-    said: str = ""
+    said: str = ""  # what was noticed, what was raised, or what the documentation says
 
     def __str__(self) -> str:
         said = f": {self.said.splitlines()[0][:80]}" if self.said else ""
@@ -106,11 +95,7 @@ class FaultVerdict:
 
 @dataclasses.dataclass(frozen=True)
 class Conformance:
-    """Which silent faults an implementation has: true if it has none, and by name a verdict on each.
-
-    Attributes:
-        verdicts: One for each fault.
-    """
+    """Which silent faults an implementation has: true if it has none, and by name a verdict on each."""
 
     verdicts: tuple[FaultVerdict, ...]
 

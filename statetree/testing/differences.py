@@ -6,22 +6,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from statetree.testing.contents import (
-    GEOMETRY,
-    STRUCTURE,
-    TIES,
-    VALUES,
-    brief,
-    elements,
-    facts,
-    fingerprint,
-    is_plain,
-    parts,
-)
+from statetree.testing.contents import CONTENTS, GEOMETRY, STRUCTURE, TENSORS, TIES, VALUES, TreePlace, entries, shown
 from statetree.transforms.similarity import similarity
+from statetree.tree.atoms import same_value
+from statetree.tree.registry import container_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
 #: How many differences are shown.
 SHOWN = 20
@@ -52,83 +43,79 @@ def raise_for(head: str, found: Sequence[str]) -> None:
         raise AssertionError("\n  ".join([f"{head} in {places}:", *found[:SHOWN], *more]))
 
 
+def brief(value: Any) -> str:
+    """Return a short representation of any value."""
+    try:
+        text = repr(value)
+    except Exception:
+        text = object.__repr__(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def differences(
-    a: Any,
-    b: Any,
-    *,
-    ties: bool = True,
-    strides: bool = True,
-    device: bool = False,
-    containers: bool = False,
-    storages: bool = True,
+    a: Any, b: Any, *, ties: bool = True, strides: bool = True, device: bool = False, storages: bool = True
 ) -> list[Finding]:
     """Return where two trees differ, as ``assert_trees_equal`` describes it. Every aspect is looked at by itself."""
-    found: list[Finding] = []
-    met: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-    objects: list[tuple[str, tuple[Any, Any]]] = []
+    left, right = entries(a), entries(b)
     unasked = {name for name, asked in (("strides", strides), ("device", device)) if not asked}
-    pending, seen = [("", a, b)], set()
-    while pending:
-        at, one, other = pending.pop()
-        path = at.removeprefix(".") or "<root>"
-        if type(one) is not type(other):
-            sides = f"{type(one).__qualname__} against {type(other).__qualname__}"
-            found.append(Finding(_aspect(one, other), f"type differs at {path}: {sides}"))
-        if is_plain(one) or is_plain(other):
-            if type(one) is type(other) and fingerprint(one) != fingerprint(other):
-                found.append(Finding(VALUES, f"value differs at {path}: {_contrast(one, other)}"))
-            continue
-        if isinstance(one, torch.Tensor) or (
-            containers and type(one) not in (tuple, frozenset)
-        ):  # equal ones may be one
-            objects.append((path, (one, other)))
-        if (id(one), id(other)) in seen:
-            continue
-        seen.add((id(one), id(other)))
-        its = facts(other)
-        for name, (aspect, fact) in facts(one).items():
-            if name in its and name not in unasked and fact != its[name][1]:
-                verb = "differ" if name.endswith("s") else "differs"
-                found.append(Finding(aspect, f"{name} {verb} at {path}: {_contrast(fact, its[name][1])}"))
-        left, right = elements(one), elements(other)
-        if left is not None and right is not None:
-            met.append((path, left, right))
-        mine, others = parts(one), parts(other)
-        aspect = GEOMETRY if isinstance(one, torch.Tensor) else STRUCTURE
-        for side, only in (("left", [*mine.keys() - others.keys()]), ("right", [*others.keys() - mine.keys()])):
-            places = sorted((at + step).removeprefix(".") for step in only)
-            found += [Finding(aspect, f"only on the {side} is {place}") for place in places]
-        pending += [(at + step, part, others[step]) for step, part in reversed(mine.items()) if step in others]
+    pairs = {path: (entry, right[path]) for path, entry in left.items() if path in right}
+    found = [finding for path, pair in pairs.items() for finding in _unlike(shown(path), pair, unasked)]
+    for side, one, other in (("left", left, right), ("right", right, left)):
+        alone = [path for path, entry in one.items() if path not in other and entry.above in other]
+        for path in sorted(alone):
+            aspect = GEOMETRY if isinstance(one[one[path].above].value, TENSORS) else STRUCTURE
+            found.append(Finding(aspect, f"only on the {side} is {shown(path)}"))
     exactly = strides and not any(finding.aspect == GEOMETRY for finding in found)
+    met = [
+        (shown(path), one.elements, other.elements)
+        for path, (one, other) in pairs.items()
+        if one.elements is not None and other.elements is not None
+    ]
     found += [Finding(VALUES, text) for text in _other_elements(met)]
     if ties:
-        regions = [(path, (region(left), region(right))) for path, left, right in met]
+        regions = [(path, (region(one), region(other))) for path, one, other in met]
         found += [Finding(TIES, text) for text in _changed_ties(regions, storages=storages, exactly=exactly)]
-        found += [Finding(TIES, text) for text in _changed_objects(objects)]
+        found += [Finding(TIES, text) for text in _changed_objects(pairs)]
     return found
+
+
+def _unlike(place: str, pair: tuple[TreePlace, TreePlace], unasked: Collection[str]) -> Iterator[Finding]:
+    """Yield what is true of one entry and not of the other."""
+    one, other = pair
+    is_same_type = type(one.value) is type(other.value)
+    if not is_same_type:
+        sides = f"{type(one.value).__qualname__} against {type(other.value).__qualname__}"
+        yield Finding(_aspect(one.value, other.value), f"type differs at {place}: {sides}")
+    unlike = [
+        (name, aspect, fact, other.facts[name][1])
+        for name, (aspect, fact) in one.facts.items()
+        if name in other.facts and name not in unasked and not same_value(fact, other.facts[name][1])
+    ]
+    for name, aspect, fact, its in unlike:
+        if name != CONTENTS or (is_same_type and len(unlike) == 1):  # else it only says so once more
+            verb = "differ" if name.endswith("s") else "differs"
+            yield Finding(aspect, f"{name} {verb} at {place}: {_contrast(fact, its)}")
 
 
 def _aspect(one: Any, other: Any) -> str:
     """Return which aspect a difference of types belongs to."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return GEOMETRY
-    held = (dict, list, tuple, set, frozenset)
-    is_container = [isinstance(side, held) or hasattr(type(side), "__dataclass_fields__") for side in (one, other)]
+    held = (set, frozenset)
+    is_container = [isinstance(side, held) or container_of(type(side)) is not None for side in (one, other)]
     return STRUCTURE if any(is_container) else VALUES
 
 
 def _contrast(one: Any, other: Any) -> str:
-    shown, another = brief(one), brief(other)
-    return f"{shown} against {another}" if shown != another else f"both shown as {shown}"
+    text, another = brief(one), brief(other)
+    return f"{text} against {another}" if text != another else f"both shown as {text}"
 
 
 def _other_elements(met: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> Iterator[str]:
     """Say which tensors have other elements than the ones in the same places."""
     compared = {}
     for path, one, other in met:
-        freed = [
-            tensor.numel() > 0 and region(tensor).end > tensor.untyped_storage().nbytes() for tensor in (one, other)
-        ]
+        freed = [each.numel() > 0 and region(each).end > each.untyped_storage().nbytes() for each in (one, other)]
         sides = [f"{tuple(tensor.shape)} of {tensor.dtype}" for tensor in (one, other)]
         if sides[0] != sides[1] or freed[0] != freed[1] or one.is_meta != other.is_meta:
             yield f"elements differ at {path}: {' against '.join(sides)}"
@@ -165,11 +152,12 @@ def _changed_ties(met: Sequence[tuple[str, tuple[Region, Region]]], *, storages:
             before = max(before, tie, key=lambda each: each[1][side].end)
 
 
-def _changed_objects(met: Sequence[tuple[str, tuple[Any, Any]]]) -> Iterator[str]:
-    """Compare which places hold one and the same object."""
+def _changed_objects(pairs: dict[str, tuple[TreePlace, TreePlace]]) -> Iterator[str]:
+    """Compare which places hold one and the same tensor."""
     for side, (here, there) in enumerate((("left", "right"), ("right", "left"))):
         first: dict[int, tuple[str, Any]] = {}
-        for path, pair in met:
-            known, partner = first.setdefault(id(pair[side]), (path, pair[1 - side]))
-            if partner is not pair[1 - side]:
-                yield f"object at {known} and {path} is one on the {here}, two on the {there}"
+        for path, pair in pairs.items():
+            if isinstance(pair[0].value, torch.Tensor):
+                known, partner = first.setdefault(id(pair[side].value), (shown(path), pair[1 - side].value))
+                if partner is not pair[1 - side].value:
+                    yield f"object at {known} and {shown(path)} is one on the {here}, two on the {there}"

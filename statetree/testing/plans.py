@@ -12,7 +12,6 @@ import enum
 import functools
 import math
 import struct
-import types
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,7 +81,6 @@ PAIRS = {
     "SlottedPair": 'samples.having(samples.SlottedPair({}), sum="sum")',
     "return_type": "torch.return_types.max([{}])",
 }
-NODES = (*MAPPINGS, *SEQUENCES, *PAIRS, "Thing")
 WITH_ATTRIBUTES = ("OrderedDict", "DictSubclass", "ListSubclass", "TupleSubclass")
 _PLAIN = (type(None), bool, int, str, bytes, torch.dtype, torch.Size)
 
@@ -104,7 +102,7 @@ class Value(Plan):
 
 @dataclasses.dataclass(frozen=True)
 class Node(Plan):
-    """A container or an opaque object: one of ``NODES``, of its children, their keys, and named attributes."""
+    """A container, or an opaque ``Thing``, of its children, their keys, and named attributes."""
 
     kind: str
     children: tuple[Any, ...] = ()
@@ -271,20 +269,13 @@ def code(value: Any) -> str | None:
         return repr(value) if math.isfinite(value) else f"torch.tensor({bits}).view(torch.float64).item()"
     if cls is complex:
         return f"complex({code(value.real)}, {code(value.imag)})"
-    if cls in (tuple, frozenset, samples.NamedPair):
+    if cls is tuple:
         items = [code(item) for item in value]
-        if None in items:
-            return None
-        listed = ", ".join(filter(None, items if cls is tuple else sorted(filter(None, items))))
-        if cls is samples.NamedPair:
-            return f"samples.NamedPair({', '.join(filter(None, items))})"
-        return f"({listed}{',' if len(items) == 1 else ''})" if cls is tuple else f"frozenset([{listed}])"
+        return None if None in items else f"({', '.join(map(str, items))}{',' if len(items) == 1 else ''})"
     if cls is str and value.isprintable() and not set(value) & set("\"'\\"):
         return f'"{value}"'
-    if isinstance(value, (type, types.FunctionType, enum.Enum)):
-        name = f"{cls.__name__}.{value.name}" if isinstance(value, enum.Enum) else value.__name__
-        is_ours = value.__module__ == samples.__name__
-        return f"samples.{name}" if is_ours else name if value is int else None
+    if getattr(value, "__module__", "") == samples.__name__:
+        return f"samples.{cls.__name__}.{value.name}" if isinstance(value, enum.Enum) else f"samples.{value.__name__}"
     return f"torch.{value!r}" if cls is torch.device else repr(value) if cls in _PLAIN else None
 
 

@@ -105,20 +105,12 @@ def run_ranks(
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a function ended on one rank.
-
-    Attributes:
-        rank: Which one it is.
-        status: ``returned``, ``raised`` (also if what it returned cannot be unpickled), ``died`` (its process ended),
-            ``hung`` (its process was killed) or ``strayed`` (the ranks have not made the same collectives).
-        value: What was returned, or the exception that was raised, if it can be pickled.
-        report: The traceback of what was raised, where it hung, or how its process ended.
-    """
+    """How a function ended on one rank."""
 
     rank: int
-    status: str
-    value: Any = None
-    report: str = ""
+    status: str  # returned, raised, died (its process ended), hung (it was killed), strayed (from others' collectives)
+    value: Any = None  # what was returned, or the exception that was raised, if it can be pickled
+    report: str = ""  # the traceback of what was raised, where it hung, or how its process ended
 
     def __str__(self) -> str:
         return f"--- rank {self.rank} {self.status}\n{self.report}".rstrip()

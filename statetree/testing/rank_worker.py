@@ -20,8 +20,6 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from statetree.testing.contents import elements
-
 if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
@@ -69,9 +67,13 @@ class _TensorPickler(pickle.Pickler):
         if isinstance(value, torch.storage.TypedStorage):
             return _typed, (value._untyped_storage, value.dtype)
         if type(value) is torch.UntypedStorage:
-            content = None if value.device.type == "meta" else bytes(elements(value).cpu().numpy())  # type: ignore[union-attr]
+            content = None if value.device.type == "meta" else _bytes_of(value.cpu())
             return _storage, (content, value.nbytes(), str(value.device))
         return NotImplemented
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> bytes:
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy().tobytes()
 
 
 def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:

@@ -19,7 +19,7 @@ from statetree.testing.dtensor_layout import Layout
 from statetree.testing.elements import HARD_TO_KEEP, HARD_TO_KEEP_TOO, TRAINING_DTYPES
 from statetree.testing.layout_strategies import layouts
 from statetree.testing.plans import MAPPINGS, PAIRS, Again, Node, TensorPlan, Value, ViewPlan, build, code_of
-from statetree.testing.strategies import plain_values, tensor_plans, tied_plans, tree_plans
+from statetree.testing.strategies import plain_values, plans_of, state_trees, tensors, tied_trees
 
 Where = Callable[[Path, Any], bool]
 
@@ -59,7 +59,7 @@ STATES = (
     _dict(a=ViewPlan(kind="parameter"), b=ViewPlan()),
     _dict(a=TensorPlan(wrap="parameter"), b=Again()),
     _dict(a=_W, b=_W),
-    *(_dict(v=Value(value)) for value in (None, 1, 0.1, "a", float("nan"))),
+    *(_dict(v=Value(value)) for value in (None, True, 1, 0.1, "a", float("nan"))),
     _dict(z=Value(1), a=Value(2)),
     _dict(z=_W, a=_W),
     _dict(inner=Node("dict")),
@@ -73,6 +73,8 @@ STATES = (
     _dict(held=Node("Thing", (_W,))),
     *(_MODEL, _OPTIMIZER, _dict(model=_MODEL, optimizer=_OPTIMIZER, step=Value(3))),
 )
+#: How many plans are tried to make one smaller.
+MOST_TRIED = 200
 #: What stands for leaves of which a predicate does not hold: the first of which it does.
 _INSTEAD = (
     *(TensorPlan(dtype=dtype) for dtype in TRAINING_DTYPES),
@@ -103,13 +105,12 @@ def _plans(world_size: int | None) -> st.SearchStrategy[Any]:
     """Plans of trees: of ordinary tensors, of any, and of tied ones; with ranks, of DTensors beside what all hold."""
     if world_size is not None:
         placed = layouts(world_size, strided=False, subsets=False)  # torch, which is asked too, errs about others
-        leaves = st.one_of(placed, placed, tensor_plans(dtypes=TRAINING_DTYPES, wraps=["tensor"]))
+        leaves = st.one_of(placed, placed, plans_of(tensors(dtypes="training", wraps=["tensor"])))
         named = st.dictionaries(st.sampled_from("abcd"), leaves, min_size=1, max_size=3)
         return named.map(lambda items: _dict(**items))
-    usual = st.one_of(
-        tensor_plans(dtypes=TRAINING_DTYPES, wraps=["tensor", "parameter"]), st.builds(Value, plain_values())
-    )
-    return st.one_of(tree_plans(usual, max_leaves=6, opaque=False), tree_plans(max_leaves=8), tied_plans(max_leaves=8))
+    usual = st.one_of(tensors(dtypes="training", wraps=["tensor", "parameter"]), plain_values())
+    trees = state_trees(usual, max_leaves=6, opaque=False), state_trees(max_leaves=8), tied_trees(max_leaves=8)
+    return st.one_of(*map(plans_of, trees))
 
 
 @functools.lru_cache(maxsize=8)
@@ -147,17 +148,15 @@ def smallest(plan: Any, fails: Callable[[Any], bool]) -> Any:
 
     Hypothesis makes smaller only what it draws: to draw such a tree anew and shrink it takes half a minute.
     """
-    tried, progress = {repr(plan)}, True
-    while progress:
-        progress = False
-        for smaller in sorted(_smaller(plan), key=size):
-            if len(tried) > 300:
-                return plan
-            if size(smaller) < size(plan) and repr(smaller) not in tried:
-                tried.add(repr(smaller))
-                if fails(smaller):
-                    plan, progress = smaller, True
-                    break
+    tried = {repr(plan)}
+    while len(tried) < MOST_TRIED:
+        untried = [each for each in _smaller(plan) if size(each) < size(plan) and repr(each) not in tried]
+        if not untried:
+            break
+        smaller = min(untried, key=size)
+        tried.add(repr(smaller))
+        if fails(smaller):
+            plan = smaller
     return plan
 
 
@@ -166,8 +165,7 @@ def _smaller(plan: Any) -> Iterator[Any]:
     replace = dataclasses.replace
     if isinstance(plan, Node):
         yield from plan.children
-        usual = "dict" if plan.kind in MAPPINGS else "list"
-        yield from (replace(plan, attributes=()), replace(plan, kind=usual, attributes=()))
+        yield replace(plan, kind="dict" if plan.kind in MAPPINGS else "list", attributes=())
         yield replace(plan, keys=tuple("abcdefghijkl"[: len(plan.keys)]))
         for at, child in enumerate(plan.children):
             before, after = plan.children[:at], plan.children[at + 1 :]
@@ -178,7 +176,6 @@ def _smaller(plan: Any) -> Iterator[Any]:
         yield Value(None)
         if isinstance(plan, (TensorPlan, ViewPlan)):
             yield from (replace(plan, **{field.name: field.default}) for field in dataclasses.fields(plan))
-            yield from (replace(plan, shape=shape) for shape in ((), (2,), (2, 2)) if isinstance(plan, TensorPlan))
 
 
 def only(where: Where, plan: Any, path: Path = Path(())) -> Any:  # noqa: B008 - it cannot change

@@ -31,14 +31,14 @@ from statetree.testing.plans import (
     ViewPlan,
     code_of,
 )
-from statetree.testing.samples import Color, NamedPair, Pair, a_factory
+from statetree.testing.samples import Color, Pair, a_factory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 AWKWARD_KEYS = (
     *(True, False, None, 0.0, -0.0, 1.0, float("nan"), "0", "1", "True", "None", "", ".", "[0]", "['a']", "\ud800"),
-    *(b"a", Color.RED, (0,), ("0",), (False, "a"), (), frozenset({"a", "b"}), NamedPair(1, "a"), int),
+    *(b"a", Color.RED, (0,), ("0",), (False, "a"), ()),
 )
 #: The simplest leaf. It is drawn in one choice, so that what shrinks ends here, and not with an empty object.
 _NOTHING = st.just(Value(None))
@@ -68,9 +68,17 @@ def tensors(
             ``subclass``, ``attribute`` (with an attribute that holds another tensor); not by default ``computed`` (no
             leaf of autograd, as transforms return them).
     """
-    return _built(
-        tensor_plans(dtypes=_dtypes(dtypes), max_dims=max_dims, max_side=max_side, geometries=geometries, wraps=wraps)
+    check_some_of("geometries", geometries, GEOMETRIES)
+    check_some_of("wraps", wraps, WRAPS)
+    plans = st.builds(
+        TensorPlan,
+        shape=shapes(max_dims=max_dims, max_side=max_side),
+        dtype=st.sampled_from(_dtypes(dtypes)),
+        geometry=st.sampled_from(geometries),
+        wrap=st.sampled_from(wraps),
+        elements=st.sampled_from(ELEMENTS),
     )
+    return _built(plans.filter(_can_be_shown))
 
 
 def state_trees(
@@ -94,7 +102,17 @@ def state_trees(
         max_leaves: How many leaves a tree has at most, about. Its depth grows with the logarithm.
         opaque: Whether there are objects of unknown classes.
     """
-    return _built(tree_plans(leaves, dtypes=_dtypes(dtypes), max_leaves=max_leaves, opaque=opaque))
+    check_at_least("max_leaves", max_leaves, 1)
+    if not (leaves is None or isinstance(leaves, st.SearchStrategy)):
+        refuse("leaves", "a strategy, or None", leaves, TypeError)
+    hard = [_hard_plans(_dtypes(dtypes)) for _ in range(2)]  # one that is given twice would count once
+    usual = st.one_of(_NOTHING, plans_of(tensors(dtypes=dtypes)), *hard, st.builds(Value, plain_values()))
+    chosen = usual if leaves is None else plans_of(leaves)
+    trees = st.recursive(chosen, lambda smaller: _nodes(smaller, opaque=opaque), max_leaves=max_leaves)
+    fewest = st.sampled_from([0, 2, 2])  # else half of these would be leaves, or empty
+    small = st.one_of(trees, fewest.flatmap(lambda count: _nodes(trees, opaque=opaque, fewest=count)))
+    large = _large(chosen, max_leaves)
+    return _built(st.sampled_from([small, small, large, large, large]).flatmap(lambda drawn: drawn))
 
 
 def tied_trees(*, max_leaves: int = 12, opaque: bool = True) -> st.SearchStrategy[Any]:
@@ -106,13 +124,45 @@ def tied_trees(*, max_leaves: int = 12, opaque: bool = True) -> st.SearchStrateg
         max_leaves: As for ``state_trees``.
         opaque: As for ``state_trees``.
     """
-    return _built(tied_plans(max_leaves=max_leaves, opaque=opaque))
+    places = st.integers(0, 24)
+    views = [
+        st.builds(ViewPlan, st.integers(0, most), st.sampled_from(list(VIEWS)), places, places) for most in (0, 1, 2)
+    ]
+    again, wrapped = st.builds(Again, st.integers(0, 7)), st.builds(TensorPlan, wrap=st.sampled_from(USUAL_WRAPS))
+    leaves = st.one_of(_NOTHING, *views, again, wrapped, st.builds(Value, plain_values()))
+    return state_trees(leaves, max_leaves=max_leaves, opaque=opaque)
+
+
+def plans_of(drawn: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Plans of what a strategy draws."""
+    # Leaves that were built one by one would each count their elements from 1, and would not print as code.
+    if branches := getattr(drawn, "original_strategies", ()):  # hypothesis' own name, of ``one_of``
+        return st.one_of(*map(plans_of, branches))
+    plans: st.SearchStrategy[Any] = getattr(drawn, "plans", drawn)
+    return plans.map(lambda leaf: leaf if isinstance(leaf, Plan) else Value(leaf))
+
+
+def shapes(*, min_dims: int = 0, max_dims: int = 3, max_side: int = 3) -> st.SearchStrategy[tuple[int, ...]]:
+    """Shapes, with sides of 0 and 1 among them."""
+    check_at_least("max_dims", max_dims, 0)
+    check_at_least("max_side", max_side, 0)
+    return st.lists(st.integers(0, max_side), min_size=min_dims, max_size=max_dims).map(tuple)
+
+
+def plain_values() -> st.SearchStrategy[Any]:
+    """Values that hold no tensor: numbers, strings, and what is passed by identity."""
+    return st.one_of(
+        *(st.none(), st.booleans(), st.integers(), st.floats(), st.complex_numbers()),
+        *(st.text(max_size=3), st.binary(max_size=3)),
+        st.sampled_from([Color.RED, a_factory, Pair, torch.float32, torch.device("cpu"), torch.Size([2, 1])]),
+    )
 
 
 def _dtypes(dtypes: Sequence[torch.dtype] | str) -> Sequence[torch.dtype]:
     if isinstance(dtypes, str):
         check_one_of("dtypes", dtypes, ["training"])
         return TRAINING_DTYPES
+    check_some_of("dtypes", dtypes, DTYPES)
     return dtypes
 
 
@@ -128,103 +178,17 @@ def _built(plans: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return strategy
 
 
-# Plans
-
-
-def shapes(*, min_dims: int = 0, max_dims: int = 3, max_side: int = 3) -> st.SearchStrategy[tuple[int, ...]]:
-    """Shapes, with sides of 0 and 1 among them."""
-    check_at_least("max_dims", max_dims, 0)
-    check_at_least("max_side", max_side, 0)
-    return st.lists(st.integers(0, max_side), min_size=min_dims, max_size=max_dims).map(tuple)
-
-
-def tensor_plans(
-    *,
-    dtypes: Sequence[torch.dtype] = DTYPES,
-    max_dims: int = 3,
-    max_side: int = 3,
-    geometries: Sequence[str] = GEOMETRIES,
-    wraps: Sequence[str] = USUAL_WRAPS,
-) -> st.SearchStrategy[TensorPlan]:
-    """Plans of single tensors (see ``tensors``)."""
-    for name, given, allowed in (
-        ("dtypes", dtypes, DTYPES),
-        ("geometries", geometries, GEOMETRIES),
-        ("wraps", wraps, WRAPS),
-    ):
-        check_some_of(name, given, allowed)
-    return st.builds(
-        TensorPlan,
-        shape=shapes(max_dims=max_dims, max_side=max_side),
-        dtype=st.sampled_from(dtypes),
-        geometry=st.sampled_from(geometries),
-        wrap=st.sampled_from(wraps),
-        elements=st.sampled_from(ELEMENTS),
-    ).filter(can_be_shown)
-
-
-def can_be_shown(plan: TensorPlan) -> bool:
+def _can_be_shown(plan: TensorPlan) -> bool:
     """Whether torch can print the tensor: a test that fails on another would fail with torch's error, not its own."""
     return plan.shape != () or plan.dtype is not torch.float4_e2m1fn_x2
 
 
 def _hard_plans(dtypes: Sequence[torch.dtype]) -> st.SearchStrategy[TensorPlan]:
-    """Plans of tensors with elements that are easily lost. Few of ``tensor_plans`` are such."""
+    """Plans of tensors with elements that are easily lost. Few that ``tensors`` draws are such."""
     pairs = [pair for pair in HARD_TO_KEEP if pair[0] in dtypes] or [(dtype, "counted") for dtype in dtypes]
-    drawn = st.tuples(shapes(), st.sampled_from(pairs), st.sampled_from(USUAL_WRAPS))
+    filled = st.lists(st.integers(1, 3), max_size=3).map(tuple)  # an empty one has none of them
+    drawn = st.tuples(filled, st.sampled_from(pairs), st.sampled_from(USUAL_WRAPS))
     return drawn.map(lambda plan: TensorPlan(plan[0], plan[1][0], wrap=plan[2], elements=plan[1][1]))
-
-
-def view_plans(*, max_bases: int = 3) -> st.SearchStrategy[ViewPlan]:
-    """Plans of views that overlap in a few storages."""
-    places = st.integers(0, 24)
-    return st.builds(ViewPlan, st.integers(0, max_bases - 1), st.sampled_from(list(VIEWS)), places, places)
-
-
-def plain_values() -> st.SearchStrategy[Any]:
-    """Values that hold no tensor: numbers, strings, and what is passed by identity."""
-    return st.one_of(
-        *(st.none(), st.booleans(), st.integers(), st.floats(), st.complex_numbers()),
-        *(st.text(max_size=3), st.binary(max_size=3)),
-        st.sampled_from([Color.RED, a_factory, Pair, torch.float32, torch.device("cpu"), torch.Size([2, 1])]),
-    )
-
-
-def tree_plans(
-    leaves: st.SearchStrategy[Any] | None = None,
-    *,
-    dtypes: Sequence[torch.dtype] = DTYPES,
-    max_leaves: int = 12,
-    opaque: bool = True,
-) -> st.SearchStrategy[Any]:
-    """Plans of trees (see ``state_trees``)."""
-    check_at_least("max_leaves", max_leaves, 1)
-    if not (leaves is None or isinstance(leaves, st.SearchStrategy)):
-        refuse("leaves", "a strategy, or None", leaves, TypeError)
-    hard = [_hard_plans(dtypes) for _ in range(2)]  # one that is given twice would count once
-    usual = st.one_of(_NOTHING, tensor_plans(dtypes=dtypes), *hard, st.builds(Value, plain_values()))
-    chosen = usual if leaves is None else _plans_of(leaves)
-    trees = st.recursive(chosen, lambda smaller: _nodes(smaller, opaque=opaque), max_leaves=max_leaves)
-    fewest = st.sampled_from([0, 2, 2])  # else half of these would be leaves, or empty
-    small = st.one_of(trees, fewest.flatmap(lambda count: _nodes(trees, opaque=opaque, fewest=count)))
-    large = _large(chosen, max_leaves)
-    return st.sampled_from([small, small, large, large, large]).flatmap(lambda drawn: drawn)
-
-
-def tied_plans(*, max_leaves: int = 12, opaque: bool = True) -> st.SearchStrategy[Any]:
-    """Plans of trees whose leaves share storages (see ``tied_trees``)."""
-    again, wrapped = st.builds(Again, st.integers(0, 7)), st.builds(TensorPlan, wrap=st.sampled_from(USUAL_WRAPS))
-    views = (view_plans(max_bases=1), view_plans(max_bases=2), view_plans())
-    leaves = st.one_of(_NOTHING, *views, again, wrapped, st.builds(Value, plain_values()))
-    return tree_plans(leaves, max_leaves=max_leaves, opaque=opaque)
-
-
-def _plans_of(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    # Leaves that were built one by one would each count their elements from 1, and would not print as code.
-    if branches := getattr(leaves, "original_strategies", ()):  # hypothesis' own name, of ``one_of``
-        return st.one_of(*map(_plans_of, branches))
-    plans: st.SearchStrategy[Any] = getattr(leaves, "plans", leaves)
-    return plans.map(lambda leaf: leaf if isinstance(leaf, Plan) else Value(leaf))
 
 
 @st.composite
@@ -244,13 +208,14 @@ def _holding(
 
 @st.composite
 def _nodes(draw: st.DrawFn, children: st.SearchStrategy[Any], *, opaque: bool, fewest: int = 0) -> Node:
-    kinds = [list(MAPPINGS), list(SEQUENCES), list(PAIRS), *([["Thing"]] if opaque else [])]
-    family = draw(st.sampled_from(kinds))
-    kind = draw(st.sampled_from(family))
+    kind = draw(st.sampled_from(draw(st.sampled_from(_FAMILIES if opaque else _FAMILIES[:-1]))))
     most = 1 if kind == "Counter" else 4  # to be shown, it sorts what it holds, and tensors cannot be
     least, most = (2, 2) if kind in PAIRS else (min(fewest, most), most)
     held = tuple(draw(st.lists(children, min_size=least, max_size=most)))
     return draw(_holding([kind], held, children))
+
+
+_FAMILIES = [list(MAPPINGS), list(SEQUENCES), list(PAIRS), ["Thing"]]
 
 
 @st.composite

@@ -54,7 +54,7 @@ with statetree.Checkpointer("run", keep=None) as saved:
 @pytest.mark.parametrize(
     ("text", "kill_at", "status", "said"),
     [
-        (UNSEEDED, 2, 2, r"differs from run to run, before any kill, at step 1: x. Seed it."),
+        (UNSEEDED, 2, 2, r"differs from run to run, before any kill, at step 1: x. Seed it, and"),
         (ANEW, 2, 1, r"began anew after the kill: it restores nothing"),
         (ANEW, 9, 2, r"ended with status 0: expected a save at step 9 or later"),
         ("1 / 0", 9, 2, r"ended with status 1: expected success"),
@@ -66,4 +66,40 @@ def test_a_script_that_cannot_be_proved_is_told_so(text, kill_at, status, said, 
     script.write_text(text)
     ran = statetree("prove-resume", script, "--kill-at", str(kill_at))
     assert said in ran.out + ran.err
+    assert ran.status == status
+
+
+RESUMING = """
+import os, statetree, torch
+seen = []
+with statetree.Checkpointer("run", keep=None) as saved:
+    state = {"x": torch.zeros(1), "step": 0}
+    if saved.latest_step() is not None:
+        state = saved.restore()
+    for step in range(int(state["step"]) + 1, 5):
+        seen.append(step)
+        state = {"x": WHAT, "step": step}
+        saved.save(step, state)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "status", "said"),
+    [
+        ("state['x'] + len(seen)", 1, "what was forgotten is not known: "),
+        (
+            "torch.tensor(list(os.urandom(4))) if step > 2 else state['x']",
+            2,
+            "differs from run to run, without any kill",
+        ),
+    ],
+    ids=["a list of the script's own", "random only after the kill"],
+)
+def test_that_nothing_known_was_forgotten_is_no_claim_that_nothing_was(what, status, said, tmp_path, statetree):
+    script = tmp_path / "script.py"
+    script.write_text(RESUMING.replace("WHAT", what))
+    ran = statetree("prove-resume", script, "--kill-at", "2")
+    assert said in ran.out, ran.err
+    assert "forgotten: nothing" not in ran.out
     assert ran.status == status

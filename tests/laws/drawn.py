@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as hyp
 
 from statetree.testing.plans import Node, TensorPlan, Value
-from statetree.testing.strategies import tensor_plans
+from tests.trees.plans import tensor_plans
 
 #: Where something is in a plan: the numbers of children, from the root on.
 Place = tuple[int, ...]

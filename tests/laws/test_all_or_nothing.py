@@ -8,11 +8,11 @@ from hypothesis import strategies as hyp
 
 import statetree as st
 from statetree.testing.plans import Node, TensorPlan, build
-from statetree.testing.strategies import tied_plans, tree_plans
 from tests.judge import assert_trees_equal
 from tests.judge.watch import Watch
 from tests.laws.drawn import near
 from tests.laws.table import Table
+from tests.trees.plans import tied_plans, tree_plans
 
 plans = hyp.one_of(tree_plans(max_leaves=8), tied_plans(max_leaves=8))
 pairs_of_plans = hyp.one_of(near(plans), hyp.tuples(plans, plans))

@@ -9,11 +9,11 @@ from hypothesis import strategies as hyp
 
 import statetree as st
 from statetree.testing.plans import build
-from statetree.testing.strategies import tied_plans, tree_plans
 from tests.judge import assert_trees_equal
 from tests.judge.regions import raw_bytes, storage_of
 from tests.judge.watch import Watch
 from tests.laws.table import DoesNotApply, Table
+from tests.trees.plans import tied_plans, tree_plans
 
 plans = hyp.one_of(tree_plans(max_leaves=8), tied_plans(max_leaves=8))
 laws = Table()

@@ -5,11 +5,11 @@ from hypothesis import strategies as hyp
 
 import statetree as st
 from statetree.testing.plans import Again, Node, build
-from statetree.testing.strategies import tied_plans, tree_plans
 from tests.judge import assert_trees_equal
 from tests.laws.drawn import with_shared_containers
 from tests.memory import covered_bytes, storages
 from tests.trees.optimizers import optimizer_plans
+from tests.trees.plans import tied_plans, tree_plans
 
 
 @given(plan=with_shared_containers(tied_plans(opaque=False)))

@@ -7,11 +7,11 @@ from hypothesis import strategies as hyp
 
 import statetree as st
 from statetree.testing.plans import MAPPINGS, Node, build
-from statetree.testing.strategies import tree_plans
 from statetree.tree.matching import matched
 from tests.contract.verbs import VERBS
 from tests.judge import assert_trees_equal
 from tests.laws.table import Table
+from tests.trees.plans import tree_plans
 
 plans = tree_plans(opaque=False)
 randoms = hyp.randoms(use_true_random=False)

@@ -11,12 +11,12 @@ from hypothesis import strategies as hyp
 
 import statetree as st
 from statetree.testing.plans import Node, TensorPlan, Value, ViewPlan, build
-from statetree.testing.strategies import tied_plans, tree_plans
 from statetree.tree.matching import matched
 from statetree.tree.spec import TreeSpec
 from tests.judge import assert_trees_equal, tree_differences
 from tests.laws.table import Table
 from tests.repack import repacked
+from tests.trees.plans import tied_plans, tree_plans
 
 laws = Table()
 

@@ -1,4 +1,4 @@
-"""The assertions that users get notice all that the judge of our own tests does."""
+"""The assertions that users get notice what the judge of our own tests does, but for what stands in ``BEYOND``."""
 
 import pytest
 import torch
@@ -11,8 +11,22 @@ from tests.judge import test_planted_sharing as sharing
 from tests.judge import test_planted_structures as structures
 from tests.trees import DISTRIBUTED_TREES, TREES
 
+#: What the judge alone notices: what leaf types do not see, and objects within objects.
+BEYOND = {
+    *("tie_of_fake_tensors_broken", "range_of_the_same_numbers", "attribute_of_an_array"),
+    *("a tensor below a wrapper without memory", "a tensor for another below a wrapper without memory"),
+    *("a_tensor_below_wrappers_without_memory", "a_tensor_that_pickle_leaves_out", "a_gradient_that_pickle_leaves_out"),
+    *("a_bytearray", "a_tensor_on_a_bytearray", "a_tensor_on_an_array_of_the_library"),
+    *("a_memoryview_of_a_tensor", "memoryviews_of_a_bytearray"),
+    *("metadata", "a_list_in_an_object", "a_list_in_an_attribute_of_a_tensor", "a_list_in_arrays"),
+}
 
-@pytest.mark.parametrize("make", faults.FAULTS)
+
+def noticed(planted):
+    return {name: made for name, made in planted.items() if name not in BEYOND}
+
+
+@pytest.mark.parametrize("make", [made for made in faults.FAULTS if made.id not in BEYOND])
 def test_a_planted_fault_is_noticed(make):
     left, right = make()
     for one, other in ((left, right), (right, left)):
@@ -20,18 +34,18 @@ def test_a_planted_fault_is_noticed(make):
             assert_trees_equal(one, other)
 
 
-@pytest.mark.parametrize("tree", TREES, ids=str)
+@pytest.mark.parametrize("tree", [tree for tree in TREES if not tree.refused], ids=str)
 def test_a_tree_is_the_same_as_itself_and_as_one_made_alike(tree):
     made = tree.make()
-    assert_trees_equal(made, made, containers=True)
-    assert_trees_equal(made, tree.make(), containers=True)
+    assert_trees_equal(made, made)
+    assert_trees_equal(made, tree.make())
 
 
 @pytest.mark.usefixtures("one_rank_group")
 @pytest.mark.parametrize("tree", [tree for tree in DISTRIBUTED_TREES if not tree.changes], ids=str)
 def test_distributed_trees_are_the_same_as_themselves(tree):
     made = tree.make()
-    assert_trees_equal(made, made, containers=True)
+    assert_trees_equal(made, made)
 
 
 @pytest.mark.parametrize("tree", [tree for tree in TREES if not tree.refused], ids=str)
@@ -42,7 +56,7 @@ def test_copies_are_equal_and_independent(tree):
     assert_independent(source, result, containers=tree.name != "registered_as_leaf")
 
 
-@pytest.mark.parametrize("make", [*sharing.MEMORY.values(), *sharing.HISTORY.values()])
+@pytest.mark.parametrize("make", noticed({**sharing.MEMORY, **sharing.HISTORY}).values())
 def test_shared_memory_and_history_are_noticed(make):
     left, right = make()
     for one, other in ((left, right), (right, left)):
@@ -50,7 +64,7 @@ def test_shared_memory_and_history_are_noticed(make):
             assert_independent(one, other, containers=False)
 
 
-@pytest.mark.parametrize("make", sharing.OBJECTS.values(), ids=sharing.OBJECTS)
+@pytest.mark.parametrize("make", noticed(sharing.OBJECTS).values(), ids=noticed(sharing.OBJECTS))
 def test_shared_objects_are_noticed(make):
     left, right = make()
     for one, other in ((left, right), (right, left)):
@@ -70,7 +84,7 @@ def test_what_nobody_can_change_may_be_in_both(make):
     assert_independent(right, left)
 
 
-@pytest.mark.parametrize("name", changes.CHANGES)
+@pytest.mark.parametrize("name", noticed(changes.CHANGES))
 def test_a_planted_change_is_noticed(name):
     make, change = changes.CHANGES[name]
     assert_pure(lambda tree: None, make())
@@ -117,8 +131,6 @@ def test_options_say_what_is_compared():
         assert_trees_equal([across], [across.contiguous()])
     shared = [1]
     assert_trees_equal([shared, shared], [[1], [1]])
-    with pytest.raises(AssertionError, match="object at 0 and 1 is one on the left, two on the right"):
-        assert_trees_equal([shared, shared], [[1], [1]], containers=True)
 
 
 def test_a_report_names_the_places_and_counts_the_rest():

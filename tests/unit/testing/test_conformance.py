@@ -69,7 +69,7 @@ def test_each_fault_of_copies_is_found_in_a_copy_that_has_it():
     assert found == {fault.name for fault in FAULTS if fault.kind == "copy"}
     assert not any(reports)
     assert "alias_kept" in reports[0].failed
-    assert "copy    alias_kept                       FAILS: {'w': tensor([-1., -1., -1., -1.])}" in str(reports[0])
+    assert "copy    alias_kept                       FAILS: {'w': tensor([-1., -1., " in str(reports[0])
 
 
 class Keeps:

@@ -19,7 +19,8 @@ from statetree.testing.elements import DTYPES
 from statetree.testing.plans import (
     GEOMETRIES,
     MAPPINGS,
-    NODES,
+    PAIRS,
+    SEQUENCES,
     USUAL_WRAPS,
     VIEWS,
     WRAPS,
@@ -32,19 +33,12 @@ from statetree.testing.plans import (
     code_of,
     samples,
 )
-from statetree.testing.strategies import (
-    AWKWARD_KEYS,
-    can_be_shown,
-    plain_values,
-    tensor_plans,
-    tied_plans,
-    tree_plans,
-    view_plans,
-)
+from statetree.testing.strategies import AWKWARD_KEYS, plain_values
 from tests.judge import assert_pure, assert_trees_equal
 from tests.memory import storages
 from tests.pace import units
 from tests.trees.optimizers import OPTIMIZERS, OptimizerPlan, optimizer_plans
+from tests.trees.plans import tensor_plans, tied_plans, tree_plans
 
 plans = hyp.one_of(tree_plans(), tied_plans(), optimizer_plans())
 
@@ -77,13 +71,6 @@ def test_plain_values_have_code_that_makes_them(value):
 def test_odd_floats_have_code_that_makes_them(bits):
     again = eval(code(struct.unpack("<d", struct.pack("<Q", bits))[0]))
     assert struct.unpack("<Q", struct.pack("<d", again))[0] == bits
-
-
-def test_equal_sets_have_one_code_whatever_their_order():
-    one, other = frozenset([0, 8]), frozenset([8, 0])
-    assert list(one) != list(other)
-    assert code((one,)) == code((other,)) == "(frozenset([0, 8]),)"
-    assert code(frozenset()) == "frozenset([])"
 
 
 def test_what_was_made_before_comes_again():
@@ -203,10 +190,8 @@ def test_what_is_drawn_can_be_shown(tree):
 def test_tensors_of_every_kind_can_be_shown(dtype, wrap):
     for shape, geometry in itertools.product([(), (1,), (2,), (0, 2), (1, 2, 2)], GEOMETRIES):
         plan = TensorPlan(shape, dtype, geometry, wrap)
-        if can_be_shown(plan):
+        if shape or dtype is not torch.float4_e2m1fn_x2:  # torch cannot print these, and none is drawn
             repr(build(Node("dict", (plan,), ("w",))))
-        else:
-            assert plan.shape == ()
 
 
 @given(tensor=tensors(dtypes=[torch.int64], max_dims=2, max_side=2, geometries=["gaps"], wraps=["frozen"]))
@@ -247,8 +232,8 @@ def shared(plan):
         (tensor_plans(), lambda plan: plan.geometry, GEOMETRIES),
         (tensor_plans(), lambda plan: plan.wrap, USUAL_WRAPS),
         (tensor_plans(), lambda plan: len(plan.shape), range(4)),
-        (view_plans(), lambda plan: plan.kind, VIEWS),
-        (tree_plans(max_leaves=9), lambda plan: getattr(plan, "kind", ""), NODES),
+        (tied_plans(max_leaves=1), lambda plan: getattr(plan, "kind", ""), VIEWS),
+        (tree_plans(max_leaves=9), lambda plan: getattr(plan, "kind", ""), (*MAPPINGS, *SEQUENCES, *PAIRS, "Thing")),
         (tied_plans(), shared, ["object", "storage"]),
         (optimizer_plans(), lambda plan: plan.name, OPTIMIZERS),
         (plain_values(), type, [type(None), bool, int, float, complex, str, bytes]),
@@ -320,7 +305,7 @@ def test_a_failure_shows_the_code_that_makes_its_tree(trees):
         ("tensor_plans(wraps=['param'])", ValueError, "wraps: expected one of 'tensor', .*, got 'param'"),
         ("tensors(dtypes=['float32'])", ValueError, "dtypes: expected one of torch.float32, .*, got 'float32'"),
         ("tensors(dtypes=torch.float32)", TypeError, "dtypes: expected a list or tuple .*, got torch.float32"),
-        ("tensors(dtypes=[])", ValueError, r"dtypes: expected one at least of torch.float32, .*, got \[\]"),
+        ("tensors(dtypes=[])", ValueError, r"dtypes: expected a list or tuple of some of torch.float32, .*, got \[\]"),
         ("tensors(max_dims=-1)", ValueError, "max_dims: expected at least 0, got -1"),
         ("tensors(max_side=1.0)", TypeError, "max_side: expected a whole number, got 1.0"),
         ("state_trees(max_leaves=0)", ValueError, "max_leaves: expected at least 1, got 0"),

@@ -123,7 +123,7 @@ def no_float(transform, state):
 
 
 def test_a_law_of_ones_own():
-    law = Law("no_float", "No floating-point number comes out.", no_float, "https://example.org")
+    law = Law("no_float", "No floating-point number comes out.", no_float)
     verdict = check_transform(snapshot, laws=[], examples=5)
     assert not verdict.verdicts
     with pytest.raises(AssertionError, match="no_float does not hold") as caught:
@@ -156,7 +156,6 @@ def test_an_inverse_is_one_more_law():
     assert check_transform(lambda tree: [tree], inverse=lambda tree: tree[0], examples=60)["round_trip"].holds
     report = check_transform(lambda tree: [tree], inverse=lambda tree: tree, examples=60)
     assert report["round_trip"].holds is False
-    assert report["round_trip"].law.link.endswith("#round-trip")
 
 
 def test_what_a_transform_raises_is_no_failure_of_other_laws():
@@ -185,7 +184,7 @@ def test_a_partial_is_called_in_a_counter_example():
 def test_source_code_makes_the_state():
     for plan in [*STATES, *drawn_plans(None, 150, 1)]:
         names = {}
-        source = snippet(laws.exact, st.offload, plan)
+        source = snippet(laws.values, st.offload, plan)
         assert len(source.splitlines()) <= MAX_LINES, source
         exec(source, names)
         assert_trees_equal(names["state"](), build(plan))
