@@ -306,8 +306,10 @@ def _same_node(a: Node, b: Node) -> bool:
     return same_aux(a, b)
 
 
-def container_text(spec: TreeSpec, ref: int) -> str:
-    """Say what container of a structure there is, for messages."""
+def described(spec: TreeSpec, ref: int) -> str:
+    """Say what there is in one place of a structure, for messages. See ``TreeSpec.links``."""
+    if ref >= 0:
+        return "a leaf"
     kind, keys, aux, *_ = spec.nodes[~ref]
     text = getattr(kind.cls, "_statetree_text", None)
     return f"{kind.cls.__qualname__} of {len(keys)}" if text is None else text(aux)
@@ -316,3 +318,13 @@ def container_text(spec: TreeSpec, ref: int) -> str:
 def same_aux(a: Node, b: Node) -> bool:
     """Whether the auxiliary data of two nodes is equal."""
     return same_value(a[2], b[2])
+
+
+def node_difference(a: Node, b: Node) -> str | None:
+    """Return the kind of difference between two containers that are matched, their keys apart, if there is one."""
+    kind, other = a[0], b[0]
+    if kind.family != other.family:
+        return "structure"
+    if kind.compares_aux and not same_aux(a, b):
+        return "metadata"
+    return None if kind.keyed or kind.num_items(a[1]) == other.num_items(b[1]) else "length"
