@@ -64,17 +64,11 @@ def matched(
 
 
 class CommonLeaves(NamedTuple):
-    """What two trees have both, as ``matched_where`` finds it.
+    """What two trees have both, as ``matched_where`` finds it."""
 
-    Attributes:
-        order: For every leaf of the left tree the index of its partner in the right one, or -1.
-        differences: Where the trees do not fit.
-        missing: Leaves that one side lacks, where that is allowed.
-    """
-
-    order: list[int]
+    order: list[int]  # for every leaf of the left tree the index of its partner in the right one, or -1
     differences: list[Difference]
-    missing: list[Difference]
+    missing: list[Difference]  # leaves that one side lacks, where that is allowed
 
 
 def matched_where(
@@ -87,20 +81,11 @@ def matched_where(
     either: bool = False,
     masks: list[list[bool]] | None = None,
 ) -> CommonLeaves:
-    """Match those leaves of two trees that are meant, and if so allowed those alone that both have.
+    """Match those leaves of two trees that are meant; what differs elsewhere does not count.
 
-    Args:
-        verb: On whose behalf, for messages.
-        left: The structure and the leaves of one tree.
-        right: Those of the other.
-        where: Which leaves are meant; what differs elsewhere does not count. A predicate is asked about the leaf of the
-            right tree, and about the other one where there is none.
-        strict: Whether both trees must have the leaves. If not, a ``HOLE`` is none.
-        either: Whether a pair is meant as soon as the predicate says so of one of its leaves.
-        masks: Which leaves of both trees ``where`` means, if that is known.
-
-    Raises:
-        TreeMismatch: If a glob or path matches nothing in either tree.
+    A predicate is asked about the leaf of the right tree, and about the other one where there is none; with ``either``,
+    about both. Without ``strict`` leaves may be missing, and a ``HOLE`` is none. ``masks`` are the leaves of both trees
+    that ``where`` means, if that is known; if not, ``TreeMismatch`` is raised where it means none.
     """
     found, differences = matched(*left, *right)
     order = list(range(left[0].num_leaves)) if found is None else found

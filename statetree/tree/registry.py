@@ -166,15 +166,7 @@ def container_of(cls: type) -> Container | None:
 
 
 def declare_leaf_class(cls: type, *, subclasses: bool = False) -> None:
-    """Make instances of a class leaves, whatever they derive from.
-
-    Args:
-        cls: The class.
-        subclasses: Whether instances of its subclasses are leaves, too, but for those that are declared themselves.
-
-    Raises:
-        ValueError: If it is a builtin container.
-    """
+    """Make instances of a class leaves, and those of subclasses that are not declared themselves, if asked to."""
     if cls in _BUILTIN:
         msg = f"register_leaf_type: {cls.__qualname__} is a builtin container: expected a class of your own."
         raise ValueError(msg)

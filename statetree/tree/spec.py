@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from statetree.errors import TreeMismatch
 from statetree.key_paths import Path, key_identity, render_key, same_key, unique_keys
 from statetree.tree.atoms import same_value
-from statetree.tree.html_fragments import cell, tree_html
 from statetree.tree.registry import introduce, optree_structure
 from statetree.tree.traversal import Node, by_class, freeze, loaded, rebuild, traverse
 
@@ -101,6 +100,8 @@ class TreeSpec:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
+        from statetree.tree.html_fragments import cell, tree_html  # few structures are shown in a notebook
+
         return cell(tree_html(self, lambda _, path, name: f'<p title="{path}"><b>{name}</b></p>'))
 
     def unflatten(self, leaves: Iterable[Any]) -> Any:

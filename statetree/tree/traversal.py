@@ -41,15 +41,10 @@ add_atom_type(Repeated)
 
 
 class Frozen(NamedTuple):
-    """An attribute of a container, or metadata of a leaf, without anything but atoms inside.
+    """An attribute of a container, or metadata of a leaf, without anything but atoms inside."""
 
-    Attributes:
-        leaves: The leaves; without nodes, the value itself.
-        nodes: The containers; none for what ``_copied_plain`` copies, which is quicker.
-    """
-
-    leaves: tuple[Any, ...]
-    nodes: tuple[Node, ...]
+    leaves: tuple[Any, ...]  # without nodes, the value itself
+    nodes: tuple[Node, ...]  # none for what ``_copied_plain`` copies, which is quicker
 
     def thaw(self) -> Any:
         """Return a fresh value."""
@@ -106,11 +101,7 @@ def by_class(nodes: Iterable[Node]) -> list[tuple[Any, ...]]:
 
 
 def loaded(nodes: Iterable[tuple[Any, ...]]) -> tuple[Node, ...]:
-    """Return what ``by_class`` was given.
-
-    Raises:
-        ValueError: If a class is no container in this process.
-    """
+    """Return what ``by_class`` was given; raise ``ValueError`` if a class is no container in this process."""
     found: list[Any] = []
     for cls, *rest in nodes:
         container = container_of(cls)
@@ -154,20 +145,10 @@ def traverse(
     is_leaf: IsLeaf = None,
     holds_tensor: Callable[[Any], bool] | None = None,
 ) -> tuple[list[Any], list[Node]]:
-    """Take a tree apart into its leaves and its containers.
+    """Take a tree apart into its leaves and its containers, on behalf of a verb, which errors name.
 
-    Args:
-        tree: Any value.
-        verb: On whose behalf, for messages.
-        freeze: Says which attributes of containers are children.
-        met: Where containers that were met are noted by their ids, with their nodes; one that appears again then becomes
-            a leaf, ``Repeated``. Holding them keeps their ids from being handed out again.
-        is_leaf: As for ``flatten``.
-        holds_tensor: Says whether a key is or holds a tensor: mappings with such keys become leaves.
-
-    Raises:
-        CyclicTree: If a container holds itself.
-        TreeTooDeep: If containers are nested too deep.
+    In ``met`` containers that were met are noted, with their nodes, by their ids, which are theirs while they are held;
+    one that appears again becomes a leaf, ``Repeated``. Mappings with keys that hold tensors become leaves.
     """
     leaves: list[Any] = []
     nodes: list[Node] = []
@@ -263,12 +244,9 @@ def _raise_too_deep(verb: str, frames: Sequence[_Frame], index: int) -> None:
 
 
 def rebuild(nodes: Iterable[Node], values: list[Any], repeated: Mapping[int, int]) -> Any:
-    """Put a tree together.
+    """Put a tree together of its containers and leaves.
 
-    Args:
-        nodes: Its containers.
-        values: Its leaves. They are changed where there are repeated containers.
-        repeated: The leaves, by their indices, in whose places a container comes again: the index of its node.
+    ``repeated`` names leaves in whose places a container comes again, by its node; these ``values`` are changed.
     """
     stack: list[Any] = []
     made: list[Any] = []  # the container of every node so far, where some appear again
