@@ -37,8 +37,7 @@ def selected(
     ``**`` for any number of components (also none); a backslash takes the meaning from what follows it. A glob that
     begins with ``!`` matches all paths that the rest of it does not. Dots inside a key count like those between keys,
     so that a glob reads a flat state dict and a nested one alike. Where two paths read the same (``{0: …, "0": …}``),
-    it means both; a ``Path`` means one.
-    A predicate is not asked about ``HOLE``, which it does not select.
+    it means both; a ``Path`` means one. A predicate is not asked about ``HOLE``, which it does not select.
 
     What matches nothing raises ``TreeMismatch``, unless ``missing_ok``, which is ``None`` where the user has no say.
     """

@@ -243,9 +243,6 @@ class TreeSpec:
 
     def paths(self) -> list[Path]:
         """Return the path of every leaf."""
-        return list(map(Path, self._key_tuples()))
-
-    def _key_tuples(self) -> list[tuple[Any, ...]]:
         result: list[tuple[Any, ...]] = [()] * self.num_leaves
         links = self.links()
         start: tuple[Any, ...] = ()
@@ -257,13 +254,13 @@ class TreeSpec:
                     result[child] = (*prefix, key)
                 else:
                     pending.append((child, (*prefix, key)))
-        return result
+        return list(map(Path, result))
 
     def flat_keys(self) -> list[str]:
         """Return a distinct string for every leaf: its path, disambiguated where two would read the same."""
         if self._flat_keys is None:
             keys = self.rendered_paths()
-            self._flat_keys = keys if len(set(keys)) == len(keys) else unique_keys(keys, self._key_tuples())
+            self._flat_keys = keys if len(set(keys)) == len(keys) else unique_keys(keys, self.paths())
         return self._flat_keys.copy()
 
     def rendered_paths(self) -> list[str]:
