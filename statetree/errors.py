@@ -160,11 +160,7 @@ class TreeMismatch(StateTreeError, ValueError):
     ) -> TreeMismatch:
         """Return the error for a left tree (what was given) that does not fit a right one (what was expected).
 
-        Args:
-            verb: On whose behalf.
-            differences: All that were found.
-            remedy: The way out.
-            names: The paths of all leaves of both trees, if they are at hand. Otherwise those that are missing count.
+        ``names`` are the paths of all leaves of both, if they are at hand; otherwise those that are missing count.
         """
         missing = [found for found in differences if found.kind == "missing"]
         if names is None:
@@ -184,12 +180,9 @@ class TreeMismatch(StateTreeError, ValueError):
 
 
 def prefix_hint(left: Iterable[str], right: Iterable[str], told: tuple[str, str] = ("left", "right")) -> str:
-    """Say that names differ by a prefix alone (``module.``, ``_orig_mod.``), and how ``rename`` mends it, if they do.
+    """Say that names which only one of two trees has differ by a prefix (``module.``), and how ``rename`` mends it.
 
-    Args:
-        left: The names of leaves of one tree. What both have does not count.
-        right: Those of another one.
-        told: What the trees are called.
+    It is empty if they do not. ``told`` is what the trees are called.
     """
     left, right = set(left), set(right)
     ours, theirs = left - right, right - left
@@ -214,28 +207,22 @@ class CheckpointError(StateTreeError):
     """A checkpoint could not be written or read."""
 
 
-class UnsupportedLeaf(StateTreeError, TypeError):
+class _AtPath(StateTreeError):
+    def __init__(self, message: str, path: Path | None = None) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class UnsupportedLeaf(_AtPath, TypeError):
     """A leaf cannot be taken apart and put together exactly. ``path`` says which."""
 
-    def __init__(self, message: str, path: Path | None = None) -> None:
-        super().__init__(message)
-        self.path = path
 
-
-class CyclicTree(StateTreeError, ValueError):
+class CyclicTree(_AtPath, ValueError):
     """A container holds itself. ``path`` is where it appears inside itself."""
 
-    def __init__(self, message: str, path: Path | None = None) -> None:
-        super().__init__(message)
-        self.path = path
 
-
-class TreeTooDeep(StateTreeError, RecursionError):
+class TreeTooDeep(_AtPath, RecursionError):
     """Containers are nested deeper than statetree follows them. ``path`` leads down to the limit."""
-
-    def __init__(self, message: str, path: Path | None = None) -> None:
-        super().__init__(message)
-        self.path = path
 
 
 class RankMismatch(StateTreeError, ValueError):
@@ -251,12 +238,7 @@ class StagerClosed(StateTreeError, RuntimeError):
 
 
 def place_in_tree(error: StateTreeError, paths: Mapping[str, Path]) -> None:
-    """Correct the path of an error that came up in a flat dict of leaves.
-
-    Args:
-        error: The error.
-        paths: For each key of the dict, where its leaf lies in the tree.
-    """
+    """Correct the path of an error that came up in a flat dict of leaves, whose paths in the tree are given by key."""
     path = getattr(error, "path", None)
     if isinstance(path, tuple) and path and path[0] in paths:
         error.path = type(paths[path[0]])((*paths[path[0]], *path[1:]))  # type: ignore[attr-defined]

@@ -184,13 +184,11 @@ def exactly(key: Any) -> str:
     if cls is tuple:
         return f"({', '.join(map(exactly, key))}{',' if len(key) == 1 else ''})"
     try:
-        return _full_name(key) if isinstance(key, _NAMED) else repr(key)
+        if isinstance(key, _NAMED):
+            return ".".join(filter(None, (key.__module__, key.__qualname__)))
+        return repr(key)
     except Exception:  # noqa: BLE001 - a hostile __repr__
         return object.__repr__(key)
-
-
-def _full_name(function: Any) -> str:
-    return ".".join(filter(None, (function.__module__, function.__qualname__)))
 
 
 def _render_exactly(path: tuple[Any, ...]) -> str:
@@ -220,8 +218,7 @@ def _key_order(key: Any) -> tuple[int, Any, Any]:
 def unique_keys(plain: list[str], paths: Sequence[tuple[Any, ...]]) -> list[str]:
     """Return one distinct string a path: the plain rendering wherever it is distinct already.
 
-    Paths whose plain renderings collide are rendered with the ``repr`` of each key in brackets, and numbered in
-    the rare case that even this is taken.
+    Others are rendered with the ``repr`` of each key in brackets, and numbered in case that even this is taken.
     """
     counts = Counter(plain)
     taken = set(counts)

@@ -65,28 +65,19 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 
 
 def count_references(storages: list[torch.UntypedStorage], keys: Sequence[int]) -> list[int]:
-    """Return the references to storages: first the C++ ones (of tensors) of each, then the Python ones of each.
+    """Return the references to storages, whose ``storage_key`` are given: of each the C++ ones, then the Python ones.
 
     Both are needed. There is at most one Python object for a storage, and it counts as one reference in C++ however
-    many variables hold it.
-
-    They are counted in a single C call, in which no other thread runs: one that makes a tensor of a storage and drops
-    the storage between two calls would never be seen.
-
-    Args:
-        storages: The storages' Python objects, in a list.
-        keys: Their ``storage_key``.
+    many variables hold it. They are counted in a single C call, in which no other thread runs: one that makes a tensor
+    of a storage and drops the storage between two calls would never be seen.
     """
     return list(chain(map(torch._C._storage_Use_Count, keys), map(sys.getrefcount, storages)))
 
 
 def own_references(tensors: Sequence[int]) -> list[int]:
-    """Return what ``count_references`` finds for storages that nothing refers to but one list, and tensors.
+    """Return what ``count_references`` finds for storages that one list refers to, and as many tensors (at least one).
 
     This is computed: whatever looks at all objects for a moment (``gc.get_objects()``) holds the storages, too.
-
-    Args:
-        tensors: How many tensors lie on each storage. At least one.
     """
     probe = torch.empty(0, device="cpu")
     # In C++ the Python object counts as one. In Python the list counts as one, what counts as another one, and where
@@ -281,12 +272,7 @@ def clone_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def shared_storage(nbytes: int, descriptor: int | None = None) -> torch.UntypedStorage:
-    """Return host memory that other processes can map.
-
-    Args:
-        nbytes: How many bytes.
-        descriptor: An open file of this size, whose memory it is to be. It may be closed afterwards.
-    """
+    """Return host memory that other processes can map: that of a file of this size, if one is given."""
     cls: Any = torch.UntypedStorage  # with methods that its type does not know
     storage: torch.UntypedStorage = (
         cls._new_shared(nbytes, device="cpu") if descriptor is None else cls._new_shared_fd_cpu(descriptor, nbytes)
@@ -301,31 +287,27 @@ def geometry_guard(
 
     It compares classes, dtypes, layouts, devices, bits, ``requires_grad``, shapes and strides in C++: it is what
     ``torch.compile`` guards its graphs with, at a fifth of the cost of asking each tensor. It holds no reference to the
-    tensors. It may say no where nothing changed (a tensor given twice), but never yes where something did.
-
-    Returns:
-        The function, or ``None`` if this torch has no such thing.
+    tensors. It may say no where nothing changed (a tensor given twice), but never yes where something did. ``None`` if
+    this torch has no such thing.
     """
-    recording = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(True)  # requires_grad is looked at only while gradients are recorded
     try:
         from torch._C._dynamo.guards import TensorGuards
 
-        guards = TensorGuards(*tensors, dynamic_dims_sizes=_as_lists(shapes), dynamic_dims_strides=_as_lists(strides))
+        sizes = {"dynamic_dims_sizes": _as_lists(shapes), "dynamic_dims_strides": _as_lists(strides)}
+        check = _while_recording(TensorGuards, *tensors, **sizes).check
     except Exception:  # noqa: BLE001 - anything at all: this is only a shortcut
         return None
+    return lambda others: bool(_while_recording(check, *others))
+
+
+def _while_recording(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function while gradients are recorded: a guard looks at ``requires_grad`` only then."""
+    recording = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(True)
+    try:
+        return function(*args, **kwargs)
     finally:
         torch._C._set_grad_enabled(recording)
-
-    def check(others: Sequence[torch.Tensor]) -> bool:
-        recording = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(True)
-        try:
-            return bool(guards.check(*others))
-        finally:
-            torch._C._set_grad_enabled(recording)
-
-    return check
 
 
 def _as_lists(rows: Sequence[Any]) -> Any:
@@ -350,10 +332,16 @@ def bound_device(group: Any) -> torch.device | None:
 
 def start_all_gather(group: Any, received: torch.Tensor, sent: torch.Tensor, timeout: timedelta | None) -> Any:
     """Start an all-gather, and return the work to wait for. The public function takes no timeout."""
-    options = torch._C._distributed_c10d.AllgatherOptions()
+    return group._allgather_base(received, sent, _options("AllgatherOptions", timeout))
+
+
+def _options(kind: str, timeout: timedelta | None, **fields: Any) -> Any:
+    options = getattr(torch._C._distributed_c10d, kind)()
+    for name, value in fields.items():
+        setattr(options, name, value)
     if timeout is not None:
         options.timeout = timeout
-    return group._allgather_base(received, sent, options)
+    return options
 
 
 def start_all_reduce(group: Any, data: torch.Tensor, timeout: timedelta | None, *, greatest: bool = False) -> Any:
@@ -361,21 +349,14 @@ def start_all_reduce(group: Any, data: torch.Tensor, timeout: timedelta | None, 
 
     With ``greatest``, each element becomes the greatest that a rank has there instead.
     """
-    options = torch._C._distributed_c10d.AllreduceOptions()
-    if greatest:
-        options.reduceOp = torch._C._distributed_c10d.ReduceOp(torch._C._distributed_c10d.ReduceOp.MAX)
-    if timeout is not None:
-        options.timeout = timeout
-    return group.allreduce([data], options)
+    operation = torch._C._distributed_c10d.ReduceOp
+    chosen = operation(operation.MAX if greatest else operation.SUM)
+    return group.allreduce([data], _options("AllreduceOptions", timeout, reduceOp=chosen))
 
 
 def start_broadcast(group: Any, data: torch.Tensor, source: int, timeout: timedelta | None) -> Any:
     """Start sending what one rank of a group holds to all, and return the work to wait for."""
-    options = torch._C._distributed_c10d.BroadcastOptions()
-    options.rootRank = source
-    if timeout is not None:
-        options.timeout = timeout
-    return group.broadcast([data], options)
+    return group.broadcast([data], _options("BroadcastOptions", timeout, rootRank=source))
 
 
 def start_exchange(

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import datetime
-import decimal
 import enum
-import fractions
 import pathlib
 import re
 import types
-import uuid
 import weakref
 from typing import Any, Final
 
@@ -31,57 +28,17 @@ class Hole(enum.Enum):
 #: fills it. It is an atom, which every transform passes on, and there is one of it in a process.
 HOLE: Final = Hole.HOLE
 
-_ATOMS: set[type] = {
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(...),
-    type(NotImplemented),
-    range,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    torch.qscheme,
-    torch.Size,
-    torch.finfo,
-    torch.iinfo,
-    types.FunctionType,
-    types.MethodDescriptorType,
-    types.WrapperDescriptorType,
-    types.GetSetDescriptorType,
-    types.MemberDescriptorType,
-    types.ClassMethodDescriptorType,
-    types.CodeType,
-    types.ModuleType,
-    types.GenericAlias,
-    types.UnionType,
-    property,
-    weakref.ref,
-    datetime.date,
-    datetime.datetime,
-    datetime.time,
-    datetime.timedelta,
-    datetime.timezone,
-    decimal.Decimal,
-    fractions.Fraction,
-    uuid.UUID,
-    re.Pattern,
-    pathlib.PurePosixPath,
-    pathlib.PureWindowsPath,
-    pathlib.PosixPath,
-    pathlib.WindowsPath,
-}
-
-
-#: What processes have in common, by name, so that nothing is loaded for them.
-_BY_NAME = frozenset(
-    {"torch.distributed.device_mesh.DeviceMesh", "torch._C._distributed_c10d.ProcessGroup", "torch.ProcessGroup"}
-)
+_ATOMS: set[type] = {type(None), bool, int, float, complex, str, bytes, range, type(...), type(NotImplemented)}
+_ATOMS |= {torch.dtype, torch.device, torch.layout, torch.memory_format, torch.qscheme, torch.Size}
+_ATOMS |= {torch.finfo, torch.iinfo, property, weakref.ref}
+_ATOMS |= {types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType}
+_ATOMS |= {types.GetSetDescriptorType, types.MemberDescriptorType}
+_ATOMS |= {types.FunctionType, types.CodeType, types.ModuleType, types.GenericAlias, types.UnionType}
+_ATOMS |= {datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone, re.Pattern}
+_ATOMS |= {pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath}
+#: Atoms that nothing is loaded for: numbers, and what processes have in common.
+_BY_NAME = {"decimal.Decimal", "fractions.Fraction", "uuid.UUID", "torch.ProcessGroup"}
+_BY_NAME |= {"torch.distributed.device_mesh.DeviceMesh", "torch._C._distributed_c10d.ProcessGroup"}
 
 
 def is_atom_type(cls: type) -> bool:
@@ -121,8 +78,8 @@ def same_value(a: object, b: object) -> bool:
     try:
         if isinstance(x, float):
             return bool(x.hex() == y.hex())
-        if isinstance(x, decimal.Decimal):
-            return bool(x.as_tuple() == y.as_tuple())
+        if type(x).__module__ == "decimal":  # as in 1.0 and 1.00, and NaN
+            return repr(x) == repr(y)
         if isinstance(x, complex):
             return same_value(x.real, y.real) and same_value(x.imag, y.imag)
         if isinstance(x, (tuple, list)):

@@ -15,9 +15,9 @@ from statetree.key_paths import Attr
 
 Flattened = tuple[Sequence[Any], tuple[Any, ...], Any]
 
-#: Returns an object whose ``thaw()`` makes fresh copies of a value, or ``None`` if the value holds anything but atoms.
-#: The second argument says in how many attributes it lies. The traversal hands it in: attributes are trees themselves.
-Freeze = Callable[[Any, int], Any]
+#: Returns an object whose ``thaw()`` makes fresh copies of an attribute, or ``None`` if the attribute is to be a child.
+#: The traversal hands it in: attributes are trees themselves.
+Freeze = Callable[[Any], Any]
 
 
 class Container:
@@ -36,15 +36,8 @@ class Container:
         self.family = family
         self.keyed = keyed  # children are matched by key, not by position
 
-    def flatten(self, container: Any, freeze: Freeze, plain: int = 0) -> Flattened:
-        """Return children, their keys, and the auxiliary data.
-
-        Args:
-            container: An instance of the class.
-            freeze: What turns an attribute into auxiliary data: see ``Freeze``.
-            plain: If it is not 0, only atoms are of interest: ``NotPlain`` may be raised if the container holds
-                anything else. It counts how many attributes the traversal is in.
-        """
+    def flatten(self, container: Any, freeze: Freeze) -> Flattened:
+        """Return children, their keys, and the auxiliary data, which ``freeze`` makes of attributes."""
         raise NotImplementedError
 
     def unflatten(self, aux: Any, keys: tuple[Any, ...], children: Sequence[Any]) -> Any:
@@ -63,6 +56,3 @@ class Container:
         """Return the auxiliary data of a container that lacks some of the attributes which are its children."""
         assert not gone
         return aux
-
-    def __repr__(self) -> str:
-        return f"<container {self.cls.__qualname__}>"

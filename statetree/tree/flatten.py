@@ -65,33 +65,21 @@ def flatten_for_copy(
 ) -> tuple[list[Any], TreeSpec]:
     """Do as ``flatten``, for copying a tree without leaving any of its tensors behind.
 
-    Mappings with tensors in their keys become opaque leaves, in which keys are copied as well.
-
-    Args:
-        tree: Any tree.
-        holds_tensor: Says whether a key is or holds a tensor.
-        verb: On whose behalf, for messages.
-        shared: Whether a container that appears again is to become a leaf, ``Repeated``, which ``unflatten_copy``
-            resolves, and a tree with a cycle to become one opaque leaf.
+    Mappings with tensors in their keys become opaque leaves, in which keys are copied as well. If it is ``shared``, a
+    container that appears again becomes a leaf, which ``unflatten_copy`` resolves, and a tree with a cycle one leaf.
     """
-    if isinstance(tree, (torch.nn.Module, torch.optim.Optimizer)):
-        _warn_of_whole(verb, tree)
+    if isinstance(tree, (torch.nn.Module, torch.optim.Optimizer)):  # inside a container it is meant
+        name = type(tree).__qualname__
+        warn(
+            f"{verb}: the tree is a whole object, a {name}, which is handled as one opaque leaf: expected a state. "
+            "Pass its state_dict()."
+        )
     if not shared:
         return _specified(traverse(tree, verb=verb, holds_tensor=holds_tensor))
     try:
         return _specified(traverse(tree, verb=verb, holds_tensor=holds_tensor, met={}))
     except CyclicTree:
         return [tree], TreeSpec((), 1)
-
-
-def _warn_of_whole(verb: str, tree: torch.nn.Module | torch.optim.Optimizer) -> None:
-    # Inside a container it is meant.
-    name = type(tree).__qualname__
-    msg = (
-        f"{verb}: the tree is a whole object, a {name}, which is handled as one opaque leaf: expected a state. "
-        "Pass its state_dict()."
-    )
-    warn(msg)
 
 
 def unflatten(spec: TreeSpec, leaves: Iterable[Any]) -> Any:

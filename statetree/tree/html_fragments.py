@@ -54,13 +54,9 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[object]], classes: Sequ
 
 
 def tree_html(spec: Any, leaf: Callable[[int, str, str], str]) -> Iterator[str]:
-    """Yield a structure as elements that fold. Without recursion, since trees may be deep.
+    """Yield a ``TreeSpec`` as elements that fold; ``leaf`` returns those of leaves, of number, path and name (escaped).
 
-    Keys with dots fold like containers in containers, as the names in a state dict do.
-
-    Args:
-        spec: A ``TreeSpec``.
-        leaf: Returns the element of a leaf: its number, its path and its name are given, the latter two escaped.
+    Keys with dots fold like containers in containers, as the names in a state dict do. Trees may be deep: no recursion.
     """
     pending: list[tuple[_Child, int] | str] = [(_Child(["root"], (), spec.root()), 0)]
     links = spec.links()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from statetree.errors import Difference, TreeMismatch, note_leaf
@@ -73,7 +72,7 @@ def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = 
     """
     leaves, spec = flatten_for("map_leaves", tree, is_leaf=is_leaf)
     columns = [aligned("map_leaves", spec, leaves, other, is_leaf=is_leaf) for other in rest]
-    return unflatten(spec, _mapped(fn, leaves, columns, spec, deep=is_leaf is not None))
+    return unflatten(spec, _mapped(fn, leaves, columns, spec))
 
 
 @overload
@@ -93,35 +92,26 @@ def map_with_path(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     return unflatten(spec, _mapped(fn, spec.paths(), [leaves, *columns], spec))
 
 
-def _mapped(
-    fn: Callable[..., Any], first: Sequence[Any], columns: Sequence[list[Any]], spec: TreeSpec, *, deep: bool = False
-) -> list[Any]:
+def _mapped(fn: Callable[..., Any], first: Sequence[Any], columns: Sequence[list[Any]], spec: TreeSpec) -> list[Any]:
     results: list[Any] = []
     append = results.append
     sides = (first, *columns)
-    stored = (
-        [leaf for side in sides for leaf in _below(side, deep=deep) if type(leaf) in STAND_INS] if STAND_INS else []
-    )
+    # What ``is_leaf`` says is a leaf may be a container, with stored tensors in it.
+    inner = flatten_for("map_leaves", list(map(list, sides)))[0] if STAND_INS else []
+    stored = [leaf for leaf in inner if type(leaf) in STAND_INS]
     read = reader(stored)
-    if deep and stored:
-        read = partial(_read_below, read)
     try:
         for row in zip(*sides, strict=True):
-            append(fn(*[read(leaf) for leaf in row]) if stored else fn(*row))
+            append(fn(*[_read(leaf, read) for leaf in row]) if stored else fn(*row))
     except Exception as error:
         index = len(results)
-        leaf = first[index] if not columns or not isinstance(first[index], Path) else columns[0][index]
+        leaf = columns[0][index] if columns and isinstance(first[index], Path) else first[index]
         note_leaf(error, spec.paths()[index], leaf)
         raise
     return results
 
 
-def _below(leaves: Sequence[Any], *, deep: bool) -> Sequence[Any]:
-    """Return leaves, with ``deep`` down to those of containers that are leaves to a user."""
-    return flatten_for("map_leaves", list(leaves))[0] if deep else leaves
-
-
-def _read_below(read: Callable[[Any], Any], leaf: Any) -> Any:
+def _read(leaf: Any, read: Callable[[Any], Any]) -> Any:
     leaves, spec = flatten_for("map_leaves", leaf)
     return leaf if STAND_INS.keys().isdisjoint(map(type, leaves)) else unflatten(spec, list(map(read, leaves)))
 

@@ -10,7 +10,7 @@ from statetree.errors import Difference
 from statetree.key_paths import Path, key_identity
 from statetree.tree.atoms import HOLE
 from statetree.tree.selection import selected_in
-from statetree.tree.spec import TreeSpec, container_text, same_aux
+from statetree.tree.spec import TreeSpec, described, node_difference, same_aux
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -34,21 +34,41 @@ def matched(
     """
     if _same_places(left, right):
         return None, []
-    return _Matching(left, left_leaves, right, right_leaves).run()
+    order = [-1] * left.num_leaves
+    differences: list[Difference] = []
+    pending: list[tuple[tuple[Any, ...], int, int]] = [((), left.root(), right.root())]
+    while pending:
+        path, a, b = pending.pop()
+        if a >= 0 and b >= 0:
+            order[a] = b
+            continue
+        kind = node_difference(left.nodes[~a], right.nodes[~b]) if a < 0 and b < 0 else "structure"
+        if kind is not None:
+            texts = _describe(left, left_leaves, a), _describe(right, right_leaves, b)
+            differences.append(Difference(Path(path), kind, *texts))
+            continue
+        pairs = []
+        others = _by_key(right, b)
+        for identity, (key, ref) in _by_key(left, a).items():
+            _, other = others.pop(identity, (None, None))
+            if other is None:
+                what = _describe(left, left_leaves, ref)
+                differences.append(Difference(Path((*path, key)), "missing", what, ABSENT))
+            else:
+                pairs.append(((*path, key), ref, other))
+        for key, ref in others.values():
+            what = _describe(right, right_leaves, ref)
+            differences.append(Difference(Path((*path, key)), "missing", ABSENT, what))
+        pending += reversed(pairs)
+    return order, differences
 
 
 class CommonLeaves(NamedTuple):
-    """What two trees have both, as ``matched_where`` finds it.
+    """What two trees have both, as ``matched_where`` finds it."""
 
-    Attributes:
-        order: For every leaf of the left tree the index of its partner in the right one, or -1.
-        differences: Where the trees do not fit.
-        missing: Leaves that one side lacks, where that is allowed.
-    """
-
-    order: list[int]
+    order: list[int]  # for every leaf of the left tree the index of its partner in the right one, or -1
     differences: list[Difference]
-    missing: list[Difference]
+    missing: list[Difference]  # leaves that one side lacks, where that is allowed
 
 
 def matched_where(
@@ -61,20 +81,11 @@ def matched_where(
     either: bool = False,
     masks: list[list[bool]] | None = None,
 ) -> CommonLeaves:
-    """Match those leaves of two trees that are meant, and if so allowed those alone that both have.
+    """Match those leaves of two trees that are meant; what differs elsewhere does not count.
 
-    Args:
-        verb: On whose behalf, for messages.
-        left: The structure and the leaves of one tree.
-        right: Those of the other.
-        where: Which leaves are meant; what differs elsewhere does not count. A predicate is asked about the leaf of the
-            right tree, and about the other one where there is none.
-        strict: Whether both trees must have the leaves. If not, a ``HOLE`` is none.
-        either: Whether a pair is meant as soon as the predicate says so of one of its leaves.
-        masks: Which leaves of both trees ``where`` means, if that is known.
-
-    Raises:
-        TreeMismatch: If a glob or path matches nothing in either tree.
+    A predicate is asked about the leaf of the right tree, and about the other one where there is none; with ``either``,
+    about both. Without ``strict`` leaves may be missing, and a ``HOLE`` is none. ``masks`` are the leaves of both trees
+    that ``where`` means, if that is known; if not, ``TreeMismatch`` is raised where it means none.
     """
     found, differences = matched(*left, *right)
     order = list(range(left[0].num_leaves)) if found is None else found
@@ -82,7 +93,15 @@ def matched_where(
         masks = [[True] * spec.num_leaves for spec, _ in (left, right)]
     elif masks is None:
         masks = selected_in(where, [left, right], verb=verb)
-    unfit, missing = _sorted_out(differences, order, left, right, masks, strict=strict, everywhere=where is None)
+    unfit: list[Difference] = []
+    missing: list[Difference] = []
+    for difference, lacking in zip(differences, _lacking(differences, order, (left, right), masks), strict=True):
+        if where is not None and not lacking:
+            continue
+        if difference.kind == "missing" and not strict:
+            missing += lacking or [difference]
+        else:
+            unfit.append(difference)
     for index, partner in enumerate(order):
         if partner < 0:
             continue
@@ -99,43 +118,27 @@ def matched_where(
     return CommonLeaves(order, unfit, missing)
 
 
-def _sorted_out(
+def _lacking(
     differences: Sequence[Difference],
     order: Sequence[int],
-    left: tuple[TreeSpec, Sequence[Any]],
-    right: tuple[TreeSpec, Sequence[Any]],
+    sides: tuple[tuple[TreeSpec, Sequence[Any]], tuple[TreeSpec, Sequence[Any]]],
     masks: Sequence[Sequence[bool]],
-    *,
-    strict: bool,
-    everywhere: bool,
-) -> tuple[list[Difference], list[Difference]]:
-    """Return the differences that concern leaves which are meant, and the leaves that are missing and may be."""
+) -> list[list[Difference]]:
+    """Return, for each difference, the leaves that are meant and have no partner because of it."""
+    found: list[list[Difference]] = [[] for _ in differences]
     if not differences:
-        return [], []
-    place = {_identity(difference.path): index for index, difference in enumerate(differences)}
-    concerned: list[list[Difference]] = [[] for _ in differences]
-    inhabited: set[int] = set()
-    partners = set(order)
-    for side, (spec, leaves) in enumerate((left, right)):
+        return found
+    places = {_identity(difference.path): index for index, difference in enumerate(differences)}
+    partners = {index for index, partner in enumerate(order) if partner >= 0}, set(order)
+    for side, (spec, leaves) in enumerate(sides):
         for index, path in enumerate(spec.paths()):
-            if (order[index] >= 0) if side == 0 else (index in partners):
+            if index in partners[side] or not masks[side][index]:
                 continue
             identity = _identity(path)
-            lengths = range(len(path) + 1)
-            at = next(place[identity[:length]] for length in lengths if identity[:length] in place)
-            inhabited.add(at)
-            if masks[side][index]:
-                what = _describe(spec, leaves, index)
-                concerned[at].append(Difference(path, "missing", *((what, ABSENT) if side == 0 else (ABSENT, what))))
-    unfit: list[Difference] = []
-    missing: list[Difference] = []
-    for index, difference in enumerate(differences):
-        is_meant = bool(concerned[index]) or (everywhere and index not in inhabited)
-        if difference.kind == "missing" and not strict:
-            missing += concerned[index] or ([difference] if is_meant else [])
-        elif is_meant:
-            unfit.append(difference)
-    return unfit, missing
+            at = next(places[above] for length in range(len(path) + 1) if (above := identity[:length]) in places)
+            what = _describe(spec, leaves, index)
+            found[at].append(Difference(path, "missing", *((what, ABSENT) if side == 0 else (ABSENT, what))))
+    return found
 
 
 def _identity(path: Sequence[Any]) -> tuple[Any, ...]:
@@ -176,75 +179,19 @@ def _same_keys(left: Sequence[tuple[Any, ...]], right: Sequence[tuple[Any, ...]]
     return _SIMPLE_KEYS.issuperset(types) and types == list(map(type, chain.from_iterable(right))) and left == right
 
 
-class _Matching:
-    def __init__(
-        self, left: TreeSpec, left_leaves: Sequence[Any], right: TreeSpec, right_leaves: Sequence[Any]
-    ) -> None:
-        self.left, self.right = left, right
-        self.left_leaves, self.right_leaves = left_leaves, right_leaves
-        self.order = [-1] * left.num_leaves
-        self.differences: list[Difference] = []
-        self.pending: list[tuple[tuple[Any, ...], int, int]] = []
-
-    def run(self) -> tuple[list[int] | None, list[Difference]]:
-        self.pending.append(((), self.left.root(), self.right.root()))
-        while self.pending:
-            path, a, b = self.pending.pop()
-            if a >= 0 and b >= 0:
-                self.order[a] = b
-            elif a >= 0 or b >= 0:
-                self._differ(path, "structure", self._describe_left(a), self._describe_right(b))
-            else:
-                self._match_nodes(path, ~a, ~b)
-        return self.order, self.differences
-
-    def _match_nodes(self, path: tuple[Any, ...], a: int, b: int) -> None:
-        (kind_a, keys_a, *_), (kind_b, keys_b, *_) = self.left.nodes[a], self.right.nodes[b]
-        refs_a, refs_b = self.left.links()[a], self.right.links()[b]
-        if kind_a.family != kind_b.family:
-            self._differ(path, "structure", self._describe_left(~a), self._describe_right(~b))
-            return
-        if kind_a.compares_aux and not same_aux(self.left.nodes[a], self.right.nodes[b]):
-            self._differ(path, "metadata", self._describe_left(~a), self._describe_right(~b))
-            return
-        count_a, count_b = kind_a.num_items(keys_a), kind_b.num_items(keys_b)
-        if not kind_a.keyed and count_a != count_b:
-            self._differ(path, "length", self._describe_left(~a), self._describe_right(~b))
-            return
-        by_key = _by_key(keys_b, refs_b)
-        pairs = []
-        for identity, (key, ref) in _by_key(keys_a, refs_a).items():
-            other = by_key.pop(identity, None)
-            if other is None:
-                self._differ((*path, key), "missing", self._describe_left(ref), ABSENT)
-            else:
-                pairs.append(((*path, key), ref, other[1]))
-        for key, ref in by_key.values():
-            self._differ((*path, key), "missing", ABSENT, self._describe_right(ref))
-        self.pending += reversed(pairs)
-
-    def _differ(self, path: tuple[Any, ...], kind: str, left: str, right: str) -> None:
-        self.differences.append(Difference(Path(path), kind, left, right))
-
-    def _describe_left(self, ref: int) -> str:
-        return _describe(self.left, self.left_leaves, ref)
-
-    def _describe_right(self, ref: int) -> str:
-        return _describe(self.right, self.right_leaves, ref)
-
-
-def _by_key(keys: Sequence[Any], refs: Sequence[int]) -> dict[Any, tuple[Any, int]]:
+def _by_key(spec: TreeSpec, ref: int) -> dict[Any, tuple[Any, int]]:
+    """Return the children of a container by what their keys are matched by: each with its key."""
     result: dict[Any, tuple[Any, int]] = {}
-    for key, ref in zip(keys, refs, strict=True):
+    for key, child in zip(spec.nodes[~ref][1], spec.links()[~ref], strict=True):
         identity = key_identity(key)
         while identity in result:  # several NaNs in one dict: they match in their order
             identity = ("again", identity)
-        result[identity] = (key, ref)
+        result[identity] = (key, child)
     return result
 
 
 def _describe(spec: TreeSpec, leaves: Sequence[Any], ref: int) -> str:
-    if ref >= 0:
-        cls = type(leaves[ref])
-        return getattr(cls, "_statetree_text", f"a leaf ({cls.__qualname__})")
-    return container_text(spec, ref)
+    if ref < 0:
+        return described(spec, ref)
+    cls = type(leaves[ref])
+    return getattr(cls, "_statetree_text", f"a leaf ({cls.__qualname__})")

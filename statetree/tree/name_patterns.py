@@ -24,15 +24,8 @@ class NamePattern:
     """A pattern of names, in which ``{name}`` captures one or more characters of a component.
 
     Where it stands again, it is the same text. ``*`` captures within one component, and ``**`` any number of
-    components, also none. A backslash takes the meaning from the character after it.
-
-    Args:
-        text: The pattern.
-        numbers: Captures that stand for whole numbers alone.
-
-    Attributes:
-        text: The pattern.
-        captures: What it captures, by names; wildcards are counted (``*1``).
+    components, also none. A backslash takes the meaning from the character after it. The captures in ``numbers`` stand
+    for whole numbers alone.
     """
 
     def __init__(self, text: str, numbers: Collection[str] = ()) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class _Dict(Container):
     __slots__ = ()
 
-    def flatten(self, container: Any, freeze: Freeze, plain: int = 0) -> Flattened:
+    def flatten(self, container: Any, freeze: Freeze) -> Flattened:
         return list(container.values()), tuple(container), None
 
     def unflatten(self, aux: Any, keys: tuple[Any, ...], children: Sequence[Any]) -> Any:
@@ -49,7 +49,7 @@ def _indices(count: int) -> tuple[int, ...]:
 class _List(Container):
     __slots__ = ()
 
-    def flatten(self, container: Any, freeze: Freeze, plain: int = 0) -> Flattened:
+    def flatten(self, container: Any, freeze: Freeze) -> Flattened:
         return container, _indices(len(container)), None
 
     def unflatten(self, aux: Any, keys: tuple[Any, ...], children: Sequence[Any]) -> Any:
@@ -72,7 +72,7 @@ class _StructSequence(Container):
         super().__init__(cls, cls, keyed=False)
         self.fields = tuple(optree.structseq_fields(cls))
 
-    def flatten(self, container: Any, freeze: Freeze, plain: int = 0) -> Flattened:
+    def flatten(self, container: Any, freeze: Freeze) -> Flattened:
         return tuple(container), self.fields, None
 
     def unflatten(self, aux: Any, keys: tuple[Any, ...], children: Sequence[Any]) -> Any:
@@ -89,7 +89,7 @@ class _Registered(Container):
         super().__init__(cls, cls, keyed=False)
         self.entry = entry
 
-    def flatten(self, container: Any, freeze: Freeze, plain: int = 0) -> Flattened:
+    def flatten(self, container: Any, freeze: Freeze) -> Flattened:
         result = self.entry.flatten_func(container)
         children = list(result[0])
         metadata = result[1]
@@ -135,13 +135,10 @@ _DECLARED: set[type] = set()
 _LEAF_BASES: set[type] = set()
 
 
-# A program may make classes as it runs, and the registry must not keep them for ever. It cannot refer to them weakly:
-# a container refers to its class, and a lookup by weak references would take ten times as long. But classes are freed
-# by the garbage collector alone: it is enough if the registry lets go of them when all objects are about to be looked
-# through. A container that nothing else refers to belongs to no structure, and nobody can tell one that is made again
-# from the first one.
+# A program may make classes as it runs, and the registry must not keep them for ever. It cannot refer to them weakly: a
+# container refers to its class. But classes are freed by the garbage collector alone, so that it is enough to let go of
+# them before a full collection. Nobody can tell a container that is made again from one that no structure refers to.
 def _forget_unused(phase: str, about: Mapping[str, int]) -> None:
-    """Forget recognised classes before a full collection, but for those whose containers are in use."""
     if phase != "start" or about["generation"] < 2:
         return
     for cls in set(CONTAINERS) - _BUILTIN.keys() - _DECLARED:
@@ -158,25 +155,18 @@ def container_of(cls: type) -> Container | None:
     try:
         return CONTAINERS[cls]
     except KeyError:
-        kind = _recognise(cls)
-        if kind is not None:
-            return CONTAINERS.setdefault(cls, kind)  # another thread may have been quicker
-        if is_atom_type(cls) or issubclass(cls, torch.Tensor) or not _LEAF_BASES.isdisjoint(cls.__mro__):
+        if _is_leaf_class(cls):
             LEAF_CLASSES.add(cls)
             CONTAINERS[cls] = None
+            return None
+        kind = _recognised(cls)
+        if kind is not None:
+            return CONTAINERS.setdefault(cls, kind)  # another thread may have been quicker
         return None  # an unknown class may yet be registered with optree, so that it is asked about every time
 
 
 def declare_leaf_class(cls: type, *, subclasses: bool = False) -> None:
-    """Make instances of a class leaves, whatever they derive from.
-
-    Args:
-        cls: The class.
-        subclasses: Whether instances of its subclasses are leaves, too, but for those that are declared themselves.
-
-    Raises:
-        ValueError: If it is a builtin container.
-    """
+    """Make instances of a class leaves, and those of subclasses that are not declared themselves, if asked to."""
     if cls in _BUILTIN:
         msg = f"register_leaf_type: {cls.__qualname__} is a builtin container: expected a class of your own."
         raise ValueError(msg)
@@ -291,10 +281,14 @@ def _take_back(cls: type) -> None:
         optree.unregister_pytree_node(cls, namespace=NAMESPACE)
 
 
-def _recognise(cls: type) -> Container | None:
-    """Decide what a class is that is met for the first time."""
-    if is_atom_type(cls) or issubclass(cls, (torch.Tensor, torch.nn.Module)) or not _LEAF_BASES.isdisjoint(cls.__mro__):
-        return None
+def _is_leaf_class(cls: type) -> bool:
+    return (
+        is_atom_type(cls) or issubclass(cls, (torch.Tensor, torch.nn.Module)) or not _LEAF_BASES.isdisjoint(cls.__mro__)
+    )
+
+
+def _recognised(cls: type) -> Container | None:
+    """Return what a class is that is met for the first time, if it is a container."""
     entry = _registered_entry(cls)
     if entry is not None:
         return _Registered(cls, entry)

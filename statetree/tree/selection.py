@@ -37,18 +37,9 @@ def selected(
     ``**`` for any number of components (also none); a backslash takes the meaning from what follows it. A glob that
     begins with ``!`` matches all paths that the rest of it does not. Dots inside a key count like those between keys,
     so that a glob reads a flat state dict and a nested one alike. Where two paths read the same (``{0: …, "0": …}``),
-    it means both; a ``Path`` means one.
+    it means both; a ``Path`` means one. A predicate is not asked about ``HOLE``, which it does not select.
 
-    Args:
-        where: Which leaves.
-        spec: The tree's structure.
-        leaves: Its leaves. A predicate is not asked about ``HOLE``, which it does not select.
-        verb: On whose behalf, for messages.
-        missing_ok: Whether a glob or path may match nothing; ``None`` where the user cannot say so.
-
-    Raises:
-        TreeMismatch: If a glob or path matches nothing.
-        TypeError: If ``where`` is none of these.
+    What matches nothing raises ``TreeMismatch``, unless ``missing_ok``, which is ``None`` where the user has no say.
     """
     return selected_in(where, [(spec, leaves)], verb=verb, missing_ok=missing_ok)[0]
 
@@ -167,11 +158,8 @@ _TOKEN: Final = re.compile(
 def glob_parts(glob: str, wildcard: Callable[[str], str], capture: Callable[[str], str] = re.escape) -> list[str]:
     """Return the parts of the regular expression of a glob, one for each character, wildcard or name in braces.
 
-    Args:
-        glob: The glob.
-        wildcard: Returns the expression of ``*`` and of ``**``. Where the latter is a whole component, the dot beside
-            it goes with it if it stands for nothing.
-        capture: Returns the expression of a name in braces, which is given with them. By default it is text.
+    Where ``**`` is a whole component, the dot beside it goes with it if it stands for nothing. A name is given to
+    ``capture`` with its braces.
     """
     parts = []
     for token in _TOKEN.finditer(glob):

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from statetree.errors import TreeMismatch
 from statetree.key_paths import Path, key_identity, render_key, same_key, unique_keys
 from statetree.tree.atoms import same_value
-from statetree.tree.html_fragments import cell, tree_html
 from statetree.tree.registry import introduce, optree_structure
 from statetree.tree.traversal import Node, by_class, freeze, loaded, rebuild, traverse
 
@@ -101,6 +100,8 @@ class TreeSpec:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
+        from statetree.tree.html_fragments import cell, tree_html  # few structures are shown in a notebook
+
         return cell(tree_html(self, lambda _, path, name: f'<p title="{path}"><b>{name}</b></p>'))
 
     def unflatten(self, leaves: Iterable[Any]) -> Any:
@@ -242,9 +243,6 @@ class TreeSpec:
 
     def paths(self) -> list[Path]:
         """Return the path of every leaf."""
-        return list(map(Path, self._key_tuples()))
-
-    def _key_tuples(self) -> list[tuple[Any, ...]]:
         result: list[tuple[Any, ...]] = [()] * self.num_leaves
         links = self.links()
         start: tuple[Any, ...] = ()
@@ -256,13 +254,13 @@ class TreeSpec:
                     result[child] = (*prefix, key)
                 else:
                     pending.append((child, (*prefix, key)))
-        return result
+        return list(map(Path, result))
 
     def flat_keys(self) -> list[str]:
         """Return a distinct string for every leaf: its path, disambiguated where two would read the same."""
         if self._flat_keys is None:
             keys = self.rendered_paths()
-            self._flat_keys = keys if len(set(keys)) == len(keys) else unique_keys(keys, self._key_tuples())
+            self._flat_keys = keys if len(set(keys)) == len(keys) else unique_keys(keys, self.paths())
         return self._flat_keys.copy()
 
     def rendered_paths(self) -> list[str]:
@@ -306,8 +304,10 @@ def _same_node(a: Node, b: Node) -> bool:
     return same_aux(a, b)
 
 
-def container_text(spec: TreeSpec, ref: int) -> str:
-    """Say what container of a structure there is, for messages."""
+def described(spec: TreeSpec, ref: int) -> str:
+    """Say what there is in one place of a structure, for messages. See ``TreeSpec.links``."""
+    if ref >= 0:
+        return "a leaf"
     kind, keys, aux, *_ = spec.nodes[~ref]
     text = getattr(kind.cls, "_statetree_text", None)
     return f"{kind.cls.__qualname__} of {len(keys)}" if text is None else text(aux)
@@ -316,3 +316,13 @@ def container_text(spec: TreeSpec, ref: int) -> str:
 def same_aux(a: Node, b: Node) -> bool:
     """Whether the auxiliary data of two nodes is equal."""
     return same_value(a[2], b[2])
+
+
+def node_difference(a: Node, b: Node) -> str | None:
+    """Return the kind of difference between two containers that are matched, their keys apart, if there is one."""
+    kind, other = a[0], b[0]
+    if kind.family != other.family:
+        return "structure"
+    if kind.compares_aux and not same_aux(a, b):
+        return "metadata"
+    return None if kind.keyed or kind.num_items(a[1]) == other.num_items(b[1]) else "length"

@@ -13,17 +13,11 @@ if TYPE_CHECKING:
 
 
 class StandIn(NamedTuple):
-    """What a user's function gets for a leaf of a class.
+    """What a user's function gets for a leaf of a class."""
 
-    Attributes:
-        read: Returns the tensor, in memory of its own.
-        unread: Returns a tensor that says its dtype and shape, and is read when its elements are asked for.
-        place: Returns what is equal for those that are the same view on the same bytes.
-    """
-
-    read: Callable[[Any], Any]
-    unread: Callable[[Any], Any]
-    place: Callable[[Any], Hashable]
+    read: Callable[[Any], Any]  # the tensor, in memory of its own
+    unread: Callable[[Any], Any]  # one that says its dtype and shape, and is read when its elements are asked for
+    place: Callable[[Any], Hashable]  # what is equal for those that are the same view on the same bytes
 
 
 #: By the classes of leaves. Empty until a module that has such leaves is imported.

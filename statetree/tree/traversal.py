@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, cast
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
-from statetree.errors import CyclicTree, TreeTooDeep, UnsupportedLeaf, note_leaf
+from statetree.errors import CyclicTree, TreeTooDeep, note_leaf
 from statetree.key_paths import Attr, Path, render_key
 from statetree.tree.atoms import add_atom_type, is_atom_type, is_constant_type
 from statetree.tree.containers import Container
-from statetree.tree.instances import MAX_ATTRIBUTE_DEPTH, NotPlain, copy_plain
 from statetree.tree.registry import CONTAINERS, LEAF_CLASSES, container_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+
+    from statetree.tree.containers import Freeze
 
 #: How deep containers may be nested.
 MAX_DEPTH: Final = 10_000
@@ -38,43 +41,58 @@ add_atom_type(Repeated)
 
 
 class Frozen(NamedTuple):
-    """An attribute of a container, or metadata of a leaf, without anything but atoms inside.
+    """An attribute of a container, or metadata of a leaf, without anything but atoms inside."""
 
-    Attributes:
-        leaves: The leaves; without nodes, the value itself.
-        nodes: The containers; none for what ``copy_plain`` copies, which is quicker.
-    """
-
-    leaves: tuple[Any, ...]
-    nodes: tuple[Node, ...]
+    leaves: tuple[Any, ...]  # without nodes, the value itself
+    nodes: tuple[Node, ...]  # none for what ``_copied_plain`` copies, which is quicker
 
     def thaw(self) -> Any:
         """Return a fresh value."""
-        return rebuild(self.nodes, list(self.leaves), {}) if self.nodes else copy_plain(self.leaves[0])
+        return rebuild(self.nodes, list(self.leaves), {}) if self.nodes else _copied_plain(*self.leaves)
 
     def __reduce__(self) -> Any:
         return _loaded_frozen, (self.leaves, by_class(self.nodes))
 
 
-def freeze(value: Any, depth: int = 1) -> Frozen | None:
-    """Return what fresh copies of a value can be made from, or ``None`` if it holds anything but atoms.
+class _NotPlain(Exception):
+    pass
 
-    Args:
-        value: An attribute of a container, or metadata of a leaf.
-        depth: In how many attributes it lies.
+
+def _copied_plain(value: Any) -> Any:
+    """Copy an atom, a dict of atoms, or a dict of dicts of atoms; raise ``_NotPlain`` if it is anything else.
+
+    The last is ``_metadata``, which every state dict carries: a dict for every module. Taken apart as a tree it costs
+    more than the state dict itself: with 1,000 modules and 2,000 tensors ``flatten`` takes 1.3 ms instead of 0.5.
     """
+    cls = type(value)
+    if is_constant_type(cls):
+        return value
+    if cls is dict or (cls is OrderedDict and not vars(value)):
+        items = list(value.values())
+        if _only_constants(items):
+            return cls(value)
+        if set(map(type, items)) == {dict} and _only_constants(chain.from_iterable(map(dict.values, items))):
+            return cls(zip(value, map(dict.copy, items), strict=True))
+    raise _NotPlain
+
+
+def _only_constants(values: Iterable[Any]) -> bool:
+    return all(map(is_constant_type, set(map(type, values))))
+
+
+def freeze(value: Any) -> Frozen | None:
+    """Return what fresh copies of a value can be made from, or ``None`` if it holds anything but atoms."""
     try:
-        return Frozen((copy_plain(value),), ())
-    except NotPlain:
+        return Frozen((_copied_plain(value),), ())
+    except _NotPlain:
         pass
-    if depth > MAX_ATTRIBUTE_DEPTH:
-        return None
     try:
-        leaves, nodes = traverse(value, plain=depth)
-    except (NotPlain, CyclicTree, TreeTooDeep):
-        # What goes round in circles does so again when it is walked as a child, where the error can name the path.
-        return None
-    return Frozen(tuple(leaves), tuple(nodes))
+        # Attributes inside are children here: were each frozen first, those nested deeply would be walked again and
+        # again, and the walk would need Python's stack.
+        leaves, nodes = traverse(value, freeze=lambda _: None)
+    except (CyclicTree, TreeTooDeep):
+        return None  # what goes round in circles does so again as a child, where the error can name the path
+    return Frozen(tuple(leaves), tuple(nodes)) if _only_constants(leaves) else None
 
 
 def by_class(nodes: Iterable[Node]) -> list[tuple[Any, ...]]:
@@ -83,11 +101,7 @@ def by_class(nodes: Iterable[Node]) -> list[tuple[Any, ...]]:
 
 
 def loaded(nodes: Iterable[tuple[Any, ...]]) -> tuple[Node, ...]:
-    """Return what ``by_class`` was given.
-
-    Raises:
-        ValueError: If a class is no container in this process.
-    """
+    """Return what ``by_class`` was given; raise ``ValueError`` if a class is no container in this process."""
     found: list[Any] = []
     for cls, *rest in nodes:
         container = container_of(cls)
@@ -102,21 +116,6 @@ def loaded(nodes: Iterable[tuple[Any, ...]]) -> tuple[Node, ...]:
 
 def _loaded_frozen(leaves: tuple[Any, ...], nodes: list[tuple[Any, ...]]) -> Frozen:
     return Frozen(leaves, loaded(nodes))
-
-
-def _any_key(holds_tensor: Callable[[Any], bool], keys: tuple[Any, ...]) -> bool:
-    return not _SIMPLE_KEYS.issuperset(map(type, keys)) and any(map(holds_tensor, keys))
-
-
-def _only_atoms(leaves: Iterable[Any]) -> bool:
-    return all(map(is_atom_type, set(map(type, leaves))))
-
-
-class _Met(NamedTuple):
-    """A container that was met, and its node. Holding it keeps its id from being handed out again."""
-
-    container: Any
-    node: int
 
 
 class _Frame:
@@ -141,26 +140,15 @@ def traverse(
     tree: Any,
     *,
     verb: str = "flatten",
-    plain: int = 0,
-    met: dict[int, _Met] | None = None,
+    freeze: Freeze = freeze,
+    met: dict[int, tuple[Any, int]] | None = None,
     is_leaf: IsLeaf = None,
     holds_tensor: Callable[[Any], bool] | None = None,
 ) -> tuple[list[Any], list[Node]]:
-    """Take a tree apart into its leaves and its containers.
+    """Take a tree apart into its leaves and its containers, on behalf of a verb, which errors name.
 
-    Args:
-        tree: Any value.
-        verb: On whose behalf, for messages.
-        plain: If it is not 0, ``NotPlain`` is raised as soon as a leaf turns up that is no atom; it says in how many
-            attributes the tree lies.
-        met: Where containers that were met are noted, by their ids; one that appears again then becomes a leaf,
-            ``Repeated``.
-        is_leaf: As for ``flatten``.
-        holds_tensor: Says whether a key is or holds a tensor: mappings with such keys become leaves.
-
-    Raises:
-        CyclicTree: If a container holds itself.
-        TreeTooDeep: If containers are nested too deep.
+    In ``met`` containers that were met are noted, with their nodes, by their ids, which are theirs while they are held;
+    one that appears again becomes a leaf, ``Repeated``. Mappings with keys that hold tensors become leaves.
     """
     leaves: list[Any] = []
     nodes: list[Node] = []
@@ -172,14 +160,9 @@ def traverse(
     while True:
         for index, child in frame.children:
             cls = type(child)
-            try:
-                kind = kind_of(cls, _UNSEEN)
-                if kind is _UNSEEN:
-                    kind = container_of(cls)
-            except Exception as error:
-                if _can_be_hashed(cls):  # then a signal's handler raised it
-                    raise
-                _raise_unknowable(verb, error, child, [*frames, frame], index)
+            kind = kind_of(cls, _UNSEEN)
+            if kind is _UNSEEN:
+                kind = container_of(cls)
             if kind is not None and is_leaf is not None:
                 try:
                     kind = None if is_leaf(child) else kind
@@ -187,37 +170,34 @@ def traverse(
                     note_leaf(error, _path_of([*frames, frame], index), child)
                     raise
             if kind is None:
-                if plain and not is_constant_type(cls):
-                    raise NotPlain
                 leaves.append(child)
                 continue
             if met is not None and id(child) in met:
-                leaves.append(Repeated(met[id(child)].node))
+                leaves.append(Repeated(met[id(child)][1]))
                 continue
             try:
-                children, keys, aux = kind.flatten(child, freeze, plain)
-            except NotPlain:
-                raise
+                children, keys, aux = kind.flatten(child, freeze)
             except Exception as error:
                 note_leaf(error, _path_of([*frames, frame], index), child)
                 raise
-            if holds_tensor is not None and kind.keyed and _any_key(holds_tensor, keys):
+            if (
+                holds_tensor is not None
+                and kind.keyed
+                and not _SIMPLE_KEYS.issuperset(map(type, keys))
+                and any(map(holds_tensor, keys))
+            ):
                 leaves.append(child)
                 continue
             frame.kids.append(index)
             # The parents of leaves are most of the containers of a state: they need no frame. All that their children
             # are is found in one look at a set of classes, which costs less than a look-up for each child.
-            try:
-                only_leaves = not plain and are_leaf_classes(map(type, children))
-            except Exception:  # noqa: BLE001 - a metaclass whose instances cannot be hashed: found again, and named
-                only_leaves = False
-            if only_leaves:
+            if are_leaf_classes(map(type, children)):
                 leaves += children
                 nodes.append((kind, keys, aux, (), len(leaves) - emitted))
                 emitted = len(leaves)
                 # Tuples of atoms are values: nobody can tell a copy from the original.
-                if met is not None and not (cls is tuple and _only_atoms(children)):
-                    met[id(child)] = _Met(child, len(nodes) - 1)
+                if met is not None and not (cls is tuple and all(map(is_atom_type, set(map(type, children))))):
+                    met[id(child)] = child, len(nodes) - 1
                 continue
             if id(child) in active:
                 _raise_cycle(verb, child, [*frames, frame], index)
@@ -234,7 +214,7 @@ def traverse(
             emitted = len(leaves)
             active.discard(id(frame.container))
             if met is not None:
-                met[id(frame.container)] = _Met(frame.container, len(nodes) - 1)
+                met[id(frame.container)] = frame.container, len(nodes) - 1
             frame = frames.pop()
 
 
@@ -242,23 +222,6 @@ def _path_of(frames: Sequence[_Frame], index: int) -> Path:
     """Return the path of child ``index`` of the last frame (the first frame is the root's, without keys)."""
     inner = [frame.keys[frame.kids[-1]] for frame in frames[1:-1]]
     return Path((*inner, frames[-1].keys[index])) if len(frames) > 1 else Path()
-
-
-def _can_be_hashed(cls: type) -> bool:
-    try:
-        hash(cls)
-    except Exception:  # noqa: BLE001 - of a hostile metaclass
-        return False
-    return True
-
-
-def _raise_unknowable(verb: str, error: Exception, child: Any, frames: Sequence[_Frame], index: int) -> NoReturn:
-    path = _path_of(frames, index)
-    msg = (
-        f"{verb}: the class of the value at {path or '<root>'} ({type(child).__qualname__}) cannot be looked up: "
-        f"expected one that can be hashed, got {type(error).__name__}: {error}. Mend its metaclass."
-    )
-    raise UnsupportedLeaf(msg, path) from error
 
 
 def _raise_cycle(verb: str, child: Any, frames: Sequence[_Frame], index: int) -> None:
@@ -281,12 +244,9 @@ def _raise_too_deep(verb: str, frames: Sequence[_Frame], index: int) -> None:
 
 
 def rebuild(nodes: Iterable[Node], values: list[Any], repeated: Mapping[int, int]) -> Any:
-    """Put a tree together.
+    """Put a tree together of its containers and leaves.
 
-    Args:
-        nodes: Its containers.
-        values: Its leaves. They are changed where there are repeated containers.
-        repeated: The leaves, by their indices, in whose places a container comes again: the index of its node.
+    ``repeated`` names leaves in whose places a container comes again, by its node; these ``values`` are changed.
     """
     stack: list[Any] = []
     made: list[Any] = []  # the container of every node so far, where some appear again

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from statetree.errors import Difference
-from statetree.key_paths import Path, key_identity
-from statetree.tree.flatten import flatten_for_copy
-from statetree.tree.spec import TreeSpec, container_text, same_aux
+from statetree.key_paths import Attr, Path, key_identity
+from statetree.tree.flatten import flatten
+from statetree.tree.spec import TreeSpec, described, node_difference
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from statetree.tree.containers import Container
+    from statetree.tree.traversal import Node
 
 
 class United(NamedTuple):
@@ -29,84 +30,65 @@ class United(NamedTuple):
     differences: list[Difference]
 
 
-class _Leaf:
-    """Stands for a leaf: its index in each structure that has it."""
-
-    def __init__(self, found: Mapping[int, int]) -> None:
-        self.found = found
-
-
-class _Open(NamedTuple):
-    """A container whose children are put together before it."""
-
-    kind: Container
-    keys: tuple[Any, ...]
-    aux: Any
-
-
 def united(specs: Sequence[TreeSpec]) -> United:
     """Return the union of structures."""
     differences: list[Difference] = []
-    made: list[Any] = []
-    pending: list[tuple[tuple[Any, ...], dict[int, int]] | _Open] = [
-        ((), {number: spec.root() for number, spec in enumerate(specs)})
-    ]
-    while pending:
-        step = pending.pop()
-        if isinstance(step, _Open):
-            count = len(step.keys)
-            children = made[len(made) - count :]
-            del made[len(made) - count :]
-            made.append(step.kind.unflatten(step.aux, step.keys, children))
-            continue
-        path, refs = step
+    # What is in one place: its path, and what it is in each structure. Children come after their parents, side by side.
+    places: list[tuple[tuple[Any, ...], dict[int, int]]] = [((), {at: spec.root() for at, spec in enumerate(specs)})]
+    values: list[Any] = []
+    for path, refs in places:
         if all(ref >= 0 for ref in refs.values()):
-            made.append(_Leaf(refs))
+            values.append(MappingProxyType(refs))  # which is a leaf
             continue
-        reason = _unlike(specs, refs)
-        if reason is not None:
-            differences.append(Difference(Path(path), *reason))
-            made.append(None)
+        difference = _difference(specs, Path(path), refs)
+        if difference is not None:
+            differences.append(difference)
+            values.append(None)
             continue
-        children_of: dict[Any, tuple[Any, dict[int, int]]] = {}
-        for number, ref in refs.items():
-            for key, child in zip(specs[number].nodes[~ref][1], specs[number].links()[~ref], strict=True):
-                children_of.setdefault(key_identity(key), (key, {}))[1][number] = child
-        merged = list(children_of.values())
-        if any(len(found) < len(refs) for _, found in merged):
-            merged.sort(key=lambda child: Path((child[0],)).sort_key())
         number, ref = next(iter(refs.items()))
         kind, _, aux, *_ = specs[number].nodes[~ref]
-        pending.append(_Open(kind, tuple([key for key, _ in merged]), aux))
-        pending += [((*path, key), found) for key, found in reversed(merged)]
+        children = _children(specs, refs)
+        values.append((kind, tuple([key for key, _ in children]), aux, len(places)))
+        places += [((*path, key), found) for key, found in children]
     if differences:
         return United(specs[0], [], differences)
-    leaves, spec = flatten_for_copy(made[0], _never)
-    return United(spec, [leaf.found for leaf in leaves], [])
+    for index in reversed(range(len(values))):
+        if type(values[index]) is tuple:
+            kind, keys, aux, first = values[index]
+            values[index] = kind.unflatten(aux, keys, values[first : first + len(keys)])
+    leaves, spec = flatten(values[0])
+    return United(spec, leaves, [])
 
 
-def _never(_: Any) -> bool:
-    return False
+def _children(specs: Sequence[TreeSpec], refs: Mapping[int, int]) -> list[tuple[Any, dict[int, int]]]:
+    """Return the children of containers in one place: their keys, and what each is in the structures that have it."""
+    found: dict[Any, tuple[Any, dict[int, int]]] = {}
+    for number, ref in refs.items():
+        for key, child in zip(specs[number].nodes[~ref][1], specs[number].links()[~ref], strict=True):
+            found.setdefault(key_identity(key), (key, {}))[1][number] = child
+    children = list(found.values())
+    if any(len(holders) < len(refs) for _, holders in children):
+        # Attributes stay behind the items, in the order that the auxiliary data has them in.
+        children.sort(key=lambda child: (1,) if type(child[0]) is Attr else (0, Path((child[0],)).sort_key()))
+    return children
 
 
-def _unlike(specs: Sequence[TreeSpec], refs: Mapping[int, int]) -> tuple[str, str, str] | None:
-    """Say how the things in one place differ in more than the keys of mappings; ``None`` if they do not."""
+def _difference(specs: Sequence[TreeSpec], path: Path, refs: Mapping[int, int]) -> Difference | None:
+    """Return how the things in one place differ in more than the items of mappings."""
     (first, ref), *rest = refs.items()
     for number, other in rest:
-        texts = _described(specs[first], ref), _described(specs[number], other)
-        if ref >= 0 or other >= 0:
-            if (ref >= 0) != (other >= 0):
-                return ("structure", *texts)
+        if ref >= 0 and other >= 0:
             continue
-        a, b = specs[first].nodes[~ref], specs[number].nodes[~other]
-        if a[0].family != b[0].family:
-            return ("structure", *texts)
-        if a[0].compares_aux and not same_aux(a, b):
-            return ("metadata", *texts)
-        if not a[0].keyed and list(map(key_identity, a[1])) != list(map(key_identity, b[1])):
-            return ("length", *texts)
+        kind: str | None = "structure"
+        if ref < 0 and other < 0:
+            a, b = specs[first].nodes[~ref], specs[number].nodes[~other]
+            kind = node_difference(a, b) or (None if _fixed_keys(a) == _fixed_keys(b) else "structure")
+        if kind is not None:
+            return Difference(path, kind, described(specs[first], ref), described(specs[number], other))
     return None
 
 
-def _described(spec: TreeSpec, ref: int) -> str:
-    return "a leaf" if ref >= 0 else container_text(spec, ref)
+def _fixed_keys(node: Node) -> list[Any]:
+    """Return what tells apart the keys that containers must have alike: of mappings only those of attributes."""
+    kind, keys, *_ = node
+    return [key_identity(key) for key in keys if type(key) is Attr or kind.family != "mapping"]

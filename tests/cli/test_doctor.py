@@ -42,7 +42,8 @@ def load_halved(path):
     [
         (["copy:deepcopy"], "copy", "It fails where parameter_tied_to_its_tensor: A parameter that is tied"),
         (["--as", "copy", f"{HERE}:torch_copy"], "copy", "It fails where"),
-        ([f"{HERE}:make_stager"], "stager", "It fails where torn_snapshot: What was staged does not change"),
+        # The stager of torch 2.11 stages once, and is not asked about torn snapshots.
+        ([f"{HERE}:make_stager"], "stager", "It fails where conjugate_view: A conjugate view has the conjugate values"),
         (["statetree:Stager"], "stager", None),
         (["statetree:offload"], "copy", None),
         ([f"{HERE}:negative"], "transform", f"It does not hold that: {laws.values.statement}"),
