@@ -335,7 +335,7 @@ def chunks_of(leaf: Any, ranks: Ranks) -> LocalChunks | None:
 
 def _may_hide(leaf_type: EngineLeafType) -> bool:
     """Whether leaves are not divided that have distributed tensors inside: in attributes, or anywhere in objects."""
-    return leaf_type.opaque or leaf_type.bare
+    return leaf_type.opaque or leaf_type.native
 
 
 def _hidden(leaf: Any) -> UnsupportedLeaf:
@@ -372,7 +372,7 @@ def is_cuttable(leaf: Any) -> bool:
 
 def _is_bare(cls: type) -> bool:
     leaf_type = leaf_type_of(cls)
-    return leaf_type is not None and leaf_type.bare
+    return leaf_type is not None and leaf_type.native
 
 
 def is_strided(leaf: torch.Tensor) -> bool:

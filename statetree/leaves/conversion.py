@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
-from statetree.leaves.builtin import facts, is_plain, leaf_type_of, settled, taken_over
+from statetree.leaves.builtin import facts, is_plain, is_stored, settled, taken_over
 from statetree.leaves.casting import castable, out_of_range, saturated
 from statetree.leaves.parts import PackedRecipe, Recipe, Unpacked, unpack
 from statetree.spans.columns import Columns
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from statetree.key_paths import Path
-    from statetree.leaves.engine_type import EngineLeafType
     from statetree.tree.spec import TreeSpec
 
 
@@ -78,18 +77,11 @@ def converted(
 
 
 def _converted_later(leaves: Sequence[Any], mask: Sequence[bool], dtype: torch.dtype) -> dict[int, Any]:
-    """Return the leaves that are not read now, those that are meant as leaves that are converted when they are."""
-    of_type: dict[EngineLeafType, list[int]] = {}
-    for index, leaf in enumerate(leaves):
-        leaf_type = None if is_plain(leaf) else leaf_type_of(type(leaf))
-        if leaf_type is not None:
-            of_type.setdefault(leaf_type, []).append(index)
-    return {
-        index: later if mask[index] else leaves[index]
-        for leaf_type, places in of_type.items()
-        for index, later in zip(places, leaf_type.converted_later([leaves[i] for i in places], dtype), strict=True)
-        if later is not None
-    }
+    """Return the stored leaves that are not read now; those that are meant as ones converted when they are read."""
+    stored = [index for index, leaf in enumerate(leaves) if is_stored(leaf)]
+    rows = leaves[stored[0]].converted_later([leaves[index] for index in stored], dtype) if stored else []
+    pairs = zip(stored, rows, strict=True)
+    return {index: later if mask[index] else leaves[index] for index, later in pairs if later is not None}
 
 
 def _changes(leaf: Any, dtype: torch.dtype) -> bool:
@@ -108,10 +100,9 @@ def recast(verb: str, recipe: Recipe, dtype: torch.dtype, path: Path) -> tuple[R
             f"{what or 'leaf'} made of several. Leave it out with where, or convert it yourself."
         )
         raise UnsupportedLeaf(msg, path)
-    count = len(recipe.leaf_type.essential(recipe.context, recipe.inner))
-    inner = [recast(verb, part, dtype, path) for part in recipe.inner[:count]]
+    inner = [recast(verb, part, dtype, path) for part in recipe.inner]
     parts = [part for _, found in inner for part in found]
-    fresh = (*(part for part, _ in inner), *recipe.inner[count:])
+    fresh = tuple([part for part, _ in inner])
     return replace(recipe, context=recipe.leaf_type.with_dtype(recipe.context, dtype), inner=fresh), parts
 
 

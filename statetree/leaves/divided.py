@@ -19,8 +19,6 @@ from statetree.tree.registry import register_container
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import torch
-
     from statetree.key_paths import Path
     from statetree.leaves.engine_type import EngineLeafType
     from statetree.tree.spec import TreeSpec
@@ -95,29 +93,19 @@ class Outline(NamedTuple):
             count = self.counts.get(leaf)
             own = parts[position : position + (1 if count is None else count)]
             position += len(own)
+            if count is None:
+                leaves.append(own[0])
+                continue
+            recipe = recipes[paths[leaf]]
+            key = (id(recipe.leaf), *map(id, own))  # a leaf in two places is one again
             try:
-                if count is None:
-                    leaves.append(own[0])
-                    continue
-                recipe = recipes[paths[leaf]]
-                key = (id(recipe.leaf), *map(id, own))  # a leaf in two places is one again
                 if key not in made:
                     made[key] = recipe.lift(own)
-                leaves.append(made[key])
             except Exception as error:
                 whole = [recipes[path].leaf if path in recipes else None for path in paths]
                 raise located_error(verb, "put together", error, lambda: paths, whole, leaf) from error
+            leaves.append(made[key])
         return self.spec.unflatten(leaves)
-
-
-class Attribute(NamedTuple):
-    """What a leaf is unpacked into beside its elements, in attributes: it is no part, and is copied."""
-
-    value: Any
-
-    def copied(self) -> Any:
-        """Return a value of its own for another leaf."""
-        return replicated("copy", self.value, Memory(), copy=True)
 
 
 @dataclass(slots=True, eq=False)
@@ -127,18 +115,19 @@ class Recipe:
     Attributes:
         leaf: The leaf.
         leaf_type: Its leaf type.
-        context: What ``pack`` needs beside the parts.
-        inner: For each value that it is unpacked into: how that is put together, if it is divided itself; the value,
-            if it is an attribute; otherwise ``None``.
+        context: What putting it together needs beside the parts.
+        attributes: What it carries beside its elements: no part of it, and copied.
+        inner: For each value that it is made of how that is put together, if it is divided itself.
         parts: The leaf's own parts, in a flat list.
-        whole: Its global shape and strides, if it is the local tensor of a ``DTensor``, or lies in one.
+        whole: Its global shape and strides, if it is a ``DTensor``, or lies in the local tensor of one.
         text: What it is beside its parts.
     """
 
     leaf: Any
     leaf_type: EngineLeafType
     context: Any
-    inner: Sequence[Recipe | Attribute | None]
+    attributes: Any
+    inner: Sequence[Recipe | None]
     parts: Sequence[Any]
     whole: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     text: str = ""
@@ -149,33 +138,34 @@ class Recipe:
             return self.leaf
         values: list[Any] = []
         position = 0
-        for how in self.inner:
-            if isinstance(how, Recipe):
-                values.append(how.lift(parts[position : position + len(how.parts)]))
-                position += len(how.parts)
-            elif isinstance(how, Attribute):
-                values.append(how.copied())
-            else:
+        for inside in self.inner:
+            if inside is None:
                 values.append(_given(self.parts[position], parts[position]))
                 position += 1
+            else:
+                values.append(inside.lift(parts[position : position + len(inside.parts)]))
+                position += len(inside.parts)
         are_chunks = any(isinstance(part, LeafPart) for part in parts)
-        if self.leaf_type.local_tensor is not None and not are_chunks:
-            return self.leaf_type.gathered(self.leaf, self.context, values)
-        context = self.context
+        context, leaf_type = self.context, self.leaf_type
         if self.whole is not None and not are_chunks:
-            context = self.leaf_type.reshaped(context, *self.whole)
-        made = self.leaf_type.pack_parts(context, values)
-        if self.whole is not None and not are_chunks and tuple(made.shape) != self.whole[0]:
+            context = leaf_type.reshaped(context, *self.whole)
+        attributes = replicated("copy", self.attributes, Memory(), copy=True) if self.attributes else None
+        made = leaf_type.assemble(context, values, attributes)
+        if are_chunks:
+            return made
+        if self.whole is not None and tuple(made.shape) != self.whole[0]:
             raise self._misfit(f"a shape of {self.whole[0]}", tuple(made.shape))
-        if self.leaf_type.distributed and not are_chunks:
+        if leaf_type.distributed and leaf_type.local_tensor is None:
             self._check_whole(made)
         return made
 
     def _check_whole(self, made: Any) -> None:
         """Raise ``UnsupportedLeaf`` if a value of whole parts says that it holds other chunks."""
-        for part in self.leaf_type.distributed_parts(made):
-            chunks = None if part is None else [(tuple(tensor.shape), start) for tensor, start in _chunks(part)]
-            expected = None if part is None else [(part.shape, (0,) * len(part.shape))]
+        for part in self.leaf_type.distributed_parts(made, self.leaf_type.contents(made).parts):
+            if part is None:
+                continue
+            chunks = [(tuple(tensor.shape), start) for tensor, start in zip(part.tensors, part.offsets, strict=True)]
+            expected = [(part.shape, (0,) * len(part.shape))]
             if chunks != expected:
                 raise self._misfit(f"whole parts at {expected}", chunks)
 
@@ -186,10 +176,6 @@ class Recipe:
             f"{got}. Let its leaf type take shapes and offsets from the parts (see reshaped)."
         )
         return UnsupportedLeaf(msg)
-
-
-def _chunks(part: Any) -> Sequence[tuple[torch.Tensor, tuple[int, ...]]]:
-    return list(zip(part.tensors, part.offsets, strict=True))
 
 
 def _given(old: Any, new: Any) -> Any:

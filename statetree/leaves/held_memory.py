@@ -45,7 +45,7 @@ class HeldMemory:
             leaf_type = leaf_type_of(type(leaf))
             if leaf_type is None or not leaf_type.has_elements or (leaf_type.opaque and not opaque):
                 continue
-            kind = "" if leaf_type.bare and special_layout(leaf) is None else leaf_type.local_tensor
+            kind = "" if leaf_type.native and special_layout(leaf) is None else leaf_type.local_tensor
             if kind and type(getattr(leaf, kind)) is not torch.Tensor:
                 kind = None
             self._by_kind.setdefault(kind, []).append(index)

@@ -12,7 +12,7 @@ from statetree.leaves.builtin import leaf_type_of
 from statetree.leaves.divided import DividedLeaf, Recipe
 from statetree.leaves.parts import Unpacked, unpack
 from statetree.leaves.replicas import replicated
-from statetree.leaves.types.converted import AxisPart
+from statetree.leaves.types.converted import AxisPart, ConvertedLeaf
 from statetree.leaves.types.part import LeafPart
 from statetree.spans.memory import Memory
 from statetree.torch_internals import copy_each, storage_key
@@ -89,19 +89,18 @@ def laid_out(verb: str, leaf: Any, path: Path, recipe: Recipe) -> tuple[DividedL
     Returns:
         ``None`` if the other is not made of blocks, or the leaf is no tensor.
     """
-    blocks = recipe.leaf_type.blocks(recipe.leaf)
     leaf_type = leaf_type_of(type(leaf))
-    if blocks is None or leaf_type is None:
+    if not isinstance(recipe.leaf, ConvertedLeaf) or leaf_type is None:
         return None
     is_spread = leaf_type.is_distributed(leaf)
-    if not is_spread and not (leaf_type.bare and leaf.layout is torch.strided and not leaf.is_nested):
+    if not is_spread and not (leaf_type.native and leaf.layout is torch.strided and not leaf.is_nested):
         return None
     shape = tuple(leaf_type.global_shape(leaf)[0] if is_spread else leaf.shape)
     if shape != tuple(recipe.leaf.shape):
         difference = Difference(path, "shape", tuple(recipe.leaf.shape), shape)
         raise TreeMismatch.between(verb, [difference], "Convert to the shape that is expected.")
     parts: list[Any] = []
-    for region, sizes in blocks:
+    for region, sizes in recipe.leaf.blocks():
         if is_spread:
             parts.append(AxisPart(leaf, leaf_type, region, sizes))
         else:
@@ -113,7 +112,7 @@ def laid_out(verb: str, leaf: Any, path: Path, recipe: Recipe) -> tuple[DividedL
 def refuse_converted(verb: str, recipes: Mapping[Path, Any]) -> None:
     """Raise ``UnsupportedLeaf`` if a leaf was converted, and would be told apart from one of whole tensors."""
     for path, recipe in recipes.items():
-        if isinstance(recipe, Recipe) and recipe.leaf_type.blocks(recipe.leaf) is not None:
+        if isinstance(recipe.leaf, ConvertedLeaf) and isinstance(recipe, Recipe):
             msg = (
                 f"{verb}: the leaf at {path or '<root>'} was converted, and no rank has its elements as they will lie: "
                 "expected a tensor or a DTensor. Gather or reshard the tree first."

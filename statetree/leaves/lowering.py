@@ -16,7 +16,7 @@ import torch
 from statetree.chunks.cuts import Cut
 from statetree.errors import TreeMismatch
 from statetree.leaves.builtin import is_distributed, leaf_type_of, settled
-from statetree.leaves.divided import Attribute, DividedLeaf, Outline, Recipe
+from statetree.leaves.divided import DividedLeaf, Outline, Recipe
 from statetree.leaves.laid_out import laid_out
 from statetree.leaves.leaf_numbers import value_text
 from statetree.leaves.location import located_error
@@ -26,7 +26,7 @@ from statetree.spans.sums import ALL, whole_sums
 
 if TYPE_CHECKING:
     from statetree.key_paths import Path
-    from statetree.leaves.engine_type import DistributedPart, EngineLeafType
+    from statetree.leaves.engine_type import DistributedPart, EngineLeafType, LeafContents
     from statetree.tree.spec import TreeSpec
 
 
@@ -109,18 +109,23 @@ def is_several(leaf: Any) -> bool:
     if type(leaf) is torch.Tensor:
         return False
     leaf_type = leaf_type_of(type(leaf))
-    if leaf_type is None or leaf_type.opaque or leaf_type.bare or leaf_type.settles or not leaf_type.has_elements:
+    if leaf_type is None or not _has_parts(leaf_type):
         return False
     if leaf_type.is_distributed(leaf):
         return leaf_type.local_tensor is not None and _is_made_of_parts(getattr(leaf, leaf_type.local_tensor))
     return hides_distributed(leaf)
 
 
+def _has_parts(leaf_type: EngineLeafType) -> bool:
+    """Whether values are found to be made of tensors by their own class, and are none themselves."""
+    return leaf_type.has_elements and not (leaf_type.opaque or leaf_type.native or leaf_type.deferred)
+
+
 def _is_made_of_parts(local: Any) -> bool:
     if type(local) is torch.Tensor or hasattr(local, "__create_chunk_list__"):
         return False
     leaf_type = leaf_type_of(type(settled(local)))
-    return leaf_type is not None and not leaf_type.bare and leaf_type.has_elements
+    return leaf_type is not None and not leaf_type.native and leaf_type.has_elements
 
 
 def is_made_of_tensors(leaf: Any) -> bool:
@@ -134,7 +139,7 @@ def is_made_of_tensors(leaf: Any) -> bool:
 def is_divisible(leaf: Any) -> bool:
     """Whether a leaf is made of tensors that are found in it by its own class."""
     leaf_type = leaf_type_of(type(leaf))
-    if leaf_type is None or leaf_type.opaque or leaf_type.bare or leaf_type.settles or not leaf_type.has_elements:
+    if leaf_type is None or not _has_parts(leaf_type):
         return False
     return not leaf_type.is_distributed(leaf) and getattr(leaf, "layout", None) is not torch.jagged
 
@@ -142,16 +147,16 @@ def is_divisible(leaf: Any) -> bool:
 def _divide(leaf: Any) -> tuple[DividedLeaf, Recipe]:
     leaf_type = leaf_type_of(type(leaf))
     assert leaf_type is not None
-    inner, context = leaf_type.unpack_parts(leaf)
+    contents = leaf_type.contents(leaf)
     if leaf_type.local_tensor is None:
-        rows = leaf_type.distributed_parts(leaf)
-        given = [_listed(part, row, among=rows) for part, row in zip(inner, rows, strict=True)]
-        return _assembled(leaf, leaf_type, context, given)
+        rows = leaf_type.distributed_parts(leaf, contents.parts)
+        pairs = zip(contents.parts, rows, strict=True)
+        return _assembled(leaf, leaf_type, contents, [_listed(part, row, among=rows) for part, row in pairs])
     from statetree.leaves.types.dtensor import part_maker
 
-    inside = _divide_local(settled(inner[0]), part_maker(leaf), (*map(Cut, range(leaf.dim())),), leaf.stride())
-    _, recipe = _assembled(leaf, leaf_type, context, [inside, *inner[1:]])
-    return inside[0], recipe
+    whole = tuple(leaf.shape), leaf.stride()
+    inside = _divide_local(settled(contents.parts[0]), part_maker(leaf), (*map(Cut, range(leaf.dim())),), whole[1])
+    return inside[0], _assembled(leaf, leaf_type, contents, [inside], whole)[1]
 
 
 def _listed(part: Any, row: DistributedPart | None, among: Sequence[Any]) -> Any:
@@ -163,23 +168,21 @@ def _listed(part: Any, row: DistributedPart | None, among: Sequence[Any]) -> Any
 
 
 def _assembled(
-    leaf: Any, leaf_type: EngineLeafType, context: Any, given: Sequence[Any], whole: Any = None
+    leaf: Any, leaf_type: EngineLeafType, contents: LeafContents, given: Sequence[Any], whole: Any = None
 ) -> tuple[DividedLeaf, Recipe]:
-    """Divide a leaf that is unpacked: ``given`` are its parts, or what they are divided into, and its attributes."""
-    elements = len(leaf_type.essential(context, given))
+    """Divide a leaf: ``given`` are its parts, or what they are divided into."""
     parts: dict[str, Any] = {}
-    inner: list[Recipe | Attribute | None] = []
+    inner: list[Recipe | None] = []
     flat: list[Any] = []
-    for place, (name, part) in enumerate(zip(leaf_type.part_names(context, len(given)), given, strict=True)):
-        if place >= elements:
-            inner.append(Attribute(part))
-            continue
+    names = leaf_type.part_names(contents.context, len(given))
+    for name, part in zip(names, given, strict=True):
         inside, recipe = part if type(part) is tuple else _divide(part) if is_several(part) else (part, None)
         parts[name] = inside
         inner.append(recipe)
         flat += [inside] if recipe is None else recipe.parts
     text = _text(leaf, leaf_type)
-    return DividedLeaf(text, parts), Recipe(leaf, leaf_type, context, inner, flat, whole, text)
+    recipe = Recipe(leaf, leaf_type, contents.context, contents.attributes, inner, flat, whole, text)
+    return DividedLeaf(text, parts), recipe
 
 
 def _divide_local(
@@ -198,19 +201,18 @@ def _divide_local(
     """
     leaf_type = leaf_type_of(type(local))
     assert leaf_type is not None
-    inner, context = leaf_type.unpack(local)
-    given: list[Any] = list(inner)
-    tensors = leaf_type.essential(context, inner)
-    for place, (tensor, own) in enumerate(zip(tensors, leaf_type.cuts(local, tensors), strict=True)):
+    contents = leaf_type.contents(local)
+    given: list[Any] = []
+    for tensor, own in zip(contents.parts, leaf_type.cuts(local, contents.parts), strict=True):
         followed = tuple([None if cut is None else _through(cuts[cut.dim], cut) for cut in own])
         if _is_made_of_parts(tensor):
-            given[place] = _divide_local(tensor, as_part, followed)
+            given.append(_divide_local(tensor, as_part, followed))
         else:
             plain = tensor.detach() if type(tensor) is torch.Tensor else tensor.detach().as_subclass(torch.Tensor)
-            given[place] = as_part(plain, followed)
+            given.append(as_part(plain, followed))
     shape = as_part(local, cuts).shape
     strides = _dense(shape, local.stride()) if stride is None else tuple(stride)
-    return _assembled(local, leaf_type, context, given, (shape, strides))
+    return _assembled(local, leaf_type, contents, given, (shape, strides))
 
 
 def _through(outer: Cut | None, cut: Cut) -> Cut | None:

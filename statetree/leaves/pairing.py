@@ -226,16 +226,15 @@ def _facts_here(leaf: Any) -> Mapping[str, Any]:
     leaf_type = leaf_type_of(type(leaf))
     if leaf_type is None or not (leaf_type.registered and leaf_type.distributed):
         return facts(leaf)
-    rows = [row and (row.shape, *row.offsets) for row in leaf_type.distributed_parts(leaf)]
-    return {**facts(leaf), "layout": tuple(rows)}
+    rows = leaf_type.distributed_parts(leaf, leaf_type.contents(leaf).parts)
+    return {**facts(leaf), "layout": tuple([row and (row.shape, *row.offsets) for row in rows])}
 
 
 def _made_of(leaf: Any) -> Sequence[Any]:
     """Return the tensors that a leaf is made of: they may be distributed."""
     leaf_type = leaf_type_of(type(leaf))
     assert leaf_type is not None
-    inner, context = leaf_type.unpack(leaf)
-    return leaf_type.essential(context, inner)
+    return leaf_type.contents(leaf).parts
 
 
 def fact_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -253,13 +252,6 @@ def _shown(fact: Any) -> Any:
     return tuple(fact) if isinstance(fact, torch.Size) else fact
 
 
-def essential(recipe: Recipe) -> Sequence[Recipe]:
-    """Return the recipes of what holds a leaf's elements: without the attributes and the identity of a tensor."""
-    if not isinstance(recipe, PackedRecipe):
-        return (recipe,)
-    return recipe.leaf_type.essential(recipe.context, recipe.inner)
-
-
 def paired_parts(left: Unpacked, right: Unpacked) -> Iterator[tuple[int, int | None, int | None]]:
     """Yield ``(leaf, part, part)``: which plain tensors of two unpacked lists of leaves face each other.
 
@@ -270,15 +262,22 @@ def paired_parts(left: Unpacked, right: Unpacked) -> Iterator[tuple[int, int | N
             yield leaf, part_a, part_b
 
 
-def _paired(a: Recipe, b: Recipe) -> Iterator[tuple[int | None, int | None]]:
+def _paired(a: Recipe | list[Recipe], b: Recipe | list[Recipe]) -> Iterator[tuple[int | None, int | None]]:
     if isinstance(a, int) and isinstance(b, int):
         yield a, b
         return
     if isinstance(a, AtomRecipe) or isinstance(b, AtomRecipe):
         return
-    inner_a, inner_b = list(essential(a)), list(essential(b))
+    inner_a, inner_b = _parts_of(a), _parts_of(b)
     if len(inner_a) != len(inner_b):
         yield None, None
         return
     for x, y in zip(inner_a, inner_b, strict=True):
         yield from _paired(x, y)
+
+
+def _parts_of(recipe: Recipe | list[Recipe]) -> Sequence[Any]:
+    """Return the recipes of what holds a leaf's elements: without the attributes and the identity of a tensor."""
+    if isinstance(recipe, list):
+        return recipe
+    return recipe.inner if isinstance(recipe, PackedRecipe) else (recipe,)

@@ -9,31 +9,54 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from statetree.errors import UnsupportedLeaf, describe_leaf
-from statetree.leaves.builtin import leaf_type_of
+from statetree.leaves.builtin import OPAQUE, leaf_type_of
 from statetree.leaves.location import located_error
+from statetree.leaves.types.opaque import Rest
 from statetree.leaves.types.special import QUANTIZED
 from statetree.spans.columns import Columns
 from statetree.spans.geometry_cache import recognise, remember
 from statetree.torch_internals import carry_tangents, is_zero_tensor
+from statetree.tree.flatten import flatten, unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from statetree.key_paths import Path
     from statetree.leaves.engine_type import EngineLeafType
+    from statetree.tree.spec import TreeSpec
 
 
 @dataclass(slots=True, eq=False)
 class PackedRecipe:
     """The recipe of a leaf that is more than one plain tensor.
 
-    ``inner`` holds a recipe for each of its parts.
+    Attributes:
+        leaf_type: Its leaf type.
+        context: What putting it together needs beside its parts.
+        inner: The recipe of each of its parts, which hold its elements; a list for one in several chunks.
+        identity: Leaves that were one object become one object again.
+        attributes: What it carries beside its elements, if anything.
     """
 
     leaf_type: EngineLeafType
     context: Any
     inner: tuple[Any, ...]
-    identity: int  # leaves that were one object become one object again
+    identity: int
+    attributes: AttributesRecipe | None = None
+
+    def within(self) -> list[Recipe]:
+        """Return all recipes in this one, those of attributes last."""
+        found: list[Recipe] = []
+        for part in self.inner:
+            found += part if isinstance(part, list) else [part]
+        return found if self.attributes is None else found + self.attributes.leaves
+
+
+class AttributesRecipe(NamedTuple):
+    """What a leaf carries beside its elements: a tree, by its structure and the recipes of its leaves."""
+
+    spec: TreeSpec
+    leaves: list[Recipe]
 
 
 class AtomRecipe(NamedTuple):
@@ -98,7 +121,7 @@ class Unpacked:
             elif isinstance(recipe, MemberRecipe):
                 pending.append(recipe.whole)
             elif isinstance(recipe, PackedRecipe):
-                pending += recipe.inner
+                pending += recipe.within()
         return found
 
     def metadata_parts(self) -> list[int]:
@@ -110,7 +133,7 @@ class Unpacked:
             part
             for recipe in packed(self.recipes.values())
             if not recipe.leaf_type.elements_only(recipe.context)
-            for part in recipe.inner
+            for part in recipe.within()
             if isinstance(part, int)
         ]
 
@@ -133,7 +156,8 @@ class Unpacked:
     def detach(self) -> None:
         """Let no writing to opaque leaves change any more what they are packed of, which is done once."""
         for recipe in packed(self.recipes.values()):
-            recipe.leaf_type.detach(recipe.context)
+            if isinstance(recipe.context, Rest):
+                recipe.context.detach()
 
     def pack(self, parts: Sequence[torch.Tensor]) -> list[Any]:
         """Return the leaves with other plain tensors in place of the parts.
@@ -205,22 +229,20 @@ def _unpack_together(
     Returns:
         The unpacker to go on with, the recipes by leaf, and the owners of the parts.
     """
-    opaque = {index: found for index in rest if (found := leaf_type_of(type(leaves[index]))) and found.opaque}
-    chosen = list(opaque)
+    chosen = [index for index in rest if leaf_type_of(type(leaves[index])) is OPAQUE]
     if len(chosen) < 2:
         return unpacker, {}, []
-    leaf_type = opaque[chosen[0]]
     attempt = _Unpacker(list(unpacker.parts))
     owners: list[int] = []
     try:
-        tensors, context, owner_of = leaf_type.unpack_together([leaves[index] for index in chosen])
+        tensors, context, owner_of = OPAQUE.unpack_together([leaves[index] for index in chosen])
         inner = []
         for tensor, owner in zip(tensors, owner_of, strict=True):
             inner.append(attempt.unpack(tensor))
             owners += [chosen[owner]] * (len(attempt.parts) - len(unpacker.parts) - len(owners))
     except Exception:  # noqa: BLE001 - user code raises it, and will do so again
         return unpacker, {}, []
-    whole = PackedRecipe(leaf_type, context, tuple(inner), -1)
+    whole = PackedRecipe(OPAQUE, context, tuple(inner), -1)
     return attempt, {index: MemberRecipe(whole, position) for position, index in enumerate(chosen)}, owners
 
 
@@ -242,7 +264,7 @@ def packed(recipes: Iterable[Recipe]) -> Iterator[PackedRecipe]:
         whole = recipe.whole if isinstance(recipe, MemberRecipe) else recipe
         if isinstance(whole, PackedRecipe) and whole.identity not in seen:
             seen.add(whole.identity)
-            pending += reversed(whole.inner)
+            pending += reversed(whole.within())
             yield whole
 
 
@@ -341,19 +363,28 @@ class _Unpacker:
             raise UnsupportedLeaf(msg)
         self._alive.append(value)
         self._open.add(identity)
-        inner, context = leaf_type.unpack(value)
-        if context is None and len(inner) == 1 and inner[0] is value:
+        parts, context, attributes = leaf_type.contents(value)
+        if context is None and not attributes and len(parts) == 1 and parts[0] is value:
             recipe: Recipe = self._plain(value)
         else:
             # Only the first part may be the value itself: that is its own memory. Anywhere else it is a cycle.
-            recipes = [
-                self._plain(part) if part is value and not position else self.unpack(part)
-                for position, part in enumerate(inner)
+            inner = [
+                self._plain(part) if part is value and not position else self._part(part)
+                for position, part in enumerate(parts)
             ]
-            recipe = PackedRecipe(leaf_type, context, tuple(recipes), identity)
+            recipe = PackedRecipe(leaf_type, context, tuple(inner), identity, self._attributes(attributes))
         self._open.discard(identity)
         self._seen[identity] = recipe
         return recipe
+
+    def _part(self, part: Any) -> Recipe | list[Recipe]:
+        return list(map(self.unpack, part)) if isinstance(part, (list, tuple)) else self.unpack(part)
+
+    def _attributes(self, attributes: Any) -> AttributesRecipe | None:
+        if not attributes:
+            return None
+        leaves, spec = flatten(attributes)
+        return AttributesRecipe(spec, list(map(self.unpack, leaves)))
 
     def _plain(self, value: torch.Tensor) -> int:
         self.parts.append(value)
@@ -365,15 +396,20 @@ class _Packer:
         self._parts = parts
         self._made: dict[int, Any] = {}
 
-    def pack(self, recipe: Recipe) -> Any:
+    def pack(self, recipe: Recipe | list[Recipe]) -> Any:
         if isinstance(recipe, int):
             return self._parts[recipe]
         if isinstance(recipe, AtomRecipe):
             return recipe.value
+        if isinstance(recipe, list):
+            return list(map(self.pack, recipe))
         if isinstance(recipe, MemberRecipe):
             return self.pack(recipe.whole)[recipe.position]
         if recipe.identity in self._made:
             return self._made[recipe.identity]
-        inner = [self.pack(part) for part in recipe.inner]
-        value = self._made[recipe.identity] = recipe.leaf_type.pack(recipe.context, inner)
+        inner = list(map(self.pack, recipe.inner))
+        attributes = None
+        if recipe.attributes is not None:
+            attributes = unflatten(recipe.attributes.spec, list(map(self.pack, recipe.attributes.leaves)))
+        value = self._made[recipe.identity] = recipe.leaf_type.assemble(recipe.context, inner, attributes)
         return value

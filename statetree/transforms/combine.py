@@ -10,12 +10,12 @@ import torch
 
 from statetree.declare import leafwise
 from statetree.errors import Difference, TreeMismatch, note_leaf
-from statetree.leaves.builtin import facts, is_stored, leaf_type_of, settled, taken_over
+from statetree.leaves.builtin import facts, is_stored, settled, taken_over
 from statetree.leaves.conversion import recast
 from statetree.leaves.pairing import fact_differences, paired_parts
 from statetree.leaves.parts import unpack
 from statetree.leaves.ties import lie_alike, view_key
-from statetree.leaves.types.tensor import identity_of
+from statetree.leaves.types.tensor import identified
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, extents, lay_out
 from statetree.spans.overlaps import once, shared_elements
@@ -154,9 +154,7 @@ def _later(
     made: dict[Any, Any] = {}
     for index, row in stored.items():
         if places[index] not in made:
-            leaf_type = leaf_type_of(type(row.leaves[0]))
-            assert leaf_type is not None
-            made[places[index]] = leaf_type.derived(row.leaves, *_recipe(fn, row))
+            made[places[index]] = row.leaves[0].derived(row.leaves, *_recipe(fn, row))
     found = {index: made[place] for index, place in places.items()}
     return found, {index: row for index, row in rows.items() if index not in found}
 
@@ -166,13 +164,12 @@ def _recipe(fn: Callable[..., torch.Tensor], row: _Counterparts) -> tuple[torch.
     outline = row.leaves[0].outline
     dtype = _call(fn, row.path, [torch.ones(1, dtype=leaf.dtype) for leaf in row.leaves]).dtype
     bare = torch.empty_strided(outline.shape, outline.stride(), dtype=dtype, device="meta")
-    identity, attributes = identity_of(outline)
 
     def fill(start: Sequence[int], target: torch.Tensor) -> None:
         box = [slice(begin, begin + size) for begin, size in zip(start, target.shape, strict=True)]
         copy_each([target], [_call(fn, row.path, [leaf.read(box) for leaf in row.leaves])])
 
-    return bare if identity is None else identity.restore(bare, attributes), fill
+    return identified(bare, outline), fill
 
 
 def _combined(fn: Callable[..., torch.Tensor], rows: Sequence[_Counterparts], rest: Sequence[Any]) -> list[Any]:

@@ -238,7 +238,7 @@ def _same_contexts(a: Recipe, b: Recipe) -> bool:
         return isinstance(a, AtomRecipe) and isinstance(b, AtomRecipe) and safely_equal(a.value, b.value)
     if not isinstance(a, PackedRecipe) or not isinstance(b, PackedRecipe):
         return True
-    return a.leaf_type is b.leaf_type and a.leaf_type.same_context(a.context, b.context)
+    return a.leaf_type is b.leaf_type and (not a.leaf_type.opaque or a.context == b.context)
 
 
 def _tie_conflicts(pairing: LeafPairing, left: _Parts, right: _Parts) -> list[tuple[int, int, str, str]]:

@@ -116,6 +116,10 @@ class ConvertedLeaf:
         """The dtype of its elements."""
         return self.parts[0].dtype
 
+    def blocks(self) -> Sequence[tuple[AxisRegion, tuple[int, ...]]]:
+        """Return where its blocks lie in it, and their sizes."""
+        return [(region, part.shape) for region, part in zip(self.regions, self.parts, strict=True)]
+
     def of(self, parts: Sequence[Any]) -> Any:
         """Return the same of other parts; of whole ones, a tensor."""
         made = copy(self)
@@ -163,10 +167,6 @@ class ConvertedType(EngineLeafType):
 
     def elements_only(self, context: Any) -> bool:
         return True
-
-    def blocks(self, value: Any) -> Sequence[tuple[AxisRegion, tuple[int, ...]]]:
-        """Return where the blocks of a value lie in it, and their sizes."""
-        return [(region, part.shape) for region, part in zip(value.regions, value.parts, strict=True)]
 
     def describe(self, value: Any) -> Mapping[str, Any]:
         return {"dtype": value.dtype, "shape": value.shape, "blocks": [*map(tuple, value.regions)]}

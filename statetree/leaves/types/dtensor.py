@@ -14,10 +14,9 @@ from statetree.chunks.layouts import ChunkLayout, Split, mesh_layout
 from statetree.chunks.local import LocalChunks, MeshSplits, listed_chunks, local_pieces, location_of
 from statetree.chunks.reductions import reduces
 from statetree.errors import UnsupportedLeaf
+from statetree.leaves.engine_type import EngineLeafType, LeafContents
 from statetree.leaves.types.part import LeafPart
 from statetree.leaves.types.tensor import attributes_of, set_attributes
-from statetree.leaves.types.wrapper import WrapperType
-from statetree.tree.flatten import flatten, unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -25,39 +24,39 @@ if TYPE_CHECKING:
     from statetree.chunks.boxes import Box
     from statetree.chunks.cuts import Cut
     from statetree.chunks.ranks import Ranks
-    from statetree.tree.spec import TreeSpec
 
 #: How partials are put together, by the names that ``Partial`` has for it.
 REDUCTIONS: Final = frozenset({"sum", "avg", "product", "max", "min"})
 
 
 class _Wrapper(NamedTuple):
-    """What a ``DTensor`` is beside its local tensor and the leaves of its attributes."""
+    """What a ``DTensor`` is beside its local tensor and its attributes."""
 
     cls: Any
     spec: Any
     requires_grad: bool
-    attributes: TreeSpec | None
+    is_whole: bool = False
 
 
 #: What a ``DTensor`` keeps for itself.
 OWN: Final = frozenset({"_local_tensor", "_spec"})
 
 
-class DTensorType(WrapperType):
+class DTensorType(EngineLeafType):
     """``DTensor``: its local tensor, with the mesh and placements kept."""
 
     distributed = True
     local_tensor = "_local_tensor"
 
-    def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
+    def contents(self, value: Any) -> LeafContents:
         attributes = vars(value) if type(value) is DTensor else attributes_of(value)
         carried = {name: held for name, held in attributes.items() if name not in OWN}
-        leaves, spec = flatten(carried) if carried else ([], None)
-        return [value._local_tensor, *leaves], _Wrapper(type(value), value._spec, value.requires_grad, spec)
+        return LeafContents([value._local_tensor], _Wrapper(type(value), value._spec, value.requires_grad), carried)
 
-    def pack(self, context: Any, parts: Sequence[Any]) -> torch.Tensor:
+    def assemble(self, context: _Wrapper, parts: Sequence[Any], attributes: Any) -> torch.Tensor:
         local: torch.Tensor = parts[0]
+        if context.is_whole:
+            return _as_whole(local, context.requires_grad, attributes)
         # A DTensor takes over where its local tensor begins in its storage. It has no storage itself: torch would look
         # for elements there when it pickles it, and crash.
         begin = local
@@ -65,27 +64,12 @@ class DTensorType(WrapperType):
             begin = local.as_strided(local.shape, local.stride(), 0)
         fresh: Any = context.cls(begin, context.spec, requires_grad=context.requires_grad)
         fresh._local_tensor = local
-        if context.attributes is not None:
-            set_attributes(fresh, unflatten(context.attributes, parts[1:]))
+        set_attributes(fresh, attributes)
         return fresh  # type: ignore[no-any-return]
 
-    def gathered(self, value: Any, context: Any, parts: Sequence[Any]) -> Any:
-        """Return the whole tensor, as what the ``DTensor`` is beside its elements: a parameter, with attributes."""
-        whole, *attributes = parts
-        if isinstance(value, torch.nn.Parameter):
-            whole = torch.nn.Parameter(whole.detach(), requires_grad=value.requires_grad)
-        elif value.requires_grad:
-            whole = whole.detach().requires_grad_()
-        if context.attributes is not None:
-            carried = unflatten(context.attributes, attributes)
-            set_attributes(whole, {name: held for name, held in carried.items() if not name.startswith("_")})
-        return whole
-
-    def part_names(self, context: Any, count: int) -> Sequence[str]:
-        return [str(number) for number in range(count)]
-
-    def essential(self, context: Any, inner: Sequence[Any]) -> Sequence[Any]:
-        return inner[:1]
+    def reshaped(self, context: _Wrapper, shape: Sequence[int], stride: Sequence[int]) -> _Wrapper:  # noqa: ARG002
+        """Return the context of a tensor that is whole: it is no ``DTensor`` any more."""
+        return context._replace(is_whole=True)
 
     def elements_only(self, context: Any) -> bool:
         return True
@@ -141,6 +125,16 @@ class DTensorType(WrapperType):
         return LocalChunks(
             text, detail, shape, dtype, layout, boxes, pieces, location_of(local), local.device.type, partials, mesh
         )
+
+
+def _as_whole(whole: torch.Tensor, requires_grad: bool, attributes: dict[str, Any]) -> torch.Tensor:  # noqa: FBT001
+    """Return a whole tensor as what the ``DTensor`` is beside its elements: a parameter, with a user's attributes."""
+    if attributes.get("_is_param", False):  # torch's mark of parameters whose class is another
+        whole = torch.nn.Parameter(whole.detach(), requires_grad=requires_grad)
+    elif requires_grad:
+        whole = whole.detach().requires_grad_()
+    set_attributes(whole, {name: held for name, held in attributes.items() if not name.startswith("_")})
+    return whole
 
 
 class _Described(NamedTuple):

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.leaves.engine_type import EngineLeafType
+from statetree.leaves.engine_type import EngineLeafType, LeafContents
 from statetree.leaves.types.tensor import attributes_of, set_attributes
-from statetree.tree.flatten import flatten, unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,16 +19,13 @@ class FakeType(EngineLeafType):
     name = "FakeTensor"
     has_elements = False
 
-    def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
+    def contents(self, value: Any) -> LeafContents:
         own = attributes_of(_like_fake(value))
-        carried = {name: kept for name, kept in attributes_of(value).items() if name not in own}
-        leaves, spec = flatten(carried)
-        return leaves, (value, spec)
+        return LeafContents([], value, {name: kept for name, kept in attributes_of(value).items() if name not in own})
 
-    def pack(self, context: Any, parts: Sequence[Any]) -> torch.Tensor:
-        value, spec = context
-        fresh = _like_fake(value)
-        set_attributes(fresh, unflatten(spec, parts))
+    def assemble(self, context: Any, parts: Sequence[Any], attributes: Any) -> torch.Tensor:  # noqa: ARG002 - none
+        fresh = _like_fake(context)
+        set_attributes(fresh, attributes)
         return fresh
 
     def describe(self, value: torch.Tensor) -> Mapping[str, Any]:
@@ -49,14 +45,14 @@ class UninitializedType(EngineLeafType):
     name = "uninitialized"
     has_elements = False
 
-    def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
-        leaves, spec = flatten(dict(vars(value)))
-        return leaves, (type(value), value.requires_grad, value.device, value.dtype, spec)
+    def contents(self, value: Any) -> LeafContents:
+        context = type(value), value.requires_grad, value.device, value.dtype
+        return LeafContents([], context, dict(vars(value)))
 
-    def pack(self, context: Any, parts: Sequence[Any]) -> torch.Tensor:
-        cls, requires_grad, device, dtype, spec = context
+    def assemble(self, context: Any, parts: Sequence[Any], attributes: Any) -> torch.Tensor:  # noqa: ARG002 - none
+        cls, requires_grad, device, dtype = context
         fresh: torch.Tensor = cls(requires_grad=requires_grad, device=device, dtype=dtype)
-        vars(fresh).update(unflatten(spec, parts))
+        set_attributes(fresh, attributes)
         return fresh
 
     def describe(self, value: torch.Tensor) -> Mapping[str, Any]:

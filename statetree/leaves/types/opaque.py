@@ -78,6 +78,10 @@ class Rest:
             and all(map(_same_bytes, self.buffers, other.buffers))
         )
 
+    def detach(self) -> None:
+        """Let no writing to the value change any more what is put together, which is done once."""
+        self.buffers[:] = [buffer.copied() for buffer in self.buffers]
+
     def __hash__(self) -> int:
         return hash(self.skeleton)
 
@@ -255,10 +259,3 @@ class OpaqueType(EngineLeafType):
 
     def describe(self, value: Any) -> Mapping[str, Any]:
         return {"class": type(value)}
-
-    def same_context(self, a: Any, b: Any) -> bool:
-        """Whether two objects agree in everything but the tensors inside them."""
-        return bool(a == b)
-
-    def detach(self, context: Any) -> None:
-        context.buffers[:] = [buffer.copied() for buffer in context.buffers]
