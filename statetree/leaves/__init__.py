@@ -23,6 +23,6 @@ bottom:
 from statetree.leaves.leaf_type import LeafType
 from statetree.leaves.parts import Unpacked, unpack
 from statetree.leaves.registry import register_leaf_type
-from statetree.leaves.tree_parts import TreeParts, take_apart
+from statetree.leaves.replicas import TreeParts, take_apart
 
 __all__ = ["LeafType", "TreeParts", "Unpacked", "register_leaf_type", "take_apart", "unpack"]

@@ -9,7 +9,7 @@ import torch
 
 from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
 from statetree.leaves.builtin import facts, is_plain, is_stored, settled, taken_over
-from statetree.leaves.casting import castable, out_of_range, saturated
+from statetree.leaves.casting import RANGE_REMEDY, castable, out_of_range
 from statetree.leaves.parts import PackedRecipe, Recipe, Unpacked, unpack
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, extents, lay_out
@@ -25,24 +25,16 @@ if TYPE_CHECKING:
 
 @quietly
 def converted(
-    verb: str, spec: TreeSpec, leaves: Sequence[Any], mask: Sequence[bool], dtype: torch.dtype, *, saturate: bool
+    verb: str, spec: TreeSpec, leaves: Sequence[Any], mask: Sequence[bool], dtype: torch.dtype
 ) -> list[Any]:
-    """Return leaves, with those floating-point tensors among them in another dtype that are meant.
-
-    Args:
-        verb: On whose behalf, for messages.
-        spec: The structure that the leaves are of.
-        leaves: The leaves.
-        mask: Which are meant.
-        dtype: What they become.
-        saturate: Whether values that are too large become the largest one.
+    """Return the leaves of a tree, with those floating-point tensors that ``mask`` means in another dtype.
 
     Raises:
         TreeMismatch: If ``castable`` does not allow it, a value is too large, or it would cut a tie.
         UnsupportedLeaf: If a leaf has no elements of one dtype.
     """
     paths = spec.paths()
-    later = {} if saturate else _converted_later(leaves, mask, dtype)
+    later = _converted_later(leaves, mask, dtype)
     others = [(index, leaf) for index, leaf in enumerate(leaves) if index not in later and not is_plain(leaf)]
     at = [index for index, leaf in others if not taken_over(settled(leaf))]
     unpacked = unpack(verb, [settled(leaves[index]) for index in at], lambda: [paths[index] for index in at])
@@ -67,7 +59,7 @@ def converted(
         if not isinstance(recipe, int):
             recipes[place] = recipe
     _check_ties(verb, unpacked, chosen, changing, [paths[index] for index in at])
-    fresh = _converted(verb, unpacked.parts, changing, dtype, paths, saturate=saturate)
+    fresh = _converted(verb, unpacked.parts, changing, dtype, paths)
     # Only what is meant: packing a leaf of which nothing changes would write to its attributes.
     meant = {place: recipes[place] for place in chosen if place in recipes}
     packed = replace(unpacked, recipes=meant).pack(fresh)
@@ -127,14 +119,9 @@ def _check_ties(
 
 
 def _converted(
-    verb: str,
-    parts: Sequence[torch.Tensor],
-    changing: dict[int, int],
-    dtype: torch.dtype,
-    paths: Sequence[Path],
-    *,
-    saturate: bool,
+    verb: str, parts: Sequence[torch.Tensor], changing: dict[int, int], dtype: torch.dtype, paths: Sequence[Path]
 ) -> list[torch.Tensor]:
+    """Return plain tensors, those that change on spans of another dtype, as they lie on theirs."""
     result = list(parts)
     refused: list[Difference] = []
     for own in {parts[part].dtype for part in changing}:
@@ -147,22 +134,17 @@ def _converted(
             tensor, size = parts[members[source]], own.itemsize
             whole = torch.empty(0, dtype=own, device=tensor.device)
             whole.set_(tensor.untyped_storage(), start // size, ((stop - start) // size,), (1,))
-            fresh = whole.to(dtype)
-            if saturate and not whole.is_meta and out_of_range(whole, dtype, fresh):
-                fresh = saturated(whole, dtype)
-            spans.append(fresh)
+            spans.append(whole.to(dtype))
         for index, part in enumerate(members):
             view = spans[layout.span_of[index]].as_strided(
                 columns.shapes[index], columns.strides[index], layout.offsets[index]
             )
             # Not of the whole span: what lies between views is no element of the tree.
-            if not saturate and not view.is_meta and (found := out_of_range(parts[part], dtype, view)):
+            if not view.is_meta and (found := out_of_range(parts[part], dtype, view)):
                 refused.append(Difference(paths[changing[part]], "range", *found))
             if columns.neg[index]:
                 set_bits(view, conj=False, neg=True)
             result[part] = view
     if refused:
-        raise TreeMismatch.between(
-            verb, refused, "Pass saturate=True to store the largest value that there is instead."
-        )
+        raise TreeMismatch.between(verb, refused, RANGE_REMEDY)
     return result

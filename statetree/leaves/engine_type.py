@@ -9,7 +9,7 @@ from statetree.errors import UnsupportedLeaf
 from statetree.leaves.leaf_type import LeafType
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
@@ -90,6 +90,10 @@ class EngineLeafType(LeafType):
     def assemble(self, context: Any, parts: Sequence[Any], attributes: Any) -> Any:  # noqa: ARG002 - for others
         """Return a fresh value of what ``contents`` returns."""
         return self.pack(context, parts)
+
+    def describe(self, value: Any) -> Mapping[str, Any]:  # noqa: ARG002 - for others
+        """Return the facts that must agree: of a class of which nothing is said, none."""
+        return {}
 
     def elements_only(self, context: Any) -> bool:  # noqa: ARG002 - for others
         """Whether the parts hold elements alone, and nothing that putting them together depends on."""

@@ -31,13 +31,10 @@ _BARE: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class LeafPairing:
-    """The leaves of two trees, side by side.
+    """The leaves of two trees, side by side: ``right`` in the order of ``left``, ``None`` where there is no partner.
 
     Attributes:
-        verb: On whose behalf, for messages.
         spec: The structure of the left tree.
-        left: The left tree's leaves.
-        right: The right tree's leaves, in the order of the left ones; ``None`` for those that have no partner.
         right_spec: The structure of the right tree.
         differences: Differences of structure. The leaves that they concern have no partner, and no position below.
         missing: Leaves that only one side has, where that is allowed.
@@ -62,10 +59,10 @@ class LeafPairing:
         right_leaves, self.right_spec = flatten_for(verb, right)
         order: list[int] | None
         self.missing: list[Difference] = []
+        sides = (self.spec, self.left), (self.right_spec, right_leaves)
         if where is None and strict:
-            order, self.differences = matched(self.spec, self.left, self.right_spec, right_leaves)
+            order, self.differences = matched(*sides[0], *sides[1])
         else:
-            sides = (self.spec, self.left), (self.right_spec, right_leaves)
             common = matched_where(verb, *sides, where=where, strict=strict, either=either)
             order, self.differences, self.missing = common
         self._order, self._all_right = order, right_leaves
@@ -76,8 +73,7 @@ class LeafPairing:
         self.atoms: Sequence[int] = ()
         self.others: Sequence[int] = ()
         self.columns = (Columns([]), Columns([]))
-        lonely = [index for index, partner in enumerate(order or ()) if partner < 0]
-        self._find_bare(lonely)
+        self._find_bare([index for index, partner in enumerate(order or ()) if partner < 0])
 
     def _find_bare(self, lonely: Sequence[int]) -> None:
         left, right = self.left, self.right
@@ -103,11 +99,7 @@ class LeafPairing:
             self._keep_ordinary(list(map(and_, *(map(_has_memory, side.tensors) for side in columns))))
 
     def completed(self, leaves: Sequence[Any]) -> Any:
-        """Return the right tree in fresh containers, with other leaves in the places of those that have a partner.
-
-        Args:
-            leaves: One for each leaf of the left tree. Those without a partner are ignored.
-        """
+        """Return the right tree in fresh containers, with other leaves, of the left tree, where that has a partner."""
         result = list(self._all_right)
         for index, leaf in enumerate(leaves):
             partner = index if self._order is None else self._order[index]
@@ -138,11 +130,10 @@ class LeafPairing:
 
 def _have_memory(columns: Columns) -> bool:
     """Whether all tensors have elements, in memory that is there. It may say no where they do."""
-    on_meta = not columns.on_cpu and any(device.type == "meta" for device in set(columns.devices))
-    if on_meta:
+    if not columns.on_cpu and any(device.type == "meta" for device in set(columns.devices)):
         return False
-    place = columns.known_addresses
-    return (0 not in columns.pointers if place is None else place.with_memory) and columns.whole
+    known = columns.known_addresses
+    return (0 not in columns.pointers if known is None else known.with_memory) and columns.whole
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
@@ -163,10 +154,10 @@ def _look_alike(left: Columns, right: Columns) -> bool:
 def leave_out_differences(pairing: LeafPairing, *, plain: bool, dtypes: bool = True) -> list[Difference]:
     """Return where trees differ in structure, leaf types, dtypes, shapes and layouts, and leave those leaves out.
 
-    What is left of the pairing differs in nothing but the elements of tensors, and what they lie in.
+    What is left of the pairing, which is changed, differs in nothing but the elements of tensors, and what they lie in.
 
     Args:
-        pairing: Two trees. It is changed.
+        pairing: Two trees.
         plain: Whether plain and opaque values must agree in type, and what cannot be taken apart is a difference.
         dtypes: Whether dtypes must agree.
     """
@@ -185,10 +176,9 @@ def leave_out_differences(pairing: LeafPairing, *, plain: bool, dtypes: bool = T
     for index in pairing.others:
         pair = pairing.left[index], pairing.right[index]
         try:
-            facts_found = list(_leaf_difference(*pair, plain=plain, total=plain))
+            found += [(index, *row) for row in _leaf_difference(*pair, plain=plain) if dtypes or row[0] != "dtype"]
         except Exception as error:
             raise located_error(pairing.verb, "take apart", error, pairing.spec.paths, pairing.left, index) from error
-        found += [(index, kind, a, b) for kind, a, b in facts_found if dtypes or kind != "dtype"]
     if not found:
         return pairing.differences
     pairing.leave_out({index for index, *_ in found})
@@ -197,7 +187,7 @@ def leave_out_differences(pairing: LeafPairing, *, plain: bool, dtypes: bool = T
     return [*pairing.differences, *(Difference(named[index], kind, a, b) for index, kind, a, b in found)]
 
 
-def _leaf_difference(a: Any, b: Any, *, plain: bool, total: bool) -> Iterator[tuple[str, Any, Any]]:
+def _leaf_difference(a: Any, b: Any, *, plain: bool) -> Iterator[tuple[str, Any, Any]]:
     if taken_over(a) and taken_over(b):
         if plain and type(a) is not type(b):
             yield ("type", type(a).__qualname__, type(b).__qualname__)
@@ -206,7 +196,7 @@ def _leaf_difference(a: Any, b: Any, *, plain: bool, total: bool) -> Iterator[tu
         a, b = settled(a), settled(b)
         left, right = _facts_here(a), _facts_here(b)
     except Exception as error:
-        if not total:
+        if not plain:
             raise
         # similarity is total: what cannot be taken apart is like nothing
         reason = str(error).replace("the leaf at %PATH%", "it")
@@ -214,11 +204,10 @@ def _leaf_difference(a: Any, b: Any, *, plain: bool, total: bool) -> Iterator[tu
         return
     found = list(fact_differences(left, right))
     yield from found
-    if found or not hasattr(a, "__tensor_flatten__") or is_distributed(a):
-        return
-    if hides_distributed(a) or hides_distributed(b):
+    is_wrapper = hasattr(a, "__tensor_flatten__") and not is_distributed(a)
+    if not found and is_wrapper and (hides_distributed(a) or hides_distributed(b)):
         for x, y in zip(_made_of(a), _made_of(b), strict=False):
-            yield from _leaf_difference(x, y, plain=plain, total=total)
+            yield from _leaf_difference(x, y, plain=plain)
 
 
 def _facts_here(leaf: Any) -> Mapping[str, Any]:
@@ -253,10 +242,7 @@ def _shown(fact: Any) -> Any:
 
 
 def paired_parts(left: Unpacked, right: Unpacked) -> Iterator[tuple[int, int | None, int | None]]:
-    """Yield ``(leaf, part, part)``: which plain tensors of two unpacked lists of leaves face each other.
-
-    A ``None`` stands for the lack of one where the leaves are taken apart differently.
-    """
+    """Yield ``(leaf, part, part)``: which plain tensors face each other, ``None`` where leaves are taken apart otherwise."""
     for leaf in range(len(left.leaves)):
         for part_a, part_b in _paired(left.recipe(leaf), right.recipe(leaf)):
             yield leaf, part_a, part_b

@@ -28,21 +28,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class PackedRecipe:
-    """The recipe of a leaf that is more than one plain tensor.
-
-    Attributes:
-        leaf_type: Its leaf type.
-        context: What putting it together needs beside its parts.
-        inner: The recipe of each of its parts, which hold its elements; a list for one in several chunks.
-        identity: Leaves that were one object become one object again.
-        attributes: What it carries beside its elements, if anything.
-    """
+    """The recipe of a leaf that is more than one plain tensor."""
 
     leaf_type: EngineLeafType
-    context: Any
-    inner: tuple[Any, ...]
-    identity: int
-    attributes: AttributesRecipe | None = None
+    context: Any  # what putting it together needs beside its parts
+    inner: tuple[Any, ...]  # the recipe of each of its parts, which hold its elements; a list for one in several chunks
+    identity: int  # leaves that were one object become one object again
+    attributes: AttributesRecipe | None = None  # what it carries beside its elements
 
     def within(self) -> list[Recipe]:
         """Return all recipes in this one, those of attributes last."""
@@ -77,27 +69,17 @@ Recipe = PackedRecipe | AtomRecipe | MemberRecipe | int
 
 @dataclass(slots=True, eq=False)
 class Unpacked:
-    """The leaves of a tree, taken apart into plain tensors.
+    """The leaves of a tree, taken apart into plain tensors."""
 
-    Attributes:
-        verb: On whose behalf, for messages.
-        leaves: The leaves, as they were given.
-        paths: Gives their paths.
-        columns: What torch knows about the parts.
-        owners: For each part, the index of the leaf that it was first found in.
-        bare: The indices of the leaves that are plain tensors as they stand. They are the first parts, in this order.
-        recipes: How the other leaves are packed again, by their indices. Those in neither are atoms, and are kept.
-        parts: The plain tensors inside them, each tensor object once.
-    """
-
-    verb: str
-    leaves: list[Any]
+    verb: str  # on whose behalf, for messages
+    leaves: list[Any]  # as they were given
     paths: Callable[[], Sequence[Path]]
-    columns: Columns
-    owners: Sequence[int]
+    columns: Columns  # what torch knows about the parts
+    owners: Sequence[int]  # for each part, the index of the leaf that it was first found in
+    #: The indices of the leaves that are plain tensors as they stand. They are the first parts, in this order.
     bare: Sequence[int]
-    recipes: Mapping[int, Recipe]
-    parts: Sequence[torch.Tensor] = field(init=False)
+    recipes: Mapping[int, Recipe]  # those of the other leaves, by their indices; leaves in neither are atoms, and kept
+    parts: Sequence[torch.Tensor] = field(init=False)  # the plain tensors inside the leaves, each tensor object once
     _part_of: dict[int, int] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -125,10 +107,7 @@ class Unpacked:
         return found
 
     def metadata_parts(self) -> list[int]:
-        """Return the indices of parts that hold more than a tensor's elements: indices, offsets, parts of objects.
-
-        Putting a leaf together may depend on what they contain.
-        """
+        """Return the indices of parts on whose elements putting leaves together may depend: indices, offsets, objects."""
         return [
             part
             for recipe in packed(self.recipes.values())
@@ -190,9 +169,9 @@ def unpack(
     """Take leaves apart into plain tensors.
 
     Args:
-        verb: The transform on whose behalf it is done, for messages.
+        verb: On whose behalf, for messages.
         leaves: Any leaves.
-        paths: Gives their paths, if one is needed for a message.
+        paths: Gives their paths.
         memory: Whether their memory will be read or written.
         together: Whether objects that several opaque leaves hold are to be one again when they are packed.
 
@@ -224,10 +203,9 @@ def unpack(
 def _unpack_together(
     leaves: list[Any], rest: Sequence[int], unpacker: _Unpacker
 ) -> tuple[_Unpacker, dict[int, Recipe], list[int]]:
-    """Unpack all opaque leaves as one. None at all if that fails: then each must be tried by itself, to name it.
+    """Unpack all opaque leaves as one; none at all if that fails, and each has to be tried by itself, to name it.
 
-    Returns:
-        The unpacker to go on with, the recipes by leaf, and the owners of the parts.
+    Returns the unpacker to go on with, the recipes by leaf, and the owners of the parts.
     """
     chosen = [index for index in rest if leaf_type_of(type(leaves[index])) is OPAQUE]
     if len(chosen) < 2:
@@ -247,11 +225,7 @@ def _unpack_together(
 
 
 def hides_distributed(leaf: Any) -> bool:
-    """Whether there is a distributed tensor inside a leaf.
-
-    Raises:
-        UnsupportedLeaf: If it cannot be taken apart. ``%PATH%`` in the message stands for its path.
-    """
+    """Whether there is a distributed tensor inside a leaf (``UnsupportedLeaf`` for ``%PATH%``, if nobody can tell)."""
     return any(recipe.leaf_type.distributed for recipe in packed([_Unpacker([]).unpack(leaf)]))
 
 
@@ -281,11 +255,9 @@ _attributes_of: Final = attrgetter("__dict__")
 # that say so cheaply are left to their leaf types, and the rest is asked once more. If even one of these is no view,
 # none is taken for bare: it is not worth it to look for it, as the leaf types will.
 def _bare_tensors(leaves: list[Any], *, memory: bool) -> tuple[Sequence[int], list[int], Columns]:
-    """Find the leaves that are plain tensors as they stand.
+    """Return the positions of leaves that are distinct plain tensors, those of all others but atoms; and their columns.
 
-    Returns:
-        The positions of leaves that are distinct tensors and need no packing; those of all others but atoms; and the
-        columns of the former.
+    The columns are those of the plain tensors.
     """
     columns = Columns(leaves)
     if recognise(columns, memory=memory) and _need_no_packing(columns):
@@ -296,30 +268,26 @@ def _bare_tensors(leaves: list[Any], *, memory: bool) -> tuple[Sequence[int], li
     rest = [index for index, cls in enumerate(classes) if cls is not torch.Tensor and cls not in atoms]
     tensors = [leaves[index] for index in positions]
     columns = Columns(tensors)
-    if not ((recognise(columns, memory=memory) or are_views(columns)) and _need_no_packing(columns)):
-        first = {
-            id(tensor): index
-            for index, tensor in zip(reversed(positions), reversed(tensors), strict=True)
-            if not tensor.__dict__ and not tensor.requires_grad
-        }
-        bare = sorted(first.values())
-        columns = Columns([leaves[index] for index in bare])
-        if not are_views(columns):
-            bare, columns = [], Columns([])
-        chosen = set(bare)
-        rest = sorted([*rest, *(index for index in positions if index not in chosen)])
-        positions = bare
-    return positions, rest, columns
+    if (recognise(columns, memory=memory) or are_views(columns)) and _need_no_packing(columns):
+        return positions, rest, columns
+    first = {
+        id(tensor): index
+        for index, tensor in zip(reversed(positions), reversed(tensors), strict=True)
+        if not tensor.__dict__ and not tensor.requires_grad
+    }
+    bare = sorted(first.values())
+    columns = Columns([leaves[index] for index in bare])
+    if not are_views(columns):
+        bare, columns = [], Columns([])
+    return bare, sorted([*rest, *set(positions).difference(bare)]), columns
 
 
 def _need_no_packing(columns: Columns) -> bool:
     """Whether strided tensors are distinct, of no subclass, and without attributes and gradients."""
     if not columns.no_subclasses or any(columns.requires_grad) or any(map(_attributes_of, columns.tensors)):
         return False
-    place = columns.known_addresses
-    if place is not None and place.distinct:
-        return True
-    return len(set(map(id, columns.tensors))) == len(columns.tensors)
+    known = columns.known_addresses
+    return (known is not None and known.distinct) or len(set(map(id, columns.tensors))) == len(columns.tensors)
 
 
 def are_views(columns: Columns) -> bool:
@@ -401,7 +369,7 @@ class _Packer:
             return self._parts[recipe]
         if isinstance(recipe, AtomRecipe):
             return recipe.value
-        if isinstance(recipe, list):
+        if isinstance(recipe, list):  # of the chunks of one part
             return list(map(self.pack, recipe))
         if isinstance(recipe, MemberRecipe):
             return self.pack(recipe.whole)[recipe.position]

@@ -56,7 +56,7 @@ class DTensorType(EngineLeafType):
     def assemble(self, context: _Wrapper, parts: Sequence[Any], attributes: Any) -> torch.Tensor:
         local: torch.Tensor = parts[0]
         if context.is_whole:
-            return _as_whole(local, context.requires_grad, attributes)
+            return _as_whole(local, context.requires_grad, attributes or {})
         # A DTensor takes over where its local tensor begins in its storage. It has no storage itself: torch would look
         # for elements there when it pickles it, and crash.
         begin = local
