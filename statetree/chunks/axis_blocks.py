@@ -103,7 +103,9 @@ def _blocks_within(
     columns: list[list[_Cut]] = []
     order: list[int] = []
     for dim, first in enumerate(region.start):
-        along = sorted([axis for axis, its in enumerate(region.dims) if its == dim], key=lambda axis: -region.steps[axis])
+        along = sorted(
+            [axis for axis, its in enumerate(region.dims) if its == dim], key=lambda axis: -region.steps[axis]
+        )
         steps = tuple([(region.steps[axis], sizes[axis]) for axis in along])
         columns.append(_cut_all(steps, starts[:, dim] - first, stops[:, dim] - first))
         order += along

@@ -59,7 +59,7 @@ def common(box: Box, other: Box) -> Box | None:
 
 
 def slab_grids(sizes: torch.Tensor, count: int) -> torch.Tensor:
-    """Return into how many parts to cut each dim of boxes (rows of sizes) to get ``count`` slabs, or single elements."""
+    """Return into how many parts to cut each dim of boxes (rows of sizes) to get ``count`` slabs, or elements."""
     left = torch.full(sizes.shape[:1], count)
     grid = torch.ones_like(sizes)
     for dim in range(sizes.shape[1]):

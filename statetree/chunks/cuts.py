@@ -14,7 +14,7 @@ class Cut(NamedTuple):
     dim: int  # along which dim of that
     times: int = 1  # into steps of how many of its own elements,
     over: int = 1  # for how many of that dim
-    #: Whether it holds blocks of all elements of the tensor around it in row-major order: that is cut along no other dim.
+    #: Whether it holds blocks of all elements of that in row-major order, which is then cut along no other dim.
     is_flat: bool = False
 
 

@@ -228,9 +228,9 @@ def mesh_layout(
     """
     ranks, coordinates = _grid(mesh_shape, mesh_ranks)
     columns = [_along(size, dim, mesh_shape, splits, coordinates) for dim, size in enumerate(shape)]
-    rows = []
-    for chosen in product(*[bounds.unbind(1) for bounds in columns]):
-        rows.append(torch.stack(chosen, 1) if chosen else torch.zeros(len(ranks), 0, 2, dtype=torch.int64))
+    scalar = torch.zeros(len(ranks), 0, 2, dtype=torch.int64)
+    chosen = product(*[bounds.unbind(1) for bounds in columns])
+    rows = [torch.stack(intervals, 1) if intervals else scalar for intervals in chosen]
     bounds = torch.cat(rows)
     return ChunkLayout(shape, ranks.repeat(len(rows)), bounds[:, :, 0], bounds[:, :, 1])
 

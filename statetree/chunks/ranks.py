@@ -27,7 +27,7 @@ class Positions(NamedTuple):
 
 
 class Ranks:
-    """The ranks of a group, as this process sees them: which of them it is, and all as the default group counts them."""
+    """The ranks of a group, as this process sees them: its own one, and all as the default group counts them."""
 
     def __init__(self, rank: int, global_ranks: Sequence[int]) -> None:
         self.rank = rank

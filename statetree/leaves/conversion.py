@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
 
 @quietly
-def converted(
-    verb: str, spec: TreeSpec, leaves: Sequence[Any], mask: Sequence[bool], dtype: torch.dtype
-) -> list[Any]:
+def converted(verb: str, spec: TreeSpec, leaves: Sequence[Any], mask: Sequence[bool], dtype: torch.dtype) -> list[Any]:
     """Return the leaves of a tree, with those floating-point tensors that ``mask`` means in another dtype.
 
     Raises:

@@ -38,7 +38,7 @@ def prepared_copy(
     strict: bool = True,
     on_missing: Callable[[Difference], object] | None = None,
 ) -> tuple[Any, Callable[[], None]]:
-    """Do all of ``copy_into`` but the writing: return what it returns, and the function that writes, and raises nothing."""
+    """Do all of ``copy_into`` but the writing: return what it returns, and the function that writes."""
     pairing = LeafPairing(verb, src, dst, where=where, strict=strict)
     differences = leave_out_differences(pairing, plain=False, dtypes=not cast)
     job = _CopyJob(pairing)

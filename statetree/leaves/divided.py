@@ -180,7 +180,7 @@ class Recipe:
 
 def _given(old: Any, new: Any) -> Any:
     """Return what ``pack`` is given for a part, in the form in which ``unpack`` returned it."""
-    as_list = isinstance(old, ListedPart) and old.listed.is_listed
+    as_list = isinstance(old, ListedPart) and old.is_listed
     if isinstance(new, LeafPart) and new.stays_part:
         return new
     if isinstance(new, LeafPart):

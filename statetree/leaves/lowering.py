@@ -17,6 +17,7 @@ from statetree.chunks.cuts import Cut
 from statetree.errors import TreeMismatch
 from statetree.leaves.builtin import is_distributed, leaf_type_of, settled
 from statetree.leaves.divided import DividedLeaf, Outline, Recipe
+from statetree.leaves.engine_type import DistributedPart
 from statetree.leaves.laid_out import laid_out
 from statetree.leaves.leaf_numbers import value_text
 from statetree.leaves.location import located_error
@@ -26,28 +27,19 @@ from statetree.spans.sums import ALL, whole_sums
 
 if TYPE_CHECKING:
     from statetree.key_paths import Path
-    from statetree.leaves.engine_type import DistributedPart, EngineLeafType, LeafContents
+    from statetree.leaves.engine_type import EngineLeafType, LeafContents
     from statetree.tree.spec import TreeSpec
 
 
 class Lowered(NamedTuple):
-    """A tree down to the parts of its leaves.
+    """A tree down to the parts of its leaves."""
 
-    Attributes:
-        leaves: The parts and plain values.
-        spec: The structure down to these.
-        outline: Which of them belong to one leaf.
-        recipes: How divided leaves are put together again, by their paths.
-        outer: The leaves, undivided.
-        texts: What divided leaves are beside their parts, by their paths.
-    """
-
-    leaves: list[Any]
-    spec: TreeSpec
-    outline: Outline
-    recipes: Mapping[Path, Recipe]
-    outer: list[Any]
-    texts: Mapping[Path, str]
+    leaves: list[Any]  # the parts and plain values
+    spec: TreeSpec  # the structure down to these
+    outline: Outline  # which of them belong to one leaf
+    recipes: Mapping[Path, Recipe]  # how divided leaves are put together again, by their paths
+    outer: list[Any]  # the leaves, undivided
+    texts: Mapping[Path, str]  # what divided leaves are beside their parts, by their paths
 
 
 def lower(
@@ -68,9 +60,6 @@ def lower(
         flatten: Takes a tree apart as this one was.
         also: Others to divide: those that are divided in a tree that this one is matched with, as they are there.
         wanted: Says of a leaf that is made of tensors (``is_divisible``) whether it is divided in any case.
-
-    Raises:
-        UnsupportedLeaf: If a leaf cannot be taken apart.
     """
     recipes: dict[Path, Any] = {}
     divided: dict[int, DividedLeaf] = {}
@@ -163,8 +152,9 @@ def _listed(part: Any, row: DistributedPart | None, among: Sequence[Any]) -> Any
     """Return what stands for a part of a leaf of which ``layout`` says a row."""
     if row is not None:
         return ListedPart(row)
-    is_chosen_alike = any(among) and type(part) is torch.Tensor and part.layout is torch.strided
-    return WholePart(part) if is_chosen_alike else part
+    if not any(among) or type(part) is not torch.Tensor or part.layout is not torch.strided:
+        return part
+    return WholePart(DistributedPart([part], tuple(part.shape), [(0,) * part.dim()], is_listed=False))
 
 
 def _assembled(
@@ -191,13 +181,9 @@ def _divide_local(
     cuts: tuple[Cut | None, ...],
     stride: Sequence[int] | None = None,
 ) -> tuple[DividedLeaf, Recipe]:
-    """Divide the local tensor of a ``DTensor``, or a tensor inside it.
+    """Divide the local tensor of a ``DTensor``, or a tensor inside it, whose dims follow those of the ``DTensor``.
 
-    Args:
-        local: The tensor.
-        as_part: Makes parts of the ``DTensor``.
-        cuts: How the dims of ``local`` follow those of the ``DTensor``.
-        stride: The strides of what ``local`` is the chunk of; by default dense ones, in the same order.
+    The strides of what it is the chunk of are by default dense, in the same order.
     """
     leaf_type = leaf_type_of(type(local))
     assert leaf_type is not None
@@ -253,15 +239,15 @@ def _text(leaf: Any, leaf_type: EngineLeafType) -> str:
 
 
 def assumed_sums(parts: Sequence[Any]) -> dict[int, tuple[int, ...]]:
-    """Return numbers for the elements of those parts that ranks are taken to hold the same of, by their places.
+    """Return numbers for the elements of those parts that ranks are taken to hold the same of, by their indices.
 
     An inner tensor none of whose dims is cut with the ``DTensor`` (a scale of the whole tensor, say) must have the same
     elements on ranks that hold different chunks: nobody could tell which one's is meant.
     """
-    found = [
-        place
-        for place, part in enumerate(parts)
+    chosen = [
+        index
+        for index, part in enumerate(parts)
         if isinstance(part, LeafPart) and part.is_assumed_equal and not part.tensors[0].is_meta
     ]
-    sums = whole_sums([parts[place].tensors[0] for place in found], ALL) if found else []
-    return {place: tuple(row.tolist()) for place, row in zip(found, sums, strict=True)}
+    sums = whole_sums([parts[index].tensors[0] for index in chosen], ALL) if chosen else []
+    return {index: (*row.tolist(),) for index, row in zip(chosen, sums, strict=True)}

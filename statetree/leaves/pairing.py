@@ -242,7 +242,7 @@ def _shown(fact: Any) -> Any:
 
 
 def paired_parts(left: Unpacked, right: Unpacked) -> Iterator[tuple[int, int | None, int | None]]:
-    """Yield ``(leaf, part, part)``: which plain tensors face each other, ``None`` where leaves are taken apart otherwise."""
+    """Yield ``(leaf, part, part)``: which plain tensors face each other; ``None`` where there is none."""
     for leaf in range(len(left.leaves)):
         for part_a, part_b in _paired(left.recipe(leaf), right.recipe(leaf)):
             yield leaf, part_a, part_b

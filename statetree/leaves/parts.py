@@ -107,7 +107,7 @@ class Unpacked:
         return found
 
     def metadata_parts(self) -> list[int]:
-        """Return the indices of parts on whose elements putting leaves together may depend: indices, offsets, objects."""
+        """Return the indices of parts on whose elements putting leaves together may depend: offsets, objects."""
         return [
             part
             for recipe in packed(self.recipes.values())

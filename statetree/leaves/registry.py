@@ -93,6 +93,7 @@ class RegisteredType(EngineLeafType):
         self.distributed = getattr(type(given), "layout", LeafType.layout) is not LeafType.layout
 
     def distributed_parts(self, value: Any, parts: Sequence[Any]) -> Sequence[DistributedPart | None]:
+        """Return what ``layout`` says of the parts of a value."""
         if not self.distributed:
             return super().distributed_parts(value, parts)
         rows = self.layout(value)
@@ -101,18 +102,21 @@ class RegisteredType(EngineLeafType):
         return [None if row is None else _chunked(part, row) for part, row in zip(parts, rows, strict=True)]
 
     def is_distributed(self, value: Any) -> bool:
+        """Whether this value is one tensor of which the ranks of a group hold different chunks."""
         if not self.distributed:
             return super().is_distributed(value)
         rows = self.layout(value)
         return len(rows) == 1 and rows[0] is not None
 
     def local_chunks(self, value: Any, ranks: Ranks) -> LocalChunks:
+        """Return which chunks of a distributed value this rank holds."""
         if not self.distributed:
             return super().local_chunks(value, ranks)
         part = self._only_part(value)
         return chunks_at(value, part.shape, part.dtype, part.tensors, part.offsets)
 
     def global_shape(self, value: Any) -> tuple[Sequence[int], torch.dtype]:
+        """Return the global shape of a distributed value, and the dtype of its elements."""
         if not self.distributed:
             return super().global_shape(value)
         part = self._only_part(value)
@@ -137,5 +141,7 @@ def _chunked(part: Any, row: Chunks) -> DistributedPart:
 
 
 def _misfit(what: str, expected: str, got: int) -> UnsupportedLeaf:
-    msg = f"the layout of the leaf at %PATH% does not fit {what}: expected {expected}, got {got}. Correct its leaf type."
+    msg = (
+        f"the layout of the leaf at %PATH% does not fit {what}: expected {expected}, got {got}. Correct its leaf type."
+    )
     return UnsupportedLeaf(msg)

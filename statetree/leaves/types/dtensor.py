@@ -67,7 +67,7 @@ class DTensorType(EngineLeafType):
         set_attributes(fresh, attributes)
         return fresh  # type: ignore[no-any-return]
 
-    def reshaped(self, context: _Wrapper, shape: Sequence[int], stride: Sequence[int]) -> _Wrapper:  # noqa: ARG002
+    def reshaped(self, context: _Wrapper, shape: Sequence[int], stride: Sequence[int]) -> _Wrapper:
         """Return the context of a tensor that is whole: it is no ``DTensor`` any more."""
         return context._replace(is_whole=True)
 
@@ -79,9 +79,6 @@ class DTensorType(EngineLeafType):
         if spec.tensor_meta is not None:
             spec.tensor_meta = spec.tensor_meta._replace(dtype=dtype)
         return context._replace(spec=spec)
-
-    def global_shape(self, value: Any) -> tuple[Sequence[int], torch.dtype]:
-        return value.shape, value.dtype
 
     def describe(self, value: Any) -> Mapping[str, Any]:
         return {
@@ -97,8 +94,8 @@ class DTensorType(EngineLeafType):
         spec, local = value._spec, value._local_tensor
         if type(local) is not torch.Tensor and isinstance(local, AsyncCollectiveTensor):
             local = local.wait()
-        is_bare = type(local) is torch.Tensor and not local.__dict__
-        if not is_bare and hasattr(local, "__create_chunk_list__"):  # some attach it to a plain tensor: it knows better
+        may_list = type(local) is not torch.Tensor or local.__dict__  # some attach it to a plain tensor
+        if may_list and hasattr(local, "__create_chunk_list__"):
             return listed_chunks(value, local)
         if type(local) is not torch.Tensor:
             msg = (
@@ -158,8 +155,11 @@ def _described(spec: Any, shape: tuple[int, ...], dtype: torch.dtype, ranks: Ran
     boxes = layout.boxes_of(ranks.rank)
     kind = "DTensor on meta" if on_meta else "DTensor"
     text = f"a {kind} {dtype} {shape} {spec.placements} over a mesh {mesh_shape} of {mesh.device_type}"
-    partials = _partials(spec, shape, dtype, mesh_shape, members, splits, summed) if summed else None
     only = torch.Size(boxes[0].sizes) if len(boxes) == 1 else None
+    partials = None
+    if summed:
+        reduction, rows = _partials(spec, dtype, mesh_shape, members, summed)
+        partials = reduction, tuple([mesh_layout(shape, mesh_shape, row, splits) for row in rows])
     splitting = MeshSplits(mesh_shape, listed, splits)
     return _Described(text, f"{digest}{spec.shard_order}", layout, boxes, partials, only, splitting, mesh)
 
@@ -181,15 +181,9 @@ def _splits(spec: Any) -> tuple[tuple[Split, ...], list[int]]:
 
 
 def _partials(
-    spec: Any,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    mesh_shape: tuple[int, ...],
-    members: tuple[int, ...],
-    splits: tuple[Split, ...],
-    summed: list[int],
-) -> tuple[str, tuple[ChunkLayout, ...]]:
-    """Return how partials are reduced, and the layout of each."""
+    spec: Any, dtype: torch.dtype, mesh_shape: tuple[int, ...], members: Sequence[int], summed: list[int]
+) -> tuple[str, list[tuple[int, ...]]]:
+    """Return how partials are reduced, and for each of them the mesh's ranks that hold it, -1 for the others."""
     kinds = {(type(spec.placements[dim]).__name__, spec.placements[dim].reduce_op) for dim in summed}
     name, reduction = next(iter(kinds))
     if len(kinds) > 1 or name != "Partial" or reduction not in REDUCTIONS or not reduces(reduction, dtype):
@@ -198,25 +192,17 @@ def _partials(
             f"that torch computes with, got {spec.placements} of {dtype}. Redistribute it first."
         )
         raise UnsupportedLeaf(msg)
-    places = torch.arange(len(members)).view(mesh_shape)
-    # One row for each partial: the places in the mesh that hold it.
-    rows = places.movedim(summed, list(range(len(summed)))).reshape(prod(mesh_shape[dim] for dim in summed), -1)
-    layouts = []
-    for row in rows.tolist():
-        chosen = [-1] * len(members)
-        for place in row:
-            chosen[place] = members[place]
-        layouts.append(mesh_layout(shape, mesh_shape, tuple(chosen), splits))
-    return reduction, tuple(layouts)
+    places = torch.arange(len(members)).view(mesh_shape).movedim(summed, list(range(len(summed))))
+    rows = places.reshape(prod(mesh_shape[dim] for dim in summed), -1)
+    held = [torch.full((len(members),), -1).index_copy_(0, row, torch.tensor(members)[row]) for row in rows]
+    return reduction, [(*row.tolist(),) for row in held]
 
 
 class MeshPart(LeafPart):
     """A part of a ``DTensor`` whose local tensor is made of several: cut as that is, or not at all.
 
-    Attributes:
-        spec: How the ``DTensor`` lies over its mesh.
-        cuts: How each dim of the part follows the dims of the ``DTensor``.
-        steps: The global shape, in the steps in which the ``DTensor`` is cut.
+    ``cuts`` say how each dim of it follows those of the ``DTensor``, which lies over its mesh by ``spec`` and has the
+    shape ``whole``; ``steps`` are the global shape of the part, in the steps in which the ``DTensor`` is cut.
     """
 
     __slots__ = ("cuts", "spec", "steps")
@@ -229,14 +215,8 @@ class MeshPart(LeafPart):
         self.cuts = cuts
         self.steps = tuple([size if cut is None else whole[cut.dim] for size, cut in dims])
 
-    def of(self, tensors: Sequence[torch.Tensor]) -> MeshPart:
-        """Return the same part of another tensor."""
-        made = copy(self)
-        made.tensors, made.dtype = tensors, tensors[0].dtype
-        return made
-
     @property
-    def is_assumed_equal(self) -> bool:
+    def is_assumed_equal(self) -> bool:  # type: ignore[override]  # here it depends
         """Whether ranks that hold different chunks of the ``DTensor`` are taken to hold the same of this part."""
         followed = {cut.dim for cut in self.cuts if cut is not None}
         return any(split.dim not in followed for split in _splits(self.spec)[0])

@@ -23,7 +23,7 @@ class FakeType(EngineLeafType):
         own = attributes_of(_like_fake(value))
         return LeafContents([], value, {name: kept for name, kept in attributes_of(value).items() if name not in own})
 
-    def assemble(self, context: Any, parts: Sequence[Any], attributes: Any) -> torch.Tensor:  # noqa: ARG002 - none
+    def assemble(self, context: Any, parts: Sequence[Any], attributes: Any) -> torch.Tensor:
         fresh = _like_fake(context)
         set_attributes(fresh, attributes)
         return fresh
@@ -49,7 +49,7 @@ class UninitializedType(EngineLeafType):
         context = type(value), value.requires_grad, value.device, value.dtype
         return LeafContents([], context, dict(vars(value)))
 
-    def assemble(self, context: Any, parts: Sequence[Any], attributes: Any) -> torch.Tensor:  # noqa: ARG002 - none
+    def assemble(self, context: Any, parts: Sequence[Any], attributes: Any) -> torch.Tensor:
         cls, requires_grad, device, dtype = context
         fresh: torch.Tensor = cls(requires_grad=requires_grad, device=device, dtype=dtype)
         set_attributes(fresh, attributes)

@@ -62,7 +62,7 @@ class WrapperType(EngineLeafType):
         set_attributes(fresh, carried)
         return fresh
 
-    def part_names(self, context: _Context, count: int) -> Sequence[str]:  # noqa: ARG002 - as many as names
+    def part_names(self, context: _Context, count: int) -> Sequence[str]:
         """Return the names of the inner tensors."""
         return context.names
 
