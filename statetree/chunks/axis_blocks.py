@@ -119,13 +119,7 @@ def _blocks_within(
 
 
 def _cut_all(axes: tuple[tuple[int, int], ...], low: torch.Tensor, high: torch.Tensor) -> list[_Cut]:
-    """Return the indices that lead to places in each of many stretches, from ``low`` to before ``high``.
-
-    Args:
-        axes: The step and the size of each axis; falling steps.
-        low: Where each stretch begins.
-        high: Where it ends.
-    """
+    """Return the indices, in axes of some (falling) steps and sizes, that lead from ``low`` to before ``high``."""
     if not axes:
         return [_Cut(low.new_zeros(len(low), 0, 2), (low <= 0) & (high > 0))]
     (step, size), inner = axes[0], axes[1:]
@@ -182,9 +176,7 @@ def view_over(
 ) -> tuple[tuple[int, ...], int] | None:
     """Return the strides and the offset of a tensor over the memory that its blocks lie in, if it is a view of that.
 
-    Args:
-        shape: Its shape.
-        blocks: All of its blocks, each with where the tensor that it comes from begins in one memory, and its strides.
+    Each block comes with where the tensor that it is taken from begins in that memory, and the strides of this.
     """
     starts = [offset + block.source.offset(stride) for block, offset, stride in blocks]
     found: dict[int, int] = {}

@@ -218,13 +218,10 @@ class Split(NamedTuple):
 def mesh_layout(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], mesh_ranks: tuple[int, ...], splits: tuple[Split, ...]
 ) -> ChunkLayout:
-    """Return the layout of a tensor of a global shape over a mesh.
+    """Return the layout of a tensor of a global shape over a mesh, which cuts it by one split after the other.
 
-    Args:
-        shape: The global shape.
-        mesh_shape: The shape of the mesh.
-        mesh_ranks: The mesh's ranks within the group, in row-major order; -1 for those that are not in it.
-        splits: How the mesh cuts the tensor, in the order in which it is cut. Mesh dims that do not appear replicate.
+    The mesh's ranks are those within the group, in row-major order; -1 for those that are not in it. Mesh dims that do
+    not appear in a split replicate.
     """
     ranks, coordinates = _grid(mesh_shape, mesh_ranks)
     columns = [_along(size, dim, mesh_shape, splits, coordinates) for dim, size in enumerate(shape)]

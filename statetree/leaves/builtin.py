@@ -30,13 +30,13 @@ _BY_NAME: Final[dict[str, tuple[str, str]]] = {
     "torch.distributed.tensor.DTensor": ("dtensor", "DTENSOR"),
     "torch.distributed._shard.sharded_tensor.api.ShardedTensor": ("sharded_tensor", "SHARDED"),
     "torch.distributed._functional_collectives.AsyncCollectiveTensor": ("async_collective", "ASYNC_COLLECTIVE"),
-    "torch.distributed.tensor._shards_wrapper.LocalShardsWrapper": ("local_shards", "LOCAL_SHARDS"),
+    "torch.distributed.tensor._shards_wrapper.LocalShardsWrapper": ("dtensor", "LOCAL_SHARDS"),
     "torch._subclasses.fake_tensor.FakeTensor": ("fake", "FAKE"),
     "statetree.leaves.types.part.LeafPart": ("part", "PART"),
     "statetree.leaves.types.converted.ConvertedLeaf": ("converted", "CONVERTED"),
-    "torchao.optim.subclass_8bit.OptimState8bit": ("low_bit", "LOW_BIT"),
-    "torchao.optim.subclass_4bit.OptimState4bit": ("low_bit", "LOW_BIT"),
-    "torchao.optim.subclass_fp8.OptimStateFp8": ("low_bit", "LOW_BIT"),
+    "torchao.optim.subclass_8bit.OptimState8bit": ("wrapper", "LOW_BIT"),
+    "torchao.optim.subclass_4bit.OptimState4bit": ("wrapper", "LOW_BIT"),
+    "torchao.optim.subclass_fp8.OptimStateFp8": ("wrapper", "LOW_BIT"),
 }
 
 
@@ -123,8 +123,8 @@ def holds_tensor(key: Any) -> bool:
     try:
         if leaf_type is None:
             return False
-        contents = leaf_type.contents(key)
-        return bool(contents.parts) or bool(contents.attributes)
+        parts, _, attributes = leaf_type.contents(key)
+        return bool(parts) or bool(attributes)
     except StateTreeError:  # it cannot be looked into, and nothing says that there is a tensor
         return False
 

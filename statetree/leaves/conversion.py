@@ -49,18 +49,16 @@ def converted(verb: str, spec: TreeSpec, leaves: Sequence[Any], mask: Sequence[b
         result[index] = leaf
     if not chosen:
         return result
-    recipes = dict(unpacked.recipes)
+    recipes: dict[int, Recipe] = {}  # only what is meant: packing other leaves would write to their attributes
     changing: dict[int, int] = {}  # the parts, and the leaf that each belongs to
     for place in chosen:
         recipe, parts = recast(verb, unpacked.recipe(place), dtype, paths[at[place]])
         changing.update((part, at[place]) for part in parts)
-        if not isinstance(recipe, int):
+        if place in unpacked.recipes:
             recipes[place] = recipe
     _check_ties(verb, unpacked, chosen, changing, [paths[index] for index in at])
     fresh = _converted(verb, unpacked.parts, changing, dtype, paths)
-    # Only what is meant: packing a leaf of which nothing changes would write to its attributes.
-    meant = {place: recipes[place] for place in chosen if place in recipes}
-    packed = replace(unpacked, recipes=meant).pack(fresh)
+    packed = replace(unpacked, recipes=recipes).pack(fresh)
     for place in chosen:
         result[at[place]] = packed[place]
     return result

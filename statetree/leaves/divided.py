@@ -25,18 +25,13 @@ if TYPE_CHECKING:
 
 
 class DividedLeaf:
-    """A leaf by its parts, in the place of the leaf.
-
-    Attributes:
-        text: What the leaf is beside its parts, which must be the same on all ranks, and in trees that match.
-        parts: The parts, by their names.
-    """
+    """A leaf by its parts, in the place of the leaf."""
 
     __slots__ = ("parts", "text")
 
     def __init__(self, text: str, parts: dict[str, Any]) -> None:
-        self.text = text
-        self.parts = parts
+        self.text = text  # what it is beside its parts, which must be the same on all ranks, and in trees that match
+        self.parts = parts  # by their names
 
     @staticmethod
     def _statetree_text(metadata: tuple[str, Sequence[str]]) -> str:
@@ -58,31 +53,17 @@ register_container(
 
 
 class Outline(NamedTuple):
-    """Which leaves of a lowered tree are parts of one leaf.
+    """Which leaves of a lowered tree are parts of one leaf."""
 
-    Attributes:
-        spec: The structure of the tree, down to its leaves.
-        counts: For each leaf that is divided how many leaves of the lowered tree stand for it.
-    """
-
-    spec: TreeSpec
-    counts: Mapping[int, int]
+    spec: TreeSpec  # the structure of the tree, down to its leaves
+    counts: Mapping[int, int]  # for each leaf that is divided how many leaves of the lowered tree stand for it
 
     def owners(self) -> list[int]:
         """Return, for each leaf of the lowered tree, the leaf that it belongs to."""
         return [leaf for leaf in range(self.spec.num_leaves) for _ in range(self.counts.get(leaf, 1))]
 
     def lift(self, verb: str, parts: Sequence[Any], recipes: Mapping[Path, Recipe]) -> Any:
-        """Return the tree again.
-
-        Args:
-            verb: On whose behalf, for messages.
-            parts: The leaves of the lowered tree, or others in their places.
-            recipes: How divided leaves are put together, by their paths.
-
-        Raises:
-            UnsupportedLeaf: If a leaf cannot be put together of its parts.
-        """
+        """Return the tree again, of the leaves of the lowered tree, or others in their places, by recipes for paths."""
         if not self.counts:
             return self.spec.unflatten(parts)
         paths = self.spec.paths()
@@ -110,27 +91,17 @@ class Outline(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Recipe:
-    """How a divided leaf is put together of its parts.
-
-    Attributes:
-        leaf: The leaf.
-        leaf_type: Its leaf type.
-        context: What putting it together needs beside the parts.
-        attributes: What it carries beside its elements: no part of it, and copied.
-        inner: For each value that it is made of how that is put together, if it is divided itself.
-        parts: The leaf's own parts, in a flat list.
-        whole: Its global shape and strides, if it is a ``DTensor``, or lies in the local tensor of one.
-        text: What it is beside its parts.
-    """
+    """How a divided leaf is put together of its parts."""
 
     leaf: Any
     leaf_type: EngineLeafType
-    context: Any
-    attributes: Any
-    inner: Sequence[Recipe | None]
-    parts: Sequence[Any]
+    context: Any  # what putting it together needs beside the parts
+    attributes: Any  # what it carries beside its elements: no part of it, and copied
+    inner: Sequence[Recipe | None]  # for each value that it is made of how that is put together, if it is divided, too
+    parts: Sequence[Any]  # the leaf's own parts, in a flat list
+    #: Its global shape and strides, if it is a ``DTensor``, or lies in the local tensor of one.
     whole: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    text: str = ""
+    text: str = ""  # what it is beside its parts
 
     def lift(self, parts: Sequence[Any]) -> Any:
         """Return the leaf again, of other parts: each rank's own chunks, or whole tensors."""
@@ -161,7 +132,7 @@ class Recipe:
 
     def _check_whole(self, made: Any) -> None:
         """Raise ``UnsupportedLeaf`` if a value of whole parts says that it holds other chunks."""
-        for part in self.leaf_type.distributed_parts(made, self.leaf_type.contents(made).parts):
+        for part in self.leaf_type.distributed_parts(made, self.leaf_type.contents(made)[0]):
             if part is None:
                 continue
             chunks = [(tuple(tensor.shape), start) for tensor, start in zip(part.tensors, part.offsets, strict=True)]

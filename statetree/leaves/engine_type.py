@@ -9,7 +9,7 @@ from statetree.errors import UnsupportedLeaf
 from statetree.leaves.leaf_type import LeafType
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     import torch
 
@@ -17,18 +17,10 @@ if TYPE_CHECKING:
     from statetree.chunks.ranks import Ranks
 
 
-class LeafContents(NamedTuple):
-    """What a value is made of.
-
-    Attributes:
-        parts: The tensors that hold its elements; a list in the place of one of which this rank holds several chunks.
-        context: What putting it together needs beside them.
-        attributes: A tree of what it carries beside its elements: it is copied with them, and compared with nothing.
-    """
-
-    parts: Sequence[Any]
-    context: Any
-    attributes: Any = None
+#: What a value is made of: the parts that hold its elements (a list in the place of one of which this rank holds
+#: several chunks), what putting it together needs beside them, and a tree of what else it carries, which is copied
+#: with them and compared with nothing. A plain tuple, since there is one for every leaf.
+LeafContents = tuple["Sequence[Any]", Any, Any]
 
 
 class DistributedPart(NamedTuple):
@@ -85,15 +77,11 @@ class EngineLeafType(LeafType):
     def contents(self, value: Any) -> LeafContents:
         """Do as ``unpack``, and return what the value carries beside its elements."""
         parts, context = self.unpack(value)
-        return LeafContents(parts, context)
+        return parts, context, None
 
     def assemble(self, context: Any, parts: Sequence[Any], attributes: Any) -> Any:  # noqa: ARG002 - for others
         """Return a fresh value of what ``contents`` returns."""
         return self.pack(context, parts)
-
-    def describe(self, value: Any) -> Mapping[str, Any]:  # noqa: ARG002 - for others
-        """Return the facts that must agree: of a class of which nothing is said, none."""
-        return {}
 
     def elements_only(self, context: Any) -> bool:  # noqa: ARG002 - for others
         """Whether the parts hold elements alone, and nothing that putting them together depends on."""

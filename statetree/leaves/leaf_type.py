@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from statetree.chunks.cuts import Cut, cut_alike
-from statetree.tree.atoms import is_atom_type
-from statetree.tree.flatten import flatten, unflatten
+from statetree.errors import UnsupportedLeaf
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,9 +19,8 @@ Chunks = tuple["Sequence[int]", "Sequence[Sequence[int]]"]
 class LeafType:
     """How values of one class are taken apart into tensors, and put together again.
 
-    Derive from it, and register the class with ``register_leaf_type``. All methods have defaults. ``unpack`` and
-    ``pack`` belong together: define both, or neither for a class that is nothing but its attributes. ``layout`` is for
-    values of which the ranks of a group hold different chunks.
+    Derive from it, define ``unpack`` and ``pack``, and register the class with ``register_leaf_type``. All methods have
+    defaults. ``layout`` is for values of which the ranks of a group hold different chunks.
 
     Attributes:
         name: What values are called in comparisons and messages; by default their class's name.
@@ -51,38 +49,32 @@ class LeafType:
     def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
         """Return the tensors inside a value, and the context that ``pack`` needs beside them.
 
-        The tensors may be of any leaf type themselves. A tensor that *is* the value is taken as plain. By default what
-        there is in the attributes of an instance: plain values are the context, and all others the tensors.
+        The tensors may be of any leaf type themselves. A tensor that *is* the value is taken as plain. By default a
+        value is refused: nobody else can tell which tensors make it up.
         """
-        leaves, spec = flatten(dict(vars(value)))
-        plain = [is_atom_type(type(leaf)) for leaf in leaves]
-        parts = [leaf for leaf, is_plain in zip(leaves, plain, strict=True) if not is_plain]
-        kept = {index: leaf for index, leaf in enumerate(leaves) if plain[index]}
-        return parts, (type(value), spec, kept)
+        raise self._lacks("unpack", type(value).__qualname__)
 
-    def pack(self, context: Any, parts: Sequence[Any]) -> Any:
+    def pack(self, context: Any, parts: Sequence[Any]) -> Any:  # noqa: ARG002 - for others
         """Return a fresh value from the context and new tensors in place of those of ``unpack``.
 
-        By default an instance with the attributes, without running ``__init__``.
+        By default it is refused.
         """
-        cls, spec, kept = context
-        pending = iter(parts)
-        leaves = [kept[index] if index in kept else next(pending) for index in range(spec.num_leaves)]
-        fresh = cls.__new__(cls)
-        vars(fresh).update(unflatten(spec, leaves))
-        return fresh
+        raise self._lacks("pack", self.name or type(self).__qualname__)
 
-    def describe(self, value: Any) -> Mapping[str, Any]:
+    def _lacks(self, method: str, what: str) -> UnsupportedLeaf:
+        msg = (
+            f"the leaf at %PATH% ({what}) has a leaf type without {method}: expected unpack and pack. Define both in "
+            f"{type(self).__qualname__}."
+        )
+        return UnsupportedLeaf(msg)
+
+    def describe(self, value: Any) -> Mapping[str, Any]:  # noqa: ARG002 - for others
         """Return the facts, by name, that must agree for one value's bytes to be copied into another's.
 
         ``dtype`` and ``shape`` are the usual ones. What is left out is not compared: ``similarity``, ``digest``,
-        ``delta`` and the ranks of a collective do not notice that it differs. By default nothing is compared, but for
-        the plain values among the attributes where ``unpack`` is the default, too.
+        ``delta`` and the ranks of a collective do not notice that it differs. By default nothing is compared.
         """
-        if type(self).unpack is not LeafType.unpack:
-            return {}
-        _, (_, _, kept) = LeafType.unpack(self, value)
-        return {"attributes": [*kept.values()]}
+        return {}
 
     def layout(self, value: Any) -> Sequence[Chunks | None]:
         """Return of which tensors the ranks of a group hold chunks, for each of what ``unpack`` returns.

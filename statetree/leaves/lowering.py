@@ -137,14 +137,15 @@ def _divide(leaf: Any) -> tuple[DividedLeaf, Recipe]:
     leaf_type = leaf_type_of(type(leaf))
     assert leaf_type is not None
     contents = leaf_type.contents(leaf)
+    inner = contents[0]
     if leaf_type.local_tensor is None:
-        rows = leaf_type.distributed_parts(leaf, contents.parts)
-        pairs = zip(contents.parts, rows, strict=True)
+        rows = leaf_type.distributed_parts(leaf, inner)
+        pairs = zip(inner, rows, strict=True)
         return _assembled(leaf, leaf_type, contents, [_listed(part, row, among=rows) for part, row in pairs])
     from statetree.leaves.types.dtensor import part_maker
 
     whole = tuple(leaf.shape), leaf.stride()
-    inside = _divide_local(settled(contents.parts[0]), part_maker(leaf), (*map(Cut, range(leaf.dim())),), whole[1])
+    inside = _divide_local(settled(inner[0]), part_maker(leaf), (*map(Cut, range(leaf.dim())),), whole[1])
     return inside[0], _assembled(leaf, leaf_type, contents, [inside], whole)[1]
 
 
@@ -161,17 +162,18 @@ def _assembled(
     leaf: Any, leaf_type: EngineLeafType, contents: LeafContents, given: Sequence[Any], whole: Any = None
 ) -> tuple[DividedLeaf, Recipe]:
     """Divide a leaf: ``given`` are its parts, or what they are divided into."""
+    _, context, attributes = contents
     parts: dict[str, Any] = {}
     inner: list[Recipe | None] = []
     flat: list[Any] = []
-    names = leaf_type.part_names(contents.context, len(given))
+    names = leaf_type.part_names(context, len(given))
     for name, part in zip(names, given, strict=True):
         inside, recipe = part if type(part) is tuple else _divide(part) if is_several(part) else (part, None)
         parts[name] = inside
         inner.append(recipe)
         flat += [inside] if recipe is None else recipe.parts
     text = _text(leaf, leaf_type)
-    recipe = Recipe(leaf, leaf_type, contents.context, contents.attributes, inner, flat, whole, text)
+    recipe = Recipe(leaf, leaf_type, context, attributes, inner, flat, whole, text)
     return DividedLeaf(text, parts), recipe
 
 
@@ -189,7 +191,7 @@ def _divide_local(
     assert leaf_type is not None
     contents = leaf_type.contents(local)
     given: list[Any] = []
-    for tensor, own in zip(contents.parts, leaf_type.cuts(local, contents.parts), strict=True):
+    for tensor, own in zip(contents[0], leaf_type.cuts(local, contents[0]), strict=True):
         followed = tuple([None if cut is None else _through(cuts[cut.dim], cut) for cut in own])
         if _is_made_of_parts(tensor):
             given.append(_divide_local(tensor, as_part, followed))
@@ -224,18 +226,18 @@ def _text(leaf: Any, leaf_type: EngineLeafType) -> str:
     """Say what a leaf is beside its parts: its class, and its facts but shapes, which differ from rank to rank."""
     shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None
 
-    def named(value: Any) -> Any:
-        if shape is not None and isinstance(value, (list, tuple)) and tuple(value) == shape:
+    def without_shape(value: Any) -> Any:
+        if isinstance(value, (list, tuple)) and tuple(value) == shape:
             return "its shape"
         if type(value) in (list, tuple):
-            return [named(item) for item in value]
+            return [without_shape(item) for item in value]
         if isinstance(value, Mapping):
-            return {key: named(item) for key, item in value.items()}
+            return {key: without_shape(item) for key, item in value.items()}
         return value
 
-    facts = {name: named(fact) for name, fact in leaf_type.describe(leaf).items() if name not in ("shape", "class")}
-    told = ", ".join(f"{name} {value_text(fact)}" for name, fact in facts.items())
-    return f"{type(leaf).__qualname__} {told}".replace("builtins.", "").rstrip()
+    facts = leaf_type.describe(leaf).items()
+    told = [f"{name} {value_text(without_shape(fact))}" for name, fact in facts if name not in ("shape", "class")]
+    return f"{type(leaf).__qualname__} {', '.join(told)}".replace("builtins.", "").rstrip()
 
 
 def assumed_sums(parts: Sequence[Any]) -> dict[int, tuple[int, ...]]:

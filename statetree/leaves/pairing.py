@@ -215,7 +215,7 @@ def _facts_here(leaf: Any) -> Mapping[str, Any]:
     leaf_type = leaf_type_of(type(leaf))
     if leaf_type is None or not (leaf_type.registered and leaf_type.distributed):
         return facts(leaf)
-    rows = leaf_type.distributed_parts(leaf, leaf_type.contents(leaf).parts)
+    rows = leaf_type.distributed_parts(leaf, leaf_type.contents(leaf)[0])
     return {**facts(leaf), "layout": tuple([row and (row.shape, *row.offsets) for row in rows])}
 
 
@@ -223,7 +223,7 @@ def _made_of(leaf: Any) -> Sequence[Any]:
     """Return the tensors that a leaf is made of: they may be distributed."""
     leaf_type = leaf_type_of(type(leaf))
     assert leaf_type is not None
-    return leaf_type.contents(leaf).parts
+    return leaf_type.contents(leaf)[0]
 
 
 def fact_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

@@ -336,21 +336,22 @@ class _Unpacker:
             recipe: Recipe = self._plain(value)
         else:
             # Only the first part may be the value itself: that is its own memory. Anywhere else it is a cycle.
+            take = self._unpack_chunks if leaf_type.registered else self.unpack
             inner = [
-                self._plain(part) if part is value and not position else self._part(part)
+                self._plain(part) if part is value and not position else take(part)
                 for position, part in enumerate(parts)
             ]
-            recipe = PackedRecipe(leaf_type, context, tuple(inner), identity, self._attributes(attributes))
+            carried = self._attributes(attributes) if attributes else None
+            recipe = PackedRecipe(leaf_type, context, tuple(inner), identity, carried)
         self._open.discard(identity)
         self._seen[identity] = recipe
         return recipe
 
-    def _part(self, part: Any) -> Recipe | list[Recipe]:
+    def _unpack_chunks(self, part: Any) -> Recipe | list[Recipe]:
+        """Unpack what a user's leaf type returns for a part: a list, if this rank holds several chunks of it."""
         return list(map(self.unpack, part)) if isinstance(part, (list, tuple)) else self.unpack(part)
 
-    def _attributes(self, attributes: Any) -> AttributesRecipe | None:
-        if not attributes:
-            return None
+    def _attributes(self, attributes: Any) -> AttributesRecipe:
         leaves, spec = flatten(attributes)
         return AttributesRecipe(spec, list(map(self.unpack, leaves)))
 

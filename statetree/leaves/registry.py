@@ -40,8 +40,7 @@ def register_leaf_type(cls: type, leaf_type: LeafType | type[LeafType] | None, *
             default it is for exactly this class.
 
     Raises:
-        TypeError: If ``cls`` is not a class, or ``leaf_type`` has only one of ``unpack`` and ``pack``, or is no
-            ``LeafType`` and lacks both.
+        TypeError: If ``cls`` is not a class, or ``leaf_type`` lacks ``unpack`` or ``pack``.
         ValueError: If ``cls`` is a builtin container.
 
     Example:
@@ -56,10 +55,10 @@ def register_leaf_type(cls: type, leaf_type: LeafType | type[LeafType] | None, *
         msg = f"register_leaf_type: expected a class, got {cls!r}."
         raise TypeError(msg)
     given: Any = leaf_type() if isinstance(leaf_type, type) else leaf_type
-    if given is not None and not _has_both(given):
+    adapted = given is None or isinstance(given, EngineLeafType)
+    if not adapted and not _has_both(given):
         msg = f"register_leaf_type: the leaf type for {cls.__qualname__} lacks unpack or pack: got {given!r}."
         raise TypeError(msg)
-    adapted = given is None or isinstance(given, EngineLeafType)
     instance: EngineLeafType | None = given if adapted else RegisteredType(given, cls)
     declare_leaf_class(cls, subclasses=subclasses)
     REGISTERED[cls] = subclasses
@@ -69,11 +68,11 @@ def register_leaf_type(cls: type, leaf_type: LeafType | type[LeafType] | None, *
 
 
 def _has_both(given: Any) -> bool:
-    """Whether a leaf type has ``unpack`` and ``pack``, of one author: the defaults fit each other only."""
-    cls = type(given)
-    if isinstance(given, LeafType):
-        return (cls.unpack is LeafType.unpack) == (cls.pack is LeafType.pack)
-    return callable(getattr(given, "unpack", None)) and callable(getattr(given, "pack", None))
+    """Whether a leaf type has ``unpack`` and ``pack``, beside the defaults of ``LeafType``."""
+    return all(
+        callable(getattr(given, name, None)) and getattr(type(given), name, None) is not getattr(LeafType, name)
+        for name in ("unpack", "pack")
+    )
 
 
 class RegisteredType(EngineLeafType):

@@ -14,7 +14,7 @@ from statetree.chunks.layouts import ChunkLayout, Split, mesh_layout
 from statetree.chunks.local import LocalChunks, MeshSplits, listed_chunks, local_pieces, location_of
 from statetree.chunks.reductions import reduces
 from statetree.errors import UnsupportedLeaf
-from statetree.leaves.engine_type import EngineLeafType, LeafContents
+from statetree.leaves.engine_type import EngineLeafType
 from statetree.leaves.types.part import LeafPart
 from statetree.leaves.types.tensor import attributes_of, set_attributes
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from statetree.chunks.boxes import Box
     from statetree.chunks.cuts import Cut
     from statetree.chunks.ranks import Ranks
+    from statetree.leaves.engine_type import LeafContents
 
 #: How partials are put together, by the names that ``Partial`` has for it.
 REDUCTIONS: Final = frozenset({"sum", "avg", "product", "max", "min"})
@@ -51,7 +52,7 @@ class DTensorType(EngineLeafType):
     def contents(self, value: Any) -> LeafContents:
         attributes = vars(value) if type(value) is DTensor else attributes_of(value)
         carried = {name: held for name, held in attributes.items() if name not in OWN}
-        return LeafContents([value._local_tensor], _Wrapper(type(value), value._spec, value.requires_grad), carried)
+        return [value._local_tensor], _Wrapper(type(value), value._spec, value.requires_grad), carried
 
     def assemble(self, context: _Wrapper, parts: Sequence[Any], attributes: Any) -> torch.Tensor:
         local: torch.Tensor = parts[0]
@@ -285,4 +286,25 @@ def part_maker(value: Any) -> Callable[[torch.Tensor, tuple[Cut | None, ...]], M
     return lambda tensor, cuts: MeshPart(tensor, spec, whole, cuts)
 
 
+class LocalShardsType(EngineLeafType):
+    """``LocalShardsWrapper``: several shards as the local tensor of a ``DTensor`` (torchrec's)."""
+
+    name = "LocalShardsWrapper"
+
+    def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
+        return value.local_shards(), (type(value), value.local_offsets())
+
+    def pack(self, context: Any, parts: Sequence[Any]) -> Any:
+        cls, offsets = context
+        return cls(list(parts), list(offsets))
+
+    def elements_only(self, context: Any) -> bool:
+        return True
+
+    def describe(self, value: Any) -> Mapping[str, Any]:
+        shapes = [tuple(shard.shape) for shard in value.local_shards()]
+        return {"dtype": value.dtype, "shards": list(zip(map(tuple, value.local_offsets()), shapes, strict=True))}
+
+
 DTENSOR = DTensorType()
+LOCAL_SHARDS = LocalShardsType()

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statetree.leaves.engine_type import EngineLeafType, LeafContents
+from statetree.leaves.engine_type import EngineLeafType
 from statetree.leaves.types.tensor import attributes_of, set_attributes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from statetree.leaves.engine_type import LeafContents
 
 
 class FakeType(EngineLeafType):
@@ -21,7 +23,7 @@ class FakeType(EngineLeafType):
 
     def contents(self, value: Any) -> LeafContents:
         own = attributes_of(_like_fake(value))
-        return LeafContents([], value, {name: kept for name, kept in attributes_of(value).items() if name not in own})
+        return [], value, {name: kept for name, kept in attributes_of(value).items() if name not in own}
 
     def assemble(self, context: Any, parts: Sequence[Any], attributes: Any) -> torch.Tensor:
         fresh = _like_fake(context)
@@ -47,7 +49,7 @@ class UninitializedType(EngineLeafType):
 
     def contents(self, value: Any) -> LeafContents:
         context = type(value), value.requires_grad, value.device, value.dtype
-        return LeafContents([], context, dict(vars(value)))
+        return [], context, dict(vars(value))
 
     def assemble(self, context: Any, parts: Sequence[Any], attributes: Any) -> torch.Tensor:
         cls, requires_grad, device, dtype = context

@@ -13,7 +13,7 @@ from torch.distributed.remote_device import _remote_device
 from statetree.chunks.boxes import Box
 from statetree.chunks.layouts import layout_of
 from statetree.chunks.local import LocalChunks, location_of
-from statetree.leaves.engine_type import EngineLeafType, LeafContents
+from statetree.leaves.engine_type import EngineLeafType
 from statetree.leaves.types.tensor import attributes_of, set_attributes
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from statetree.chunks.layouts import ChunkLayout
     from statetree.chunks.ranks import Ranks
+    from statetree.leaves.engine_type import LeafContents
 
 
 class ShardedTensorType(EngineLeafType):
@@ -42,7 +43,7 @@ class ShardedTensorType(EngineLeafType):
         )
         # What ShardedTensor keeps for itself begins with an underscore.
         carried = {name: held for name, held in attributes_of(value).items() if not name.startswith("_")}
-        return LeafContents([shard.tensor for shard in shards], context, carried)
+        return [shard.tensor for shard in shards], context, carried
 
     def assemble(self, context: Any, parts: Sequence[Any], attributes: Any) -> Any:
         metadata, whole, group, init_rrefs, sharding_spec = context
@@ -92,7 +93,7 @@ class ShardedTensorType(EngineLeafType):
             shape,
             dtype,
             layout,
-            [_box(shard.metadata) for shard in local],
+            [Box.at(shard.metadata.shard_offsets, shard.metadata.shard_sizes) for shard in local],
             pieces,
             (*map(location_of, pieces),) if pieces else id(value),
             device,
@@ -108,7 +109,7 @@ def _layout(metadata: Any, shape: tuple[int, ...], ranks: Ranks) -> tuple[str, C
         for shard in shards:
             rank = ranks.index.get(shard.placement.rank(), -1)
             if rank >= 0 and all(shard.shard_sizes):
-                held.setdefault(rank, []).append(_box(shard))
+                held.setdefault(rank, []).append(Box.at(shard.shard_offsets, shard.shard_sizes))
         digest = blake2b(repr(key).encode(), digest_size=16).hexdigest()
         ranks.memo[key] = digest, layout_of(shape, held)
     found: tuple[str, ChunkLayout] = ranks.memo[key]
@@ -131,11 +132,6 @@ def _moved(tensor: torch.Tensor, metadata: Sequence[Any], whole: Any) -> tuple[l
         if rank in own or device.type != tensor.device.type:
             shard.placement = _remote_device(f"rank:{rank}/{tensor.device}")
     return local, whole, None
-
-
-def _box(shard: Any) -> Box:
-    start = tuple(shard.shard_offsets)
-    return Box(start, tuple([first + size for first, size in zip(start, shard.shard_sizes, strict=True)]))
 
 
 SHARDED = ShardedTensorType()

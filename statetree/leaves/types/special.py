@@ -142,14 +142,15 @@ class _Quantized(EngineLeafType):
         return fresh.set_(storage, integers.storage_offset(), integers.shape, integers.stride())
 
     def describe(self, value: torch.Tensor) -> Mapping[str, Any]:
+        common = {"layout": "quantized", "shape": value.shape}
         if value.is_meta:
-            return {"layout": "quantized", "shape": value.shape, "memory": "meta"}
+            return {**common, "memory": "meta"}
         scheme = value.qscheme()
-        common = {"layout": "quantized", "shape": value.shape, "scheme": scheme}
         if scheme in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-            return {**common, "scale": value.q_scale(), "zero point": value.q_zero_point()}
+            return {**common, "scheme": scheme, "scale": value.q_scale(), "zero point": value.q_zero_point()}
         return {
             **common,
+            "scheme": scheme,
             "axis": value.q_per_channel_axis(),
             "scales": value.q_per_channel_scales().tolist(),
             "zero points": value.q_per_channel_zero_points().tolist(),

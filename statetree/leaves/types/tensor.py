@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from statetree.errors import UnsupportedLeaf
-from statetree.leaves.engine_type import EngineLeafType, LeafContents
+from statetree.leaves.engine_type import EngineLeafType
 from statetree.leaves.types.checkpointable import holds_shards, shards_of
 from statetree.leaves.types.special import special_layout
 from statetree.spans.layout import holds_memory
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from statetree.chunks.local import LocalChunks
     from statetree.chunks.ranks import Ranks
+    from statetree.leaves.engine_type import LeafContents
 
 _slots_of = lru_cache(maxsize=1024)(slots_of)
 #: Lets go of the classes whose slots are known.
@@ -92,7 +93,7 @@ class TensorType(EngineLeafType):
                 parts = [value.detach().clone()]
         is_usual = special is None and type(value) is torch.Tensor and not value.requires_grad
         context = None if is_usual else _TensorContext(type(value), value.requires_grad, special)
-        return LeafContents(parts, context, attributes_of(value))
+        return parts, context, attributes_of(value)
 
     def assemble(self, context: _TensorContext | None, parts: Sequence[Any], attributes: Any) -> torch.Tensor:
         fresh: torch.Tensor = parts[0]

@@ -7,12 +7,14 @@ compiles is covered: torchao's quantized tensors, jagged nested tensors, users' 
 from __future__ import annotations
 
 from contextlib import contextmanager
+from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from statetree.chunks.cuts import Cut, cut_alike
 from statetree.errors import UnsupportedLeaf
-from statetree.leaves.engine_type import EngineLeafType, LeafContents
+from statetree.leaves.engine_type import EngineLeafType
 from statetree.leaves.types.tensor import attributes_of, set_attributes
 from statetree.spans.bits import safely_equal
 from statetree.tree.atoms import same_value
@@ -21,6 +23,8 @@ from statetree.tree.traversal import Frozen, freeze
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+
+    from statetree.leaves.engine_type import LeafContents
 
 
 class WrapperType(EngineLeafType):
@@ -54,7 +58,7 @@ class WrapperType(EngineLeafType):
             own = attributes_of(context.rebuild(parts, ()))
             carried = {name: held for name, held in carried.items() if name not in own or _is_changed(held, own[name])}
         held, context = context.without_tensors()
-        return LeafContents(parts, context, (held, carried) if held or carried else None)
+        return parts, context, (held, carried) if held or carried else None
 
     def assemble(self, context: _Context, parts: Sequence[Any], attributes: Any) -> torch.Tensor:
         held, carried = attributes or ((), {})
@@ -175,5 +179,27 @@ class UntraceableType(EngineLeafType):
         return {}
 
 
+class LowBitType(WrapperType):
+    """``OptimState8bit``, ``OptimState4bit`` and ``OptimStateFp8`` of torchao 0.18: codes, scales, a table of values.
+
+    Codes (of 4 bits, two in a byte) and scales (one for each block) lie in the row-major order of the elements. So a
+    shard of rows has a stretch of each, if it is made of whole blocks.
+    """
+
+    def cuts(self, value: Any, inner: Sequence[torch.Tensor]) -> Sequence[tuple[Cut | None, ...]]:
+        """Return how codes and scales are cut; the table is whole."""
+        rows = value.shape[0]
+
+        def flat(tensor: torch.Tensor) -> tuple[Cut | None, ...]:
+            if tensor.shape == value.shape:
+                return cut_alike(value.shape, tensor.shape)
+            common = gcd(tensor.numel(), rows) or 1
+            return (Cut(0, tensor.numel() // common, rows // common, is_flat=True),)
+
+        codes, scale, *table = inner
+        return [flat(codes), flat(scale), *[(None,) * tensor.dim() for tensor in table]]
+
+
 WRAPPER = WrapperType()
 UNTRACEABLE = UntraceableType()
+LOW_BIT = LowBitType()
