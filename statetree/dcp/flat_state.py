@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.files.checkpoint import is_entry
 from statetree.key_paths import Path, render_key
-from statetree.leaves.builtin import settled
+from statetree.leaves.builtin import materialized
 from statetree.leaves.laid_out import refuse_converted
 from statetree.leaves.lowering import Lowered, is_made_of_tensors, lower
 from statetree.tree.flatten import flatten_for
@@ -73,7 +73,7 @@ def flat_state(tree: Any, *, verb: str) -> FlatState:
         CyclicTree, TreeTooDeep: As ``flatten``.
     """
     outer, outer_spec = flatten_for(verb, tree, is_leaf=is_entry)
-    outer = list(map(settled, outer))
+    outer = list(map(materialized, outer))
     lowered = lower(verb, outer, outer_spec, partial(flatten_for, verb, is_leaf=is_entry), wanted=is_made_of_tensors)
     refuse_converted(verb, lowered.recipes)
     leaves, spec = lowered.leaves, lowered.spec

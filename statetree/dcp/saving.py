@@ -27,7 +27,7 @@ from statetree.dcp.tensors import PARTS_ENTRY, VALUE_ENTRY, compact, content_of,
 from statetree.errors import StateTreeError, UnsupportedLeaf, shown, warn, with_checks
 from statetree.files.checkpoint import is_entry
 from statetree.key_paths import Path
-from statetree.leaves.builtin import is_distributed, leaf_type_of, taken_over
+from statetree.leaves.builtin import is_distributed, is_value, leaf_type_of
 from statetree.leaves.lowering import is_several
 from statetree.leaves.types.special import QUANTIZED
 from statetree.torch_internals import WITHOUT_KERNELS
@@ -100,7 +100,7 @@ def _is_saved_in_parts(leaf: Any) -> bool:
             return False  # sparse: what it is made of says how
         if not leaf.is_nested and leaf.dtype not in _IN_PARTS:
             return False
-    elif type(leaf) in _COMING_BACK or taken_over(leaf):
+    elif type(leaf) in _COMING_BACK or is_value(leaf):
         return False
     return is_several(leaf) or (not is_distributed(leaf) and content_of("save", leaf, Path()).sort == PARTS_ENTRY)
 

@@ -15,7 +15,7 @@ from statetree.exchange.manifest import chunks_of
 from statetree.files.filling import check_elements, refuse_leaf
 from statetree.files.key_texts import without_addresses
 from statetree.key_paths import Path
-from statetree.leaves.builtin import facts, is_distributed, is_plain, leaf_type_of, settled
+from statetree.leaves.builtin import facts, is_distributed, is_plain, leaf_type_of, materialized
 from statetree.leaves.location import located_error
 from statetree.leaves.parts import Unpacked, unpack
 from statetree.leaves.replicas import replicated
@@ -98,7 +98,7 @@ def content_of(verb: str, leaf: Any, path: Path, ranks: Group | None = None) -> 
     if leaf_type.opaque:
         _check_whole(verb, leaf, path)
         return PLAIN
-    leaf = settled(leaf)
+    leaf = materialized(leaf)
     leaf_type = leaf_type_of(type(leaf))
     if is_distributed(leaf):
         if leaf_type is TENSOR:  # a process that saves alone would keep its part alone

@@ -138,7 +138,7 @@ def metadata_of(
             layout = lay_out(columns, extents(columns))
             spans += [as_bytes(columns.storages[span.source], span.start, span.stop) for span in layout.spans]
     kept = [leaf if is_plain(leaf) else None for leaf in leaves]
-    return LeafMetadata(kept, list(unpacked.bare), dict(unpacked.recipes), tensors), spans
+    return LeafMetadata(kept, list(unpacked.plain), dict(unpacked.recipes), tensors), spans
 
 
 class _ModulePickler(pickle.Pickler):

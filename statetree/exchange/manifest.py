@@ -12,7 +12,7 @@ from statetree.chunks.local import location_of
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange.consensus import Entry
 from statetree.exchange.path_order import order_of
-from statetree.leaves.builtin import facts, holds_tensor, is_distributed, leaf_type_of, may_be_under_way, settled
+from statetree.leaves.builtin import facts, holds_tensor, is_distributed, leaf_type_of, materialized, may_be_deferred
 from statetree.leaves.laid_out import LaidOutRecipe
 from statetree.leaves.leaf_numbers import text_number
 from statetree.leaves.location import located_error
@@ -74,8 +74,8 @@ class Manifest:
         every: bool = False,
     ) -> None:
         leaves, spec = flatten_for_copy(tree, holds_tensor, verb=verb)
-        if any(map(may_be_under_way, set(map(type, leaves)))):
-            leaves = list(map(settled, leaves))
+        if any(map(may_be_deferred, set(map(type, leaves)))):
+            leaves = list(map(materialized, leaves))
         self.verb = verb
         self.received: Any = None
         self.complete = complete

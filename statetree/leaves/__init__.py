@@ -3,7 +3,7 @@
 It is the hinge between trees and bytes: above it there are leaves, below it plain tensors only. From the top to the
 bottom:
 
-- ``copying``: what ``copy_into`` is made of; ``replicas``: a whole tree taken apart into plain tensors, for ``offload``,
+- ``copying``: what ``copy_into`` is made of; ``replicas``: a tree taken apart into plain tensors, for ``offload``,
   ``allocate_like`` and other transforms on spans.
 - ``casting``: which dtypes are converted, and which values are too large for that.
 - ``leaf_numbers``: numbers for values, and for tensors with their elements.

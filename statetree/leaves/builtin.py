@@ -137,20 +137,20 @@ def facts(value: Any) -> Mapping[str, Any]:
     return {"leaf type": leaf_type.name or type(value).__qualname__, **leaf_type.describe(value)}
 
 
-def may_be_under_way(cls: type) -> bool:
-    """Whether leaves of a class may stand for tensors that are not there yet: see ``settled``."""
+def may_be_deferred(cls: type) -> bool:
+    """Whether leaves of a class may stand for tensors that are not there yet: see ``materialized``."""
     leaf_type = leaf_type_of(cls)
     return leaf_type is not None and leaf_type.deferred
 
 
-def settled(leaf: Any) -> Any:
+def materialized(leaf: Any) -> Any:
     """Return the tensor that a leaf stands for, once a collective has written it or it is read; others as they are."""
     while (leaf_type := leaf_type_of(type(leaf))) is not None and leaf_type.deferred:
         (leaf,) = leaf_type.unpack(leaf)[0]
     return leaf
 
 
-def taken_over(leaf: Any) -> bool:
-    """Whether ``copy_into`` takes a leaf from its source: plain values and opaque objects."""
+def is_value(leaf: Any) -> bool:
+    """Whether a leaf is no tensor: a plain value or an opaque object, which ``copy_into`` takes from its source."""
     leaf_type = leaf_type_of(type(leaf))
     return leaf_type is None or leaf_type.opaque

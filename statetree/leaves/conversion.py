@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
-from statetree.leaves.builtin import facts, is_plain, is_stored, settled, taken_over
+from statetree.leaves.builtin import facts, is_plain, is_stored, is_value, materialized
 from statetree.leaves.casting import RANGE_REMEDY, castable, out_of_range
 from statetree.leaves.parts import PackedRecipe, Recipe, Unpacked, unpack
 from statetree.spans.columns import Columns
@@ -34,8 +34,8 @@ def converted(verb: str, spec: TreeSpec, leaves: Sequence[Any], mask: Sequence[b
     paths = spec.paths()
     later = _converted_later(leaves, mask, dtype)
     others = [(index, leaf) for index, leaf in enumerate(leaves) if index not in later and not is_plain(leaf)]
-    at = [index for index, leaf in others if not taken_over(settled(leaf))]
-    unpacked = unpack(verb, [settled(leaves[index]) for index in at], lambda: [paths[index] for index in at])
+    at = [index for index, leaf in others if not is_value(materialized(leaf))]
+    unpacked = unpack(verb, [materialized(leaves[index]) for index in at], lambda: [paths[index] for index in at])
     chosen = [place for place, index in enumerate(at) if mask[index] and _changes(unpacked.leaves[place], dtype)]
     refused = [
         Difference(paths[at[place]], "dtype", facts(unpacked.leaves[place])["dtype"], dtype)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from statetree.declare import cached_property
 from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
-from statetree.leaves.builtin import settled, taken_over
+from statetree.leaves.builtin import is_value, materialized
 from statetree.leaves.casting import RANGE_REMEDY, castable, out_of_range
 from statetree.leaves.pairing import LeafPairing, leave_out_differences, paired_parts
 from statetree.leaves.parts import Unpacked, unpack
@@ -79,12 +79,12 @@ class _CopyJob:
 
     def __init__(self, pairing: LeafPairing) -> None:
         self.pairing = pairing
-        self.leaves = list(pairing.bare)  # the leaf that each pair of tensors belongs to
+        self.leaves = list(pairing.ordinary)  # the leaf that each pair of tensors belongs to
         self.sources, self.targets = pairing.columns
         self.found: list[Difference] = []
         # The source decides: what it holds in plain form is taken over whatever the destination holds.
-        self.taken = [*pairing.atoms, *(index for index in pairing.others if taken_over(pairing.left[index]))]
-        general = [index for index in pairing.others if not taken_over(pairing.left[index])]
+        self.taken = [*pairing.atoms, *(index for index in pairing.others if is_value(pairing.left[index]))]
+        general = [index for index in pairing.others if not is_value(pairing.left[index])]
         if general:
             self._add_parts(general)
 
@@ -102,7 +102,9 @@ class _CopyJob:
     def _add_parts(self, general: list[int]) -> None:
         """Pair the tensors inside leaves that are no plain tensors."""
         left, right = (
-            unpack("copy_into", [settled(leaves[index]) for index in general], lambda: list(map(self._path, general)))
+            unpack(
+                "copy_into", [materialized(leaves[index]) for index in general], lambda: list(map(self._path, general))
+            )
             for leaves in (self.pairing.left, self.pairing.right)
         )
         pairs = []

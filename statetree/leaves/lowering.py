@@ -15,7 +15,7 @@ import torch
 
 from statetree.chunks.cuts import Cut
 from statetree.errors import TreeMismatch
-from statetree.leaves.builtin import is_distributed, leaf_type_of, settled
+from statetree.leaves.builtin import is_distributed, leaf_type_of, materialized
 from statetree.leaves.divided import DividedLeaf, Outline, Recipe
 from statetree.leaves.engine_type import DistributedPart
 from statetree.leaves.laid_out import laid_out
@@ -113,7 +113,7 @@ def _has_parts(leaf_type: EngineLeafType) -> bool:
 def _is_made_of_parts(local: Any) -> bool:
     if type(local) is torch.Tensor or hasattr(local, "__create_chunk_list__"):
         return False
-    leaf_type = leaf_type_of(type(settled(local)))
+    leaf_type = leaf_type_of(type(materialized(local)))
     return leaf_type is not None and not leaf_type.native and leaf_type.has_elements
 
 
@@ -145,7 +145,7 @@ def _divide(leaf: Any) -> tuple[DividedLeaf, Recipe]:
     from statetree.leaves.types.dtensor import part_maker
 
     whole = tuple(leaf.shape), leaf.stride()
-    inside = _divide_local(settled(inner[0]), part_maker(leaf), (*map(Cut, range(leaf.dim())),), whole[1])
+    inside = _divide_local(materialized(inner[0]), part_maker(leaf), (*map(Cut, range(leaf.dim())),), whole[1])
     return inside[0], _assembled(leaf, leaf_type, contents, [inside], whole)[1]
 
 

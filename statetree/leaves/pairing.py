@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from statetree.errors import Difference
-from statetree.leaves.builtin import facts, is_distributed, leaf_type_of, settled, taken_over
+from statetree.leaves.builtin import facts, is_distributed, is_value, leaf_type_of, materialized
 from statetree.leaves.location import located_error
 from statetree.leaves.parts import AtomRecipe, PackedRecipe, Recipe, Unpacked, are_views, hides_distributed
 from statetree.spans.bits import safely_equal
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from statetree.tree.selection import Where
 
-_BARE: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+_ORDINARY: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class LeafPairing:
@@ -38,7 +38,7 @@ class LeafPairing:
         right_spec: The structure of the right tree.
         differences: Differences of structure. The leaves that they concern have no partner, and no position below.
         missing: Leaves that only one side has, where that is allowed.
-        bare: The positions at which both sides hold ordinary strided tensors with memory.
+        ordinary: The positions at which both sides hold ordinary strided tensors with memory.
         atoms: The positions at which both sides hold atoms.
         others: All other positions.
         columns: The columns of the ordinary tensors, left and right.
@@ -69,29 +69,33 @@ class LeafPairing:
         self.right = right_leaves
         if order is not None:
             self.right = [right_leaves[index] if index >= 0 else None for index in order]
-        self.bare: Sequence[int] = ()
+        self.ordinary: Sequence[int] = ()
         self.atoms: Sequence[int] = ()
         self.others: Sequence[int] = ()
         self.columns = (Columns([]), Columns([]))
-        self._find_bare([index for index, partner in enumerate(order or ()) if partner < 0])
+        self._find_ordinary([index for index, partner in enumerate(order or ()) if partner < 0])
 
-    def _find_bare(self, lonely: Sequence[int]) -> None:
+    def _find_ordinary(self, lonely: Sequence[int]) -> None:
         left, right = self.left, self.right
         columns = (Columns(left), Columns(right))
         if not lonely and recognise(columns[0], memory=True) and recognise(columns[1], memory=True):
-            self.bare = range(len(left))
+            self.ordinary = range(len(left))
         else:
             classes = list(zip(map(type, left), map(type, right), strict=True))
             kinds = {pair: _kind(*pair) for pair in set(classes)}
             named = list(map(kinds.__getitem__, classes))
             for index in lonely:
                 named[index] = "lonely"
-            self.bare, self.atoms, self.others = (
-                [index for index, kind in enumerate(named) if kind == wanted] for wanted in ("bare", "atoms", "others")
+            self.ordinary, self.atoms, self.others = (
+                [index for index, kind in enumerate(named) if kind == wanted]
+                for wanted in ("ordinary", "atoms", "others")
             )
-            columns = (Columns([left[index] for index in self.bare]), Columns([right[index] for index in self.bare]))
+            columns = (
+                Columns([left[index] for index in self.ordinary]),
+                Columns([right[index] for index in self.ordinary]),
+            )
             if not all([recognise(side, memory=True) or are_views(side) for side in columns]):  # noqa: C419 - interrupts
-                self._keep_ordinary([False] * len(self.bare))
+                self._keep_ordinary([False] * len(self.ordinary))
                 return
         if _have_memory(columns[0]) and _have_memory(columns[1]):
             self.columns = columns
@@ -109,22 +113,22 @@ class LeafPairing:
 
     def leave_out(self, positions: Collection[int]) -> None:
         """Drop pairs of leaves, whose tensors need not be compared any more."""
-        self.bare, self.atoms, self.others = (
-            [index for index in kept if index not in positions] for kept in (self.bare, self.atoms, self.others)
+        self.ordinary, self.atoms, self.others = (
+            [index for index in kept if index not in positions] for kept in (self.ordinary, self.atoms, self.others)
         )
         self._find_columns()
 
     def _keep_ordinary(self, ordinary: Sequence[bool]) -> None:
         """Leave all but ordinary tensors to the general comparison."""
-        rest = [index for index, flag in zip(self.bare, ordinary, strict=True) if not flag]
+        rest = [index for index, flag in zip(self.ordinary, ordinary, strict=True) if not flag]
         self.others = sorted([*self.others, *rest])
-        self.bare = [index for index, flag in zip(self.bare, ordinary, strict=True) if flag]
+        self.ordinary = [index for index, flag in zip(self.ordinary, ordinary, strict=True) if flag]
         self._find_columns()
 
     def _find_columns(self) -> None:
         self.columns = (
-            Columns([self.left[index] for index in self.bare]),
-            Columns([self.right[index] for index in self.bare]),
+            Columns([self.left[index] for index in self.ordinary]),
+            Columns([self.right[index] for index in self.ordinary]),
         )
 
 
@@ -141,8 +145,8 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _kind(left: type, right: type) -> str:
-    if left in _BARE and right in _BARE:
-        return "bare"
+    if left in _ORDINARY and right in _ORDINARY:
+        return "ordinary"
     return "atoms" if leaf_type_of(left) is None and leaf_type_of(right) is None else "others"
 
 
@@ -164,7 +168,7 @@ def leave_out_differences(pairing: LeafPairing, *, plain: bool, dtypes: bool = T
     found: list[tuple[int, str, Any, Any]] = []
     left, right = pairing.columns
     if not _look_alike(left, right) and ((dtypes and left.dtypes != right.dtypes) or left.shapes != right.shapes):
-        rows = zip(pairing.bare, left.dtypes, right.dtypes, left.shapes, right.shapes, strict=True)
+        rows = zip(pairing.ordinary, left.dtypes, right.dtypes, left.shapes, right.shapes, strict=True)
         for index, dtype_a, dtype_b, shape_a, shape_b in rows:
             if dtypes and dtype_a != dtype_b:
                 found.append((index, "dtype", dtype_a, dtype_b))
@@ -188,12 +192,12 @@ def leave_out_differences(pairing: LeafPairing, *, plain: bool, dtypes: bool = T
 
 
 def _leaf_difference(a: Any, b: Any, *, plain: bool) -> Iterator[tuple[str, Any, Any]]:
-    if taken_over(a) and taken_over(b):
+    if is_value(a) and is_value(b):
         if plain and type(a) is not type(b):
             yield ("type", type(a).__qualname__, type(b).__qualname__)
         return
     try:
-        a, b = settled(a), settled(b)
+        a, b = materialized(a), materialized(b)
         left, right = _facts_here(a), _facts_here(b)
     except Exception as error:
         if not plain:

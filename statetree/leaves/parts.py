@@ -77,7 +77,7 @@ class Unpacked:
     columns: Columns  # what torch knows about the parts
     owners: Sequence[int]  # for each part, the index of the leaf that it was first found in
     #: The indices of the leaves that are plain tensors as they stand. They are the first parts, in this order.
-    bare: Sequence[int]
+    plain: Sequence[int]
     recipes: Mapping[int, Recipe]  # those of the other leaves, by their indices; leaves in neither are atoms, and kept
     parts: Sequence[torch.Tensor] = field(init=False)  # the plain tensors inside the leaves, each tensor object once
     _part_of: dict[int, int] | None = field(init=False, default=None)
@@ -88,7 +88,7 @@ class Unpacked:
     def recipe(self, leaf: int) -> Recipe:
         """Return how a leaf is packed again."""
         if self._part_of is None:
-            self._part_of = {index: part for part, index in enumerate(self.bare)}
+            self._part_of = {index: part for part, index in enumerate(self.plain)}
         part = self._part_of.get(leaf)
         return self.recipes.get(leaf, AtomRecipe(self.leaves[leaf])) if part is None else part
 
@@ -144,10 +144,10 @@ class Unpacked:
         Raises:
             UnsupportedLeaf: If a leaf cannot be put together again, with its path.
         """
-        if len(self.bare) == len(self.leaves):
+        if len(self.plain) == len(self.leaves):
             return list(parts)
         result = list(self.leaves)
-        for index, part in zip(self.bare, parts, strict=False):  # bare leaves come first
+        for index, part in zip(self.plain, parts, strict=False):  # plain leaves come first
             result[index] = part
         packer = _Packer(parts)
         for index, recipe in self.recipes.items():
@@ -178,12 +178,12 @@ def unpack(
     Raises:
         UnsupportedLeaf: If a leaf cannot be taken apart, with its path.
     """
-    bare, rest, columns = _bare_tensors(leaves, memory=memory)
-    owners: Sequence[int] = bare
+    plain, rest, columns = _plain_tensors(leaves, memory=memory)
+    owners: Sequence[int] = plain
     recipes: dict[int, Recipe] = {}
     if rest:
         unpacker = _Unpacker(list(columns.tensors))
-        owners = list(bare)
+        owners = list(plain)
         if together:
             unpacker, recipes, more = _unpack_together(leaves, rest, unpacker)
             owners += more
@@ -195,9 +195,9 @@ def unpack(
             except Exception as error:
                 raise located_error(verb, "take apart", error, paths, leaves, index) from error
             owners += [index] * (len(unpacker.parts) - len(owners))
-        if len(owners) > len(bare):
+        if len(owners) > len(plain):
             columns = Columns(unpacker.parts)
-    return Unpacked(verb, leaves, paths, columns, owners, bare, recipes)
+    return Unpacked(verb, leaves, paths, columns, owners, plain, recipes)
 
 
 def _unpack_together(
@@ -253,8 +253,8 @@ _attributes_of: Final = attrgetter("__dict__")
 # 2. If not: leave out what is of another class, and ask all the others together (`are_views`).
 # 3. If that is a no, some of them are sparse, nested, quantized, appear twice, or have attributes or gradients. Those
 # that say so cheaply are left to their leaf types, and the rest is asked once more. If even one of these is no view,
-# none is taken for bare: it is not worth it to look for it, as the leaf types will.
-def _bare_tensors(leaves: list[Any], *, memory: bool) -> tuple[Sequence[int], list[int], Columns]:
+# none is taken for plain: it is not worth it to look for it, as the leaf types will.
+def _plain_tensors(leaves: list[Any], *, memory: bool) -> tuple[Sequence[int], list[int], Columns]:
     """Return the positions of leaves that are distinct plain tensors, those of all others but atoms; and their columns.
 
     The columns are those of the plain tensors.
@@ -275,11 +275,11 @@ def _bare_tensors(leaves: list[Any], *, memory: bool) -> tuple[Sequence[int], li
         for index, tensor in zip(reversed(positions), reversed(tensors), strict=True)
         if not tensor.__dict__ and not tensor.requires_grad
     }
-    bare = sorted(first.values())
-    columns = Columns([leaves[index] for index in bare])
+    plain = sorted(first.values())
+    columns = Columns([leaves[index] for index in plain])
     if not are_views(columns):
-        bare, columns = [], Columns([])
-    return bare, sorted([*rest, *set(positions).difference(bare)]), columns
+        plain, columns = [], Columns([])
+    return plain, sorted([*rest, *set(positions).difference(plain)]), columns
 
 
 def _need_no_packing(columns: Columns) -> bool:

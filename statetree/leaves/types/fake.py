@@ -36,8 +36,8 @@ class FakeType(EngineLeafType):
 
 def _like_fake(value: Any) -> torch.Tensor:
     # Made without an operation under its mode, which would count it.
-    bare = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    fresh: torch.Tensor = type(value)(value.fake_mode, bare, value.fake_device)
+    outline = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    fresh: torch.Tensor = type(value)(value.fake_mode, outline, value.fake_device)
     return fresh.requires_grad_(value.requires_grad)
 
 

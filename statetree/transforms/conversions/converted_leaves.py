@@ -10,7 +10,7 @@ import torch
 from statetree.chunks.axis_blocks import AxisBlock, AxisRegion, view_over
 from statetree.chunks.boxes import Box
 from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
-from statetree.leaves.builtin import is_stored, leaf_type_of, settled
+from statetree.leaves.builtin import is_stored, leaf_type_of, materialized
 from statetree.leaves.location import located_error
 from statetree.leaves.parts import unpack
 from statetree.leaves.types.converted import AxisPart, ConvertedLeaf, assembled
@@ -83,7 +83,7 @@ class LeafMaker:
         value = self._leaves[leaf]
         if (is_stored(value) and value.is_strided) or _is_spread(value):
             return tuple(value.shape)
-        value = value if is_stored(value) else settled(value)
+        value = value if is_stored(value) else materialized(value)
         leaf_type = leaf_type_of(type(value))
         is_bare = leaf_type is not None and leaf_type.native
         if not is_bare or value.layout is not torch.strided or value.is_nested or value.is_quantized:
@@ -183,7 +183,7 @@ class LeafMaker:
         return identified(tensor, getattr(first, "outline", first))
 
     def _tensor(self, plan: LeafPlan, shape: tuple[int, ...]) -> tuple[torch.Tensor, Any]:
-        sources = {leaf: _plain(settled(self._leaves[leaf])) for leaf in plan.sources}
+        sources = {leaf: _plain(materialized(self._leaves[leaf])) for leaf in plan.sources}
         blocks = [(block, sources[leaf]) for leaf, block in plan.blocks]
         key = (shape, *((_view_key(tensor), block) for block, tensor in blocks))
         if key not in self._copies:
@@ -197,7 +197,7 @@ class LeafMaker:
         rows = []
         for index, block in plan.blocks:
             try:
-                rows.append((*_origin_of(settled(self._leaves[index]), block.source, block.sizes), block))
+                rows.append((*_origin_of(materialized(self._leaves[index]), block.source, block.sizes), block))
             except UnsupportedLeaf as error:
                 raise located_error(
                     self._verb, "convert", error, self._spec.paths, list(self._leaves), index
