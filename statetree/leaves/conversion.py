@@ -33,9 +33,9 @@ def converted(verb: str, spec: TreeSpec, leaves: Sequence[Any], mask: Sequence[b
     """
     paths = spec.paths()
     later = _converted_later(leaves, mask, dtype)
-    others = [(index, leaf) for index, leaf in enumerate(leaves) if index not in later and not is_plain(leaf)]
-    at = [index for index, leaf in others if not is_value(materialized(leaf))]
-    unpacked = unpack(verb, [materialized(leaves[index]) for index in at], lambda: [paths[index] for index in at])
+    now = {index: materialized(leaf) for index, leaf in enumerate(leaves) if index not in later and not is_plain(leaf)}
+    at = [index for index, leaf in now.items() if not is_value(leaf)]
+    unpacked = unpack(verb, [now[index] for index in at], lambda: [paths[index] for index in at])
     chosen = [place for place, index in enumerate(at) if mask[index] and _changes(unpacked.leaves[place], dtype)]
     refused = [
         Difference(paths[at[place]], "dtype", facts(unpacked.leaves[place])["dtype"], dtype)
@@ -81,6 +81,8 @@ def recast(verb: str, recipe: Recipe, dtype: torch.dtype, path: Path) -> tuple[R
     """Return how a leaf is packed of converted parts, and which parts these are."""
     if isinstance(recipe, int):
         return recipe, [recipe]
+    # What indices, codes and scales stand for only a leaf's own class knows: to convert the parts, or to call an
+    # elementwise function with them, is to do so with the values only where the parts hold these as they are.
     if not isinstance(recipe, PackedRecipe) or not recipe.leaf_type.elements_only(recipe.context):
         what = recipe.leaf_type.name if isinstance(recipe, PackedRecipe) else "a leaf"
         msg = (

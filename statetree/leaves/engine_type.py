@@ -24,19 +24,12 @@ LeafContents = tuple["Sequence[Any]", Any, Any]
 
 
 class DistributedPart(NamedTuple):
-    """One of the parts of a value, of which each rank holds chunks.
+    """One of the parts of a value, of which each rank holds chunks."""
 
-    Attributes:
-        tensors: The chunks that this rank holds.
-        shape: The global shape.
-        offsets: Where each of the chunks begins in it.
-        is_listed: Whether ``unpack`` returns the chunks as a list.
-    """
-
-    tensors: Sequence[torch.Tensor]
-    shape: tuple[int, ...]
-    offsets: Sequence[tuple[int, ...]]
-    is_listed: bool
+    tensors: Sequence[torch.Tensor]  # the chunks that this rank holds
+    shape: tuple[int, ...]  # the global one
+    offsets: Sequence[tuple[int, ...]]  # where each of the chunks begins in it
+    is_listed: bool  # whether ``unpack`` returns the chunks as a list
 
     @property
     def dtype(self) -> torch.dtype:
@@ -54,25 +47,18 @@ class EngineLeafType(LeafType):
     """A leaf type as the engines see it. Those of users are adapted to it; all others derive from it.
 
     Engines do not check for classes: whatever depends on the leaf is one of these.
-
-    Attributes:
-        distributed: Whether the ranks of a group hold different chunks of each value. ``layout`` sets it.
-        opaque: Whether values are taken apart by pickle. They are then treated as plain values are: ``copy_into``
-            takes them from its source, and ``similarity`` compares their classes and the tensors inside.
-        native: Whether values are tensors of torch itself: a strided one is nothing but a view on a storage.
-        has_elements: Whether values have elements at all (fake and uninitialized tensors have none).
-        registered: Whether a user registered it, so that its context says what the parts do not.
-        deferred: Whether values only stand for the tensor that ``unpack`` waits for, or reads.
-        local_tensor: The name of the attribute that holds all of this rank's elements of a value, if there is one.
     """
 
+    #: Whether the ranks of a group hold different chunks of each value. ``layout`` sets it.
     distributed: bool = False
+    #: Whether values are taken apart by pickle. They are then treated as plain values are: ``copy_into`` takes them
+    #: from its source, and ``similarity`` compares their classes and the tensors inside.
     opaque: bool = False
-    native: bool = False
-    has_elements: bool = True
-    registered: bool = False
-    deferred: bool = False
-    local_tensor: str | None = None
+    native: bool = False  # whether values are tensors of torch itself: a strided one is nothing but a view on a storage
+    has_elements: bool = True  # whether values have elements at all (fake and uninitialized tensors have none)
+    registered: bool = False  # whether a user registered it, so that its context says what the parts do not
+    deferred: bool = False  # whether values only stand for the tensor that ``unpack`` waits for, or reads
+    local_tensor: str | None = None  # the attribute that holds all of this rank's elements of a value, if there is one
 
     def contents(self, value: Any) -> LeafContents:
         """Do as ``unpack``, and return what the value carries beside its elements."""

@@ -58,7 +58,7 @@ def lower(
         leaves: The leaves of the tree.
         spec: Its structure.
         flatten: Takes a tree apart as this one was.
-        also: Others to divide: those that are divided in a tree that this one is matched with, as they are there.
+        also: What else to divide: what is divided in a tree that this one is matched with, as it is there.
         wanted: Says of a leaf that is made of tensors (``is_divisible``) whether it is divided in any case.
     """
     recipes: dict[Path, Any] = {}

@@ -159,7 +159,10 @@ def _generator(device: torch.device, state: torch.Tensor) -> torch.Generator:
 
 
 class _TakeAllApart(TakeApart):
-    """Notes for every tensor which of several objects it was found in."""
+    """Notes for every tensor which of several objects it was found in.
+
+    They are pickled as one list, so that what they share stays shared, and pickle comes to them in its order.
+    """
 
     def __init__(self, file: io.BytesIO, leaf_type_of: LookUp, values: Sequence[Any]) -> None:
         super().__init__(file, leaf_type_of)
