@@ -65,8 +65,8 @@ def test_parts_are_plain_tensors_each_once(tree):
         assert not part.is_quantized
         assert isinstance(part, torch.Tensor)
         assert part.untyped_storage() is not None
-    assert not set(apart.bare) & set(apart.recipes)
-    assert {*apart.bare, *apart.recipes} <= set(range(len(apart.leaves)))
+    assert not set(apart.plain) & set(apart.recipes)
+    assert {*apart.plain, *apart.recipes} <= set(range(len(apart.leaves)))
     assert all(0 <= owner < len(apart.leaves) for owner in apart.owners)
 
 
