@@ -54,7 +54,7 @@ PHASES: Final = {
     "flatten": ("statetree.tree.traversal.traverse",),
     "checks": (
         "statetree.leaves.parts.unpack",
-        "statetree.leaves.pairing.LeafPairing._find_bare",
+        "statetree.leaves.pairing.LeafPairing._find_ordinary",
         "statetree.leaves.pairing.leave_out_differences",
         "statetree.tree.matching.matched",
         "statetree.spans.layout.check_memory",

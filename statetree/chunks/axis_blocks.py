@@ -14,26 +14,22 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from statetree.chunks.boxes import Box, Interval
+from statetree.chunks.boxes import Box
 from statetree.chunks.layouts import ChunkLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 
 class AxisRegion(NamedTuple):
     """Where a block lies in a tensor.
 
-    Attributes:
-        start: Where its first element lies, in each dim.
-        dims: For each axis of the block the dim that it runs along.
-        steps: For each axis how many indices further its next element lies. Of axes that share a dim, a step is no
-            shorter than what those of shorter steps reach over.
+    Of axes that share a dim, a step is no shorter than what those of shorter steps reach over.
     """
 
-    start: tuple[int, ...]
-    dims: tuple[int, ...]
-    steps: tuple[int, ...]
+    start: tuple[int, ...]  # where its first element lies, in each dim
+    dims: tuple[int, ...]  # for each axis of the block the dim that it runs along
+    steps: tuple[int, ...]  # for each axis how many indices further its next element lies
 
     @classmethod
     def box(cls, start: Sequence[int]) -> AxisRegion:
@@ -69,79 +65,61 @@ class AxisRegion(NamedTuple):
         stride = tensor.stride()
         return tensor.as_strided(sizes, self.strides(stride), tensor.storage_offset() + self.offset(stride))
 
-    def axes_along(self, dim: int) -> list[int]:
-        """Return the axes that run along a dim, those of the longest steps first."""
-        return sorted([axis for axis, its in enumerate(self.dims) if its == dim], key=lambda axis: -self.steps[axis])
-
     def boxes_within(self, box: Box, sizes: Sequence[int]) -> list[Box]:
         """Return the elements of the block that lie in a box of the tensor, as boxes in the block's axes."""
-        choices: list[list[list[Interval]]] = []
-        axes: list[int] = []
-        for dim, (first, low, high) in enumerate(zip(self.start, *box, strict=True)):
-            own = self.axes_along(dim)
-            steps = tuple([(self.steps[axis], sizes[axis]) for axis in own])
-            choices.append(_cut(steps, low - first, high - first))
-            axes += own
-        order = sorted(range(len(axes)), key=axes.__getitem__)
-        found = []
-        for chosen in product(*choices):
-            bounds = [bound for part in chosen for bound in part]
-            ordered = [bounds[place] for place in order]
-            found.append(Box(tuple([low for low, _ in ordered]), tuple([high for _, high in ordered])))
-        return found
+        return _boxes_within(self, box, tuple(sizes))
 
 
 @lru_cache(maxsize=4096)
-def _cut(axes: tuple[tuple[int, int], ...], low: int, high: int) -> list[list[Interval]]:
-    """Return the indices that lead to places from ``low`` to ``high``, as boxes.
-
-    Args:
-        axes: The step and the size of each axis; falling steps.
-        low: The first place.
-        high: The place behind the last one.
-    """
-    found = _cut_all(axes, *torch.tensor([[low], [high]]))
-    return [[(first, last) for first, last in cut.bounds[0].tolist()] for cut in found if bool(cut.there)]
+def _boxes_within(region: AxisRegion, box: Box, sizes: tuple[int, ...]) -> list[Box]:
+    starts, stops = (torch.tensor([bounds], dtype=torch.int64) for bounds in box)
+    found = _blocks_within(region, sizes, starts, stops)
+    return [Box.between(list(map(tuple, cut.bounds[0].tolist()))) for cut in found if bool(cut.there)]
 
 
 def block_layout(layout: ChunkLayout, region: AxisRegion, sizes: tuple[int, ...]) -> ChunkLayout:
-    """Return which boxes of a block ranks hold, from those that they hold of the tensor that it lies in.
-
-    They are those of ``boxes_within``, for all ranks at once.
-    """
+    """Return which boxes of a block ranks hold, from those that they hold of the tensor that it lies in."""
     known = layout.blocks.get((region, sizes))
     if known is None:
-        columns = []
-        order: list[int] = []
-        for dim, first in enumerate(region.start):
-            own = region.axes_along(dim)
-            steps = tuple([(region.steps[axis], sizes[axis]) for axis in own])
-            columns.append(_cut_all(steps, layout.starts[:, dim] - first, layout.stops[:, dim] - first))
-            order += own
-        back = sorted(range(len(order)), key=order.__getitem__)
-        rows = []
-        for chosen in product(*columns):
-            there = torch.ones(len(layout.ranks), dtype=torch.bool)
-            for part in chosen:
-                there &= part.there
-            bounds = torch.cat([part.bounds for part in chosen] or [layout.starts.new_zeros(len(there), 0, 2)], 1)
-            rows.append((layout.ranks[there], bounds[there][:, back]))
-        bounds = torch.cat([bounds for _, bounds in rows])
-        known = layout.blocks[region, sizes] = ChunkLayout(
-            sizes, torch.cat([ranks for ranks, _ in rows]), bounds[:, :, 0], bounds[:, :, 1], disjoint=layout.disjoint
-        )
+        found = list(_blocks_within(region, sizes, layout.starts, layout.stops))
+        ranks = torch.cat([layout.ranks[cut.there] for cut in found])
+        bounds = torch.cat([cut.bounds[cut.there] for cut in found])
+        known = ChunkLayout(sizes, ranks, bounds[:, :, 0], bounds[:, :, 1], disjoint=layout.disjoint)
+        layout.blocks[region, sizes] = known
     return known
 
 
 class _Cut(NamedTuple):
-    """For each of many stretches a box of indices, and whether there is one."""
+    """For each of many stretches, or boxes of a tensor, a box of indices in the axes of a block, if it has one."""
 
     bounds: torch.Tensor
     there: torch.Tensor
 
 
+def _blocks_within(
+    region: AxisRegion, sizes: Sequence[int], starts: torch.Tensor, stops: torch.Tensor
+) -> Iterator[_Cut]:
+    """Yield the elements of a block that lie in each of many boxes of a tensor."""
+    columns: list[list[_Cut]] = []
+    order: list[int] = []
+    for dim, first in enumerate(region.start):
+        along = sorted(
+            [axis for axis, its in enumerate(region.dims) if its == dim], key=lambda axis: -region.steps[axis]
+        )
+        steps = tuple([(region.steps[axis], sizes[axis]) for axis in along])
+        columns.append(_cut_all(steps, starts[:, dim] - first, stops[:, dim] - first))
+        order += along
+    back = sorted(range(len(order)), key=order.__getitem__)
+    nothing = starts.new_zeros(len(starts), 0, 2)
+    for chosen in product(*columns):
+        there = torch.ones(len(starts), dtype=torch.bool)
+        for cut in chosen:
+            there &= cut.there
+        yield _Cut(torch.cat([cut.bounds for cut in chosen] or [nothing], 1)[:, back], there)
+
+
 def _cut_all(axes: tuple[tuple[int, int], ...], low: torch.Tensor, high: torch.Tensor) -> list[_Cut]:
-    """Do as ``_cut`` for many stretches. Of each at most two indices of an axis are there in part: its ends."""
+    """Return the indices, in axes of some (falling) steps and sizes, that lead from ``low`` to before ``high``."""
     if not axes:
         return [_Cut(low.new_zeros(len(low), 0, 2), (low <= 0) & (high > 0))]
     (step, size), inner = axes[0], axes[1:]
@@ -150,7 +128,7 @@ def _cut_all(axes: tuple[tuple[int, int], ...], low: torch.Tensor, high: torch.T
     begin, end = first.maximum(-(-low // step)), last.minimum((high - reach) // step + 1)
     begin, end = begin.where(begin < end, last), end.where(begin < end, last)
     found: list[_Cut] = []
-    for index, stop in ((first, begin), (first + 1, begin), (end, last)):
+    for index, stop in ((first, begin), (first + 1, begin), (end, last)):  # in part: at most two indices, its ends
         bound = torch.stack([index, index + 1], 1).unsqueeze(1)
         for bounds, there in _cut_all(inner, low - index * step, high - index * step):
             found.append(_Cut(torch.cat([bound, bounds], 1), there & (index < stop)))
@@ -161,17 +139,11 @@ def _cut_all(axes: tuple[tuple[int, int], ...], low: torch.Tensor, high: torch.T
 
 
 class AxisBlock(NamedTuple):
-    """Elements that go from one tensor to another.
+    """Elements that go from one tensor to another."""
 
-    Attributes:
-        sizes: The sizes of its axes.
-        source: Where it lies in the tensor that it comes from.
-        target: Where it lies in the other.
-    """
-
-    sizes: tuple[int, ...]
-    source: AxisRegion
-    target: AxisRegion
+    sizes: tuple[int, ...]  # those of its axes
+    source: AxisRegion  # where it lies in the tensor that it comes from
+    target: AxisRegion  # and in the other
 
     def simplified(self) -> AxisBlock:
         """Return the block with as few axes as there can be: without those of one element, neighbours in one."""
@@ -204,9 +176,7 @@ def view_over(
 ) -> tuple[tuple[int, ...], int] | None:
     """Return the strides and the offset of a tensor over the memory that its blocks lie in, if it is a view of that.
 
-    Args:
-        shape: Its shape.
-        blocks: All of its blocks, each with where the tensor that it comes from begins in one memory, and its strides.
+    Each block comes with where the tensor that it is taken from begins in that memory, and the strides of this.
     """
     starts = [offset + block.source.offset(stride) for block, offset, stride in blocks]
     found: dict[int, int] = {}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from itertools import product
 from math import prod
-from operator import lt, sub
+from operator import add, lt, sub
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 #: A stretch of one dim of a tensor, from its first index to behind its last one.
 Interval = tuple[int, int]
@@ -25,10 +25,20 @@ class Box(NamedTuple):
     start: tuple[int, ...]
     stop: tuple[int, ...]
 
+    @classmethod
+    def at(cls, start: Sequence[int], sizes: Sequence[int]) -> Box:
+        """Return the box of some sizes that begins somewhere."""
+        return cls((*start,), (*map(add, start, sizes),))
+
     @property
     def sizes(self) -> tuple[int, ...]:
         """Its shape."""
         return (*map(sub, self.stop, self.start),)
+
+    @classmethod
+    def between(cls, bounds: Sequence[Interval]) -> Box:
+        """Return the box of an interval in each dim."""
+        return cls(tuple([low for low, _ in bounds]), tuple([high for _, high in bounds]))
 
     @property
     def volume(self) -> int:
@@ -49,12 +59,7 @@ def common(box: Box, other: Box) -> Box | None:
 
 
 def slab_grids(sizes: torch.Tensor, count: int) -> torch.Tensor:
-    """Return into how many parts to cut each dim of boxes to get at least so many slabs of each, or single elements.
-
-    Args:
-        sizes: The shapes of the boxes, as rows.
-        count: How many slabs.
-    """
+    """Return into how many parts to cut each dim of boxes (rows of sizes) to get ``count`` slabs, or elements."""
     left = torch.full(sizes.shape[:1], count)
     grid = torch.ones_like(sizes)
     for dim in range(sizes.shape[1]):
@@ -67,11 +72,7 @@ def slab_grids(sizes: torch.Tensor, count: int) -> torch.Tensor:
 def slabs_within(
     starts: torch.Tensor, stops: torch.Tensor, count: int, number: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one of the slabs that each of some boxes is cut into, counted in row-major order.
-
-    Returns:
-        Where the slabs begin and end: with no elements where a box is not cut into so many.
-    """
+    """Return where slab ``number`` of each of some boxes begins and ends: without elements where there are fewer."""
     sizes = stops - starts
     grid = slab_grids(sizes, count)
     begins, ends = starts.clone(), stops.clone()
@@ -86,12 +87,12 @@ def slabs_within(
 
 def in_slabs(box: Box, count: int) -> list[Box]:
     """Cut a box into at least ``count`` slabs of about the same size (or single elements), in row-major order."""
-    sizes = torch.tensor([box.sizes], dtype=torch.int64)
+    grid = slab_grids(torch.tensor([box.sizes], dtype=torch.int64), count)[0].tolist()
     parts = [
         [(start + size * number // parts, start + size * (number + 1) // parts) for number in range(parts)]
-        for start, size, parts in zip(box.start, box.sizes, slab_grids(sizes, count)[0].tolist(), strict=True)
+        for start, size, parts in zip(box.start, box.sizes, grid, strict=True)
     ]
-    return [Box(tuple([low for low, _ in bounds]), tuple([high for _, high in bounds])) for bounds in product(*parts)]
+    return list(map(Box.between, product(*parts)))
 
 
 def is_covered(whole: Box, boxes: list[Box]) -> bool:

@@ -9,19 +9,12 @@ if TYPE_CHECKING:
 
 
 class Cut(NamedTuple):
-    """How one dim of an inner tensor is cut, where the tensor around it is.
+    """How one dim of an inner tensor is cut, where the tensor around it is."""
 
-    Attributes:
-        dim: Along which dim of that.
-        times: Into steps of how many of its own elements,
-        over: for how many of that dim.
-        is_flat: Whether it holds blocks of all elements of the tensor around it in row-major order, so that this may be
-            cut along no other dim.
-    """
-
-    dim: int
-    times: int = 1
-    over: int = 1
+    dim: int  # along which dim of that
+    times: int = 1  # into steps of how many of its own elements,
+    over: int = 1  # for how many of that dim
+    #: Whether it holds blocks of all elements of that in row-major order, which is then cut along no other dim.
     is_flat: bool = False
 
 

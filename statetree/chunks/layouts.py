@@ -26,12 +26,9 @@ if TYPE_CHECKING:
 class ChunkLayout:
     """Which boxes of a global shape the ranks of a group hold. Empty boxes are left out.
 
-    Attributes:
-        shape: The global shape.
-        ranks: For every box, the rank (within the group) that holds it; rising.
-        starts: For every box, its first index in each dim.
-        stops: For every box, the index behind its last one in each dim.
-        disjoint: Whether boxes that are not the same are known to have no element in common.
+    For every box ``ranks`` has the rank (within the group) that holds it, rising; ``starts`` and ``stops`` its first
+    index in each dim, and the one behind its last. ``disjoint`` is whether boxes that are not the same are known to
+    have no element in common.
     """
 
     def __init__(
@@ -163,7 +160,7 @@ def _row_major(shape: Sequence[int]) -> list[int]:
 
 
 class Distinct(NamedTuple):
-    """Boxes, each once, and for every row of a layout the index of its box."""
+    """Boxes, each once, and for every row of a layout (``which``) the index of its box."""
 
     starts: torch.Tensor
     stops: torch.Tensor
@@ -176,19 +173,12 @@ class Distinct(NamedTuple):
 
 
 class Holders(NamedTuple):
-    """Who holds each of a layout's distinct boxes.
+    """Who holds each of a layout's distinct boxes."""
 
-    Attributes:
-        ranks: The holders of the first box, rising, then those of the second, and so on.
-        first: For each box where its holders begin in ``ranks``.
-        number: How many it has.
-        order: The rows of the layout in the order of ``ranks``.
-    """
-
-    ranks: torch.Tensor
-    first: torch.Tensor
-    number: torch.Tensor
-    order: torch.Tensor
+    ranks: torch.Tensor  # the holders of the first box, rising, then those of the second, and so on
+    first: torch.Tensor  # for each box where its holders begin in ``ranks``
+    number: torch.Tensor  # how many it has
+    order: torch.Tensor  # the rows of the layout in the order of ``ranks``
 
 
 def whole_on(shape: Sequence[int], ranks: Sequence[int]) -> ChunkLayout:
@@ -217,41 +207,29 @@ def layout_of(shape: Sequence[int], boxes: Mapping[int, Sequence[Box]]) -> Chunk
 
 
 class Split(NamedTuple):
-    """How one mesh dim cuts one dim of a tensor.
-
-    Attributes:
-        mesh_dim: Which dim of the mesh.
-        dim: Which dim of the tensor.
-        factor: 1 for ``Shard``; for ``_StridedShard`` into how many pieces the dim is cut before each of them is.
-    """
+    """How one mesh dim cuts one dim of a tensor."""
 
     mesh_dim: int
     dim: int
-    factor: int
+    factor: int  # 1 for ``Shard``; for ``_StridedShard`` into how many pieces the dim is cut before each of them is
 
 
 @lru_cache(maxsize=4096)
 def mesh_layout(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], mesh_ranks: tuple[int, ...], splits: tuple[Split, ...]
 ) -> ChunkLayout:
-    """Return the layout of a tensor over a mesh.
+    """Return the layout of a tensor of a global shape over a mesh, which cuts it by one split after the other.
 
-    Args:
-        shape: The global shape.
-        mesh_shape: The shape of the mesh.
-        mesh_ranks: The mesh's ranks within the group, in row-major order; -1 for those that are not in it.
-        splits: How the mesh cuts the tensor, in the order in which it is cut. Mesh dims that do not appear replicate.
+    The mesh's ranks are those within the group, in row-major order; -1 for those that are not in it. Mesh dims that do
+    not appear in a split replicate.
     """
     ranks, coordinates = _grid(mesh_shape, mesh_ranks)
     columns = [_along(size, dim, mesh_shape, splits, coordinates) for dim, size in enumerate(shape)]
-    starts, stops, owners = [], [], []
-    for numbers in product(*[range(bounds.shape[1]) for bounds in columns]):
-        chosen = [bounds[:, number] for bounds, number in zip(columns, numbers, strict=True)]
-        bounds = torch.stack(chosen, 1) if chosen else torch.zeros(len(ranks), 0, 2, dtype=torch.int64)
-        starts.append(bounds[:, :, 0])
-        stops.append(bounds[:, :, 1])
-        owners.append(ranks)
-    return ChunkLayout(shape, torch.cat(owners), torch.cat(starts), torch.cat(stops))
+    scalar = torch.zeros(len(ranks), 0, 2, dtype=torch.int64)
+    chosen = product(*[bounds.unbind(1) for bounds in columns])
+    rows = [torch.stack(intervals, 1) if intervals else scalar for intervals in chosen]
+    bounds = torch.cat(rows)
+    return ChunkLayout(shape, ranks.repeat(len(rows)), bounds[:, :, 0], bounds[:, :, 1])
 
 
 @lru_cache(maxsize=64)
@@ -267,15 +245,13 @@ def _along(
     size: int, dim: int, mesh_shape: tuple[int, ...], splits: tuple[Split, ...], coordinates: torch.Tensor
 ) -> torch.Tensor:
     """Return the intervals of one dim that each coordinate of the mesh holds: ``[coordinate, interval, 2]``."""
-    mine = [split for split in splits if split.dim == dim]
-    if not mine:
-        return torch.tensor([0, size]).expand(len(coordinates), 1, 2)
-    counts = tuple([(mesh_shape[split.mesh_dim], split.factor) for split in mine])
-    table = _cut(size, counts)
+    counts = []
     row = torch.zeros(len(coordinates), dtype=torch.int64)
-    for split in mine:
-        row = row * mesh_shape[split.mesh_dim] + coordinates[:, split.mesh_dim]
-    return table[row]
+    for split in splits:
+        if split.dim == dim:
+            counts.append((mesh_shape[split.mesh_dim], split.factor))
+            row = row * counts[-1][0] + coordinates[:, split.mesh_dim]
+    return _cut(size, tuple(counts))[row]
 
 
 @lru_cache(maxsize=4096)
@@ -302,17 +278,16 @@ def _cut_evenly(size: int, counts: Sequence[int]) -> torch.Tensor:
 
 
 def cut_intervals(part: Sequence[Interval], count: int, factor: int) -> list[list[Interval]]:
-    """Cut what a list of intervals covers into shards, as ``Shard`` (factor 1) and ``_StridedShard`` do.
+    """Cut what a list of intervals covers into ``count`` shards, as ``Shard`` (factor 1) and ``_StridedShard`` do.
 
-    Returns:
-        ``count`` lists of intervals, in the order of the local shard's elements. Neighbouring intervals are merged.
+    Each is a list of intervals, in the order of the local shard's elements. Neighbouring ones are merged.
     """
     length = sum(stop - start for start, stop in part)
     shards: list[list[Interval]] = [[] for _ in range(count)]
     for begin, end in _chunk(0, length, factor):
         for shard, (start, stop) in zip(shards, _chunk(begin, end, count), strict=True):
-            shard += _select(part, start, stop)
-    return [_merged(shard) for shard in shards]
+            _select(part, start, stop, shard)
+    return shards
 
 
 def _chunk(start: int, stop: int, count: int) -> list[Interval]:
@@ -321,26 +296,16 @@ def _chunk(start: int, stop: int, count: int) -> list[Interval]:
     return [(min(start + step * i, stop), min(start + step * (i + 1), stop)) for i in range(count)]
 
 
-def _select(part: Sequence[Interval], start: int, stop: int) -> list[Interval]:
-    """Return the elements ``start`` to ``stop`` of what a list of intervals covers."""
-    found = []
+def _select(part: Sequence[Interval], start: int, stop: int, found: list[Interval]) -> None:
+    """Add the elements ``start`` to ``stop`` of what a list of intervals covers to another list."""
     position = 0
     for low, high in part:
         first, last = max(start - position, 0), min(stop - position, high - low)
-        if first < last:
+        if first < last and found and found[-1][1] == low + first:
+            found[-1] = (found[-1][0], low + last)
+        elif first < last:
             found.append((low + first, low + last))
         position += high - low
-    return found
-
-
-def _merged(intervals: Sequence[Interval]) -> list[Interval]:
-    merged: list[Interval] = []
-    for start, stop in intervals:
-        if merged and merged[-1][1] == start:
-            merged[-1] = (merged[-1][0], stop)
-        else:
-            merged.append((start, stop))
-    return merged
 
 
 def by_rank(layout: ChunkLayout) -> dict[int, list[Box]]:

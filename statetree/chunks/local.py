@@ -18,47 +18,28 @@ if TYPE_CHECKING:
 
 
 class MeshSplits(NamedTuple):
-    """What the layout of a tensor of any shape over a mesh follows from.
+    """What the layout of a tensor of any shape over a mesh follows from."""
 
-    Attributes:
-        shape: The shape of the mesh.
-        ranks: Its global ranks, in row-major order.
-        splits: How it cuts the tensor.
-    """
-
-    shape: tuple[int, ...]
-    ranks: tuple[int, ...]
-    splits: tuple[Split, ...]
+    shape: tuple[int, ...]  # that of the mesh
+    ranks: tuple[int, ...]  # its global ranks, in row-major order
+    splits: tuple[Split, ...]  # how it cuts the tensor
 
 
 class LocalChunks(NamedTuple):
-    """What a rank knows of a distributed leaf.
+    """What a rank knows of a distributed leaf."""
 
-    Attributes:
-        text: What must be the same on all ranks: dtype, shape, placements.
-        detail: What usually is: exactly which ranks hold what.
-        shape: The global shape.
-        dtype: The dtype of the elements.
-        layout: Which rank holds which boxes; ``None`` where a rank knows only its own.
-        boxes: This rank's boxes.
-        pieces: The plain tensors of these boxes.
-        tie: Equal for leaves of this rank that lie in the same memory.
-        device: The type of the device that the elements lie on.
-        partials: Where ranks hold partial values of the elements: how they are reduced, and the layout of each of them.
-        mesh: The mesh that the layout follows from, and how it cuts the tensor; ``None`` if it is none.
-    """
-
-    text: str
-    detail: str
-    shape: tuple[int, ...]
+    text: str  # what must be the same on all ranks: dtype, shape, placements
+    detail: str  # what usually is: exactly which ranks hold what
+    shape: tuple[int, ...]  # the global one
     dtype: torch.dtype
-    layout: ChunkLayout | None
-    boxes: Sequence[Box]
-    pieces: Sequence[torch.Tensor]
-    tie: Hashable
-    device: str
+    layout: ChunkLayout | None  # which rank holds which boxes; ``None`` where a rank knows only its own
+    boxes: Sequence[Box]  # this rank's
+    pieces: Sequence[torch.Tensor]  # the plain tensors of these boxes
+    tie: Hashable  # equal for leaves of this rank that lie in the same memory
+    device: str  # the type of the device that the elements lie on
+    #: Where ranks hold partial values of the elements: how they are reduced, and the layout of each of them.
     partials: tuple[str, tuple[ChunkLayout, ...]] | None = None
-    mesh: MeshSplits | None = None
+    mesh: MeshSplits | None = None  # what the layout follows from, if it follows from a mesh
 
 
 def location_of(piece: torch.Tensor) -> Hashable:
@@ -75,32 +56,27 @@ def location_of(piece: torch.Tensor) -> Hashable:
 
 
 def local_pieces(local: torch.Tensor, boxes: Sequence[Box]) -> list[torch.Tensor] | None:
-    """Return the views of a local tensor that hold boxes, which are laid side by side in it.
+    """Return the views of a local tensor that hold a rank's boxes, which it has side by side, without the gaps.
 
-    Args:
-        local: The tensor in which a rank holds all its boxes, without the gaps between them.
-        boxes: The product of intervals in each dim, as ``mesh_layout`` gives them.
-
-    Returns:
-        The views, or ``None`` if the local tensor has another shape than the boxes make up.
+    The boxes are the product of intervals in each dim, as ``mesh_layout`` gives them: in the order of the local
+    elements, the last dim varying first. ``None`` if the local tensor has another shape than they make up.
     """
+    if not boxes:
+        return [] if not local.numel() else None
+    if len(boxes) == 1:
+        return [local] if boxes[0].sizes == tuple(local.shape) else None
     offsets: list[dict[Interval, int]] = []
     for dim in range(local.dim()):
         position = 0
         placed: dict[Interval, int] = {}
-        # Intervals come in the order of the local elements; product() varies the last dim first.
         for box in boxes:
             interval = (box.start[dim], box.stop[dim])
             if interval not in placed:
                 placed[interval] = position
                 position += interval[1] - interval[0]
-        offsets.append(placed)
-        if boxes and position != local.shape[dim]:
+        if position != local.shape[dim]:
             return None
-    if not boxes:
-        return [] if not local.numel() else None
-    if len(boxes) == 1:
-        return [local] if boxes[0].sizes == tuple(local.shape) else None
+        offsets.append(placed)
     pieces = []
     for box in boxes:
         piece = local
@@ -113,37 +89,26 @@ def local_pieces(local: torch.Tensor, boxes: Sequence[Box]) -> list[torch.Tensor
 def listed_chunks(value: Any, local: Any = None) -> LocalChunks:
     """Return the chunks of a tensor that lists them itself, by the protocol of ``torch.distributed.checkpoint``.
 
-    Args:
-        value: The tensor.
-        local: Its local tensor, if that is what lists them. It may do so without saying how to get them: then there is
-            one, the local tensor.
+    If its local tensor is what lists them, that may do so without saying how to get them: there is one then, itself.
     """
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
+    listed = list((value if local is None else local).__create_chunk_list__())
+    is_only = local is not None and not hasattr(local, "__get_tensor_shard__")
+    if is_only and (len(listed) > 1 or any(tuple(chunk.sizes) != tuple(local.shape) for chunk in listed)):
+        msg = (
+            "the local tensor of the leaf at %PATH% lists chunks that are not all of the tensor: expected one of "
+            f"{tuple(local.shape)}, got {[tuple(chunk.sizes) for chunk in listed]}. Give it __get_tensor_shard__."
+        )
+        raise UnsupportedLeaf(msg)
     boxes: list[Box] = []
     pieces: list[torch.Tensor] = []
-    listed = list((value if local is None else local).__create_chunk_list__())
-    if local is not None and not hasattr(local, "__get_tensor_shard__"):
-        if len(listed) > 1 or any(tuple(chunk.sizes) != tuple(local.shape) for chunk in listed):
-            msg = (
-                "the local tensor of the leaf at %PATH% lists chunks that are not all of the tensor: expected one of "
-                f"{tuple(local.shape)}, got {[tuple(chunk.sizes) for chunk in listed]}. Give it __get_tensor_shard__."
-            )
-            raise UnsupportedLeaf(msg)
-        boxes = [_box(chunk) for chunk in listed if all(chunk.sizes)]
-        return checked_chunks(value, tuple(value.shape), value.dtype, boxes, [local.detach() for _ in boxes])
     for number, chunk in enumerate(listed):
-        box = _box(chunk)
-        piece = value.__get_tensor_shard__(MetadataIndex("", chunk.offsets, number))
+        piece = local if is_only else value.__get_tensor_shard__(MetadataIndex("", chunk.offsets, number))
         if all(chunk.sizes):
-            boxes.append(box)
+            boxes.append(Box.at(chunk.offsets, chunk.sizes))
             pieces.append(piece.detach())
     return checked_chunks(value, tuple(value.shape), value.dtype, boxes, pieces)
-
-
-def _box(chunk: Any) -> Box:
-    start = tuple(chunk.offsets)
-    return Box(start, tuple([first + size for first, size in zip(start, chunk.sizes, strict=True)]))
 
 
 def chunks_at(
@@ -157,11 +122,12 @@ def chunks_at(
     boxes: list[Box] = []
     pieces: list[torch.Tensor] = []
     for start, tensor in zip(offsets, tensors, strict=True):
-        box = Box(tuple(start), tuple([first + size for first, size in zip(start, tensor.shape, strict=True)]))
-        if len(start) != len(shape) or min(start, default=0) < 0 or any(map(gt, box.stop, shape)):
+        is_inside = len(start) == len(shape) == tensor.dim() and min(start, default=0) >= 0
+        box = Box.at(start, tensor.shape) if is_inside else None
+        if box is None or any(map(gt, box.stop, shape)):
             msg = (
                 f"a chunk of the leaf at %PATH% lies outside of its tensor: expected one in {tuple(shape)}, got "
-                f"{box.start} to {box.stop}. Correct the leaf type."
+                f"{tuple(tensor.shape)} at {tuple(start)}. Correct the leaf type."
             )
             raise UnsupportedLeaf(msg)
         if tensor.numel():

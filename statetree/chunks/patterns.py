@@ -44,25 +44,15 @@ class Strand(NamedTuple):
 
 
 class Equation(NamedTuple):
-    """What a dim says of its axes: the products of the sizes of these axes, added up, are the size.
+    """What a dim says of its axes: the products of the sizes of these axes, added up, are the size."""
 
-    Attributes:
-        terms: Products of axes.
-        size: The size.
-        label: Whose dim it is.
-    """
-
-    terms: Sequence[Sequence[str]]
+    terms: Sequence[Sequence[str]]  # products of axes
     size: int
-    label: str
+    label: str  # whose dim it is
 
 
 def parse_pattern(text: str) -> tuple[list[Dims], list[Dims]]:
-    """Return the tensors of both sides of a pattern.
-
-    Raises:
-        ValueError: If it is none.
-    """
+    """Return the tensors of both sides of a pattern (``ValueError`` if it is none)."""
     sides = [_parse_side(text, part) for part in _split(_TOKEN.findall(text), "->")]
     if len(sides) != 2:
         raise _no_pattern(text, "one ->", f"{len(sides) - 1}")
@@ -177,12 +167,7 @@ def equations(dims: Dims, shape: Sequence[int], label: str) -> list[Equation]:
 
 
 def solve(given: Sequence[Equation], sizes: Mapping[str, int]) -> tuple[dict[str, int], list[Equation]]:
-    """Return the sizes of axes that follow from equations, and the equations that do not hold with them.
-
-    Args:
-        given: The equations.
-        sizes: The sizes that are known.
-    """
+    """Return the sizes of axes that follow from equations and known sizes, and the equations that do not hold then."""
     known, wrong, pending = dict(sizes), list[Equation](), list(given)
     while pending:
         later: list[Equation] = []

@@ -17,38 +17,23 @@ if TYPE_CHECKING:
 
 
 class Positions(NamedTuple):
-    """Where the ranks of a mesh are, in row-major order.
+    """Where the ranks of a mesh are, in row-major order."""
 
-    Attributes:
-        shape: The shape of the mesh.
-        digest: A digest of its global ranks.
-        ranks: These.
-        members: Their ranks within the group; -1 for those outside of it.
-        mesh: The mesh, so that its id is not handed out again.
-    """
-
-    shape: tuple[int, ...]
-    digest: str
-    ranks: tuple[int, ...]
-    members: tuple[int, ...]
-    mesh: DeviceMesh
+    shape: tuple[int, ...]  # that of the mesh
+    digest: str  # of its global ranks
+    ranks: tuple[int, ...]  # these
+    members: tuple[int, ...]  # their ranks within the group; -1 for those outside of it
+    mesh: DeviceMesh  # so that its id is not handed out again
 
 
 class Ranks:
-    """The ranks of a group, as this process sees them.
-
-    Attributes:
-        rank: This process's rank within the group.
-        size: How many ranks there are.
-        global_ranks: The ranks of the group, as the default group counts them.
-        memo: What leaf types want to keep for the time of a call.
-    """
+    """The ranks of a group, as this process sees them: its own one, and all as the default group counts them."""
 
     def __init__(self, rank: int, global_ranks: Sequence[int]) -> None:
         self.rank = rank
         self.global_ranks = tuple(global_ranks)
         self.size = len(self.global_ranks)
-        self.memo: dict[Any, Any] = {}
+        self.memo: dict[Any, Any] = {}  # what leaf types want to keep for the time of a call
         self._positions: dict[int, Positions] = {}
 
     @cached_property

@@ -19,7 +19,7 @@ from statetree.files.checkpoint import is_entry
 from statetree.files.filling import check_elements, refuse_leaf
 from statetree.files.key_texts import without_addresses
 from statetree.key_paths import Path, render_key
-from statetree.leaves.builtin import facts, is_distributed, is_plain, leaf_type_of, settled
+from statetree.leaves.builtin import facts, is_distributed, is_plain, leaf_type_of, materialized
 from statetree.leaves.laid_out import refuse_converted
 from statetree.leaves.location import located_error
 from statetree.leaves.lowering import is_made_of_tensors, lower
@@ -64,7 +64,7 @@ def entries_of(tree: Any, *, verb: str) -> tuple[TreeSpec, list[StateEntry]]:
     """Return the structure of a tree down to its entries, and these. Leaves of several tensors have one for each."""
     outer, outer_spec = flatten_for(verb, tree, is_leaf=is_entry)
     flatten = partial(flatten_for, verb, is_leaf=is_entry)
-    lowered = lower(verb, list(map(settled, outer)), outer_spec, flatten, wanted=is_made_of_tensors)
+    lowered = lower(verb, list(map(materialized, outer)), outer_spec, flatten, wanted=is_made_of_tensors)
     refuse_converted(verb, lowered.recipes)
     keys, paths = lowered.spec.flat_keys(), _dcp_paths(lowered.spec)
     if STRUCTURE_KEY in keys:
@@ -138,7 +138,7 @@ def content_of(verb: str, leaf: Any, path: Path, ranks: Group | None = None) -> 
     """
     if is_plain(leaf) or is_array_of_numbers(leaf):
         return PLAIN
-    leaf = settled(leaf)
+    leaf = materialized(leaf)
     leaf_type = leaf_type_of(type(leaf))
     assert leaf_type is not None
     if leaf_type.opaque:

@@ -13,7 +13,7 @@ from statetree.chunks.layouts import whole_on
 from statetree.exchange.allocation import with_leaves
 from statetree.exchange.partial_reduction import Chunked
 from statetree.exchange.transfers import Transfer, as_sendable
-from statetree.leaves.builtin import taken_over
+from statetree.leaves.builtin import is_value
 from statetree.leaves.copying import prepared_copy
 from statetree.leaves.replicas import moved, replicated
 from statetree.leaves.types.checkpointable import SHARD_ATTRIBUTES
@@ -156,7 +156,7 @@ class FreshDestination(Destination):
         brought = with_leaves(self.source.spec, self.leaves, rest, lambda tree: bring(self.source.verb, tree, memory))
         for index, leaf in brought.items():
             self.leaves[index] = leaf
-            if memory.device.type != "meta" and leaf is not self.source.leaves[index] and not taken_over(leaf):
+            if memory.device.type != "meta" and leaf is not self.source.leaves[index] and not is_value(leaf):
                 self._brought.append(index)
 
     def written_again(self) -> Callable[[], None]:

@@ -55,9 +55,8 @@ class LeafMetadata(NamedTuple):
     def depends_on_elements(self) -> bool:
         """Whether leaves can only be put together once their elements are there."""
         for recipe in packed(self.recipes.values()):
-            leaf_type, context, inner = recipe.leaf_type, recipe.context, recipe.inner
             # Attributes may lie in containers of users, whose functions look at them.
-            if not leaf_type.elements_only(context) or len(leaf_type.essential(context, inner)) < len(inner):
+            if recipe.attributes is not None or not recipe.leaf_type.elements_only(recipe.context):
                 return True
         return False
 
@@ -139,7 +138,7 @@ def metadata_of(
             layout = lay_out(columns, extents(columns))
             spans += [as_bytes(columns.storages[span.source], span.start, span.stop) for span in layout.spans]
     kept = [leaf if is_plain(leaf) else None for leaf in leaves]
-    return LeafMetadata(kept, list(unpacked.bare), dict(unpacked.recipes), tensors), spans
+    return LeafMetadata(kept, list(unpacked.plain), dict(unpacked.recipes), tensors), spans
 
 
 class _ModulePickler(pickle.Pickler):

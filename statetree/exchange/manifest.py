@@ -12,7 +12,7 @@ from statetree.chunks.local import location_of
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange.consensus import Entry
 from statetree.exchange.path_order import order_of
-from statetree.leaves.builtin import facts, holds_tensor, is_distributed, leaf_type_of, may_be_under_way, settled
+from statetree.leaves.builtin import facts, holds_tensor, is_distributed, leaf_type_of, materialized, may_be_deferred
 from statetree.leaves.laid_out import LaidOutRecipe
 from statetree.leaves.leaf_numbers import text_number
 from statetree.leaves.location import located_error
@@ -74,8 +74,8 @@ class Manifest:
         every: bool = False,
     ) -> None:
         leaves, spec = flatten_for_copy(tree, holds_tensor, verb=verb)
-        if any(map(may_be_under_way, set(map(type, leaves)))):
-            leaves = list(map(settled, leaves))
+        if any(map(may_be_deferred, set(map(type, leaves)))):
+            leaves = list(map(materialized, leaves))
         self.verb = verb
         self.received: Any = None
         self.complete = complete
@@ -335,7 +335,7 @@ def chunks_of(leaf: Any, ranks: Ranks) -> LocalChunks | None:
 
 def _may_hide(leaf_type: EngineLeafType) -> bool:
     """Whether leaves are not divided that have distributed tensors inside: in attributes, or anywhere in objects."""
-    return leaf_type.opaque or leaf_type.bare
+    return leaf_type.opaque or leaf_type.native
 
 
 def _hidden(leaf: Any) -> UnsupportedLeaf:
@@ -372,7 +372,7 @@ def is_cuttable(leaf: Any) -> bool:
 
 def _is_bare(cls: type) -> bool:
     leaf_type = leaf_type_of(cls)
-    return leaf_type is not None and leaf_type.bare
+    return leaf_type is not None and leaf_type.native
 
 
 def is_strided(leaf: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ import torch
 from statetree.chunks.boxes import in_slabs, whole_box
 from statetree.files.ranges import BUCKET_BYTES
 from statetree.files.stored import STAND_IN, StoredTensor, convert_into
-from statetree.leaves.types.tensor import identity_of
+from statetree.leaves.types.tensor import identified
 from statetree.torch_internals import copy_each, quietly
 from statetree.tree.stand_ins import STAND_INS
 
@@ -54,8 +54,7 @@ class DerivedTensor(StoredTensor):
     @quietly
     def tensor(self) -> torch.Tensor:
         """Return the tensor, which is read anew each time."""
-        identity, attributes = identity_of(self.outline)
-        return self.read() if identity is None else identity.restore(self.read(), attributes)
+        return identified(self.read(), self.outline)
 
     def look_again(self) -> None:
         """Have the files checked once more, when the verb ends that reads its elements."""

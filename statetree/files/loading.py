@@ -19,7 +19,7 @@ from statetree.files.filling import Target, check_elements, fill
 from statetree.files.formats import opened
 from statetree.files.stored import StoredTensor
 from statetree.files.unpickling import StoredObject
-from statetree.leaves.builtin import is_distributed, settled, taken_over
+from statetree.leaves.builtin import is_distributed, is_value, materialized
 from statetree.leaves.casting import castable
 from statetree.leaves.copying import prepared_copy
 from statetree.leaves.location import located_error
@@ -229,7 +229,7 @@ class _Filled:
         """Match the trees, and take the memory that is filled."""
         flat = partial(flatten_for, "load", is_leaf=is_entry)
         outer, spec = flat(self._like)
-        self._lowered = lowered = lower("load", list(map(settled, outer)), spec, flat, wanted=is_made_of_tensors)
+        self._lowered = lowered = lower("load", list(map(materialized, outer)), spec, flat, wanted=is_made_of_tensors)
         self._paths = lowered.spec.paths()
         chosen = None
         if self._options.where is not None:
@@ -241,13 +241,13 @@ class _Filled:
             _check_known(lowered.spec, index, found)
         boxes = {i: self._held(i) for i, found in stored.items() if self._reads_directly(found, lowered.leaves[i])}
         refuse_all([found for index, held in boxes.items() for found in self._unfit(index, stored[index], held)])
-        values = {i: found for i, found in stored.items() if taken_over(found) or is_entry(found)}
+        values = {i: found for i, found in stored.items() if is_value(found) or is_entry(found)}
         values = {i: found for i, found in values.items() if not isinstance(found, StoredParts)}
         refuse_all(
             [
                 Difference(self._paths[index], "leaf type", "a plain value", _described(lowered.leaves[index]))
                 for index in values
-                if not (taken_over(lowered.leaves[index]) or is_entry(lowered.leaves[index]))
+                if not (is_value(lowered.leaves[index]) or is_entry(lowered.leaves[index]))
             ]
         )
         filled = [leaf if i in stored and i not in values else None for i, leaf in enumerate(lowered.leaves)]

@@ -300,6 +300,25 @@ class StoredTensor:
         views = [(str(p.file.path), p.file.start, p.offset, p.stride, p.box, p.bits) for p in self._pieces()]
         return (*views, self.dtype, self._kept.dtype)
 
+    @staticmethod
+    def converted_later(values: Sequence[Any], dtype: torch.dtype) -> Sequence[Any]:
+        """Return of stored tensors those to convert as they are read: tied to no other one, and no different then."""
+        keys = [_memory_keys(value) for value in values]
+        users = Counter(chain.from_iterable(keys))
+
+        def later(value: StoredTensor) -> StoredTensor | None:
+            if value.dtype == dtype or not value.dtype.is_floating_point:
+                return value
+            return value.to(dtype) if value.is_plain and value.is_as_stored and castable(value.dtype, dtype) else None
+
+        tied = [any(users[key] > 1 for key in own) for own in keys]
+        return [None if is_tied else later(value) for value, is_tied in zip(values, tied, strict=True)]
+
+    @staticmethod
+    def derived(values: Sequence[Any], outline: torch.Tensor, fill: Callable[..., None]) -> Any:
+        """Return a stored tensor whose elements are made of those of others when they are read."""
+        return import_module("statetree.files.derived").DerivedTensor(outline, values, fill)  # which stands on this
+
 
 def _look_again(file: FileRange) -> None:
     if not file.is_held:
@@ -322,8 +341,7 @@ def _memory_keys(stored: StoredTensor) -> set[int]:
 class StoredType(EngineLeafType):
     """``StoredTensor``: the tensor that it stands for, whose elements are read where they are needed."""
 
-    settles = True
-    stored = True
+    deferred = True
 
     def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
         """Return the tensor."""
@@ -333,27 +351,6 @@ class StoredType(EngineLeafType):
         """Return the tensor in other memory. It may have been copied there by another thread than unpacked it."""
         context.look_again()
         return parts[0]
-
-    def settle(self, value: Any) -> Any:
-        """Return the tensor."""
-        return value.tensor()
-
-    def converted_later(self, values: Sequence[Any], dtype: torch.dtype) -> Sequence[Any]:
-        """Return those that are tied to no other one, and would come out no different if they were read first."""
-        keys = [_memory_keys(value) for value in values]
-        users = Counter(chain.from_iterable(keys))
-
-        def later(value: StoredTensor) -> StoredTensor | None:
-            if value.dtype == dtype or not value.dtype.is_floating_point:
-                return value
-            return value.to(dtype) if value.is_plain and value.is_as_stored and castable(value.dtype, dtype) else None
-
-        tied = [any(users[key] > 1 for key in own) for own in keys]
-        return [None if is_tied else later(value) for value, is_tied in zip(values, tied, strict=True)]
-
-    def derived(self, values: Sequence[Any], outline: torch.Tensor, fill: Callable[..., None]) -> Any:
-        """Return a stored tensor whose elements are made of those of others when they are read."""
-        return import_module("statetree.files.derived").DerivedTensor(outline, values, fill)  # which stands on this
 
     def describe(self, value: Any) -> Mapping[str, Any]:
         """Return the facts of the tensor, without reading it."""

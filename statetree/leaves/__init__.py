@@ -3,10 +3,10 @@
 It is the hinge between trees and bytes: above it there are leaves, below it plain tensors only. From the top to the
 bottom:
 
-- ``copying``, ``replicas``: what ``copy_into``, and ``offload`` and ``allocate_like``, are made of.
+- ``copying``: what ``copy_into`` is made of; ``replicas``: a tree taken apart into plain tensors, for ``offload``,
+  ``allocate_like`` and other transforms on spans.
 - ``casting``: which dtypes are converted, and which values are too large for that.
 - ``leaf_numbers``: numbers for values, and for tensors with their elements.
-- ``tree_parts``: a whole tree taken apart into plain tensors, for transforms on spans.
 - ``conversion``: elements in another dtype, ties kept.
 - ``pairing``, ``ties``: the leaves of two trees side by side; which leaves of a tree share memory.
 - ``lowering``: a tree down to the parts of its leaves; ``divided``: what stands for those that have several, and how
@@ -16,13 +16,13 @@ bottom:
 - ``location``: errors that say which leaf could not be.
 - ``builtin``: the leaf type of every class, looked up.
 - ``types/``: the leaf types that come with statetree, a file each.
-- ``registry``: those that users registered; ``engine_type``: what the engines ask of one.
+- ``registry``: those that users registered; ``engine_type``: what the engines ask of one beside what users write.
 - ``leaf_type``: ``LeafType``, from which all derive.
 """
 
 from statetree.leaves.leaf_type import LeafType
 from statetree.leaves.parts import Unpacked, unpack
 from statetree.leaves.registry import register_leaf_type
-from statetree.leaves.tree_parts import TreeParts, take_apart
+from statetree.leaves.replicas import TreeParts, take_apart
 
 __all__ = ["LeafType", "TreeParts", "Unpacked", "register_leaf_type", "take_apart", "unpack"]

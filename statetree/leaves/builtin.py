@@ -12,11 +12,11 @@ from statetree.errors import StateTreeError
 from statetree.leaves.registry import LEAF_TYPES, REGISTERED
 from statetree.leaves.types.fake import UNINITIALIZED
 from statetree.leaves.types.opaque import OpaqueType
-from statetree.leaves.types.reduced import ReducedType, says_it_to_pickle
 from statetree.leaves.types.storage import STORAGE
 from statetree.leaves.types.tensor import TENSOR, forget_slots
 from statetree.leaves.types.wrapper import UNTRACEABLE, WRAPPER
 from statetree.tree.atoms import is_atom_type
+from statetree.tree.stand_ins import STAND_INS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,13 +30,13 @@ _BY_NAME: Final[dict[str, tuple[str, str]]] = {
     "torch.distributed.tensor.DTensor": ("dtensor", "DTENSOR"),
     "torch.distributed._shard.sharded_tensor.api.ShardedTensor": ("sharded_tensor", "SHARDED"),
     "torch.distributed._functional_collectives.AsyncCollectiveTensor": ("async_collective", "ASYNC_COLLECTIVE"),
-    "torch.distributed.tensor._shards_wrapper.LocalShardsWrapper": ("local_shards", "LOCAL_SHARDS"),
+    "torch.distributed.tensor._shards_wrapper.LocalShardsWrapper": ("dtensor", "LOCAL_SHARDS"),
     "torch._subclasses.fake_tensor.FakeTensor": ("fake", "FAKE"),
     "statetree.leaves.types.part.LeafPart": ("part", "PART"),
     "statetree.leaves.types.converted.ConvertedLeaf": ("converted", "CONVERTED"),
-    "torchao.optim.subclass_8bit.OptimState8bit": ("low_bit", "LOW_BIT"),
-    "torchao.optim.subclass_4bit.OptimState4bit": ("low_bit", "LOW_BIT"),
-    "torchao.optim.subclass_fp8.OptimStateFp8": ("low_bit", "LOW_BIT"),
+    "torchao.optim.subclass_8bit.OptimState8bit": ("wrapper", "LOW_BIT"),
+    "torchao.optim.subclass_4bit.OptimState4bit": ("wrapper", "LOW_BIT"),
+    "torchao.optim.subclass_fp8.OptimStateFp8": ("wrapper", "LOW_BIT"),
 }
 
 
@@ -62,8 +62,6 @@ gc.callbacks.append(_forget_recognised)
 
 #: For objects of any class that has no leaf type of its own. What it finds inside is looked up here.
 OPAQUE: Final = OpaqueType(leaf_type_of)
-#: For tensors that only pickle can take apart.
-REDUCED: Final = ReducedType(leaf_type_of)
 
 
 def _recognise(cls: type) -> EngineLeafType | None:
@@ -81,10 +79,7 @@ def _recognise(cls: type) -> EngineLeafType | None:
             return UNINITIALIZED
         if hasattr(cls, "__tensor_flatten__") and hasattr(cls, "__tensor_unflatten__"):
             return WRAPPER
-        dispatches = cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-        if not dispatches:
-            return TENSOR
-        return REDUCED if says_it_to_pickle(cls) else UNTRACEABLE
+        return TENSOR if cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ else UNTRACEABLE
     if issubclass(cls, (torch.UntypedStorage, torch.storage.TypedStorage)):
         return STORAGE
     return OPAQUE
@@ -109,8 +104,7 @@ def is_distributed(leaf: Any) -> bool:
 
 def is_stored(leaf: Any) -> bool:
     """Whether the elements of a leaf lie in a file, and are read when they are needed."""
-    leaf_type = leaf_type_of(type(leaf))
-    return leaf_type is not None and leaf_type.stored
+    return type(leaf) in STAND_INS
 
 
 def global_bytes(leaf: Any) -> int:
@@ -127,7 +121,10 @@ def holds_tensor(key: Any) -> bool:
         return any(map(holds_tensor, key))
     leaf_type = leaf_type_of(type(key))
     try:
-        return leaf_type is not None and bool(leaf_type.unpack(key)[0])
+        if leaf_type is None:
+            return False
+        parts, _, attributes = leaf_type.contents(key)
+        return bool(parts) or bool(attributes)
     except StateTreeError:  # it cannot be looked into, and nothing says that there is a tensor
         return False
 
@@ -140,20 +137,20 @@ def facts(value: Any) -> Mapping[str, Any]:
     return {"leaf type": leaf_type.name or type(value).__qualname__, **leaf_type.describe(value)}
 
 
-def may_be_under_way(cls: type) -> bool:
-    """Whether leaves of a class may stand for tensors that a collective has not yet written."""
+def may_be_deferred(cls: type) -> bool:
+    """Whether leaves of a class may stand for tensors that are not there yet: see ``materialized``."""
     leaf_type = leaf_type_of(cls)
-    return leaf_type is not None and leaf_type.settles
+    return leaf_type is not None and leaf_type.deferred
 
 
-def settled(leaf: Any) -> Any:
-    """Return the tensor that a collective under way will have become; other leaves as they are."""
-    while (leaf_type := leaf_type_of(type(leaf))) is not None and leaf_type.settles:
-        leaf = leaf_type.settle(leaf)
+def materialized(leaf: Any) -> Any:
+    """Return the tensor that a leaf stands for, once a collective has written it or it is read; others as they are."""
+    while (leaf_type := leaf_type_of(type(leaf))) is not None and leaf_type.deferred:
+        (leaf,) = leaf_type.unpack(leaf)[0]
     return leaf
 
 
-def taken_over(leaf: Any) -> bool:
-    """Whether ``copy_into`` takes a leaf from its source: plain values and opaque objects."""
+def is_value(leaf: Any) -> bool:
+    """Whether a leaf is no tensor: a plain value or an opaque object, which ``copy_into`` takes from its source."""
     leaf_type = leaf_type_of(type(leaf))
     return leaf_type is None or leaf_type.opaque

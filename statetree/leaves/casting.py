@@ -13,6 +13,8 @@ from statetree.torch_internals import WITHOUT_KERNELS, resolved
 
 #: Dtypes that torch cannot convert, or only by throwing most of a value away (scales, which are powers of two).
 _UNCONVERTIBLE: Final = WITHOUT_KERNELS | {torch.float4_e2m1fn_x2, torch.float8_e8m0fnu}
+#: What to do about values that are too large.
+RANGE_REMEDY: Final = "Choose a dtype with a larger range, or clamp the values first."
 #: How many elements are looked at at a time.
 _PIECE: Final = 1 << 18
 
@@ -41,17 +43,11 @@ def castable(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 class _Range(NamedTuple):
-    """What of a floating point dtype's values is too large for another one.
+    """What of a floating point dtype's values is too large for another one."""
 
-    Attributes:
-        largest: The largest value of the other one.
-        limit: From here on values are not rounded to that any more.
-        infinite: Whether it has infinities.
-    """
-
-    largest: float
-    limit: float
-    infinite: bool
+    largest: float  # the largest value of the other one
+    limit: float  # from here on values are not rounded to that any more
+    infinite: bool  # whether it has infinities
 
 
 @cache
@@ -72,12 +68,8 @@ def out_of_range(
 ) -> tuple[str, str] | None:
     """Say which elements of a tensor are too large for a dtype, and which are not; ``None`` if none is too large.
 
-    Infinities are too large for a dtype that has none. It takes a few megabytes, whatever the size of the tensor.
-
-    Args:
-        source: The tensor.
-        target: The dtype.
-        converted: What the tensor was converted to, if it was. Only where that is at its limits, the source is read.
+    Infinities are too large for a dtype that has none. It takes a few megabytes, whatever the size of the tensor. What
+    it was ``converted`` to, if it was, is looked at first: the tensor is read where that is at its limits alone.
     """
     found = _range(source.dtype, target)
     if found is None or (converted is not None and _is_below(converted, found.largest)):
@@ -103,18 +95,6 @@ def out_of_range(
 def _is_below(tensor: torch.Tensor, largest: float) -> bool:
     """Whether all values are smaller than the largest one of their dtype. What was larger is not, nor is it a NaN."""
     return all(bool(_parts(piece).abs().amax() < largest) for piece, _ in cut(tensor, tensor, _PIECE) if piece.numel())
-
-
-def saturated(source: torch.Tensor, target: torch.dtype) -> torch.Tensor:
-    """Return a tensor of another dtype with its largest value in place of those that are too large for it."""
-    found = _range(source.dtype, target)
-    if found is None:
-        return source.to(target)
-    values = _parts(source)
-    kept = values.clamp(-found.largest, found.largest)
-    if found.infinite:
-        kept = torch.where(values.isinf(), values, kept)
-    return (torch.view_as_complex(kept) if source.is_complex() else kept).to(target)
 
 
 def _parts(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
-from statetree.leaves.builtin import facts, is_plain, leaf_type_of, settled, taken_over
-from statetree.leaves.casting import castable, out_of_range, saturated
+from statetree.leaves.builtin import facts, is_plain, is_stored, is_value, materialized
+from statetree.leaves.casting import RANGE_REMEDY, castable, out_of_range
 from statetree.leaves.parts import PackedRecipe, Recipe, Unpacked, unpack
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, extents, lay_out
@@ -20,33 +20,22 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from statetree.key_paths import Path
-    from statetree.leaves.engine_type import EngineLeafType
     from statetree.tree.spec import TreeSpec
 
 
 @quietly
-def converted(
-    verb: str, spec: TreeSpec, leaves: Sequence[Any], mask: Sequence[bool], dtype: torch.dtype, *, saturate: bool
-) -> list[Any]:
-    """Return leaves, with those floating-point tensors among them in another dtype that are meant.
-
-    Args:
-        verb: On whose behalf, for messages.
-        spec: The structure that the leaves are of.
-        leaves: The leaves.
-        mask: Which are meant.
-        dtype: What they become.
-        saturate: Whether values that are too large become the largest one.
+def converted(verb: str, spec: TreeSpec, leaves: Sequence[Any], mask: Sequence[bool], dtype: torch.dtype) -> list[Any]:
+    """Return the leaves of a tree, with those floating-point tensors that ``mask`` means in another dtype.
 
     Raises:
         TreeMismatch: If ``castable`` does not allow it, a value is too large, or it would cut a tie.
         UnsupportedLeaf: If a leaf has no elements of one dtype.
     """
     paths = spec.paths()
-    later = {} if saturate else _converted_later(leaves, mask, dtype)
-    others = [(index, leaf) for index, leaf in enumerate(leaves) if index not in later and not is_plain(leaf)]
-    at = [index for index, leaf in others if not taken_over(settled(leaf))]
-    unpacked = unpack(verb, [settled(leaves[index]) for index in at], lambda: [paths[index] for index in at])
+    later = _converted_later(leaves, mask, dtype)
+    now = {index: materialized(leaf) for index, leaf in enumerate(leaves) if index not in later and not is_plain(leaf)}
+    at = [index for index, leaf in now.items() if not is_value(leaf)]
+    unpacked = unpack(verb, [now[index] for index in at], lambda: [paths[index] for index in at])
     chosen = [place for place, index in enumerate(at) if mask[index] and _changes(unpacked.leaves[place], dtype)]
     refused = [
         Difference(paths[at[place]], "dtype", facts(unpacked.leaves[place])["dtype"], dtype)
@@ -60,36 +49,27 @@ def converted(
         result[index] = leaf
     if not chosen:
         return result
-    recipes = dict(unpacked.recipes)
+    recipes: dict[int, Recipe] = {}  # only what is meant: packing other leaves would write to their attributes
     changing: dict[int, int] = {}  # the parts, and the leaf that each belongs to
     for place in chosen:
         recipe, parts = recast(verb, unpacked.recipe(place), dtype, paths[at[place]])
         changing.update((part, at[place]) for part in parts)
-        if not isinstance(recipe, int):
+        if place in unpacked.recipes:
             recipes[place] = recipe
     _check_ties(verb, unpacked, chosen, changing, [paths[index] for index in at])
-    fresh = _converted(verb, unpacked.parts, changing, dtype, paths, saturate=saturate)
-    # Only what is meant: packing a leaf of which nothing changes would write to its attributes.
-    meant = {place: recipes[place] for place in chosen if place in recipes}
-    packed = replace(unpacked, recipes=meant).pack(fresh)
+    fresh = _converted(verb, unpacked.parts, changing, dtype, paths)
+    packed = replace(unpacked, recipes=recipes).pack(fresh)
     for place in chosen:
         result[at[place]] = packed[place]
     return result
 
 
 def _converted_later(leaves: Sequence[Any], mask: Sequence[bool], dtype: torch.dtype) -> dict[int, Any]:
-    """Return the leaves that are not read now, those that are meant as leaves that are converted when they are."""
-    of_type: dict[EngineLeafType, list[int]] = {}
-    for index, leaf in enumerate(leaves):
-        leaf_type = None if is_plain(leaf) else leaf_type_of(type(leaf))
-        if leaf_type is not None:
-            of_type.setdefault(leaf_type, []).append(index)
-    return {
-        index: later if mask[index] else leaves[index]
-        for leaf_type, places in of_type.items()
-        for index, later in zip(places, leaf_type.converted_later([leaves[i] for i in places], dtype), strict=True)
-        if later is not None
-    }
+    """Return the stored leaves that are not read now; those that are meant as ones converted when they are read."""
+    stored = [index for index, leaf in enumerate(leaves) if is_stored(leaf)]
+    rows = leaves[stored[0]].converted_later([leaves[index] for index in stored], dtype) if stored else []
+    pairs = zip(stored, rows, strict=True)
+    return {index: later if mask[index] else leaves[index] for index, later in pairs if later is not None}
 
 
 def _changes(leaf: Any, dtype: torch.dtype) -> bool:
@@ -101,6 +81,8 @@ def recast(verb: str, recipe: Recipe, dtype: torch.dtype, path: Path) -> tuple[R
     """Return how a leaf is packed of converted parts, and which parts these are."""
     if isinstance(recipe, int):
         return recipe, [recipe]
+    # What indices, codes and scales stand for only a leaf's own class knows: to convert the parts, or to call an
+    # elementwise function with them, is to do so with the values only where the parts hold these as they are.
     if not isinstance(recipe, PackedRecipe) or not recipe.leaf_type.elements_only(recipe.context):
         what = recipe.leaf_type.name if isinstance(recipe, PackedRecipe) else "a leaf"
         msg = (
@@ -108,10 +90,9 @@ def recast(verb: str, recipe: Recipe, dtype: torch.dtype, path: Path) -> tuple[R
             f"{what or 'leaf'} made of several. Leave it out with where, or convert it yourself."
         )
         raise UnsupportedLeaf(msg, path)
-    count = len(recipe.leaf_type.essential(recipe.context, recipe.inner))
-    inner = [recast(verb, part, dtype, path) for part in recipe.inner[:count]]
+    inner = [recast(verb, part, dtype, path) for part in recipe.inner]
     parts = [part for _, found in inner for part in found]
-    fresh = (*(part for part, _ in inner), *recipe.inner[count:])
+    fresh = tuple([part for part, _ in inner])
     return replace(recipe, context=recipe.leaf_type.with_dtype(recipe.context, dtype), inner=fresh), parts
 
 
@@ -136,14 +117,9 @@ def _check_ties(
 
 
 def _converted(
-    verb: str,
-    parts: Sequence[torch.Tensor],
-    changing: dict[int, int],
-    dtype: torch.dtype,
-    paths: Sequence[Path],
-    *,
-    saturate: bool,
+    verb: str, parts: Sequence[torch.Tensor], changing: dict[int, int], dtype: torch.dtype, paths: Sequence[Path]
 ) -> list[torch.Tensor]:
+    """Return plain tensors, those that change on spans of another dtype, as they lie on theirs."""
     result = list(parts)
     refused: list[Difference] = []
     for own in {parts[part].dtype for part in changing}:
@@ -156,22 +132,17 @@ def _converted(
             tensor, size = parts[members[source]], own.itemsize
             whole = torch.empty(0, dtype=own, device=tensor.device)
             whole.set_(tensor.untyped_storage(), start // size, ((stop - start) // size,), (1,))
-            fresh = whole.to(dtype)
-            if saturate and not whole.is_meta and out_of_range(whole, dtype, fresh):
-                fresh = saturated(whole, dtype)
-            spans.append(fresh)
+            spans.append(whole.to(dtype))
         for index, part in enumerate(members):
             view = spans[layout.span_of[index]].as_strided(
                 columns.shapes[index], columns.strides[index], layout.offsets[index]
             )
             # Not of the whole span: what lies between views is no element of the tree.
-            if not saturate and not view.is_meta and (found := out_of_range(parts[part], dtype, view)):
+            if not view.is_meta and (found := out_of_range(parts[part], dtype, view)):
                 refused.append(Difference(paths[changing[part]], "range", *found))
             if columns.neg[index]:
                 set_bits(view, conj=False, neg=True)
             result[part] = view
     if refused:
-        raise TreeMismatch.between(
-            verb, refused, "Pass saturate=True to store the largest value that there is instead."
-        )
+        raise TreeMismatch.between(verb, refused, RANGE_REMEDY)
     return result

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from statetree.declare import cached_property
 from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
-from statetree.leaves.builtin import settled, taken_over
-from statetree.leaves.casting import castable, out_of_range, saturated
+from statetree.leaves.builtin import is_value, materialized
+from statetree.leaves.casting import RANGE_REMEDY, castable, out_of_range
 from statetree.leaves.pairing import LeafPairing, leave_out_differences, paired_parts
 from statetree.leaves.parts import Unpacked, unpack
 from statetree.leaves.ties import ObjectTies, object_ties
@@ -16,12 +16,7 @@ from statetree.spans.layout import check_memory, extents
 from statetree.spans.memory import Memory
 from statetree.spans.overlaps import all_disjoint, conflicts, once, overlaps_itself, reads_of_written
 from statetree.spans.replicate import replicate_columns
-from statetree.torch_internals import (
-    COPIED_AS_INTEGERS,
-    can_negate,
-    copy_all,
-    plain_pair,
-)
+from statetree.torch_internals import COPIED_AS_INTEGERS, can_negate, copy_all, plain_pair
 from statetree.tree.flatten import unflatten
 
 if TYPE_CHECKING:
@@ -39,25 +34,17 @@ def prepared_copy(
     dst: Any,
     *,
     cast: bool = False,
-    saturate: bool = False,
     where: Where | None = None,
     strict: bool = True,
     on_missing: Callable[[Difference], object] | None = None,
 ) -> tuple[Any, Callable[[], None]]:
-    """Do all of ``copy_into`` but the writing: return what it returns, and the function that writes.
-
-    Raises:
-        TreeMismatch, UnsupportedLeaf, CyclicTree: What ``copy_into`` raises. The function does not raise any more.
-    """
+    """Do all of ``copy_into`` but the writing: return what it returns, and the function that writes."""
     pairing = LeafPairing(verb, src, dst, where=where, strict=strict)
     differences = leave_out_differences(pairing, plain=False, dtypes=not cast)
     job = _CopyJob(pairing)
     if not differences:
         job.tie_objects()
-    differences = [*differences, *job.differences(cast=cast)]
-    if not differences and not saturate:
-        differences = job.out_of_range()
-    job.saturate = saturate
+    differences = [*differences, *job.differences(cast=cast)] or job.out_of_range()
     if differences:
         raise _refusal(verb, differences, pairing)
     if on_missing is not None:
@@ -77,7 +64,7 @@ def _refusal(verb: str, differences: Sequence[Difference], pairing: LeafPairing)
         "Nothing was written.": not kinds <= {"dtype"},
         "Convert the source, or pass cast=True where no precision that matters is lost.": "dtype" in kinds,
         "Pass strict=False to copy what both trees have.": "missing" in kinds and not pairing.missing,
-        "Pass saturate=True to store the largest value that there is instead.": kinds <= {"range"},
+        RANGE_REMEDY: kinds <= {"range"},
         "Use reshard to change a layout.": bool(kinds & {"placements", "mesh"}),
         "Use distribute to cut whole tensors into shards.": ("Tensor", "DTensor") in classes,
         "Use gather to make whole tensors of shards.": ("DTensor", "Tensor") in classes,
@@ -92,17 +79,14 @@ class _CopyJob:
 
     def __init__(self, pairing: LeafPairing) -> None:
         self.pairing = pairing
-        self.leaves = list(pairing.bare)  # the leaf that each pair of tensors belongs to
+        self.leaves = list(pairing.ordinary)  # the leaf that each pair of tensors belongs to
         self.sources, self.targets = pairing.columns
         self.found: list[Difference] = []
-        self.saturate = False
         # The source decides: what it holds in plain form is taken over whatever the destination holds.
-        self.taken = [*pairing.atoms, *(index for index in pairing.others if taken_over(pairing.left[index]))]
-        general = [index for index in pairing.others if not taken_over(pairing.left[index])]
+        self.taken = [*pairing.atoms, *(index for index in pairing.others if is_value(pairing.left[index]))]
+        general = [index for index in pairing.others if not is_value(pairing.left[index])]
         if general:
-            sources, targets = list(self.sources.tensors), list(self.targets.tensors)
-            self._add_parts(general, sources, targets)
-            self.sources, self.targets = Columns(sources), Columns(targets)
+            self._add_parts(general)
 
     @cached_property
     def disjoint(self) -> bool:
@@ -112,15 +96,18 @@ class _CopyJob:
     def _path(self, index: int) -> Any:
         return self.pairing.spec.paths()[index]
 
-    def _add_parts(self, general: list[int], sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    def _refuse(self, index: int, kind: str, left: Any, right: Any) -> None:
+        self.found.append(Difference(self._path(index), kind, left, right))
+
+    def _add_parts(self, general: list[int]) -> None:
+        """Pair the tensors inside leaves that are no plain tensors."""
         left, right = (
             unpack(
-                "copy_into",
-                [settled(leaves[index]) for index in general],
-                lambda: list(map(self._path, general)),
+                "copy_into", [materialized(leaves[index]) for index in general], lambda: list(map(self._path, general))
             )
             for leaves in (self.pairing.left, self.pairing.right)
         )
+        pairs = []
         for position, part_a, part_b in paired_parts(left, right):
             index = general[position]
             if part_a is None or part_b is None:
@@ -133,31 +120,35 @@ class _CopyJob:
                 self._refuse(index, "meta", a.device, b.device)
             elif a.numel() and not a.is_meta:
                 self.leaves.append(index)
-                sources.append(a)
-                targets.append(b)
-
-    def _refuse(self, index: int, kind: str, left: Any, right: Any) -> None:
-        self.found.append(Difference(self._path(index), kind, left, right))
+                pairs.append((a, b))
+        self.sources = Columns([*self.sources.tensors, *(a for a, _ in pairs)])
+        self.targets = Columns([*self.targets.tensors, *(b for _, b in pairs)])
 
     def differences(self, *, cast: bool) -> list[Difference]:
-        """Return why the tensors cannot be copied, as far as it does not show in the leaves' facts."""
+        """Return why elements cannot be written there, as far as it does not show in the leaves' facts."""
         if not all(self.targets.contiguous):
             self._leave_out_repeated()
-        self._check_dtypes(cast=cast)
+        for index in self._converted():
+            a, b = self.sources.dtypes[index], self.targets.dtypes[index]
+            if not (cast and castable(a, b)):
+                self._refuse(self.leaves[index], "dtype", a, b)
         self._check_negatives()
         self._check_memory(self.sources)
         self._check_memory(self.targets)
-        if any(self.targets.inference):
-            self._refuse_targets(self.targets.inference, "writability", "an inference tensor")
+        for index, is_inference in zip(self.leaves, self.targets.inference, strict=True):
+            if is_inference:
+                self._refuse(index, "writability", "a tensor to copy", "an inference tensor")
         if not self.found and not self.disjoint:
             for first, second in conflicts(self.targets, self.sources):
                 partner = self._path(self.leaves[second])
-                self._refuse(
-                    self.leaves[first],
-                    "overlap",
-                    "values of its own",
-                    f"a tensor that overlaps {partner}",
-                )
+                self._refuse(self.leaves[first], "overlap", "values of its own", f"a tensor that overlaps {partner}")
+        return self.found
+
+    def out_of_range(self) -> list[Difference]:
+        """Return which tensors hold values that are too large for the dtype that they are converted to."""
+        for index in self._converted():
+            if found := out_of_range(self.sources.tensors[index], self.targets.dtypes[index]):
+                self._refuse(self.leaves[index], "range", *found)
         return self.found
 
     def _leave_out_repeated(self) -> None:
@@ -177,17 +168,6 @@ class _CopyJob:
         if crossing:
             self.targets, self.sources = (Columns(list(side)) for side in zip(*pairs, strict=True))
 
-    def _refuse_targets(self, flags: Sequence[bool], kind: str, what: str) -> None:
-        for index, flag in zip(self.leaves, flags, strict=True):
-            if flag:
-                self._refuse(index, kind, "a tensor to copy", what)
-
-    def _check_dtypes(self, *, cast: bool) -> None:
-        for index in self._converted():
-            a, b = self.sources.dtypes[index], self.targets.dtypes[index]
-            if not (cast and castable(a, b)):
-                self._refuse(self.leaves[index], "dtype", a, b)
-
     def _converted(self) -> list[int]:
         """Return which tensors are given another dtype."""
         if len(self._dtypes) <= 1:
@@ -200,23 +180,14 @@ class _CopyJob:
         """All dtypes of sources and targets."""
         return {*self.sources.dtypes, *self.targets.dtypes}
 
-    def out_of_range(self) -> list[Difference]:
-        """Return which tensors hold values that are too large for the dtype that they are converted to."""
-        for index in self._converted():
-            dtype = self.targets.dtypes[index]
-            if found := out_of_range(self.sources.tensors[index], dtype):
-                self._refuse(self.leaves[index], "range", *found)
-        return self.found
-
     def _check_negatives(self) -> None:
         """Refuse negative bits on what torch cannot negate: only its private functions set them there."""
         if all(map(can_negate, self._dtypes)):
             return
         bits = zip(self.sources.neg, self.targets.neg, self.sources.dtypes, self.targets.dtypes, strict=True)
         for index, (neg, target_neg, dtype, target_dtype) in enumerate(bits):
-            if neg == target_neg and dtype == target_dtype:
-                continue
-            if (neg and not can_negate(dtype)) or (target_neg and not can_negate(target_dtype)):
+            is_kept = neg == target_neg and dtype == target_dtype
+            if not is_kept and ((neg and not can_negate(dtype)) or (target_neg and not can_negate(target_dtype))):
                 self._refuse(self.leaves[index], "negative bit", neg, target_neg)
 
     def _check_memory(self, columns: Columns) -> None:
@@ -262,31 +233,27 @@ class _CopyJob:
 
     def tie_objects(self) -> None:
         """Let objects be tied to what is written; refuse those that share memory with a source and could not."""
-        ties = self._ties
+        ties, owners, parts = self._ties, self._unpacked.owners, self._unpacked.parts
         for part, source in ties.lost:
             partner = self._path(self.leaves[source]) or "<root>"
-            index = self.taken[self._unpacked.owners[part]]
-            self._refuse(index, "ties", f"a view on the memory of {partner}", "a tensor without such a view")
+            wanted = f"a view on the memory of {partner}"
+            self._refuse(self.taken[owners[part]], "ties", wanted, "a tensor without such a view")
         if ties.written:
-            self.leaves += [self.taken[self._unpacked.owners[part]] for part in ties.written]
-            sources = [self._unpacked.parts[part] for part in ties.written]
-            self.sources = Columns([*self.sources.tensors, *sources])
-            self.targets = Columns([*self.targets.tensors, *[ties.views[part] for part in ties.written]])
+            self.leaves += [self.taken[owners[part]] for part in ties.written]
+            self.sources = Columns([*self.sources.tensors, *(parts[part] for part in ties.written)])
+            self.targets = Columns([*self.targets.tensors, *(ties.views[part] for part in ties.written)])
 
     def result(self) -> list[Any]:
         """Return the leaves of the resulting tree."""
         if not self.taken:
             return self.pairing.right
+        views = self._ties.views
+        parts = list(self._unpacked.parts)
+        copied = [index for index in range(len(parts)) if index not in views]
+        fresh = dict(zip(copied, copies_of(Columns([parts[index] for index in copied])), strict=True))
+        leaves = self._unpacked.pack([views.get(index, fresh.get(index, part)) for index, part in enumerate(parts)])
         result = list(self.pairing.right)
-        columns, tied = self._unpacked.columns, self._ties.views
-        parts = list(columns.tensors)
-        copied = [index for index in range(len(parts)) if index not in tied]
-        for index, copy in zip(copied, copies_of(Columns([parts[index] for index in copied])), strict=True):
-            parts[index] = copy
-        for index, view in tied.items():
-            parts[index] = view
-        fresh = self._unpacked.pack(parts)
-        for index, leaf in zip(self.taken, fresh, strict=True):
+        for index, leaf in zip(self.taken, leaves, strict=True):
             result[index] = leaf
         return result
 
@@ -298,9 +265,6 @@ class _CopyJob:
             copies = copies_of(Columns([sources[index] for index in moved]))
             for index, fresh in zip(moved, copies, strict=True):
                 sources[index] = fresh
-        for index in self._converted() if self.saturate else ():
-            if out_of_range(sources[index], targets[index].dtype):
-                sources[index] = saturated(sources[index], targets[index].dtype)
         for index in self._special():
             targets[index], sources[index] = plain_pair(targets[index], sources[index])
         copy_all(targets, sources)

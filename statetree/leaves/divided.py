@@ -19,26 +19,19 @@ from statetree.tree.registry import register_container
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import torch
-
     from statetree.key_paths import Path
     from statetree.leaves.engine_type import EngineLeafType
     from statetree.tree.spec import TreeSpec
 
 
 class DividedLeaf:
-    """A leaf by its parts, in the place of the leaf.
-
-    Attributes:
-        text: What the leaf is beside its parts, which must be the same on all ranks, and in trees that match.
-        parts: The parts, by their names.
-    """
+    """A leaf by its parts, in the place of the leaf."""
 
     __slots__ = ("parts", "text")
 
     def __init__(self, text: str, parts: dict[str, Any]) -> None:
-        self.text = text
-        self.parts = parts
+        self.text = text  # what it is beside its parts, which must be the same on all ranks, and in trees that match
+        self.parts = parts  # by their names
 
     @staticmethod
     def _statetree_text(metadata: tuple[str, Sequence[str]]) -> str:
@@ -60,31 +53,17 @@ register_container(
 
 
 class Outline(NamedTuple):
-    """Which leaves of a lowered tree are parts of one leaf.
+    """Which leaves of a lowered tree are parts of one leaf."""
 
-    Attributes:
-        spec: The structure of the tree, down to its leaves.
-        counts: For each leaf that is divided how many leaves of the lowered tree stand for it.
-    """
-
-    spec: TreeSpec
-    counts: Mapping[int, int]
+    spec: TreeSpec  # the structure of the tree, down to its leaves
+    counts: Mapping[int, int]  # for each leaf that is divided how many leaves of the lowered tree stand for it
 
     def owners(self) -> list[int]:
         """Return, for each leaf of the lowered tree, the leaf that it belongs to."""
         return [leaf for leaf in range(self.spec.num_leaves) for _ in range(self.counts.get(leaf, 1))]
 
     def lift(self, verb: str, parts: Sequence[Any], recipes: Mapping[Path, Recipe]) -> Any:
-        """Return the tree again.
-
-        Args:
-            verb: On whose behalf, for messages.
-            parts: The leaves of the lowered tree, or others in their places.
-            recipes: How divided leaves are put together, by their paths.
-
-        Raises:
-            UnsupportedLeaf: If a leaf cannot be put together of its parts.
-        """
+        """Return the tree again, of the leaves of the lowered tree, or others in their places, by recipes for paths."""
         if not self.counts:
             return self.spec.unflatten(parts)
         paths = self.spec.paths()
@@ -95,53 +74,34 @@ class Outline(NamedTuple):
             count = self.counts.get(leaf)
             own = parts[position : position + (1 if count is None else count)]
             position += len(own)
+            if count is None:
+                leaves.append(own[0])
+                continue
+            recipe = recipes[paths[leaf]]
+            key = (id(recipe.leaf), *map(id, own))  # a leaf in two places is one again
             try:
-                if count is None:
-                    leaves.append(own[0])
-                    continue
-                recipe = recipes[paths[leaf]]
-                key = (id(recipe.leaf), *map(id, own))  # a leaf in two places is one again
                 if key not in made:
                     made[key] = recipe.lift(own)
-                leaves.append(made[key])
             except Exception as error:
                 whole = [recipes[path].leaf if path in recipes else None for path in paths]
                 raise located_error(verb, "put together", error, lambda: paths, whole, leaf) from error
+            leaves.append(made[key])
         return self.spec.unflatten(leaves)
-
-
-class Attribute(NamedTuple):
-    """What a leaf is unpacked into beside its elements, in attributes: it is no part, and is copied."""
-
-    value: Any
-
-    def copied(self) -> Any:
-        """Return a value of its own for another leaf."""
-        return replicated("copy", self.value, Memory(), copy=True)
 
 
 @dataclass(slots=True, eq=False)
 class Recipe:
-    """How a divided leaf is put together of its parts.
-
-    Attributes:
-        leaf: The leaf.
-        leaf_type: Its leaf type.
-        context: What ``pack`` needs beside the parts.
-        inner: For each value that it is unpacked into: how that is put together, if it is divided itself; the value,
-            if it is an attribute; otherwise ``None``.
-        parts: The leaf's own parts, in a flat list.
-        whole: Its global shape and strides, if it is the local tensor of a ``DTensor``, or lies in one.
-        text: What it is beside its parts.
-    """
+    """How a divided leaf is put together of its parts."""
 
     leaf: Any
     leaf_type: EngineLeafType
-    context: Any
-    inner: Sequence[Recipe | Attribute | None]
-    parts: Sequence[Any]
+    context: Any  # what putting it together needs beside the parts
+    attributes: Any  # what it carries beside its elements: no part of it, and copied
+    inner: Sequence[Recipe | None]  # for each value that it is made of how that is put together, if it is divided, too
+    parts: Sequence[Any]  # the leaf's own parts, in a flat list
+    #: Its global shape and strides, if it is a ``DTensor``, or lies in the local tensor of one.
     whole: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    text: str = ""
+    text: str = ""  # what it is beside its parts
 
     def lift(self, parts: Sequence[Any]) -> Any:
         """Return the leaf again, of other parts: each rank's own chunks, or whole tensors."""
@@ -149,33 +109,34 @@ class Recipe:
             return self.leaf
         values: list[Any] = []
         position = 0
-        for how in self.inner:
-            if isinstance(how, Recipe):
-                values.append(how.lift(parts[position : position + len(how.parts)]))
-                position += len(how.parts)
-            elif isinstance(how, Attribute):
-                values.append(how.copied())
-            else:
+        for inside in self.inner:
+            if inside is None:
                 values.append(_given(self.parts[position], parts[position]))
                 position += 1
+            else:
+                values.append(inside.lift(parts[position : position + len(inside.parts)]))
+                position += len(inside.parts)
         are_chunks = any(isinstance(part, LeafPart) for part in parts)
-        if self.leaf_type.local_tensor is not None and not are_chunks:
-            return self.leaf_type.gathered(self.leaf, self.context, values)
-        context = self.context
+        context, leaf_type = self.context, self.leaf_type
         if self.whole is not None and not are_chunks:
-            context = self.leaf_type.reshaped(context, *self.whole)
-        made = self.leaf_type.pack_parts(context, values)
-        if self.whole is not None and not are_chunks and tuple(made.shape) != self.whole[0]:
+            context = leaf_type.reshaped(context, *self.whole)
+        attributes = replicated("copy", self.attributes, Memory(), copy=True) if self.attributes else None
+        made = leaf_type.assemble(context, values, attributes)
+        if are_chunks:
+            return made
+        if self.whole is not None and tuple(made.shape) != self.whole[0]:
             raise self._misfit(f"a shape of {self.whole[0]}", tuple(made.shape))
-        if self.leaf_type.distributed and not are_chunks:
+        if leaf_type.distributed and leaf_type.local_tensor is None:
             self._check_whole(made)
         return made
 
     def _check_whole(self, made: Any) -> None:
         """Raise ``UnsupportedLeaf`` if a value of whole parts says that it holds other chunks."""
-        for part in self.leaf_type.distributed_parts(made):
-            chunks = None if part is None else [(tuple(tensor.shape), start) for tensor, start in _chunks(part)]
-            expected = None if part is None else [(part.shape, (0,) * len(part.shape))]
+        for part in self.leaf_type.distributed_parts(made, self.leaf_type.contents(made)[0]):
+            if part is None:
+                continue
+            chunks = [(tuple(tensor.shape), start) for tensor, start in zip(part.tensors, part.offsets, strict=True)]
+            expected = [(part.shape, (0,) * len(part.shape))]
             if chunks != expected:
                 raise self._misfit(f"whole parts at {expected}", chunks)
 
@@ -188,13 +149,9 @@ class Recipe:
         return UnsupportedLeaf(msg)
 
 
-def _chunks(part: Any) -> Sequence[tuple[torch.Tensor, tuple[int, ...]]]:
-    return list(zip(part.tensors, part.offsets, strict=True))
-
-
 def _given(old: Any, new: Any) -> Any:
     """Return what ``pack`` is given for a part, in the form in which ``unpack`` returned it."""
-    as_list = isinstance(old, ListedPart) and old.listed.is_listed
+    as_list = isinstance(old, ListedPart) and old.is_listed
     if isinstance(new, LeafPart) and new.stays_part:
         return new
     if isinstance(new, LeafPart):

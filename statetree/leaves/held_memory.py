@@ -25,16 +25,10 @@ _facts: Final = attrgetter("pointers", "shapes", "strides", "dtypes", "neg", "co
 
 
 class HeldMemory:
-    """The memory of leaves. It is held, so that nothing else comes to lie where it lies.
+    """The memory of some leaves of a tree. It is held, so that nothing else comes to lie where it lies.
 
     Asked again and again, this has to be quick: leaves that are plain tensors, or hold one in an attribute, are not
-    taken apart.
-
-    Args:
-        spec: The structure that the leaves belong to.
-        leaves: All leaves of it.
-        indices: Those to look at.
-        opaque: Whether tensors inside of opaque leaves are looked at as well.
+    taken apart. Tensors inside of opaque leaves are looked at if ``opaque``.
     """
 
     def __init__(self, spec: TreeSpec, leaves: Sequence[Any], indices: Sequence[int], *, opaque: bool = False) -> None:
@@ -45,7 +39,7 @@ class HeldMemory:
             leaf_type = leaf_type_of(type(leaf))
             if leaf_type is None or not leaf_type.has_elements or (leaf_type.opaque and not opaque):
                 continue
-            kind = "" if leaf_type.bare and special_layout(leaf) is None else leaf_type.local_tensor
+            kind = "" if leaf_type.native and special_layout(leaf) is None else leaf_type.local_tensor
             if kind and type(getattr(leaf, kind)) is not torch.Tensor:
                 kind = None
             self._by_kind.setdefault(kind, []).append(index)
@@ -92,5 +86,5 @@ class HeldMemory:
         if same_memory and facts == self._known:
             return None
         rows = zip(*facts, sizes, strict=True), zip(*self._known, self._sizes, strict=True)
-        place = next(place for place, (now, then) in enumerate(zip(*rows, strict=True)) if now != then)
-        return self._spec.paths()[self._owners[place]]
+        changed = next(index for index, (now, then) in enumerate(zip(*rows, strict=True)) if now != then)
+        return self._spec.paths()[self._owners[changed]]

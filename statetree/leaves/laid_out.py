@@ -12,7 +12,7 @@ from statetree.leaves.builtin import leaf_type_of
 from statetree.leaves.divided import DividedLeaf, Recipe
 from statetree.leaves.parts import Unpacked, unpack
 from statetree.leaves.replicas import replicated
-from statetree.leaves.types.converted import AxisPart
+from statetree.leaves.types.converted import AxisPart, ConvertedLeaf
 from statetree.leaves.types.part import LeafPart
 from statetree.spans.memory import Memory
 from statetree.torch_internals import copy_each, storage_key
@@ -25,15 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class LaidOutRecipe:
-    """How a tensor is put together of blocks, which are views of it.
+    """How a tensor is put together of blocks, which are views of it."""
 
-    Attributes:
-        leaf: The tensor, distributed or not.
-        parts: Its blocks.
-    """
-
-    leaf: Any
-    parts: Sequence[Any]
+    leaf: Any  # the tensor, distributed or not
+    parts: Sequence[Any]  # its blocks
 
     def lift(self, parts: Sequence[Any]) -> Any:
         """Return the tensor again, on the memory of other blocks."""
@@ -55,9 +50,8 @@ def _held(part: Any) -> Sequence[torch.Tensor]:
 def _relocated(tensor: torch.Tensor, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     """Return a tensor that lies in the memory of other views as it lies in that of the views of it.
 
-    Args:
-        tensor: The tensor.
-        pairs: Views, of this tensor and others, and what they have become.
+    ``pairs`` are views, of this tensor and others, and what they have become. Fresh memory is laid out as the old was,
+    so that one distance leads from each old view to its new one. If that does not hold, the tensor is copied together.
     """
     key = storage_key(tensor.untyped_storage())
     own = [(old, new) for old, new in pairs if storage_key(old.untyped_storage()) == key]
@@ -66,7 +60,7 @@ def _relocated(tensor: torch.Tensor, pairs: Sequence[tuple[torch.Tensor, torch.T
         return made
     places = {(storage_key(new.untyped_storage()), new.storage_offset() - old.storage_offset()) for old, new in own}
     first = own[0][1]
-    if len(places) == 1:  # the usual case: memory that was laid out alike
+    if len(places) == 1:
         _, distance = places.pop()
         return first.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() + distance)
     whole = torch.empty_strided(tensor.shape, tensor.stride(), dtype=first.dtype, device=first.device)
@@ -78,34 +72,22 @@ def _relocated(tensor: torch.Tensor, pairs: Sequence[tuple[torch.Tensor, torch.T
 
 
 def laid_out(verb: str, leaf: Any, path: Path, recipe: Recipe) -> tuple[DividedLeaf, LaidOutRecipe] | None:
-    """Divide a tensor into the blocks that another one is made of.
-
-    Args:
-        verb: On whose behalf, for messages.
-        leaf: The tensor.
-        path: Its path.
-        recipe: The other one.
-
-    Returns:
-        ``None`` if the other is not made of blocks, or the leaf is no tensor.
-    """
-    blocks = recipe.leaf_type.blocks(recipe.leaf)
+    """Divide a tensor into the blocks that another leaf is made of; ``None`` if that is not, or it is no tensor."""
     leaf_type = leaf_type_of(type(leaf))
-    if blocks is None or leaf_type is None:
+    if not isinstance(recipe.leaf, ConvertedLeaf) or leaf_type is None:
         return None
     is_spread = leaf_type.is_distributed(leaf)
-    if not is_spread and not (leaf_type.bare and leaf.layout is torch.strided and not leaf.is_nested):
+    if not is_spread and not (leaf_type.native and leaf.layout is torch.strided and not leaf.is_nested):
         return None
     shape = tuple(leaf_type.global_shape(leaf)[0] if is_spread else leaf.shape)
     if shape != tuple(recipe.leaf.shape):
         difference = Difference(path, "shape", tuple(recipe.leaf.shape), shape)
         raise TreeMismatch.between(verb, [difference], "Convert to the shape that is expected.")
-    parts: list[Any] = []
-    for region, sizes in blocks:
-        if is_spread:
-            parts.append(AxisPart(leaf, leaf_type, region, sizes))
-        else:
-            parts.append(region.view(leaf.detach().as_subclass(torch.Tensor), sizes))
+    blocks = recipe.leaf.blocks()
+    parts: list[Any] = [AxisPart(leaf, leaf_type, *block) for block in blocks] if is_spread else []
+    if not is_spread:
+        plain = leaf.detach().as_subclass(torch.Tensor)
+        parts = [region.view(plain, sizes) for region, sizes in blocks]
     names = recipe.leaf_type.part_names(recipe.context, len(parts))
     return DividedLeaf(recipe.text, dict(zip(names, parts, strict=True))), LaidOutRecipe(leaf, parts)
 
@@ -113,7 +95,7 @@ def laid_out(verb: str, leaf: Any, path: Path, recipe: Recipe) -> tuple[DividedL
 def refuse_converted(verb: str, recipes: Mapping[Path, Any]) -> None:
     """Raise ``UnsupportedLeaf`` if a leaf was converted, and would be told apart from one of whole tensors."""
     for path, recipe in recipes.items():
-        if isinstance(recipe, Recipe) and recipe.leaf_type.blocks(recipe.leaf) is not None:
+        if isinstance(recipe.leaf, ConvertedLeaf) and isinstance(recipe, Recipe):
             msg = (
                 f"{verb}: the leaf at {path or '<root>'} was converted, and no rank has its elements as they will lie: "
                 "expected a tensor or a DTensor. Gather or reshard the tree first."

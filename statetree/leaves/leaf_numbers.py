@@ -13,10 +13,10 @@ import torch
 
 from statetree.chunks.boxes import whole_box
 from statetree.key_paths import exactly
-from statetree.leaves.builtin import facts, leaf_type_of
+from statetree.leaves.builtin import OPAQUE, facts, leaf_type_of
 from statetree.leaves.pairing import paired_parts
 from statetree.leaves.parts import PackedRecipe, unpack
-from statetree.leaves.types.opaque import OpaqueType, Rest, TakeApart
+from statetree.leaves.types.opaque import Rest, TakeApart
 from statetree.spans.sums import ALL, piece_sums
 
 if TYPE_CHECKING:
@@ -52,11 +52,7 @@ def tensor_number(dtype: torch.dtype, shape: Sequence[int], sums: torch.Tensor |
 
 
 def value_number(value: Any) -> int:
-    """Return a number for a leaf that is no strided tensor: a plain value, a sparse tensor, an opaque object.
-
-    Raises:
-        UnsupportedLeaf: If it cannot be taken apart. ``%PATH%`` in the message stands for its path.
-    """
+    """Return a number for a leaf that is no strided tensor: a plain value, a sparse tensor, an opaque object."""
     leaf_type = leaf_type_of(type(value))
     if leaf_type is None:
         return text_number("value", value_text(value))
@@ -64,12 +60,11 @@ def value_number(value: Any) -> int:
         return text_number("value", str(_plain_facts(value)))
     unpacked = unpack("digest", [value], list)
     found: list[bytes] = [str(_plain_facts(value)).encode("utf-8", "surrogatepass")]
-    if isinstance(leaf_type, OpaqueType) and leaf_type.opaque:
-        recipe = unpacked.recipe(0)
-        assert isinstance(recipe, PackedRecipe)
-        rest: Rest = recipe.context
+    recipe = unpacked.recipe(0)
+    if isinstance(recipe, PackedRecipe) and isinstance(recipe.context, Rest):
+        rest = recipe.context
         if pickle.EMPTY_SET in rest.skeleton or pickle.FROZENSET in rest.skeleton:
-            _, rest = leaf_type.taken_apart(value, _SetsByValue(io.BytesIO(), leaf_type_of))
+            _, rest = OPAQUE.taken_apart(value, _SetsByValue(io.BytesIO(), leaf_type_of))
         found.append(value_text(rest).encode("utf-8", "surrogatepass"))
     for _, index, _ in paired_parts(unpacked, unpacked):
         assert index is not None

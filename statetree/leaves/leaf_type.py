@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from statetree.chunks.cuts import Cut, cut_alike
+from statetree.errors import UnsupportedLeaf
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -18,8 +19,8 @@ Chunks = tuple["Sequence[int]", "Sequence[Sequence[int]]"]
 class LeafType:
     """How values of one class are taken apart into tensors, and put together again.
 
-    Derive from it, and register the class with ``register_leaf_type``. ``unpack`` and ``pack`` are what every leaf type
-    has; all other methods have defaults. ``layout`` is for values of which the ranks of a group hold different chunks.
+    Derive from it, define ``unpack`` and ``pack``, and register the class with ``register_leaf_type``. All methods have
+    defaults. ``layout`` is for values of which the ranks of a group hold different chunks.
 
     Attributes:
         name: What values are called in comparisons and messages; by default their class's name.
@@ -48,13 +49,24 @@ class LeafType:
     def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
         """Return the tensors inside a value, and the context that ``pack`` needs beside them.
 
-        The tensors may be of any leaf type themselves. A tensor that *is* the value is taken as plain.
+        The tensors may be of any leaf type themselves. A tensor that *is* the value is taken as plain. By default a
+        value is refused: nobody else can tell which tensors make it up.
         """
-        raise NotImplementedError
+        raise self._lacks("unpack", type(value).__qualname__)
 
-    def pack(self, context: Any, parts: Sequence[Any]) -> Any:
-        """Return a fresh value from the context and new tensors in place of those of ``unpack``."""
-        raise NotImplementedError
+    def pack(self, context: Any, parts: Sequence[Any]) -> Any:  # noqa: ARG002 - for others
+        """Return a fresh value from the context and new tensors in place of those of ``unpack``.
+
+        By default it is refused.
+        """
+        raise self._lacks("pack", self.name or type(self).__qualname__)
+
+    def _lacks(self, method: str, what: str) -> UnsupportedLeaf:
+        msg = (
+            f"the leaf at %PATH% ({what}) has a leaf type without {method}: expected unpack and pack. Define both in "
+            f"{type(self).__qualname__}."
+        )
+        return UnsupportedLeaf(msg)
 
     def describe(self, value: Any) -> Mapping[str, Any]:  # noqa: ARG002 - for others
         """Return the facts, by name, that must agree for one value's bytes to be copied into another's.
@@ -73,9 +85,9 @@ class LeafType:
 
         Returns:
             For each part its global shape, and where each of this rank's chunks begins in it; ``None`` for a part
-            that each rank has as a whole.
+            that each rank has as a whole, as all are by default.
         """
-        raise NotImplementedError
+        return [None] * len(self.unpack(value)[0])
 
     def part_names(self, context: Any, count: int) -> Sequence[str]:  # noqa: ARG002 - for others
         """Return the names of what ``unpack`` returns, for the paths of parts. By default they are numbered."""

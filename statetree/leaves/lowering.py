@@ -15,8 +15,9 @@ import torch
 
 from statetree.chunks.cuts import Cut
 from statetree.errors import TreeMismatch
-from statetree.leaves.builtin import is_distributed, leaf_type_of, settled
-from statetree.leaves.divided import Attribute, DividedLeaf, Outline, Recipe
+from statetree.leaves.builtin import is_distributed, leaf_type_of, materialized
+from statetree.leaves.divided import DividedLeaf, Outline, Recipe
+from statetree.leaves.engine_type import DistributedPart
 from statetree.leaves.laid_out import laid_out
 from statetree.leaves.leaf_numbers import value_text
 from statetree.leaves.location import located_error
@@ -26,28 +27,19 @@ from statetree.spans.sums import ALL, whole_sums
 
 if TYPE_CHECKING:
     from statetree.key_paths import Path
-    from statetree.leaves.engine_type import DistributedPart, EngineLeafType
+    from statetree.leaves.engine_type import EngineLeafType, LeafContents
     from statetree.tree.spec import TreeSpec
 
 
 class Lowered(NamedTuple):
-    """A tree down to the parts of its leaves.
+    """A tree down to the parts of its leaves."""
 
-    Attributes:
-        leaves: The parts and plain values.
-        spec: The structure down to these.
-        outline: Which of them belong to one leaf.
-        recipes: How divided leaves are put together again, by their paths.
-        outer: The leaves, undivided.
-        texts: What divided leaves are beside their parts, by their paths.
-    """
-
-    leaves: list[Any]
-    spec: TreeSpec
-    outline: Outline
-    recipes: Mapping[Path, Recipe]
-    outer: list[Any]
-    texts: Mapping[Path, str]
+    leaves: list[Any]  # the parts and plain values
+    spec: TreeSpec  # the structure down to these
+    outline: Outline  # which of them belong to one leaf
+    recipes: Mapping[Path, Recipe]  # how divided leaves are put together again, by their paths
+    outer: list[Any]  # the leaves, undivided
+    texts: Mapping[Path, str]  # what divided leaves are beside their parts, by their paths
 
 
 def lower(
@@ -66,11 +58,8 @@ def lower(
         leaves: The leaves of the tree.
         spec: Its structure.
         flatten: Takes a tree apart as this one was.
-        also: Others to divide: those that are divided in a tree that this one is matched with, as they are there.
+        also: What else to divide: what is divided in a tree that this one is matched with, as it is there.
         wanted: Says of a leaf that is made of tensors (``is_divisible``) whether it is divided in any case.
-
-    Raises:
-        UnsupportedLeaf: If a leaf cannot be taken apart.
     """
     recipes: dict[Path, Any] = {}
     divided: dict[int, DividedLeaf] = {}
@@ -109,18 +98,23 @@ def is_several(leaf: Any) -> bool:
     if type(leaf) is torch.Tensor:
         return False
     leaf_type = leaf_type_of(type(leaf))
-    if leaf_type is None or leaf_type.opaque or leaf_type.bare or leaf_type.settles or not leaf_type.has_elements:
+    if leaf_type is None or not _has_parts(leaf_type):
         return False
     if leaf_type.is_distributed(leaf):
         return leaf_type.local_tensor is not None and _is_made_of_parts(getattr(leaf, leaf_type.local_tensor))
     return hides_distributed(leaf)
 
 
+def _has_parts(leaf_type: EngineLeafType) -> bool:
+    """Whether values are found to be made of tensors by their own class, and are none themselves."""
+    return leaf_type.has_elements and not (leaf_type.opaque or leaf_type.native or leaf_type.deferred)
+
+
 def _is_made_of_parts(local: Any) -> bool:
     if type(local) is torch.Tensor or hasattr(local, "__create_chunk_list__"):
         return False
-    leaf_type = leaf_type_of(type(settled(local)))
-    return leaf_type is not None and not leaf_type.bare and leaf_type.has_elements
+    leaf_type = leaf_type_of(type(materialized(local)))
+    return leaf_type is not None and not leaf_type.native and leaf_type.has_elements
 
 
 def is_made_of_tensors(leaf: Any) -> bool:
@@ -134,7 +128,7 @@ def is_made_of_tensors(leaf: Any) -> bool:
 def is_divisible(leaf: Any) -> bool:
     """Whether a leaf is made of tensors that are found in it by its own class."""
     leaf_type = leaf_type_of(type(leaf))
-    if leaf_type is None or leaf_type.opaque or leaf_type.bare or leaf_type.settles or not leaf_type.has_elements:
+    if leaf_type is None or not _has_parts(leaf_type):
         return False
     return not leaf_type.is_distributed(leaf) and getattr(leaf, "layout", None) is not torch.jagged
 
@@ -142,44 +136,45 @@ def is_divisible(leaf: Any) -> bool:
 def _divide(leaf: Any) -> tuple[DividedLeaf, Recipe]:
     leaf_type = leaf_type_of(type(leaf))
     assert leaf_type is not None
-    inner, context = leaf_type.unpack_parts(leaf)
+    contents = leaf_type.contents(leaf)
+    inner = contents[0]
     if leaf_type.local_tensor is None:
-        rows = leaf_type.distributed_parts(leaf)
-        given = [_listed(part, row, among=rows) for part, row in zip(inner, rows, strict=True)]
-        return _assembled(leaf, leaf_type, context, given)
+        rows = leaf_type.distributed_parts(leaf, inner)
+        pairs = zip(inner, rows, strict=True)
+        return _assembled(leaf, leaf_type, contents, [_listed(part, row, among=rows) for part, row in pairs])
     from statetree.leaves.types.dtensor import part_maker
 
-    inside = _divide_local(settled(inner[0]), part_maker(leaf), (*map(Cut, range(leaf.dim())),), leaf.stride())
-    _, recipe = _assembled(leaf, leaf_type, context, [inside, *inner[1:]])
-    return inside[0], recipe
+    whole = tuple(leaf.shape), leaf.stride()
+    inside = _divide_local(materialized(inner[0]), part_maker(leaf), (*map(Cut, range(leaf.dim())),), whole[1])
+    return inside[0], _assembled(leaf, leaf_type, contents, [inside], whole)[1]
 
 
 def _listed(part: Any, row: DistributedPart | None, among: Sequence[Any]) -> Any:
     """Return what stands for a part of a leaf of which ``layout`` says a row."""
     if row is not None:
         return ListedPart(row)
-    is_chosen_alike = any(among) and type(part) is torch.Tensor and part.layout is torch.strided
-    return WholePart(part) if is_chosen_alike else part
+    if not any(among) or type(part) is not torch.Tensor or part.layout is not torch.strided:
+        return part
+    return WholePart(DistributedPart([part], tuple(part.shape), [(0,) * part.dim()], is_listed=False))
 
 
 def _assembled(
-    leaf: Any, leaf_type: EngineLeafType, context: Any, given: Sequence[Any], whole: Any = None
+    leaf: Any, leaf_type: EngineLeafType, contents: LeafContents, given: Sequence[Any], whole: Any = None
 ) -> tuple[DividedLeaf, Recipe]:
-    """Divide a leaf that is unpacked: ``given`` are its parts, or what they are divided into, and its attributes."""
-    elements = len(leaf_type.essential(context, given))
+    """Divide a leaf: ``given`` are its parts, or what they are divided into."""
+    _, context, attributes = contents
     parts: dict[str, Any] = {}
-    inner: list[Recipe | Attribute | None] = []
+    inner: list[Recipe | None] = []
     flat: list[Any] = []
-    for place, (name, part) in enumerate(zip(leaf_type.part_names(context, len(given)), given, strict=True)):
-        if place >= elements:
-            inner.append(Attribute(part))
-            continue
+    names = leaf_type.part_names(context, len(given))
+    for name, part in zip(names, given, strict=True):
         inside, recipe = part if type(part) is tuple else _divide(part) if is_several(part) else (part, None)
         parts[name] = inside
         inner.append(recipe)
         flat += [inside] if recipe is None else recipe.parts
     text = _text(leaf, leaf_type)
-    return DividedLeaf(text, parts), Recipe(leaf, leaf_type, context, inner, flat, whole, text)
+    recipe = Recipe(leaf, leaf_type, context, attributes, inner, flat, whole, text)
+    return DividedLeaf(text, parts), recipe
 
 
 def _divide_local(
@@ -188,29 +183,24 @@ def _divide_local(
     cuts: tuple[Cut | None, ...],
     stride: Sequence[int] | None = None,
 ) -> tuple[DividedLeaf, Recipe]:
-    """Divide the local tensor of a ``DTensor``, or a tensor inside it.
+    """Divide the local tensor of a ``DTensor``, or a tensor inside it, whose dims follow those of the ``DTensor``.
 
-    Args:
-        local: The tensor.
-        as_part: Makes parts of the ``DTensor``.
-        cuts: How the dims of ``local`` follow those of the ``DTensor``.
-        stride: The strides of what ``local`` is the chunk of; by default dense ones, in the same order.
+    The strides of what it is the chunk of are by default dense, in the same order.
     """
     leaf_type = leaf_type_of(type(local))
     assert leaf_type is not None
-    inner, context = leaf_type.unpack(local)
-    given: list[Any] = list(inner)
-    tensors = leaf_type.essential(context, inner)
-    for place, (tensor, own) in enumerate(zip(tensors, leaf_type.cuts(local, tensors), strict=True)):
+    contents = leaf_type.contents(local)
+    given: list[Any] = []
+    for tensor, own in zip(contents[0], leaf_type.cuts(local, contents[0]), strict=True):
         followed = tuple([None if cut is None else _through(cuts[cut.dim], cut) for cut in own])
         if _is_made_of_parts(tensor):
-            given[place] = _divide_local(tensor, as_part, followed)
+            given.append(_divide_local(tensor, as_part, followed))
         else:
             plain = tensor.detach() if type(tensor) is torch.Tensor else tensor.detach().as_subclass(torch.Tensor)
-            given[place] = as_part(plain, followed)
+            given.append(as_part(plain, followed))
     shape = as_part(local, cuts).shape
     strides = _dense(shape, local.stride()) if stride is None else tuple(stride)
-    return _assembled(local, leaf_type, context, given, (shape, strides))
+    return _assembled(local, leaf_type, contents, given, (shape, strides))
 
 
 def _through(outer: Cut | None, cut: Cut) -> Cut | None:
@@ -236,30 +226,30 @@ def _text(leaf: Any, leaf_type: EngineLeafType) -> str:
     """Say what a leaf is beside its parts: its class, and its facts but shapes, which differ from rank to rank."""
     shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None
 
-    def named(value: Any) -> Any:
-        if shape is not None and isinstance(value, (list, tuple)) and tuple(value) == shape:
+    def without_shape(value: Any) -> Any:
+        if isinstance(value, (list, tuple)) and tuple(value) == shape:
             return "its shape"
         if type(value) in (list, tuple):
-            return [named(item) for item in value]
+            return [without_shape(item) for item in value]
         if isinstance(value, Mapping):
-            return {key: named(item) for key, item in value.items()}
+            return {key: without_shape(item) for key, item in value.items()}
         return value
 
-    facts = {name: named(fact) for name, fact in leaf_type.describe(leaf).items() if name not in ("shape", "class")}
-    told = ", ".join(f"{name} {value_text(fact)}" for name, fact in facts.items())
-    return f"{type(leaf).__qualname__} {told}".replace("builtins.", "").rstrip()
+    facts = leaf_type.describe(leaf).items()
+    told = [f"{name} {value_text(without_shape(fact))}" for name, fact in facts if name not in ("shape", "class")]
+    return f"{type(leaf).__qualname__} {', '.join(told)}".replace("builtins.", "").rstrip()
 
 
 def assumed_sums(parts: Sequence[Any]) -> dict[int, tuple[int, ...]]:
-    """Return numbers for the elements of those parts that ranks are taken to hold the same of, by their places.
+    """Return numbers for the elements of those parts that ranks are taken to hold the same of, by their indices.
 
     An inner tensor none of whose dims is cut with the ``DTensor`` (a scale of the whole tensor, say) must have the same
     elements on ranks that hold different chunks: nobody could tell which one's is meant.
     """
-    found = [
-        place
-        for place, part in enumerate(parts)
+    chosen = [
+        index
+        for index, part in enumerate(parts)
         if isinstance(part, LeafPart) and part.is_assumed_equal and not part.tensors[0].is_meta
     ]
-    sums = whole_sums([parts[place].tensors[0] for place in found], ALL) if found else []
-    return {place: tuple(row.tolist()) for place, row in zip(found, sums, strict=True)}
+    sums = whole_sums([parts[index].tensors[0] for index in chosen], ALL) if chosen else []
+    return {index: (*row.tolist(),) for index, row in zip(chosen, sums, strict=True)}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from statetree.errors import Difference
-from statetree.leaves.builtin import facts, is_distributed, leaf_type_of, settled, taken_over
+from statetree.leaves.builtin import facts, is_distributed, is_value, leaf_type_of, materialized
 from statetree.leaves.location import located_error
 from statetree.leaves.parts import AtomRecipe, PackedRecipe, Recipe, Unpacked, are_views, hides_distributed
 from statetree.spans.bits import safely_equal
@@ -27,21 +27,18 @@ if TYPE_CHECKING:
 
     from statetree.tree.selection import Where
 
-_BARE: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+_ORDINARY: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class LeafPairing:
-    """The leaves of two trees, side by side.
+    """The leaves of two trees, side by side: ``right`` in the order of ``left``, ``None`` where there is no partner.
 
     Attributes:
-        verb: On whose behalf, for messages.
         spec: The structure of the left tree.
-        left: The left tree's leaves.
-        right: The right tree's leaves, in the order of the left ones; ``None`` for those that have no partner.
         right_spec: The structure of the right tree.
         differences: Differences of structure. The leaves that they concern have no partner, and no position below.
         missing: Leaves that only one side has, where that is allowed.
-        bare: The positions at which both sides hold ordinary strided tensors with memory.
+        ordinary: The positions at which both sides hold ordinary strided tensors with memory.
         atoms: The positions at which both sides hold atoms.
         others: All other positions.
         columns: The columns of the ordinary tensors, left and right.
@@ -62,40 +59,43 @@ class LeafPairing:
         right_leaves, self.right_spec = flatten_for(verb, right)
         order: list[int] | None
         self.missing: list[Difference] = []
+        sides = (self.spec, self.left), (self.right_spec, right_leaves)
         if where is None and strict:
-            order, self.differences = matched(self.spec, self.left, self.right_spec, right_leaves)
+            order, self.differences = matched(*sides[0], *sides[1])
         else:
-            sides = (self.spec, self.left), (self.right_spec, right_leaves)
             common = matched_where(verb, *sides, where=where, strict=strict, either=either)
             order, self.differences, self.missing = common
         self._order, self._all_right = order, right_leaves
         self.right = right_leaves
         if order is not None:
             self.right = [right_leaves[index] if index >= 0 else None for index in order]
-        self.bare: Sequence[int] = ()
+        self.ordinary: Sequence[int] = ()
         self.atoms: Sequence[int] = ()
         self.others: Sequence[int] = ()
         self.columns = (Columns([]), Columns([]))
-        lonely = [index for index, partner in enumerate(order or ()) if partner < 0]
-        self._find_bare(lonely)
+        self._find_ordinary([index for index, partner in enumerate(order or ()) if partner < 0])
 
-    def _find_bare(self, lonely: Sequence[int]) -> None:
+    def _find_ordinary(self, lonely: Sequence[int]) -> None:
         left, right = self.left, self.right
         columns = (Columns(left), Columns(right))
         if not lonely and recognise(columns[0], memory=True) and recognise(columns[1], memory=True):
-            self.bare = range(len(left))
+            self.ordinary = range(len(left))
         else:
             classes = list(zip(map(type, left), map(type, right), strict=True))
             kinds = {pair: _kind(*pair) for pair in set(classes)}
             named = list(map(kinds.__getitem__, classes))
             for index in lonely:
                 named[index] = "lonely"
-            self.bare, self.atoms, self.others = (
-                [index for index, kind in enumerate(named) if kind == wanted] for wanted in ("bare", "atoms", "others")
+            self.ordinary, self.atoms, self.others = (
+                [index for index, kind in enumerate(named) if kind == wanted]
+                for wanted in ("ordinary", "atoms", "others")
             )
-            columns = (Columns([left[index] for index in self.bare]), Columns([right[index] for index in self.bare]))
+            columns = (
+                Columns([left[index] for index in self.ordinary]),
+                Columns([right[index] for index in self.ordinary]),
+            )
             if not all([recognise(side, memory=True) or are_views(side) for side in columns]):  # noqa: C419 - interrupts
-                self._keep_ordinary([False] * len(self.bare))
+                self._keep_ordinary([False] * len(self.ordinary))
                 return
         if _have_memory(columns[0]) and _have_memory(columns[1]):
             self.columns = columns
@@ -103,11 +103,7 @@ class LeafPairing:
             self._keep_ordinary(list(map(and_, *(map(_has_memory, side.tensors) for side in columns))))
 
     def completed(self, leaves: Sequence[Any]) -> Any:
-        """Return the right tree in fresh containers, with other leaves in the places of those that have a partner.
-
-        Args:
-            leaves: One for each leaf of the left tree. Those without a partner are ignored.
-        """
+        """Return the right tree in fresh containers, with other leaves, of the left tree, where that has a partner."""
         result = list(self._all_right)
         for index, leaf in enumerate(leaves):
             partner = index if self._order is None else self._order[index]
@@ -117,32 +113,31 @@ class LeafPairing:
 
     def leave_out(self, positions: Collection[int]) -> None:
         """Drop pairs of leaves, whose tensors need not be compared any more."""
-        self.bare, self.atoms, self.others = (
-            [index for index in kept if index not in positions] for kept in (self.bare, self.atoms, self.others)
+        self.ordinary, self.atoms, self.others = (
+            [index for index in kept if index not in positions] for kept in (self.ordinary, self.atoms, self.others)
         )
         self._find_columns()
 
     def _keep_ordinary(self, ordinary: Sequence[bool]) -> None:
         """Leave all but ordinary tensors to the general comparison."""
-        rest = [index for index, flag in zip(self.bare, ordinary, strict=True) if not flag]
+        rest = [index for index, flag in zip(self.ordinary, ordinary, strict=True) if not flag]
         self.others = sorted([*self.others, *rest])
-        self.bare = [index for index, flag in zip(self.bare, ordinary, strict=True) if flag]
+        self.ordinary = [index for index, flag in zip(self.ordinary, ordinary, strict=True) if flag]
         self._find_columns()
 
     def _find_columns(self) -> None:
         self.columns = (
-            Columns([self.left[index] for index in self.bare]),
-            Columns([self.right[index] for index in self.bare]),
+            Columns([self.left[index] for index in self.ordinary]),
+            Columns([self.right[index] for index in self.ordinary]),
         )
 
 
 def _have_memory(columns: Columns) -> bool:
     """Whether all tensors have elements, in memory that is there. It may say no where they do."""
-    on_meta = not columns.on_cpu and any(device.type == "meta" for device in set(columns.devices))
-    if on_meta:
+    if not columns.on_cpu and any(device.type == "meta" for device in set(columns.devices)):
         return False
-    place = columns.known_addresses
-    return (0 not in columns.pointers if place is None else place.with_memory) and columns.whole
+    known = columns.known_addresses
+    return (0 not in columns.pointers if known is None else known.with_memory) and columns.whole
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
@@ -150,8 +145,8 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _kind(left: type, right: type) -> str:
-    if left in _BARE and right in _BARE:
-        return "bare"
+    if left in _ORDINARY and right in _ORDINARY:
+        return "ordinary"
     return "atoms" if leaf_type_of(left) is None and leaf_type_of(right) is None else "others"
 
 
@@ -163,17 +158,17 @@ def _look_alike(left: Columns, right: Columns) -> bool:
 def leave_out_differences(pairing: LeafPairing, *, plain: bool, dtypes: bool = True) -> list[Difference]:
     """Return where trees differ in structure, leaf types, dtypes, shapes and layouts, and leave those leaves out.
 
-    What is left of the pairing differs in nothing but the elements of tensors, and what they lie in.
+    What is left of the pairing, which is changed, differs in nothing but the elements of tensors, and what they lie in.
 
     Args:
-        pairing: Two trees. It is changed.
+        pairing: Two trees.
         plain: Whether plain and opaque values must agree in type, and what cannot be taken apart is a difference.
         dtypes: Whether dtypes must agree.
     """
     found: list[tuple[int, str, Any, Any]] = []
     left, right = pairing.columns
     if not _look_alike(left, right) and ((dtypes and left.dtypes != right.dtypes) or left.shapes != right.shapes):
-        rows = zip(pairing.bare, left.dtypes, right.dtypes, left.shapes, right.shapes, strict=True)
+        rows = zip(pairing.ordinary, left.dtypes, right.dtypes, left.shapes, right.shapes, strict=True)
         for index, dtype_a, dtype_b, shape_a, shape_b in rows:
             if dtypes and dtype_a != dtype_b:
                 found.append((index, "dtype", dtype_a, dtype_b))
@@ -185,10 +180,9 @@ def leave_out_differences(pairing: LeafPairing, *, plain: bool, dtypes: bool = T
     for index in pairing.others:
         pair = pairing.left[index], pairing.right[index]
         try:
-            facts_found = list(_leaf_difference(*pair, plain=plain, total=plain))
+            found += [(index, *row) for row in _leaf_difference(*pair, plain=plain) if dtypes or row[0] != "dtype"]
         except Exception as error:
             raise located_error(pairing.verb, "take apart", error, pairing.spec.paths, pairing.left, index) from error
-        found += [(index, kind, a, b) for kind, a, b in facts_found if dtypes or kind != "dtype"]
     if not found:
         return pairing.differences
     pairing.leave_out({index for index, *_ in found})
@@ -197,16 +191,16 @@ def leave_out_differences(pairing: LeafPairing, *, plain: bool, dtypes: bool = T
     return [*pairing.differences, *(Difference(named[index], kind, a, b) for index, kind, a, b in found)]
 
 
-def _leaf_difference(a: Any, b: Any, *, plain: bool, total: bool) -> Iterator[tuple[str, Any, Any]]:
-    if taken_over(a) and taken_over(b):
+def _leaf_difference(a: Any, b: Any, *, plain: bool) -> Iterator[tuple[str, Any, Any]]:
+    if is_value(a) and is_value(b):
         if plain and type(a) is not type(b):
             yield ("type", type(a).__qualname__, type(b).__qualname__)
         return
     try:
-        a, b = settled(a), settled(b)
+        a, b = materialized(a), materialized(b)
         left, right = _facts_here(a), _facts_here(b)
     except Exception as error:
-        if not total:
+        if not plain:
             raise
         # similarity is total: what cannot be taken apart is like nothing
         reason = str(error).replace("the leaf at %PATH%", "it")
@@ -214,11 +208,10 @@ def _leaf_difference(a: Any, b: Any, *, plain: bool, total: bool) -> Iterator[tu
         return
     found = list(fact_differences(left, right))
     yield from found
-    if found or not hasattr(a, "__tensor_flatten__") or is_distributed(a):
-        return
-    if hides_distributed(a) or hides_distributed(b):
+    is_wrapper = hasattr(a, "__tensor_flatten__") and not is_distributed(a)
+    if not found and is_wrapper and (hides_distributed(a) or hides_distributed(b)):
         for x, y in zip(_made_of(a), _made_of(b), strict=False):
-            yield from _leaf_difference(x, y, plain=plain, total=total)
+            yield from _leaf_difference(x, y, plain=plain)
 
 
 def _facts_here(leaf: Any) -> Mapping[str, Any]:
@@ -226,16 +219,15 @@ def _facts_here(leaf: Any) -> Mapping[str, Any]:
     leaf_type = leaf_type_of(type(leaf))
     if leaf_type is None or not (leaf_type.registered and leaf_type.distributed):
         return facts(leaf)
-    rows = [row and (row.shape, *row.offsets) for row in leaf_type.distributed_parts(leaf)]
-    return {**facts(leaf), "layout": tuple(rows)}
+    rows = leaf_type.distributed_parts(leaf, leaf_type.contents(leaf)[0])
+    return {**facts(leaf), "layout": tuple([row and (row.shape, *row.offsets) for row in rows])}
 
 
 def _made_of(leaf: Any) -> Sequence[Any]:
     """Return the tensors that a leaf is made of: they may be distributed."""
     leaf_type = leaf_type_of(type(leaf))
     assert leaf_type is not None
-    inner, context = leaf_type.unpack(leaf)
-    return leaf_type.essential(context, inner)
+    return leaf_type.contents(leaf)[0]
 
 
 def fact_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -253,32 +245,29 @@ def _shown(fact: Any) -> Any:
     return tuple(fact) if isinstance(fact, torch.Size) else fact
 
 
-def essential(recipe: Recipe) -> Sequence[Recipe]:
-    """Return the recipes of what holds a leaf's elements: without the attributes and the identity of a tensor."""
-    if not isinstance(recipe, PackedRecipe):
-        return (recipe,)
-    return recipe.leaf_type.essential(recipe.context, recipe.inner)
-
-
 def paired_parts(left: Unpacked, right: Unpacked) -> Iterator[tuple[int, int | None, int | None]]:
-    """Yield ``(leaf, part, part)``: which plain tensors of two unpacked lists of leaves face each other.
-
-    A ``None`` stands for the lack of one where the leaves are taken apart differently.
-    """
+    """Yield ``(leaf, part, part)``: which plain tensors face each other; ``None`` where there is none."""
     for leaf in range(len(left.leaves)):
         for part_a, part_b in _paired(left.recipe(leaf), right.recipe(leaf)):
             yield leaf, part_a, part_b
 
 
-def _paired(a: Recipe, b: Recipe) -> Iterator[tuple[int | None, int | None]]:
+def _paired(a: Recipe | list[Recipe], b: Recipe | list[Recipe]) -> Iterator[tuple[int | None, int | None]]:
     if isinstance(a, int) and isinstance(b, int):
         yield a, b
         return
     if isinstance(a, AtomRecipe) or isinstance(b, AtomRecipe):
         return
-    inner_a, inner_b = list(essential(a)), list(essential(b))
+    inner_a, inner_b = _parts_of(a), _parts_of(b)
     if len(inner_a) != len(inner_b):
         yield None, None
         return
     for x, y in zip(inner_a, inner_b, strict=True):
         yield from _paired(x, y)
+
+
+def _parts_of(recipe: Recipe | list[Recipe]) -> Sequence[Any]:
+    """Return the recipes of what holds a leaf's elements: without the attributes and the identity of a tensor."""
+    if isinstance(recipe, list):
+        return recipe
+    return recipe.inner if isinstance(recipe, PackedRecipe) else (recipe,)

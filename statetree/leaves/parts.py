@@ -9,31 +9,46 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from statetree.errors import UnsupportedLeaf, describe_leaf
-from statetree.leaves.builtin import leaf_type_of
+from statetree.leaves.builtin import OPAQUE, leaf_type_of
 from statetree.leaves.location import located_error
+from statetree.leaves.types.opaque import Rest
 from statetree.leaves.types.special import QUANTIZED
 from statetree.spans.columns import Columns
 from statetree.spans.geometry_cache import recognise, remember
 from statetree.torch_internals import carry_tangents, is_zero_tensor
+from statetree.tree.flatten import flatten, unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from statetree.key_paths import Path
     from statetree.leaves.engine_type import EngineLeafType
+    from statetree.tree.spec import TreeSpec
 
 
 @dataclass(slots=True, eq=False)
 class PackedRecipe:
-    """The recipe of a leaf that is more than one plain tensor.
-
-    ``inner`` holds a recipe for each of its parts.
-    """
+    """The recipe of a leaf that is more than one plain tensor."""
 
     leaf_type: EngineLeafType
-    context: Any
-    inner: tuple[Any, ...]
+    context: Any  # what putting it together needs beside its parts
+    inner: tuple[Any, ...]  # the recipe of each of its parts, which hold its elements; a list for one in several chunks
     identity: int  # leaves that were one object become one object again
+    attributes: AttributesRecipe | None = None  # what it carries beside its elements
+
+    def within(self) -> list[Recipe]:
+        """Return all recipes in this one, those of attributes last."""
+        found: list[Recipe] = []
+        for part in self.inner:
+            found += part if isinstance(part, list) else [part]
+        return found if self.attributes is None else found + self.attributes.leaves
+
+
+class AttributesRecipe(NamedTuple):
+    """What a leaf carries beside its elements: a tree, by its structure and the recipes of its leaves."""
+
+    spec: TreeSpec
+    leaves: list[Recipe]
 
 
 class AtomRecipe(NamedTuple):
@@ -54,27 +69,17 @@ Recipe = PackedRecipe | AtomRecipe | MemberRecipe | int
 
 @dataclass(slots=True, eq=False)
 class Unpacked:
-    """The leaves of a tree, taken apart into plain tensors.
+    """The leaves of a tree, taken apart into plain tensors."""
 
-    Attributes:
-        verb: On whose behalf, for messages.
-        leaves: The leaves, as they were given.
-        paths: Gives their paths.
-        columns: What torch knows about the parts.
-        owners: For each part, the index of the leaf that it was first found in.
-        bare: The indices of the leaves that are plain tensors as they stand. They are the first parts, in this order.
-        recipes: How the other leaves are packed again, by their indices. Those in neither are atoms, and are kept.
-        parts: The plain tensors inside them, each tensor object once.
-    """
-
-    verb: str
-    leaves: list[Any]
+    verb: str  # on whose behalf, for messages
+    leaves: list[Any]  # as they were given
     paths: Callable[[], Sequence[Path]]
-    columns: Columns
-    owners: Sequence[int]
-    bare: Sequence[int]
-    recipes: Mapping[int, Recipe]
-    parts: Sequence[torch.Tensor] = field(init=False)
+    columns: Columns  # what torch knows about the parts
+    owners: Sequence[int]  # for each part, the index of the leaf that it was first found in
+    #: The indices of the leaves that are plain tensors as they stand. They are the first parts, in this order.
+    plain: Sequence[int]
+    recipes: Mapping[int, Recipe]  # those of the other leaves, by their indices; leaves in neither are atoms, and kept
+    parts: Sequence[torch.Tensor] = field(init=False)  # the plain tensors inside the leaves, each tensor object once
     _part_of: dict[int, int] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -83,7 +88,7 @@ class Unpacked:
     def recipe(self, leaf: int) -> Recipe:
         """Return how a leaf is packed again."""
         if self._part_of is None:
-            self._part_of = {index: part for part, index in enumerate(self.bare)}
+            self._part_of = {index: part for part, index in enumerate(self.plain)}
         part = self._part_of.get(leaf)
         return self.recipes.get(leaf, AtomRecipe(self.leaves[leaf])) if part is None else part
 
@@ -98,19 +103,16 @@ class Unpacked:
             elif isinstance(recipe, MemberRecipe):
                 pending.append(recipe.whole)
             elif isinstance(recipe, PackedRecipe):
-                pending += recipe.inner
+                pending += recipe.within()
         return found
 
     def metadata_parts(self) -> list[int]:
-        """Return the indices of parts that hold more than a tensor's elements: indices, offsets, parts of objects.
-
-        Putting a leaf together may depend on what they contain.
-        """
+        """Return the indices of parts on whose elements putting leaves together may depend: offsets, objects."""
         return [
             part
             for recipe in packed(self.recipes.values())
             if not recipe.leaf_type.elements_only(recipe.context)
-            for part in recipe.inner
+            for part in recipe.within()
             if isinstance(part, int)
         ]
 
@@ -133,7 +135,8 @@ class Unpacked:
     def detach(self) -> None:
         """Let no writing to opaque leaves change any more what they are packed of, which is done once."""
         for recipe in packed(self.recipes.values()):
-            recipe.leaf_type.detach(recipe.context)
+            if isinstance(recipe.context, Rest):
+                recipe.context.detach()
 
     def pack(self, parts: Sequence[torch.Tensor]) -> list[Any]:
         """Return the leaves with other plain tensors in place of the parts.
@@ -141,10 +144,10 @@ class Unpacked:
         Raises:
             UnsupportedLeaf: If a leaf cannot be put together again, with its path.
         """
-        if len(self.bare) == len(self.leaves):
+        if len(self.plain) == len(self.leaves):
             return list(parts)
         result = list(self.leaves)
-        for index, part in zip(self.bare, parts, strict=False):  # bare leaves come first
+        for index, part in zip(self.plain, parts, strict=False):  # plain leaves come first
             result[index] = part
         packer = _Packer(parts)
         for index, recipe in self.recipes.items():
@@ -166,21 +169,21 @@ def unpack(
     """Take leaves apart into plain tensors.
 
     Args:
-        verb: The transform on whose behalf it is done, for messages.
+        verb: On whose behalf, for messages.
         leaves: Any leaves.
-        paths: Gives their paths, if one is needed for a message.
+        paths: Gives their paths.
         memory: Whether their memory will be read or written.
         together: Whether objects that several opaque leaves hold are to be one again when they are packed.
 
     Raises:
         UnsupportedLeaf: If a leaf cannot be taken apart, with its path.
     """
-    bare, rest, columns = _bare_tensors(leaves, memory=memory)
-    owners: Sequence[int] = bare
+    plain, rest, columns = _plain_tensors(leaves, memory=memory)
+    owners: Sequence[int] = plain
     recipes: dict[int, Recipe] = {}
     if rest:
         unpacker = _Unpacker(list(columns.tensors))
-        owners = list(bare)
+        owners = list(plain)
         if together:
             unpacker, recipes, more = _unpack_together(leaves, rest, unpacker)
             owners += more
@@ -192,44 +195,37 @@ def unpack(
             except Exception as error:
                 raise located_error(verb, "take apart", error, paths, leaves, index) from error
             owners += [index] * (len(unpacker.parts) - len(owners))
-        if len(owners) > len(bare):
+        if len(owners) > len(plain):
             columns = Columns(unpacker.parts)
-    return Unpacked(verb, leaves, paths, columns, owners, bare, recipes)
+    return Unpacked(verb, leaves, paths, columns, owners, plain, recipes)
 
 
 def _unpack_together(
     leaves: list[Any], rest: Sequence[int], unpacker: _Unpacker
 ) -> tuple[_Unpacker, dict[int, Recipe], list[int]]:
-    """Unpack all opaque leaves as one. None at all if that fails: then each must be tried by itself, to name it.
+    """Unpack all opaque leaves as one; none at all if that fails, and each has to be tried by itself, to name it.
 
-    Returns:
-        The unpacker to go on with, the recipes by leaf, and the owners of the parts.
+    Returns the unpacker to go on with, the recipes by leaf, and the owners of the parts.
     """
-    opaque = {index: found for index in rest if (found := leaf_type_of(type(leaves[index]))) and found.opaque}
-    chosen = list(opaque)
+    chosen = [index for index in rest if leaf_type_of(type(leaves[index])) is OPAQUE]
     if len(chosen) < 2:
         return unpacker, {}, []
-    leaf_type = opaque[chosen[0]]
     attempt = _Unpacker(list(unpacker.parts))
     owners: list[int] = []
     try:
-        tensors, context, owner_of = leaf_type.unpack_together([leaves[index] for index in chosen])
+        tensors, context, owner_of = OPAQUE.unpack_together([leaves[index] for index in chosen])
         inner = []
         for tensor, owner in zip(tensors, owner_of, strict=True):
             inner.append(attempt.unpack(tensor))
             owners += [chosen[owner]] * (len(attempt.parts) - len(unpacker.parts) - len(owners))
     except Exception:  # noqa: BLE001 - user code raises it, and will do so again
         return unpacker, {}, []
-    whole = PackedRecipe(leaf_type, context, tuple(inner), -1)
+    whole = PackedRecipe(OPAQUE, context, tuple(inner), -1)
     return attempt, {index: MemberRecipe(whole, position) for position, index in enumerate(chosen)}, owners
 
 
 def hides_distributed(leaf: Any) -> bool:
-    """Whether there is a distributed tensor inside a leaf.
-
-    Raises:
-        UnsupportedLeaf: If it cannot be taken apart. ``%PATH%`` in the message stands for its path.
-    """
+    """Whether there is a distributed tensor inside a leaf (``UnsupportedLeaf`` for ``%PATH%``, if nobody can tell)."""
     return any(recipe.leaf_type.distributed for recipe in packed([_Unpacker([]).unpack(leaf)]))
 
 
@@ -242,7 +238,7 @@ def packed(recipes: Iterable[Recipe]) -> Iterator[PackedRecipe]:
         whole = recipe.whole if isinstance(recipe, MemberRecipe) else recipe
         if isinstance(whole, PackedRecipe) and whole.identity not in seen:
             seen.add(whole.identity)
-            pending += reversed(whole.inner)
+            pending += reversed(whole.within())
             yield whole
 
 
@@ -257,13 +253,11 @@ _attributes_of: Final = attrgetter("__dict__")
 # 2. If not: leave out what is of another class, and ask all the others together (`are_views`).
 # 3. If that is a no, some of them are sparse, nested, quantized, appear twice, or have attributes or gradients. Those
 # that say so cheaply are left to their leaf types, and the rest is asked once more. If even one of these is no view,
-# none is taken for bare: it is not worth it to look for it, as the leaf types will.
-def _bare_tensors(leaves: list[Any], *, memory: bool) -> tuple[Sequence[int], list[int], Columns]:
-    """Find the leaves that are plain tensors as they stand.
+# none is taken for plain: it is not worth it to look for it, as the leaf types will.
+def _plain_tensors(leaves: list[Any], *, memory: bool) -> tuple[Sequence[int], list[int], Columns]:
+    """Return the positions of leaves that are distinct plain tensors, those of all others but atoms; and their columns.
 
-    Returns:
-        The positions of leaves that are distinct tensors and need no packing; those of all others but atoms; and the
-        columns of the former.
+    The columns are those of the plain tensors.
     """
     columns = Columns(leaves)
     if recognise(columns, memory=memory) and _need_no_packing(columns):
@@ -274,30 +268,26 @@ def _bare_tensors(leaves: list[Any], *, memory: bool) -> tuple[Sequence[int], li
     rest = [index for index, cls in enumerate(classes) if cls is not torch.Tensor and cls not in atoms]
     tensors = [leaves[index] for index in positions]
     columns = Columns(tensors)
-    if not ((recognise(columns, memory=memory) or are_views(columns)) and _need_no_packing(columns)):
-        first = {
-            id(tensor): index
-            for index, tensor in zip(reversed(positions), reversed(tensors), strict=True)
-            if not tensor.__dict__ and not tensor.requires_grad
-        }
-        bare = sorted(first.values())
-        columns = Columns([leaves[index] for index in bare])
-        if not are_views(columns):
-            bare, columns = [], Columns([])
-        chosen = set(bare)
-        rest = sorted([*rest, *(index for index in positions if index not in chosen)])
-        positions = bare
-    return positions, rest, columns
+    if (recognise(columns, memory=memory) or are_views(columns)) and _need_no_packing(columns):
+        return positions, rest, columns
+    first = {
+        id(tensor): index
+        for index, tensor in zip(reversed(positions), reversed(tensors), strict=True)
+        if not tensor.__dict__ and not tensor.requires_grad
+    }
+    plain = sorted(first.values())
+    columns = Columns([leaves[index] for index in plain])
+    if not are_views(columns):
+        plain, columns = [], Columns([])
+    return plain, sorted([*rest, *set(positions).difference(plain)]), columns
 
 
 def _need_no_packing(columns: Columns) -> bool:
     """Whether strided tensors are distinct, of no subclass, and without attributes and gradients."""
     if not columns.no_subclasses or any(columns.requires_grad) or any(map(_attributes_of, columns.tensors)):
         return False
-    place = columns.known_addresses
-    if place is not None and place.distinct:
-        return True
-    return len(set(map(id, columns.tensors))) == len(columns.tensors)
+    known = columns.known_addresses
+    return (known is not None and known.distinct) or len(set(map(id, columns.tensors))) == len(columns.tensors)
 
 
 def are_views(columns: Columns) -> bool:
@@ -341,19 +331,29 @@ class _Unpacker:
             raise UnsupportedLeaf(msg)
         self._alive.append(value)
         self._open.add(identity)
-        inner, context = leaf_type.unpack(value)
-        if context is None and len(inner) == 1 and inner[0] is value:
+        parts, context, attributes = leaf_type.contents(value)
+        if context is None and not attributes and len(parts) == 1 and parts[0] is value:
             recipe: Recipe = self._plain(value)
         else:
             # Only the first part may be the value itself: that is its own memory. Anywhere else it is a cycle.
-            recipes = [
-                self._plain(part) if part is value and not position else self.unpack(part)
-                for position, part in enumerate(inner)
+            take = self._unpack_chunks if leaf_type.registered else self.unpack
+            inner = [
+                self._plain(part) if part is value and not position else take(part)
+                for position, part in enumerate(parts)
             ]
-            recipe = PackedRecipe(leaf_type, context, tuple(recipes), identity)
+            carried = self._attributes(attributes) if attributes else None
+            recipe = PackedRecipe(leaf_type, context, tuple(inner), identity, carried)
         self._open.discard(identity)
         self._seen[identity] = recipe
         return recipe
+
+    def _unpack_chunks(self, part: Any) -> Recipe | list[Recipe]:
+        """Unpack what a user's leaf type returns for a part: a list, if this rank holds several chunks of it."""
+        return list(map(self.unpack, part)) if isinstance(part, (list, tuple)) else self.unpack(part)
+
+    def _attributes(self, attributes: Any) -> AttributesRecipe:
+        leaves, spec = flatten(attributes)
+        return AttributesRecipe(spec, list(map(self.unpack, leaves)))
 
     def _plain(self, value: torch.Tensor) -> int:
         self.parts.append(value)
@@ -365,15 +365,20 @@ class _Packer:
         self._parts = parts
         self._made: dict[int, Any] = {}
 
-    def pack(self, recipe: Recipe) -> Any:
+    def pack(self, recipe: Recipe | list[Recipe]) -> Any:
         if isinstance(recipe, int):
             return self._parts[recipe]
         if isinstance(recipe, AtomRecipe):
             return recipe.value
+        if isinstance(recipe, list):  # of the chunks of one part
+            return list(map(self.pack, recipe))
         if isinstance(recipe, MemberRecipe):
             return self.pack(recipe.whole)[recipe.position]
         if recipe.identity in self._made:
             return self._made[recipe.identity]
-        inner = [self.pack(part) for part in recipe.inner]
-        value = self._made[recipe.identity] = recipe.leaf_type.pack(recipe.context, inner)
+        inner = list(map(self.pack, recipe.inner))
+        attributes = None
+        if recipe.attributes is not None:
+            attributes = unflatten(recipe.attributes.spec, list(map(self.pack, recipe.attributes.leaves)))
+        value = self._made[recipe.identity] = recipe.leaf_type.assemble(recipe.context, inner, attributes)
         return value

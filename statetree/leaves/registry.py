@@ -7,13 +7,21 @@ Everything below this package (spans) sees only plain tensors, the *parts*; ever
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, cast
 
-from statetree.leaves.engine_type import EngineLeafType, RegisteredType
+from statetree.chunks.local import chunks_at
+from statetree.errors import UnsupportedLeaf
+from statetree.leaves.engine_type import DistributedPart, EngineLeafType
+from statetree.leaves.leaf_type import LeafType
 from statetree.tree.registry import declare_leaf_class
 
 if TYPE_CHECKING:
-    from statetree.leaves.leaf_type import LeafType
+    import torch
+
+    from statetree.chunks.local import LocalChunks
+    from statetree.chunks.ranks import Ranks
+    from statetree.leaves.leaf_type import Chunks
 
 #: Leaf types by class. ``None`` stands for atoms.
 LEAF_TYPES: Final[dict[type, EngineLeafType | None]] = {}
@@ -47,13 +55,92 @@ def register_leaf_type(cls: type, leaf_type: LeafType | type[LeafType] | None, *
         msg = f"register_leaf_type: expected a class, got {cls!r}."
         raise TypeError(msg)
     given: Any = leaf_type() if isinstance(leaf_type, type) else leaf_type
-    if given is not None and not (callable(getattr(given, "unpack", None)) and callable(getattr(given, "pack", None))):
+    adapted = given is None or isinstance(given, EngineLeafType)
+    if not adapted and not _has_both(given):
         msg = f"register_leaf_type: the leaf type for {cls.__qualname__} lacks unpack or pack: got {given!r}."
         raise TypeError(msg)
-    adapted = given is None or isinstance(given, EngineLeafType)
     instance: EngineLeafType | None = given if adapted else RegisteredType(given, cls)
     declare_leaf_class(cls, subclasses=subclasses)
     REGISTERED[cls] = subclasses
     LEAF_TYPES[cls] = instance
     for known in [known for known in LEAF_TYPES if subclasses and issubclass(known, cls) and known not in REGISTERED]:
         del LEAF_TYPES[known]
+
+
+def _has_both(given: Any) -> bool:
+    """Whether a leaf type has ``unpack`` and ``pack``, beside the defaults of ``LeafType``."""
+    return all(
+        callable(getattr(given, name, None)) and getattr(type(given), name, None) is not getattr(LeafType, name)
+        for name in ("unpack", "pack")
+    )
+
+
+class RegisteredType(EngineLeafType):
+    """A leaf type that a user registered (``given``), as the engines see it.
+
+    What ``given`` does not define has the default of ``LeafType``.
+    """
+
+    registered = True
+
+    def __init__(self, given: Any, cls: type) -> None:
+        self.given = given
+        self.name = getattr(given, "name", "") or (cls.__qualname__ if not isinstance(given, LeafType) else "")
+        for method in ("unpack", "pack", "describe", "layout", "part_names", "cuts", "reshaped"):
+            if hasattr(given, method):
+                setattr(self, method, getattr(given, method))
+        self.distributed = getattr(type(given), "layout", LeafType.layout) is not LeafType.layout
+
+    def distributed_parts(self, value: Any, parts: Sequence[Any]) -> Sequence[DistributedPart | None]:
+        """Return what ``layout`` says of the parts of a value."""
+        if not self.distributed:
+            return super().distributed_parts(value, parts)
+        rows = self.layout(value)
+        if len(rows) != len(parts):
+            raise _misfit("what it is unpacked into", f"{len(parts)} rows", len(rows))
+        return [None if row is None else _chunked(part, row) for part, row in zip(parts, rows, strict=True)]
+
+    def is_distributed(self, value: Any) -> bool:
+        """Whether this value is one tensor of which the ranks of a group hold different chunks."""
+        if not self.distributed:
+            return super().is_distributed(value)
+        rows = self.layout(value)
+        return len(rows) == 1 and rows[0] is not None
+
+    def local_chunks(self, value: Any, ranks: Ranks) -> LocalChunks:
+        """Return which chunks of a distributed value this rank holds."""
+        if not self.distributed:
+            return super().local_chunks(value, ranks)
+        part = self._only_part(value)
+        return chunks_at(value, part.shape, part.dtype, part.tensors, part.offsets)
+
+    def global_shape(self, value: Any) -> tuple[Sequence[int], torch.dtype]:
+        """Return the global shape of a distributed value, and the dtype of its elements."""
+        if not self.distributed:
+            return super().global_shape(value)
+        part = self._only_part(value)
+        return part.shape, part.dtype
+
+    def _only_part(self, value: Any) -> DistributedPart:
+        (part,) = self.distributed_parts(value, self.unpack(value)[0])
+        assert part is not None
+        return part
+
+
+def _chunked(part: Any, row: Chunks) -> DistributedPart:
+    """Return a part with what ``layout`` says of it."""
+    shape, offsets = row
+    is_listed = isinstance(part, (list, tuple))
+    tensors = list(part) if is_listed else [part]
+    if not is_listed and len(shape) == len(offsets) and not any(isinstance(o, Sequence) for o in offsets):
+        offsets = [cast("Sequence[int]", offsets)]  # those of a single chunk may stand by themselves
+    if len(tensors) != len(offsets):
+        raise _misfit("its chunks", f"{len(tensors)} offsets", len(offsets))
+    return DistributedPart(tensors, (*shape,), [(*map(int, offset),) for offset in offsets], is_listed)
+
+
+def _misfit(what: str, expected: str, got: int) -> UnsupportedLeaf:
+    msg = (
+        f"the layout of the leaf at %PATH% does not fit {what}: expected {expected}, got {got}. Correct its leaf type."
+    )
+    return UnsupportedLeaf(msg)

@@ -1,13 +1,14 @@
-"""Replicas: a tree whose tensors are replicated in other memory."""
+"""Replicas: a tree taken apart into its plain tensors, and put together again with others in other memory."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from statetree.leaves.builtin import holds_tensor
-from statetree.leaves.parts import unpack
+from statetree.leaves.parts import Unpacked, unpack
 from statetree.leaves.ties import tied_leaves
-from statetree.leaves.tree_parts import take_apart
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, copy_bytes, extents
 from statetree.spans.replicate import replicate_columns
@@ -15,9 +16,97 @@ from statetree.torch_internals import quietly
 from statetree.tree.flatten import flatten_for_copy, unflatten
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Sequence
 
+    from statetree.key_paths import Path
     from statetree.spans.memory import Memory
+    from statetree.tree.spec import TreeSpec
+
+
+class TreeParts:
+    """A tree taken apart, from ``take_apart``.
+
+    Attributes:
+        verb: On whose behalf, for messages.
+        spec: The tree's structure.
+        unpacked: Its leaves.
+    """
+
+    def __init__(self, verb: str, spec: TreeSpec, unpacked: Unpacked) -> None:
+        self.verb = verb
+        self.spec = spec
+        self.unpacked = unpacked
+
+    @property
+    @quietly
+    def tensors(self) -> list[torch.Tensor]:
+        """The plain tensors inside the leaves, on their memory: strided, of no subclass, without gradients.
+
+        Each is given once, however many leaves consist of it; tensors that are tied share a storage.
+        """
+        return [
+            tensor.detach() if tensor.requires_grad or type(tensor) is not torch.Tensor else tensor
+            for tensor in self.unpacked.parts
+        ]
+
+    def path_of(self, index: int) -> Path:
+        """Return the path of the leaf that a tensor was found in."""
+        return self.spec.paths()[self.unpacked.owners[index]]
+
+    def check_memory(self) -> None:
+        """Raise ``UnsupportedLeaf`` if the storage of a tensor was freed."""
+        check_memory(self.verb, self.unpacked.columns, self.path_of)
+
+    @quietly
+    def put_together(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return the tree again, in fresh containers, with other tensors in the places of ``tensors``.
+
+        Classes, attributes and ``requires_grad`` of the leaves are as they were.
+
+        Args:
+            tensors: One for each of ``tensors``. They may differ in everything that the leaves allow.
+
+        Aliasing:
+            The tensors are put in as they are.
+
+        Raises:
+            ValueError: If their number is another.
+            UnsupportedLeaf: If a leaf cannot be put together of them.
+        """
+        expected = len(self.unpacked.parts)
+        if len(tensors) != expected:
+            msg = f"{self.verb}: cannot put the tree together: expected {expected} tensors, got {len(tensors)}."
+            raise ValueError(msg)
+        return unflatten(self.spec, self.unpacked.pack(tensors))
+
+
+@quietly
+def take_apart(verb: str, tree: Any, *, memory: bool = True) -> TreeParts:
+    """Take a tree apart into plain tensors: those inside distributed, sparse and opaque leaves included.
+
+    Args:
+        verb: The name of the transform, for messages.
+        tree: Any tree.
+        memory: Whether the memory of the tensors will be read or written.
+
+    Raises:
+        UnsupportedLeaf: If a leaf cannot be taken apart.
+        CyclicTree: If a container holds itself.
+
+    Example:
+        A transform that makes every tensor contiguous:
+
+        >>> import statetree as st, torch
+        >>> from statetree.leaves import take_apart
+        >>> def contiguous(tree):
+        ...     parts = take_apart("contiguous", tree)
+        ...     return parts.put_together([tensor.contiguous() for tensor in parts.tensors])
+        >>> state = {"w": torch.nn.Parameter(torch.zeros(2, 3).T), "step": 1}
+        >>> contiguous(state)["w"].stride()
+        (2, 1)
+    """
+    leaves, spec = flatten_for_copy(tree, holds_tensor, verb=verb)
+    return TreeParts(verb, spec, unpack(verb, leaves, spec.paths, memory=memory, together=True))
 
 
 @quietly
@@ -50,9 +139,9 @@ def moved(verb: str, tree: Any, memory: Memory) -> Any:
     part = unpack(
         verb, [leaves[index] for index in moving], lambda: [spec.paths()[index] for index in moving], together=True
     )
-    reach = extents(part.columns)
     check_memory(verb, part.columns, lambda index: spec.paths()[moving[part.owners[index]]])
-    for index, leaf in zip(moving, part.pack(replicate_columns(part.columns, reach, memory, copy=True)), strict=True):
+    fresh = replicate_columns(part.columns, extents(part.columns), memory, copy=True)
+    for index, leaf in zip(moving, part.pack(fresh), strict=True):
         leaves[index] = leaf
     return unflatten(spec, leaves)
 
@@ -60,9 +149,7 @@ def moved(verb: str, tree: Any, memory: Memory) -> Any:
 def _lies_in(part: torch.Tensor, memory: Memory) -> bool:
     if part.is_meta:
         return True
-    if memory.pin_memory and not part.is_pinned():
-        return False
-    if memory.share_memory and not part.is_shared():
+    if (memory.pin_memory and not part.is_pinned()) or (memory.share_memory and not part.is_shared()):
         return False
     wanted = memory.device
     return part.device.type == wanted.type and (wanted.type == "cpu" or wanted.index in (None, part.device.index))

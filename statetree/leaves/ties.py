@@ -70,20 +70,16 @@ def _join(parent: list[int], a: int, b: int) -> None:
 
 
 class ObjectTies(NamedTuple):
-    """How the tensors inside opaque objects are tied to tensors that are copied.
+    """How the tensors inside opaque objects (parts) are tied to tensors that are copied from sources to targets.
 
     An object that is copied may hold a view on a tensor that is written into a destination. In the result that has to
     be a view on the destination: a copy would be a second memory.
-
-    Attributes:
-        views: By the indices of parts, the same views on the targets.
-        written: Those of them that reach beyond the target, into a part of the object that the destination has there.
-        lost: Pairs of a part and a source that lie over each other, of which the target has no such view: it has
-            another dtype or other strides, or the part reaches beyond the source.
     """
 
-    views: dict[int, torch.Tensor]
-    written: list[int]
+    views: dict[int, torch.Tensor]  # by the indices of parts, the same views on the targets
+    written: list[int]  # those that reach beyond the target, into a part of the object that the destination has there
+    #: Pairs of a part and a source that lie over each other, of which the target has no such view: it has another dtype
+    #: or other strides, or the part reaches beyond the source.
     lost: list[tuple[int, int]]
 
 
@@ -92,11 +88,7 @@ def object_ties(
 ) -> ObjectTies:
     """Find the parts of objects that lie in memory which is copied from sources to targets.
 
-    Args:
-        parts: The tensors inside the objects of the source.
-        sources: The tensors that are copied.
-        targets: Where to.
-        counterparts: Returns what the destination has in the places of parts, by their indices.
+    ``counterparts`` returns what the destination has in the places of parts, by their indices.
     """
     found = ObjectTies({}, [], [])
     on_storage: dict[int, list[int]] = {}

@@ -15,7 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from statetree.errors import TreeMismatch
-from statetree.leaves.builtin import taken_over
+from statetree.leaves.builtin import is_value
 from statetree.spans.bits import same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.layout import as_bytes, extents, lay_out, make_views
@@ -118,7 +118,7 @@ class FrozenStorages:
         """Return which tensors are frozen: those on storages that none but frozen leaves lie on."""
         leaves = captured.unpacked.leaves
         if callable(where):  # which may ask for what only tensors have
-            leaves = [HOLE if taken_over(leaf) else leaf for leaf in leaves]
+            leaves = [HOLE if is_value(leaf) else leaf for leaf in leaves]
         mask = selected(where, captured.spec, leaves, verb=verb, missing_ok=True)
         frozen = [mask[owner] for owner in captured.owners]
         keys = captured.columns.storage_keys

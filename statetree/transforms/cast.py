@@ -17,23 +17,19 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def cast(
-    tree: T, dtype: torch.dtype, *, where: Where | None = None, missing_ok: bool = False, saturate: bool = False
-) -> T:
+def cast(tree: T, dtype: torch.dtype, *, where: Where | None = None, missing_ok: bool = False) -> T:
     """Convert the floating-point tensors of a tree.
 
     Shapes, strides, ties, classes, layouts and ``requires_grad`` are kept. Integers, complex numbers and plain values
     stay as they are, and so do opaque objects, with tensors inside that are tied to converted ones. Meta tensors stay
     meta. A stored tensor (of ``statetree.files``) that is contiguous, and tied to none, is converted when it is read,
-    which raises ``CheckpointError`` if a value is too large; others, and all with ``saturate``, are read now.
+    which raises ``CheckpointError`` if a value is too large; others are read now.
 
     Args:
         tree: Any tree.
         dtype: What the tensors become.
         where: Which leaves are converted, as for ``select``. By default all floating-point tensors.
         missing_ok: Whether a glob or path may match nothing.
-        saturate: Store the largest value of the dtype in place of values that are too large for it (infinities stay
-            where the dtype has them), instead of refusing them.
 
     Returns:
         A tree with fresh containers.
@@ -62,4 +58,4 @@ def cast(
     mask = [True] * len(leaves)
     if where is not None:
         mask = selected(where, spec, leaves, verb="cast", missing_ok=missing_ok)
-    return typing_cast("T", unflatten(spec, converted("cast", spec, leaves, mask, dtype, saturate=saturate)))
+    return typing_cast("T", unflatten(spec, converted("cast", spec, leaves, mask, dtype)))

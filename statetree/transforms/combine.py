@@ -10,12 +10,12 @@ import torch
 
 from statetree.declare import leafwise
 from statetree.errors import Difference, TreeMismatch, note_leaf
-from statetree.leaves.builtin import facts, is_stored, leaf_type_of, settled, taken_over
+from statetree.leaves.builtin import facts, is_stored, is_value, materialized
 from statetree.leaves.conversion import recast
 from statetree.leaves.pairing import fact_differences, paired_parts
 from statetree.leaves.parts import unpack
 from statetree.leaves.ties import lie_alike, view_key
-from statetree.leaves.types.tensor import identity_of
+from statetree.leaves.types.tensor import identified
 from statetree.spans.columns import Columns
 from statetree.spans.layout import check_memory, extents, lay_out
 from statetree.spans.overlaps import once, shared_elements
@@ -80,7 +80,7 @@ def combine(fn: Callable[..., torch.Tensor], tree: T, *others: Any, where: Where
     mask = [_is_floating(leaf) for leaf in leaves]
     if where is not None:
         mask = selected(where, spec, leaves, verb="combine")
-        plain = [path for path, leaf, flag in zip(paths, leaves, mask, strict=True) if flag and taken_over(leaf)]
+        plain = [path for path, leaf, flag in zip(paths, leaves, mask, strict=True) if flag and is_value(leaf)]
         wrong += [Difference(path, "leaf type", "a plain value", "a tensor") for path in plain]
     meant = None if where is None else [path for path, flag in zip(paths, mask, strict=True) if flag]
     columns = [leaves]
@@ -100,7 +100,7 @@ def combine(fn: Callable[..., torch.Tensor], tree: T, *others: Any, where: Where
         result[index] = leaf
     if now:
         rest = [
-            leaf for leaf, flag in zip(leaves, mask, strict=True) if not (flag or taken_over(leaf) or is_stored(leaf))
+            leaf for leaf, flag in zip(leaves, mask, strict=True) if not (flag or is_value(leaf) or is_stored(leaf))
         ]
         for index, leaf in zip(now, _combined(fn, list(now.values()), rest), strict=True):
             result[index] = leaf
@@ -108,7 +108,7 @@ def combine(fn: Callable[..., torch.Tensor], tree: T, *others: Any, where: Where
 
 
 def _is_floating(leaf: Any) -> bool:
-    dtype = None if taken_over(leaf) else getattr(leaf, "dtype", None)
+    dtype = None if is_value(leaf) else getattr(leaf, "dtype", None)
     return isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
 
 
@@ -117,7 +117,7 @@ def _differences(row: _Counterparts) -> list[Difference]:
     found = []
     first: Mapping[str, Any] = {}
     for leaf in row.leaves:
-        known = facts(leaf if is_stored(leaf) else settled(leaf)).items()
+        known = facts(leaf if is_stored(leaf) else materialized(leaf)).items()
         own = {name: fact for name, fact in known if name not in ("dtype", "memory")}
         found += [
             Difference(row.path, "placements", p, "no Partial") for p in own.get("placements", ()) if p.is_partial()
@@ -154,9 +154,7 @@ def _later(
     made: dict[Any, Any] = {}
     for index, row in stored.items():
         if places[index] not in made:
-            leaf_type = leaf_type_of(type(row.leaves[0]))
-            assert leaf_type is not None
-            made[places[index]] = leaf_type.derived(row.leaves, *_recipe(fn, row))
+            made[places[index]] = row.leaves[0].derived(row.leaves, *_recipe(fn, row))
     found = {index: made[place] for index, place in places.items()}
     return found, {index: row for index, row in rows.items() if index not in found}
 
@@ -166,13 +164,12 @@ def _recipe(fn: Callable[..., torch.Tensor], row: _Counterparts) -> tuple[torch.
     outline = row.leaves[0].outline
     dtype = _call(fn, row.path, [torch.ones(1, dtype=leaf.dtype) for leaf in row.leaves]).dtype
     bare = torch.empty_strided(outline.shape, outline.stride(), dtype=dtype, device="meta")
-    identity, attributes = identity_of(outline)
 
     def fill(start: Sequence[int], target: torch.Tensor) -> None:
         box = [slice(begin, begin + size) for begin, size in zip(start, target.shape, strict=True)]
         copy_each([target], [_call(fn, row.path, [leaf.read(box) for leaf in row.leaves])])
 
-    return bare if identity is None else identity.restore(bare, attributes), fill
+    return identified(bare, outline), fill
 
 
 def _combined(fn: Callable[..., torch.Tensor], rows: Sequence[_Counterparts], rest: Sequence[Any]) -> list[Any]:
@@ -184,7 +181,7 @@ def _combined(fn: Callable[..., torch.Tensor], rows: Sequence[_Counterparts], re
         rest: Leaves of the first tree that stay as they are.
     """
     paths = [row.path for row in rows]
-    columns = [[settled(leaf) for leaf in column] for column in zip(*[row.leaves for row in rows], strict=True)]
+    columns = [[materialized(leaf) for leaf in column] for column in zip(*[row.leaves for row in rows], strict=True)]
     first, *others = [unpack("combine", column, lambda: paths) for column in columns]
     check_memory("combine", first.columns, lambda part: paths[first.owners[part]])
     partners = [{(leaf, a): b for leaf, a, b in paired_parts(first, other) if b is not None} for other in others]

@@ -22,7 +22,6 @@ def copy_into(
     *,
     where: Where | None = None,
     cast: bool = False,
-    saturate: bool = False,
     strict: bool = True,
     on_missing: Callable[[Difference], object] | None = None,
 ) -> T:
@@ -40,8 +39,6 @@ def copy_into(
             written changes with it.
         cast: Allow dtypes to differ where the conversion is lossless (``int8`` to ``int16``) or between floating
             point or complex types (``float32`` to ``bfloat16``).
-        saturate: Store the largest value of a dtype in place of values that are too large for it (infinities stay
-            where the dtype has them), instead of refusing them.
         strict: Whether both trees must have all leaves. If not, those that both have are copied, and the rest of
             ``dst`` is left alone; a ``HOLE`` counts as a leaf that is not there. Sequences must be equally long even
             so, since nothing says which of their items is missing: pass what ``partition`` made, not what ``select``
@@ -78,7 +75,7 @@ def copy_into(
         >>> bool(st.similarity(before, model.state_dict(), values=True))
         True
     """
-    options = {"cast": cast, "saturate": saturate, "where": where, "strict": strict, "on_missing": on_missing}
+    options = {"cast": cast, "where": where, "strict": strict, "on_missing": on_missing}
     return _copy_into(src, dst, options)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from statetree.errors import CyclicTree, Difference, StateTreeError, TreeTooDeep, is_users_own, prefix_hint, shown
 from statetree.key_paths import Path
-from statetree.leaves.builtin import settled, taken_over
+from statetree.leaves.builtin import is_value, materialized
 from statetree.leaves.pairing import LeafPairing, leave_out_differences, paired_parts
 from statetree.leaves.parts import AtomRecipe, PackedRecipe, Recipe, Unpacked, unpack
 from statetree.leaves.ties import object_ties
@@ -147,7 +147,7 @@ def _byte_differences(pairing: LeafPairing, tolerance: Tolerance | None) -> list
         paths = pairing.spec.paths() if paths is None else paths
         found.append(Difference(paths[index], kind, left, right))
 
-    left, right = (_Parts(columns.tensors, pairing.bare) for columns in pairing.columns)
+    left, right = (_Parts(columns.tensors, pairing.ordinary) for columns in pairing.columns)
     for index in pairing.atoms if values else ():
         if not safely_equal(pairing.left[index], pairing.right[index]):
             differ(index, "value", _shown(pairing.left[index]), _shown(pairing.right[index]))
@@ -198,7 +198,7 @@ def _unpack_both(
     """Take apart the leaves that are not ordinary tensors, and put their plain tensors beside each other."""
     sides: list[Unpacked] = []
     for leaves in (pairing.left, pairing.right):
-        chosen = [settled(leaves[index]) for index in indices]
+        chosen = [materialized(leaves[index]) for index in indices]
         try:
             sides.append(unpack("similarity", chosen, lambda: [pairing.spec.paths()[index] for index in indices]))
         except (StateTreeError, SystemExit) as error:
@@ -238,17 +238,17 @@ def _same_contexts(a: Recipe, b: Recipe) -> bool:
         return isinstance(a, AtomRecipe) and isinstance(b, AtomRecipe) and safely_equal(a.value, b.value)
     if not isinstance(a, PackedRecipe) or not isinstance(b, PackedRecipe):
         return True
-    return a.leaf_type is b.leaf_type and a.leaf_type.same_context(a.context, b.context)
+    return a.leaf_type is b.leaf_type and (not a.leaf_type.opaque or a.context == b.context)
 
 
 def _tie_conflicts(pairing: LeafPairing, left: _Parts, right: _Parts) -> list[tuple[int, int, str, str]]:
     """Return leaves that are tied on one side, and on the other hold what ``copy_into`` would not write there."""
     a, b = pairing.columns
-    if len(left.tensors) > len(pairing.bare):
+    if len(left.tensors) > len(pairing.ordinary):
         a, b = Columns(left.tensors), Columns(right.tensors)
     if are_disjoint(a) and are_disjoint(b):
         return []
-    opaque = {index for index in pairing.others if taken_over(pairing.left[index])}  # copied, not written to
+    opaque = {index for index in pairing.others if is_value(pairing.left[index])}  # copied, not written to
     readable = [
         index
         for index, (x, y) in enumerate(zip(a.tensors, b.tensors, strict=True))

@@ -15,7 +15,7 @@ def selection(state: dict[str, Any]) -> None:
     assert_type(st.merge(*st.partition(state, "*")), dict[str, Any])
     assert_type(st.update(state, "step", 0), dict[str, Any])
     assert_type(st.update(state, "step", st.HOLE), dict[str, Any])
-    assert_type(st.cast(state, torch.bfloat16, where="model.**", saturate=True), dict[str, Any])
+    assert_type(st.cast(state, torch.bfloat16, where="model.**"), dict[str, Any])
     rules = st.Renaming({"model.{name}": "{name}"})
     assert_type(rules.inverse, st.Renaming)
     assert_type(st.rename(st.rename(state, rules), rules.inverse), dict[str, Any])

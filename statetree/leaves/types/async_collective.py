@@ -16,7 +16,7 @@ class AsyncCollectiveType(EngineLeafType):
     """``AsyncCollectiveTensor``: waited for, then the tensor that it wraps."""
 
     name = "AsyncCollectiveTensor"
-    settles = True
+    deferred = True
 
     def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
         waited: torch.Tensor = value.wait()
@@ -24,9 +24,6 @@ class AsyncCollectiveType(EngineLeafType):
 
     def pack(self, context: Any, parts: Sequence[Any]) -> Any:
         return parts[0]
-
-    def settle(self, value: Any) -> Any:
-        return value.wait()
 
 
 ASYNC_COLLECTIVE = AsyncCollectiveType()

@@ -12,8 +12,6 @@ from statetree.chunks.local import checked_chunks
 from statetree.errors import UnsupportedLeaf
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
 
     from statetree.chunks.local import LocalChunks
@@ -29,17 +27,14 @@ def holds_shards(value: torch.Tensor) -> bool:
 
 
 def shards_of(value: Any) -> LocalChunks:
-    """Return the shards that a tensor says it holds.
-
-    Raises:
-        UnsupportedLeaf: If what it says does not fit together, or does not fit the tensor.
-    """
+    """Return the shards that a tensor says it holds (``UnsupportedLeaf`` if that does not fit together, or it)."""
     shape = tuple(value.global_shape)
     columns = value.global_offsets, value.local_offsets, value.local_sizes
     if len({len(column) for column in columns}) > 1:
         raise _misfit(f"as many global_offsets, local_offsets and local_sizes, got {list(map(len, columns))}")
     boxes, pieces = [], []
-    for start, first, sizes in zip(*[_tuples(column) for column in columns], strict=True):
+    rows = [[(*map(int, entry),) for entry in column] for column in columns]
+    for start, first, sizes in zip(*rows, strict=True):
         if not len(start) == len(sizes) == len(shape) or not len(first) == len(sizes) == value.dim():
             raise _misfit(f"{len(shape)} dims of every shard, got offsets {start} and {first} and sizes {sizes}")
         if not _lies_in(start, sizes, shape):
@@ -47,16 +42,12 @@ def shards_of(value: Any) -> LocalChunks:
         if not _lies_in(first, sizes, tuple(value.shape)):
             raise _misfit(f"shards inside of the tensor's shape {tuple(value.shape)}, got sizes {sizes} at {first}")
         if all(sizes):
-            boxes.append(Box(start, tuple([a + b for a, b in zip(start, sizes, strict=True)])))
+            boxes.append(Box.at(start, sizes))
             piece = value.detach()
             for dim, (offset, size) in enumerate(zip(first, sizes, strict=True)):
                 piece = piece.narrow(dim, offset, size)
             pieces.append(piece)
     return checked_chunks(value, shape, value.dtype, boxes, pieces)
-
-
-def _tuples(column: Sequence[Any]) -> list[tuple[int, ...]]:
-    return [(*map(int, entry),) for entry in column]
 
 
 def _lies_in(start: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:

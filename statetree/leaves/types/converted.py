@@ -25,18 +25,8 @@ if TYPE_CHECKING:
 class AxisPart(LeafPart):
     """A block of a distributed tensor, in its axes: ranks hold the boxes that their chunks have of it.
 
-    Args:
-        leaf: The distributed tensor.
-        leaf_type: Its leaf type.
-        region: Where the block lies in it.
-        sizes: The sizes of its axes.
-
-    Attributes:
-        leaf: The distributed tensor.
-        leaf_type: Its leaf type.
-        boxes: This rank's boxes of the block.
-        region: Where the block lies.
-        is_moved: Whether its tensors lie elsewhere than in the leaf.
+    The block lies at ``region`` in ``leaf``. This rank holds ``boxes`` of it, in tensors that lie elsewhere than in the
+    leaf if ``is_moved``.
     """
 
     __slots__ = ("boxes", "is_moved", "leaf", "leaf_type", "region")
@@ -65,9 +55,8 @@ class AxisPart(LeafPart):
 
     def of(self, tensors: Sequence[torch.Tensor]) -> AxisPart:
         """Return the same part of other tensors."""
-        made = copy(self)
-        made.tensors, made.is_moved = tensors, True
-        made.dtype = tensors[0].dtype if tensors else self.dtype
+        made = super().of(tensors)
+        made.is_moved = True
         return made
 
     def local_chunks(self, ranks: Ranks) -> LocalChunks:
@@ -83,14 +72,9 @@ class AxisPart(LeafPart):
 
 
 class ConvertedLeaf:
-    """A tensor made of blocks of distributed ones: what moves or copies leaves takes it as one.
+    """A tensor made of blocks of distributed ones (``parts``), each at a region: what moves leaves takes it as one.
 
-    Args:
-        shape: Its shape.
-        regions: Where each of its blocks lies in it.
-        parts: The blocks.
-        is_parameter: Whether it is a parameter where it is whole.
-        requires_grad: Whether it requires gradients then.
+    Where it is whole it becomes a parameter, and requires gradients, as is said.
     """
 
     def __init__(
@@ -115,6 +99,10 @@ class ConvertedLeaf:
     def dtype(self) -> torch.dtype:
         """The dtype of its elements."""
         return self.parts[0].dtype
+
+    def blocks(self) -> Sequence[tuple[AxisRegion, tuple[int, ...]]]:
+        """Return where its blocks lie in it, and their sizes."""
+        return [(region, part.shape) for region, part in zip(self.regions, self.parts, strict=True)]
 
     def of(self, parts: Sequence[Any]) -> Any:
         """Return the same of other parts; of whole ones, a tensor."""
@@ -163,10 +151,6 @@ class ConvertedType(EngineLeafType):
 
     def elements_only(self, context: Any) -> bool:
         return True
-
-    def blocks(self, value: Any) -> Sequence[tuple[AxisRegion, tuple[int, ...]]]:
-        """Return where the blocks of a value lie in it, and their sizes."""
-        return [(region, part.shape) for region, part in zip(value.regions, value.parts, strict=True)]
 
     def describe(self, value: Any) -> Mapping[str, Any]:
         return {"dtype": value.dtype, "shape": value.shape, "blocks": [*map(tuple, value.regions)]}

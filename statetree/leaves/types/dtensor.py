@@ -14,10 +14,9 @@ from statetree.chunks.layouts import ChunkLayout, Split, mesh_layout
 from statetree.chunks.local import LocalChunks, MeshSplits, listed_chunks, local_pieces, location_of
 from statetree.chunks.reductions import reduces
 from statetree.errors import UnsupportedLeaf
+from statetree.leaves.engine_type import EngineLeafType
 from statetree.leaves.types.part import LeafPart
 from statetree.leaves.types.tensor import attributes_of, set_attributes
-from statetree.leaves.types.wrapper import WrapperType
-from statetree.tree.flatten import flatten, unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -25,39 +24,40 @@ if TYPE_CHECKING:
     from statetree.chunks.boxes import Box
     from statetree.chunks.cuts import Cut
     from statetree.chunks.ranks import Ranks
-    from statetree.tree.spec import TreeSpec
+    from statetree.leaves.engine_type import LeafContents
 
 #: How partials are put together, by the names that ``Partial`` has for it.
 REDUCTIONS: Final = frozenset({"sum", "avg", "product", "max", "min"})
 
 
 class _Wrapper(NamedTuple):
-    """What a ``DTensor`` is beside its local tensor and the leaves of its attributes."""
+    """What a ``DTensor`` is beside its local tensor and its attributes."""
 
     cls: Any
     spec: Any
     requires_grad: bool
-    attributes: TreeSpec | None
+    is_whole: bool = False
 
 
 #: What a ``DTensor`` keeps for itself.
 OWN: Final = frozenset({"_local_tensor", "_spec"})
 
 
-class DTensorType(WrapperType):
+class DTensorType(EngineLeafType):
     """``DTensor``: its local tensor, with the mesh and placements kept."""
 
     distributed = True
     local_tensor = "_local_tensor"
 
-    def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
+    def contents(self, value: Any) -> LeafContents:
         attributes = vars(value) if type(value) is DTensor else attributes_of(value)
         carried = {name: held for name, held in attributes.items() if name not in OWN}
-        leaves, spec = flatten(carried) if carried else ([], None)
-        return [value._local_tensor, *leaves], _Wrapper(type(value), value._spec, value.requires_grad, spec)
+        return [value._local_tensor], _Wrapper(type(value), value._spec, value.requires_grad), carried
 
-    def pack(self, context: Any, parts: Sequence[Any]) -> torch.Tensor:
+    def assemble(self, context: _Wrapper, parts: Sequence[Any], attributes: Any) -> torch.Tensor:
         local: torch.Tensor = parts[0]
+        if context.is_whole:
+            return _as_whole(local, context.requires_grad, attributes or {})
         # A DTensor takes over where its local tensor begins in its storage. It has no storage itself: torch would look
         # for elements there when it pickles it, and crash.
         begin = local
@@ -65,27 +65,12 @@ class DTensorType(WrapperType):
             begin = local.as_strided(local.shape, local.stride(), 0)
         fresh: Any = context.cls(begin, context.spec, requires_grad=context.requires_grad)
         fresh._local_tensor = local
-        if context.attributes is not None:
-            set_attributes(fresh, unflatten(context.attributes, parts[1:]))
+        set_attributes(fresh, attributes)
         return fresh  # type: ignore[no-any-return]
 
-    def gathered(self, value: Any, context: Any, parts: Sequence[Any]) -> Any:
-        """Return the whole tensor, as what the ``DTensor`` is beside its elements: a parameter, with attributes."""
-        whole, *attributes = parts
-        if isinstance(value, torch.nn.Parameter):
-            whole = torch.nn.Parameter(whole.detach(), requires_grad=value.requires_grad)
-        elif value.requires_grad:
-            whole = whole.detach().requires_grad_()
-        if context.attributes is not None:
-            carried = unflatten(context.attributes, attributes)
-            set_attributes(whole, {name: held for name, held in carried.items() if not name.startswith("_")})
-        return whole
-
-    def part_names(self, context: Any, count: int) -> Sequence[str]:
-        return [str(number) for number in range(count)]
-
-    def essential(self, context: Any, inner: Sequence[Any]) -> Sequence[Any]:
-        return inner[:1]
+    def reshaped(self, context: _Wrapper, shape: Sequence[int], stride: Sequence[int]) -> _Wrapper:
+        """Return the context of a tensor that is whole: it is no ``DTensor`` any more."""
+        return context._replace(is_whole=True)
 
     def elements_only(self, context: Any) -> bool:
         return True
@@ -95,9 +80,6 @@ class DTensorType(WrapperType):
         if spec.tensor_meta is not None:
             spec.tensor_meta = spec.tensor_meta._replace(dtype=dtype)
         return context._replace(spec=spec)
-
-    def global_shape(self, value: Any) -> tuple[Sequence[int], torch.dtype]:
-        return value.shape, value.dtype
 
     def describe(self, value: Any) -> Mapping[str, Any]:
         return {
@@ -113,8 +95,8 @@ class DTensorType(WrapperType):
         spec, local = value._spec, value._local_tensor
         if type(local) is not torch.Tensor and isinstance(local, AsyncCollectiveTensor):
             local = local.wait()
-        is_bare = type(local) is torch.Tensor and not local.__dict__
-        if not is_bare and hasattr(local, "__create_chunk_list__"):  # some attach it to a plain tensor: it knows better
+        may_list = type(local) is not torch.Tensor or local.__dict__  # some attach it to a plain tensor
+        if may_list and hasattr(local, "__create_chunk_list__"):
             return listed_chunks(value, local)
         if type(local) is not torch.Tensor:
             msg = (
@@ -143,6 +125,16 @@ class DTensorType(WrapperType):
         )
 
 
+def _as_whole(whole: torch.Tensor, requires_grad: bool, attributes: dict[str, Any]) -> torch.Tensor:  # noqa: FBT001
+    """Return a whole tensor as what the ``DTensor`` is beside its elements: a parameter, with a user's attributes."""
+    if attributes.get("_is_param", False):  # torch's mark of parameters whose class is another
+        whole = torch.nn.Parameter(whole.detach(), requires_grad=requires_grad)
+    elif requires_grad:
+        whole = whole.detach().requires_grad_()
+    set_attributes(whole, {name: held for name, held in attributes.items() if not name.startswith("_")})
+    return whole
+
+
 class _Described(NamedTuple):
     """What all tensors of one shape, dtype, mesh and placements have in common."""
 
@@ -164,8 +156,11 @@ def _described(spec: Any, shape: tuple[int, ...], dtype: torch.dtype, ranks: Ran
     boxes = layout.boxes_of(ranks.rank)
     kind = "DTensor on meta" if on_meta else "DTensor"
     text = f"a {kind} {dtype} {shape} {spec.placements} over a mesh {mesh_shape} of {mesh.device_type}"
-    partials = _partials(spec, shape, dtype, mesh_shape, members, splits, summed) if summed else None
     only = torch.Size(boxes[0].sizes) if len(boxes) == 1 else None
+    partials = None
+    if summed:
+        reduction, rows = _partials(spec, dtype, mesh_shape, members, summed)
+        partials = reduction, tuple([mesh_layout(shape, mesh_shape, row, splits) for row in rows])
     splitting = MeshSplits(mesh_shape, listed, splits)
     return _Described(text, f"{digest}{spec.shard_order}", layout, boxes, partials, only, splitting, mesh)
 
@@ -187,15 +182,9 @@ def _splits(spec: Any) -> tuple[tuple[Split, ...], list[int]]:
 
 
 def _partials(
-    spec: Any,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    mesh_shape: tuple[int, ...],
-    members: tuple[int, ...],
-    splits: tuple[Split, ...],
-    summed: list[int],
-) -> tuple[str, tuple[ChunkLayout, ...]]:
-    """Return how partials are reduced, and the layout of each."""
+    spec: Any, dtype: torch.dtype, mesh_shape: tuple[int, ...], members: Sequence[int], summed: list[int]
+) -> tuple[str, list[tuple[int, ...]]]:
+    """Return how partials are reduced, and for each of them the mesh's ranks that hold it, -1 for the others."""
     kinds = {(type(spec.placements[dim]).__name__, spec.placements[dim].reduce_op) for dim in summed}
     name, reduction = next(iter(kinds))
     if len(kinds) > 1 or name != "Partial" or reduction not in REDUCTIONS or not reduces(reduction, dtype):
@@ -204,25 +193,17 @@ def _partials(
             f"that torch computes with, got {spec.placements} of {dtype}. Redistribute it first."
         )
         raise UnsupportedLeaf(msg)
-    places = torch.arange(len(members)).view(mesh_shape)
-    # One row for each partial: the places in the mesh that hold it.
-    rows = places.movedim(summed, list(range(len(summed)))).reshape(prod(mesh_shape[dim] for dim in summed), -1)
-    layouts = []
-    for row in rows.tolist():
-        chosen = [-1] * len(members)
-        for place in row:
-            chosen[place] = members[place]
-        layouts.append(mesh_layout(shape, mesh_shape, tuple(chosen), splits))
-    return reduction, tuple(layouts)
+    places = torch.arange(len(members)).view(mesh_shape).movedim(summed, list(range(len(summed))))
+    rows = places.reshape(prod(mesh_shape[dim] for dim in summed), -1)
+    held = [torch.full((len(members),), -1).index_copy_(0, row, torch.tensor(members)[row]) for row in rows]
+    return reduction, [(*row.tolist(),) for row in held]
 
 
 class MeshPart(LeafPart):
     """A part of a ``DTensor`` whose local tensor is made of several: cut as that is, or not at all.
 
-    Attributes:
-        spec: How the ``DTensor`` lies over its mesh.
-        cuts: How each dim of the part follows the dims of the ``DTensor``.
-        steps: The global shape, in the steps in which the ``DTensor`` is cut.
+    ``cuts`` say how each dim of it follows those of the ``DTensor``, which lies over its mesh by ``spec`` and has the
+    shape ``whole``; ``steps`` are the global shape of the part, in the steps in which the ``DTensor`` is cut.
     """
 
     __slots__ = ("cuts", "spec", "steps")
@@ -235,14 +216,8 @@ class MeshPart(LeafPart):
         self.cuts = cuts
         self.steps = tuple([size if cut is None else whole[cut.dim] for size, cut in dims])
 
-    def of(self, tensors: Sequence[torch.Tensor]) -> MeshPart:
-        """Return the same part of another tensor."""
-        made = copy(self)
-        made.tensors, made.dtype = tensors, tensors[0].dtype
-        return made
-
     @property
-    def is_assumed_equal(self) -> bool:
+    def is_assumed_equal(self) -> bool:  # type: ignore[override]  # here it depends
         """Whether ranks that hold different chunks of the ``DTensor`` are taken to hold the same of this part."""
         followed = {cut.dim for cut in self.cuts if cut is not None}
         return any(split.dim not in followed for split in _splits(self.spec)[0])
@@ -311,4 +286,25 @@ def part_maker(value: Any) -> Callable[[torch.Tensor, tuple[Cut | None, ...]], M
     return lambda tensor, cuts: MeshPart(tensor, spec, whole, cuts)
 
 
+class LocalShardsType(EngineLeafType):
+    """``LocalShardsWrapper``: several shards as the local tensor of a ``DTensor`` (torchrec's)."""
+
+    name = "LocalShardsWrapper"
+
+    def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
+        return value.local_shards(), (type(value), value.local_offsets())
+
+    def pack(self, context: Any, parts: Sequence[Any]) -> Any:
+        cls, offsets = context
+        return cls(list(parts), list(offsets))
+
+    def elements_only(self, context: Any) -> bool:
+        return True
+
+    def describe(self, value: Any) -> Mapping[str, Any]:
+        shapes = [tuple(shard.shape) for shard in value.local_shards()]
+        return {"dtype": value.dtype, "shards": list(zip(map(tuple, value.local_offsets()), shapes, strict=True))}
+
+
 DTENSOR = DTensorType()
+LOCAL_SHARDS = LocalShardsType()

@@ -8,10 +8,11 @@ import torch
 
 from statetree.leaves.engine_type import EngineLeafType
 from statetree.leaves.types.tensor import attributes_of, set_attributes
-from statetree.tree.flatten import flatten, unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from statetree.leaves.engine_type import LeafContents
 
 
 class FakeType(EngineLeafType):
@@ -20,16 +21,13 @@ class FakeType(EngineLeafType):
     name = "FakeTensor"
     has_elements = False
 
-    def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
+    def contents(self, value: Any) -> LeafContents:
         own = attributes_of(_like_fake(value))
-        carried = {name: kept for name, kept in attributes_of(value).items() if name not in own}
-        leaves, spec = flatten(carried)
-        return leaves, (value, spec)
+        return [], value, {name: kept for name, kept in attributes_of(value).items() if name not in own}
 
-    def pack(self, context: Any, parts: Sequence[Any]) -> torch.Tensor:
-        value, spec = context
-        fresh = _like_fake(value)
-        set_attributes(fresh, unflatten(spec, parts))
+    def assemble(self, context: Any, parts: Sequence[Any], attributes: Any) -> torch.Tensor:
+        fresh = _like_fake(context)
+        set_attributes(fresh, attributes)
         return fresh
 
     def describe(self, value: torch.Tensor) -> Mapping[str, Any]:
@@ -38,8 +36,8 @@ class FakeType(EngineLeafType):
 
 def _like_fake(value: Any) -> torch.Tensor:
     # Made without an operation under its mode, which would count it.
-    bare = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    fresh: torch.Tensor = type(value)(value.fake_mode, bare, value.fake_device)
+    outline = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    fresh: torch.Tensor = type(value)(value.fake_mode, outline, value.fake_device)
     return fresh.requires_grad_(value.requires_grad)
 
 
@@ -49,14 +47,14 @@ class UninitializedType(EngineLeafType):
     name = "uninitialized"
     has_elements = False
 
-    def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
-        leaves, spec = flatten(dict(vars(value)))
-        return leaves, (type(value), value.requires_grad, value.device, value.dtype, spec)
+    def contents(self, value: Any) -> LeafContents:
+        context = type(value), value.requires_grad, value.device, value.dtype
+        return [], context, dict(vars(value))
 
-    def pack(self, context: Any, parts: Sequence[Any]) -> torch.Tensor:
-        cls, requires_grad, device, dtype, spec = context
+    def assemble(self, context: Any, parts: Sequence[Any], attributes: Any) -> torch.Tensor:
+        cls, requires_grad, device, dtype = context
         fresh: torch.Tensor = cls(requires_grad=requires_grad, device=device, dtype=dtype)
-        vars(fresh).update(unflatten(spec, parts))
+        set_attributes(fresh, attributes)
         return fresh
 
     def describe(self, value: torch.Tensor) -> Mapping[str, Any]:

@@ -39,10 +39,8 @@ class Borrowed(NamedTuple):
     memory: pickle.PickleBuffer | bytes | bytearray  # the latter on other ranks
 
     def raw(self) -> memoryview:
-        """Return its bytes as they lie.
-
-        This view is not kept: CPython before 3.13 crashes if a cycle of garbage has a view of which there is a buffer.
-        """
+        """Return its bytes as they lie."""
+        # Not kept: CPython before 3.13 crashes if a cycle of garbage has a view of which there is a buffer.
         return self.memory.raw() if isinstance(self.memory, pickle.PickleBuffer) else memoryview(self.memory)
 
     def copied(self) -> bytes | bytearray:
@@ -58,17 +56,11 @@ class Borrowed(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Rest:
-    """What pickle makes of a value beside the tensors inside. Two are equal if it makes the same of two values.
-
-    Attributes:
-        skeleton: The bytes of the pickle.
-        kept: What is passed by identity.
-        buffers: What the pickle holds out of band: ``Borrowed``, or copies, which are given away.
-    """
+    """What pickle makes of a value beside the tensors inside. Two are equal if it makes the same of two values."""
 
     skeleton: bytes
-    kept: tuple[Any, ...]
-    buffers: list[Any]
+    kept: tuple[Any, ...]  # what is passed by identity
+    buffers: list[Any]  # what the pickle holds out of band: ``Borrowed``, or copies, which are given away
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -77,6 +69,10 @@ class Rest:
             and same_value(self.kept, other.kept)
             and all(map(_same_bytes, self.buffers, other.buffers))
         )
+
+    def detach(self) -> None:
+        """Let no writing to the value change any more what is put together, which is done once."""
+        self.buffers[:] = [buffer.copied() for buffer in self.buffers]
 
     def __hash__(self) -> int:
         return hash(self.skeleton)
@@ -110,10 +106,7 @@ class TakeApart(pickle.Pickler):
         self._copies_bytes = False
 
     def persistent_id(self, obj: Any) -> int | tuple[int] | None:
-        """Return a non-negative number for a tensor, a negative one for what is kept, ``None`` for the rest.
-
-        In a tuple it is that of ``bytes`` of which a copy is to be made.
-        """
+        """Return a number for a tensor, a negative one for what is kept (bytes to copy: in a tuple), else ``None``."""
         cls = type(obj)
         if cls in _SMALL:
             return None
@@ -166,7 +159,10 @@ def _generator(device: torch.device, state: torch.Tensor) -> torch.Generator:
 
 
 class _TakeAllApart(TakeApart):
-    """Notes for every tensor which of several objects it was found in."""
+    """Notes for every tensor which of several objects it was found in.
+
+    They are pickled as one list, so that what they share stays shared, and pickle comes to them in its order.
+    """
 
     def __init__(self, file: io.BytesIO, leaf_type_of: LookUp, values: Sequence[Any]) -> None:
         super().__init__(file, leaf_type_of)
@@ -197,12 +193,13 @@ class _PutTogether(pickle.Unpickler):
         return self._tensors[pid] if pid >= 0 else self._kept[-1 - pid]
 
 
-class OpaqueType(EngineLeafType):
-    """Any object that pickle can take apart.
+def _cannot_be_taken_apart(value: Any, expected: str, remedy: str) -> UnsupportedLeaf:
+    msg = f"the leaf at %PATH% ({type(value).__qualname__}) cannot be taken apart: {expected}. {remedy}."
+    return UnsupportedLeaf(msg)
 
-    Args:
-        leaf_type_of: Looks up the leaf type of a class.
-    """
+
+class OpaqueType(EngineLeafType):
+    """Any object that pickle can take apart. The leaf types of classes inside are looked up."""
 
     opaque = True
 
@@ -220,26 +217,20 @@ class OpaqueType(EngineLeafType):
         except StateTreeError:
             raise
         except RecursionError as error:
-            msg = (
-                f"the leaf at %PATH% ({type(value).__qualname__}) cannot be taken apart: expected objects nested a few "
-                "hundred deep at most, got more. Raise Python's recursion limit (sys.setrecursionlimit), or nest less."
-            )
-            raise UnsupportedLeaf(msg) from error
+            expected = "expected objects nested a few hundred deep at most, got more"
+            remedy = "Raise Python's recursion limit (sys.setrecursionlimit), or nest less"
+            raise _cannot_be_taken_apart(value, expected, remedy) from error
         except Exception as error:
             cls = type(value).__qualname__
-            # A generator, a lock, an open file: nothing to register as a container, and no name to write.
-            is_users = type(value).__module__ not in sys.builtin_module_names
             remedy = (
                 f"or register {cls} as a container (register_container), or, if it holds no tensors, as an atom "
                 f"(register_leaf_type({cls}, None))"
-                if is_users
-                else "or register its class as an atom, passed by identity (register_leaf_type(type(value), None))"
             )
-            msg = (
-                f"the leaf at %PATH% ({cls}) cannot be taken apart: expected an object that can be pickled, got "
-                f"{type(error).__name__}: {error}. Leave it out of the state, {remedy}."
-            )
-            raise UnsupportedLeaf(msg) from error
+            # A generator, a lock, an open file: nothing to register as a container, and no name to write.
+            if type(value).__module__ in sys.builtin_module_names:
+                remedy = "or register its class as an atom, passed by identity (register_leaf_type(type(value), None))"
+            expected = f"expected an object that can be pickled, got {type(error).__name__}: {error}"
+            raise _cannot_be_taken_apart(value, expected, f"Leave it out of the state, {remedy}") from error
         return pickler.tensors, pickler.rest()
 
     def unpack_together(self, values: Sequence[Any]) -> tuple[Sequence[Any], Any, Sequence[int]]:
@@ -255,10 +246,3 @@ class OpaqueType(EngineLeafType):
 
     def describe(self, value: Any) -> Mapping[str, Any]:
         return {"class": type(value)}
-
-    def same_context(self, a: Any, b: Any) -> bool:
-        """Whether two objects agree in everything but the tensors inside them."""
-        return bool(a == b)
-
-    def detach(self, context: Any) -> None:
-        context.buffers[:] = [buffer.copied() for buffer in context.buffers]

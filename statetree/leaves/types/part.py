@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from copy import copy
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from statetree.chunks.local import chunks_at
-from statetree.leaves.engine_type import DistributedPart, EngineLeafType
+from statetree.leaves.engine_type import EngineLeafType
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,37 +20,31 @@ if TYPE_CHECKING:
 
     from statetree.chunks.local import LocalChunks
     from statetree.chunks.ranks import Ranks
+    from statetree.leaves.engine_type import DistributedPart
 
 
 class LeafPart(ABC):
-    """A strided tensor of which the ranks hold boxes.
-
-    Attributes:
-        tensors: This rank's tensors, as they lie in the leaf.
-        dtype: The dtype of the elements.
-        shape: The global shape.
-    """
+    """A strided tensor of which the ranks hold boxes: this rank's tensors, as they lie in the leaf."""
 
     __slots__ = ("dtype", "shape", "tensors")
     #: In messages.
     _statetree_text: ClassVar[str] = "a distributed tensor"
-
     #: Whether its leaf is made of parts, and not of their tensors.
     stays_part = False
+    #: Whether ranks that hold different chunks of the leaf are taken to hold the same of this part.
+    is_assumed_equal = False
 
     def __init__(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype, shape: Sequence[int]) -> None:
         self.tensors = tensors
         self.dtype = dtype
         self.shape = tuple(shape)
 
-    @property
-    def is_assumed_equal(self) -> bool:
-        """Whether ranks that hold different chunks of the leaf are taken to hold the same of this part."""
-        return False
-
-    @abstractmethod
-    def of(self, tensors: Sequence[torch.Tensor]) -> LeafPart:
+    def of(self, tensors: Sequence[torch.Tensor]) -> Self:
         """Return the same part of other tensors."""
+        made = copy(self)
+        made.tensors = tensors
+        made.dtype = tensors[0].dtype if tensors else self.dtype
+        return made
 
     @abstractmethod
     def local_chunks(self, ranks: Ranks) -> LocalChunks:
@@ -58,43 +52,25 @@ class LeafPart(ABC):
 
 
 class ListedPart(LeafPart):
-    """A part of which each rank knows its own boxes: what ``EngineLeafType.layout`` says of it.
+    """A part of which each rank knows its own boxes: what ``layout`` says of it, or all where others are not whole."""
 
-    Attributes:
-        listed: That.
-    """
+    __slots__ = ("is_listed", "offsets")
 
-    __slots__ = ("listed",)
-
-    def __init__(self, listed: DistributedPart) -> None:
-        super().__init__(listed.tensors, listed.dtype, listed.shape)
-        self.listed = listed
-
-    def of(self, tensors: Sequence[torch.Tensor]) -> ListedPart:
-        """Return the same part of other tensors."""
-        return ListedPart(self.listed._replace(tensors=tensors))
+    def __init__(self, part: DistributedPart) -> None:
+        super().__init__(part.tensors, part.dtype, part.shape)
+        self.offsets = part.offsets
+        self.is_listed = part.is_listed
 
     def local_chunks(self, ranks: Ranks) -> LocalChunks:
         """Return which boxes this rank holds."""
-        return chunks_at(self, self.shape, self.dtype, self.tensors, self.listed.offsets)
+        return chunks_at(self, self.shape, self.dtype, self.tensors, self.offsets)
 
 
 class WholePart(ListedPart):
     """A part that is whole on every rank, of a leaf of which other parts are not."""
 
     __slots__ = ()
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        super().__init__(DistributedPart([tensor], tuple(tensor.shape), [(0,) * tensor.dim()], is_listed=False))
-
-    @property
-    def is_assumed_equal(self) -> bool:
-        """Whether ranks that hold different chunks of the leaf are taken to hold the same of this part."""
-        return True
-
-    def of(self, tensors: Sequence[torch.Tensor]) -> WholePart:
-        """Return the same part of other tensors."""
-        return WholePart(tensors[0])
+    is_assumed_equal = True
 
 
 class PartType(EngineLeafType):
@@ -116,14 +92,10 @@ class PartType(EngineLeafType):
         made.dtype = dtype  # also where no tensor says so
         return made
 
-    def global_shape(self, value: Any) -> tuple[Sequence[int], torch.dtype]:
-        return value.shape, value.dtype
-
     def describe(self, value: Any) -> Mapping[str, Any]:
         return {"dtype": value.dtype, "shape": value.shape}
 
     def local_chunks(self, value: Any, ranks: Ranks) -> LocalChunks:
-        """Return which boxes of a part this rank holds."""
         chunks: LocalChunks = value.local_chunks(ranks)
         return chunks
 

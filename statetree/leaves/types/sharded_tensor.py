@@ -15,7 +15,6 @@ from statetree.chunks.layouts import layout_of
 from statetree.chunks.local import LocalChunks, location_of
 from statetree.leaves.engine_type import EngineLeafType
 from statetree.leaves.types.tensor import attributes_of, set_attributes
-from statetree.tree.flatten import flatten, unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
     from statetree.chunks.layouts import ChunkLayout
     from statetree.chunks.ranks import Ranks
+    from statetree.leaves.engine_type import LeafContents
 
 
 class ShardedTensorType(EngineLeafType):
@@ -32,7 +32,7 @@ class ShardedTensorType(EngineLeafType):
     name = "ShardedTensor"
     distributed = True
 
-    def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
+    def contents(self, value: Any) -> LeafContents:
         shards = value.local_shards()
         context = (
             [shard.metadata for shard in shards],
@@ -43,33 +43,27 @@ class ShardedTensorType(EngineLeafType):
         )
         # What ShardedTensor keeps for itself begins with an underscore.
         carried = {name: held for name, held in attributes_of(value).items() if not name.startswith("_")}
-        leaves, spec = flatten(carried)
-        return [*(shard.tensor for shard in shards), *leaves], (context, spec)
+        return [shard.tensor for shard in shards], context, carried
 
-    def pack(self, context: Any, parts: Sequence[Any]) -> Any:
-        (metadata, whole, group, init_rrefs, sharding_spec), carried = context
-        count = len(metadata)
-        if count and _is_elsewhere(parts[0], metadata[0], whole):
+    def assemble(self, context: Any, parts: Sequence[Any], attributes: Any) -> Any:
+        metadata, whole, group, init_rrefs, sharding_spec = context
+        if metadata and _is_elsewhere(parts[0], metadata[0], whole):
             metadata, whole, sharding_spec = _moved(parts[0], metadata, whole)
-        shards = [Shard(tensor, shard) for tensor, shard in zip(parts[:count], metadata, strict=True)]
+        shards = [Shard(tensor, shard) for tensor, shard in zip(parts, metadata, strict=True)]
         fresh = ShardedTensor._init_from_local_shards_and_global_metadata(
             shards, whole, process_group=group, init_rrefs=init_rrefs, sharding_spec=sharding_spec
         )
-        set_attributes(fresh, unflatten(carried, parts[count:]))
+        set_attributes(fresh, attributes)
         return fresh
-
-    def essential(self, context: Any, inner: Sequence[Any]) -> Sequence[Any]:
-        """Return what holds the elements, without the attributes."""
-        return inner[: len(context[0][0])]
 
     def elements_only(self, context: Any) -> bool:
         return True
 
     def with_dtype(self, context: Any, dtype: torch.dtype) -> Any:
-        (metadata, whole, *rest), carried = context
+        metadata, whole, *rest = context
         whole = deepcopy(whole)
         whole.tensor_properties.dtype = dtype
-        return (metadata, whole, *rest), carried
+        return (metadata, whole, *rest)
 
     def global_shape(self, value: Any) -> tuple[Sequence[int], torch.dtype]:
         return value.size(), value.dtype
@@ -99,7 +93,7 @@ class ShardedTensorType(EngineLeafType):
             shape,
             dtype,
             layout,
-            [_box(shard.metadata) for shard in local],
+            [Box.at(shard.metadata.shard_offsets, shard.metadata.shard_sizes) for shard in local],
             pieces,
             (*map(location_of, pieces),) if pieces else id(value),
             device,
@@ -115,7 +109,7 @@ def _layout(metadata: Any, shape: tuple[int, ...], ranks: Ranks) -> tuple[str, C
         for shard in shards:
             rank = ranks.index.get(shard.placement.rank(), -1)
             if rank >= 0 and all(shard.shard_sizes):
-                held.setdefault(rank, []).append(_box(shard))
+                held.setdefault(rank, []).append(Box.at(shard.shard_offsets, shard.shard_sizes))
         digest = blake2b(repr(key).encode(), digest_size=16).hexdigest()
         ranks.memo[key] = digest, layout_of(shape, held)
     found: tuple[str, ChunkLayout] = ranks.memo[key]
@@ -138,11 +132,6 @@ def _moved(tensor: torch.Tensor, metadata: Sequence[Any], whole: Any) -> tuple[l
         if rank in own or device.type != tensor.device.type:
             shard.placement = _remote_device(f"rank:{rank}/{tensor.device}")
     return local, whole, None
-
-
-def _box(shard: Any) -> Box:
-    start = tuple(shard.shard_offsets)
-    return Box(start, tuple([first + size for first, size in zip(start, shard.shard_sizes, strict=True)]))
 
 
 SHARDED = ShardedTensorType()

@@ -37,8 +37,8 @@ def _sparse_facts(value: torch.Tensor, own: Mapping[str, Any]) -> dict[str, Any]
 
 class _SparseCoo(EngineLeafType):
     def unpack(self, value: torch.Tensor) -> tuple[list[Any], Any]:
-        bare = value.detach()
-        return [bare._indices(), bare._values()], (value.shape, value.is_coalesced())
+        detached = value.detach()
+        return [detached._indices(), detached._values()], (value.shape, value.is_coalesced())
 
     def pack(self, context: Any, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         shape, coalesced = context
@@ -51,11 +51,11 @@ class _SparseCoo(EngineLeafType):
 
 class _SparseCompressed(EngineLeafType):
     def unpack(self, value: torch.Tensor) -> tuple[list[Any], Any]:
-        bare = value.detach()
+        detached = value.detach()
         by_rows = value.layout in (torch.sparse_csr, torch.sparse_bsr)
-        compressed = bare.crow_indices() if by_rows else bare.ccol_indices()
-        plain = bare.col_indices() if by_rows else bare.row_indices()
-        return [compressed, plain, bare.values()], (value.shape, value.layout)
+        compressed = detached.crow_indices() if by_rows else detached.ccol_indices()
+        plain = detached.col_indices() if by_rows else detached.row_indices()
+        return [compressed, plain, detached.values()], (value.shape, value.layout)
 
     def pack(self, context: Any, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         shape, layout = context
@@ -70,13 +70,13 @@ class _StridedNested(EngineLeafType):
     """Nested tensors of the first generation: one buffer, and the sizes, strides and offsets of the pieces in it."""
 
     def unpack(self, value: torch.Tensor) -> tuple[list[Any], Any]:
-        bare = value.detach()
+        detached = value.detach()
         pieces = [
-            bare._nested_tensor_size(),
-            bare._nested_tensor_strides(),
-            bare._nested_tensor_storage_offsets(),
+            detached._nested_tensor_size(),
+            detached._nested_tensor_strides(),
+            detached._nested_tensor_storage_offsets(),
         ]
-        return [bare.values(), *pieces], None
+        return [detached.values(), *pieces], None
 
     def pack(self, context: Any, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         buffer, *pieces = parts
@@ -142,14 +142,15 @@ class _Quantized(EngineLeafType):
         return fresh.set_(storage, integers.storage_offset(), integers.shape, integers.stride())
 
     def describe(self, value: torch.Tensor) -> Mapping[str, Any]:
+        common = {"layout": "quantized", "shape": value.shape}
         if value.is_meta:
-            return {"layout": "quantized", "shape": value.shape, "memory": "meta"}
+            return {**common, "memory": "meta"}
         scheme = value.qscheme()
-        common = {"layout": "quantized", "shape": value.shape, "scheme": scheme}
         if scheme in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-            return {**common, "scale": value.q_scale(), "zero point": value.q_zero_point()}
+            return {**common, "scheme": scheme, "scale": value.q_scale(), "zero point": value.q_zero_point()}
         return {
             **common,
+            "scheme": scheme,
             "axis": value.q_per_channel_axis(),
             "scales": value.q_per_channel_scales().tolist(),
             "zero points": value.q_per_channel_zero_points().tolist(),

@@ -19,10 +19,9 @@ class StorageType(EngineLeafType):
     name = "storage"
 
     def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
-        typed = isinstance(value, torch.storage.TypedStorage)
-        storage = value._untyped_storage if typed else value
+        storage, dtype = _untyped(value)
         view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
-        return [view], (value.dtype if typed else None)
+        return [view], dtype
 
     def pack(self, context: Any, parts: Sequence[Any]) -> Any:
         view: torch.Tensor = parts[0]
@@ -34,9 +33,13 @@ class StorageType(EngineLeafType):
         return torch.storage.TypedStorage(wrap_storage=storage, dtype=context, _internal=True)
 
     def describe(self, value: Any) -> Mapping[str, Any]:
-        typed = isinstance(value, torch.storage.TypedStorage)
-        storage = value._untyped_storage if typed else value
-        return {"bytes": storage.nbytes(), "dtype": value.dtype if typed else None, "memory": memory_state(storage)}
+        storage, dtype = _untyped(value)
+        return {"bytes": storage.nbytes(), "dtype": dtype, "memory": memory_state(storage)}
+
+
+def _untyped(value: Any) -> tuple[torch.UntypedStorage, torch.dtype | None]:
+    is_typed = isinstance(value, torch.storage.TypedStorage)
+    return (value._untyped_storage, value.dtype) if is_typed else (value, None)
 
 
 STORAGE = StorageType()

@@ -21,26 +21,7 @@ if TYPE_CHECKING:
 
     from statetree.chunks.local import LocalChunks
     from statetree.chunks.ranks import Ranks
-    from statetree.tree.spec import TreeSpec
-
-
-class Identity(NamedTuple):
-    """What a tensor object is beside its elements: its class, and what it carries."""
-
-    cls: type
-    requires_grad: bool
-    attributes: TreeSpec | None  # the structure of the attributes, whose leaves are further parts
-
-    def restore(self, fresh: torch.Tensor, attribute_leaves: Sequence[Any]) -> torch.Tensor:
-        """Turn a fresh tensor without identity into one with this."""
-        if self.cls is not type(fresh):
-            fresh = as_class(fresh, self.cls, requires_grad=self.requires_grad)
-        elif self.requires_grad:
-            fresh.requires_grad_()
-        if self.attributes is not None:
-            set_attributes(fresh, unflatten(self.attributes, attribute_leaves))
-        return fresh
-
+    from statetree.leaves.engine_type import LeafContents
 
 _slots_of = lru_cache(maxsize=1024)(slots_of)
 #: Lets go of the classes whose slots are known.
@@ -59,8 +40,10 @@ def attributes_of(value: torch.Tensor) -> dict[str, Any]:
     return attributes
 
 
-def set_attributes(value: torch.Tensor, attributes: Mapping[str, Any]) -> None:
+def set_attributes(value: torch.Tensor, attributes: Mapping[str, Any] | None) -> None:
     """Set Python attributes of a tensor, past any ``__setattr__``."""
+    if not attributes:
+        return
     slots = _slots_of(type(value))
     for name, kept in attributes.items():
         if name in slots:
@@ -69,42 +52,55 @@ def set_attributes(value: torch.Tensor, attributes: Mapping[str, Any]) -> None:
             value.__dict__[name] = kept
 
 
-def identity_of(value: torch.Tensor) -> tuple[Identity | None, list[Any]]:
-    """Return what a tensor is beside its elements (``None`` if nothing), and the leaves of its attributes."""
-    attributes = attributes_of(value)
-    if not attributes:
-        plain = type(value) is torch.Tensor and not value.requires_grad
-        return (None if plain else Identity(type(value), value.requires_grad, None)), []
-    leaves, spec = flatten(attributes)
-    return Identity(type(value), value.requires_grad, spec), leaves
+class _TensorContext(NamedTuple):
+    """What a tensor is beside its elements, if it is no ``torch.Tensor`` without gradients, on one storage."""
+
+    cls: type
+    requires_grad: bool
+    special: tuple[EngineLeafType, Any] | None  # its layout, if it is not strided, with the context that this needs
+
+    def restore(self, fresh: torch.Tensor) -> torch.Tensor:
+        if self.cls is not type(fresh):
+            return as_class(fresh, self.cls, requires_grad=self.requires_grad)
+        return fresh.requires_grad_() if self.requires_grad else fresh
+
+
+def identified(fresh: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Turn a fresh tensor into what another one is beside its elements: its class, gradients and attributes."""
+    fresh = _TensorContext(type(like), like.requires_grad, None).restore(fresh)
+    leaves, spec = flatten(attributes_of(like))
+    set_attributes(fresh, unflatten(spec, leaves))  # in containers of its own
+    return fresh
 
 
 class TensorType(EngineLeafType):
     """``torch.Tensor``, ``Parameter``, ``Buffer`` and plain subclasses, of every layout."""
 
     name = "Tensor"
-    bare = True
+    native = True
 
-    def unpack(self, value: torch.Tensor) -> tuple[Sequence[Any], Any]:
+    def contents(self, value: torch.Tensor) -> LeafContents:
         _refuse_dual(value)
-        identity, attributes = identity_of(value)
         layout = special_layout(value)
-        if layout is None:
+        special = None
+        parts: Sequence[Any] = [value]
+        if layout is not None:
+            parts, inside = layout.unpack(value)
+            special = (layout, inside)
+        else:
             value.untyped_storage().nbytes()  # raises where there is none, as for the tensors inside a vmap
             if is_zero_tensor(value):
-                return [value.detach().clone(), *attributes], (identity, None, 1)
-            return [value, *attributes], (None if identity is None else (identity, None, 1))
-        inner, context = layout.unpack(value)
-        return [*inner, *attributes], (identity, (layout, context), len(inner))
+                parts = [value.detach().clone()]
+        is_usual = special is None and type(value) is torch.Tensor and not value.requires_grad
+        context = None if is_usual else _TensorContext(type(value), value.requires_grad, special)
+        return parts, context, attributes_of(value)
 
-    def pack(self, context: Any, parts: Sequence[Any]) -> torch.Tensor:
-        identity, special, count = context
-        fresh: torch.Tensor = parts[0] if special is None else special[0].pack(special[1], parts[:count])
-        return fresh if identity is None else identity.restore(fresh, parts[count:])
-
-    def essential(self, context: Any, inner: Sequence[Any]) -> Sequence[Any]:
-        """Return what holds the elements, without the attributes."""
-        return inner[: context[2]]
+    def assemble(self, context: _TensorContext | None, parts: Sequence[Any], attributes: Any) -> torch.Tensor:
+        fresh: torch.Tensor = parts[0]
+        if context is not None:
+            fresh = context.restore(context.special[0].pack(context.special[1], parts) if context.special else fresh)
+        set_attributes(fresh, attributes)
+        return fresh
 
     def is_distributed(self, value: torch.Tensor) -> bool:
         return holds_shards(value) or super().is_distributed(value)
@@ -115,21 +111,21 @@ class TensorType(EngineLeafType):
     def global_shape(self, value: Any) -> tuple[Sequence[int], torch.dtype]:
         return (value.global_shape, value.dtype) if holds_shards(value) else super().global_shape(value)
 
-    def elements_only(self, context: Any) -> bool:
-        """Whether the inner tensors hold nothing that putting them together depends on."""
-        return context[1] is None
+    def elements_only(self, context: _TensorContext | None) -> bool:
+        return context is None or context.special is None
 
     def describe(self, value: torch.Tensor) -> Mapping[str, Any]:
         _refuse_dual(value)
         layout = special_layout(value)
-        if layout is None:
-            return {
-                "layout": torch.strided,
-                "dtype": value.dtype,
-                "shape": value.shape,
-                "memory": "meta" if value.is_meta else "present" if _is_there(value) else "freed",
-            }
-        return {"dtype": value.dtype, **layout.describe(value)}
+        if layout is not None:
+            return {"dtype": value.dtype, **layout.describe(value)}
+        is_there = holds_memory(value) and not is_zero_tensor(value)
+        return {
+            "layout": torch.strided,
+            "dtype": value.dtype,
+            "shape": value.shape,
+            "memory": "meta" if value.is_meta else "present" if is_there else "freed",
+        }
 
 
 def _refuse_dual(value: torch.Tensor) -> None:
@@ -139,10 +135,6 @@ def _refuse_dual(value: torch.Tensor) -> None:
             "torch.autograd.forward_ad.unpack_dual(leaf).primal."
         )
         raise UnsupportedLeaf(msg)
-
-
-def _is_there(value: torch.Tensor) -> bool:
-    return holds_memory(value) and not is_zero_tensor(value)
 
 
 TENSOR = TensorType()

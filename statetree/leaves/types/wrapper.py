@@ -7,10 +7,12 @@ compiles is covered: torchao's quantized tensors, jagged nested tensors, users' 
 from __future__ import annotations
 
 from contextlib import contextmanager
+from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from statetree.chunks.cuts import Cut, cut_alike
 from statetree.errors import UnsupportedLeaf
 from statetree.leaves.engine_type import EngineLeafType
 from statetree.leaves.types.tensor import attributes_of, set_attributes
@@ -22,15 +24,17 @@ from statetree.tree.traversal import Frozen, freeze
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from statetree.leaves.engine_type import LeafContents
+
 
 class WrapperType(EngineLeafType):
     """Any class with ``__tensor_flatten__`` and ``__tensor_unflatten__``."""
 
-    def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
+    def contents(self, value: Any) -> LeafContents:
         with _caches_dropped(value):
-            return self._unpack(value)
+            return self._contents(value)
 
-    def _unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
+    def _contents(self, value: Any) -> LeafContents:
         names, metadata = value.__tensor_flatten__()
         inner = {name: getattr(value, name) for name in names}
         tensors = {name: held for name, held in inner.items() if isinstance(held, torch.Tensor)}
@@ -45,37 +49,30 @@ class WrapperType(EngineLeafType):
             value.stride(),
             value.requires_grad,
         )
+        parts = list(tensors.values())
         carried = {name: held for name, held in attributes_of(value).items() if name not in inner}
         if value.layout is torch.jagged:
             carried = {name: held for name, held in carried.items() if not name.startswith("_sym_")}  # cached sizes
         if carried:
             # What the class sets by itself comes back by itself; the rest was set by somebody else.
-            own = attributes_of(context.rebuild(list(tensors.values())))
+            own = attributes_of(context.rebuild(parts, ()))
             carried = {name: held for name, held in carried.items() if name not in own or _is_changed(held, own[name])}
-        leaves, spec = flatten(carried)
         held, context = context.without_tensors()
-        return [*tensors.values(), *held, *leaves], (context, spec)
+        return parts, context, (held, carried) if held or carried else None
 
-    def pack(self, context: Any, parts: Sequence[Any]) -> torch.Tensor:
-        tensor, carried = context
-        count = len(tensor.names) + len(tensor.places)
-        fresh: torch.Tensor = tensor.rebuild(parts[:count])
-        set_attributes(fresh, unflatten(carried, parts[count:]))
+    def assemble(self, context: _Context, parts: Sequence[Any], attributes: Any) -> torch.Tensor:
+        held, carried = attributes or ((), {})
+        fresh = context.rebuild(parts, held)
+        set_attributes(fresh, carried)
         return fresh
 
-    def essential(self, context: Any, inner: Sequence[Any]) -> Sequence[Any]:
-        """Return what holds the elements, without the attributes."""
-        return inner[: len(context[0].names)]
+    def part_names(self, context: _Context, count: int) -> Sequence[str]:
+        """Return the names of the inner tensors."""
+        return context.names
 
-    def part_names(self, context: Any, count: int) -> Sequence[str]:
-        """Return the names of the inner tensors, and numbers for what else there is."""
-        names = context[0].names
-        return [*names, *[str(number) for number in range(len(names), count)]]
-
-    def reshaped(self, context: Any, shape: Sequence[int], stride: Sequence[int]) -> Any:
+    def reshaped(self, context: _Context, shape: Sequence[int], stride: Sequence[int]) -> _Context:
         """Return the context of a tensor of another shape, which its metadata may name."""
-        tensor, carried = context
-        return tensor.reshaped(tuple(shape), tuple(stride)), carried
+        return context.reshaped(tuple(shape), tuple(stride))
 
     def describe(self, value: Any) -> Mapping[str, Any]:
         with _caches_dropped(value):
@@ -135,12 +132,13 @@ class _Context(NamedTuple):
         frozen = None if self.frozen is None else freeze(metadata)
         return self._replace(metadata=metadata, frozen=frozen, shape=torch.Size(shape), stride=stride)
 
-    def rebuild(self, inner: Sequence[Any]) -> torch.Tensor:
-        named = {**self.kept, **dict(zip(self.names, inner, strict=False))}
+    def rebuild(self, inner: Sequence[Any], held: Sequence[Any]) -> torch.Tensor:
+        """Return a tensor of inner tensors, and of those in the metadata (``held``)."""
+        named = {**self.kept, **dict(zip(self.names, inner, strict=True))}
         metadata = self.metadata if self.frozen is None else self.frozen.thaw()
         if self.places:
             leaves, spec = list(metadata[0]), metadata[1]
-            for index, tensor in zip(self.places, inner[len(self.names) :], strict=True):
+            for index, tensor in zip(self.places, held, strict=True):
                 leaves[index] = tensor
             metadata = unflatten(spec, leaves)
         fresh: torch.Tensor = self.cls.__tensor_unflatten__(named, metadata, self.shape, self.stride)
@@ -168,7 +166,7 @@ def _shape_of(value: torch.Tensor) -> tuple[Any, ...]:
 class UntraceableType(EngineLeafType):
     """Wrapper subclasses that do not say what they are made of."""
 
-    def unpack(self, value: Any) -> tuple[Sequence[Any], Any]:
+    def contents(self, value: Any) -> LeafContents:
         cls = type(value).__qualname__
         msg = (
             f"the leaf at %PATH% ({cls}) cannot be taken apart: expected __tensor_flatten__ and __tensor_unflatten__ "
@@ -177,9 +175,31 @@ class UntraceableType(EngineLeafType):
         raise UnsupportedLeaf(msg)
 
     def describe(self, value: Any) -> Mapping[str, Any]:
-        self.unpack(value)
+        self.contents(value)
         return {}
+
+
+class LowBitType(WrapperType):
+    """``OptimState8bit``, ``OptimState4bit`` and ``OptimStateFp8`` of torchao 0.18: codes, scales, a table of values.
+
+    Codes (of 4 bits, two in a byte) and scales (one for each block) lie in the row-major order of the elements. So a
+    shard of rows has a stretch of each, if it is made of whole blocks.
+    """
+
+    def cuts(self, value: Any, inner: Sequence[torch.Tensor]) -> Sequence[tuple[Cut | None, ...]]:
+        """Return how codes and scales are cut; the table is whole."""
+        rows = value.shape[0]
+
+        def flat(tensor: torch.Tensor) -> tuple[Cut | None, ...]:
+            if tensor.shape == value.shape:
+                return cut_alike(value.shape, tensor.shape)
+            common = gcd(tensor.numel(), rows) or 1
+            return (Cut(0, tensor.numel() // common, rows // common, is_flat=True),)
+
+        codes, scale, *table = inner
+        return [flat(codes), flat(scale), *[(None,) * tensor.dim() for tensor in table]]
 
 
 WRAPPER = WrapperType()
 UNTRACEABLE = UntraceableType()
+LOW_BIT = LowBitType()

@@ -10,11 +10,11 @@ import torch
 from statetree.chunks.axis_blocks import AxisBlock, AxisRegion, view_over
 from statetree.chunks.boxes import Box
 from statetree.errors import Difference, TreeMismatch, UnsupportedLeaf
-from statetree.leaves.builtin import is_stored, leaf_type_of, settled
+from statetree.leaves.builtin import is_stored, leaf_type_of, materialized
 from statetree.leaves.location import located_error
 from statetree.leaves.parts import unpack
 from statetree.leaves.types.converted import AxisPart, ConvertedLeaf, assembled
-from statetree.leaves.types.tensor import identity_of
+from statetree.leaves.types.tensor import attributes_of, identified
 from statetree.spans.bits import safely_equal, same_bytes
 from statetree.spans.columns import Columns
 from statetree.spans.overlaps import shared_elements
@@ -83,9 +83,9 @@ class LeafMaker:
         value = self._leaves[leaf]
         if (is_stored(value) and value.is_strided) or _is_spread(value):
             return tuple(value.shape)
-        value = value if is_stored(value) else settled(value)
+        value = value if is_stored(value) else materialized(value)
         leaf_type = leaf_type_of(type(value))
-        is_bare = leaf_type is not None and leaf_type.bare
+        is_bare = leaf_type is not None and leaf_type.native
         if not is_bare or value.layout is not torch.strided or value.is_nested or value.is_quantized:
             path = self.path(leaf)
             msg = (
@@ -134,13 +134,12 @@ class LeafMaker:
             cls = "parameter" if getattr(value, "is_parameter", isinstance(value, torch.nn.Parameter)) else "tensor"
             return {"dtype": value.dtype, "leaf type": f"distributed {cls}", "requires_grad": value.requires_grad}
         tensor = value.outline if is_stored(value) else value
-        identity, attributes = identity_of(tensor)
         return {
             "dtype": value.dtype,
             "device": value.device,
             "leaf type": "stored" if is_stored(value) else type(tensor).__qualname__,
             "requires_grad": tensor.requires_grad,
-            "attributes": [identity and identity.attributes, *attributes],
+            "attributes": attributes_of(tensor),
         }
 
     def make(self, plans: Sequence[LeafPlan]) -> list[Any]:
@@ -181,11 +180,10 @@ class LeafMaker:
     def _identified(self, plan: LeafPlan, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor as what those that it is made of are: parameters, with attributes."""
         first = self._leaves[plan.sources[0]]
-        identity, attributes = identity_of(getattr(first, "outline", first))
-        return tensor if identity is None else identity.restore(tensor, attributes)
+        return identified(tensor, getattr(first, "outline", first))
 
     def _tensor(self, plan: LeafPlan, shape: tuple[int, ...]) -> tuple[torch.Tensor, Any]:
-        sources = {leaf: _plain(settled(self._leaves[leaf])) for leaf in plan.sources}
+        sources = {leaf: _plain(materialized(self._leaves[leaf])) for leaf in plan.sources}
         blocks = [(block, sources[leaf]) for leaf, block in plan.blocks]
         key = (shape, *((_view_key(tensor), block) for block, tensor in blocks))
         if key not in self._copies:
@@ -199,7 +197,7 @@ class LeafMaker:
         rows = []
         for index, block in plan.blocks:
             try:
-                rows.append((*_origin_of(settled(self._leaves[index]), block.source, block.sizes), block))
+                rows.append((*_origin_of(materialized(self._leaves[index]), block.source, block.sizes), block))
             except UnsupportedLeaf as error:
                 raise located_error(
                     self._verb, "convert", error, self._spec.paths, list(self._leaves), index
@@ -244,10 +242,8 @@ class LeafMaker:
                         raise TreeMismatch(msg)
 
         outline = self._identified(plan, torch.empty(shape, dtype=values[0].dtype, device="meta"))
-        leaf_type = leaf_type_of(type(values[0]))
-        assert leaf_type is not None
         tied = [twin for twins in unlike.values() for twin in twins]
-        return leaf_type.derived([*values, *tied], outline, fill)
+        return values[0].derived([*values, *tied], outline, fill)
 
     def _unlike(self, plan: LeafPlan) -> dict[int, list[Any]]:
         """Return the stored leaves that have to be the same as others, and lie elsewhere."""
@@ -365,5 +361,5 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     leaf_type = leaf_type_of(type(tensor))
-    is_strided = leaf_type is not None and leaf_type.bare and tensor.layout is torch.strided and not tensor.is_nested
+    is_strided = leaf_type is not None and leaf_type.native and tensor.layout is torch.strided and not tensor.is_nested
     return is_strided and not tensor.is_meta and tensor.numel() > 0

@@ -41,7 +41,6 @@ VERBS = {
     "copy_into": lambda tree, _: st.copy_into(tree, empty()),
     "similarity": lambda tree, _: told(st.similarity(tree, empty())),
     "cast": lambda tree, _: st.offload(st.cast(tree, torch.bfloat16)),
-    "cast and saturate": lambda tree, _: st.cast(tree, torch.bfloat16, saturate=True),
     "map_leaves": lambda tree, _: st.map_leaves(torch.neg, tree),
     "stage": lambda tree, _: st.Stager().stage(tree),
     "stage_async": lambda tree, _: staged_later(tree),

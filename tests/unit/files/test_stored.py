@@ -297,7 +297,6 @@ def test_cast_reads_no_element_of_what_is_tied_to_nothing(name, tmp_path):
         st.cast(found.tree, torch.int8)
     with pytest.raises(CheckpointError, match=r"out of range: expected values up to 448.0"):
         st.offload(st.cast(found.tree, torch.float8_e4m3fn))
-    assert st.cast(found.tree, torch.float8_e4m3fn, saturate=True)["w"].float().amax() == 448
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -65,8 +65,8 @@ def test_parts_are_plain_tensors_each_once(tree):
         assert not part.is_quantized
         assert isinstance(part, torch.Tensor)
         assert part.untyped_storage() is not None
-    assert not set(apart.bare) & set(apart.recipes)
-    assert {*apart.bare, *apart.recipes} <= set(range(len(apart.leaves)))
+    assert not set(apart.plain) & set(apart.recipes)
+    assert {*apart.plain, *apart.recipes} <= set(range(len(apart.leaves)))
     assert all(0 <= owner < len(apart.leaves) for owner in apart.owners)
 
 
@@ -248,6 +248,49 @@ def test_a_leaf_type_must_unpack_and_pack(leaf_type):
         st.register_leaf_type(cls, leaf_type)
     assert st.flatten([cls()])[1].num_leaves == 1
     assert leaf_type_of(cls) is OPAQUE
+
+
+class Bare(st.LeafType):
+    pass
+
+
+class Half(st.LeafType):
+    def unpack(self, value):
+        return [value.values], None
+
+
+@pytest.mark.parametrize("leaf_type", [Bare, Half, Bare()], ids=["bare", "half", "an instance"])
+def test_the_defaults_of_a_leaf_type_say_what_is_missing(leaf_type):
+    cls = fresh_class()
+    with pytest.raises(TypeError, match=r"the leaf type for .*Fresh lacks unpack or pack"):
+        st.register_leaf_type(cls, leaf_type)
+    assert leaf_type_of(cls) is OPAQUE
+
+
+def test_what_is_asked_of_a_bare_leaf_type_has_an_answer():
+    with pytest.raises(st.UnsupportedLeaf, match=r"\(int\) has a leaf type without unpack.*Define both in Bare"):
+        Bare().unpack(5)
+    with pytest.raises(st.UnsupportedLeaf, match=r"\(Half\) has a leaf type without pack.*Define both in Half"):
+        Half().pack(None, [])
+    assert Bare().describe(5) == {}
+    assert Half().layout(Scaled(torch.ones(1), 2)) == [None]
+
+
+def test_what_lies_in_a_part_of_several_chunks_comes_back_as_a_list():
+    class ListType(ScaledType):
+        def unpack(self, value):
+            return [list(value.values), torch.ones(1)], value.scale
+
+        def pack(self, context, parts):
+            assert isinstance(parts[0], list)
+            return cls(parts[0], context)
+
+    cls = fresh_class(Scaled)
+    st.register_leaf_type(cls, ListType())
+    first, second = torch.arange(4.0).split(2)
+    copied = st.offload({"x": cls([first, second], 2)})["x"]
+    assert [part.tolist() for part in copied.values] == [[0, 1], [2, 3]]
+    assert copied.values[0].untyped_storage().data_ptr() == copied.values[1].untyped_storage().data_ptr()
 
 
 def registered_with(**functions):

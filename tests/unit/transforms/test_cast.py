@@ -103,21 +103,15 @@ def test_what_copy_into_refuses_is_refused(dtype):
         )
 
 
-@pytest.mark.parametrize(
-    ("dtype", "largest"),
-    [(torch.float16, 65504.0), (torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize("large", [1e6, -1e6])
-def test_values_that_are_too_large_are_refused_or_saturated(dtype, largest, large):
+def test_values_that_are_too_large_are_refused(dtype, large):
     leaf = torch.tensor([1.0, large, 2.0, float("nan"), large])
     tree = {"x": [numbers(0), leaf]}
     with pytest.raises(st.TreeMismatch, match=rf"range differs at x\.1: .*{large:.0f}.* and 1 more"):
         st.cast(tree, dtype)
     with pytest.raises(st.TreeMismatch, match=r"range differs at x\.1"):
         st.copy_into(tree, st.map_leaves(lambda held: torch.zeros(held.shape).to(dtype), tree), cast=True)
-    found = st.cast(tree, dtype, saturate=True)["x"][1].float()
-    assert found.nan_to_num(3).tolist() == [1, largest if large > 0 else -largest, 2, 3, found[1]]
     assert torch.equal(leaf.nan_to_num(3), torch.tensor([1.0, large, 2.0, 3.0, large]))
 
 
@@ -125,14 +119,13 @@ def test_values_at_the_limit_and_infinities_pass():
     limit = {"w": torch.tensor([65504.0, 65519.0, -65504.0, float("inf"), -float("inf")])}
     assert st.cast(limit, torch.float16)["w"].tolist() == [65504, 65504, -65504, float("inf"), -float("inf")]
     assert st.cast({"w": torch.tensor([448.0, 463.0])}, torch.float8_e4m3fn)["w"].float().tolist() == [448, 448]
-    with pytest.raises(st.TreeMismatch, match=r"range differs at w: .*inf\. Pass saturate"):
+    with pytest.raises(st.TreeMismatch, match=r"range differs at w: .*inf\. Choose a dtype with a larger range"):
         st.cast({"w": torch.tensor([float("inf")])}, torch.float8_e4m3fn)
 
 
 def test_what_lies_between_views_is_not_looked_at():
     base = torch.tensor([1.0, 1e6, 2.0, 1e6])
     assert st.cast({"w": base[::2]}, torch.float16)["w"].tolist() == [1, 2]
-    assert st.cast({"w": base[::2]}, torch.float16, saturate=True)["w"].tolist() == [1, 2]
 
 
 def test_a_leaf_made_of_several_is_refused_by_its_path():

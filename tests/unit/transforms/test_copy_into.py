@@ -942,30 +942,20 @@ def test_what_is_too_large_for_a_dtype_is_an_error(dtype, make):
         src = [ramp(2), make(torch.tensor([1.0, float("nan"), value, 1.0], dtype=torch.float64))]
         message = rf"range differs at 1: expected values up to {re.escape(str(largest))} \({dtype}\), got "
         refused(src, [torch.zeros(2), make(torch.zeros(4, dtype=dtype))], message, cast=True)
-        dst = make(torch.zeros(4, dtype=dtype))
-        st.copy_into([ramp(2), src[1]], [torch.zeros(2), dst], cast=True, saturate=True)
-        stored = torch.tensor([1.0, float("nan"), largest if value > 0 else -largest, 1.0])
-        assert torch.equal(dst.float().nan_to_num(7.0), make(stored).nan_to_num(7.0))
 
 
 def test_infinities_are_kept_where_there_are_any():
     src = [torch.tensor([float("inf"), 1.0, -float("inf")])]
     half, small = torch.zeros(3, dtype=torch.float16), torch.zeros(3, dtype=torch.float8_e4m3fn)
-    for options in ({}, {"saturate": True}):
-        st.copy_into(src, [half.zero_()], cast=True, **options)
-        assert torch.equal(half.float(), src[0])
+    st.copy_into(src, [half], cast=True)
+    assert torch.equal(half.float(), src[0])
     refused(src, [small], r"range differs at 0: expected values up to 448.0 .*, got inf and 1 more", cast=True)
-    st.copy_into(src, [small], cast=True, saturate=True)
-    assert small.float().tolist() == [448, 1, -448]
 
 
 @pytest.mark.parametrize("part", [1e39 + 1j, 1 - 1e39j])
 def test_parts_of_complex_numbers_are_looked_at(part):
     src, dst = torch.tensor([1 + 2j, part], dtype=torch.complex128).conj(), torch.zeros(2, dtype=torch.complex64)
     refused([src], [dst], "range differs at 0: .*complex64.*1e", cast=True)
-    st.copy_into([src], [dst], cast=True, saturate=True)
-    assert dst[0] == 1 - 2j
-    assert torch.view_as_real(dst).abs().max() == torch.finfo(torch.float32).max
     refused([torch.tensor([1e39], dtype=torch.float64)], [dst[:1]], "range differs", cast=True)
 
 
@@ -990,13 +980,16 @@ def test_the_whole_matrix_of_casts_is_all_or_nothing():
             first, dst = torch.zeros(2), of_bytes(target, (6,))
             src = of_bytes(source, (6,))
             before = raw_bytes(dst.untyped_storage()).clone()
-            if castable(source, target) or source == target:
-                st.copy_into([ramp(2), src], [first, dst], cast=True, saturate=True)
+            kind = "range" if castable(source, target) or source == target else "dtype"  # any bytes may be too large
+            try:
+                st.copy_into([ramp(2), src], [first, dst], cast=True)
+            except st.TreeMismatch as error:
+                assert f"{kind} differs at 1" in str(error), (source, target)
+            else:
+                assert kind == "range", (source, target)
                 assert torch.equal(first, ramp(2)), (source, target)
                 allowed += 1
                 continue
-            with pytest.raises(st.TreeMismatch, match="dtype differs at 1"):
-                st.copy_into([ramp(2), src], [first, dst], cast=True, saturate=True)
             assert torch.equal(first, torch.zeros(2)), (source, target)
             assert torch.equal(raw_bytes(dst.untyped_storage()), before), (source, target)
     assert allowed > 100

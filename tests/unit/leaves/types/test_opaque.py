@@ -377,9 +377,9 @@ def test_contexts_of_equal_objects_agree():
         return holding(text="".join(["a", "b"]), tensor=torch.ones(1), items=[1, 2.0, None, Color.RED, "ab"])
 
     one, other = (OPAQUE.unpack(made())[1] for _ in range(2))
-    assert OPAQUE.same_context(one, other)
+    assert one == other
     different = OPAQUE.unpack(holding(text="ab", tensor=torch.ones(1), items=[1, 2.5, None, Color.RED, "ab"]))[1]
-    assert not OPAQUE.same_context(one, different)
+    assert one != different
 
 
 def test_the_skeleton_cannot_be_loaded_by_pickle_alone():
