@@ -312,7 +312,7 @@ def cut_intervals(part: Sequence[Interval], count: int, factor: int) -> list[lis
     for begin, end in _chunk(0, length, factor):
         for shard, (start, stop) in zip(shards, _chunk(begin, end, count), strict=True):
             shard += _select(part, start, stop)
-    return [_merged(shard) for shard in shards]
+    return [merged_intervals(shard) for shard in shards]
 
 
 def _chunk(start: int, stop: int, count: int) -> list[Interval]:
@@ -333,7 +333,8 @@ def _select(part: Sequence[Interval], start: int, stop: int) -> list[Interval]:
     return found
 
 
-def _merged(intervals: Sequence[Interval]) -> list[Interval]:
+def merged_intervals(intervals: Sequence[Interval]) -> list[Interval]:
+    """Return intervals with those as one of which each begins where the one before ends."""
     merged: list[Interval] = []
     for start, stop in intervals:
         if merged and merged[-1][1] == start:

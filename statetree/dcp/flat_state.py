@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from statetree.files.checkpoint import is_entry
 from statetree.key_paths import Path, render_key
 from statetree.leaves.builtin import settled
-from statetree.leaves.laid_out import refuse_converted
 from statetree.leaves.lowering import Lowered, is_made_of_tensors, lower
+from statetree.leaves.types.converted import joined
 from statetree.tree.flatten import flatten_for
 
 if TYPE_CHECKING:
@@ -73,9 +73,8 @@ def flat_state(tree: Any, *, verb: str) -> FlatState:
         CyclicTree, TreeTooDeep: As ``flatten``.
     """
     outer, outer_spec = flatten_for(verb, tree, is_leaf=is_entry)
-    outer = list(map(settled, outer))
+    outer = [joined(settled(leaf)) for leaf in outer]
     lowered = lower(verb, outer, outer_spec, partial(flatten_for, verb, is_leaf=is_entry), wanted=is_made_of_tensors)
-    refuse_converted(verb, lowered.recipes)
     leaves, spec = lowered.leaves, lowered.spec
     keys = spec.flat_keys()
     if STRUCTURE_KEY in keys:

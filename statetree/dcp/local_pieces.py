@@ -47,7 +47,4 @@ class LocalPieces:
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        for chunk, piece in zip(self._chunks, self.pieces, strict=True):
-            if chunk.offsets == index.offset:
-                return piece
-        raise KeyError(index)
+        return self.pieces[[chunk.offsets for chunk in self._chunks].index(index.offset)]

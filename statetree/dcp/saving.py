@@ -29,6 +29,7 @@ from statetree.files.checkpoint import is_entry
 from statetree.key_paths import Path
 from statetree.leaves.builtin import is_distributed, leaf_type_of, taken_over
 from statetree.leaves.lowering import is_several
+from statetree.leaves.types.converted import joined
 from statetree.leaves.types.special import QUANTIZED
 from statetree.torch_internals import WITHOUT_KERNELS
 from statetree.tree.flatten import flatten_for
@@ -102,6 +103,7 @@ def _is_saved_in_parts(leaf: Any) -> bool:
             return False
     elif type(leaf) in _COMING_BACK or taken_over(leaf):
         return False
+    leaf = joined(leaf)
     return is_several(leaf) or (not is_distributed(leaf) and content_of("save", leaf, Path()).sort == PARTS_ENTRY)
 
 

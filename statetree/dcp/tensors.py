@@ -158,7 +158,7 @@ def _held(verb: str, leaf: Any, path: Path, ranks: Group) -> LocalChunks:
         refuse_leaf(verb, path, f"a {cls} with the placements {leaf.placements}", "Redistribute or reduce it")
     if held.dtype in WITHOUT_KERNELS:  # DCP asks torch for the sizes of elements
         refuse_leaf(verb, path, f"a {cls} of {held.dtype}", "View it as numbers (uint8)")
-    for piece in held.pieces:
+    for piece in held.memory:
         if leaf_type_of(type(piece)) is not TENSOR or piece.layout is not torch.strided:
             refuse_leaf(verb, path, f"a {cls} of a {type(piece).__qualname__}", "Gather it, or save its inner tensors")
         check_elements(verb, piece, path)

@@ -229,7 +229,7 @@ class Manifest:
 
     def devices(self) -> list[torch.device]:
         """Return the devices that the chunks of distributed leaves lie on."""
-        return list(dict.fromkeys(piece.device for chunks in self.chunks.values() for piece in chunks.pieces))
+        return list(dict.fromkeys(piece.device for chunks in self.chunks.values() for piece in chunks.memory))
 
     def details(self) -> list[str]:
         """Return what usually is the same on all ranks: which of them hold what, and ties."""
@@ -252,8 +252,8 @@ class Manifest:
 
     def check_readable(self) -> None:
         """Raise ``UnsupportedLeaf`` if the elements of a distributed leaf cannot be read."""
-        owners = [index for index, chunks in self.chunks.items() for _ in chunks.pieces]
-        pieces = [piece for chunks in self.chunks.values() for piece in chunks.pieces]
+        owners = [index for index, chunks in self.chunks.items() for _ in chunks.memory]
+        pieces = [piece for chunks in self.chunks.values() for piece in chunks.memory]
         for index, piece in zip(owners, pieces, strict=True):
             chunks = self.chunks[index]
             if piece.is_meta and (chunks.layout is None or chunks.device != "meta"):  # or not so on every rank
