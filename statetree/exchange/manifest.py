@@ -12,7 +12,15 @@ from statetree.chunks.local import location_of
 from statetree.errors import UnsupportedLeaf
 from statetree.exchange.consensus import Entry
 from statetree.exchange.path_order import order_of
-from statetree.leaves.builtin import facts, holds_tensor, is_distributed, leaf_type_of, may_be_under_way, settled
+from statetree.leaves.builtin import (
+    facts,
+    holds_tensor,
+    is_distributed,
+    is_stored,
+    leaf_type_of,
+    may_be_under_way,
+    settled,
+)
 from statetree.leaves.laid_out import LaidOutRecipe
 from statetree.leaves.leaf_numbers import text_number
 from statetree.leaves.location import located_error
@@ -60,6 +68,8 @@ class Manifest:
         replicas: Where meshes differ from rank to rank, whether their elements are compared (``"check"``), or the first
             mesh's taken (``"first"``). With ``None`` all keep what they have.
         received: How its elements move (a ``Received``), if another rank described the tree.
+        unread: Stored leaves whose elements are made as they are read, behind what stands in their places, by the ids
+            of that: each rank reads the boxes that it needs.
     """
 
     def __init__(
@@ -72,16 +82,32 @@ class Manifest:
         written: bool = False,
         replicas: str | None = None,
         every: bool = False,
+        unread: bool = False,
     ) -> None:
         leaves, spec = flatten_for_copy(tree, holds_tensor, verb=verb)
+        self.unread: dict[int, tuple[torch.Tensor, Any]] = {}
         if any(map(may_be_under_way, set(map(type, leaves)))):
-            leaves = list(map(settled, leaves))
+            leaves = [self._outline(leaf) if unread and _is_made(leaf) else settled(leaf) for leaf in leaves]
         self.verb = verb
         self.received: Any = None
         self.complete = complete
         self.written = written
         self.replicas = replicas
         self._lower(lower(verb, leaves, spec, self._flatten, wanted=is_divisible if every else None), ranks)
+
+    def _outline(self, stored: Any) -> torch.Tensor:
+        found = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+        self.unread[id(found)] = found, stored
+        return found
+
+    def read(self, index: int) -> None:
+        """Read the elements of a leaf, if they are not."""
+        if self.is_unread(index):
+            self.leaves[index] = settled(self.unread[id(self.leaves[index])][1])
+
+    def is_unread(self, index: int) -> bool:
+        """Whether the elements of a leaf are not read yet."""
+        return bool(self.unread) and id(self.leaves[index]) in self.unread
 
     def _flatten(self, tree: Any) -> tuple[list[Any], TreeSpec]:
         return flatten_for_copy(tree, holds_tensor, verb=self.verb)
@@ -195,7 +221,7 @@ class Manifest:
         """Return the manifest of a tree that another rank described: ``chunks`` are what this one holds of it."""
         found = cls.__new__(cls)
         found.received = received
-        found.verb, found.complete, found.written, found.replicas = verb, False, False, None
+        found.verb, found.complete, found.written, found.replicas, found.unread = verb, False, False, None, {}
         found.outline, found.recipes, found.outer, found.texts = outline, {}, [], {}
         found.replace(spec, leaves, chunks)
         return found
@@ -223,7 +249,7 @@ class Manifest:
 
     def _text(self, index: int) -> str:
         try:
-            return _text_of(self.leaves[index])
+            return f"{_text_of(self.leaves[index])}{' (stored)' if self.is_unread(index) else ''}"
         except Exception as error:
             raise located_error(self.verb, "describe", error, self.spec.paths, self.leaves, index) from error
 
@@ -304,6 +330,11 @@ class Manifest:
         """Return the error for a leaf. ``%PATH%`` in the message stands for its path."""
         path = self.path(index)
         return UnsupportedLeaf(f"{self.verb}: {message.replace('%PATH%', str(path) or '<root>')}", path)
+
+
+def _is_made(leaf: Any) -> bool:
+    """Whether the elements of a stored leaf are made when they are read."""
+    return is_stored(leaf) and leaf.is_made
 
 
 def _path_key(row: tuple[Path, str]) -> Any:

@@ -68,8 +68,23 @@ def load_through(path):
         most = {0: 1.05, 1: 2.0}[dim]  # of columns, what lies between is read where it is short
         extra = 1600 * len(state) if path.endswith("dir") else 256  # where a piece lies is read with it
         assert nbytes - headers <= most * needed + extra, (dim, nbytes - headers, needed)
-        moved = st.reshard(CONVERSION(st.files.open(path)), like)
-        assert all(torch.equal(st.to_flat(moved)[0][key].full_tensor(), whole[key]) for key in like if "ln" not in key)
+        for verb in (st.reshard, st.distribute):
+            moved, nbytes = counted(lambda verb=verb, like=like: verb(CONVERSION(st.files.open(path)), like))
+            check_holds(moved, whole)
+            fused = sum(leaf.to_local().nbytes for key, leaf in moved.items() if "ln" not in key)
+            assert nbytes - headers <= most * fused + extra, (dim, verb, nbytes - headers, fused)
+        place = {key: leaf.clone() for key, leaf in spread(CONVERSION(state), dim).items()}
+        st.reshard(st.combine(torch.sub, *[CONVERSION(st.files.open(path))] * 2), place, in_place=True)
+        assert not any(bool(leaf.full_tensor().any()) for leaf in place.values() if hasattr(leaf, "full_tensor"))
+        narrow = {key: torch.zeros(leaf.shape, dtype=torch.bfloat16) for key, leaf in whole.items()}
+        check_holds(
+            st.reshard(st.cast(CONVERSION(st.files.open(path)), torch.float64), spread(narrow), cast=True), whole
+        )
+        tied = {**like, "1.qkv": like["0.qkv"]}
+        with pytest.raises(st.TreeMismatch, match=r"ties at 1.qkv: values of its own cannot go into a tensor that is"):
+            st.reshard(CONVERSION(st.files.open(path)), tied)
+        with pytest.raises(st.TreeMismatch, match=r"shape differs at 0.qkv: expected"):
+            st.reshard(CONVERSION(st.files.open(path)), {**like, "0.qkv": torch.zeros(3, 4)})
 
 
 @pytest.mark.parametrize("file", ["a.safetensors", "a.pt", "dir"])
